@@ -1,0 +1,151 @@
+//! One error for the whole crate, written for the person who can act on it.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// `Result` with this crate's [`Error`].
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// What went wrong, with the file, tensor, option or recipe line by name.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused.
+    #[error("cannot {action} {}: {source}", path.display())]
+    Io {
+        /// What was attempted, as a verb.
+        action: &'static str,
+        /// The file or folder.
+        path: PathBuf,
+        /// The operating system's answer.
+        source: io::Error,
+    },
+    /// A file that is not what it should be.
+    #[error("{}: {reason}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A tensor that a pass or a format cannot take.
+    #[error("tensor `{name}`: {reason}")]
+    Tensor {
+        /// Name in the checkpoint.
+        name: String,
+        /// What is wrong with it.
+        reason: String,
+        /// What to do about it.
+        hint: String,
+    },
+    /// A NaN or infinite weight.
+    #[error("tensor `{name}` holds {count} values that are NaN or infinite")]
+    NotFinite {
+        /// Name in the checkpoint.
+        name: String,
+        /// How many.
+        count: u64,
+    },
+    /// A `targets` or `ignore` pattern without a match.
+    #[error("`{field}` pattern `{pattern}` matches no tensor")]
+    NoMatch {
+        /// Where the pattern stands.
+        field: &'static str,
+        /// The pattern.
+        pattern: String,
+        /// The closest name there is.
+        nearest: Option<String>,
+    },
+    /// An option with an impossible value.
+    #[error("{what}: {reason}")]
+    Option {
+        /// Which option, of which pass or format.
+        what: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A recipe that does not parse; the text carries line, column and a snippet.
+    #[error("{}: {message}", path.display())]
+    Recipe {
+        /// The recipe file.
+        path: PathBuf,
+        /// The located message.
+        message: String,
+    },
+    /// An output folder that cannot be used.
+    #[error("output {}: {reason}", path.display())]
+    Output {
+        /// The folder.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+        /// What to do about it.
+        hint: String,
+    },
+    /// Something asked for that this version does not do.
+    #[error("{what} is not supported")]
+    Unsupported {
+        /// What was asked for.
+        what: String,
+        /// What there is instead.
+        hint: String,
+    },
+    /// A written file that does not read back as it was meant.
+    #[error("verification of {} failed: {reason}", path.display())]
+    Verification {
+        /// The file.
+        path: PathBuf,
+        /// How it differs.
+        reason: String,
+    },
+    /// Interrupted by the user or through a `Cancel` handle.
+    #[error("interrupted; nothing was written")]
+    Cancelled,
+}
+
+impl Error {
+    /// An I/O error with its path; meant for `map_err`.
+    pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+        let path = path.to_owned();
+        move |source| Error::Io { action, path, source }
+    }
+
+    /// A malformed file.
+    pub fn malformed(path: &Path, reason: impl fmt::Display) -> Error {
+        Error::Malformed { path: path.to_owned(), reason: reason.to_string() }
+    }
+
+    /// A tensor that cannot be taken.
+    pub fn tensor(name: &str, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
+        Error::Tensor { name: name.to_owned(), reason: reason.to_string(), hint: hint.to_string() }
+    }
+
+    /// An option with an impossible value.
+    pub fn option(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
+        Error::Option { what: what.to_string(), reason: reason.to_string() }
+    }
+
+    /// Whether the request itself was wrong, so that trying again cannot help.
+    pub fn is_misuse(&self) -> bool {
+        matches!(self, Error::Option { .. } | Error::Recipe { .. } | Error::NoMatch { .. })
+    }
+
+    /// Advice, where there is any.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } => {
+                (!hint.is_empty()).then(|| hint.clone())
+            }
+            Error::NotFinite { .. } => {
+                Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into())
+            }
+            Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
+            Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
+            Error::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+                Some("the disk is full; the unfinished output was removed".into())
+            }
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Sparse runs: one bit for each element, and the elements that are not zero.
+//!
+//! Bit `i` of the mask is bit `i % 8` of byte `i / 8`. "Zero" means all bits zero, so that -0.0 survives.
+
+/// Appends the mask and the kept elements of a run; the run's length is a multiple of eight, or it is the last.
+pub fn pack(elements: &[u8], size: usize, mask: &mut Vec<u8>, values: &mut Vec<u8>) {
+    match size {
+        1 => pack_sized::<1>(elements, mask, values),
+        2 => pack_sized::<2>(elements, mask, values),
+        4 => pack_sized::<4>(elements, mask, values),
+        _ => pack_sized::<8>(elements, mask, values),
+    }
+}
+
+fn pack_sized<const N: usize>(elements: &[u8], mask: &mut Vec<u8>, values: &mut Vec<u8>) {
+    let elements = elements.as_chunks::<N>().0;
+    let start = values.len();
+    values.resize(start + elements.len() * N, 0);
+    let out = values[start..].as_chunks_mut::<N>().0;
+    let mut kept = 0;
+    for eight in elements.chunks(8) {
+        let mut byte = 0u8;
+        for (bit, element) in eight.iter().enumerate() {
+            let keep = *element != [0; N];
+            // Every element is stored; one that is not kept is overwritten by the next.
+            out[kept] = *element;
+            kept += usize::from(keep);
+            byte |= u8::from(keep) << bit;
+        }
+        mask.push(byte);
+    }
+    values.truncate(start + kept * N);
+}
+
+/// How many elements have a bit that is set.
+pub fn count(elements: &[u8], size: usize) -> u64 {
+    let zeros = match size {
+        1 => super::scan::count_bytes(elements, 0),
+        2 => elements.as_chunks::<2>().0.iter().filter(|e| **e == [0; 2]).count() as u64,
+        4 => elements.as_chunks::<4>().0.iter().filter(|e| **e == [0; 4]).count() as u64,
+        _ => elements.as_chunks::<8>().0.iter().filter(|e| **e == [0; 8]).count() as u64,
+    };
+    (elements.len() / size.max(1)) as u64 - zeros
+}
+
+/// How many of the first `elements` bits are set.
+pub fn ones(mask: &[u8], elements: usize) -> usize {
+    let whole = elements / 8;
+    let mut sum: usize = mask[..whole].iter().map(|b| b.count_ones() as usize).sum();
+    if elements % 8 > 0 {
+        sum += (mask[whole] & ((1 << (elements % 8)) - 1)).count_ones() as usize;
+    }
+    sum
+}
+
+/// Spreads the kept values over `output`, which was filled with zeros; `values` holds exactly [`ones`] elements.
+pub fn unpack(mask: &[u8], values: &[u8], size: usize, output: &mut [u8]) {
+    let mut values = values.chunks_exact(size);
+    for (i, out) in output.chunks_exact_mut(size).enumerate() {
+        if mask[i / 8] >> (i % 8) & 1 == 1
+            && let Some(value) = values.next()
+        {
+            out.copy_from_slice(value);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unpack_undoes_pack() {
+        for size in [1usize, 2, 4, 8] {
+            let elements: Vec<u8> = (0..13 * size).map(|i| if (i / size) % 3 == 0 { 0 } else { i as u8 }).collect();
+            let (mut mask, mut values) = (Vec::new(), Vec::new());
+            pack(&elements, size, &mut mask, &mut values);
+            assert_eq!(mask.len(), 2);
+            assert_eq!(ones(&mask, 13) * size, values.len());
+            assert_eq!(count(&elements, size) as usize * size, values.len());
+            let mut back = vec![0; elements.len()];
+            unpack(&mask, &values, size, &mut back);
+            assert_eq!(back, elements);
+        }
+    }
+
+    #[test]
+    fn negative_zero_is_a_value() {
+        let (mut mask, mut values) = (Vec::new(), Vec::new());
+        pack(&(-0.0f32).to_le_bytes(), 4, &mut mask, &mut values);
+        assert_eq!((mask, values), (vec![1], (-0.0f32).to_le_bytes().to_vec()));
+    }
+}

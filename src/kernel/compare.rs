@@ -1,0 +1,108 @@
+//! How far one set of values is from another.
+
+/// Running sums over pairs of values.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Difference {
+    /// Σ a²
+    pub signal: f64,
+    /// Σ b²
+    pub other: f64,
+    /// Σ (a − b)²
+    pub noise: f64,
+    /// Σ a·b
+    pub dot: f64,
+    /// max |a − b|
+    pub max: f32,
+    /// Elements where a is zero.
+    pub zeros_before: u64,
+    /// Elements where b is zero.
+    pub zeros_after: u64,
+}
+
+const LANES: usize = 32;
+
+impl Difference {
+    /// Adds pairs of values; meant for runs of a few thousand, which are summed in f32.
+    pub fn add(&mut self, before: &[f32], after: &[f32]) {
+        let part = compare(before, after);
+        self.signal += part.signal;
+        self.other += part.other;
+        self.noise += part.noise;
+        self.dot += part.dot;
+        self.max = self.max.max(part.max);
+        self.zeros_before += part.zeros_before;
+        self.zeros_after += part.zeros_after;
+    }
+
+    /// Signal to noise in decibels; `None` when there is no noise or no signal.
+    pub fn sqnr_db(&self) -> Option<f64> {
+        (self.noise > 0.0 && self.signal > 0.0).then(|| 10.0 * (self.signal / self.noise).log10())
+    }
+
+    /// Cosine of the angle between both; `None` when either is all zero.
+    pub fn cosine(&self) -> Option<f64> {
+        (self.signal > 0.0 && self.other > 0.0).then(|| self.dot / (self.signal.sqrt() * self.other.sqrt()))
+    }
+}
+
+simd! {
+    /// The sums over one run.
+    pub fn compare(before: &[f32], after: &[f32]) -> Difference {
+        let mut signal = [0f32; LANES];
+        let mut other = [0f32; LANES];
+        let mut noise = [0f32; LANES];
+        let mut dot = [0f32; LANES];
+        let mut max = [0f32; LANES];
+        let mut zeros = [[0u32; LANES]; 2];
+        let mut step = |lane: usize, a: f32, b: f32| {
+            let d = a - b;
+            signal[lane] += a * a;
+            other[lane] += b * b;
+            noise[lane] += d * d;
+            dot[lane] += a * b;
+            max[lane] = if d.abs() > max[lane] { d.abs() } else { max[lane] };
+            zeros[0][lane] += u32::from(a == 0.0);
+            zeros[1][lane] += u32::from(b == 0.0);
+        };
+        let (a, a_tail) = before.as_chunks::<LANES>();
+        let (b, b_tail) = after.as_chunks::<LANES>();
+        for (a, b) in a.iter().zip(b) {
+            for lane in 0..LANES {
+                step(lane, a[lane], b[lane]);
+            }
+        }
+        for (lane, (&a, &b)) in a_tail.iter().zip(b_tail).enumerate() {
+            step(lane, a, b);
+        }
+        let sum = |lanes: &[f32; LANES]| lanes.iter().map(|v| f64::from(*v)).sum();
+        let count = |lanes: &[u32; LANES]| lanes.iter().map(|n| u64::from(*n)).sum();
+        Difference {
+            signal: sum(&signal),
+            other: sum(&other),
+            noise: sum(&noise),
+            dot: sum(&dot),
+            max: max.into_iter().fold(0.0, f32::max),
+            zeros_before: count(&zeros[0]),
+            zeros_after: count(&zeros[1]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_are_those_of_the_definition() {
+        let a: Vec<f32> = (0..77).map(|i| i as f32 - 30.0).collect();
+        let b: Vec<f32> = a.iter().map(|v| if *v < -10.0 { 0.0 } else { *v }).collect();
+        let mut d = Difference::default();
+        d.add(&a, &b);
+        let expected: f64 = a.iter().filter(|v| **v < -10.0).map(|v| f64::from(v * v)).sum();
+        assert_eq!(d.noise, expected);
+        assert_eq!((d.zeros_before, d.zeros_after), (1, 21));
+        assert_eq!(d.max, 30.0);
+        assert!(d.sqnr_db().is_some() && d.cosine().unwrap() < 1.0);
+        assert_eq!(Difference::default().sqnr_db(), None);
+    }
+}

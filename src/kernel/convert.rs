@@ -1,0 +1,107 @@
+//! From one float format to another, rounding half to even.
+
+use half::slice::HalfFloatSliceExt;
+use safetensors::Dtype;
+
+use super::{Float, float::with_float};
+
+simd! {
+    /// Values as f32 (f64 is rounded).
+    pub fn to_f32[F: Float](input: &[u8], output: &mut [f32]) {
+        for (&e, out) in F::split(input).iter().zip(output) {
+            *out = F::to_f32(e);
+        }
+    }
+}
+
+simd! {
+    /// f32 values as bytes.
+    pub fn f32_bytes(input: &[f32], output: &mut [u8]) {
+        for (value, out) in input.iter().zip(output.as_chunks_mut::<4>().0) {
+            *out = value.to_le_bytes();
+        }
+    }
+}
+
+simd! {
+    /// f32 values rounded to bfloat16 bytes; NaN stays NaN.
+    pub fn bf16_bytes(input: &[f32], output: &mut [u8]) {
+        for (value, out) in input.iter().zip(output.as_chunks_mut::<2>().0) {
+            let bits = value.to_bits();
+            let rounded = bits.wrapping_add(0x7FFF + ((bits >> 16) & 1)) >> 16;
+            let quiet = (bits >> 16) | 0x40;
+            *out = (if value.is_nan() { quiet } else { rounded } as u16).to_le_bytes();
+        }
+    }
+}
+
+/// f32 values rounded to binary16 bytes.
+pub fn f16_bytes(input: &[f32], output: &mut [u8]) {
+    let mut run = [half::f16::ZERO; 1024];
+    for (values, out) in input.chunks(run.len()).zip(output.chunks_mut(2 * run.len())) {
+        let run = &mut run[..values.len()];
+        run.convert_from_f32_slice(values);
+        for (value, out) in run.iter().zip(out.as_chunks_mut::<2>().0) {
+            *out = value.to_le_bytes();
+        }
+    }
+}
+
+/// f32 values as bytes of a float format; `false` when the format is none of f16, bf16, f32.
+#[must_use]
+pub fn from_f32(dtype: Dtype, input: &[f32], output: &mut [u8]) -> bool {
+    match dtype {
+        Dtype::F32 => f32_bytes(input, output),
+        Dtype::BF16 => bf16_bytes(input, output),
+        Dtype::F16 => f16_bytes(input, output),
+        _ => return false,
+    }
+    true
+}
+
+/// Bytes of a float format as f32 values; `false` when the format is not a float of 16 bits or more.
+#[must_use]
+pub fn decode(dtype: Dtype, input: &[u8], output: &mut [f32]) -> bool {
+    with_float!(dtype, F => { to_f32::<F>(input, output); true }, else false)
+}
+
+/// A value rounded to a float format and back, as it will be read.
+pub fn rounded(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::from_f32(value).to_f32(),
+        Dtype::BF16 => half::bf16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}
+
+/// Distance from 1 to the next larger number of a float format.
+pub fn epsilon(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::EPSILON.to_f32(),
+        Dtype::BF16 => half::bf16::EPSILON.to_f32(),
+        _ => f32::EPSILON,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_agrees_with_half() {
+        let mut state = 1u32;
+        let values: Vec<f32> = (0..100_000)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                f32::from_bits(state)
+            })
+            .chain([0.0, -0.0, f32::MAX, f32::INFINITY, f32::NAN, f32::from_bits(0x3F80_8000), f32::from_bits(0x3F81_8000)])
+            .collect();
+        let mut bytes = vec![0; values.len() * 2];
+        bf16_bytes(&values, &mut bytes);
+        for (value, out) in values.iter().zip(bytes.as_chunks::<2>().0) {
+            let theirs = half::bf16::from_f32(*value);
+            assert!(theirs.to_le_bytes() == *out, "{value}");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The four float formats that weights come in, seen as little-endian bytes.
+
+use safetensors::Dtype;
+
+/// A float format whose magnitudes order as unsigned integers (IEEE 754 with the sign bit removed).
+pub trait Float: 'static {
+    /// One element, `[u8; N]`.
+    type Bytes: Copy + Send + Sync;
+    /// An unsigned integer of the element's width.
+    type Magnitude: Copy + Ord + Into<u64> + Send + Sync;
+    /// Bytes of one element.
+    const SIZE: usize;
+    /// Bits of a magnitude: all but the sign.
+    const BITS: u32;
+    /// Positive zero.
+    const ZERO: Self::Bytes;
+    /// The magnitude of infinity; anything above is NaN.
+    const INFINITY: Self::Magnitude;
+    /// The name in safetensors.
+    const DTYPE: Dtype;
+
+    /// Bytes as elements; a trailing part of an element is left out.
+    fn split(bytes: &[u8]) -> &[Self::Bytes];
+    /// Mutable bytes as elements.
+    fn split_mut(bytes: &mut [u8]) -> &mut [Self::Bytes];
+    /// The bits without the sign.
+    fn magnitude(element: Self::Bytes) -> Self::Magnitude;
+    /// A magnitude from its value in 64 bits; higher bits are dropped.
+    fn from_key(key: u64) -> Self::Magnitude;
+    /// The value, rounded to f32 when the format is wider.
+    fn to_f32(element: Self::Bytes) -> f32;
+}
+
+macro_rules! float {
+    ($(#[$meta:meta])* $name:ident, $uint:ty, $size:literal, $infinity:literal, $dtype:ident, |$bits:ident| $to_f32:expr) => {
+        $(#[$meta])*
+        #[derive(Debug)]
+        pub struct $name;
+
+        impl Float for $name {
+            type Bytes = [u8; $size];
+            type Magnitude = $uint;
+            const SIZE: usize = $size;
+            const BITS: u32 = <$uint>::BITS - 1;
+            const ZERO: [u8; $size] = [0; $size];
+            const INFINITY: $uint = $infinity;
+            const DTYPE: Dtype = Dtype::$dtype;
+
+            #[inline(always)]
+            fn split(bytes: &[u8]) -> &[[u8; $size]] {
+                bytes.as_chunks().0
+            }
+            #[inline(always)]
+            fn split_mut(bytes: &mut [u8]) -> &mut [[u8; $size]] {
+                bytes.as_chunks_mut().0
+            }
+            #[inline(always)]
+            fn magnitude(element: [u8; $size]) -> $uint {
+                <$uint>::from_le_bytes(element) & (<$uint>::MAX >> 1)
+            }
+            #[inline(always)]
+            fn from_key(key: u64) -> $uint {
+                key as $uint
+            }
+            #[inline(always)]
+            fn to_f32(element: [u8; $size]) -> f32 {
+                let $bits = <$uint>::from_le_bytes(element);
+                $to_f32
+            }
+        }
+    };
+}
+
+float!(
+    /// IEEE 754 binary16.
+    F16, u16, 2, 0x7C00, F16, |bits| {
+        // Shifting the fields in place leaves the exponent 112 too small, which a product repairs exactly,
+        // subnormal numbers included; infinities and NaN need their exponent filled by hand.
+        let magnitude = u32::from(bits & 0x7FFF);
+        let scaled = (f32::from_bits(magnitude << 13) * f32::from_bits((112 + 127) << 23)).to_bits();
+        let special = if magnitude >= 0x7C00 { 0x7F80_0000 } else { 0 };
+        f32::from_bits(scaled | special | (u32::from(bits & 0x8000) << 16))
+    }
+);
+float!(
+    /// bfloat16: the upper half of an f32.
+    Bf16, u16, 2, 0x7F80, BF16, |bits| f32::from_bits(u32::from(bits) << 16)
+);
+float!(
+    /// IEEE 754 binary32.
+    F32, u32, 4, 0x7F80_0000, F32, |bits| f32::from_bits(bits)
+);
+float!(
+    /// IEEE 754 binary64.
+    F64, u64, 8, 0x7FF0_0000_0000_0000, F64, |bits| f64::from_bits(bits) as f32
+);
+
+/// Runs the body with `$float` bound to the [`Float`] type of a dtype, or the `else` value for other dtypes.
+macro_rules! with_float {
+    ($dtype:expr, $float:ident => $body:expr, else $other:expr) => {
+        match $dtype {
+            safetensors::Dtype::F16 => { type $float = $crate::kernel::F16; $body }
+            safetensors::Dtype::BF16 => { type $float = $crate::kernel::Bf16; $body }
+            safetensors::Dtype::F32 => { type $float = $crate::kernel::F32; $body }
+            safetensors::Dtype::F64 => { type $float = $crate::kernel::F64; $body }
+            _ => $other,
+        }
+    };
+}
+pub(crate) use with_float;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn f16_agrees_with_half_on_every_pattern() {
+        for bits in 0..=u16::MAX {
+            let ours = F16::to_f32(bits.to_le_bytes());
+            let theirs = half::f16::from_bits(bits).to_f32();
+            assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "{bits:#06x}: {ours} {theirs}");
+        }
+    }
+
+    #[test]
+    fn magnitudes_order_as_the_values_do() {
+        let values = [0.0f32, 1e-40, 1e-30, 0.5, 1.0, 3.5, 1e30, f32::INFINITY];
+        for pair in values.windows(2) {
+            assert!(F32::magnitude((-pair[0]).to_le_bytes()) < F32::magnitude(pair[1].to_le_bytes()));
+        }
+    }
+}

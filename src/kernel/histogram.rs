@@ -1,0 +1,140 @@
+//! Exact counts of magnitudes, 15 or 16 bits at a time: the k-th smallest weight of a model without sorting it.
+//!
+//! Magnitudes of IEEE floats order as unsigned integers, so the k-th smallest falls into the bin of the
+//! leading bits where the running count passes k; a further sweep counts the next bits inside that bin.
+//! 16-bit floats are done after one sweep, f32 after two, f64 after four.
+
+use super::Float;
+
+/// Which bits of a magnitude are counted: those `shift` places up, of elements whose higher bits equal `prefix`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Places below the counted bits.
+    pub shift: u32,
+    /// Bits counted: 15 at first (the sign is gone), then 16.
+    pub width: u32,
+    /// The bits above the counted ones that an element must have.
+    pub prefix: u64,
+}
+
+impl Window {
+    /// The leading 15 bits of a magnitude of `bits` bits.
+    pub fn leading(bits: u32) -> Window {
+        Window { shift: bits - 15, width: 15, prefix: 0 }
+    }
+
+    /// The next 16 bits inside `bin`, or `None` when no bits are left.
+    pub fn inside(self, bin: u64) -> Option<Window> {
+        (self.shift > 0).then(|| Window { shift: self.shift - 16, width: 16, prefix: self.key(bin) })
+    }
+
+    /// The leading bits of every magnitude in `bin`.
+    pub fn key(self, bin: u64) -> u64 {
+        (self.prefix << self.width) | bin
+    }
+}
+
+const TABLES: usize = 4;
+
+/// Counts of one window. Four tables take turns, so that equal neighbours do not wait for each other's store.
+#[derive(Debug)]
+pub struct Histogram {
+    window: Window,
+    tables: Vec<u32>,
+    totals: Vec<u64>,
+    pending: u64,
+}
+
+impl Histogram {
+    /// Empty counts.
+    pub fn new(window: Window) -> Self {
+        let bins = 1usize << window.width;
+        Self { window, tables: vec![0; bins * TABLES], totals: vec![0; bins], pending: 0 }
+    }
+
+    /// Counts the elements of a block.
+    pub fn add<F: Float>(&mut self, bytes: &[u8]) {
+        let elements = F::split(bytes);
+        self.pending += elements.len() as u64;
+        if self.pending > u64::from(u32::MAX) {
+            self.flush();
+            self.pending = elements.len() as u64;
+        }
+        let bins = 1usize << self.window.width;
+        let mask = bins - 1;
+        let Window { shift, width, prefix } = self.window;
+        let (t0, rest) = self.tables.split_at_mut(bins);
+        let (t1, rest) = rest.split_at_mut(bins);
+        let (t2, t3) = rest.split_at_mut(bins);
+        if width == 15 {
+            let bin = |e: F::Bytes| (F::magnitude(e).into() >> shift) as usize & mask;
+            let (quads, tail) = elements.as_chunks::<TABLES>();
+            for &[a, b, c, d] in quads {
+                t0[bin(a)] += 1;
+                t1[bin(b)] += 1;
+                t2[bin(c)] += 1;
+                t3[bin(d)] += 1;
+            }
+            for &e in tail {
+                t0[bin(e)] += 1;
+            }
+        } else {
+            for &e in elements {
+                let magnitude: u64 = F::magnitude(e).into();
+                if magnitude >> (shift + width) == prefix {
+                    t0[(magnitude >> shift) as usize & mask] += 1;
+                }
+            }
+        }
+    }
+
+    fn flush(&mut self) {
+        for table in self.tables.chunks_exact_mut(self.totals.len()) {
+            for (total, count) in self.totals.iter_mut().zip(table) {
+                *total += u64::from(*count);
+                *count = 0;
+            }
+        }
+        self.pending = 0;
+    }
+
+    /// The bins that are not empty, in order, with their counts; the histogram is empty afterwards.
+    pub fn take(&mut self) -> Vec<(u16, u64)> {
+        self.flush();
+        let filled = self.totals.iter().enumerate().filter(|(_, n)| **n > 0).map(|(bin, n)| (bin as u16, *n)).collect();
+        self.totals.fill(0);
+        filled
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Bf16, F32};
+    use super::*;
+
+    #[test]
+    fn windows_narrow_down_to_one_value() {
+        let value = -1.337f32;
+        let bits = u64::from(F32::magnitude(value.to_le_bytes()));
+        let bytes = [value.to_le_bytes(), 7f32.to_le_bytes()].concat();
+        let first = Window::leading(F32::BITS);
+        let mut histogram = Histogram::new(first);
+        histogram.add::<F32>(&bytes);
+        assert!(histogram.take().contains(&((bits >> 16) as u16, 1)));
+        let second = first.inside(bits >> 16).unwrap();
+        let mut histogram = Histogram::new(second);
+        histogram.add::<F32>(&bytes);
+        assert_eq!(histogram.take(), [(bits as u16, 1)]);
+        assert_eq!(second.key(bits & 0xFFFF), bits);
+        assert_eq!(second.inside(0), None);
+    }
+
+    #[test]
+    fn sixteen_bit_floats_need_one_window() {
+        let window = Window::leading(Bf16::BITS);
+        let mut histogram = Histogram::new(window);
+        histogram.add::<Bf16>(&[0x80, 0x3F, 0x80, 0xBF, 0x00, 0x80]);
+        assert_eq!(histogram.take(), [(0, 1), (0x3F80, 2)]);
+        assert_eq!(window.inside(3), None);
+    }
+}

@@ -1,0 +1,115 @@
+//! Affine int8: range, scale, round, clip.
+//!
+//! `q = round_half_even(clamp(w / scale + zero_point, -128, 127))` and `w' = (q - zero_point) * scale`, in f32:
+//! the arithmetic of compressed-tensors, so that its readers and ours agree to the bit.
+
+use super::Float;
+
+/// Independent running sums or extremes of one loop; fixed, so that results do not depend on the instruction set.
+const LANES: usize = 32;
+
+simd! {
+    /// Smallest and largest finite value, the range widened to include zero.
+    pub fn range[F: Float](bytes: &[u8]) -> (f32, f32) {
+        let mut low = [0f32; LANES];
+        let mut high = [0f32; LANES];
+        let (blocks, tail) = F::split(bytes).as_chunks::<LANES>();
+        let step = |e: F::Bytes, low: &mut f32, high: &mut f32| {
+            let value = F::to_f32(e);
+            let value = if value.abs() <= f32::MAX { value } else { 0.0 };
+            *low = if value < *low { value } else { *low };
+            *high = if value > *high { value } else { *high };
+        };
+        for block in blocks {
+            for lane in 0..LANES {
+                step(block[lane], &mut low[lane], &mut high[lane]);
+            }
+        }
+        for (lane, &e) in tail.iter().enumerate() {
+            step(e, &mut low[lane], &mut high[lane]);
+        }
+        (low.into_iter().fold(0.0, f32::min), high.into_iter().fold(0.0, f32::max))
+    }
+}
+
+/// 1.5 · 2²³: adding it rounds a small float to an integer, half to even, and leaves that integer in the low bits.
+const ROUND: f32 = 12_582_912.0;
+
+#[inline(always)]
+fn level(value: f32, scale: f32, zero_point: f32) -> f32 {
+    let q = value / scale + zero_point;
+    let q = if q >= -128.0 { q } else { -128.0 };
+    let q = if q <= 127.0 { q } else { 127.0 };
+    if value.is_nan() { zero_point } else { q }
+}
+
+simd! {
+    /// Quantizes to int8 (two's complement bytes). NaN becomes zero, infinities the ends of the range.
+    pub fn quantize[F: Float](input: &[u8], output: &mut [u8], scale: f32, zero_point: f32) {
+        for (&e, out) in F::split(input).iter().zip(output) {
+            *out = (level(F::to_f32(e), scale, zero_point) + ROUND).to_bits() as u8;
+        }
+    }
+}
+
+simd! {
+    /// Sum of squared errors that quantizing with this scale makes on finite values.
+    pub fn squared_error[F: Float](bytes: &[u8], scale: f32, zero_point: f32) -> f64 {
+        let mut total = 0f64;
+        for run in F::split(bytes).chunks(4096) {
+            let mut sums = [0f32; LANES];
+            let (blocks, tail) = run.as_chunks::<LANES>();
+            let step = |e: F::Bytes| {
+                let value = F::to_f32(e);
+                let q = (level(value, scale, zero_point) + ROUND) - ROUND;
+                let error = (q - zero_point) * scale - value;
+                if value.abs() <= f32::MAX { error * error } else { 0.0 }
+            };
+            for block in blocks {
+                for lane in 0..LANES {
+                    sums[lane] += step(block[lane]);
+                }
+            }
+            for (lane, &e) in tail.iter().enumerate() {
+                sums[lane] += step(e);
+            }
+            total += sums.iter().map(|s| f64::from(*s)).sum::<f64>();
+        }
+        total
+    }
+}
+
+simd! {
+    /// The values that int8 bytes stand for.
+    pub fn dequantize(input: &[u8], output: &mut [f32], scale: f32, zero_point: f32) {
+        for (&q, out) in input.iter().zip(output) {
+            *out = (f32::from(q as i8) - zero_point) * scale;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::F32;
+    use super::*;
+
+    fn quantized(values: &[f32], scale: f32, zero_point: f32) -> Vec<i8> {
+        let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        let mut out = vec![0; values.len()];
+        quantize::<F32>(&bytes, &mut out, scale, zero_point);
+        out.iter().map(|&b| b as i8).collect()
+    }
+
+    #[test]
+    fn halves_round_to_even_and_ends_clip() {
+        assert_eq!(quantized(&[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 300.0, -300.0], 1.0, 0.0), [0, 2, 2, 0, -2, 126, 127, 127, -128]);
+        assert_eq!(quantized(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0], 1.0, 3.0), [3, 127, -128, 3]);
+    }
+
+    #[test]
+    fn range_includes_zero_and_leaves_out_what_is_not_finite() {
+        let bytes: Vec<u8> = [2.0f32, 5.0, f32::NAN, f32::INFINITY].iter().flat_map(|v| v.to_le_bytes()).collect();
+        assert_eq!(range::<F32>(&bytes), (0.0, 5.0));
+        assert_eq!(range::<F32>(&[]), (0.0, 0.0));
+    }
+}

@@ -1,0 +1,5 @@
+#![doc = "x"]
+pub mod error;
+pub mod kernel;
+pub mod store;
+pub use error::{Error, Result};

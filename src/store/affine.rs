@@ -1,0 +1,148 @@
+//! Integers with scales: how a quantized weight is described, and read from a file.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Block, DType, RawTensor, Sink, Source, View, block_elements};
+use crate::error::Result;
+
+/// How many elements share a scale.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Granularity {
+    /// One scale for the whole tensor.
+    Tensor,
+    /// One scale for each output row.
+    Channel,
+    /// One scale for this many consecutive inputs of a row.
+    Group(usize),
+}
+
+impl Granularity {
+    /// Elements under one scale, for rows of `row` elements.
+    pub fn run(self, row: usize, elements: usize) -> usize {
+        match self {
+            Granularity::Tensor => elements,
+            Granularity::Channel => row,
+            Granularity::Group(size) => size,
+        }
+        .max(1)
+    }
+}
+
+/// What the consumer does to activations that meet the weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Activations {
+    /// Int8 with a scale for each token, found while running.
+    DynamicToken,
+    /// Left as floats.
+    None,
+}
+
+/// `value = (integer - zero_point) * scale`, eight bits, rows of a matrix `[out, in]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Affine {
+    /// How many elements share a scale.
+    pub granularity: Granularity,
+    /// Whether all zero points are zero (and not stored).
+    pub symmetric: bool,
+    /// Format of the scales.
+    pub scale_dtype: DType,
+    /// What happens to activations.
+    pub activations: Activations,
+}
+
+impl Affine {
+    /// How many scales a weight of this shape has, as the shape that they are stored in.
+    pub fn scale_shape(&self, shape: &[usize]) -> Vec<usize> {
+        let (rows, row) = (shape.first().copied().unwrap_or(1), row(shape));
+        match self.granularity {
+            Granularity::Tensor => vec![1],
+            Granularity::Channel => vec![rows, 1],
+            Granularity::Group(size) => vec![rows, row / size.max(1)],
+        }
+    }
+}
+
+/// Elements of one output row.
+pub fn row(shape: &[usize]) -> usize {
+    shape.get(1..).unwrap_or(&[]).iter().product()
+}
+
+/// A quantized weight as compressed-tensors stores it, plain or in 32-bit words.
+#[derive(Debug, Clone)]
+pub struct IntegerFile {
+    /// The integers: I8 `[out, in]`, or I32 `[out, ceil(in / 4)]` when packed.
+    pub values: RawTensor,
+    /// The scales.
+    pub scales: RawTensor,
+    /// The zero points, I8.
+    pub zero_points: Option<RawTensor>,
+    /// Whether four integers, each plus 128, share a word.
+    pub packed: bool,
+    /// Shape `[out, in]`.
+    pub shape: Vec<usize>,
+    /// How scales are shared.
+    pub affine: Affine,
+    /// Format of the values that the integers stand for.
+    pub dtype: DType,
+}
+
+impl Source for IntegerFile {
+    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+        let row = row(&self.shape);
+        let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
+        let stored = if self.packed { row.next_multiple_of(4) } else { row };
+        let step = block_elements(row) / row.max(1);
+        let mut parameters = Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
+        let (mut words, mut unpacked) = (Vec::new(), Vec::new());
+        for start in (0..rows).step_by(step) {
+            let count = step.min(rows - start);
+            words.resize(count * stored, 0);
+            self.values.read_at((start * stored) as u64, &mut words)?;
+            let values = if self.packed {
+                unpacked.clear();
+                for words in words.chunks_exact(stored) {
+                    unpacked.extend(words[..row].iter().map(|b| b ^ 0x80));
+                }
+                &unpacked
+            } else {
+                &words
+            };
+            let (scales, zero_points) = parameters.next(values.len())?;
+            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points }))?;
+        }
+        Ok(())
+    }
+}
+
+/// Reads the scales and zero points that go with consecutive runs of whole rows.
+pub(super) struct Parameters<'a> {
+    affine: &'a Affine,
+    row: usize,
+    files: (&'a RawTensor, Option<&'a RawTensor>),
+    position: usize,
+    scales: Vec<u8>,
+    zero_points: Vec<u8>,
+}
+
+impl<'a> Parameters<'a> {
+    pub(super) fn new(affine: &'a Affine, row: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
+        Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new() }
+    }
+
+    pub(super) fn next(&mut self, elements: usize) -> Result<(&[u8], &[u8])> {
+        let count = if self.affine.granularity == Granularity::Tensor { 1 } else { elements / self.affine.granularity.run(self.row, elements) };
+        let size = self.affine.scale_dtype.bitsize() / 8;
+        self.scales.resize(count * size, 0);
+        self.files.0.read_at((self.position * size) as u64, &mut self.scales)?;
+        if let Some(file) = self.files.1 {
+            self.zero_points.resize(count, 0);
+            file.read_at(self.position as u64, &mut self.zero_points)?;
+        }
+        if self.affine.granularity != Granularity::Tensor {
+            self.position += count;
+        }
+        Ok((&self.scales, &self.zero_points))
+    }
+}

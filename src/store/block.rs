@@ -1,0 +1,115 @@
+//! A weight on its way from disk to disk: a run of elements at a time.
+
+use super::{Affine, DType};
+use crate::error::Result;
+use crate::kernel::{convert, quantize};
+
+/// Elements of a block, unless a larger unit is asked for. Small enough that a block stays in the
+/// second-level cache while every stage of a chain works on it.
+pub const BLOCK: usize = 128 * 1024;
+
+/// The largest multiple of `unit` that fits a block; `unit` itself when it is larger.
+pub fn block_elements(unit: usize) -> usize {
+    let unit = unit.max(1);
+    (BLOCK / unit * unit).max(unit)
+}
+
+/// What a visitor is called with.
+pub type Sink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
+
+/// Something that can produce a tensor, in order, any number of times, always the same.
+pub trait Source: Send + Sync {
+    /// Calls `sink` with consecutive blocks, each (but the last) a multiple of `unit` elements.
+    ///
+    /// # Errors
+    /// Reading fails, a value cannot be represented, or the sink says so.
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()>;
+}
+
+/// Elements in some encoding.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    /// Of the elements when dense, of the values that they stand for when quantized.
+    pub dtype: DType,
+    /// The elements: floats, or int8 when quantized.
+    pub values: &'a [u8],
+    /// How they are quantized, with the length of a row.
+    pub affine: Option<(&'a Affine, usize)>,
+    /// Scales of these elements, in `affine.scale_dtype`: one for a tensor, else one a row or group.
+    pub scales: &'a [u8],
+    /// Zero points (int8), as many as scales; empty when symmetric.
+    pub zero_points: &'a [u8],
+}
+
+impl<'a> View<'a> {
+    /// Plain elements.
+    pub fn dense(dtype: DType, values: &'a [u8]) -> Self {
+        Self { dtype, values, affine: None, scales: &[], zero_points: &[] }
+    }
+
+    /// Number of elements (of bytes, for types narrower than a byte).
+    pub fn elements(&self) -> usize {
+        match self.affine {
+            Some(_) => self.values.len(),
+            None => self.values.len() / (self.dtype.bitsize() / 8).max(1),
+        }
+    }
+
+    /// The values of a range of elements; `false` when they are not floats.
+    #[must_use]
+    pub fn decode(&self, start: usize, output: &mut [f32]) -> bool {
+        let Some((affine, row)) = self.affine else {
+            let size = (self.dtype.bitsize() / 8).max(1);
+            return convert::decode(self.dtype, &self.values[start * size..(start + output.len()) * size], output);
+        };
+        let run = affine.granularity.run(row, self.values.len());
+        let end = start + output.len();
+        let mut at = start;
+        while at < end {
+            let index = at / run;
+            let stop = end.min((index + 1) * run);
+            let (scale, zero) = self.parameters(affine, index);
+            quantize::dequantize(&self.values[at..stop], &mut output[at - start..stop - start], scale, zero);
+            at = stop;
+        }
+        true
+    }
+
+    /// Scale and zero point number `index`.
+    pub fn parameters(&self, affine: &Affine, index: usize) -> (f32, f32) {
+        let size = affine.scale_dtype.bitsize() / 8;
+        let mut scale = [0.0];
+        let decoded = convert::decode(affine.scale_dtype, &self.scales[index * size..(index + 1) * size], &mut scale);
+        debug_assert!(decoded, "scales are floats");
+        (scale[0], self.zero_points.get(index).map_or(0.0, |&z| f32::from(z as i8)))
+    }
+
+    /// Whether both are the same memory, so that nothing has changed.
+    pub fn is(&self, other: &View) -> bool {
+        std::ptr::eq(self.values, other.values)
+    }
+}
+
+/// A run of elements as it is now and as it was in the input.
+#[derive(Debug, Clone, Copy)]
+pub struct Block<'a> {
+    /// As the stages so far have made it.
+    pub now: View<'a>,
+    /// As it was read.
+    pub before: View<'a>,
+}
+
+impl<'a> Block<'a> {
+    /// Straight from the file.
+    pub fn untouched(view: View<'a>) -> Self {
+        Self { now: view, before: view }
+    }
+
+    /// The same run after one more stage.
+    pub fn becomes<'b>(&self, now: View<'b>) -> Block<'b>
+    where
+        'a: 'b,
+    {
+        Block { now, before: self.before }
+    }
+}

@@ -1,0 +1,227 @@
+//! Opening a checkpoint: one file, a folder with one file, or shards with an index. Only headers are read.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Deserialize;
+
+use super::header::{Entry, Header, MAX_HEADER};
+use super::{Block, DType, Sink, Source, View, block_elements};
+use crate::error::{Error, Result};
+
+/// The only file of an unsharded checkpoint.
+pub const SINGLE: &str = "model.safetensors";
+/// The index of a sharded checkpoint.
+pub const INDEX: &str = "model.safetensors.index.json";
+
+/// An open file and where its data starts.
+#[derive(Debug)]
+pub struct DataFile {
+    path: PathBuf,
+    file: File,
+    data: u64,
+}
+
+impl DataFile {
+    /// Opens a safetensors file and reads its header.
+    ///
+    /// # Errors
+    /// The file cannot be read, or its header is not valid.
+    pub fn open(path: &Path) -> Result<(Arc<DataFile>, Header)> {
+        let mut file = File::open(path).map_err(Error::io("open", path))?;
+        let metadata = file.metadata().map_err(Error::io("open", path))?;
+        if !metadata.is_file() {
+            return Err(Error::malformed(path, "not a regular file"));
+        }
+        let bytes = metadata.len();
+        if bytes < 8 {
+            return Err(Error::malformed(path, format!("{bytes} bytes are too few for a safetensors file")));
+        }
+        let mut length = [0; 8];
+        file.read_exact(&mut length).map_err(Error::io("read", path))?;
+        let length = u64::from_le_bytes(length);
+        if length == 0 || length > MAX_HEADER || length > bytes - 8 {
+            return Err(Error::malformed(
+                path,
+                format!("the header claims {length} bytes in a file of {bytes} (at most {MAX_HEADER} are allowed): not a safetensors file, or truncated"),
+            ));
+        }
+        let mut json = vec![0; length as usize];
+        file.read_exact(&mut json).map_err(Error::io("read", path))?;
+        let header = Header::parse(&json, bytes - 8 - length).map_err(|reason| Error::malformed(path, reason))?;
+        Ok((Arc::new(DataFile { path: path.to_owned(), file, data: 8 + length }), header))
+    }
+
+    /// Reads bytes of the data section.
+    ///
+    /// # Errors
+    /// The file cannot be read, or has become shorter.
+    pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.file.read_exact_at(buffer, self.data + offset).map_err(Error::io("read", &self.path))
+    }
+}
+
+/// A stored tensor: what the header says, and where the bytes are.
+#[derive(Debug, Clone)]
+pub struct RawTensor {
+    /// Format of an element.
+    pub dtype: DType,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    file: Arc<DataFile>,
+    begin: u64,
+    bytes: u64,
+}
+
+impl RawTensor {
+    /// Size in the file.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Reads part of the tensor, from a byte offset of its own.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
+        self.file.read(self.begin + offset, buffer)
+    }
+
+    /// Reads a small tensor whole.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn read_all(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.bytes as usize];
+        self.read_at(0, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// File that holds it.
+    pub fn path(&self) -> &Path {
+        &self.file.path
+    }
+}
+
+impl Source for RawTensor {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let bits = self.dtype.bitsize();
+        // Elements of less than a byte go by whole bytes.
+        let (elements, size, unit) = if bits < 8 { (self.bytes as usize, 1, 1) } else { (self.elements(), bits / 8, unit) };
+        let step = block_elements(unit);
+        let mut buffer = vec![0; step.min(elements) * size];
+        for start in (0..elements).step_by(step) {
+            let bytes = step.min(elements - start) * size;
+            let buffer = &mut buffer[..bytes];
+            self.read_at((start * size) as u64, buffer)?;
+            sink(Block::untouched(View::dense(self.dtype, buffer)))?;
+        }
+        Ok(())
+    }
+}
+
+/// All tensors of a checkpoint, by the names in its files.
+#[derive(Debug, Default)]
+pub struct Checkpoint {
+    /// By name.
+    pub tensors: BTreeMap<String, RawTensor>,
+    /// Metadata of all files; where shards disagree, the first says it.
+    pub metadata: BTreeMap<String, String>,
+    /// The safetensors files, in order.
+    pub files: Vec<PathBuf>,
+}
+
+#[derive(Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
+impl Checkpoint {
+    /// Opens a `.safetensors` file, or a folder with `model.safetensors`, with an index and shards, or with
+    /// exactly one file of another name.
+    ///
+    /// # Errors
+    /// Nothing to open, a malformed file, or an index that does not agree with its shards.
+    pub fn open(path: &Path) -> Result<Checkpoint> {
+        let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
+        let mut checkpoint = Checkpoint::default();
+        if !metadata.is_dir() {
+            checkpoint.add(path, None)?;
+            return Ok(checkpoint);
+        }
+        let (single, index) = (path.join(SINGLE), path.join(INDEX));
+        if single.is_file() {
+            checkpoint.add(&single, None)?;
+        } else if index.is_file() {
+            checkpoint.add_shards(path, &index)?;
+        } else {
+            checkpoint.add(&only_file(path)?, None)?;
+        }
+        Ok(checkpoint)
+    }
+
+    fn add_shards(&mut self, folder: &Path, index: &Path) -> Result<()> {
+        let text = std::fs::read_to_string(index).map_err(Error::io("read", index))?;
+        let map: Index = serde_json::from_str(&text).map_err(|e| Error::malformed(index, e))?;
+        let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
+        for (tensor, shard) in &map.weight_map {
+            let plain = Path::new(shard).file_name().is_some_and(|name| name == shard.as_str());
+            if !plain || shard.contains(['/', '\\']) {
+                return Err(Error::malformed(index, format!("tensor `{tensor}` points outside the folder: `{shard}`")));
+            }
+            shards.entry(shard).or_default().insert(tensor);
+        }
+        for (shard, tensors) in &shards {
+            let path = folder.join(shard);
+            if !path.is_file() {
+                return Err(Error::malformed(index, format!("names the shard `{shard}`, which is not there (download it again?)")));
+            }
+            self.add(&path, Some((index, tensors)))?;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, path: &Path, expected: Option<(&Path, &BTreeSet<&str>)>) -> Result<()> {
+        let (file, header) = DataFile::open(path)?;
+        if let Some((index, names)) = expected {
+            let held: BTreeSet<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
+            if let Some(name) = names.difference(&held).next() {
+                return Err(Error::malformed(index, format!("tensor `{name}` is not in its shard {}", path.display())));
+            }
+            if let Some(name) = held.difference(names).next() {
+                return Err(Error::malformed(path, format!("tensor `{name}` is not listed for this shard in {}", index.display())));
+            }
+        }
+        for (key, value) in header.metadata {
+            self.metadata.entry(key).or_insert(value);
+        }
+        for Entry { name, dtype, shape, begin, end } in header.tensors {
+            self.tensors.insert(name, RawTensor { dtype, shape, file: file.clone(), begin, bytes: end - begin });
+        }
+        self.files.push(path.to_owned());
+        Ok(())
+    }
+}
+
+fn only_file(folder: &Path) -> Result<PathBuf> {
+    let mut found: Vec<PathBuf> = std::fs::read_dir(folder)
+        .map_err(Error::io("list", folder))?
+        .filter_map(|entry| entry.ok().map(|e| e.path()))
+        .filter(|path| path.extension().is_some_and(|e| e == "safetensors") && path.is_file())
+        .collect();
+    found.sort();
+    match (found.pop(), found.is_empty()) {
+        (Some(path), true) => Ok(path),
+        (None, _) => Err(Error::malformed(folder, format!("no {SINGLE}, no {INDEX} and no other .safetensors file in this folder"))),
+        (Some(_), false) => Err(Error::malformed(folder, format!("several .safetensors files and no {INDEX}; name the file to open"))),
+    }
+}

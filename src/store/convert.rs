@@ -1,0 +1,43 @@
+//! A weight decoded to floats.
+
+use std::sync::Arc;
+
+use super::{DType, Sink, Source, View};
+use crate::error::{Error, Result};
+use crate::kernel::convert;
+
+/// Another source's values as plain floats of a given format.
+pub struct Decoded {
+    /// Where the values come from.
+    pub upstream: Arc<dyn Source>,
+    /// Format to decode to: f16, bf16 or f32.
+    pub dtype: DType,
+    /// Name, for errors.
+    pub name: String,
+}
+
+/// Elements that are decoded at a time, small enough for the first-level cache.
+pub(crate) const RUN: usize = 4096;
+
+impl Source for Decoded {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let size = self.dtype.bitsize() / 8;
+        let mut bytes = Vec::new();
+        let mut run = vec![0f32; RUN];
+        self.upstream.visit(unit, &mut |block| {
+            if block.now.affine.is_none() && block.now.dtype == self.dtype {
+                return sink(block);
+            }
+            let elements = block.now.elements();
+            bytes.resize(elements * size, 0);
+            for start in (0..elements).step_by(RUN) {
+                let run = &mut run[..RUN.min(elements - start)];
+                let out = &mut bytes[start * size..(start + run.len()) * size];
+                if !(block.now.decode(start, run) && convert::from_f32(self.dtype, run, out)) {
+                    return Err(Error::tensor(&self.name, format!("{} cannot be decoded to {}", block.now.dtype, self.dtype), ""));
+                }
+            }
+            sink(block.becomes(View::dense(self.dtype, &bytes)))
+        })
+    }
+}

@@ -1,0 +1,235 @@
+//! The header of a safetensors file: parsed without trust, written in the reference order.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
+
+use super::DType;
+
+/// The format's limit on the header's length.
+pub const MAX_HEADER: u64 = 100_000_000;
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Name in the checkpoint.
+    pub name: String,
+    /// Format of an element.
+    pub dtype: DType,
+    /// Sizes, outermost first; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// First byte, counted from the end of the header.
+    pub begin: u64,
+    /// One past the last byte.
+    pub end: u64,
+}
+
+/// What a file says about itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Header {
+    /// In the order of their bytes.
+    pub tensors: Vec<Entry>,
+    /// Free text by key.
+    pub metadata: BTreeMap<String, String>,
+}
+
+/// Bytes of a tensor, or `None` when they overflow or do not fill whole bytes.
+pub fn byte_count(dtype: DType, shape: &[usize]) -> Option<u64> {
+    let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64))?;
+    let bits = elements.checked_mul(dtype.bitsize() as u64)?;
+    bits.is_multiple_of(8).then_some(bits / 8)
+}
+
+impl Header {
+    /// Reads a header that is followed by `data_bytes` bytes.
+    ///
+    /// # Errors
+    /// A sentence that says what is wrong, without the name of the file.
+    pub fn parse(json: &[u8], data_bytes: u64) -> Result<Header, String> {
+        let text = std::str::from_utf8(json).map_err(|e| format!("the header is not UTF-8: {e}"))?;
+        let raw: Raw = serde_json::from_str(text).map_err(|e| format!("the header is not valid: {e}"))?;
+        let mut tensors = raw.tensors;
+        for t in &tensors {
+            let (begin, end) = (t.begin, t.end);
+            if end < begin {
+                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] run backwards", t.name));
+            }
+            if end > data_bytes {
+                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)", t.name));
+            }
+            match byte_count(t.dtype, &t.shape) {
+                None => return Err(format!("tensor `{}`: shape {:?} of {} overflows or does not fill whole bytes", t.name, t.shape, t.dtype)),
+                Some(n) if n != end - begin => {
+                    return Err(format!("tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {}", t.name, t.shape, t.dtype, end - begin));
+                }
+                Some(_) => {}
+            }
+        }
+        tensors.sort_by(|a, b| (a.begin, a.end, &a.name).cmp(&(b.begin, b.end, &b.name)));
+        let mut position = 0;
+        for t in &tensors {
+            if t.begin != position {
+                let what = if t.begin < position { "overlaps the tensor before it" } else { "leaves a hole before it" };
+                return Err(format!("tensor `{}`: data_offsets [{}, {}] {what}", t.name, t.begin, t.end));
+            }
+            position = t.end;
+        }
+        if position != data_bytes {
+            return Err(format!("{} bytes follow the last tensor", data_bytes - position));
+        }
+        Ok(Header { tensors, metadata: raw.metadata })
+    }
+
+    /// Lays tensors out in the reference order (widest element first, then by name).
+    ///
+    /// # Errors
+    /// The name of a tensor whose size overflows.
+    pub fn layout(tensors: impl IntoIterator<Item = (String, DType, Vec<usize>)>, metadata: BTreeMap<String, String>) -> Result<Header, String> {
+        let mut entries: Vec<_> = tensors.into_iter().collect();
+        entries.sort_by(|a, b| b.1.cmp(&a.1).then_with(|| a.0.cmp(&b.0)));
+        let mut position = 0u64;
+        let mut tensors = Vec::with_capacity(entries.len());
+        for (name, dtype, shape) in entries {
+            let end = byte_count(dtype, &shape).and_then(|n| position.checked_add(n)).ok_or_else(|| name.clone())?;
+            tensors.push(Entry { name, dtype, shape, begin: position, end });
+            position = end;
+        }
+        Ok(Header { tensors, metadata })
+    }
+
+    /// Bytes after the header.
+    pub fn data_bytes(&self) -> u64 {
+        self.tensors.last().map_or(0, |t| t.end)
+    }
+
+    /// The length field and the header, padded with spaces so that the data starts at a multiple of eight.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut json = serde_json::to_vec(self).unwrap_or_default();
+        json.resize(json.len().next_multiple_of(8), b' ');
+        [&(json.len() as u64).to_le_bytes()[..], &json].concat()
+    }
+}
+
+impl Serialize for Header {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        #[derive(Serialize)]
+        struct Out<'a> {
+            dtype: DType,
+            shape: &'a [usize],
+            data_offsets: [u64; 2],
+        }
+        let mut map = serializer.serialize_map(None)?;
+        if !self.metadata.is_empty() {
+            map.serialize_entry("__metadata__", &self.metadata)?;
+        }
+        for t in &self.tensors {
+            map.serialize_entry(&t.name, &Out { dtype: t.dtype, shape: &t.shape, data_offsets: [t.begin, t.end] })?;
+        }
+        map.end()
+    }
+}
+
+/// The JSON object as it stands; a plain map would swallow names that are given twice.
+struct Raw {
+    tensors: Vec<Entry>,
+    metadata: BTreeMap<String, String>,
+}
+
+#[derive(serde::Deserialize)]
+struct RawEntry {
+    dtype: DType,
+    shape: Vec<usize>,
+    data_offsets: [u64; 2],
+}
+
+impl<'de> Deserialize<'de> for Raw {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Names;
+        impl<'de> Visitor<'de> for Names {
+            type Value = Raw;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Raw, A::Error> {
+                let mut seen = BTreeSet::new();
+                let mut raw = Raw { tensors: Vec::new(), metadata: BTreeMap::new() };
+                while let Some(name) = map.next_key::<String>()? {
+                    if !seen.insert(name.clone()) {
+                        return Err(A::Error::custom(format!("duplicate name `{name}`")));
+                    }
+                    if name == "__metadata__" {
+                        raw.metadata = map.next_value::<Option<BTreeMap<String, String>>>()?.unwrap_or_default();
+                        continue;
+                    }
+                    let entry: RawEntry = map.next_value().map_err(|e| A::Error::custom(format!("tensor `{name}`: {e}")))?;
+                    let [begin, end] = entry.data_offsets;
+                    raw.tensors.push(Entry { name, dtype: entry.dtype, shape: entry.shape, begin, end });
+                }
+                Ok(raw)
+            }
+        }
+        deserializer.deserialize_map(Names)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(json: &str, bytes: u64, reason: &str) {
+        let error = Header::parse(json.as_bytes(), bytes).unwrap_err();
+        assert!(error.contains(reason), "{error}");
+    }
+
+    #[test]
+    fn what_a_strict_reader_refuses() {
+        let one = |fields: &str| format!(r#"{{"a":{{{fields}}}}}"#);
+        refused("[]", 0, "an object of tensors");
+        refused("{} x", 0, "trailing characters");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[0,4]"#), 8, "4 bytes follow the last tensor");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[0,4]"#), 2, "reach past the end");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[4,8]"#), 8, "leaves a hole");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[4,0]"#), 8, "run backwards");
+        refused(&one(r#""dtype":"F32","shape":[2],"data_offsets":[0,4]"#), 4, "takes 8 bytes");
+        refused(&one(r#""dtype":"f32","shape":[1],"data_offsets":[0,4]"#), 4, "unknown variant `f32`");
+        refused(&one(r#""dtype":"F32","shape":[-1],"data_offsets":[0,4]"#), 4, "invalid value");
+        refused(&one(r#""dtype":"F32","shape":["1"],"data_offsets":[0,4]"#), 4, "invalid type");
+        refused(&one(r#""dtype":"F32","shape":[1],"data_offsets":[0]"#), 4, "invalid length");
+        refused(&one(r#""dtype":"F32","shape":[1]"#), 4, "missing field `data_offsets`");
+        refused(&one(r#""dtype":"F4","shape":[1],"data_offsets":[0,1]"#), 1, "does not fill whole bytes");
+        refused(&one(r#""dtype":"F32","shape":[9223372036854775807,8],"data_offsets":[0,4]"#), 4, "overflows");
+        refused(r#"{"__metadata__":{"a":1}}"#, 0, "invalid type");
+        refused(r#"{"__metadata__":[]}"#, 0, "invalid type");
+        refused(r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "duplicate name");
+        let twice = r#"{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}"#;
+        refused(twice, 1, "duplicate name `a`");
+        let overlap = r#"{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}"#;
+        refused(overlap, 3, "overlaps");
+        assert!(Header::parse(b"\xff", 0).unwrap_err().contains("not UTF-8"));
+    }
+
+    #[test]
+    fn accepts_what_the_format_allows() {
+        assert_eq!(Header::parse(b"{}", 0).unwrap(), Header::default());
+        assert_eq!(Header::parse(br#"{"__metadata__":null}  "#, 0).unwrap(), Header::default());
+        let empty = Header::parse(br#"{"":{"dtype":"F32","shape":[0,3],"data_offsets":[0,0],"extra":1}}"#, 0).unwrap();
+        assert_eq!(empty.tensors[0].shape, [0, 3]);
+        let scalar = Header::parse(br#"{"s":{"dtype":"I64","shape":[],"data_offsets":[0,8]}}"#, 8).unwrap();
+        assert_eq!(scalar.tensors[0].end, 8);
+    }
+
+    #[test]
+    fn header_bytes_are_exact() {
+        let header = Header::layout([("b".into(), DType::U8, vec![3]), ("a".into(), DType::F32, vec![1])], BTreeMap::from([("format".into(), "pt".into())])).unwrap();
+        let json = br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}"#;
+        let bytes = header.to_bytes();
+        assert_eq!(bytes.len() % 8, 0);
+        assert_eq!(bytes[8..8 + json.len()], json[..]);
+        assert_eq!(Header::parse(&bytes[8..], 7).unwrap(), header);
+    }
+}

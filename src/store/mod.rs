@@ -1,0 +1,29 @@
+//! Bytes on disk and on their way: checkpoints are opened without being read, weights are recipes for bytes,
+//! and bytes are made block by block when a writer asks for them.
+//!
+//! Knows no op, no architecture and no pass.
+
+mod affine;
+mod block;
+pub mod checkpoint;
+mod convert;
+pub mod hash;
+pub mod header;
+pub mod select;
+pub mod sparse;
+mod spelling;
+mod sweep;
+mod weight;
+pub mod staging;
+pub mod writer;
+
+pub use affine::{Activations, Affine, Granularity, IntegerFile};
+pub use block::{BLOCK, Block, Sink, Source, View, block_elements};
+pub use checkpoint::{Checkpoint, RawTensor};
+pub use convert::Decoded;
+pub use select::{Pattern, Selection};
+pub use spelling::{Part, Spelling};
+pub use sweep::{Cancel, Event, Meter, Progress, Silent, Sweep};
+pub use weight::{Encoding, Weight, Weights};
+
+pub use safetensors::Dtype as DType;

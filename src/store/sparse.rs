@@ -1,0 +1,165 @@
+//! The sparse layout: a bitmask and the elements that are not zero.
+//!
+//! A tensor `NAME` of any shape becomes three: `NAME.bitmask`, U8 `[ceil(n / 8)]`, bit `i % 8` of byte `i / 8`
+//! set when element `i` (row-major) is kept; `NAME.values`, the kept elements in order, in the tensor's own
+//! dtype; `NAME.shape`, I64 `[rank]`. Only elements whose bits are all zero are dropped, so the way back is
+//! exact. Files that hold such tensors say `"compress.sparse": "1"` in their metadata.
+
+use std::sync::Arc;
+
+use super::{Affine, Block, Checkpoint, DType, IntegerFile, RawTensor, Sink, Source, View, block_elements};
+use crate::error::{Error, Result};
+use crate::kernel::bitmask;
+
+/// Key of the metadata entry that marks a file with sparse tensors.
+pub const MARK: &str = "compress.sparse";
+/// Value of the entry: the version of the layout.
+pub const VERSION: &str = "1";
+
+/// Bytes of a tensor in this layout.
+pub fn stored_bytes(elements: u64, kept: u64, size: u64, rank: u64) -> u64 {
+    elements.div_ceil(8) + kept * size + 8 * rank
+}
+
+/// A sparse tensor in a file, seen as the dense one.
+#[derive(Debug, Clone)]
+pub struct SparseFile {
+    mask: RawTensor,
+    values: RawTensor,
+    /// Shape of the dense tensor.
+    pub shape: Vec<usize>,
+}
+
+impl SparseFile {
+    /// Takes the three tensors of `name` out of a checkpoint, if they are there.
+    ///
+    /// # Errors
+    /// They are there but do not fit each other.
+    pub fn take(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<SparseFile>> {
+        let part = |suffix| format!("{name}.{suffix}");
+        let (Some(mask), Some(values), Some(shape)) =
+            (checkpoint.tensors.get(&part("bitmask")), checkpoint.tensors.get(&part("values")), checkpoint.tensors.get(&part("shape")))
+        else {
+            return Ok(None);
+        };
+        let broken = |reason: String| Error::tensor(name, format!("sparse parts do not fit: {reason}"), "write the file again; `compress verify` shows whether it was damaged");
+        if shape.dtype != DType::I64 || shape.shape.len() != 1 || shape.shape[0] > 64 {
+            return Err(broken("the shape is not a short I64 vector".into()));
+        }
+        let sizes: Option<Vec<usize>> = shape.read_all()?.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect();
+        let sizes = sizes.ok_or_else(|| broken("negative size".into()))?;
+        let elements = sizes.iter().try_fold(1usize, |n, &d| n.checked_mul(d)).ok_or_else(|| broken("the shape overflows".into()))?;
+        if mask.dtype != DType::U8 || mask.elements() != elements.div_ceil(8) || values.dtype.bitsize() < 8 || values.elements() > elements {
+            return Err(broken(format!("{elements} elements, a mask of {} bytes, {} values", mask.elements(), values.elements())));
+        }
+        let sparse = SparseFile { mask: mask.clone(), values: values.clone(), shape: sizes };
+        for suffix in ["bitmask", "values", "shape"] {
+            checkpoint.tensors.remove(&part(suffix));
+        }
+        Ok(Some(sparse))
+    }
+
+    /// Format of the elements.
+    pub fn dtype(&self) -> DType {
+        self.values.dtype
+    }
+
+    /// Bytes that the parts take.
+    pub fn bytes(&self) -> u64 {
+        self.mask.bytes() + self.values.bytes() + 8 * self.shape.len() as u64
+    }
+
+    fn blocks(&self, unit: usize, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+        let size = self.values.dtype.bitsize() / 8;
+        let elements: usize = self.shape.iter().product();
+        let step = block_elements(unit);
+        let (mut mask, mut values, mut dense) = (Vec::new(), Vec::new(), Vec::new());
+        let mut position = 0usize;
+        for start in (0..elements).step_by(step) {
+            let count = step.min(elements - start);
+            // A block need not start at a whole byte of the mask.
+            let shift = start % 8;
+            mask.resize((shift + count).div_ceil(8), 0);
+            self.mask.read_at((start / 8) as u64, &mut mask)?;
+            if shift > 0 {
+                realign(&mut mask, shift);
+            }
+            let kept = bitmask::ones(&mask, count);
+            values.resize(kept * size, 0);
+            if position + kept > self.values.elements() {
+                return Err(Error::malformed(self.values.path(), "a sparse mask has more bits set than there are values"));
+            }
+            self.values.read_at((position * size) as u64, &mut values)?;
+            position += kept;
+            dense.clear();
+            dense.resize(count * size, 0);
+            bitmask::unpack(&mask, &values, size, &mut dense);
+            sink(&dense)?;
+        }
+        if position != self.values.elements() {
+            return Err(Error::malformed(self.values.path(), "a sparse mask has fewer bits set than there are values"));
+        }
+        Ok(())
+    }
+}
+
+fn realign(mask: &mut [u8], shift: usize) {
+    for i in 0..mask.len() {
+        let next = mask.get(i + 1).copied().unwrap_or(0);
+        mask[i] = (mask[i] >> shift) | (next << (8 - shift));
+    }
+}
+
+impl Source for SparseFile {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        self.blocks(unit, &mut |dense| sink(Block::untouched(View::dense(self.dtype(), dense))))
+    }
+}
+
+/// Sparse integers with their scales.
+pub struct SparseInteger {
+    /// The integers.
+    pub values: SparseFile,
+    /// The scales, wrapped as an integer file whose own values are never read.
+    pub scales: RawTensor,
+    /// Zero points.
+    pub zero_points: Option<RawTensor>,
+    /// How scales are shared.
+    pub affine: Affine,
+    /// Format of the values that the integers stand for.
+    pub dtype: DType,
+}
+
+impl Source for SparseInteger {
+    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+        let row = super::affine::row(&self.values.shape);
+        let mut parameters = super::affine::Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
+        self.values.blocks(row, &mut |values| {
+            let (scales, zero_points) = parameters.next(values.len())?;
+            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points }))
+        })
+    }
+}
+
+/// Any of the forms that a quantized weight is read from.
+pub fn integer_source(values: IntegerValues, scales: RawTensor, zero_points: Option<RawTensor>, affine: Affine, dtype: DType) -> Arc<dyn Source> {
+    match values {
+        IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, affine, dtype }),
+        IntegerValues::Plain { values, packed, shape } => Arc::new(IntegerFile { values, scales, zero_points, packed, shape, affine, dtype }),
+    }
+}
+
+/// Where the integers of a quantized weight are.
+pub enum IntegerValues {
+    /// In a mask and values.
+    Sparse(SparseFile),
+    /// In a tensor, plain or packed.
+    Plain {
+        /// The tensor.
+        values: RawTensor,
+        /// Four to a word.
+        packed: bool,
+        /// Shape `[out, in]`.
+        shape: Vec<usize>,
+    },
+}

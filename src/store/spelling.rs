@@ -1,0 +1,273 @@
+//! How a logical weight is spelled as tensors of a file, and read back.
+//!
+//! | spelling | tensors of `x.weight` |
+//! | --- | --- |
+//! | plain | `x.weight` |
+//! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8 |
+//! | packed | `x.weight_packed` I32, `x.weight_scale`, `x.weight_shape` I64 |
+//! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
+//!
+//! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors.
+
+use std::sync::Arc;
+
+use super::sparse::{self, IntegerValues, SparseFile};
+use super::{Activations, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Source, View, Weight, Weights};
+use crate::error::{Error, Result};
+use crate::kernel::bitmask;
+
+/// One tensor of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    /// Name in the file.
+    pub name: String,
+    /// Format of an element.
+    pub dtype: DType,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+}
+
+/// How a weight is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spelling {
+    /// As it is: dense elements, or integers with their scales beside them.
+    Plain,
+    /// Integers, four to a 32-bit word.
+    Packed,
+    /// A mask, and this many elements that are not zero.
+    Sparse {
+        /// Elements with a bit set.
+        kept: u64,
+    },
+}
+
+impl Spelling {
+    /// The tensors that the weight `name` becomes: the elements first, then everything else.
+    pub fn parts(self, name: &str, weight: &Weight) -> Vec<Part> {
+        let part = |suffix: &str, dtype, shape| Part { name: format!("{name}{suffix}"), dtype, shape };
+        let integers = match &weight.encoding {
+            Encoding::Dense => None,
+            Encoding::Affine(affine) => Some(affine),
+        };
+        let dtype = if integers.is_some() { DType::I8 } else { weight.dtype };
+        let shape = weight.shape.clone();
+        let mut parts = match self {
+            Spelling::Plain => vec![part("", dtype, shape)],
+            Spelling::Packed => vec![part("_packed", DType::I32, vec![shape[0], weight.row().div_ceil(4)]), part("_shape", DType::I64, vec![shape.len()])],
+            Spelling::Sparse { kept } => vec![
+                part(".values", dtype, vec![kept as usize]),
+                part(".shape", DType::I64, vec![shape.len()]),
+                part(".bitmask", DType::U8, vec![weight.elements().div_ceil(8)]),
+            ],
+        };
+        if let Some(affine) = integers {
+            let shape = affine.scale_shape(&weight.shape);
+            parts.push(part("_scale", affine.scale_dtype, shape.clone()));
+            if !affine.symmetric {
+                parts.push(part("_zero_point", DType::I8, shape));
+            }
+        }
+        parts
+    }
+
+    fn value_parts(self) -> usize {
+        match self {
+            Spelling::Plain => 1,
+            Spelling::Packed => 2,
+            Spelling::Sparse { .. } => 3,
+        }
+    }
+}
+
+/// Turns the blocks of one weight into the bytes of its parts.
+pub(super) struct Emitter {
+    spelling: Spelling,
+    shape: Vec<usize>,
+    row: usize,
+    size: usize,
+    started: bool,
+    pending: Vec<u8>,
+    mask: Vec<u8>,
+    values: Vec<u8>,
+}
+
+/// Receives bytes of the part with this number.
+pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
+
+impl Emitter {
+    pub(super) fn new(spelling: Spelling, weight: &Weight) -> Self {
+        let size = if weight.encoding == Encoding::Dense { (weight.dtype.bitsize() / 8).max(1) } else { 1 };
+        Self { spelling, shape: weight.shape.clone(), row: weight.row(), size, started: false, pending: Vec::new(), mask: Vec::new(), values: Vec::new() }
+    }
+
+    pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
+        let first = !std::mem::replace(&mut self.started, true);
+        if first && self.spelling != Spelling::Plain {
+            let shape: Vec<u8> = self.shape.iter().flat_map(|&d| (d as i64).to_le_bytes()).collect();
+            sink(1, &shape)?;
+        }
+        match self.spelling {
+            Spelling::Plain => sink(0, view.values)?,
+            Spelling::Packed => {
+                self.values.clear();
+                for row in view.values.chunks_exact(self.row) {
+                    self.values.extend(row.iter().map(|b| b ^ 0x80));
+                    self.values.resize(self.values.len().next_multiple_of(4), 0);
+                }
+                sink(0, &self.values)?;
+            }
+            Spelling::Sparse { .. } => self.sparse(view.values, sink)?,
+        }
+        if let Some((affine, _)) = view.affine
+            && (first || affine.granularity != Granularity::Tensor)
+        {
+            let at = self.spelling.value_parts();
+            sink(at, view.scales)?;
+            if !affine.symmetric {
+                sink(at + 1, view.zero_points)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Mask bytes hold eight elements, blocks any number: what is left over waits for the next block.
+    fn sparse(&mut self, mut elements: &[u8], sink: PartSink) -> Result<()> {
+        let eight = 8 * self.size;
+        if !self.pending.is_empty() {
+            let missing = (eight - self.pending.len()).min(elements.len());
+            self.pending.extend(&elements[..missing]);
+            elements = &elements[missing..];
+            if self.pending.len() < eight {
+                return Ok(());
+            }
+            let pending = std::mem::take(&mut self.pending);
+            self.pack(&pending, sink)?;
+        }
+        let (whole, rest) = elements.split_at(elements.len() / eight * eight);
+        self.pack(whole, sink)?;
+        self.pending.extend(rest);
+        Ok(())
+    }
+
+    fn pack(&mut self, elements: &[u8], sink: PartSink) -> Result<()> {
+        self.mask.clear();
+        self.values.clear();
+        bitmask::pack(elements, self.size, &mut self.mask, &mut self.values);
+        sink(0, &self.values)?;
+        sink(2, &self.mask)
+    }
+
+    pub(super) fn finish(&mut self, sink: PartSink) -> Result<()> {
+        let pending = std::mem::take(&mut self.pending);
+        if pending.is_empty() { Ok(()) } else { self.pack(&pending, sink) }
+    }
+}
+
+/// Puts the tensors of a checkpoint together into logical weights.
+pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
+    let mut weights = Weights::default();
+    let mut sparse_values = Vec::new();
+    if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
+        if version != sparse::VERSION {
+            return Err(Error::Unsupported { what: format!("sparse layout version {version}"), hint: format!("this version reads layout {}", sparse::VERSION) });
+        }
+        let names: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".bitmask")).map(str::to_owned).collect();
+        for name in names {
+            if let Some(values) = SparseFile::take(&mut checkpoint, &name)? {
+                sparse_values.push((name, values));
+            }
+        }
+    }
+    for (name, values) in sparse_values {
+        let bytes = values.bytes();
+        let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
+        let weight = if values.dtype() == DType::I8 && checkpoint.tensors.contains_key(&format!("{name}_scale")) {
+            let shape = values.shape.clone();
+            integer(&mut checkpoint, &name, shape, IntegerValues::Sparse(values))?
+        } else {
+            Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
+        };
+        insert(&mut weights, name, weight, bytes, names);
+    }
+    let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
+    for name in quantized {
+        let (packed, plain) = (format!("{name}_packed"), name.clone());
+        if let Some(words) = checkpoint.tensors.get(&packed).filter(|t| t.dtype == DType::I32).cloned() {
+            let shape_name = format!("{name}_shape");
+            let shape = packed_shape(&checkpoint, &name, &words)?;
+            checkpoint.tensors.remove(&packed);
+            checkpoint.tensors.remove(&shape_name);
+            let bytes = words.bytes() + 16;
+            let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values: words, packed: true, shape })?;
+            insert(&mut weights, name, weight, bytes, vec![packed, shape_name]);
+        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(|t| t.dtype == DType::I8).cloned() {
+            checkpoint.tensors.remove(&plain);
+            let (bytes, shape) = (values.bytes(), values.shape.clone());
+            let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values, packed: false, shape })?;
+            insert(&mut weights, name, weight, bytes, vec![plain]);
+        }
+    }
+    for (name, tensor) in std::mem::take(&mut checkpoint.tensors) {
+        let bytes = tensor.bytes();
+        let weight = Weight::new(tensor.dtype, tensor.shape.clone(), Encoding::Dense, Arc::new(tensor));
+        insert(&mut weights, name.clone(), weight, bytes, vec![name]);
+    }
+    weights.metadata = checkpoint.metadata;
+    Ok(weights)
+}
+
+fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, mut stored_as: Vec<String>) {
+    weight.stored_bytes += bytes;
+    weight.stored_as.append(&mut stored_as);
+    weights.by_name.insert(name, weight);
+}
+
+fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor) -> Result<Vec<usize>> {
+    let broken = |reason: &str| Error::tensor(name, reason, "four-bit and other packed widths are not read yet; only eight bits are");
+    let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`"))?;
+    let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
+    let sizes: Vec<usize> = match shape.dtype {
+        DType::I64 => bytes.as_chunks::<8>().0.iter().map(|d| i64::from_le_bytes(*d).max(0) as usize).collect(),
+        DType::I32 => bytes.as_chunks::<4>().0.iter().map(|d| i32::from_le_bytes(*d).max(0) as usize).collect(),
+        _ => Vec::new(),
+    };
+    if sizes.len() != 2 || words.shape != [sizes[0], sizes[1].div_ceil(4)] {
+        return Err(broken("packed words do not hold eight-bit integers of the stated shape"));
+    }
+    Ok(sizes)
+}
+
+/// A quantized weight from its integers and the scales that lie beside them.
+fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: IntegerValues) -> Result<Weight> {
+    let broken = |reason: String| Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors");
+    let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
+    let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
+    let zero_points = checkpoint.tensors.remove(&zero_name);
+    let [rows, row] = shape[..] else { return Err(broken(format!("integers of shape {shape:?}, not a matrix"))) };
+    let granularity = match scales.shape[..] {
+        [] | [1] => Granularity::Tensor,
+        [1, 1] if rows != 1 => Granularity::Tensor,
+        [n] if n == rows => Granularity::Channel,
+        [n, 1] if n == rows => Granularity::Channel,
+        [n, groups] if n == rows && groups > 0 && row.is_multiple_of(groups) => Granularity::Group(row / groups),
+        _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
+    };
+    if !matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32) {
+        return Err(broken(format!("scales of type {}", scales.dtype)));
+    }
+    if let Some(zero) = &zero_points
+        && (zero.dtype != DType::I8 || zero.elements() != scales.elements())
+    {
+        return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
+    }
+    let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: Activations::None };
+    let mut stored_as = vec![scale_name];
+    stored_as.extend(zero_points.is_some().then_some(zero_name));
+    let bytes = scales.bytes() + zero_points.as_ref().map_or(0, RawTensor::bytes);
+    let dtype = scales.dtype;
+    let source: Arc<dyn Source> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
+    let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
+    weight.stored_bytes = bytes;
+    weight.stored_as = stored_as;
+    Ok(weight)
+}

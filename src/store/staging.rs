@@ -1,0 +1,246 @@
+//! An output folder that appears whole or not at all.
+//!
+//! Work happens in a hidden folder beside the final place, which holds a lock for as long as its process
+//! lives: what a killed process leaves behind is recognised by its free lock and removed by the next run.
+
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+
+use crate::error::{Error, Result};
+
+/// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
+#[derive(Debug)]
+pub struct Staging {
+    work: PathBuf,
+    target: PathBuf,
+    force: bool,
+    lock: Option<File>,
+}
+
+const LOCK: &str = ".lock";
+
+impl Staging {
+    /// Starts an output folder beside its final place.
+    ///
+    /// # Errors
+    /// The final place exists (without `force`) or cannot be written beside, or is inside `input` or around it.
+    pub fn new(target: &Path, force: bool, input: &Path) -> Result<Staging> {
+        let target = absolute(target)?;
+        check_place(&target, force, input)?;
+        let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
+            return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
+        };
+        fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+        let prefix = format!(".{}.compress-", name.to_string_lossy());
+        remove_stale(parent, &prefix);
+        let work = parent.join(format!("{prefix}{}", std::process::id()));
+        fs::create_dir(&work).map_err(Error::io("create", &work))?;
+        let mut staging = Staging { work, target, force, lock: None };
+        let path = staging.work.join(LOCK);
+        let lock = File::create(&path).map_err(Error::io("create", &path))?;
+        lock.lock().map_err(Error::io("lock", &path))?;
+        staging.lock = Some(lock);
+        Ok(staging)
+    }
+
+    /// Where to write meanwhile.
+    pub fn path(&self) -> &Path {
+        &self.work
+    }
+
+    /// Where the folder will be.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// Moves the folder to its final place, in one step.
+    ///
+    /// # Errors
+    /// The place was taken meanwhile, or the move fails; then nothing has changed.
+    pub fn commit(self) -> Result<()> {
+        let lock = self.work.join(LOCK);
+        fs::remove_file(&lock).map_err(Error::io("remove", &lock))?;
+        let moved = renameat_with(CWD, &self.work, CWD, &self.target, RenameFlags::NOREPLACE);
+        match moved {
+            Ok(()) => {}
+            Err(rustix::io::Errno::EXIST) if self.force => {
+                // The old folder changes places with the new one, and goes when `self` is dropped.
+                renameat_with(CWD, &self.work, CWD, &self.target, RenameFlags::EXCHANGE).map_err(|e| Error::io("replace", &self.target)(e.into()))?;
+            }
+            Err(rustix::io::Errno::EXIST) => return Err(exists(&self.target)),
+            Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => self.commit_plainly()?,
+            Err(e) => return Err(Error::io("create", &self.target)(e.into())),
+        }
+        if let Some(parent) = self.target.parent() {
+            // A folder that cannot be synced (some network file systems) is still whole.
+            let _ = File::open(parent).and_then(|folder| folder.sync_all());
+        }
+        Ok(())
+    }
+
+    /// For file systems without atomic exchange.
+    fn commit_plainly(&self) -> Result<()> {
+        if !self.target.exists() {
+            return fs::rename(&self.work, &self.target).map_err(Error::io("create", &self.target));
+        }
+        if !self.force {
+            return Err(exists(&self.target));
+        }
+        let aside = self.work.with_extension("old");
+        fs::rename(&self.target, &aside).map_err(Error::io("replace", &self.target))?;
+        if let Err(e) = fs::rename(&self.work, &self.target) {
+            let _ = fs::rename(&aside, &self.target);
+            return Err(Error::io("replace", &self.target)(e));
+        }
+        fs::remove_dir_all(&aside).map_err(Error::io("remove", &aside))
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.work);
+    }
+}
+
+/// Checks an output place without touching it.
+///
+/// # Errors
+/// It exists (without `force`), is not a folder, or overlaps the input.
+pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
+    let target = absolute(target)?;
+    let input = fs::canonicalize(input).map_err(Error::io("open", input))?;
+    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| real.join(target.strip_prefix(p).unwrap_or(Path::new("")))));
+    let real = nearest.unwrap_or_else(|| target.clone());
+    if input.is_dir() && real.starts_with(&input) {
+        return Err(refuse(&target, "lies inside the input folder", "choose a folder beside it"));
+    }
+    if input.starts_with(&real) {
+        return Err(refuse(&target, "contains the input", "choose another folder"));
+    }
+    match fs::symlink_metadata(&target) {
+        Ok(m) if !m.is_dir() => Err(refuse(&target, "exists and is not a folder", "choose another name")),
+        Ok(_) if !force => Err(exists(&target)),
+        _ => Ok(()),
+    }
+}
+
+fn absolute(path: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(path).map_err(Error::io("resolve", path))?;
+    // `..` is resolved by hand: the folder need not exist yet.
+    Ok(path.components().fold(PathBuf::new(), |mut clean, part| {
+        match part {
+            std::path::Component::ParentDir => drop(clean.pop()),
+            part => clean.push(part),
+        }
+        clean
+    }))
+}
+
+fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
+    Error::Output { path: path.to_owned(), reason: reason.to_owned(), hint: hint.to_owned() }
+}
+
+fn exists(path: &Path) -> Error {
+    refuse(path, "exists", "add --force to replace it, or choose another folder with -o")
+}
+
+fn remove_stale(parent: &Path, prefix: &str) {
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        let ours = entry.file_name().to_string_lossy().strip_prefix(prefix).is_some_and(|pid| !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit()));
+        if !ours {
+            continue;
+        }
+        // A lock that is still held belongs to a running process.
+        let free = match File::open(path.join(LOCK)) {
+            Ok(lock) => !matches!(lock.try_lock(), Err(TryLockError::WouldBlock)),
+            Err(_) => false,
+        };
+        if free {
+            let _ = fs::remove_dir_all(&path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn input(folder: &Path) -> PathBuf {
+        let input = folder.join("input");
+        fs::create_dir(&input).unwrap();
+        input
+    }
+
+    fn hidden(folder: &Path) -> usize {
+        fs::read_dir(folder).unwrap().filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with('.')).count()
+    }
+
+    #[test]
+    fn appears_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("a/out"));
+        let staging = Staging::new(&out, false, &input).unwrap();
+        fs::write(staging.path().join("file"), "new").unwrap();
+        assert!(!out.exists());
+        staging.commit().unwrap();
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
+        assert!(!out.join(LOCK).exists());
+        let staging = Staging::new(&out.with_file_name("other"), false, &input).unwrap();
+        drop(staging);
+        assert_eq!(hidden(&folder.path().join("a")), 0);
+    }
+
+    #[test]
+    fn replaces_only_when_told_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("out"));
+        fs::create_dir(&out).unwrap();
+        fs::write(out.join("file"), "old").unwrap();
+        assert!(Staging::new(&out, false, &input).unwrap_err().to_string().contains("exists"));
+        let staging = Staging::new(&out, true, &input).unwrap();
+        fs::write(staging.path().join("file"), "new").unwrap();
+        staging.commit().unwrap();
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
+        assert_eq!(hidden(folder.path()), 0);
+    }
+
+    #[test]
+    fn a_folder_that_appears_meanwhile_is_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("out"));
+        let staging = Staging::new(&out, false, &input).unwrap();
+        fs::create_dir(&out).unwrap();
+        fs::write(out.join("file"), "theirs").unwrap();
+        assert!(staging.commit().is_err());
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "theirs");
+    }
+
+    #[test]
+    fn refuses_places_that_overlap_the_input() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = input(folder.path());
+        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x")] {
+            assert!(check_place(&place, true, &input).is_err(), "{}", place.display());
+        }
+        assert!(check_place(&folder.path().join("input2"), false, &input).is_ok());
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = input(folder.path());
+        let (dead, alive, other) = (folder.path().join(".out.compress-1"), folder.path().join(".out.compress-2"), folder.path().join(".out.compress-notes"));
+        for path in [&dead, &alive, &other] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join(LOCK), "").unwrap();
+        }
+        let held = File::open(alive.join(LOCK)).unwrap();
+        held.lock().unwrap();
+        let _staging = Staging::new(&folder.path().join("out"), false, &input).unwrap();
+        assert!(!dead.exists() && alive.exists() && other.exists());
+    }
+}

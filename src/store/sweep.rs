@@ -1,0 +1,155 @@
+//! Going over many tensors with several threads: progress, cancellation, time by stage.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// A handle that stops work from another thread or a signal handler.
+#[derive(Debug, Clone, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// Stops the work at the next block.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// An error once [`cancel`](Cancel::cancel) was called.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`].
+    pub fn check(&self) -> Result<()> {
+        if self.0.load(Ordering::Relaxed) { Err(Error::Cancelled) } else { Ok(()) }
+    }
+}
+
+/// What happens while a pipeline runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Event<'a> {
+    /// A stage begins that will go over this many bytes.
+    Begin {
+        /// What it does, in a few words.
+        stage: &'a str,
+        /// Input bytes to go over.
+        bytes: u64,
+    },
+    /// This many bytes more are done.
+    Advance(u64),
+    /// The stage is over.
+    End,
+}
+
+/// Receives events, from several threads.
+pub trait Progress: Send + Sync {
+    /// Called for every event; quick, since the work waits.
+    fn on(&self, event: Event);
+}
+
+impl<F: Fn(Event) + Send + Sync> Progress for F {
+    fn on(&self, event: Event) {
+        self(event);
+    }
+}
+
+/// Nobody listens.
+#[derive(Debug, Clone, Copy)]
+pub struct Silent;
+
+impl Progress for Silent {
+    fn on(&self, _event: Event) {}
+}
+
+/// Time that all threads together spent in one stage.
+#[derive(Debug, Default)]
+pub struct Meter(AtomicU64);
+
+impl Meter {
+    /// Runs and times.
+    pub fn time<T>(&self, work: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        let result = work();
+        self.0.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        result
+    }
+
+    /// The sum so far.
+    pub fn total(&self) -> Duration {
+        Duration::from_nanos(self.0.load(Ordering::Relaxed))
+    }
+}
+
+/// How to go over tensors.
+#[derive(Clone, Copy)]
+pub struct Sweep<'a> {
+    /// Threads that work at once.
+    pub threads: usize,
+    /// Who is told.
+    pub progress: &'a dyn Progress,
+    /// Who may stop it.
+    pub cancel: &'a Cancel,
+}
+
+impl<'a> Sweep<'a> {
+    /// Runs `work` once for each job, largest first, and returns the results in the order of the jobs.
+    ///
+    /// # Errors
+    /// The error of the first job in order that failed; the others stop at their next job.
+    pub fn run<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let mut order: Vec<usize> = (0..jobs.len()).collect();
+        order.sort_by_key(|&i| std::cmp::Reverse(size(&jobs[i])));
+        self.progress.on(Event::Begin { stage, bytes: jobs.iter().map(size).sum() });
+        let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let results: Mutex<Vec<(usize, Result<T>)>> = Mutex::new(Vec::with_capacity(jobs.len()));
+        let worker = || {
+            while !failed.load(Ordering::Relaxed) {
+                let Some(&index) = order.get(next.fetch_add(1, Ordering::Relaxed)) else { break };
+                let result = self.cancel.check().and_then(|()| work(&jobs[index]));
+                failed.fetch_or(result.is_err(), Ordering::Relaxed);
+                lock(&results).push((index, result));
+            }
+        };
+        let threads = self.threads.clamp(1, jobs.len().max(1));
+        std::thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(worker);
+            }
+            worker();
+        });
+        self.progress.on(Event::End);
+        let mut results = results.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner);
+        results.sort_by_key(|(index, _)| *index);
+        results.into_iter().map(|(_, result)| result).collect()
+    }
+
+    /// Tells that bytes are done, and asks whether to go on.
+    ///
+    /// # Errors
+    /// [`Error::Cancelled`].
+    pub fn advance(&self, bytes: u64) -> Result<()> {
+        self.progress.on(Event::Advance(bytes));
+        self.cancel.check()
+    }
+}
+
+/// A lock that outlives a panic elsewhere.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_keep_the_order_of_jobs_and_the_first_error_wins() {
+        let (cancel, jobs) = (Cancel::default(), [3u64, 1, 2]);
+        let sweep = Sweep { threads: 3, progress: &Silent, cancel: &cancel };
+        assert_eq!(sweep.run("test", &jobs, |j| *j, |j| Ok(j * 10)).unwrap(), [30, 10, 20]);
+        let error = sweep.run("test", &jobs, |j| *j, |j| if *j < 3 { Err(Error::option("job", j)) } else { Ok(()) }).unwrap_err();
+        assert!(matches!(error, Error::Option { .. }));
+        cancel.cancel();
+        assert!(matches!(sweep.run("test", &jobs, |j| *j, |_| Ok(())), Err(Error::Cancelled)));
+    }
+}

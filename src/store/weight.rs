@@ -1,0 +1,143 @@
+//! Logical tensors: a dtype, a shape and an encoding now, bytes when they are asked for.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::affine::row;
+use super::convert::Decoded;
+use super::{Affine, Checkpoint, DType, Sink, Source, spelling};
+use crate::error::{Error, Result};
+
+/// How elements are represented.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Encoding {
+    /// As they are.
+    Dense,
+    /// As int8 with scales.
+    Affine(Affine),
+}
+
+/// A logical tensor. Cloning copies no data.
+#[derive(Clone)]
+pub struct Weight {
+    /// Format of the values; for quantized weights, of the values that the integers stand for.
+    pub dtype: DType,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// How elements are represented.
+    pub encoding: Encoding,
+    /// Bytes that the weight takes in the files it was opened from.
+    pub stored_bytes: u64,
+    /// The tensors of the file that it was opened from.
+    pub stored_as: Vec<String>,
+    source: Arc<dyn Source>,
+}
+
+impl std::fmt::Debug for Weight {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Weight({} {:?} {:?})", self.dtype, self.shape, self.encoding)
+    }
+}
+
+impl Weight {
+    /// A weight with a source; meant for readers of formats and for tests.
+    pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
+        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), source }
+    }
+
+    /// The same weight after a stage that changes what its bytes are; where it came from is kept.
+    pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
+        Weight { dtype, encoding, source, ..self.clone() }
+    }
+
+    /// The values as floats: the weight itself when it is dense already.
+    pub fn dense(&self, name: &str) -> Weight {
+        if self.encoding == Encoding::Dense {
+            return self.clone();
+        }
+        let source = Decoded { upstream: self.source.clone(), dtype: self.dtype, name: name.to_owned() };
+        self.then(self.dtype, Encoding::Dense, Arc::new(source))
+    }
+
+    /// Where the bytes come from.
+    pub fn source(&self) -> Arc<dyn Source> {
+        self.source.clone()
+    }
+
+    /// Produces the bytes; see [`Source::visit`].
+    ///
+    /// # Errors
+    /// Reading fails, or a stage cannot represent a value.
+    pub fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        self.source.visit(unit, sink)
+    }
+
+    /// Number of elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Elements of one output row.
+    pub fn row(&self) -> usize {
+        row(&self.shape)
+    }
+
+    /// Whether the values are floats of 16 bits or more.
+    pub fn is_float(&self) -> bool {
+        matches!(self.dtype, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+    }
+
+    /// Bytes of the elements alone, scales left out.
+    pub fn value_bytes(&self) -> u64 {
+        let bits = if self.encoding == Encoding::Dense { self.dtype.bitsize() } else { 8 };
+        (self.elements() as u64 * bits as u64).div_ceil(8)
+    }
+
+    /// The encoding in a few words: `bf16`, `int8 channel`, `int8 group 128 asymmetric`.
+    pub fn describe(&self) -> String {
+        let Encoding::Affine(affine) = &self.encoding else { return self.dtype.to_string().to_lowercase() };
+        let by = match affine.granularity {
+            super::Granularity::Tensor => "tensor".to_owned(),
+            super::Granularity::Channel => "channel".to_owned(),
+            super::Granularity::Group(size) => format!("group {size}"),
+        };
+        format!("int8 {by}{}", if affine.symmetric { "" } else { " asymmetric" })
+    }
+}
+
+/// The weights of a model, by name.
+#[derive(Debug, Clone, Default)]
+pub struct Weights {
+    /// By name, in alphabetical order.
+    pub by_name: BTreeMap<String, Weight>,
+    /// Metadata of the files that they came from.
+    pub metadata: BTreeMap<String, String>,
+}
+
+impl Weights {
+    /// Understands the tensors of a checkpoint as logical weights: integers together with their scales,
+    /// sparse weights together with their masks, everything else as it is.
+    ///
+    /// # Errors
+    /// Tensors that belong together do not fit each other.
+    pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
+        spelling::assemble(checkpoint)
+    }
+
+    /// The weight of this name.
+    ///
+    /// # Errors
+    /// There is none; the error names the closest one.
+    pub fn get(&self, name: &str) -> Result<&Weight> {
+        self.by_name.get(name).ok_or_else(|| Error::NoMatch {
+            field: "name",
+            pattern: name.to_owned(),
+            nearest: super::select::nearest(name, self.by_name.keys()),
+        })
+    }
+
+    /// Number of elements of all weights.
+    pub fn parameters(&self) -> u64 {
+        self.by_name.values().map(|w| w.elements() as u64).sum()
+    }
+}

@@ -1,0 +1,427 @@
+//! Writing safetensors: header first, then tensors in parallel, each at its own place, block by block.
+//!
+//! What is meant to be in the file is hashed as it is made; afterwards the file is read again and held to it.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use xxhash_rust::xxh3::Xxh3Default;
+
+use super::hash::{SEGMENT, hash_file};
+use super::header::Header;
+use super::spelling::Emitter;
+use super::{Block, DType, Part, Spelling, Sweep, View, Weight, checkpoint};
+use crate::error::{Error, Result};
+use crate::kernel::{compare::Difference, scan, with_float};
+
+/// A weight to be written.
+#[derive(Debug, Clone)]
+pub struct Item {
+    /// Name of the logical tensor.
+    pub name: String,
+    /// The weight.
+    pub weight: Weight,
+    /// How to store it.
+    pub spelling: Spelling,
+}
+
+/// What was seen of a weight while it was written.
+#[derive(Debug, Clone, Default)]
+pub struct Seen {
+    /// Against the input.
+    pub difference: Difference,
+    /// Whether any element changed.
+    pub changed: bool,
+    /// NaN and infinite values of the input.
+    pub nonfinite: u64,
+    /// Hash of the values as they were read.
+    pub input_hash: Option<blake3::Hash>,
+    /// Bytes that the weight takes in the output.
+    pub bytes: u64,
+}
+
+/// A written file.
+#[derive(Debug, Clone)]
+pub struct Written {
+    /// Name inside the folder.
+    pub name: String,
+    /// Size.
+    pub bytes: u64,
+    /// Hash of the file as it was read back.
+    pub blake3: blake3::Hash,
+}
+
+/// Which file each tensor goes to, and where in it.
+#[derive(Debug)]
+pub struct Layout {
+    files: Vec<(String, Header)>,
+    index: Option<String>,
+    parts: Vec<Vec<Part>>,
+}
+
+impl Layout {
+    /// Distributes items over files of at most `shard_bytes` (a larger tensor gets a file of its own),
+    /// in the order given, and names them as the Hub does. Parts of a weight stay together.
+    ///
+    /// # Errors
+    /// A tensor's size overflows.
+    pub fn new(items: &[Item], metadata: &BTreeMap<String, String>, shard_bytes: u64) -> Result<Layout> {
+        let parts: Vec<Vec<Part>> = items.iter().map(|item| item.spelling.parts(&item.name, &item.weight)).collect();
+        let mut shards: Vec<(u64, Vec<&Part>)> = vec![(0, Vec::new())];
+        let mut total = 0u64;
+        for (item, parts) in items.iter().zip(&parts) {
+            let bytes = sum_bytes(parts).ok_or_else(|| Error::tensor(&item.name, "its size overflows", ""))?;
+            if let Some((filled, held)) = shards.last()
+                && !held.is_empty()
+                && filled + bytes > shard_bytes
+            {
+                shards.push((0, Vec::new()));
+            }
+            if let Some((filled, held)) = shards.last_mut() {
+                *filled += bytes;
+                held.extend(parts);
+            }
+            total += bytes;
+        }
+        let count = shards.len();
+        let mut files = Vec::with_capacity(count);
+        let mut weight_map = BTreeMap::new();
+        for (i, (_, held)) in shards.into_iter().enumerate() {
+            let name = if count == 1 { checkpoint::SINGLE.to_owned() } else { format!("model-{:05}-of-{count:05}.safetensors", i + 1) };
+            weight_map.extend(held.iter().map(|part| (part.name.clone(), name.clone())));
+            let header = Header::layout(held.into_iter().map(|p| (p.name.clone(), p.dtype, p.shape.clone())), metadata.clone())
+                .map_err(|name| Error::tensor(&name, "its size overflows", ""))?;
+            files.push((name, header));
+        }
+        let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
+        Ok(Layout { files, index, parts })
+    }
+
+    /// Bytes of all files, headers included.
+    pub fn bytes(&self) -> u64 {
+        self.files.iter().map(|(_, header)| header.data_bytes() + header.to_bytes().len() as u64).sum()
+    }
+
+    /// Names of the files, the index first if there is one.
+    pub fn names(&self) -> Vec<String> {
+        self.index.iter().map(|_| checkpoint::INDEX.to_owned()).chain(self.files.iter().map(|(name, _)| name.clone())).collect()
+    }
+
+    /// Number of tensors in all files.
+    pub fn tensors(&self) -> usize {
+        self.files.iter().map(|(_, header)| header.tensors.len()).sum()
+    }
+
+    /// Bytes of one item.
+    pub fn item_bytes(&self, index: usize) -> u64 {
+        sum_bytes(&self.parts[index]).unwrap_or(u64::MAX)
+    }
+}
+
+fn sum_bytes(parts: &[Part]) -> Option<u64> {
+    parts.iter().try_fold(0u64, |sum, p| sum.checked_add(super::header::byte_count(p.dtype, &p.shape)?))
+}
+
+struct Target {
+    path: PathBuf,
+    file: File,
+}
+
+/// A run of bytes of a file and the hash that it must have.
+#[derive(Debug, Clone, Copy)]
+struct Stretch {
+    offset: u64,
+    length: u64,
+    hash: u64,
+}
+
+/// Writes the items into a folder and reads everything back.
+///
+/// # Errors
+/// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
+pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+    let mut targets = Vec::with_capacity(layout.files.len());
+    let mut places = BTreeMap::new();
+    let mut stretches: Vec<Vec<Stretch>> = Vec::new();
+    for (index, (name, header)) in layout.files.iter().enumerate() {
+        let path = folder.join(name);
+        let file = File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?;
+        let bytes = header.to_bytes();
+        file.write_all_at(&bytes, 0).map_err(Error::io("write", &path))?;
+        stretches.push(header_stretches(&bytes));
+        for t in &header.tensors {
+            places.insert(t.name.as_str(), (index, bytes.len() as u64 + t.begin, t.end - t.begin));
+        }
+        targets.push(Target { path, file });
+    }
+    let jobs: Vec<(&Item, &[Part])> = items.iter().zip(&layout.parts).map(|(item, parts)| (item, parts.as_slice())).collect();
+    let done = sweep.run("Writing", &jobs, |(item, _)| item.weight.stored_bytes.max(1), |(item, parts)| {
+        let mut writers = Vec::with_capacity(parts.len());
+        for part in *parts {
+            let &(file, offset, length) = places.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+            writers.push(PartWriter::new(&targets[file], file, offset, length));
+        }
+        let seen = write_item(item, &mut writers, sweep)?;
+        let mut written = Vec::new();
+        for (writer, part) in writers.into_iter().zip(*parts) {
+            written.push((writer.index, writer.finish(&part.name)?));
+        }
+        Ok((seen, written))
+    })?;
+    let mut seen = Vec::with_capacity(done.len());
+    for (item, written) in done {
+        seen.push(item);
+        for (file, pieces) in written {
+            stretches[file].extend(pieces);
+        }
+    }
+    let mut files = Vec::new();
+    if let Some(index) = &layout.index {
+        let path = folder.join(checkpoint::INDEX);
+        std::fs::write(&path, index).map_err(Error::io("write", &path))?;
+        let back = std::fs::read(&path).map_err(Error::io("read", &path))?;
+        if back != index.as_bytes() {
+            return Err(Error::Verification { path, reason: "the index reads back differently".into() });
+        }
+        files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
+    }
+    for ((target, stretches), (name, header)) in targets.into_iter().zip(stretches).zip(&layout.files) {
+        drop(target.file);
+        let hash = read_back(&target.path, header, stretches, sweep)?;
+        let bytes = std::fs::metadata(&target.path).map_err(Error::io("open", &target.path))?.len();
+        files.push(Written { name: name.clone(), bytes, blake3: hash });
+    }
+    Ok((files, seen))
+}
+
+fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<Seen> {
+    let mut hasher = blake3::Hasher::new();
+    let mut seen = Seen::default();
+    let mut measure = Measure::default();
+    let mut emitter = Emitter::new(item.spelling, &item.weight);
+    let total = item.weight.stored_bytes;
+    let mut told = 0;
+    item.weight.visit(1, &mut |block: Block| {
+        let before = &block.before;
+        hasher.update(before.values);
+        if before.affine.is_some() {
+            hasher.update(before.scales);
+            hasher.update(before.zero_points);
+        }
+        measure.add(&block, &mut seen);
+        emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
+        let bytes = (before.values.len() as u64).min(total - told);
+        told += bytes;
+        sweep.advance(bytes)
+    })?;
+    emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
+    sweep.advance(total - told)?;
+    seen.input_hash = Some(hasher.finalize());
+    seen.bytes = writers.iter().map(|w| w.length).sum();
+    Ok(seen)
+}
+
+/// Compares a weight with its input, in runs that fit the first-level cache.
+#[derive(Default)]
+struct Measure {
+    before: Vec<f32>,
+    after: Vec<f32>,
+}
+
+impl Measure {
+    fn add(&mut self, block: &Block, seen: &mut Seen) {
+        let (now, before) = (&block.now, &block.before);
+        if before.affine.is_none() {
+            seen.nonfinite += with_float!(before.dtype, F => scan::nonfinite::<F>(before.values), else 0);
+        }
+        if now.is(before) && now.affine.is_none() {
+            let zeros = count_zeros(now);
+            seen.difference.zeros_before += zeros;
+            seen.difference.zeros_after += zeros;
+            return;
+        }
+        seen.changed |= !now.is(before);
+        let run = super::convert::RUN;
+        self.before.resize(run, 0.0);
+        self.after.resize(run, 0.0);
+        let elements = now.elements();
+        for start in (0..elements).step_by(run) {
+            let count = run.min(elements - start);
+            let (a, b) = (&mut self.before[..count], &mut self.after[..count]);
+            if before.decode(start, a) && now.decode(start, b) {
+                seen.difference.add(a, b);
+            }
+        }
+    }
+}
+
+fn count_zeros(view: &View) -> u64 {
+    with_float!(view.dtype, F => scan::zeros::<F>(view.values), else match view.dtype {
+        DType::I8 | DType::U8 => scan::count_bytes(view.values, 0),
+        _ => 0,
+    })
+}
+
+const PENDING: usize = 64 << 10;
+
+/// Writes the bytes of one tensor, in order.
+struct PartWriter<'a> {
+    target: &'a Target,
+    index: usize,
+    offset: u64,
+    length: u64,
+    position: u64,
+    pending: Vec<u8>,
+    hasher: Xxh3Default,
+    hashed_from: u64,
+    stretches: Vec<Stretch>,
+}
+
+impl<'a> PartWriter<'a> {
+    fn new(target: &'a Target, index: usize, offset: u64, length: u64) -> Self {
+        Self { target, index, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, stretches: Vec::new() }
+    }
+
+    fn write(&mut self, bytes: &[u8]) -> Result<()> {
+        if self.pending.is_empty() && bytes.len() >= PENDING {
+            return self.put(bytes);
+        }
+        self.pending.extend_from_slice(bytes);
+        if self.pending.len() >= PENDING { self.flush() } else { Ok(()) }
+    }
+
+    fn flush(&mut self) -> Result<()> {
+        let mut pending = std::mem::take(&mut self.pending);
+        self.put(&pending)?;
+        pending.clear();
+        self.pending = pending;
+        Ok(())
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        let at = self.offset + self.position;
+        self.position += bytes.len() as u64;
+        if self.position > self.length {
+            return Err(Error::Verification { path: self.target.path.clone(), reason: "a tensor turned out longer than its header says; did the input change?".into() });
+        }
+        self.hash(at, bytes);
+        self.target.file.write_all_at(bytes, at).map_err(Error::io("write", &self.target.path))
+    }
+
+    /// Hashes are cut where the verifier's segments are.
+    fn hash(&mut self, mut at: u64, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            let (head, tail) = bytes.split_at(bytes.len().min((SEGMENT - at % SEGMENT) as usize));
+            self.hasher.update(head);
+            at += head.len() as u64;
+            if at.is_multiple_of(SEGMENT) {
+                self.close(at);
+            }
+            bytes = tail;
+        }
+    }
+
+    fn close(&mut self, end: u64) {
+        if end > self.hashed_from {
+            self.stretches.push(Stretch { offset: self.hashed_from, length: end - self.hashed_from, hash: self.hasher.digest() });
+        }
+        self.hasher.reset();
+        self.hashed_from = end;
+    }
+
+    fn finish(mut self, name: &str) -> Result<Vec<Stretch>> {
+        self.flush()?;
+        if self.position != self.length {
+            return Err(Error::tensor(name, format!("{} bytes were made where {} were announced", self.position, self.length), "did the input change while it was read?"));
+        }
+        self.close(self.offset + self.length);
+        Ok(self.stretches)
+    }
+}
+
+/// Reads a written file again: the header must parse to the same, every stretch must hash to the same.
+fn read_back(path: &Path, header: &Header, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
+    let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
+    let (_, back) = checkpoint::DataFile::open(path)?;
+    if back != *header {
+        return Err(failed("the header reads back differently"));
+    }
+    stretches.sort_by_key(|s| s.offset);
+    let begin = |start: u64| (stretches.partition_point(|s| s.offset < start), 0u64, Xxh3Default::new());
+    hash_file(
+        path,
+        sweep,
+        begin,
+        |(index, seen, hasher), mut bytes| {
+            while !bytes.is_empty() {
+                let stretch = stretches.get(*index).ok_or_else(|| failed("bytes follow the last tensor"))?;
+                let (head, tail) = bytes.split_at(bytes.len().min((stretch.length - *seen) as usize));
+                hasher.update(head);
+                *seen += head.len() as u64;
+                if *seen == stretch.length {
+                    if hasher.digest() != stretch.hash {
+                        return Err(failed(&format!("bytes {} to {} read back differently: the disk or the memory is faulty", stretch.offset, stretch.offset + stretch.length)));
+                    }
+                    hasher.reset();
+                    (*index, *seen) = (*index + 1, 0);
+                }
+                bytes = tail;
+            }
+            Ok(())
+        },
+        |(_, seen, _)| if seen == 0 { Ok(()) } else { Err(failed("the file ends inside a tensor")) },
+    )
+}
+
+fn header_stretches(bytes: &[u8]) -> Vec<Stretch> {
+    let hash = |(i, run): (usize, &[u8])| Stretch { offset: i as u64 * SEGMENT, length: run.len() as u64, hash: xxhash_rust::xxh3::xxh3_64(run) };
+    bytes.chunks(SEGMENT as usize).enumerate().map(hash).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Cancel, Checkpoint, Silent, Weights};
+    use super::*;
+
+    fn written(folder: &Path) -> (Vec<Written>, Layout) {
+        let source = folder.join("in.safetensors");
+        let header = Header::layout([("a".into(), DType::F32, vec![3, 5]), ("b".into(), DType::I64, vec![])], BTreeMap::new()).unwrap();
+        std::fs::write(&source, [header.to_bytes(), (0..68).collect()].concat()).unwrap();
+        let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
+        let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), spelling: Spelling::Plain }).collect();
+        let layout = Layout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
+        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let (files, _) = write(folder, &items, &layout, &sweep).unwrap();
+        (files, layout)
+    }
+
+    #[test]
+    fn a_copy_is_the_same_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let (files, _) = written(folder.path());
+        let bytes = std::fs::read(folder.path().join("model.safetensors")).unwrap();
+        assert_eq!(bytes, std::fs::read(folder.path().join("in.safetensors")).unwrap());
+        assert_eq!(files[0].blake3, blake3::hash(&bytes));
+    }
+
+    #[test]
+    fn a_flipped_bit_is_found_when_read_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let (_, layout) = written(folder.path());
+        let path = folder.path().join("model.safetensors");
+        let mut bytes = std::fs::read(&path).unwrap();
+        let data = bytes.len() - 68;
+        let stretches = vec![
+            header_stretches(&bytes[..data])[0],
+            Stretch { offset: data as u64, length: 68, hash: xxhash_rust::xxh3::xxh3_64(&bytes[data..]) },
+        ];
+        let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &sweep).is_ok());
+        bytes[data + 7] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        let error = read_back(&path, &layout.files[0].1, stretches, &sweep).unwrap_err();
+        assert!(error.to_string().contains("read back differently"), "{error}");
+    }
+}
