@@ -2,4 +2,10 @@
 pub mod error;
 pub mod kernel;
 pub mod store;
+pub mod model;
+pub mod pass;
+pub mod export;
+pub mod report;
+pub mod recipe;
+pub mod pipeline;
 pub use error::{Error, Result};

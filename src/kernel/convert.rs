@@ -74,15 +74,6 @@ pub fn rounded(dtype: Dtype, value: f32) -> f32 {
     }
 }
 
-/// Distance from 1 to the next larger number of a float format.
-pub fn epsilon(dtype: Dtype) -> f32 {
-    match dtype {
-        Dtype::F16 => half::f16::EPSILON.to_f32(),
-        Dtype::BF16 => half::bf16::EPSILON.to_f32(),
-        _ => f32::EPSILON,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -6,6 +6,7 @@
 mod affine;
 mod block;
 pub mod checkpoint;
+pub mod compressed;
 mod convert;
 pub mod hash;
 pub mod header;

@@ -1,0 +1,161 @@
+//! Formats that a model is written in, one a file. Nothing counts as written before it was read back.
+
+mod safetensors;
+mod sizes;
+
+use std::fmt;
+use std::path::Path;
+
+use serde::de::{self, Deserializer, MapAccess, Visitor};
+use serde::ser::{Serialize, SerializeMap, Serializer};
+use serde_json::Value;
+
+pub use self::safetensors::{Layout, Safetensors};
+pub use self::sizes::ByteSize;
+
+use crate::error::Result;
+use crate::model::{Config, Model};
+use crate::store::Sweep;
+use crate::store::writer::{Seen, Written};
+
+/// What a format would write, known before any byte is read.
+#[derive(Debug, Clone)]
+pub struct Forecast {
+    /// Names of the files.
+    pub files: Vec<String>,
+    /// Their size, or the most that it can be.
+    pub bytes: u64,
+    /// Whether the size is known exactly.
+    pub exact: bool,
+    /// Number of tensors.
+    pub tensors: usize,
+}
+
+/// What a format has written.
+#[derive(Debug)]
+pub struct Exported {
+    /// The files, in order.
+    pub files: Vec<Written>,
+    /// How they were verified, in plain words.
+    pub how: String,
+    /// What was seen of each weight.
+    pub weights: Vec<(String, Seen)>,
+    /// Number of tensors in the files.
+    pub tensors: usize,
+    /// How each weight is stored, in the order of `weights`.
+    pub encodings: Vec<String>,
+    /// The configuration that goes with the files.
+    pub config: Config,
+    /// Plain words for the report.
+    pub notes: Vec<String>,
+}
+
+/// A way to write a model.
+pub trait Format: fmt::Debug + Send + Sync {
+    /// Name in recipes and on the command line.
+    fn name(&self) -> &'static str;
+
+    /// The options as they stand in a recipe, defaults written out.
+    fn options(&self) -> Value;
+
+    /// What would be written.
+    ///
+    /// # Errors
+    /// The format cannot express the model, by name.
+    fn forecast(&self, model: &Model) -> Result<Forecast>;
+
+    /// Writes into a folder, and reads back.
+    ///
+    /// # Errors
+    /// Reading, making or writing tensors fails, or the files do not read back as meant.
+    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported>;
+}
+
+/// Writes the table of formats.
+macro_rules! formats {
+    ($($name:literal => $format:ident),+ $(,)?) => {
+        /// One entry of a recipe's `export` list: a name, or a name with options.
+        #[derive(Debug, Clone, PartialEq)]
+        #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+        pub enum Export {
+            $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
+        }
+
+        /// Names of all formats, in the order of the table.
+        pub const FORMATS: &[&str] = &[$($name),+];
+
+        impl Export {
+            /// The format behind the entry.
+            pub fn format(&self) -> &dyn Format {
+                match self {
+                    $(Export::$format(format) => format,)+
+                }
+            }
+
+            fn by_name<E: de::Error>(name: &str) -> std::result::Result<Export, E> {
+                match name {
+                    $($name => Ok(Export::$format($format::default())),)+
+                    _ => Err(E::unknown_variant(name, FORMATS)),
+                }
+            }
+
+            fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> std::result::Result<Export, A::Error> {
+                match name {
+                    $($name => map.next_value().map(Export::$format),)+
+                    _ => Err(de::Error::unknown_variant(name, FORMATS)),
+                }
+            }
+        }
+
+        $(impl From<$format> for Export {
+            fn from(format: $format) -> Export {
+                Export::$format(format)
+            }
+        })+
+    };
+}
+
+formats! {
+    "safetensors" => Safetensors,
+}
+
+impl Default for Export {
+    fn default() -> Self {
+        Export::Safetensors(Safetensors::default())
+    }
+}
+
+impl Serialize for Export {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(Some(1))?;
+        map.serialize_entry(self.format().name(), &self.format().options())?;
+        map.end()
+    }
+}
+
+impl<'de> de::Deserialize<'de> for Export {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
+        struct Entry;
+        impl<'de> Visitor<'de> for Entry {
+            type Value = Export;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                write!(f, "a format ({}), or one with options", FORMATS.join(", "))
+            }
+
+            fn visit_str<E: de::Error>(self, name: &str) -> std::result::Result<Export, E> {
+                Export::by_name(name)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Export, A::Error> {
+                let name: String = map.next_key()?.ok_or_else(|| de::Error::invalid_length(0, &self))?;
+                let export = Export::with_options(&name, &mut map)?;
+                match map.next_key::<String>()? {
+                    None => Ok(export),
+                    Some(second) => Err(de::Error::custom(format!("`{second}` is a second format in one entry; begin a new one with `-`"))),
+                }
+            }
+        }
+        deserializer.deserialize_any(Entry)
+    }
+}

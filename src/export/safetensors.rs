@@ -1,0 +1,218 @@
+//! Safetensors folders, in three layouts.
+//!
+//! - `dense`: every weight as floats, for any reader; quantized weights as the floats they stand for.
+//! - `compressed-tensors`: int8 weights as `int-quantized` or, weight-only, `pack-quantized`; transformers with
+//!   compressed-tensors and vLLM load the folder as it is.
+//! - `sparse`: a bitmask and the values that are not zero, where that is smaller; only `compress` reads it
+//!   (see [`store::sparse`](crate::store::sparse)).
+
+mod quantization;
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::{ByteSize, Exported, Forecast, Format};
+use crate::error::{Error, Result};
+use crate::kernel::bitmask;
+use crate::model::{Config, Model};
+use crate::store::writer::{self, Item};
+use crate::store::{Activations, Encoding, Granularity, Spelling, Sweep, Weight, sparse};
+
+/// How weights are laid out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Layout {
+    /// compressed-tensors when something is quantized, else dense
+    #[default]
+    Auto,
+    /// Plain floats, for any reader
+    Dense,
+    /// Int8 as transformers and vLLM read it
+    CompressedTensors,
+    /// Bitmask and values where smaller; only compress reads it
+    Sparse,
+}
+
+/// The safetensors format.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Safetensors {
+    /// How weights are laid out
+    pub layout: Layout,
+    /// Largest size of a file; larger checkpoints are split, a larger tensor gets a file of its own
+    pub shard_size: ByteSize,
+}
+
+impl Default for Safetensors {
+    fn default() -> Self {
+        Self { layout: Layout::Auto, shard_size: ByteSize(5_000_000_000) }
+    }
+}
+
+impl Safetensors {
+    /// This layout, everything else by default.
+    pub fn layout(layout: Layout) -> Self {
+        Self { layout, ..Self::default() }
+    }
+
+    fn items(&self, model: &Model, mut kept: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
+        let item = |(name, weight): (&String, &Weight)| {
+            let (weight, spelling) = match self.layout {
+                Layout::Dense => (weight.dense(name), Spelling::Plain),
+                Layout::Sparse => {
+                    let kept = kept(name, weight)?;
+                    let size = value_size(weight);
+                    let bytes = sparse::stored_bytes(weight.elements() as u64, kept, size, weight.shape.len() as u64);
+                    let smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
+                    (weight.clone(), if smaller { Spelling::Sparse { kept } } else { Spelling::Plain })
+                }
+                Layout::Auto | Layout::CompressedTensors => {
+                    require_matrix_layout(model, name, weight)?;
+                    (weight.clone(), if is_packed(weight) { Spelling::Packed } else { Spelling::Plain })
+                }
+            };
+            Ok(Item { name: name.clone(), weight, spelling })
+        };
+        model.weights.by_name.iter().map(item).collect()
+    }
+
+    fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::Layout> {
+        let mut metadata = model.weights.metadata.clone();
+        // Readers refuse metadata that does not name a framework.
+        metadata.entry("format".into()).or_insert_with(|| "pt".into());
+        if items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. })) {
+            metadata.insert(sparse::MARK.into(), sparse::VERSION.into());
+        }
+        let mut names = std::collections::BTreeSet::new();
+        for part in items.iter().flat_map(|item| item.spelling.parts(&item.name, &item.weight)) {
+            if !names.insert(part.name.clone()) {
+                return Err(Error::tensor(&part.name, "would be written twice: another tensor's scales or mask have this name", "rename it, or add the other tensor to `ignore`"));
+            }
+        }
+        writer::Layout::new(items, &metadata, self.shard_size.0)
+    }
+
+    fn config(&self, model: &Model, items: &[Item]) -> Config {
+        let mut config = model.config.clone();
+        let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
+        let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
+        let described = integers.then(|| quantization::describe(items));
+        if sparse {
+            let own = crate::model::OWN_METHOD;
+            config.set("quantization_config", json!({ "quant_method": own, "layout": "sparse", (own): described }));
+        } else if let Some(described) = described {
+            config.set("quantization_config", described);
+        }
+        config
+    }
+
+    fn notes(&self, model: &Model, items: &[Item], seen: &[writer::Seen]) -> Vec<String> {
+        let mut notes = Vec::new();
+        let sparse = items.iter().filter(|item| matches!(item.spelling, Spelling::Sparse { .. })).count();
+        if sparse > 0 {
+            notes.push(format!("{sparse} tensors are stored sparse: only compress reads this folder, `compress densify` brings it back bit for bit"));
+        }
+        // Rounding alone makes a few zeros; pruning makes many.
+        let pruned = |elements: u64, seen: &writer::Seen| seen.changed && seen.difference.zeros_after > seen.difference.zeros_before + elements / 10;
+        let (mut zeros, mut elements) = (0, 0);
+        for (item, seen) in items.iter().zip(seen) {
+            let count = item.weight.elements() as u64;
+            if pruned(count, seen) && !matches!(item.spelling, Spelling::Sparse { .. }) {
+                zeros += seen.difference.zeros_after;
+                elements += count;
+            }
+        }
+        if elements > 0 && self.layout != Layout::Sparse {
+            notes.push(format!(
+                "{:.0} % zeros in the pruned tensors, stored dense: no size gain and no speed-up by themselves; add `layout: sparse` to store fewer bytes",
+                100.0 * zeros as f64 / elements as f64
+            ));
+        }
+        notes.extend(quantization::notes(items, model));
+        notes
+    }
+}
+
+fn value_size(weight: &Weight) -> u64 {
+    if weight.encoding == Encoding::Dense { weight.dtype.bitsize() as u64 / 8 } else { 1 }
+}
+
+fn eligible_for_sparse(weight: &Weight) -> bool {
+    (weight.is_float() || weight.encoding != Encoding::Dense) && weight.elements() > 0
+}
+
+/// Weight-only int8 has kernels in vLLM only when it is packed; a single scale or zero points are read by
+/// transformers only when it is not.
+fn is_packed(weight: &Weight) -> bool {
+    match &weight.encoding {
+        Encoding::Dense => false,
+        Encoding::Affine(affine) => affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor,
+    }
+}
+
+fn require_matrix_layout(model: &Model, name: &str, weight: &Weight) -> Result<()> {
+    if weight.encoding != Encoding::Dense && model.config.has_conv1d() {
+        return Err(Error::tensor(
+            name,
+            format!("is an int8 weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them", model.config.model_type()),
+            "export with layout: sparse or layout: dense, or leave these layers alone",
+        ));
+    }
+    Ok(())
+}
+
+fn encoding(item: &Item) -> String {
+    match item.spelling {
+        Spelling::Sparse { .. } => format!("{} sparse", item.weight.describe()),
+        Spelling::Packed => format!("{} packed", item.weight.describe()),
+        Spelling::Plain => item.weight.describe(),
+    }
+}
+
+impl Format for Safetensors {
+    fn name(&self) -> &'static str {
+        "safetensors"
+    }
+
+    fn options(&self) -> Value {
+        serde_json::to_value(self).unwrap_or(Value::Null)
+    }
+
+    fn forecast(&self, model: &Model) -> Result<Forecast> {
+        let items = self.items(model, |_, weight| Ok(weight.elements() as u64))?;
+        let layout = self.layout_of(&items, model)?;
+        Ok(Forecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse, tensors: layout.tensors() })
+    }
+
+    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {
+        let mut kept = std::collections::BTreeMap::new();
+        if self.layout == Layout::Sparse {
+            let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
+            let counts = sweep.run("Counting zeros", &jobs, |(_, w)| w.stored_bytes, |(_, weight)| {
+                let mut kept = 0;
+                weight.visit(1, &mut |block| {
+                    kept += bitmask::count(block.now.values, value_size(weight) as usize);
+                    sweep.advance(block.before.values.len() as u64)
+                })?;
+                Ok(kept)
+            })?;
+            kept = jobs.into_iter().map(|(name, _)| name.as_str()).zip(counts).collect();
+        }
+        let items = self.items(model, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;
+        let layout = self.layout_of(&items, model)?;
+        let (files, seen) = writer::write(folder, &items, &layout, sweep)?;
+        Ok(Exported {
+            files,
+            how: "read back: header parsed strictly and equal, every tensor's bytes equal to what was made".into(),
+            tensors: layout.tensors(),
+            encodings: items.iter().map(encoding).collect(),
+            config: self.config(model, &items),
+            notes: self.notes(model, &items, &seen),
+            weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
+        })
+    }
+}

@@ -1,0 +1,143 @@
+//! `quantization_config`: telling transformers and vLLM what is int8.
+
+use std::collections::BTreeSet;
+
+use serde_json::{Map, Value, json};
+
+use super::is_packed;
+use crate::model::Model;
+use crate::pass::{is_embedding, is_linear};
+use crate::store::writer::Item;
+use crate::store::{Activations, Affine, Encoding, Granularity};
+
+/// Version of compressed-tensors whose fields are written.
+const VERSION: &str = "0.13.0";
+
+/// Heads that a loader may create even when the checkpoint holds no tensor for them.
+const HEADS: [&str; 3] = ["lm_head", "cls.predictions.decoder", "predictions.decoder"];
+
+#[derive(Debug, PartialEq)]
+struct Group<'a> {
+    class: &'static str,
+    affine: &'a Affine,
+    packed: bool,
+    modules: Vec<&'a str>,
+}
+
+impl Group<'_> {
+    fn format(&self) -> &'static str {
+        if self.packed { "pack-quantized" } else { "int-quantized" }
+    }
+
+    fn describe(&self, targets: Value) -> Value {
+        let (strategy, size) = match self.affine.granularity {
+            Granularity::Tensor => ("tensor", None),
+            Granularity::Channel => ("channel", None),
+            Granularity::Group(size) => ("group", Some(size)),
+        };
+        let mut weights = json!({ "num_bits": 8, "type": "int", "symmetric": self.affine.symmetric, "strategy": strategy, "dynamic": false });
+        if let Some(size) = size {
+            weights["group_size"] = json!(size);
+        }
+        let activations = match self.affine.activations {
+            Activations::DynamicToken => json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true }),
+            Activations::None => Value::Null,
+        };
+        json!({ "targets": targets, "weights": weights, "input_activations": activations, "output_activations": null, "format": self.format() })
+    }
+}
+
+fn module(name: &str) -> &str {
+    name.strip_suffix(".weight").unwrap_or(name)
+}
+
+fn groups(items: &[Item]) -> Vec<Group<'_>> {
+    let mut groups: Vec<Group> = Vec::new();
+    for item in items {
+        let Encoding::Affine(affine) = &item.weight.encoding else { continue };
+        let class = if is_embedding(&item.name, &item.weight) { "Embedding" } else { "Linear" };
+        let packed = is_packed(&item.weight);
+        match groups.iter_mut().find(|g| (g.class, g.affine, g.packed) == (class, affine, packed)) {
+            Some(group) => group.modules.push(module(&item.name)),
+            None => groups.push(Group { class, affine, packed, modules: vec![module(&item.name)] }),
+        }
+    }
+    groups
+}
+
+/// The object for `config.json`.
+///
+/// Whole classes are targets, and every module that was left out is ignored by name: a module that is matched
+/// but not quantized would be loaded with an uninitialised scale. Two schemes for one class take turns by name.
+pub(super) fn describe(items: &[Item]) -> Value {
+    let groups = groups(items);
+    let mut described = Map::new();
+    for (index, group) in groups.iter().enumerate() {
+        let alone = groups.iter().filter(|g| g.class == group.class).count() == 1;
+        let targets = if alone { json!([group.class]) } else { json!(group.modules) };
+        described.insert(format!("group_{index}"), group.describe(targets));
+    }
+    let format = match groups.iter().map(Group::format).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()[..] {
+        [one] => one,
+        _ => "mixed-precision",
+    };
+    json!({
+        "quant_method": "compressed-tensors",
+        "format": format,
+        "quantization_status": "compressed",
+        "config_groups": described,
+        "ignore": ignored(items, &groups),
+        "kv_cache_scheme": null,
+        "global_compression_ratio": null,
+        "version": VERSION,
+        "producer": concat!("compress ", env!("CARGO_PKG_VERSION")),
+    })
+}
+
+/// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part
+/// (`bert.pooler.dense` becomes `pooler.dense` when the base model is loaded alone).
+fn ignored(items: &[Item], groups: &[Group]) -> Vec<String> {
+    let quantized: BTreeSet<&str> = groups.iter().flat_map(|g| g.modules.iter().copied()).collect();
+    let embeddings = groups.iter().any(|g| g.class == "Embedding");
+    let left_out = items
+        .iter()
+        .filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 2 && item.name.ends_with(".weight"))
+        .filter(|item| embeddings || !is_embedding(&item.name, &item.weight) || is_linear(&item.name, &item.weight))
+        .map(|item| module(&item.name));
+    let heads = HEADS.into_iter().filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));
+    let mut ignore = Vec::new();
+    for name in left_out.chain(heads) {
+        ignore.push(name.to_owned());
+        let Some((_, end)) = name.split_once('.') else { continue };
+        let collides = quantized.iter().any(|q| *q == end || q.ends_with(&format!(".{end}")));
+        if !collides {
+            ignore.push(format!("re:(.*\\.)?{}$", regex::escape(end)));
+        }
+    }
+    let mut seen = BTreeSet::new();
+    ignore.retain(|entry| seen.insert(entry.clone()));
+    ignore
+}
+
+/// What readers make of the schemes, where they differ.
+pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
+    let mut notes = Vec::new();
+    let groups = groups(items);
+    let dynamic = |g: &&Group| g.affine.activations == Activations::DynamicToken;
+    if groups.iter().filter(dynamic).any(|g| !g.affine.symmetric) {
+        notes.push("asymmetric int8 weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
+    }
+    if groups.iter().filter(dynamic).any(|g| matches!(g.affine.granularity, Granularity::Group(_))) {
+        notes.push("groups of weights with int8 activations: transformers loads them, vLLM takes one scale for a tensor or a channel only".to_owned());
+    }
+    if groups.iter().any(|g| g.affine.activations == Activations::None && !g.packed) {
+        notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
+    }
+    if groups.iter().any(|g| g.affine.activations == Activations::DynamicToken) {
+        notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them, transformers computes in floats)".to_owned());
+    }
+    if !groups.is_empty() && model.config.model_type().is_empty() {
+        notes.push("there is no config.json with a model_type beside the weights: its quantization_config says how to read them, but no library can choose a model class from it".to_owned());
+    }
+    notes
+}

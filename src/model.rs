@@ -1,0 +1,157 @@
+//! A model: configuration, weights, the files around them, and what has been done to it.
+
+mod config;
+mod files;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+pub use config::{Config, OWN_METHOD};
+pub use files::carried_files;
+
+use crate::error::{Error, Result};
+use crate::store::{Activations, Checkpoint, Encoding, Meter, Sweep, Weights};
+
+/// Work that must be over before the weights can be written: a sweep over data that several of them share.
+pub trait Prepare: Send + Sync {
+    /// What it does, in a few words.
+    fn stage(&self) -> &str;
+    /// Input bytes that it goes over, all sweeps together.
+    fn bytes(&self) -> u64;
+    /// Does it; afterwards it need not be done again.
+    ///
+    /// # Errors
+    /// Reading fails, or the work is cancelled.
+    fn prepare(&self, sweep: &Sweep) -> Result<()>;
+}
+
+/// A pass that was applied.
+#[derive(Clone)]
+pub struct Applied {
+    /// The pass's name.
+    pub name: &'static str,
+    /// Its options, defaults written out.
+    pub options: Value,
+    /// Weights that it changes.
+    pub tensors: BTreeSet<String>,
+    /// How the weights were chosen, in plain words.
+    pub rule: String,
+    /// Time spent in it.
+    pub meter: Arc<Meter>,
+    /// What only the work itself can tell; asked for when everything is written.
+    pub details: Arc<dyn Fn() -> Value + Send + Sync>,
+    /// Plain words for the report.
+    pub notes: Vec<String>,
+}
+
+/// A model folder, or a single file, opened but not read.
+#[derive(Clone)]
+pub struct Model {
+    /// Where it was opened.
+    pub path: PathBuf,
+    /// `config.json`, without what describes the encoding of the weights.
+    pub config: Config,
+    /// The weights, by name.
+    pub weights: Weights,
+    /// The safetensors files that it was opened from.
+    pub weight_files: Vec<PathBuf>,
+    /// Files to carry over, relative to the folder.
+    pub files: Vec<PathBuf>,
+    /// What was done, in order.
+    pub history: Vec<Applied>,
+    /// What must be done before writing.
+    pub preparations: Vec<Arc<dyn Prepare>>,
+    /// Plain words for the report.
+    pub notes: Vec<String>,
+}
+
+impl Model {
+    /// Opens a folder or a `.safetensors` file. Headers and `config.json` are read, tensors are not.
+    ///
+    /// # Errors
+    /// Anything about the folder that is missing, malformed or not supported, by name.
+    pub fn open(path: impl AsRef<Path>) -> Result<Model> {
+        let path = path.as_ref();
+        let checkpoint = Checkpoint::open(path)?;
+        let weight_files = checkpoint.files.clone();
+        let folder = path.is_dir();
+        let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
+        let mut weights = Weights::from_checkpoint(checkpoint)?;
+        let files = if folder { carried_files(path)? } else { Vec::new() };
+        let activations = config.take_quantization(path)?;
+        for weight in weights.by_name.values_mut() {
+            let packed = weight.stored_as.iter().any(|name| name.ends_with("_packed"));
+            if let Encoding::Affine(affine) = &mut weight.encoding {
+                affine.activations = if packed { Activations::None } else { activations };
+            }
+        }
+        Ok(Model { path: path.to_owned(), config, weights, weight_files, files, history: Vec::new(), preparations: Vec::new(), notes: Vec::new() })
+    }
+
+    /// Bytes of the checkpoint's tensors as they are stored.
+    pub fn stored_bytes(&self) -> u64 {
+        self.weights.by_name.values().map(|w| w.stored_bytes).sum()
+    }
+
+    /// Runs what the passes left to be done before writing.
+    ///
+    /// # Errors
+    /// Reading fails, or the work is cancelled.
+    pub fn prepare(&mut self, sweep: &Sweep) -> Result<()> {
+        for work in std::mem::take(&mut self.preparations) {
+            work.prepare(sweep)?;
+        }
+        Ok(())
+    }
+
+    /// Holds tied weights to one treatment: an alias that is stored beside its original and was left out of a
+    /// change is dropped when both were the same, so that the loader ties them again.
+    ///
+    /// # Errors
+    /// They differ, and only one of them was changed.
+    pub fn settle_ties(&mut self, input: &Model) -> Result<()> {
+        for &(alias, original) in self.config.tied_names() {
+            let changed = |name: &str| match (self.weights.by_name.get(name), input.weights.by_name.get(name)) {
+                (Some(now), Some(before)) => Some(!Arc::ptr_eq(&now.source(), &before.source())),
+                _ => None,
+            };
+            let (Some(a), Some(b)) = (changed(alias), changed(original)) else { continue };
+            if a == b {
+                continue;
+            }
+            if !same_bytes(input, alias, original)? {
+                return Err(Error::tensor(
+                    alias,
+                    format!("config.json ties it to `{original}`, both are stored with different values, and a pass changes only one of them"),
+                    "name both in `targets` or both in `ignore`, or set \"tie_word_embeddings\": false in config.json",
+                ));
+            }
+            if a {
+                return Err(Error::tensor(
+                    alias,
+                    format!("is tied to `{original}` by config.json, but a pass changes only this one"),
+                    "name both in `targets`, or set \"tie_word_embeddings\": false in config.json to untie them",
+                ));
+            }
+            self.weights.by_name.remove(alias);
+            self.notes.push(format!("`{alias}` is tied to `{original}` and held the same values: it is stored once"));
+        }
+        Ok(())
+    }
+}
+
+fn same_bytes(model: &Model, a: &str, b: &str) -> Result<bool> {
+    let hash = |name: &str| -> Result<_> {
+        let weight = model.weights.get(name)?;
+        let mut hasher = blake3::Hasher::new();
+        weight.visit(1, &mut |block| {
+            hasher.update(block.now.values);
+            Ok(())
+        })?;
+        Ok((weight.dtype, weight.shape.clone(), hasher.finalize()))
+    };
+    Ok(hash(a)? == hash(b)?)
+}

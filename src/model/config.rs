@@ -1,0 +1,151 @@
+//! `config.json`, kept as it was written but for what must change.
+
+use std::io;
+use std::path::Path;
+
+use serde_json::{Map, Value, json};
+
+use crate::error::{Error, Result};
+use crate::store::Activations;
+
+/// Quantization method that marks folders only this tool reads.
+pub const OWN_METHOD: &str = "compress";
+
+/// The configuration of a model; empty for a bare file.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Config {
+    text: Option<String>,
+    values: Map<String, Value>,
+}
+
+const TIED: [(&str, &str); 5] = [
+    ("lm_head.weight", "model.embed_tokens.weight"),
+    ("lm_head.weight", "transformer.wte.weight"),
+    ("lm_head.weight", "model.decoder.embed_tokens.weight"),
+    ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
+];
+
+impl Config {
+    /// Reads the file; a missing one is an empty configuration.
+    ///
+    /// # Errors
+    /// It is there but cannot be read, or is not a JSON object.
+    pub fn open(path: &Path) -> Result<Config> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Config::default()),
+            Err(e) => return Err(Error::io("read", path)(e)),
+        };
+        let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
+        Ok(Config { text: Some(text), values })
+    }
+
+    /// A value by key.
+    pub fn get(&self, key: &str) -> Option<&Value> {
+        self.values.get(key)
+    }
+
+    /// `model_type`, or an empty string.
+    pub fn model_type(&self) -> &str {
+        self.get("model_type").and_then(Value::as_str).unwrap_or("")
+    }
+
+    /// Whether linear layers keep their weights as `[in, out]` (transformers' `Conv1D`).
+    pub fn has_conv1d(&self) -> bool {
+        matches!(self.model_type(), "gpt2" | "openai-gpt" | "imagegpt" | "decision_transformer")
+    }
+
+    /// Adds or replaces a value.
+    pub fn set(&mut self, key: &str, value: Value) {
+        self.values.insert(key.to_owned(), value);
+        self.text = None;
+    }
+
+    /// States the format of the weights, under the key that the file already uses.
+    pub fn set_dtype(&mut self, name: &str) {
+        if self.values.is_empty() {
+            return;
+        }
+        let key = if self.values.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+        if self.get(key).and_then(Value::as_str) != Some(name) {
+            self.set(key, json!(name));
+        }
+    }
+
+    /// Pairs (alias, original) that this configuration ties.
+    pub fn tied_names(&self) -> &'static [(&'static str, &'static str)] {
+        if self.get("tie_word_embeddings") == Some(&Value::Bool(true)) { &TIED } else { &[] }
+    }
+
+    /// Removes the description of quantized weights, and says what happens to activations.
+    pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Activations> {
+        let Some(quantization) = self.values.shift_remove("quantization_config") else { return Ok(Activations::None) };
+        self.text = None;
+        let described = quantization.get(OWN_METHOD).unwrap_or(&quantization);
+        let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
+        let unsupported = |what: String| Error::Unsupported {
+            what: format!("{}: {what}", path.join("config.json").display()),
+            hint: "compress reads dense weights and the eight-bit integers of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
+        };
+        if method != "compressed-tensors" && method != OWN_METHOD {
+            return Err(unsupported(format!("quantization method `{method}`")));
+        }
+        let mut activations = Activations::None;
+        for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
+            let weights = group.get("weights").unwrap_or(&Value::Null);
+            let integer = weights.get("type").and_then(Value::as_str).unwrap_or("int") == "int";
+            let bits = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
+            if !weights.is_null() && (!integer || bits != 8) {
+                return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
+            }
+            match group.get("input_activations") {
+                None | Some(Value::Null) => {}
+                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => activations = Activations::DynamicToken,
+                Some(_) => return Err(unsupported("static activation scales".into())),
+            }
+        }
+        Ok(activations)
+    }
+
+    /// The file's text: unchanged when nothing was set, `None` when there is nothing to write.
+    pub fn render(&self) -> Option<String> {
+        match &self.text {
+            Some(text) => Some(text.clone()),
+            None if self.values.is_empty() => None,
+            None => Some(format!("{:#}\n", Value::Object(self.values.clone()))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unchanged_text_stays_and_order_is_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        let text = "{\"z\":1e-12,   \"a\": [1]}";
+        std::fs::write(&path, text).unwrap();
+        let mut config = Config::open(&path).unwrap();
+        assert_eq!(config.render().unwrap(), text);
+        config.set("b", json!(true));
+        assert_eq!(config.render().unwrap(), "{\n  \"z\": 1e-12,\n  \"a\": [\n    1\n  ],\n  \"b\": true\n}\n");
+        std::fs::write(&path, "[]").unwrap();
+        assert!(Config::open(&path).unwrap_err().to_string().contains("not a JSON object"));
+        assert_eq!(Config::open(&folder.path().join("none")).unwrap().render(), None);
+    }
+
+    #[test]
+    fn other_quantization_is_refused_by_name() {
+        let refused = |quantization: Value| {
+            let mut config = Config { text: None, values: Map::from_iter([("quantization_config".to_owned(), quantization)]) };
+            config.take_quantization(Path::new("m")).unwrap_err().to_string()
+        };
+        assert!(refused(json!({"quant_method": "gptq"})).contains("quantization method `gptq`"));
+        let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
+        assert!(refused(group(json!({"num_bits": 4, "type": "int"}))).contains("4 bits"));
+        assert!(refused(group(json!({"num_bits": 8, "type": "float"}))).contains("float"));
+    }
+}

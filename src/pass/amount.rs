@@ -1,0 +1,198 @@
+//! How much to remove.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::de::{self, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// A number from 0 to 1.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fraction(f64);
+
+impl Fraction {
+    /// `None` when the number is outside 0 to 1.
+    pub fn new(value: f64) -> Option<Fraction> {
+        (0.0..=1.0).contains(&value).then_some(Fraction(value))
+    }
+}
+
+/// How many weights to zero: a fraction (0.5) or a count (1000).
+///
+/// As in PyTorch, a whole number is a count and a number with a point is a fraction.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Amount {
+    /// A part of the weights, rounded to the nearest count, half to even.
+    Fraction(Fraction),
+    /// This many weights.
+    Count(u64),
+}
+
+impl Amount {
+    /// A fraction of the weights.
+    ///
+    /// # Panics
+    /// Never; a value outside 0 to 1 is clamped, NaN becomes 0.
+    pub fn fraction(value: f64) -> Amount {
+        Amount::Fraction(Fraction(if value.is_nan() { 0.0 } else { value.clamp(0.0, 1.0) }))
+    }
+
+    /// The count for this many weights, or `None` when there are fewer than the count.
+    pub fn of(self, weights: u64) -> Option<u64> {
+        match self {
+            Amount::Fraction(Fraction(f)) => Some((f * weights as f64).round_ties_even() as u64),
+            Amount::Count(count) => (count <= weights).then_some(count),
+        }
+    }
+}
+
+const WANTED: &str = "a fraction from 0.0 to 1.0, or a whole number of weights";
+
+impl FromStr for Amount {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if let Ok(count) = text.parse() {
+            return Ok(Amount::Count(count));
+        }
+        text.parse().ok().and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {WANTED}"))
+    }
+}
+
+impl fmt::Display for Amount {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Amount::Fraction(Fraction(value)) => write!(f, "{value:?}"),
+            Amount::Count(count) => write!(f, "{count}"),
+        }
+    }
+}
+
+impl Serialize for Amount {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Amount::Fraction(Fraction(value)) => serializer.serialize_f64(*value),
+            Amount::Count(count) => serializer.serialize_u64(*count),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Amount {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Number;
+        impl Visitor<'_> for Number {
+            type Value = Amount;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str(WANTED)
+            }
+
+            fn visit_u64<E: de::Error>(self, value: u64) -> Result<Amount, E> {
+                Ok(Amount::Count(value))
+            }
+
+            fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amount, E> {
+                u64::try_from(value).map(Amount::Count).map_err(|_| E::custom(format!("amount {value} is not {WANTED}")))
+            }
+
+            fn visit_f64<E: de::Error>(self, value: f64) -> Result<Amount, E> {
+                Fraction::new(value).map(Amount::Fraction).ok_or_else(|| E::custom(format!("amount {value} is not {WANTED}")))
+            }
+        }
+        deserializer.deserialize_any(Number)
+    }
+}
+
+/// Keep `n` of every `m` consecutive inputs, written `n:m`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NOfM {
+    /// How many stay.
+    pub n: usize,
+    /// Of how many.
+    pub m: usize,
+}
+
+impl FromStr for NOfM {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = text.split_once(':').and_then(|(n, m)| Some(NOfM { n: n.trim().parse().ok()?, m: m.trim().parse().ok()? }));
+        match parsed {
+            Some(pattern) if pattern.n <= pattern.m && (1..=1024).contains(&pattern.m) => Ok(pattern),
+            _ => Err(format!("pattern `{text}` is not N:M with N no larger than M and M from 1 to 1024, like 2:4 (two of every four stay)")),
+        }
+    }
+}
+
+impl fmt::Display for NOfM {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.n, self.m)
+    }
+}
+
+impl Serialize for NOfM {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for NOfM {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Cow::<str>::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(feature = "cli")]
+mod schema {
+    use super::{Amount, Cow, NOfM};
+    use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+
+    impl JsonSchema for Amount {
+        fn schema_name() -> Cow<'static, str> {
+            "Amount".into()
+        }
+        fn json_schema(_: &mut SchemaGenerator) -> Schema {
+            json_schema!({ "anyOf": [
+                { "type": "number", "minimum": 0.0, "maximum": 1.0, "description": "fraction of the weights" },
+                { "type": "integer", "minimum": 0, "description": "number of weights" }
+            ] })
+        }
+    }
+
+    impl JsonSchema for NOfM {
+        fn schema_name() -> Cow<'static, str> {
+            "NOfM".into()
+        }
+        fn json_schema(_: &mut SchemaGenerator) -> Schema {
+            json_schema!({ "type": "string", "pattern": "^[0-9]+:[0-9]+$", "description": "N of every M consecutive inputs stay" })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fractions_round_half_to_even_as_python_does() {
+        assert_eq!(Amount::fraction(0.5).of(5), Some(2));
+        assert_eq!(Amount::fraction(0.5).of(7), Some(4));
+        assert_eq!(Amount::fraction(1.0).of(7), Some(7));
+        assert_eq!(Amount::Count(8).of(7), None);
+    }
+
+    #[test]
+    fn text_and_back() {
+        for text in ["0.5", "1.0", "0.0", "17"] {
+            assert_eq!(text.parse::<Amount>().unwrap().to_string(), text);
+        }
+        for text in ["1.5", "-1", "-0.1", "nan", "x", ""] {
+            assert!(text.parse::<Amount>().is_err(), "{text}");
+        }
+        assert_eq!("2:4".parse::<NOfM>().unwrap(), NOfM { n: 2, m: 4 });
+        for text in ["5:4", "2", "0:0", "1:9999", ":"] {
+            assert!(text.parse::<NOfM>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! From one float format to another.
+//!
+//! ```yaml
+//! passes:
+//!   - cast: { to: bf16 }
+//! ```
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::targets::{self, Chosen};
+use super::{Pass, options_of};
+use crate::error::{Error, Result};
+use crate::kernel::{F64, Float, convert, with_float};
+use crate::model::{Applied, Model};
+use crate::store::{Block, DType, Encoding, Meter, Pattern, Sink, Source, View, Weight};
+
+/// A format to convert to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum FloatFormat {
+    /// 32 bits
+    F32,
+    /// IEEE half precision: 11 bits of precision, values up to 65504
+    F16,
+    /// bfloat16: 8 bits of precision, the range of f32
+    #[default]
+    Bf16,
+}
+
+impl FloatFormat {
+    fn dtype(self) -> DType {
+        match self {
+            FloatFormat::F32 => DType::F32,
+            FloatFormat::F16 => DType::F16,
+            FloatFormat::Bf16 => DType::BF16,
+        }
+    }
+
+    fn config_name(self) -> &'static str {
+        match self {
+            FloatFormat::F32 => "float32",
+            FloatFormat::F16 => "float16",
+            FloatFormat::Bf16 => "bfloat16",
+        }
+    }
+
+    fn largest(self) -> f32 {
+        match self {
+            FloatFormat::F32 => f32::MAX,
+            FloatFormat::F16 => half::f16::MAX.to_f32(),
+            FloatFormat::Bf16 => half::bf16::MAX.to_f32(),
+        }
+    }
+}
+
+/// What to do with values that the format cannot hold.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Overflow {
+    /// Stop, and name the tensor
+    #[default]
+    Error,
+    /// Take the largest finite value
+    Saturate,
+}
+
+/// Convert floats to another float format.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Cast {
+    /// Format to convert to
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().to))]
+    pub to: FloatFormat,
+    /// What to do with values that the format cannot hold
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().overflow))]
+    pub overflow: Overflow,
+    /// Tensors to convert: names with `*`, or `re:` and a regular expression [default: all floats]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Pattern>,
+    /// Tensors to leave alone
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<Pattern>,
+}
+
+const NAME: &str = "cast";
+
+impl Pass for Cast {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        options_of(self)
+    }
+
+    fn apply(&self, mut model: Model) -> Result<Model> {
+        let weights = model.weights.clone();
+        let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
+        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
+        let meter = Arc::new(Meter::default());
+        let mut changed = std::collections::BTreeSet::new();
+        for name in names {
+            let weight = weights.get(name)?;
+            targets::require_float(NAME, name, weight)?;
+            if weight.dtype == self.to.dtype() {
+                continue;
+            }
+            let source = Converted { name: name.to_owned(), upstream: weight.clone(), to: self.to, overflow: self.overflow, meter: meter.clone() };
+            model.weights.by_name.insert(name.to_owned(), weight.then(self.to.dtype(), Encoding::Dense, Arc::new(source)));
+            changed.insert(name.to_owned());
+        }
+        if self.targets.is_empty() && self.ignore.is_empty() {
+            model.config.set_dtype(self.to.config_name());
+        }
+        let count = changed.len();
+        model.history.push(Applied {
+            name: NAME,
+            options: self.options(),
+            tensors: changed,
+            rule,
+            meter,
+            details: Arc::new(move || json!({ "converted": count })),
+            notes: Vec::new(),
+        });
+        Ok(model)
+    }
+}
+
+/// A weight in another format.
+struct Converted {
+    name: String,
+    upstream: Weight,
+    to: FloatFormat,
+    overflow: Overflow,
+    meter: Arc<Meter>,
+}
+
+/// Elements converted at a time, small enough for the first-level cache.
+const RUN: usize = 4096;
+
+impl Converted {
+    fn convert<F: Float>(&self, input: &[u8], floats: &mut [f32], output: &mut [u8]) -> Result<()> {
+        let size = self.to.dtype().bitsize() / 8;
+        for (input, output) in input.chunks(RUN * F::SIZE).zip(output.chunks_mut(RUN * size)) {
+            let floats = &mut floats[..input.len() / F::SIZE];
+            convert::to_f32::<F>(input, floats);
+            if F::DTYPE == DType::F64 && self.to != FloatFormat::F32 {
+                round_to_odd(input, floats);
+            }
+            self.limit(F::split(input).iter().map(|e| F::magnitude(*e) < F::INFINITY), floats)?;
+            if !convert::from_f32(self.to.dtype(), floats, output) {
+                return Err(Error::tensor(&self.name, format!("cannot become {}", self.to.config_name()), ""));
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds values that were finite and would not be.
+    fn limit(&self, finite: impl Iterator<Item = bool>, floats: &mut [f32]) -> Result<()> {
+        let largest = self.to.largest();
+        if floats.iter().all(|v| v.abs() <= largest) {
+            return Ok(());
+        }
+        for (value, finite) in floats.iter_mut().zip(finite) {
+            if finite && !convert::rounded(self.to.dtype(), *value).is_finite() {
+                if self.overflow == Overflow::Error {
+                    return Err(Error::tensor(
+                        &self.name,
+                        format!("holds {value:e}, and {} ends at {largest:e}", self.to.config_name()),
+                        "cast to bf16 (--to bf16), set overflow: saturate, or add the tensor to `ignore`",
+                    ));
+                }
+                *value = largest.copysign(*value);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Makes the f32 between an f64 and a 16-bit float safe: when the first rounding was not exact, the result is
+/// moved to the neighbour with an odd last bit, so that the second rounding sees which side it came from
+/// (Boldo and Melquiond, *Emulation of a FMA and correctly rounded sums*, 2008).
+fn round_to_odd(input: &[u8], floats: &mut [f32]) {
+    for (element, float) in F64::split(input).iter().zip(floats) {
+        let exact = f64::from_le_bytes(*element);
+        let back = f64::from(*float);
+        if exact != back && float.is_finite() && float.to_bits() & 1 == 0 {
+            let away = exact.abs() > back.abs();
+            *float = f32::from_bits(if away || *float == 0.0 { float.to_bits() + 1 } else { float.to_bits() - 1 });
+        }
+    }
+}
+
+impl Source for Converted {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let size = self.to.dtype().bitsize() / 8;
+        let mut floats = vec![0f32; RUN];
+        let mut output = Vec::new();
+        self.upstream.visit(unit, &mut |block: Block| {
+            output.resize(block.now.elements() * size, 0);
+            self.meter.time(|| with_float!(block.now.dtype, F => self.convert::<F>(block.now.values, &mut floats, &mut output), else Ok(())))?;
+            sink(block.becomes(View::dense(self.to.dtype(), &output)))
+        })
+    }
+}

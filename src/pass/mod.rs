@@ -1,0 +1,92 @@
+//! Passes: one algorithm a file. A pass is its own configuration: the same struct is the YAML step, the
+//! command's flags and the value that a program makes.
+//!
+//! A pass never reads or prints. It takes a model and gives back one whose weights will be different when
+//! they are written.
+
+mod amount;
+mod cast;
+pub mod prune_unstructured;
+mod quantize_dynamic;
+mod targets;
+mod threshold;
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+pub use amount::{Amount, Fraction, NOfM};
+pub use cast::{Cast, FloatFormat, Overflow};
+pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
+pub use quantize_dynamic::{ActivationScheme, GranularityKind, Observer, QuantizeDynamic};
+pub use targets::{is_embedding, is_linear};
+
+use crate::error::Result;
+use crate::model::Model;
+
+/// A step of a pipeline.
+pub trait Pass: fmt::Debug + Send + Sync {
+    /// Name in recipes and on the command line.
+    fn name(&self) -> &'static str;
+
+    /// The options as they stand in a recipe, defaults written out.
+    fn options(&self) -> Value;
+
+    /// Options that contradict each other; called before anything is opened.
+    ///
+    /// # Errors
+    /// What is wrong, by name.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// The model after the pass. Quick: bytes are made when the model is written.
+    ///
+    /// # Errors
+    /// A pattern without a match, or a weight that the pass cannot take.
+    fn apply(&self, model: Model) -> Result<Model>;
+}
+
+/// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
+macro_rules! passes {
+    ($($(#[$doc:meta])* $name:literal => $pass:ident),+ $(,)?) => {
+        /// One step of a recipe.
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
+        pub enum Step {
+            $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
+        }
+
+        /// Names of all passes, in the order of the table.
+        pub const PASSES: &[&str] = &[$($name),+];
+
+        impl Step {
+            /// The pass behind the step.
+            pub fn pass(&self) -> &dyn Pass {
+                match self {
+                    $(Step::$pass(pass) => pass,)+
+                }
+            }
+        }
+
+        $(impl From<$pass> for Step {
+            fn from(pass: $pass) -> Step {
+                Step::$pass(pass)
+            }
+        })+
+    };
+}
+
+passes! {
+    /// Zero the weights that are smallest in absolute value
+    "prune-unstructured" => PruneUnstructured,
+    /// Store linear weights as int8; activations are quantized while the model runs, or not at all
+    "quantize-dynamic" => QuantizeDynamic,
+    /// Convert floats to another float format
+    "cast" => Cast,
+}
+
+fn options_of(pass: &impl Serialize) -> Value {
+    serde_json::to_value(pass).unwrap_or(Value::Null)
+}

@@ -1,0 +1,306 @@
+//! Magnitude pruning: the smallest weights become zero.
+//!
+//! Han et al., *Learning both Weights and Connections for Efficient Neural Networks*, 2015
+//! (<https://arxiv.org/abs/1506.02626>). The counts are those of `torch.nn.utils.prune`: `l1_unstructured` for
+//! `scope: tensor`, `global_unstructured` for `scope: global`. Of equal magnitudes the first go, so that the
+//! count is exact and the result the same everywhere.
+//!
+//! ```yaml
+//! passes:
+//!   - prune-unstructured:
+//!       amount: 0.5
+//!       scope: global
+//!       ignore: ["*embeddings*"]
+//!       rules: [{ targets: ["*.down_proj.weight"], amount: 0.3 }]
+//! ```
+
+use std::collections::BTreeSet;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::targets::{self, Chosen};
+use super::threshold::Pool;
+use super::{Amount, NOfM, Pass, options_of};
+use crate::error::{Error, Result};
+use crate::kernel::{Float, mask, scan, with_float};
+use crate::model::{Applied, Model, Prepare};
+use crate::store::{Block, Encoding, Meter, Pattern, Sink, Source, View, Weight};
+
+/// What weights are ranked against.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Scope {
+    /// Each tensor loses the same amount
+    #[default]
+    Tensor,
+    /// The smallest weights of all selected tensors together go
+    Global,
+}
+
+/// An amount of its own for some tensors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields)]
+pub struct Rule {
+    /// Tensors that the rule is for
+    pub targets: Vec<Pattern>,
+    /// Amount to zero in them
+    pub amount: Amount,
+}
+
+impl FromStr for Rule {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (pattern, amount) = text.rsplit_once('=').ok_or_else(|| format!("rule `{text}` is not PATTERN=AMOUNT"))?;
+        Ok(Rule { targets: vec![pattern.parse()?], amount: amount.parse()? })
+    }
+}
+
+/// Zero the weights that are smallest in absolute value.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct PruneUnstructured {
+    /// Weights to zero: a fraction like 0.5, or a count like 1000 [default: 0.5]
+    #[cfg_attr(feature = "cli", arg(long))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub amount: Option<Amount>,
+    /// Rank weights inside each tensor, or across all of them
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().scope))]
+    pub scope: Scope,
+    /// Keep N of every M consecutive inputs, like 2:4, instead of an amount
+    #[cfg_attr(feature = "cli", arg(long, value_name = "N:M"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<NOfM>,
+    /// Tensors to prune: names with `*`, or `re:` and a regular expression [default: linear and convolution weights]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Pattern>,
+    /// Tensors to leave alone
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<Pattern>,
+    /// Another amount for some tensors, which are then ranked by themselves; the first rule that matches counts
+    #[cfg_attr(feature = "cli", arg(long = "rule", value_name = "PATTERN=AMOUNT"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<Rule>,
+}
+
+const NAME: &str = "prune-unstructured";
+
+impl PruneUnstructured {
+    fn amount(&self) -> Amount {
+        self.amount.unwrap_or(Amount::fraction(0.5))
+    }
+
+    /// The selected names by amount: one group for each rule, and one for the rest.
+    fn groups<'a>(&self, names: &BTreeSet<&'a str>, model: &Model) -> Result<Vec<(Amount, Vec<&'a str>)>> {
+        for rule in &self.rules {
+            crate::store::select::check("rules", &rule.targets, model.weights.by_name.keys())?;
+        }
+        let mut groups: Vec<(Amount, Vec<&str>)> = self.rules.iter().map(|rule| (rule.amount, Vec::new())).chain([(self.amount(), Vec::new())]).collect();
+        for name in names {
+            let index = self.rules.iter().position(|rule| rule.targets.iter().any(|p| p.matches(name))).unwrap_or(self.rules.len());
+            groups[index].1.push(name);
+        }
+        Ok(groups)
+    }
+
+    fn pools(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<Pool>>> {
+        let member = |name: &&str| Ok(((*name).to_owned(), model.weights.get(name)?.clone()));
+        let count = |what: &str, weights: u64| {
+            amount.of(weights).ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be taken from {what}, which has {weights}")))
+        };
+        let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
+        if self.scope == Scope::Global {
+            let weights = members.iter().map(|(_, w)| w.elements() as u64).sum();
+            return Ok(vec![Arc::new(Pool::new(members, count("the selected tensors", weights)?)?)]);
+        }
+        members
+            .into_iter()
+            .map(|(name, weight)| {
+                let count = count(&format!("tensor `{name}`"), weight.elements() as u64)?;
+                Ok(Arc::new(Pool::new(vec![(name, weight)], count)?))
+            })
+            .collect()
+    }
+
+    fn apply_amounts(&self, names: &BTreeSet<&str>, model: &mut Model, meter: &Arc<Meter>) -> Result<u64> {
+        let mut removed = 0;
+        for (amount, names) in self.groups(names, model)? {
+            if names.is_empty() {
+                continue;
+            }
+            for pool in self.pools(amount, &names, model)? {
+                removed += pool.count();
+                if pool.count() == 0 {
+                    continue;
+                }
+                if self.scope == Scope::Global {
+                    model.preparations.push(pool.clone() as Arc<dyn Prepare>);
+                }
+                for (index, name) in pool.names().map(str::to_owned).enumerate().collect::<Vec<_>>() {
+                    let weight = model.weights.get(&name)?.clone();
+                    let source = Masked { upstream: weight.clone(), pool: pool.clone(), index, meter: meter.clone() };
+                    model.weights.by_name.insert(name, weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
+                }
+            }
+        }
+        Ok(removed)
+    }
+
+    fn apply_pattern(&self, pattern: NOfM, names: &BTreeSet<&str>, model: &mut Model, meter: &Arc<Meter>) -> Result<u64> {
+        let mut removed = 0;
+        for name in names {
+            let weight = model.weights.get(name)?.clone();
+            if model.config.has_conv1d() && weight.shape.len() == 2 {
+                return Err(Error::tensor(name, format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()), "use an amount instead of a pattern"));
+            }
+            let inputs = weight.shape.get(1).copied().unwrap_or(0);
+            if weight.shape.len() < 2 || !inputs.is_multiple_of(pattern.m) {
+                return Err(Error::tensor(name, format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape), "add it to `ignore`, or choose another pattern"));
+            }
+            removed += (weight.elements() / pattern.m * (pattern.m - pattern.n)) as u64;
+            if pattern.n == pattern.m {
+                continue;
+            }
+            let stride = weight.shape[2..].iter().product();
+            let source = Patterned { upstream: weight.clone(), pattern, stride, meter: meter.clone() };
+            model.weights.by_name.insert((*name).to_owned(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
+        }
+        Ok(removed)
+    }
+}
+
+impl Pass for PruneUnstructured {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        let mut full = self.clone();
+        if self.pattern.is_none() {
+            full.amount = Some(self.amount());
+        }
+        options_of(&full)
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.pattern.is_some() {
+            let both = |what: &str| Err(Error::option(NAME, format!("`pattern` and `{what}` exclude each other: a pattern fixes how many weights stay")));
+            if self.amount.is_some() {
+                return both("amount");
+            }
+            if self.scope == Scope::Global {
+                return both("scope: global");
+            }
+            if !self.rules.is_empty() {
+                return both("rules");
+            }
+        }
+        match self.rules.iter().any(|rule| rule.targets.is_empty()) {
+            true => Err(Error::option(NAME, "a rule without `targets`")),
+            false => Ok(()),
+        }
+    }
+
+    fn apply(&self, mut model: Model) -> Result<Model> {
+        let weights = model.weights.clone();
+        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, targets::PRUNABLE_RULE, targets::is_prunable)?;
+        for name in &names {
+            targets::require_float(NAME, name, weights.get(name)?)?;
+        }
+        let meter = Arc::new(Meter::default());
+        let removed = match self.pattern {
+            Some(pattern) => self.apply_pattern(pattern, &names, &mut model, &meter)?,
+            None => self.apply_amounts(&names, &mut model, &meter)?,
+        };
+        let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
+        model.history.push(Applied {
+            name: NAME,
+            options: self.options(),
+            tensors: names.into_iter().map(str::to_owned).collect(),
+            rule,
+            meter,
+            details: Arc::new(move || json!({ "zeroed": removed, "of": of })),
+            notes: Vec::new(),
+        });
+        Ok(model)
+    }
+}
+
+/// A weight without its smallest elements.
+struct Masked {
+    upstream: Weight,
+    pool: Arc<Pool>,
+    index: usize,
+    meter: Arc<Meter>,
+}
+
+impl Masked {
+    fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
+        let cut = self.meter.time(|| self.pool.cut(self.index))?;
+        let threshold = F::from_key(cut.threshold);
+        let mut ties = cut.ties;
+        let mut output = Vec::new();
+        self.upstream.visit(unit, &mut |block: Block| {
+            let input = block.now.values;
+            output.resize(input.len(), 0);
+            self.meter.time(|| {
+                let equal = if ties == 0 || ties == u64::MAX { 0 } else { scan::count_equal::<F>(input, threshold) };
+                if ties == 0 {
+                    mask::keep_from::<F>(input, &mut output, threshold);
+                } else if equal <= ties {
+                    mask::keep_above::<F>(input, &mut output, threshold);
+                } else {
+                    mask::keep_from_but_first::<F>(input, &mut output, threshold, ties);
+                }
+                if ties != u64::MAX {
+                    ties -= equal.min(ties);
+                }
+            });
+            sink(block.becomes(View::dense(block.now.dtype, &output)))
+        })
+    }
+}
+
+impl Source for Masked {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
+    }
+}
+
+/// A weight of which N of every M inputs stay.
+struct Patterned {
+    upstream: Weight,
+    pattern: NOfM,
+    stride: usize,
+    meter: Arc<Meter>,
+}
+
+impl Source for Patterned {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let NOfM { n, m } = self.pattern;
+        let mut output = Vec::new();
+        self.upstream.visit(least_common_multiple(unit, m * self.stride), &mut |block: Block| {
+            output.resize(block.now.values.len(), 0);
+            self.meter.time(|| with_float!(block.now.dtype, F => mask::keep_n_of_m::<F>(block.now.values, &mut output, n, m, self.stride), else ()));
+            sink(block.becomes(View::dense(block.now.dtype, &output)))
+        })
+    }
+}
+
+/// The smallest number that both divide; zero counts as one.
+pub(super) fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (a, b) = (a.max(1), b.max(1));
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}

@@ -1,0 +1,166 @@
+//! What a pipeline consists of.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{plan, run};
+use crate::error::{Error, Result};
+use crate::export::Export;
+use crate::model::Model;
+use crate::pass::Step;
+use crate::recipe::Recipe;
+use crate::report::Report;
+use crate::store::{Cancel, Progress, Silent, Sweep};
+
+/// Passes and formats, ready to be run on models.
+#[derive(Clone)]
+pub struct Pipeline {
+    pub(super) steps: Vec<Step>,
+    pub(super) export: Vec<Export>,
+    pub(super) seed: u64,
+    pub(super) allow_nonfinite: bool,
+    pub(super) force: bool,
+    threads: usize,
+    progress: Arc<dyn Progress>,
+    cancel: Cancel,
+}
+
+/// Puts a [`Pipeline`] together.
+#[must_use]
+pub struct Builder(Pipeline);
+
+impl Pipeline {
+    /// An empty pipeline: no passes, dense safetensors, all cores.
+    pub fn builder() -> Builder {
+        Builder(Pipeline {
+            steps: Vec::new(),
+            export: Vec::new(),
+            seed: 0,
+            allow_nonfinite: false,
+            force: false,
+            threads: std::thread::available_parallelism().map_or(1, usize::from),
+            progress: Arc::new(Silent),
+            cancel: Cancel::default(),
+        })
+    }
+
+    /// What a run would do, from headers alone.
+    ///
+    /// # Errors
+    /// Whatever can be known to fail before the first tensor is read.
+    pub fn plan(&self, model: &Model) -> Result<plan::Plan> {
+        plan::plan(self, model)
+    }
+
+    /// Runs everything and writes the output folder, which appears whole or not at all.
+    ///
+    /// # Errors
+    /// Anything that goes wrong; then nothing is left behind.
+    pub fn run(&self, model: Model, output: impl AsRef<Path>) -> Result<Report> {
+        run::run(self, model, output.as_ref())
+    }
+
+    /// Applies the passes; no tensor is read.
+    pub(super) fn apply(&self, model: &Model) -> Result<Model> {
+        let mut after = model.clone();
+        for step in &self.steps {
+            after = step.pass().apply(after)?;
+        }
+        after.settle_ties(model)?;
+        Ok(after)
+    }
+
+    /// The recipe of this pipeline for a model.
+    pub(super) fn recipe(&self, model: &Model) -> Recipe {
+        Recipe {
+            model: std::path::absolute(&model.path).unwrap_or_else(|_| model.path.clone()),
+            seed: self.seed,
+            allow_nonfinite: self.allow_nonfinite,
+            passes: self.steps.clone(),
+            export: self.export.clone(),
+            output: Some(".".into()),
+        }
+    }
+
+    pub(super) fn sweep(&self) -> Sweep<'_> {
+        Sweep { threads: self.threads, progress: &*self.progress, cancel: &self.cancel }
+    }
+}
+
+impl Builder {
+    /// Adds a pass.
+    pub fn pass(mut self, pass: impl Into<Step>) -> Self {
+        self.0.steps.push(pass.into());
+        self
+    }
+
+    /// Adds passes.
+    pub fn passes(mut self, passes: impl IntoIterator<Item = Step>) -> Self {
+        self.0.steps.extend(passes);
+        self
+    }
+
+    /// Adds a format; without any, safetensors are written.
+    pub fn export(mut self, export: impl Into<Export>) -> Self {
+        self.0.export.push(export.into());
+        self
+    }
+
+    /// Start of every random choice.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.0.seed = seed;
+        self
+    }
+
+    /// Carries NaN and infinite weights along instead of stopping at them.
+    pub fn allow_nonfinite(mut self, allow: bool) -> Self {
+        self.0.allow_nonfinite = allow;
+        self
+    }
+
+    /// Replaces an output folder that exists.
+    pub fn force(mut self, force: bool) -> Self {
+        self.0.force = force;
+        self
+    }
+
+    /// Threads that work at once; the output does not depend on it.
+    pub fn threads(mut self, threads: usize) -> Self {
+        self.0.threads = threads.max(1);
+        self
+    }
+
+    /// Tells somebody what happens: a closure over [`Event`](crate::store::Event), or a [`Progress`].
+    pub fn progress(mut self, progress: impl Progress + 'static) -> Self {
+        self.0.progress = Arc::new(progress);
+        self
+    }
+
+    /// Lets somebody stop the run.
+    pub fn cancel(mut self, cancel: Cancel) -> Self {
+        self.0.cancel = cancel;
+        self
+    }
+
+    /// Checks the options of every pass.
+    ///
+    /// # Errors
+    /// The first option that cannot be, with the number of its pass.
+    pub fn build(mut self) -> Result<Pipeline> {
+        if self.0.export.is_empty() {
+            self.0.export.push(Export::default());
+        }
+        for (index, export) in self.0.export.iter().enumerate() {
+            if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
+                return Err(Error::option("export", format!("`{}` is named twice, and both would write the same files", export.format().name())));
+            }
+        }
+        for (index, step) in self.0.steps.iter().enumerate() {
+            step.pass().check().map_err(|e| match e {
+                Error::Option { what, reason } => Error::Option { what: format!("pass {} ({what})", index + 1), reason },
+                other => other,
+            })?;
+        }
+        Ok(self.0)
+    }
+}

@@ -1,0 +1,93 @@
+//! What a run would do and need, before any tensor is read.
+
+use serde::Serialize;
+
+use super::Pipeline;
+use crate::error::Result;
+use crate::export::Forecast;
+use crate::model::Model;
+use crate::store::{Weight, block_elements};
+
+/// What one pass would do.
+#[derive(Debug, Clone, Serialize)]
+pub struct PassPlan {
+    /// Name of the pass.
+    pub name: &'static str,
+    /// Its options, defaults written out.
+    pub options: serde_json::Value,
+    /// How weights are chosen.
+    pub rule: String,
+    /// Names of the weights that it takes.
+    pub selected: Vec<String>,
+    /// Elements of these weights.
+    pub parameters: u64,
+    /// Floats of two or more dimensions that it leaves alone.
+    pub unselected: Vec<String>,
+}
+
+/// What a run would do and need.
+#[derive(Debug, Clone, Serialize)]
+pub struct Plan {
+    /// Bytes of the input files' tensors.
+    pub input_bytes: u64,
+    /// Elements of all weights.
+    pub parameters: u64,
+    /// Pass by pass.
+    pub passes: Vec<PassPlan>,
+    /// Times that input is gone over before writing, in bytes.
+    pub prepare_bytes: u64,
+    /// Files that would be written.
+    pub files: Vec<String>,
+    /// Their size, or the most that it can be.
+    pub output_bytes: u64,
+    /// Whether the size is exact.
+    pub output_exact: bool,
+    /// Most memory that the run needs, estimated: blocks in flight and the program itself.
+    pub peak_rss_bytes: u64,
+    /// Most device memory: passes over weights use none.
+    pub peak_vram_bytes: u64,
+    /// Plain words.
+    pub notes: Vec<String>,
+}
+
+/// Resident size of the program and its tables.
+const PROGRAM: u64 = 16 << 20;
+/// Counters of one thread that ranks weights.
+const RANKING: u64 = 3 << 20;
+
+pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
+    let after = pipeline.apply(model)?;
+    let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let threads = pipeline.sweep().threads as u64;
+    let stages = 2 + pipeline.steps.len() as u64;
+    let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
+    let passes = after
+        .history
+        .iter()
+        .map(|applied| PassPlan {
+            name: applied.name,
+            options: applied.options.clone(),
+            rule: applied.rule.clone(),
+            selected: applied.tensors.iter().cloned().collect(),
+            parameters: applied.tensors.iter().filter_map(|name| model.weights.by_name.get(name)).map(|w| w.elements() as u64).sum(),
+            unselected: model.weights.by_name.iter().filter(|(name, w)| w.shape.len() > 1 && w.is_float() && !applied.tensors.contains(*name)).map(|(name, _)| name.clone()).collect(),
+        })
+        .collect();
+    Ok(Plan {
+        input_bytes: model.stored_bytes(),
+        parameters: model.weights.parameters(),
+        passes,
+        prepare_bytes: after.preparations.iter().map(|p| p.bytes()).sum(),
+        files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
+        output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
+        output_exact: forecasts.iter().all(|f| f.exact),
+        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block),
+        peak_vram_bytes: 0,
+        notes: after.notes,
+    })
+}
+
+/// Bytes of the largest block that is held of a weight.
+fn block_bytes(weight: &Weight) -> u64 {
+    (block_elements(weight.row()).min(weight.elements()) * (weight.dtype.bitsize() / 8).max(1)) as u64
+}

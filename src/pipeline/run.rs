@@ -1,0 +1,188 @@
+//! A run, from an opened model to a folder with a report.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use super::Pipeline;
+use crate::error::{Error, Result};
+use crate::export::{Exported, Forecast};
+use crate::model::{Config, Model};
+use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified};
+use crate::store::compressed::compressed_size;
+use crate::store::staging::Staging;
+use crate::store::writer::Seen;
+
+pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
+    let start = Instant::now();
+    let sweep = pipeline.sweep();
+    let mut after = pipeline.apply(&model)?;
+    let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let staging = Staging::new(output, pipeline.force, &model.path)?;
+    require_space(staging.path(), staging.target(), &forecasts)?;
+    after.prepare(&sweep)?;
+    let prepared = report::peak_rss_bytes();
+    let mut exports = Vec::with_capacity(pipeline.export.len());
+    for export in &pipeline.export {
+        let exported = export.format().write(&after, staging.path(), &sweep)?;
+        require_finite(pipeline, &exported)?;
+        exports.push((export.format().name(), exported));
+    }
+    let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
+    carry_over(&model, &first.config, staging.path())?;
+    let compressed = |paths: &[PathBuf]| compressed_size(paths, &sweep);
+    let written: Vec<PathBuf> = first.files.iter().filter(|f| f.name.ends_with(".safetensors")).map(|f| staging.path().join(&f.name)).collect();
+    let sizes = sizes(&model, &after, first, compressed(&model.weight_files)?, compressed(&written)?)?;
+    let recipe = pipeline.recipe(&model);
+    let passes = after.history.iter().map(|applied| PassReport {
+        name: applied.name.into(),
+        options: applied.options.clone(),
+        seconds: applied.meter.total().as_secs_f64(),
+        peak_rss_bytes: if pipeline.export.is_empty() { prepared } else { report::peak_rss_bytes() },
+        peak_vram_bytes: Some(0),
+        tensors_changed: applied.tensors.len(),
+        details: (applied.details)(),
+    });
+    let mut report = Report {
+        schema: report::SCHEMA,
+        tool: Tool::default(),
+        environment: Environment::detect(),
+        model: ModelId { source: recipe.model.clone(), architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()), blake3: model_hash(&model, first) },
+        seed: pipeline.seed,
+        recipe: serde_json::to_value(&recipe).unwrap_or_default(),
+        passes: passes.collect(),
+        size: sizes,
+        layers: layers(&model, &after, first),
+        outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
+        notes: notes(&after, &exports),
+        totals: Totals::default(),
+    };
+    write_text(&staging.path().join("recipe.yaml"), &recipe.to_yaml())?;
+    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: report::peak_rss_bytes() };
+    write_text(&staging.path().join(report::FILE), &report.to_json())?;
+    write_text(&staging.path().join("report.md"), &report.to_markdown())?;
+    sweep.cancel.check()?;
+    staging.commit()?;
+    Ok(report)
+}
+
+/// Refuses before the first byte what cannot fit.
+fn require_space(folder: &Path, target: &Path, forecasts: &[Forecast]) -> Result<()> {
+    let needed: u64 = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum();
+    let Ok(space) = rustix::fs::statvfs(folder) else { return Ok(()) };
+    let free = space.f_bavail.saturating_mul(space.f_frsize);
+    if needed <= free {
+        return Ok(());
+    }
+    let (needed, free) = (report::format::bytes(needed), report::format::bytes(free));
+    Err(Error::Output { path: target.to_owned(), reason: format!("needs {needed}, and {free} are free on this disk"), hint: "free some space, or choose a folder on another disk".into() })
+}
+
+fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
+    if pipeline.allow_nonfinite {
+        return Ok(());
+    }
+    match exported.weights.iter().find(|(_, seen)| seen.nonfinite > 0) {
+        None => Ok(()),
+        Some((name, seen)) => Err(Error::NotFinite { name: name.clone(), count: seen.nonfinite }),
+    }
+}
+
+fn carry_over(model: &Model, config: &Config, folder: &Path) -> Result<()> {
+    for file in &model.files {
+        let (from, to) = (model.path.join(file), folder.join(file));
+        if let Some(parent) = to.parent() {
+            fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+        }
+        fs::copy(&from, &to).map_err(Error::io("copy", &from))?;
+    }
+    match config.render() {
+        Some(text) => write_text(&folder.join("config.json"), &text),
+        None => Ok(()),
+    }
+}
+
+fn write_text(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(Error::io("write", path))
+}
+
+fn sizes(model: &Model, after: &Model, exported: &Exported, zstd_before: crate::store::compressed::Compressed, zstd_after: crate::store::compressed::Compressed) -> Result<Sizes> {
+    let mut bytes_before = 0;
+    for path in &model.weight_files {
+        bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
+    }
+    let zeros = |pick: fn(&Seen) -> u64| exported.weights.iter().map(|(_, seen)| pick(seen)).sum::<u64>();
+    let (parameters_before, parameters) = (model.weights.parameters(), after.weights.parameters());
+    let before = Size {
+        parameters: parameters_before,
+        nonzero: parameters_before - zeros(|s| s.difference.zeros_before).min(parameters_before),
+        tensors: model.weights.by_name.values().map(|w| w.stored_as.len()).sum(),
+        bytes: bytes_before,
+        bytes_zstd: Some(zstd_before.bytes),
+        bytes_zstd_sampled: zstd_before.sampled,
+    };
+    let after = Size {
+        parameters,
+        nonzero: parameters - zeros(|s| s.difference.zeros_after).min(parameters),
+        tensors: exported.tensors,
+        bytes: exported.files.iter().filter(|f| f.name.ends_with(".safetensors")).map(|f| f.bytes).sum(),
+        bytes_zstd: Some(zstd_after.bytes),
+        bytes_zstd_sampled: zstd_after.sampled,
+    };
+    let ratio = before.bytes as f64 / after.bytes.max(1) as f64;
+    Ok(Sizes { before, after, ratio })
+}
+
+fn model_hash(model: &Model, exported: &Exported) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for (name, seen) in &exported.weights {
+        if let (Some(weight), Some(hash)) = (model.weights.by_name.get(name), seen.input_hash) {
+            hasher.update(format!("{name} {} {:?} {hash}\n", weight.describe(), weight.shape).as_bytes());
+        }
+    }
+    hasher.finalize().to_string()
+}
+
+fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
+    let layer = |((name, seen), encoding): (&(String, Seen), &String)| Layer {
+        name: name.clone(),
+        shape: after.weights.by_name.get(name).map(|w| w.shape.clone()).unwrap_or_default(),
+        encoding: encoding.clone(),
+        bytes_before: model.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
+        bytes_after: seen.bytes,
+        zeros: seen.difference.zeros_after,
+        sqnr_db: if seen.changed { seen.difference.sqnr_db() } else { None },
+    };
+    exported.weights.iter().zip(&exported.encodings).map(layer).collect()
+}
+
+fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
+    let verified = Verified { how: exported.how.clone(), max_abs_error: 0.0, ok: true };
+    let file = |f: &crate::store::writer::Written| OutputFile { format: format.to_owned(), path: f.name.clone(), bytes: f.bytes, blake3: f.blake3.to_string(), verified: verified.clone() };
+    exported.files.iter().map(file).collect()
+}
+
+/// Below this a quantized weight has lost more than int8 should cost: 40 dB is usual for a scale per channel.
+const LOW_SQNR_DB: f64 = 20.0;
+
+fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
+    let mut notes = after.notes.clone();
+    notes.extend(after.history.iter().flat_map(|applied| applied.notes.clone()));
+    let mut low: BTreeMap<String, f64> = BTreeMap::new();
+    for (name, seen) in exports.iter().flat_map(|(_, e)| &e.weights) {
+        let quantized = after.weights.by_name.get(name).is_some_and(|w| w.encoding != crate::store::Encoding::Dense);
+        let pruned = seen.difference.zeros_after > seen.difference.zeros_before + after.weights.by_name.get(name).map_or(0, |w| w.elements() as u64) / 10;
+        if let Some(db) = seen.difference.sqnr_db().filter(|db| quantized && !pruned && *db < LOW_SQNR_DB) {
+            low.insert(name.clone(), db);
+        }
+    }
+    if let Some((name, db)) = low.iter().min_by(|a, b| a.1.total_cmp(b.1)) {
+        notes.push(format!(
+            "{} of the quantized weights keep less than {LOW_SQNR_DB:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
+            low.len()
+        ));
+    }
+    notes.extend(exports.iter().flat_map(|(_, e)| e.notes.clone()));
+    notes
+}

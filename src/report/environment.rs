@@ -1,0 +1,53 @@
+//! The machine that a report was made on.
+
+use std::fs;
+
+use serde::{Deserialize, Serialize};
+
+use crate::kernel;
+
+/// What the machine offers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Environment {
+    /// Name of the processor.
+    pub cpu: Option<String>,
+    /// Cores that this process may use.
+    pub cores: usize,
+    /// Main memory.
+    pub memory_bytes: Option<u64>,
+    /// Name of the GPU that was used.
+    pub gpu: Option<String>,
+    /// Version of ONNX Runtime that was used.
+    pub onnxruntime: Option<String>,
+    /// Instruction set of the kernels.
+    pub simd: String,
+}
+
+impl Environment {
+    /// Looks around.
+    pub fn detect() -> Environment {
+        Environment {
+            cpu: field("/proc/cpuinfo", "model name"),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            memory_bytes: kilobytes("/proc/meminfo", "MemTotal"),
+            gpu: None,
+            onnxruntime: None,
+            simd: kernel::instruction_set().into(),
+        }
+    }
+}
+
+/// The most memory that this process has had resident so far, where the system tells.
+pub fn peak_rss_bytes() -> Option<u64> {
+    kilobytes("/proc/self/status", "VmHWM")
+}
+
+fn field(path: &str, key: &str) -> Option<String> {
+    let text = fs::read_to_string(path).ok()?;
+    let line = text.lines().find(|line| line.starts_with(key))?;
+    Some(line.split_once(':')?.1.trim().to_owned())
+}
+
+fn kilobytes(path: &str, key: &str) -> Option<u64> {
+    field(path, key)?.split_whitespace().next()?.parse::<u64>().ok().map(|kb| kb * 1024)
+}

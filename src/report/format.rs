@@ -1,0 +1,59 @@
+//! Numbers for people.
+
+/// Bytes in decimal units, three digits: `91.0 MB`.
+pub fn bytes(bytes: u64) -> String {
+    scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB"])
+}
+
+/// A count in short scale: `22.7 M`.
+pub fn count(count: u64) -> String {
+    scaled(count as f64, &["", "k", "M", "B"]).trim_end().to_owned()
+}
+
+fn scaled(mut value: f64, units: &[&str]) -> String {
+    let mut unit = 0;
+    while value >= 999.5 && unit + 1 < units.len() {
+        value /= 1000.0;
+        unit += 1;
+    }
+    let digits = if unit == 0 || value >= 99.95 { 0 } else if value >= 9.995 { 1 } else { 2 };
+    format!("{value:.digits$} {}", units[unit])
+}
+
+/// Part of a whole in percent, one digit.
+pub fn percent(part: u64, whole: u64) -> String {
+    if whole == 0 { "-".into() } else { format!("{:.1} %", 100.0 * part as f64 / whole as f64) }
+}
+
+/// Seconds, three digits: `0.24 s`, `3 min 10 s`.
+pub fn seconds(seconds: f64) -> String {
+    match seconds {
+        s if s < 0.0995 => format!("{:.0} ms", s * 1e3),
+        s if s < 9.995 => format!("{s:.2} s"),
+        s if s < 99.95 => format!("{s:.1} s"),
+        s => format!("{:.0} min {:.0} s", (s / 60.0).floor(), s % 60.0),
+    }
+}
+
+/// A shape: `384 x 1536`, `scalar`.
+pub fn shape(shape: &[usize]) -> String {
+    if shape.is_empty() { "scalar".into() } else { shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ") }
+}
+
+/// Decibels, or a dash.
+pub fn decibels(value: Option<f64>) -> String {
+    value.map_or("-".into(), |db| format!("{db:.1} dB"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_keep_three_digits() {
+        assert_eq!([bytes(0), bytes(999), bytes(1000), bytes(90_868_376), bytes(2_200_000_000)], ["0 B", "999 B", "1.00 kB", "90.9 MB", "2.20 GB"]);
+        assert_eq!([count(7), count(22_713_216), count(999_999)], ["7", "22.7 M", "1.00 M"]);
+        assert_eq!([seconds(0.0123), seconds(0.5), seconds(12.34), seconds(190.0)], ["12 ms", "0.50 s", "12.3 s", "3 min 10 s"]);
+        assert_eq!([percent(1, 3), percent(0, 0)], ["33.3 %", "-"]);
+    }
+}

@@ -1,0 +1,77 @@
+//! The report as Markdown.
+
+use std::fmt::Write;
+
+use super::Report;
+use super::format::{bytes, count, decibels, percent, seconds, shape};
+
+/// Renders `report.md`.
+pub(super) fn render(report: &Report) -> String {
+    let mut out = String::new();
+    // Writing into a string cannot fail.
+    let _ = write(report, &mut out);
+    out
+}
+
+fn write(report: &Report, out: &mut String) -> std::fmt::Result {
+    let (before, after) = (&report.size.before, &report.size.after);
+    let about = |sampled: bool| if sampled { "about " } else { "" };
+    let zstd = |size: &super::Size| size.bytes_zstd.map_or("-".into(), |b| format!("{}{}", about(size.bytes_zstd_sampled), bytes(b)));
+    writeln!(out, "# {} → {}, {:.2} × smaller\n", bytes(before.bytes), bytes(after.bytes), report.size.ratio)?;
+    writeln!(out, "`{}`{}, BLAKE3 `{}`\n", report.model.source.display(), report.model.architecture.as_ref().map_or(String::new(), |a| format!(" ({a})")), report.model.blake3)?;
+    table(
+        out,
+        &["", "before", "after"],
+        &[
+            ["bytes".into(), bytes(before.bytes), bytes(after.bytes)],
+            ["bytes, zstd".into(), zstd(before), zstd(after)],
+            ["parameters".into(), count(before.parameters), count(after.parameters)],
+            ["zeros".into(), percent(before.parameters - before.nonzero, before.parameters), percent(after.parameters - after.nonzero, after.parameters)],
+            ["tensors".into(), before.tensors.to_string(), after.tensors.to_string()],
+        ],
+    )?;
+    writeln!(out, "## Passes\n")?;
+    let passes: Vec<_> = report.passes.iter().map(|p| [format!("`{}`", p.name), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes), format!("`{}`", p.options)]).collect();
+    table(out, &["pass", "tensors", "time", "peak memory", "options"], &passes)?;
+    if !report.notes.is_empty() {
+        writeln!(out, "## Notes\n")?;
+        for note in &report.notes {
+            writeln!(out, "- {note}")?;
+        }
+        writeln!(out)?;
+    }
+    writeln!(out, "## Files\n")?;
+    let files: Vec<_> = report.outputs.iter().map(|f| [format!("`{}`", f.path), bytes(f.bytes), format!("`{}`", f.blake3), if f.verified.ok { "yes".into() } else { "**no**".into() }]).collect();
+    table(out, &["file", "size", "BLAKE3", "verified"], &files)?;
+    writeln!(out, "## Weights\n")?;
+    let layers: Vec<_> = report
+        .layers
+        .iter()
+        .map(|l| {
+            let elements = l.shape.iter().product::<usize>() as u64;
+            [format!("`{}`", l.name), shape(&l.shape), l.encoding.clone(), bytes(l.bytes_before), bytes(l.bytes_after), percent(l.zeros, elements), decibels(l.sqnr_db)]
+        })
+        .collect();
+    table(out, &["weight", "shape", "encoding", "before", "after", "zeros", "SQNR"], &layers)?;
+    let env = &report.environment;
+    writeln!(
+        out,
+        "{} {} on {}, {} cores, {}: {} in all{}.",
+        report.tool.name,
+        report.tool.version,
+        env.cpu.as_deref().unwrap_or("an unknown processor"),
+        env.cores,
+        env.simd,
+        seconds(report.totals.seconds),
+        report.totals.peak_rss_bytes.map_or(String::new(), |b| format!(", peak memory {}", bytes(b)))
+    )
+}
+
+fn table<const N: usize>(out: &mut String, head: &[&str; N], rows: &[[String; N]]) -> std::fmt::Result {
+    writeln!(out, "| {} |", head.join(" | "))?;
+    writeln!(out, "|{}|", head.iter().enumerate().map(|(i, _)| if i == 0 { " --- " } else { " ---: " }).collect::<Vec<_>>().join("|"))?;
+    for row in rows {
+        writeln!(out, "| {} |", row.iter().map(|cell| cell.replace('|', "\\|")).collect::<Vec<_>>().join(" | "))?;
+    }
+    writeln!(out)
+}

@@ -1,0 +1,74 @@
+//! What was done to a model and what came of it, measured on the written files.
+//!
+//! The keys of [`Report`] are those of `report.json`; they are added to, never renamed.
+
+mod environment;
+pub mod format;
+mod markdown;
+mod sections;
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+pub use environment::{Environment, peak_rss_bytes};
+pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified};
+
+use crate::error::{Error, Result};
+
+/// Version of the keys.
+pub const SCHEMA: u32 = 1;
+/// Name of the file in an output folder.
+pub const FILE: &str = "report.json";
+
+/// A report; `report.json` holds it as it stands here.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Version of the keys.
+    pub schema: u32,
+    /// Who wrote it.
+    pub tool: Tool,
+    /// On what machine.
+    pub environment: Environment,
+    /// From what.
+    pub model: ModelId,
+    /// Start of every random choice.
+    pub seed: u64,
+    /// What was asked for, defaults written out.
+    pub recipe: Value,
+    /// What was done, in order.
+    pub passes: Vec<PassReport>,
+    /// Before and after, as stored.
+    pub size: Sizes,
+    /// Weight by weight.
+    pub layers: Vec<Layer>,
+    /// Files that were written and read back.
+    pub outputs: Vec<OutputFile>,
+    /// Plain words: what gave no size or no speed, what was skipped and why.
+    pub notes: Vec<String>,
+    /// The whole run.
+    pub totals: Totals,
+}
+
+impl Report {
+    /// Reads `report.json` of an output folder.
+    ///
+    /// # Errors
+    /// It is missing or not a report of this schema.
+    pub fn open(folder: &Path) -> Result<Report> {
+        let path = folder.join(FILE);
+        let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+        serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a report of schema {SCHEMA}: {e}")))
+    }
+
+    /// The text of `report.json`.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).map(|text| text + "\n").unwrap_or_default()
+    }
+
+    /// The text of `report.md`.
+    pub fn to_markdown(&self) -> String {
+        markdown::render(self)
+    }
+}

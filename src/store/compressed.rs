@@ -1,0 +1,89 @@
+//! What a general compressor would make of files: how much redundancy is left in them.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use super::Sweep;
+use crate::error::{Error, Result};
+
+/// Size after zstd, level 3.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Compressed {
+    /// Bytes, extrapolated when sampled.
+    pub bytes: u64,
+    /// Whether only evenly spaced blocks were compressed.
+    pub sampled: bool,
+}
+
+const LEVEL: i32 = 3;
+const SAMPLE: u64 = 256 << 10;
+/// Files up to this size together are compressed whole.
+pub const EXACT: u64 = 8 << 20;
+
+/// Compresses files, or 32 evenly spaced blocks of them when they are large.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn compressed_size(paths: &[PathBuf], sweep: &Sweep) -> Result<Compressed> {
+    let mut files = Vec::new();
+    for path in paths {
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let length = file.metadata().map_err(Error::io("open", path))?.len();
+        files.push((path, file, length));
+    }
+    let total: u64 = files.iter().map(|(_, _, length)| length).sum();
+    let sampled = total > EXACT;
+    let starts: Vec<u64> = if sampled { (0..EXACT / SAMPLE).map(|i| (total - SAMPLE) / (EXACT / SAMPLE - 1) * i).collect() } else { (0..total.div_ceil(SAMPLE)).map(|i| i * SAMPLE).collect() };
+    let blocks: Vec<(u64, u64)> = starts.into_iter().map(|start| (start, SAMPLE.min(total - start))).collect();
+    let sizes = sweep.run("Compressing", &blocks, |(_, length)| *length, |&(start, length)| {
+        let mut block = vec![0; length as usize];
+        let (mut at, mut filled) = (start, 0usize);
+        for (path, file, size) in &files {
+            if at < *size && filled < block.len() {
+                let count = (block.len() - filled).min((size - at) as usize);
+                file.read_exact_at(&mut block[filled..filled + count], at).map_err(Error::io("read", path))?;
+                filled += count;
+                at = 0;
+            } else {
+                at = at.saturating_sub(*size);
+            }
+        }
+        sweep.advance(length)?;
+        zstd::bulk::compress(&block, LEVEL).map(|c| c.len() as u64).map_err(|source| Error::Io { action: "compress", path: paths.first().cloned().unwrap_or_default(), source })
+    })?;
+    let (compressed, seen) = (sizes.iter().sum::<u64>(), blocks.iter().map(|(_, length)| length).sum::<u64>());
+    let bytes = if seen == 0 { 0 } else { (u128::from(compressed) * u128::from(total) / u128::from(seen)) as u64 };
+    Ok(Compressed { bytes, sampled })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Cancel, Silent};
+    use super::*;
+
+    #[test]
+    fn zeros_compress_and_noise_does_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut state = 7u64;
+        let noise: Vec<u8> = (0..1_000_000)
+            .map(|_| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 56) as u8
+            })
+            .collect();
+        let write = |name: &str, bytes: &[u8]| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            path
+        };
+        let paths = [write("a", &vec![0; 1_000_000]), write("b", &noise)];
+        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let small = compressed_size(&paths, &sweep).unwrap();
+        assert!(!small.sampled && (1_000_000..1_010_000).contains(&small.bytes), "{small:?}");
+        let large = write("c", &vec![0; EXACT as usize]);
+        let sampled = compressed_size(&[large, paths[1].clone()], &sweep).unwrap();
+        assert!(sampled.sampled && (500_000..2_000_000).contains(&sampled.bytes), "{sampled:?}");
+        assert_eq!(compressed_size(&[], &sweep).unwrap().bytes, 0);
+    }
+}
