@@ -9,3 +9,5 @@ pub mod report;
 pub mod recipe;
 pub mod pipeline;
 pub use error::{Error, Result};
+#[cfg(feature = "cli")]
+pub mod cli;

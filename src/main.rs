@@ -1,1 +1,5 @@
-fn main(){}
+//! The binary; everything is in [`compress::cli`].
+
+fn main() -> std::process::ExitCode {
+    compress::cli::main()
+}

@@ -1,6 +1,7 @@
 //! A model: configuration, weights, the files around them, and what has been done to it.
 
 mod config;
+mod diff;
 mod files;
 
 use std::collections::BTreeSet;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 use serde_json::Value;
 
 pub use config::{Config, OWN_METHOD};
+pub use diff::{Diff, WeightDiff, diff};
 pub use files::carried_files;
 
 use crate::error::{Error, Result};

@@ -3,6 +3,8 @@
 mod builder;
 mod plan;
 mod run;
+mod verify;
 
 pub use builder::{Builder, Pipeline};
 pub use plan::{PassPlan, Plan};
+pub use verify::{Check, verify};

@@ -17,6 +17,7 @@ use super::{ByteSize, Exported, Forecast, Format};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
 use crate::model::{Config, Model};
+use crate::pass::is_embedding;
 use crate::store::writer::{self, Item};
 use crate::store::{Activations, Encoding, Granularity, Spelling, Sweep, Weight, sparse};
 
@@ -72,7 +73,7 @@ impl Safetensors {
                 }
                 Layout::Auto | Layout::CompressedTensors => {
                     require_matrix_layout(model, name, weight)?;
-                    (weight.clone(), if is_packed(weight) { Spelling::Packed } else { Spelling::Plain })
+                    (weight.clone(), if is_packed(name, weight) { Spelling::Packed } else { Spelling::Plain })
                 }
             };
             Ok(Item { name: name.clone(), weight, spelling })
@@ -146,10 +147,11 @@ fn eligible_for_sparse(weight: &Weight) -> bool {
 }
 
 /// Weight-only int8 has kernels in vLLM only when it is packed; a single scale or zero points are read by
-/// transformers only when it is not.
-fn is_packed(weight: &Weight) -> bool {
+/// transformers only when it is not, and so are embeddings.
+fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
+        Encoding::Affine(_) if is_embedding(name, weight) => false,
         Encoding::Affine(affine) => affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor,
     }
 }

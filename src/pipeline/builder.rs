@@ -106,6 +106,13 @@ impl Builder {
         self
     }
 
+    /// Takes passes, formats, seed and switches from a recipe.
+    pub fn recipe(mut self, recipe: &Recipe) -> Self {
+        self.0.steps.extend(recipe.passes.iter().cloned());
+        self.0.export.extend(recipe.export.iter().cloned());
+        self.seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite)
+    }
+
     /// Start of every random choice.
     pub fn seed(mut self, seed: u64) -> Self {
         self.0.seed = seed;

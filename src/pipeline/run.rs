@@ -22,7 +22,6 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;
     after.prepare(&sweep)?;
-    let prepared = report::peak_rss_bytes();
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
         let exported = export.format().write(&after, staging.path(), &sweep)?;
@@ -39,7 +38,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         name: applied.name.into(),
         options: applied.options.clone(),
         seconds: applied.meter.total().as_secs_f64(),
-        peak_rss_bytes: if pipeline.export.is_empty() { prepared } else { report::peak_rss_bytes() },
+        peak_rss_bytes: report::peak_rss_bytes(),
         peak_vram_bytes: Some(0),
         tensors_changed: applied.tensors.len(),
         details: (applied.details)(),

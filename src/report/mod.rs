@@ -6,6 +6,8 @@ mod environment;
 pub mod format;
 mod markdown;
 mod sections;
+#[cfg(feature = "cli")]
+pub mod terminal;
 
 use std::path::Path;
 

@@ -14,7 +14,7 @@ use crate::store::{Activations, Affine, Encoding, Granularity};
 const VERSION: &str = "0.13.0";
 
 /// Heads that a loader may create even when the checkpoint holds no tensor for them.
-const HEADS: [&str; 3] = ["lm_head", "cls.predictions.decoder", "predictions.decoder"];
+const HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.decoder", "classifier", "score", "qa_outputs"];
 
 #[derive(Debug, PartialEq)]
 struct Group<'a> {
@@ -56,7 +56,7 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
     for item in items {
         let Encoding::Affine(affine) = &item.weight.encoding else { continue };
         let class = if is_embedding(&item.name, &item.weight) { "Embedding" } else { "Linear" };
-        let packed = is_packed(&item.weight);
+        let packed = is_packed(&item.name, &item.weight);
         match groups.iter_mut().find(|g| (g.class, g.affine, g.packed) == (class, affine, packed)) {
             Some(group) => group.modules.push(module(&item.name)),
             None => groups.push(Group { class, affine, packed, modules: vec![module(&item.name)] }),
@@ -106,7 +106,7 @@ fn ignored(items: &[Item], groups: &[Group]) -> Vec<String> {
         .map(|item| module(&item.name));
     let heads = HEADS.into_iter().filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));
     let mut ignore = Vec::new();
-    for name in left_out.chain(heads) {
+    for name in left_out {
         ignore.push(name.to_owned());
         let Some((_, end)) = name.split_once('.') else { continue };
         let collides = quantized.iter().any(|q| *q == end || q.ends_with(&format!(".{end}")));
@@ -114,6 +114,7 @@ fn ignored(items: &[Item], groups: &[Group]) -> Vec<String> {
             ignore.push(format!("re:(.*\\.)?{}$", regex::escape(end)));
         }
     }
+    ignore.extend(heads.map(str::to_owned));
     let mut seen = BTreeSet::new();
     ignore.retain(|entry| seen.insert(entry.clone()));
     ignore

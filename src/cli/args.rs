@@ -1,0 +1,108 @@
+//! Flags that several commands share.
+
+use clap::{Args, ValueEnum};
+
+use crate::error::Result;
+use crate::export::{ByteSize, Export, Layout, Safetensors};
+use crate::pipeline::Builder;
+use crate::store::Cancel;
+
+use super::progress::{Bars, JsonLines};
+
+/// How talk is written to stderr.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub(super) enum LogFormat {
+    /// For people
+    #[default]
+    Text,
+    /// One JSON object a line
+    Json,
+}
+
+// As for `Writing`.
+#[derive(Debug, Default, Args)]
+#[group(skip)]
+#[command(next_help_heading = "Everywhere")]
+pub(super) struct Global {
+    /// Print data as JSON
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// How progress and errors are written to stderr
+    #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
+    pub log_format: LogFormat,
+    /// Say nothing on stderr but errors
+    #[arg(long, short, global = true)]
+    pub quiet: bool,
+    /// Threads that work at once [default: all cores]; results do not depend on it
+    #[arg(long, global = true, value_name = "N")]
+    pub threads: Option<std::num::NonZeroUsize>,
+}
+
+impl Global {
+    /// A pipeline with threads, progress and Ctrl-C as asked for.
+    pub fn builder(&self) -> Builder {
+        let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
+        match (self.quiet, self.log_format) {
+            (true, _) => builder,
+            (false, LogFormat::Text) => builder.progress(Bars::default()),
+            (false, LogFormat::Json) => builder.progress(JsonLines::default()),
+        }
+    }
+
+    pub fn threads(&self) -> usize {
+        self.threads.map_or_else(|| std::thread::available_parallelism().map_or(1, usize::from), usize::from)
+    }
+
+    /// Runs work that sweeps over tensors outside a pipeline.
+    pub fn sweep<T>(&self, work: impl FnOnce(&crate::store::Sweep) -> Result<T>) -> Result<T> {
+        let (cancel, bars) = (cancel_on_interrupt(), Bars::default());
+        let progress: &dyn crate::store::Progress = if self.quiet || self.json { &crate::store::Silent } else { &bars };
+        work(&crate::store::Sweep { threads: self.threads(), progress, cancel: &cancel })
+    }
+}
+
+fn cancel_on_interrupt() -> Cancel {
+    let cancel = Cancel::default();
+    let handle = cancel.clone();
+    // A second handler is refused; the first one still stops the run.
+    let _ = ctrlc::set_handler(move || handle.cancel());
+    cancel
+}
+
+// No doc comment: clap would take it for the description of the command that flattens it.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(super) struct Writing {
+    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_export)]
+    pub export: Vec<Export>,
+    /// How safetensors lay weights out
+    #[arg(long, value_enum, conflicts_with = "export")]
+    pub layout: Option<Layout>,
+    /// Largest size of a safetensors file, like 5GB
+    #[arg(long, value_name = "SIZE", conflicts_with = "export")]
+    pub shard_size: Option<ByteSize>,
+    /// Replace the output folder if it exists
+    #[arg(long)]
+    pub force: bool,
+    /// Carry NaN and infinite weights along instead of stopping at them
+    #[arg(long)]
+    pub allow_nonfinite: bool,
+}
+
+impl Writing {
+    /// The formats that the flags name.
+    pub fn exports(&self) -> Vec<Export> {
+        if !self.export.is_empty() {
+            return self.export.clone();
+        }
+        let mut format = Safetensors::default();
+        format.layout = self.layout.unwrap_or(format.layout);
+        format.shard_size = self.shard_size.unwrap_or(format.shard_size);
+        vec![format.into()]
+    }
+}
+
+fn parse_export(text: &str) -> Result<Export, String> {
+    serde_saphyr::from_str(text).map_err(|e| e.to_string())
+}

@@ -1,0 +1,43 @@
+//! `compress chain`: passes one after another, each behind `--`.
+
+use std::ffi::OsString;
+
+use clap::{FromArgMatches, Subcommand};
+
+use super::args::Global;
+use super::pass;
+use crate::error::{Error, Result};
+use crate::pass::Step;
+
+#[derive(Debug, clap::Args)]
+#[command(
+    override_usage = "compress chain <MODEL> -o <DIR> [OPTIONS] -- PASS [ARGS] [-- PASS [ARGS]]...",
+    after_help = "Example:\n  compress chain ./minilm -o out -- prune-unstructured --amount 0.5 -- quantize-dynamic --observer mse"
+)]
+pub(super) struct Args {
+    #[command(flatten)]
+    inner: pass::Args,
+}
+
+/// Cuts `chain`'s passes off the command line; other commands keep all their arguments.
+pub(super) fn split(args: Vec<OsString>) -> (Vec<OsString>, Vec<Vec<OsString>>) {
+    if args.get(1).is_none_or(|command| command != "chain") {
+        return (args, Vec::new());
+    }
+    let mut parts = args.split(|arg| arg == "--").map(<[OsString]>::to_vec);
+    (parts.next().unwrap_or_default(), parts.collect())
+}
+
+impl Args {
+    pub(super) fn run(self, segments: Vec<Vec<OsString>>, global: &Global) -> Result<()> {
+        if segments.is_empty() {
+            return Err(Error::option("chain", "no passes; each follows `--`, as in: compress chain MODEL -o DIR -- cast --to bf16"));
+        }
+        let command = Step::augment_subcommands(clap::Command::new("compress chain ... --").no_binary_name(true).subcommand_required(true));
+        let step = |segment: Vec<OsString>| {
+            let matches = command.clone().get_matches_from(segment);
+            Step::from_arg_matches(&matches).unwrap_or_else(|e| e.exit())
+        };
+        self.inner.run(segments.into_iter().map(step).collect(), global)
+    }
+}

@@ -1,0 +1,40 @@
+//! `compress densify`
+
+use std::path::PathBuf;
+
+use super::args::Global;
+use super::output;
+use crate::error::Result;
+use crate::export::{ByteSize, Layout, Safetensors};
+use crate::model::Model;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    /// Model folder or .safetensors file
+    model: PathBuf,
+    /// Output folder
+    #[arg(long, short, value_name = "DIR")]
+    output: PathBuf,
+    /// Only undo the sparse layout; int8 weights stay int8
+    #[arg(long)]
+    keep_quantized: bool,
+    /// Largest size of a file, like 5GB
+    #[arg(long, value_name = "SIZE")]
+    shard_size: Option<ByteSize>,
+    /// Replace the output folder if it exists
+    #[arg(long)]
+    force: bool,
+    /// Carry NaN and infinite weights along instead of stopping at them
+    #[arg(long)]
+    allow_nonfinite: bool,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let mut format = Safetensors::layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
+        format.shard_size = self.shard_size.unwrap_or(format.shard_size);
+        let pipeline = global.builder().export(format).force(self.force).allow_nonfinite(self.allow_nonfinite).build()?;
+        let report = pipeline.run(Model::open(&self.model)?, &self.output)?;
+        output::report(&report, &self.output, global)
+    }
+}

@@ -1,0 +1,27 @@
+//! `compress doctor`
+
+use serde_json::json;
+
+use super::args::Global;
+use super::output;
+use crate::error::Result;
+use crate::report::format::bytes;
+use crate::report::terminal::table;
+use crate::report::{Environment, Tool};
+
+pub(super) fn run(global: &Global) -> Result<()> {
+    let (tool, machine) = (Tool::default(), Environment::detect());
+    if global.json {
+        return output::json(&json!({ "tool": tool, "environment": machine, "threads": global.threads() }));
+    }
+    let unknown = || "unknown".to_owned();
+    let rows = [
+        ("compress", format!("{} ({})", tool.version, tool.commit.unwrap_or_else(unknown))),
+        ("processor", machine.cpu.unwrap_or_else(unknown)),
+        ("cores", machine.cores.to_string()),
+        ("memory", machine.memory_bytes.map_or_else(unknown, bytes)),
+        ("kernels", machine.simd),
+    ];
+    output::print(&format!("{}\n", table(&["", ""], rows.map(|(name, value)| vec![name.to_owned(), value]))));
+    Ok(())
+}

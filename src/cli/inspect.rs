@@ -1,0 +1,73 @@
+//! `compress inspect`
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::args::Global;
+use super::output;
+use crate::error::Result;
+use crate::kernel::compare::Difference;
+use crate::model::Model;
+use crate::report::format::{bytes, count, percent, shape};
+use crate::report::terminal::table;
+use crate::store::{Encoding, Weight};
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    /// Model folder or .safetensors file
+    path: PathBuf,
+    /// Read headers only: no zeros are counted
+    #[arg(long)]
+    header_only: bool,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let model = Model::open(&self.path)?;
+        let mut weights: Vec<(&String, &Weight)> = model.weights.by_name.iter().collect();
+        weights.sort_by(|a, b| output::natural(a.0, b.0));
+        let zeros = if self.header_only { vec![None; weights.len()] } else { global.sweep(|sweep| sweep.run("Reading", &weights, |(_, w)| w.stored_bytes, |(_, w)| {
+            let zeros = count_zeros(w)?;
+            sweep.advance(w.stored_bytes)?;
+            Ok(zeros)
+        }))? };
+        if global.json {
+            let tensors: Vec<_> = weights
+                .iter()
+                .zip(&zeros)
+                .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
+                .collect();
+            return output::json(&json!({ "path": model.path, "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "tensors": tensors }));
+        }
+        let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
+            vec![(*name).clone(), shape(&w.shape), w.describe(), count(w.elements() as u64), bytes(w.stored_bytes), zeros.map_or("-".into(), |z| percent(z, w.elements() as u64))]
+        });
+        let architecture = Some(model.config.model_type()).filter(|t| !t.is_empty()).map_or(String::new(), |t| format!("{t}, "));
+        let quantized = weights.iter().filter(|(_, w)| w.encoding != Encoding::Dense).count();
+        output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)));
+        let quantized = if quantized > 0 { format!(", {quantized} quantized") } else { String::new() };
+        output::print(&format!("\n {}: {architecture}{} weights{quantized}, {} parameters, {}\n", model.path.display(), weights.len(), count(model.weights.parameters()), bytes(model.stored_bytes())));
+        Ok(())
+    }
+}
+
+/// Values that are zero; none for types that are not floats.
+fn count_zeros(weight: &Weight) -> Result<Option<u64>> {
+    if !weight.is_float() {
+        return Ok(None);
+    }
+    let mut sums = Difference::default();
+    let mut run = vec![0f32; 4096];
+    weight.visit(1, &mut |block| {
+        let elements = block.now.elements();
+        for start in (0..elements).step_by(run.len()) {
+            let run = &mut run[..4096.min(elements - start)];
+            if block.now.decode(start, run) {
+                sums.add(run, run);
+            }
+        }
+        Ok(())
+    })?;
+    Ok(Some(sums.zeros_after))
+}

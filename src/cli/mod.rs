@@ -1,0 +1,128 @@
+//! The command line: the only place that prints and exits.
+//!
+//! stdout is data, stderr is talk. Exit codes: 0 done, 1 failed, 2 misuse.
+
+mod args;
+mod chain;
+mod completions;
+mod densify;
+mod diff;
+mod doctor;
+mod inspect;
+mod output;
+mod pass;
+mod plan;
+mod progress;
+mod run;
+mod schema;
+mod verify;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+use crate::error::Error;
+use crate::pass::{PASSES, Step};
+use args::Global;
+
+const EXAMPLES: &str = "\
+Examples:
+  compress inspect ./minilm
+  compress quantize-dynamic ./minilm -o out/minilm-int8
+  compress chain ./minilm -o out/small -- prune-unstructured --amount 0.5 -- quantize-dynamic
+  compress plan recipe.yaml
+  compress run recipe.yaml -o out/small
+  compress diff ./minilm out/small
+
+Passes are commands too; `compress PASS --help` explains each.";
+
+/// Prune, quantize and pack neural network checkpoints: streaming, verified, with a report
+#[derive(Debug, Parser)]
+#[command(name = "compress", version, after_help = EXAMPLES, subcommand_required = true, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+    #[command(flatten)]
+    global: Global,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run a recipe, whole
+    Run(run::Args),
+    /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
+    Chain(chain::Args),
+    /// Say what a recipe would do: matched weights, memory, predicted size
+    Plan(plan::Args),
+    /// Show the tensors of a model
+    Inspect(inspect::Args),
+    /// Compare two models weight by weight
+    Diff(diff::Args),
+    /// Hold an output folder to its report: reopen every file and recompute its hash
+    Verify(verify::Args),
+    /// Write a model back as plain dense safetensors
+    Densify(densify::Args),
+    /// Print the JSON Schema of recipes
+    Schema,
+    /// Print a completion script for a shell
+    Completions(completions::Args),
+    /// Show what this machine offers
+    Doctor,
+}
+
+type Failure = Error;
+
+/// Parses, runs, prints errors, and says how it went.
+pub fn main() -> ExitCode {
+    let args: Vec<OsString> = std::env::args_os().collect();
+    let (head, segments) = chain::split(args);
+    let matches = command().get_matches_from(head);
+    let global = Global::from_arg_matches(&matches).unwrap_or_default();
+    match dispatch(&matches, segments, &global) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            output::error(&error);
+            ExitCode::from(if error.is_misuse() { 2 } else { 1 })
+        }
+    }
+}
+
+/// The whole command line: the commands above, and every pass.
+fn command() -> clap::Command {
+    let mut command = Step::augment_subcommands(Cli::command());
+    for name in PASSES {
+        command = command.mut_subcommand(name, |sub| <pass::Args as clap::Args>::augment_args(sub).after_help("The output folder holds the weights, everything else of the model, recipe.yaml, and a report."));
+    }
+    command
+}
+
+fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global) -> Result<(), Failure> {
+    if let Some((name, sub)) = matches.subcommand()
+        && PASSES.contains(&name)
+    {
+        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| e.exit());
+        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| e.exit());
+        return args.run(vec![step], global);
+    }
+    match Cli::from_arg_matches(matches).unwrap_or_else(|e| e.exit()).command {
+        Command::Run(args) => args.run(global),
+        Command::Chain(args) => args.run(segments, global),
+        Command::Plan(args) => args.run(global),
+        Command::Inspect(args) => args.run(global),
+        Command::Diff(args) => args.run(global),
+        Command::Verify(args) => args.run(global),
+        Command::Densify(args) => args.run(global),
+        Command::Schema => schema::run(),
+        Command::Completions(args) => args.run(),
+        Command::Doctor => doctor::run(global),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::command().debug_assert();
+    }
+}

@@ -1,0 +1,104 @@
+//! Printing.
+
+use std::cmp::Ordering;
+use std::io::{self, IsTerminal, Write};
+use std::path::Path;
+
+use serde::Serialize;
+
+use super::args::Global;
+use crate::error::{Error, Result};
+use crate::pipeline::Plan;
+use crate::report::Report;
+use crate::report::format::{bytes, count};
+use crate::report::terminal::table;
+
+/// Writes data to stdout. A reader that has gone away (`| head`) is no error.
+pub(super) fn print(text: &str) {
+    let _ = io::stdout().lock().write_all(text.as_bytes());
+}
+
+/// Writes data to stdout as JSON.
+pub(super) fn json(value: &impl Serialize) -> Result<()> {
+    let text = serde_json::to_string_pretty(value).map_err(|e| Error::option("--json", e))?;
+    print(&(text + "\n"));
+    Ok(())
+}
+
+/// Writes an error to stderr, with its hint.
+pub(super) fn error(error: &Error) {
+    let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let (red, cyan, off) = if colour { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
+    let mut text = format!("{red}error:{off} {error}\n");
+    if let Some(hint) = error.hint() {
+        text += &format!("{cyan}hint:{off} {hint}\n");
+    }
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {
+    if global.json {
+        return json(report);
+    }
+    print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()));
+    Ok(())
+}
+
+/// Names listed for a pass before they are cut short.
+const LISTED: usize = 8;
+
+pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
+    if global.json {
+        return json(plan);
+    }
+    let mut out = format!("{}: {} parameters, {}\n", model.display(), count(plan.parameters), bytes(plan.input_bytes));
+    for (index, pass) in plan.passes.iter().enumerate() {
+        out += &format!("\n{}. {} {}\n   takes {}: {} weights, {} parameters\n", index + 1, pass.name, pass.options, pass.rule, pass.selected.len(), count(pass.parameters));
+        out += &names("     ", &pass.selected);
+        if !pass.unselected.is_empty() {
+            out += &format!("   leaves {} other float tensors of two or more dimensions:\n", pass.unselected.len());
+            out += &names("     ", &pass.unselected);
+        }
+    }
+    let rows = [
+        ("files", plan.files.join(", ")),
+        ("size", format!("{}{}", if plan.output_exact { "" } else { "at most " }, bytes(plan.output_bytes))),
+        ("swept before writing", bytes(plan.prepare_bytes)),
+        ("peak memory", format!("about {}", bytes(plan.peak_rss_bytes))),
+        ("device memory", bytes(plan.peak_vram_bytes)),
+    ];
+    out += &format!("\n{}\n", table(&["would write", ""], rows.map(|(name, value)| vec![name.to_owned(), value])));
+    for note in &plan.notes {
+        out += &format!(" note: {note}\n");
+    }
+    print(&out);
+    Ok(())
+}
+
+fn names(indent: &str, names: &[String]) -> String {
+    let mut sorted: Vec<&String> = names.iter().collect();
+    sorted.sort_by(|a, b| natural(a, b));
+    let mut out: String = sorted.iter().take(LISTED).map(|name| format!("{indent}{name}\n")).collect();
+    if names.len() > LISTED {
+        out += &format!("{indent}... and {} more (--json lists all)\n", names.len() - LISTED);
+    }
+    out
+}
+
+/// The order in which people number things: `layer.2` before `layer.10`.
+pub(super) fn natural(a: &str, b: &str) -> Ordering {
+    let key = |text: &str| text.split('.').map(|part| (part.parse::<u64>().ok(), part.to_owned())).collect::<Vec<_>>();
+    key(a).cmp(&key(b))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn natural_order() {
+        let mut names = ["l.10.w", "l.9.w", "l.9.b", "embed", "l.x"];
+        names.sort_by(|a, b| natural(a, b));
+        assert_eq!(names, ["embed", "l.x", "l.9.b", "l.9.w", "l.10.w"]);
+    }
+}

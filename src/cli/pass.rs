@@ -1,0 +1,33 @@
+//! `compress PASS`: one pass over a model.
+
+use std::path::PathBuf;
+
+use super::args::{Global, Writing};
+use super::output;
+use crate::error::Result;
+use crate::model::Model;
+use crate::pass::Step;
+
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(super) struct Args {
+    /// Model folder or .safetensors file
+    model: PathBuf,
+    /// Output folder
+    #[arg(long, short, value_name = "DIR", help_heading = "Output")]
+    output: PathBuf,
+    #[command(flatten, next_help_heading = "Output")]
+    writing: Writing,
+}
+
+impl Args {
+    pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
+        let mut builder = global.builder().passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite);
+        for export in self.writing.exports() {
+            builder = builder.export(export);
+        }
+        let pipeline = builder.build()?;
+        let report = pipeline.run(Model::open(&self.model)?, &self.output)?;
+        output::report(&report, &self.output, global)
+    }
+}

@@ -1,0 +1,27 @@
+//! `compress plan`
+
+use std::path::PathBuf;
+
+use super::args::Global;
+use super::{output, run};
+use crate::error::Result;
+use crate::model::Model;
+use crate::recipe::Recipe;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    /// The recipe
+    recipe: PathBuf,
+    /// Change a value of the recipe, as in `compress run`
+    #[arg(long, value_name = "KEY=VALUE", value_parser = run::parse_set)]
+    set: Vec<(String, String)>,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let recipe = Recipe::open(&self.recipe, &self.set)?;
+        let pipeline = global.builder().recipe(&recipe).build()?;
+        let plan = pipeline.plan(&Model::open(&recipe.model)?)?;
+        output::plan(&plan, &recipe.model, global)
+    }
+}

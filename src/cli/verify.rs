@@ -1,0 +1,31 @@
+//! `compress verify`
+
+use std::path::PathBuf;
+
+use super::args::Global;
+use super::output;
+use crate::error::{Error, Result};
+use crate::pipeline::verify;
+use crate::report::terminal::table;
+
+#[derive(Debug, clap::Args)]
+pub(super) struct Args {
+    /// An output folder
+    folder: PathBuf,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let checks = global.sweep(|sweep| verify(&self.folder, sweep))?;
+        if global.json {
+            output::json(&checks)?;
+        } else {
+            let rows = checks.iter().map(|c| vec![c.path.clone(), if c.ok { "ok" } else { "FAILED" }.into(), c.finding.clone()]);
+            output::print(&format!("{}\n", table(&["file", "", "finding"], rows)));
+        }
+        match checks.iter().find(|c| !c.ok) {
+            None => Ok(()),
+            Some(check) => Err(Error::Verification { path: self.folder.join(&check.path), reason: check.finding.clone() }),
+        }
+    }
+}

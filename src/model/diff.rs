@@ -1,0 +1,148 @@
+//! Two models, weight by weight.
+
+use std::collections::BTreeSet;
+use std::sync::mpsc::sync_channel;
+
+use serde::Serialize;
+
+use super::Model;
+use crate::error::{Error, Result};
+use crate::kernel::compare::Difference;
+use crate::store::{Block, Sweep, Weight};
+
+/// How one weight differs.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct WeightDiff {
+    /// Name in the checkpoints.
+    pub name: String,
+    /// How it is stored in the first.
+    pub before: Option<String>,
+    /// How it is stored in the second.
+    pub after: Option<String>,
+    /// Whether all values are the same.
+    pub equal: bool,
+    /// Signal to noise, the first being the signal; none when equal.
+    pub sqnr_db: Option<f64>,
+    /// Cosine of the angle between both.
+    pub cosine: Option<f64>,
+    /// Largest absolute difference.
+    pub max_abs_error: Option<f64>,
+    /// Zeros in the first.
+    pub zeros_before: u64,
+    /// Zeros in the second.
+    pub zeros_after: u64,
+    /// Number of elements.
+    pub elements: u64,
+    /// Why values could not be compared.
+    pub note: Option<String>,
+}
+
+/// How two models differ.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Diff {
+    /// Bytes of the tensors of the first.
+    pub bytes_before: u64,
+    /// Bytes of the tensors of the second.
+    pub bytes_after: u64,
+    /// Weights, by name.
+    pub weights: Vec<WeightDiff>,
+}
+
+/// Compares the values of two models; quantized and sparse weights count as what they stand for.
+///
+/// # Errors
+/// Reading fails, or the work is cancelled.
+pub fn diff(before: &Model, after: &Model, sweep: &Sweep) -> Result<Diff> {
+    let names: BTreeSet<&String> = before.weights.by_name.keys().chain(after.weights.by_name.keys()).collect();
+    let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> = names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
+    let bytes = |w: Option<&Weight>| w.map_or(0, |w| w.stored_bytes);
+    let weights = sweep.run("Comparing", &jobs, |(_, a, b)| bytes(*a) + bytes(*b), |(name, a, b)| {
+        let done = weight_diff(name, *a, *b)?;
+        sweep.advance(bytes(*a) + bytes(*b))?;
+        Ok(done)
+    })?;
+    Ok(Diff { bytes_before: before.stored_bytes(), bytes_after: after.stored_bytes(), weights })
+}
+
+fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<WeightDiff> {
+    let mut diff = WeightDiff {
+        name: name.to_owned(),
+        before: a.map(Weight::describe),
+        after: b.map(Weight::describe),
+        equal: false,
+        sqnr_db: None,
+        cosine: None,
+        max_abs_error: None,
+        zeros_before: 0,
+        zeros_after: 0,
+        elements: a.or(b).map_or(0, |w| w.elements() as u64),
+        note: None,
+    };
+    let (Some(a), Some(b)) = (a, b) else {
+        diff.note = Some(format!("only in the {}", if a.is_some() { "first" } else { "second" }));
+        return Ok(diff);
+    };
+    if a.shape != b.shape {
+        diff.note = Some(format!("shapes differ: {:?} and {:?}", a.shape, b.shape));
+        return Ok(diff);
+    }
+    let mut sums = Difference::default();
+    let mut same = true;
+    let floats = a.is_float() && b.is_float();
+    if !floats && a.dtype != b.dtype {
+        diff.note = Some(format!("types differ: {} and {}", a.dtype, b.dtype));
+        return Ok(diff);
+    }
+    let (mut x, mut y) = (vec![0f32; RUN], vec![0f32; RUN]);
+    zip(a, b, &mut |one, two| {
+        if !floats {
+            same &= one.now.values == two;
+            return Ok(());
+        }
+        let two = crate::store::View::dense(b.dtype, two);
+        let elements = one.now.elements();
+        for start in (0..elements).step_by(RUN) {
+            let count = RUN.min(elements - start);
+            if one.now.decode(start, &mut x[..count]) && two.decode(start, &mut y[..count]) {
+                sums.add(&x[..count], &y[..count]);
+                same &= x[..count] == y[..count];
+            }
+        }
+        Ok(())
+    })?;
+    diff.equal = same;
+    if floats {
+        (diff.sqnr_db, diff.cosine, diff.max_abs_error) = (sums.sqnr_db(), sums.cosine(), Some(f64::from(sums.max)));
+        (diff.zeros_before, diff.zeros_after) = (sums.zeros_before, sums.zeros_after);
+    }
+    Ok(diff)
+}
+
+/// Elements compared at a time.
+const RUN: usize = 4096;
+/// Blocks that the second reader may be ahead.
+const AHEAD: usize = 2;
+
+/// Visits two weights of one shape side by side, the second as plain bytes; its reader runs on a thread of its own.
+fn zip(a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
+    let unit = a.row().max(1);
+    let (send, receive) = sync_channel::<Vec<u8>>(AHEAD);
+    std::thread::scope(|scope| {
+        let reader = scope.spawn(move || {
+            b.dense("").visit(unit, &mut |block| {
+                // The receiver is gone when the first side has failed; its error is the one that counts.
+                send.send(block.now.values.to_vec()).map_err(|_| Error::Cancelled)
+            })
+        });
+        let first = a.visit(unit, &mut |block| match receive.recv() {
+            Ok(bytes) => sink(&block, &bytes),
+            Err(_) => Err(Error::Cancelled),
+        });
+        drop(receive);
+        let second = reader.join().unwrap_or(Err(Error::Cancelled));
+        match (first, second) {
+            (Err(Error::Cancelled), Err(error)) => Err(error),
+            (first, _) => first,
+        }
+    })
+}

@@ -1,0 +1,58 @@
+//! Holding an output folder to its report.
+
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::report::Report;
+use crate::store::Sweep;
+use crate::store::hash::hash_file;
+
+/// What became of one file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Check {
+    /// Name in the folder.
+    pub path: String,
+    /// Whether it is as it was written.
+    pub ok: bool,
+    /// In plain words.
+    pub finding: String,
+}
+
+/// Hashes every output again, compares with `report.json`, and opens the folder strictly.
+///
+/// # Errors
+/// There is no report, or the work is cancelled; a damaged file is a finding, not an error.
+pub fn verify(folder: &Path, sweep: &Sweep) -> Result<Vec<Check>> {
+    let report = Report::open(folder)?;
+    let mut checks = Vec::new();
+    for output in &report.outputs {
+        let inside = Path::new(&output.path).components().all(|part| matches!(part, std::path::Component::Normal(_)));
+        let found = if inside { check(&folder.join(&output.path), output.bytes, &output.blake3, sweep) } else { Err(Error::malformed(folder, "the report names a file outside the folder")) };
+        let (ok, finding) = match found {
+            Ok(finding) => finding,
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            Err(error) => (false, error.to_string()),
+        };
+        checks.push(Check { path: output.path.clone(), ok, finding });
+    }
+    let opened = Model::open(folder);
+    let (ok, finding) = match opened {
+        Ok(model) if model.weights.parameters() == report.size.after.parameters => (true, format!("opens with {} weights", model.weights.by_name.len())),
+        Ok(model) => (false, format!("opens with {} parameters, the report says {}", model.weights.parameters(), report.size.after.parameters)),
+        Err(error) => (false, error.to_string()),
+    };
+    checks.push(Check { path: ".".into(), ok, finding });
+    Ok(checks)
+}
+
+fn check(path: &Path, bytes: u64, blake3: &str, sweep: &Sweep) -> Result<(bool, String)> {
+    let length = std::fs::metadata(path).map_err(Error::io("open", path))?.len();
+    if length != bytes {
+        return Ok((false, format!("has {length} bytes, the report says {bytes}")));
+    }
+    let hash = hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))?;
+    Ok(if hash.to_string() == blake3 { (true, "as written".into()) } else { (false, "its BLAKE3 differs from the report: the file was changed or damaged".into()) })
+}

@@ -1,0 +1,68 @@
+//! The report as tables for a terminal.
+
+use comfy_table::{CellAlignment, Table, presets};
+
+use super::format::{bytes, count, decibels, percent, seconds, shape};
+use super::{Report, Size};
+
+/// A table without lines between rows: the first column to the left, the others to the right.
+pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(head);
+    for row in rows {
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table
+}
+
+/// Weights that are listed: those that lost most.
+const WORST: usize = 5;
+
+impl Report {
+    /// The headline, sizes, passes, the weights that lost most, and the notes.
+    pub fn to_terminal(&self) -> String {
+        let (before, after) = (&self.size.before, &self.size.after);
+        let mut out = format!("{} -> {}: {:.2} x smaller, in {}\n\n", bytes(before.bytes), bytes(after.bytes), self.size.ratio, seconds(self.totals.seconds));
+        let zstd = |size: &Size| size.bytes_zstd.map_or("-".into(), |b| format!("{}{}", if size.bytes_zstd_sampled { "~" } else { "" }, bytes(b)));
+        let zeros = |size: &Size| percent(size.parameters - size.nonzero, size.parameters);
+        let pair = |name: &str, f: &dyn Fn(&Size) -> String| vec![name.to_owned(), f(before), f(after)];
+        let sizes = table(
+            &["size", "before", "after"],
+            [
+                pair("bytes", &|s| bytes(s.bytes)),
+                pair("bytes, zstd", &zstd),
+                pair("parameters", &|s| count(s.parameters)),
+                pair("zeros", &zeros),
+                pair("tensors", &|s| s.tensors.to_string()),
+            ],
+        );
+        out += &format!("{sizes}\n");
+        if !self.passes.is_empty() {
+            let rows = self.passes.iter().map(|p| vec![p.name.clone(), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes)]);
+            out += &format!("\n{}\n", table(&["pass", "tensors", "time", "peak memory"], rows));
+        }
+        let mut worst: Vec<_> = self.layers.iter().filter(|l| l.sqnr_db.is_some()).collect();
+        worst.sort_by(|a, b| a.sqnr_db.unwrap_or(f64::MAX).total_cmp(&b.sqnr_db.unwrap_or(f64::MAX)));
+        if !worst.is_empty() {
+            let rows = worst.iter().take(WORST).map(|l| {
+                let elements = l.shape.iter().product::<usize>() as u64;
+                vec![l.name.clone(), shape(&l.shape), l.encoding.clone(), percent(l.zeros, elements), decibels(l.sqnr_db)]
+            });
+            let changed = worst.len();
+            out += &format!("\n{}\n", table(&["weights that changed most", "shape", "encoding", "zeros", "SQNR"], rows));
+            if changed > WORST {
+                out += &format!(" {changed} weights changed; all are in report.md\n");
+            }
+        }
+        if !self.notes.is_empty() {
+            out += "\n";
+        }
+        for note in &self.notes {
+            out += &format!(" note: {note}\n");
+        }
+        out
+    }
+}
