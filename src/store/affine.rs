@@ -64,9 +64,9 @@ impl Affine {
     }
 }
 
-/// Elements of one output row.
+/// Elements of one output row. A tensor without elements may claim rows of any length.
 pub fn row(shape: &[usize]) -> usize {
-    shape.get(1..).unwrap_or(&[]).iter().product()
+    shape.get(1..).unwrap_or(&[]).iter().fold(1, |n, &d| n.saturating_mul(d))
 }
 
 /// A quantized weight as compressed-tensors stores it, plain or in 32-bit words.
@@ -144,5 +144,17 @@ impl<'a> Parameters<'a> {
             self.position += count;
         }
         Ok((&self.scales, &self.zero_points))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_nothing_do_not_overflow() {
+        assert_eq!(row(&[0, 1 << 40, 1 << 40]), usize::MAX);
+        assert_eq!(row(&[2, 3, 5]), 15);
+        assert_eq!(row(&[7]), 1);
     }
 }
