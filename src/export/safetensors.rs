@@ -16,10 +16,9 @@ use serde_json::{Value, json};
 use super::{ByteSize, Exported, Forecast, Format};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
-use crate::model::{Config, Model};
-use crate::pass::is_embedding;
+use crate::model::{Config, Model, is_embedding};
 use crate::store::writer::{self, Item};
-use crate::store::{Activations, Encoding, Granularity, Spelling, Sweep, Weight, sparse};
+use crate::store::{Activations, Block, DType, Encoding, Granularity, Sink, Source, Spelling, Sweep, View, Weight, sparse};
 
 /// How weights are laid out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,7 +77,12 @@ impl Safetensors {
             };
             Ok(Item { name: name.clone(), weight, spelling })
         };
-        model.weights.by_name.iter().map(item).collect()
+        let mut items: Vec<Item> = model.weights.by_name.iter().map(item).collect::<Result<_>>()?;
+        if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
+            items.extend(shared_scales(model));
+            items.sort_by(|a, b| a.name.cmp(&b.name));
+        }
+        Ok(items)
     }
 
     fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::Layout> {
@@ -101,7 +105,7 @@ impl Safetensors {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
-        let described = integers.then(|| quantization::describe(items));
+        let described = integers.then(|| quantization::describe(items, model));
         if sparse {
             let own = crate::model::OWN_METHOD;
             config.set("quantization_config", json!({ "quant_method": own, "layout": "sparse", (own): described }));
@@ -135,6 +139,29 @@ impl Safetensors {
         }
         notes.extend(quantization::notes(items, model));
         notes
+    }
+}
+
+/// A head that is tied to a quantized embedding is loaded with the embedding's integers, and needs scales of its own.
+fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
+    model.tied_names().into_iter().filter_map(|(alias, original)| {
+        let weight = model.weights.by_name.get(original)?;
+        let Encoding::Affine(affine) = &weight.encoding else { return None };
+        let source = Scales { of: weight.clone(), dtype: affine.scale_dtype };
+        let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
+        (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, spelling: Spelling::Plain })
+    })
+}
+
+/// The scales of a quantized weight, as a weight.
+struct Scales {
+    of: Weight,
+    dtype: DType,
+}
+
+impl Source for Scales {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        self.of.visit(unit, &mut |block| sink(Block::untouched(View::dense(self.dtype, block.now.scales))))
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
-use crate::store::Activations;
+use crate::store::{Activations, Pattern};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -73,14 +73,22 @@ impl Config {
         }
     }
 
-    /// Pairs (alias, original) that this configuration ties.
-    pub fn tied_names(&self) -> &'static [(&'static str, &'static str)] {
-        if self.get("tie_word_embeddings") == Some(&Value::Bool(true)) { &TIED } else { &[] }
+    /// Pairs (alias, original) of names that this configuration ties, `stored` saying which tensors there are.
+    ///
+    /// Without a word in the file, a language model whose head is not stored is tied.
+    pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
+        let tied = match self.get("tie_word_embeddings").and_then(Value::as_bool) {
+            Some(tied) => [tied, tied],
+            None => [true, false],
+        };
+        let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
+        let has_head = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
+        TIED.into_iter().filter(|(alias, original)| has_head && stored(original) && tied[usize::from(stored(alias))]).collect()
     }
 
     /// Removes the description of quantized weights, and says what happens to activations.
-    pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Activations> {
-        let Some(quantization) = self.values.shift_remove("quantization_config") else { return Ok(Activations::None) };
+    pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Schemes> {
+        let Some(quantization) = self.values.shift_remove("quantization_config") else { return Ok(Schemes::default()) };
         self.text = None;
         let described = quantization.get(OWN_METHOD).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
@@ -91,7 +99,7 @@ impl Config {
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
         }
-        let mut activations = Activations::None;
+        let mut schemes = Schemes::default();
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
             let integer = weights.get("type").and_then(Value::as_str).unwrap_or("int") == "int";
@@ -99,13 +107,15 @@ impl Config {
             if !weights.is_null() && (!integer || bits != 8) {
                 return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             }
-            match group.get("input_activations") {
-                None | Some(Value::Null) => {}
-                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => activations = Activations::DynamicToken,
+            let activations = match group.get("input_activations") {
+                None | Some(Value::Null) => Activations::None,
+                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Activations::DynamicToken,
                 Some(_) => return Err(unsupported("static activation scales".into())),
-            }
+            };
+            let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
+            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| (target.to_owned(), activations)));
         }
-        Ok(activations)
+        Ok(schemes)
     }
 
     /// The file's text: unchanged when nothing was set, `None` when there is nothing to write.
@@ -115,6 +125,20 @@ impl Config {
             None if self.values.is_empty() => None,
             None => Some(format!("{:#}\n", Value::Object(self.values.clone()))),
         }
+    }
+}
+
+/// Which modules are quantized how: targets as compressed-tensors writes them.
+#[derive(Debug, Default)]
+pub(super) struct Schemes(Vec<(String, Activations)>);
+
+impl Schemes {
+    /// What happens to the activations of a module: an exact name counts before an expression, and that before a class.
+    pub(super) fn activations(&self, module: &str, class: &str) -> Activations {
+        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
+        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
+        let found = ranks.iter().find_map(|matches| self.0.iter().find(|(target, _)| matches(target)));
+        found.map_or(Activations::None, |(_, activations)| *activations)
     }
 }
 

@@ -20,7 +20,6 @@ pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationScheme, GranularityKind, Observer, QuantizeDynamic};
-pub use targets::{is_embedding, is_linear};
 
 use crate::error::Result;
 use crate::model::Model;

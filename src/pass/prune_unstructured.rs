@@ -26,7 +26,7 @@ use super::threshold::Pool;
 use super::{Amount, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
-use crate::model::{Applied, Model, Prepare};
+use crate::model::{self, Applied, Model, Prepare};
 use crate::store::{Block, Encoding, Meter, Pattern, Sink, Source, View, Weight};
 
 /// What weights are ranked against.
@@ -211,7 +211,7 @@ impl Pass for PruneUnstructured {
 
     fn apply(&self, mut model: Model) -> Result<Model> {
         let weights = model.weights.clone();
-        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, targets::PRUNABLE_RULE, targets::is_prunable)?;
+        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, model::PRUNABLE_RULE, model::is_prunable)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }

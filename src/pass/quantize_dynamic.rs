@@ -18,7 +18,7 @@ use super::targets::{self, Chosen};
 use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, convert, quantize, with_float};
-use crate::model::{Applied, Model};
+use crate::model::{self, Applied, Model};
 use crate::store::{Activations, Affine, Block, DType, Encoding, Granularity, Meter, Pattern, Sink, Source, View, Weight};
 
 /// How many weights share a scale.
@@ -164,14 +164,14 @@ impl Pass for QuantizeDynamic {
 
     fn apply(&self, mut model: Model) -> Result<Model> {
         let weights = model.weights.clone();
-        let rule = if self.embeddings { format!("{}; and embeddings", targets::LINEAR_RULE) } else { targets::LINEAR_RULE.to_owned() };
-        let eligible = |name: &str, w: &Weight| targets::is_linear(name, w) || (self.embeddings && targets::is_embedding(name, w));
+        let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
+        let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, &rule, eligible)?;
         let meter = Arc::new(Meter::default());
         for name in &names {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
-            let affine = self.affine(weight, targets::is_embedding(name, weight));
+            let affine = self.affine(weight, model::is_embedding(name, weight));
             let source = Quantized { upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
             let dtype = affine.scale_dtype;
             model.weights.by_name.insert((*name).to_owned(), weight.then(dtype, Encoding::Affine(affine), Arc::new(source)));

@@ -153,7 +153,8 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
         zeros: seen.difference.zeros_after,
         sqnr_db: if seen.changed { seen.difference.sqnr_db() } else { None },
     };
-    exported.weights.iter().zip(&exported.encodings).map(layer).collect()
+    let stored = exported.weights.iter().zip(&exported.encodings);
+    stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
 }
 
 fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
