@@ -137,7 +137,9 @@ impl Safetensors {
                 100.0 * zeros as f64 / elements as f64
             ));
         }
-        notes.extend(quantization::notes(items, model));
+        if sparse == 0 {
+            notes.extend(quantization::notes(items, model));
+        }
         notes
     }
 }

@@ -12,6 +12,7 @@ use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified};
 use crate::store::compressed::compressed_size;
 use crate::store::staging::Staging;
+use crate::store::Encoding;
 use crate::store::writer::Seen;
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
@@ -166,22 +167,32 @@ fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
 /// Below this a quantized weight has lost more than int8 should cost: 40 dB is usual for a scale per channel.
 const LOW_SQNR_DB: f64 = 20.0;
 
+/// From this part on, a pruned weight hardly does anything any more.
+const NEARLY_EMPTY: f64 = 0.95;
+
 fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
     let mut notes = after.notes.clone();
     notes.extend(after.history.iter().flat_map(|applied| applied.notes.clone()));
-    let mut low: BTreeMap<String, f64> = BTreeMap::new();
+    let (mut low, mut empty) = (BTreeMap::new(), BTreeMap::new());
     for (name, seen) in exports.iter().flat_map(|(_, e)| &e.weights) {
-        let quantized = after.weights.by_name.get(name).is_some_and(|w| w.encoding != crate::store::Encoding::Dense);
-        let pruned = seen.difference.zeros_after > seen.difference.zeros_before + after.weights.by_name.get(name).map_or(0, |w| w.elements() as u64) / 10;
-        if let Some(db) = seen.difference.sqnr_db().filter(|db| quantized && !pruned && *db < LOW_SQNR_DB) {
-            low.insert(name.clone(), db);
+        let Some(weight) = after.weights.by_name.get(name).filter(|_| seen.changed) else { continue };
+        let elements = weight.elements() as f64;
+        let (before, now) = (seen.difference.zeros_before as f64 / elements, seen.difference.zeros_after as f64 / elements);
+        if now >= NEARLY_EMPTY && before < NEARLY_EMPTY {
+            empty.insert(name.as_str(), -now);
+        } else if let Some(db) = seen.difference.sqnr_db().filter(|db| weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB) {
+            low.insert(name.as_str(), db);
         }
     }
-    if let Some((name, db)) = low.iter().min_by(|a, b| a.1.total_cmp(b.1)) {
+    let least = |found: &BTreeMap<&str, f64>| found.iter().min_by(|a, b| a.1.total_cmp(b.1)).map(|(name, value)| ((*name).to_owned(), *value));
+    if let Some((name, db)) = least(&low) {
         notes.push(format!(
             "{} of the quantized weights keep less than {LOW_SQNR_DB:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
             low.len()
         ));
+    }
+    if let Some((name, part)) = least(&empty) {
+        notes.push(format!("{} of the pruned weights are nearly or all zero (`{name}`: {:.1} %): give them a rule with a smaller amount, or prune with scope: tensor", empty.len(), -100.0 * part));
     }
     notes.extend(exports.iter().flat_map(|(_, e)| e.notes.clone()));
     notes

@@ -62,6 +62,7 @@ impl Staging {
     pub fn commit(self) -> Result<()> {
         let lock = self.work.join(LOCK);
         fs::remove_file(&lock).map_err(Error::io("remove", &lock))?;
+        sync_files(&self.work)?;
         let moved = renameat_with(CWD, &self.work, CWD, &self.target, RenameFlags::NOREPLACE);
         match moved {
             Ok(()) => {}
@@ -124,6 +125,19 @@ pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
         Ok(_) if !force => Err(exists(&target)),
         _ => Ok(()),
     }
+}
+
+/// Bytes reach the disk before the name does, so that a power cut leaves no empty file under the final name.
+fn sync_files(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let path = entry.map_err(Error::io("list", folder))?.path();
+        if path.is_dir() {
+            sync_files(&path)?;
+        } else {
+            File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
+        }
+    }
+    Ok(())
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {

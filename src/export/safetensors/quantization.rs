@@ -136,7 +136,10 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().filter(dynamic).any(|g| matches!(g.affine.granularity, Granularity::Group(_))) {
         notes.push("groups of weights with int8 activations: transformers loads them, vLLM takes one scale for a tensor or a channel only".to_owned());
     }
-    if groups.iter().any(|g| g.affine.activations == Activations::None && !g.packed) {
+    if groups.iter().any(|g| g.class == "Embedding") {
+        notes.push("int8 embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
+    }
+    if groups.iter().any(|g| g.class == "Linear" && g.affine.activations == Activations::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
     }
     if groups.iter().any(|g| g.affine.activations == Activations::DynamicToken) {
