@@ -82,7 +82,7 @@ pub fn main() -> ExitCode {
     match dispatch(&matches, segments, &global) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            output::error(&error);
+            output::error(&error, &global);
             ExitCode::from(if error.is_misuse() { 2 } else { 1 })
         }
     }

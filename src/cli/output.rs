@@ -5,8 +5,9 @@ use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
 use serde::Serialize;
+use serde_json::json;
 
-use super::args::Global;
+use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
 use crate::pipeline::Plan;
 use crate::report::Report;
@@ -26,7 +27,12 @@ pub(super) fn json(value: &impl Serialize) -> Result<()> {
 }
 
 /// Writes an error to stderr, with its hint.
-pub(super) fn error(error: &Error) {
+pub(super) fn error(error: &Error, global: &Global) {
+    if global.log_format == LogFormat::Json {
+        let line = json!({ "event": "error", "message": error.to_string(), "hint": error.hint() });
+        let _ = writeln!(io::stderr().lock(), "{line}");
+        return;
+    }
     let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let (red, cyan, off) = if colour { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
     let mut text = format!("{red}error:{off} {error}\n");
