@@ -1,5 +1,6 @@
 //! Printing.
 
+use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
@@ -16,7 +17,16 @@ use crate::report::terminal::table;
 
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
 pub(super) fn print(text: &str) {
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+    let _ = io::stdout().lock().write_all(printable(text).as_bytes());
+}
+
+/// Names come from files of any origin; they must not steer the terminal.
+fn printable(text: &str) -> Cow<'_, str> {
+    let steers = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if !text.contains(steers) {
+        return text.into();
+    }
+    text.chars().map(|c| if steers(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
 }
 
 /// Writes data to stdout as JSON.
@@ -35,9 +45,9 @@ pub(super) fn error(error: &Error, global: &Global) {
     }
     let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let (red, cyan, off) = if colour { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
-    let mut text = format!("{red}error:{off} {error}\n");
+    let mut text = format!("{red}error:{off} {}\n", printable(&error.to_string()));
     if let Some(hint) = error.hint() {
-        text += &format!("{cyan}hint:{off} {hint}\n");
+        text += &format!("{cyan}hint:{off} {}\n", printable(&hint));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
@@ -100,6 +110,12 @@ pub(super) fn natural(a: &str, b: &str) -> Ordering {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_cannot_steer_the_terminal() {
+        assert_eq!(printable("a\tb\n"), "a\tb\n");
+        assert_eq!(printable("a\u{1b}[31m\rb"), "a\\u{1b}[31m\\rb");
+    }
 
     #[test]
     fn natural_order() {
