@@ -45,10 +45,9 @@ impl Args {
         });
         let architecture = Some(model.config.model_type()).filter(|t| !t.is_empty()).map_or(String::new(), |t| format!("{t}, "));
         let quantized = weights.iter().filter(|(_, w)| w.encoding != Encoding::Dense).count();
-        output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)));
+        output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)))?;
         let quantized = if quantized > 0 { format!(", {quantized} quantized") } else { String::new() };
-        output::print(&format!("\n {}: {architecture}{} weights{quantized}, {} parameters, {}\n", model.path.display(), weights.len(), count(model.weights.parameters()), bytes(model.stored_bytes())));
-        Ok(())
+        output::print(&format!("\n {}: {architecture}{} weights{quantized}, {} parameters, {}\n", model.path.display(), weights.len(), count(model.weights.parameters()), bytes(model.stored_bytes())))
     }
 }
 

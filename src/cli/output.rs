@@ -16,8 +16,12 @@ use crate::report::format::{bytes, count};
 use crate::report::terminal::table;
 
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
-pub(super) fn print(text: &str) {
-    let _ = io::stdout().lock().write_all(printable(text).as_bytes());
+pub(super) fn print(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(printable(text).as_bytes()).and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(Error::Output { path: "stdout".into(), reason: e.to_string(), hint: String::new() }),
+        _ => Ok(()),
+    }
 }
 
 /// Names come from files of any origin; they must not steer the terminal.
@@ -32,8 +36,7 @@ fn printable(text: &str) -> Cow<'_, str> {
 /// Writes data to stdout as JSON.
 pub(super) fn json(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::option("--json", e))?;
-    print(&(text + "\n"));
-    Ok(())
+    print(&(text + "\n"))
 }
 
 /// Writes an error to stderr, with its hint.
@@ -56,8 +59,7 @@ pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<
     if global.json {
         return json(report);
     }
-    print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()));
-    Ok(())
+    print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()))
 }
 
 /// Names listed for a pass before they are cut short.
@@ -87,8 +89,7 @@ pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
     for note in &plan.notes {
         out += &format!(" note: {note}\n");
     }
-    print(&out);
-    Ok(())
+    print(&out)
 }
 
 fn names(indent: &str, names: &[String]) -> String {
