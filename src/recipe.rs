@@ -1,5 +1,7 @@
 //! Recipes: what to do to which model, as YAML.
 
+pub(crate) mod message;
+
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -78,13 +80,13 @@ impl Recipe {
 }
 
 fn located(path: &Path, error: serde_saphyr::Error) -> Error {
-    Error::Recipe { path: path.to_owned(), message: error.to_string() }
+    Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy()) }
 }
 
 /// Sets `a.b.0.c=value`. Names of passes and formats stand for their entry in the list:
 /// `prune-unstructured.amount=0.3` needs no number.
 fn overrule(values: &mut Value, key: &str, text: &str) -> Result<()> {
-    let value: Value = serde_saphyr::from_str(text).map_err(|e| Error::option(format!("--set {key}={text}"), e))?;
+    let value: Value = serde_saphyr::from_str(text).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, text)))?;
     let wrong = |reason: String| Error::option(format!("--set {key}"), reason);
     let parts: Vec<&str> = key.split('.').collect();
     let Some((last, parents)) = parts.split_last() else { return Err(wrong("no key".into())) };
