@@ -139,6 +139,16 @@ mod tests {
     }
 
     #[test]
+    fn a_name_alone_means_everything_by_default() {
+        let parse = |passes: &str| Recipe::parse(&format!("model: m\npasses:\n  - {passes}\n"), Path::new("r.yaml"));
+        let full = parse("cast: {}").unwrap();
+        assert_eq!(parse("cast").unwrap(), full);
+        assert_eq!(parse("cast:").unwrap(), full);
+        let two = parse("cast: {}\n    quantize-dynamic: {}").unwrap_err().to_string();
+        assert!(two.contains("`quantize-dynamic` is a second pass in one entry"), "{two}");
+    }
+
+    #[test]
     fn mistakes_are_located() {
         let error = |text: &str| Recipe::parse(text, Path::new("r.yaml")).unwrap_err().to_string();
         let typo = error("model: m\npasses:\n  - prune-unstructured: { amuont: 0.5 }\n");
