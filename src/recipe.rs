@@ -60,12 +60,12 @@ impl Recipe {
     pub fn open(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         let mut recipe = Recipe::parse(&text, path)?;
-        if !set.is_empty() {
-            let mut values: Value = serde_saphyr::from_str(&text).map_err(|e| located(path, e))?;
-            for (key, value) in set {
-                overrule(&mut values, key, value)?;
-            }
-            recipe = serde_json::from_value(values).map_err(|e| Error::option("--set", e))?;
+        for (key, value) in set {
+            let wrong = |e: serde_json::Error| Error::option(format!("--set {key}={value}"), e);
+            // Defaults are written out here, so that they can be set whether the file names them or not.
+            let mut values = serde_json::to_value(&recipe).map_err(wrong)?;
+            overrule(&mut values, key, value)?;
+            recipe = serde_json::from_value(values).map_err(wrong)?;
         }
         let folder = path.parent().unwrap_or(Path::new(""));
         recipe.model = folder.join(&recipe.model);
@@ -172,6 +172,8 @@ mod tests {
         assert_eq!(recipe.seed, 7);
         assert_eq!(recipe.output, Some(folder.path().join("out")));
         assert!(recipe.to_yaml().contains("0.25") && recipe.to_yaml().contains("bf16"));
+        assert!(set(&[("safetensors.layout", "sparse")]).unwrap().to_yaml().contains("sparse"));
+        assert!(set(&[("cast.to", "f8")]).unwrap_err().to_string().starts_with("--set cast.to=f8: unknown variant `f8`"));
         assert!(set(&[("quantize.amount", "1")]).unwrap_err().to_string().contains("no `quantize`"));
         assert!(set(&[("passes.7.cast.to", "f16")]).is_err());
         assert!(set(&[("seed", "x")]).is_err());
