@@ -111,8 +111,17 @@ impl Drop for Staging {
 pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     let target = absolute(target)?;
     let input = fs::canonicalize(input).map_err(Error::io("open", input))?;
-    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| real.join(target.strip_prefix(p).unwrap_or(Path::new("")))));
-    let real = nearest.unwrap_or_else(|| target.clone());
+    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
+    if let Some((parent, real)) = &nearest
+        && *parent != target
+        && !real.is_dir()
+    {
+        return Err(refuse(&target, &format!("cannot be made inside {}, which is not a folder", parent.display()), "choose another place"));
+    }
+    let real = nearest.map_or_else(|| target.clone(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
+    if real == input {
+        return Err(refuse(&target, "is the input", "choose another folder: the input is never changed"));
+    }
     if input.is_dir() && real.starts_with(&input) {
         return Err(refuse(&target, "lies inside the input folder", "choose a folder beside it"));
     }
@@ -220,10 +229,11 @@ mod tests {
     }
 
     #[test]
-    fn refuses_places_that_overlap_the_input() {
+    fn refuses_places_that_overlap_the_input_or_cannot_be() {
         let folder = tempfile::tempdir().unwrap();
         let input = input(folder.path());
-        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x")] {
+        fs::write(folder.path().join("file"), "").unwrap();
+        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x"), folder.path().join("file/out")] {
             assert!(check_place(&place, true, &input).is_err(), "{}", place.display());
         }
         assert!(check_place(&folder.path().join("input2"), false, &input).is_ok());
