@@ -16,6 +16,8 @@ pub struct Staging {
     work: PathBuf,
     target: PathBuf,
     force: bool,
+    /// The outermost folder that was made to hold the output.
+    made: Option<PathBuf>,
     lock: Option<File>,
 }
 
@@ -32,12 +34,19 @@ impl Staging {
         let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
         };
-        fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+        let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
         let prefix = format!(".{}.compress-", name.to_string_lossy());
-        remove_stale(parent, &prefix);
         let work = parent.join(format!("{prefix}{}", std::process::id()));
-        fs::create_dir(&work).map_err(Error::io("create", &work))?;
-        let mut staging = Staging { work, target, force, lock: None };
+        let create = || {
+            fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+            remove_stale(parent, &prefix);
+            fs::create_dir(&work).map_err(Error::io("create", &work))
+        };
+        if let Err(error) = create() {
+            remove_made(parent, made.as_deref());
+            return Err(error);
+        }
+        let mut staging = Staging { work, target, force, made, lock: None };
         let path = staging.work.join(LOCK);
         let lock = File::create(&path).map_err(Error::io("create", &path))?;
         lock.lock().map_err(Error::io("lock", &path))?;
@@ -59,7 +68,7 @@ impl Staging {
     ///
     /// # Errors
     /// The place was taken meanwhile, or the move fails; then nothing has changed.
-    pub fn commit(self) -> Result<()> {
+    pub fn commit(mut self) -> Result<()> {
         let lock = self.work.join(LOCK);
         fs::remove_file(&lock).map_err(Error::io("remove", &lock))?;
         let moved = renameat_with(CWD, &self.work, CWD, &self.target, RenameFlags::NOREPLACE);
@@ -73,6 +82,7 @@ impl Staging {
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => self.commit_plainly()?,
             Err(e) => return Err(Error::io("create", &self.target)(e.into())),
         }
+        self.made = None;
         if let Some(parent) = self.target.parent() {
             // A folder that cannot be synced (some network file systems) is still whole.
             let _ = File::open(parent).and_then(|folder| folder.sync_all());
@@ -101,6 +111,17 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.work);
+        if let Some(parent) = self.work.parent() {
+            remove_made(parent, self.made.as_deref());
+        }
+    }
+}
+
+/// Removes folders that were made for nothing, from the inside out, as long as they are empty.
+fn remove_made(parent: &Path, made: Option<&Path>) {
+    let Some(made) = made else { return };
+    for folder in parent.ancestors().take_while(|p| p.starts_with(made)) {
+        let _ = fs::remove_dir(folder);
     }
 }
 
@@ -201,6 +222,8 @@ mod tests {
         let staging = Staging::new(&out.with_file_name("other"), false, &input).unwrap();
         drop(staging);
         assert_eq!(hidden(&folder.path().join("a")), 0);
+        drop(Staging::new(&folder.path().join("b/c/out"), false, &input).unwrap());
+        assert!(!folder.path().join("b").exists());
     }
 
     #[test]
