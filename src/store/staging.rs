@@ -7,6 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::process::{Pid, test_kill_process};
 
 use crate::error::{Error, Result};
 
@@ -180,19 +181,23 @@ fn remove_stale(parent: &Path, prefix: &str) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let path = entry.path();
-        let ours = entry.file_name().to_string_lossy().strip_prefix(prefix).is_some_and(|pid| !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit()));
-        if !ours {
-            continue;
-        }
-        // A lock that is still held belongs to a running process.
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let Some(pid) = name.strip_prefix(prefix).filter(|pid| pid.bytes().all(|b| b.is_ascii_digit())).and_then(|pid| pid.parse().ok()) else { continue };
+        // A lock that is still held belongs to a running process; without one, it was killed at the very
+        // beginning, or at the end while it removed what it had replaced.
         let free = match File::open(path.join(LOCK)) {
             Ok(lock) => !matches!(lock.try_lock(), Err(TryLockError::WouldBlock)),
-            Err(_) => false,
+            Err(e) => e.kind() == std::io::ErrorKind::NotFound && is_dead(pid),
         };
         if free {
             let _ = fs::remove_dir_all(&path);
         }
     }
+}
+
+fn is_dead(pid: i32) -> bool {
+    Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid) == Err(rustix::io::Errno::SRCH))
 }
 
 #[cfg(test)]
@@ -275,5 +280,19 @@ mod tests {
         held.lock().unwrap();
         let _staging = Staging::new(&folder.path().join("out"), false, &input).unwrap();
         assert!(!dead.exists() && alive.exists() && other.exists());
+    }
+
+    #[test]
+    fn what_was_left_without_a_lock_goes_with_its_process() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = input(folder.path());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let [ended, running] = [child.id(), 1].map(|pid| folder.path().join(format!(".out.compress-{pid}")));
+        for path in [&ended, &running] {
+            fs::create_dir(path).unwrap();
+        }
+        let _staging = Staging::new(&folder.path().join("out"), false, &input).unwrap();
+        assert!(!ended.exists() && running.exists());
     }
 }
