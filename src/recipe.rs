@@ -35,6 +35,9 @@ pub struct Recipe {
     pub output: Option<PathBuf>,
 }
 
+/// Values that aliases may add to a recipe.
+const ALIASED: usize = 10_000;
+
 fn default_export() -> Vec<Export> {
     vec![Export::default()]
 }
@@ -50,7 +53,10 @@ impl Recipe {
     /// # Errors
     /// The message has line, column and a snippet, and the names that would be accepted.
     pub fn parse(text: &str, path: &Path) -> Result<Recipe> {
-        serde_saphyr::from_str(text).map_err(|e| located(path, e))
+        // An alias repeats what it names: a few lines could stand for millions of patterns.
+        let aliases = serde_saphyr::alias_limits! { max_total_replayed_events: ALIASED };
+        let options = serde_saphyr::options! { alias_limits: aliases };
+        serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, e))
     }
 
     /// Reads a recipe, changes values in it (`key.inner=value`), and makes its paths relative to its folder.
