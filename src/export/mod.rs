@@ -77,6 +77,7 @@ macro_rules! formats {
         /// One entry of a recipe's `export` list: a name, or a name with options.
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::pass::name_alone(schema, FORMATS)))]
         pub enum Export {
             $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
@@ -101,7 +102,7 @@ macro_rules! formats {
 
             fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> std::result::Result<Export, A::Error> {
                 match name {
-                    $($name => map.next_value().map(Export::$format),)+
+                    $($name => map.next_value::<Option<$format>>().map(|format| Export::$format(format.unwrap_or_default())),)+
                     _ => Err(de::Error::unknown_variant(name, FORMATS)),
                 }
             }

@@ -91,6 +91,9 @@ impl Safetensors {
         metadata.entry("format".into()).or_insert_with(|| "pt".into());
         if items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. })) {
             metadata.insert(sparse::MARK.into(), sparse::VERSION.into());
+            if let Some(item) = items.iter().find(|item| item.spelling == Spelling::Plain && item.name.ends_with(".bitmask")) {
+                return Err(Error::tensor(&item.name, "is named like the mask of a sparse tensor", "rename it, or choose another layout"));
+            }
         }
         let mut names = std::collections::BTreeSet::new();
         for part in items.iter().flat_map(|item| item.spelling.parts(&item.name, &item.weight)) {

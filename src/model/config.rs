@@ -88,7 +88,10 @@ impl Config {
 
     /// Removes the description of quantized weights, and says what happens to activations.
     pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Schemes> {
-        let Some(quantization) = self.values.shift_remove("quantization_config") else { return Ok(Schemes::default()) };
+        if self.get("quantization_config").is_none_or(Value::is_null) {
+            return Ok(Schemes::default());
+        }
+        let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
         let described = quantization.get(OWN_METHOD).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
@@ -110,7 +113,7 @@ impl Config {
             let activations = match group.get("input_activations") {
                 None | Some(Value::Null) => Activations::None,
                 Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Activations::DynamicToken,
-                Some(_) => return Err(unsupported("static activation scales".into())),
+                Some(_) => return Err(unsupported("a static scale for activations".into())),
             };
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             schemes.0.extend(targets.filter_map(Value::as_str).map(|target| (target.to_owned(), activations)));
@@ -159,6 +162,14 @@ mod tests {
         std::fs::write(&path, "[]").unwrap();
         assert!(Config::open(&path).unwrap_err().to_string().contains("not a JSON object"));
         assert_eq!(Config::open(&folder.path().join("none")).unwrap().render(), None);
+    }
+
+    #[test]
+    fn a_null_description_is_none() {
+        let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
+        let mut config = Config { text: Some("kept".into()), values };
+        assert_eq!(config.take_quantization(Path::new("m")).unwrap(), Activations::None);
+        assert_eq!(config.render().unwrap(), "kept");
     }
 
     #[test]

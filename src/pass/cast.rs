@@ -172,10 +172,12 @@ impl Converted {
         for (value, finite) in floats.iter_mut().zip(finite) {
             if finite && !convert::rounded(self.to.dtype(), *value).is_finite() {
                 if self.overflow == Overflow::Error {
+                    let held = if value.is_finite() { format!("{value:e}") } else { format!("a value beyond {:e}", f32::MAX) };
+                    let wider = if self.to == FloatFormat::F16 { "cast to bf16 (--to bf16), " } else { "" };
                     return Err(Error::tensor(
                         &self.name,
-                        format!("holds {value:e}, and {} ends at {largest:e}", self.to.config_name()),
-                        "cast to bf16 (--to bf16), set overflow: saturate, or add the tensor to `ignore`",
+                        format!("holds {held}, and {} ends at {largest:e}", self.to.config_name()),
+                        format!("{wider}set overflow: saturate, or add the tensor to `ignore`"),
                     ));
                 }
                 *value = largest.copysign(*value);

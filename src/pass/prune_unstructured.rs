@@ -67,7 +67,7 @@ impl FromStr for Rule {
 #[serde(deny_unknown_fields, default)]
 pub struct PruneUnstructured {
     /// Weights to zero: a fraction like 0.5, or a count like 1000 [default: 0.5]
-    #[cfg_attr(feature = "cli", arg(long))]
+    #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amount>,
     /// Rank weights inside each tensor, or across all of them
@@ -161,8 +161,10 @@ impl PruneUnstructured {
             if model.config.has_conv1d() && weight.shape.len() == 2 {
                 return Err(Error::tensor(name, format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()), "use an amount instead of a pattern"));
             }
-            let inputs = weight.shape.get(1).copied().unwrap_or(0);
-            if weight.shape.len() < 2 || !inputs.is_multiple_of(pattern.m) {
+            let &[_, inputs, ..] = weight.shape.as_slice() else {
+                return Err(Error::tensor(name, format!("has shape {:?}; {pattern} needs tensors of two or more dimensions", weight.shape), "add it to `ignore`"));
+            };
+            if !inputs.is_multiple_of(pattern.m) {
                 return Err(Error::tensor(name, format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape), "add it to `ignore`, or choose another pattern"));
             }
             removed += (weight.elements() / pattern.m * (pattern.m - pattern.n)) as u64;

@@ -68,7 +68,7 @@ pub struct QuantizeDynamic {
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().granularity))]
     pub granularity: GranularityKind,
     /// Inputs of a row that share a scale, with `granularity: group` [default: 128]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS", allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_size: Option<usize>,
     /// Whether zero points are fixed at zero

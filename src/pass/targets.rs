@@ -37,7 +37,7 @@ pub fn choose<'a>(pass: &str, weights: &'a Weights, targets: &[Pattern], ignore:
 /// It is quantized already, empty, or not of a float type.
 pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
     if weight.encoding != Encoding::Dense {
-        return Err(Error::tensor(name, format!("is {} already, {pass} works on floats", weight.describe()), format!("put {pass} before quantization, or run `compress densify` first, or add the tensor to `ignore`")));
+        return Err(Error::tensor(name, format!("is {} already, {pass} works on floats", weight.describe()), "quantize last, run `compress densify` first, or add the tensor to `ignore`"));
     }
     if !weight.is_float() {
         return Err(Error::tensor(name, format!("is {}, {pass} works on F16, BF16, F32 and F64", weight.dtype), "add it to `ignore`"));
