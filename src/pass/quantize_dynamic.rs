@@ -210,8 +210,9 @@ impl Quantized {
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = positive(if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { (high - low) / 255.0 });
-        let zero_point = if self.affine.symmetric { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
+        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { (high - low) / 255.0 };
+        // Zeros alone stay zero bits, so that a sparse layout drops them.
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
         (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
     }
 
