@@ -202,6 +202,12 @@ struct Quantized {
 /// Steps of the search by squared error, each one percent of the range.
 const MSE_STEPS: usize = 20;
 
+/// The 255th part of a range.
+fn step(low: f32, high: f32) -> f32 {
+    // The range can be wider than f32 reaches.
+    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
+}
+
 fn shrink(step: usize) -> f32 {
     (1.0 - step as f64 / 100.0) as f32
 }
@@ -210,7 +216,7 @@ impl Quantized {
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { (high - low) / 255.0 };
+        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { step(low, high) };
         // Zeros alone stay zero bits, so that a sparse layout drops them.
         let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
         (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
