@@ -172,7 +172,7 @@ impl Pass for QuantizeDynamic {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
             let affine = self.affine(weight, model::is_embedding(name, weight));
-            let source = Quantized { upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
+            let source = Quantized { name: (*name).to_owned(), upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
             let dtype = affine.scale_dtype;
             model.weights.by_name.insert((*name).to_owned(), weight.then(dtype, Encoding::Affine(affine), Arc::new(source)));
         }
@@ -192,6 +192,7 @@ impl Pass for QuantizeDynamic {
 
 /// A weight as integers.
 struct Quantized {
+    name: String,
     upstream: Weight,
     affine: Affine,
     observer: Observer,
@@ -273,12 +274,22 @@ impl Quantized {
         Ok(*self.shared.get_or_init(|| found))
     }
 
+    /// Scales are f32 at most: a double that no f32 reaches would be clipped to what the others leave.
+    fn require_range<F: Float>(&self, values: &[u8]) -> Result<()> {
+        let outside = |e: &F::Bytes| F::magnitude(*e) < F::INFINITY && F::to_f32(*e).is_infinite();
+        match F::DTYPE == DType::F64 && F::split(values).iter().any(outside) {
+            false => Ok(()),
+            true => Err(Error::tensor(&self.name, "holds values past the end of f32, which its scales cannot cover", "scale the weights down, or add the tensor to `ignore`")),
+        }
+    }
+
     fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
         let row = self.upstream.row();
         let shared = if self.affine.granularity == Granularity::Tensor { Some(self.observe_all::<F>()?) } else { None };
         let mut out = Output::default();
         self.upstream.visit(least_common_multiple(unit, row), &mut |block: Block| {
             let input = block.now.values;
+            self.require_range::<F>(input)?;
             self.meter.time(|| {
                 out.clear(input.len() / F::SIZE);
                 let run = self.affine.granularity.run(row, input.len() / F::SIZE);
