@@ -1,0 +1,128 @@
+//! Int8 weights in every form that they are stored in stand for the same values.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::given::{Values, config, long, model};
+use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read};
+use compress::export::{ByteSize, Layout, Safetensors};
+use compress::pass::{ActivationScheme, GranularityKind, PruneUnstructured, QuantizeDynamic};
+
+/// The floats that integers stand for, by the definition, in the type of their scales.
+fn dequantized(tensors: &Tensors, name: &str) -> Tensor {
+    let (q, scale) = (&tensors[name], &tensors[&format!("{name}_scale")]);
+    let zeros = tensors.get(&format!("{name}_zero_point")).map_or(vec![0.0; scale.bits().len()], Tensor::values);
+    let run = q.bytes.len() / scale.bits().len();
+    let value = |(i, q): (usize, f64)| (q - zeros[i / run]) as f32 * scale.values()[i / run] as f32;
+    let round = |v: f32| match scale.dtype {
+        DType::F16 => f16::from_f32(v).to_bits().into(),
+        DType::BF16 => bf16::from_f32(v).to_bits().into(),
+        _ => v.to_bits().into(),
+    };
+    let bits: Vec<u64> = q.values().into_iter().enumerate().map(value).map(round).collect();
+    Tensor::from_bits(scale.dtype, &q.shape, &bits)
+}
+
+/// Runs the same passes into every layout and goes back and forth between them.
+fn check(before: &Tensors, passes: Passes) {
+    let desk = Desk::new();
+    let input = desk.weights(before);
+    let into = |layout: Layout| desk.run(&input, passes.pipeline(Safetensors::layout(layout))).unwrap();
+    let again = |from: &Output, layout: Layout| desk.run(&from.path, pipeline().export(Safetensors::layout(layout))).unwrap();
+    let [auto, named, sparse, dense] = [Layout::Auto, Layout::CompressedTensors, Layout::Sparse, Layout::Dense].map(into);
+    let [auto_files, sparse_files, dense_files] = [&auto, &sparse, &dense].map(|output| contents(&output.path));
+    assert_eq!(auto_files, contents(&named.path));
+    assert_eq!(contents(&again(&auto, Layout::Auto).path), auto_files, "rewritten: {passes:?}");
+    assert_eq!(contents(&again(&sparse, Layout::Auto).path), auto_files, "sparse and back: {passes:?}");
+    assert_eq!(contents(&again(&auto, Layout::Sparse).path), sparse_files, "to sparse: {passes:?}");
+    assert_eq!(contents(&again(&sparse, Layout::Dense).path), dense_files, "sparse to dense: {passes:?}");
+    assert_eq!(contents(&again(&auto, Layout::Dense).path), dense_files, "to dense: {passes:?}");
+    let (auto, dense) = (read(&auto.path), read(&dense.path));
+    assert_eq!(dense.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>());
+    for (name, tensor) in &dense {
+        if auto.contains_key(name) && auto[name].dtype == DType::I8 {
+            assert_eq!(*tensor, dequantized(&auto, name), "{passes:?}");
+        }
+        assert!(tensor.values().iter().all(|v| v.is_finite()), "{name}: finite weights became {tensor:?} from {:?} by {passes:?}", before[name]);
+    }
+}
+
+#[derive(Debug, Clone)]
+struct Passes {
+    quantize: QuantizeDynamic,
+    prune: bool,
+    shard_size: u64,
+}
+
+impl Passes {
+    fn pipeline(&self, format: Safetensors) -> compress::pipeline::Builder {
+        let prune = self.prune.then(|| PruneUnstructured { targets: self.quantize.targets.clone(), ..Default::default() }.into());
+        let format = Safetensors { shard_size: ByteSize(self.shard_size), ..format };
+        pipeline().passes(prune).pass(self.quantize.clone()).export(if self.shard_size == 0 { Safetensors::layout(format.layout) } else { format })
+    }
+}
+
+fn passes(size: usize) -> impl Strategy<Value = Passes> {
+    let kinds = select(vec![GranularityKind::Tensor, GranularityKind::Channel, GranularityKind::Group]);
+    (kinds, any::<[bool; 4]>()).prop_map(move |(granularity, [symmetric, weights_only, prune, embeddings])| Passes {
+        quantize: QuantizeDynamic {
+            granularity,
+            group_size: (granularity == GranularityKind::Group).then_some(size),
+            symmetric,
+            activations: if weights_only { ActivationScheme::None } else { ActivationScheme::Token },
+            embeddings,
+            ..Default::default()
+        },
+        prune,
+        shard_size: 0,
+    })
+}
+
+/// Two linear layers, an embedding and a norm.
+fn layers() -> impl Strategy<Value = (usize, Tensors)> {
+    (1..=5usize, 2..=3usize).prop_flat_map(|(size, groups)| {
+        let shapes = (1..=6usize).prop_map(move |rows| vec![rows, size * groups]).boxed();
+        let names = ["a.weight", "b.weight", "model.embed_tokens.weight", "norm.weight"];
+        let tensors = model(&[DType::F16, DType::BF16, DType::F32], shapes, Values::Finite, 4..=4);
+        (Just(size), tensors.prop_map(move |tensors| names.iter().map(|n| (*n).to_owned()).zip(tensors.into_values()).collect()))
+    })
+}
+
+proptest! {
+    #![proptest_config(config(96))]
+
+    #[test]
+    fn every_form_holds_the_same((before, passes) in layers().prop_flat_map(|(size, before)| (Just(before), passes(size)))) {
+        check(&before, passes);
+    }
+}
+
+#[test]
+fn long_integers_hold_the_same_in_every_form() {
+    // Rows of odd length, so that a block ends inside a byte of the mask.
+    let before = long(DType::BF16, &[1301, 211], 3);
+    for granularity in [GranularityKind::Tensor, GranularityKind::Channel] {
+        for symmetric in [true, false] {
+            let quantize = QuantizeDynamic { granularity, symmetric, ..Default::default() };
+            check(&before, Passes { quantize, prune: true, shard_size: 0 });
+        }
+    }
+}
+
+#[test]
+fn integers_are_not_quantized_pruned_or_cast_again() {
+    let desk = Desk::new();
+    let int8 = desk.run(&desk.pico(DType::BF16, 1), pipeline().pass(QuantizeDynamic::default())).unwrap();
+    let name = "model.layers.0.mlp.up_proj.weight";
+    let targets = vec![name.parse().unwrap()];
+    let steps: [compress::pass::Step; 3] = [
+        QuantizeDynamic { targets: targets.clone(), ..Default::default() }.into(),
+        PruneUnstructured { targets: targets.clone(), ..Default::default() }.into(),
+        compress::pass::Cast { targets, ..Default::default() }.into(),
+    ];
+    for step in steps {
+        let error = desk.run(&int8.path, pipeline().passes([step])).err().unwrap().to_string();
+        assert!(error.contains(name) && error.contains("int8 channel"), "{error}");
+    }
+}
