@@ -55,7 +55,9 @@ fn check(before: &Tensors, output: &Output, plain: &Tensors) {
         assert_eq!(layer.bytes_before, before[name].bytes.len() as u64, "{name}: bytes before");
         assert_eq!(layer.bytes_after, written.keys().filter(own).map(|part| written[part].bytes.len() as u64).sum::<u64>(), "{name}: bytes after");
         match decibels(&values(before, name), &values(plain, name)) {
-            Some(Some(expected)) => assert!((layer.sqnr_db.unwrap() - expected).abs() < 1e-2, "{name}: {:?} is not {expected} dB", layer.sqnr_db),
+            // Less noise than that is lost where f32 ends.
+            Some(Some(expected)) if expected > 100.0 => assert!(layer.sqnr_db.is_none_or(|db| db > 99.0)),
+            Some(Some(expected)) => assert!(layer.sqnr_db.is_some_and(|db| (db - expected).abs() < 1e-2), "{name}: {:?} is not {expected} dB", layer.sqnr_db),
             Some(None) => assert_eq!(layer.sqnr_db, None, "{name}"),
             None => assert!(layer.sqnr_db.is_none_or(f64::is_finite), "{name}: {:?}", layer.sqnr_db),
         }
