@@ -233,9 +233,8 @@ struct Measure {
 impl Measure {
     fn add(&mut self, block: &Block, seen: &mut Seen) {
         let (now, before) = (&block.now, &block.before);
-        if before.affine.is_none() {
-            seen.nonfinite += with_float!(before.dtype, F => scan::nonfinite::<F>(before.values), else 0);
-        }
+        let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
+        seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
         if now.is(before) && now.affine.is_none() {
             let zeros = now.zeros();
             seen.difference.zeros_before += zeros;
