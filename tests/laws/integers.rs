@@ -14,7 +14,9 @@ fn dequantized(tensors: &Tensors, name: &str) -> Tensor {
     let (q, scale) = (&tensors[name], &tensors[&format!("{name}_scale")]);
     let zeros = tensors.get(&format!("{name}_zero_point")).map_or(vec![0.0; scale.bits().len()], Tensor::values);
     let run = q.bytes.len() / scale.bits().len();
-    let value = |(i, q): (usize, f64)| (q - zeros[i / run]) as f32 * scale.values()[i / run] as f32;
+    let largest = [(DType::F16, 65504.0), (DType::BF16, f32::from_bits(0x7F7F_0000)), (DType::F32, f32::MAX)].into_iter().find(|(dtype, _)| *dtype == scale.dtype).unwrap().1;
+    // The lowest integer can stand for half a step more than the type holds.
+    let value = |(i, q): (usize, f64)| ((q - zeros[i / run]) as f32 * scale.values()[i / run] as f32).clamp(-largest, largest);
     let round = |v: f32| match scale.dtype {
         DType::F16 => f16::from_f32(v).to_bits().into(),
         DType::BF16 => bf16::from_f32(v).to_bits().into(),
@@ -107,6 +109,31 @@ fn long_integers_hold_the_same_in_every_form() {
             let quantize = QuantizeDynamic { granularity, symmetric, ..Default::default() };
             check(&before, Passes { quantize, prune: true, shard_size: 0 });
         }
+    }
+}
+
+#[test]
+fn a_tied_head_has_a_copy_of_its_embeddings_scales() {
+    let desk = Desk::new();
+    // More than is held of a tensor at a time.
+    let integers = Tensor::new(DType::I8, &[5000, 40], vec![3; 200_000]);
+    for shape in [vec![1], vec![5000, 1]] {
+        let scales = Tensor::random(DType::F32, &shape, 1);
+        let tensors = ["model.embed_tokens.weight", "model.embed_tokens.weight_scale", "lm_head.weight_scale"].map(str::to_owned).into_iter().zip([integers.clone(), scales.clone(), scales]).collect();
+        let input = desk.weights(&tensors);
+        std::fs::write(input.join("config.json"), r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": true}"#).unwrap();
+        assert_eq!(read(&desk.run(&input, pipeline()).unwrap().path), tensors);
+    }
+}
+
+#[test]
+fn scales_that_are_not_finite_are_refused_by_name() {
+    let desk = Desk::new();
+    for scale in [f64::NAN, f64::INFINITY] {
+        let integers = Tensor::new(DType::I8, &[1, 2], vec![1, 255]);
+        let input = desk.weights(&Tensors::from([("a.weight".into(), integers), ("a.weight_scale".into(), Tensor::floats(DType::F32, &[1, 1], &[scale]))]));
+        let error = desk.run(&input, compress::pipeline::Pipeline::builder()).err().unwrap();
+        assert!(matches!(&error, compress::Error::NotFinite { name, .. } if name == "a.weight"), "{error}");
     }
 }
 

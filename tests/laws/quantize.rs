@@ -119,6 +119,21 @@ proptest! {
     }
 
     #[test]
+    fn values_that_are_not_finite_leave_the_others_alone((size, before) in matrices(Values::Any), kind in select(&KINDS[..]), symmetric in any::<bool>(), mse in any::<bool>()) {
+        let pass = pass(kind, size, symmetric, if mse { Observer::Mse } else { Observer::Minmax });
+        let narrow: Tensors = before.into_iter().filter(|(_, tensor)| tensor.dtype != DType::F64).collect();
+        prop_assume!(!narrow.is_empty());
+        let without = narrow.iter().map(|(name, t)| (name.clone(), Tensor::floats(t.dtype, &t.shape, &t.values().iter().map(|v| if v.is_finite() { *v } else { 0.0 }).collect::<Vec<_>>()))).collect();
+        for (with, without) in quantized(&narrow, &pass).iter().zip(quantized(&without, &pass)) {
+            prop_assert_eq!((&with.scales, &with.zeros), (&without.scales, &without.zeros));
+            for ((value, level), plain) in with.before.iter().zip(&with.levels).zip(&without.levels) {
+                let end = if *value > 0.0 { 127.0 } else { -128.0 };
+                prop_assert_eq!(*level, if value.is_infinite() { end } else { *plain }, "{}", value);
+            }
+        }
+    }
+
+    #[test]
     fn searching_by_error_never_makes_more_of_it((size, before) in matrices(Values::Finite), kind in select(&KINDS[..]), symmetric in any::<bool>()) {
         let [plain, searched] = [Observer::Minmax, Observer::Mse].map(|observer| quantized(&before, &pass(kind, size, symmetric, observer)));
         for (plain, searched) in plain.iter().zip(&searched) {

@@ -4,11 +4,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
-use proptest::sample::select;
+use proptest::sample::{Index, select};
 
-use super::given::{FLOATS, Values, config, long, model};
+use super::given::{FLOATS, Values, config, infinity, long, model, sign};
 use crate::common::{DType, Desk, Tensor, Tensors, contents, pipeline, read, write};
+use compress::Error;
 use compress::export::{ByteSize, Layout, Safetensors};
+use compress::model::Model;
 use compress::pass::{NOfM, PruneUnstructured};
 
 /// Every type of the format.
@@ -142,6 +144,29 @@ proptest! {
             let back = desk.run(&packed.path, pipeline().export(Safetensors::layout(layout))).unwrap();
             prop_assert!(contents(&back.path) == contents(&input));
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(config(48))]
+
+    #[test]
+    fn values_that_are_not_finite_are_refused_by_name(
+        mut before in model(&FLOATS, vec(1..=6usize, 2..=3).boxed(), Values::Finite, 2..=3), at in any::<(Index, Index)>(), minus in any::<bool>(), extra in 0..2u64, prune in any::<bool>()
+    ) {
+        let name = at.0.get(&before.keys().cloned().collect::<Vec<_>>()).clone();
+        let Tensor { dtype, shape, .. } = before[&name].clone();
+        let mut bits = before[&name].bits();
+        let place = at.1.index(bits.len());
+        bits[place] = infinity(dtype) + extra + if minus { sign(dtype) } else { 0 };
+        before.insert(name.clone(), Tensor::from_bits(dtype, &shape, &bits));
+        let desk = Desk::new();
+        let (input, place) = (desk.weights(&before), desk.place());
+        let passes = prune.then(|| PruneUnstructured { targets: crate::common::all(), ..Default::default() }.into());
+        let strict = pipeline().passes(passes).allow_nonfinite(false).build().unwrap();
+        let error = strict.run(Model::open(&input).unwrap(), &place).unwrap_err();
+        assert!(matches!(&error, Error::NotFinite { name: found, count: 1 } if *found == name), "{error}");
+        prop_assert!(!place.exists());
     }
 }
 
