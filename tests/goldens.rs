@@ -45,7 +45,8 @@ fn check(file: &str, test: impl Fn(&Case)) {
     for values in cases {
         let name = values["name"].as_str().unwrap().to_owned();
         let prefix = format!("{name}/");
-        let held = tensors.extract_if(prefix.clone().., |key, _| key.starts_with(&prefix)).collect();
+        let held = tensors.iter().filter(|(key, _)| key.starts_with(&prefix)).map(|(key, tensor)| (key.clone(), tensor.clone())).collect();
+        tensors.retain(|key, _| !key.starts_with(&prefix));
         test(&Case { values: values.clone(), name, tensors: held });
     }
     assert!(tensors.is_empty(), "tensors of no case: {:?}", tensors.keys());

@@ -1,5 +1,7 @@
 //! Int8 weights in every form that they are stored in stand for the same values.
 
+use std::collections::BTreeMap;
+
 use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -7,11 +9,23 @@ use proptest::sample::select;
 use super::given::{Values, config, long, model};
 use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read};
 use compress::export::{ByteSize, Layout, Safetensors};
-use compress::pass::{ActivationScheme, GranularityKind, PruneUnstructured, QuantizeDynamic};
+use compress::Pipeline;
+use compress::pass::{ActivationScheme, Cast, GranularityKind, PruneUnstructured, QuantizeDynamic, Step};
+use compress::pipeline::Builder;
+
+/// The integers of a weight, taken out of their words when they are packed.
+fn integers(tensors: &Tensors, name: &str) -> Option<Tensor> {
+    let Some(words) = tensors.get(&format!("{name}_packed")) else {
+        return tensors.get(name).filter(|tensor| tensor.dtype == DType::I8).cloned();
+    };
+    let shape = tensors[&format!("{name}_shape")].bits().into_iter().map(|size| size as usize).collect::<Vec<_>>();
+    let rows = words.bytes.chunks(4 * words.shape[1]).flat_map(|row| row[..shape[1]].iter().map(|byte| byte.wrapping_sub(128)));
+    Some(Tensor::new(DType::I8, &shape, rows.collect()))
+}
 
 /// The floats that integers stand for, by the definition, in the type of their scales.
-fn dequantized(tensors: &Tensors, name: &str) -> Tensor {
-    let (q, scale) = (&tensors[name], &tensors[&format!("{name}_scale")]);
+fn dequantized(tensors: &Tensors, name: &str, q: &Tensor) -> Tensor {
+    let scale = &tensors[&format!("{name}_scale")];
     let zeros = tensors.get(&format!("{name}_zero_point")).map_or(vec![0.0; scale.bits().len()], Tensor::values);
     let run = q.bytes.len() / scale.bits().len();
     let largest = [(DType::F16, 65504.0), (DType::BF16, f32::from_bits(0x7F7F_0000)), (DType::F32, f32::MAX)].into_iter().find(|(dtype, _)| *dtype == scale.dtype).unwrap().1;
@@ -30,21 +44,22 @@ fn dequantized(tensors: &Tensors, name: &str) -> Tensor {
 fn check(before: &Tensors, passes: Passes) {
     let desk = Desk::new();
     let input = desk.weights(before);
-    let into = |layout: Layout| desk.run(&input, passes.pipeline(Safetensors::layout(layout))).unwrap();
-    let again = |from: &Output, layout: Layout| desk.run(&from.path, pipeline().export(Safetensors::layout(layout))).unwrap();
+    let into = |layout: Layout| desk.run(&input, passes.pipeline().export(passes.format(layout))).unwrap();
+    let again = |from: &Output, layout: Layout| desk.run(&from.path, pipeline().export(passes.format(layout))).unwrap();
     let [auto, named, sparse, dense] = [Layout::Auto, Layout::CompressedTensors, Layout::Sparse, Layout::Dense].map(into);
     let [auto_files, sparse_files, dense_files] = [&auto, &sparse, &dense].map(|output| contents(&output.path));
-    assert_eq!(auto_files, contents(&named.path));
-    assert_eq!(contents(&again(&auto, Layout::Auto).path), auto_files, "rewritten: {passes:?}");
-    assert_eq!(contents(&again(&sparse, Layout::Auto).path), auto_files, "sparse and back: {passes:?}");
-    assert_eq!(contents(&again(&auto, Layout::Sparse).path), sparse_files, "to sparse: {passes:?}");
-    assert_eq!(contents(&again(&sparse, Layout::Dense).path), dense_files, "sparse to dense: {passes:?}");
-    assert_eq!(contents(&again(&auto, Layout::Dense).path), dense_files, "to dense: {passes:?}");
+    assert!(auto_files == contents(&named.path));
+    let same = |from: &Output, layout, files: &BTreeMap<String, Vec<u8>>| assert!(contents(&again(from, layout).path) == *files, "{} to {layout:?}: {passes:?}", from.path.display());
+    same(&auto, Layout::Auto, &auto_files);
+    same(&auto, Layout::Sparse, &sparse_files);
+    same(&auto, Layout::Dense, &dense_files);
+    same(&sparse, Layout::Auto, &auto_files);
+    same(&sparse, Layout::Dense, &dense_files);
     let (auto, dense) = (read(&auto.path), read(&dense.path));
     assert_eq!(dense.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>());
     for (name, tensor) in &dense {
-        if auto.contains_key(name) && auto[name].dtype == DType::I8 {
-            assert_eq!(*tensor, dequantized(&auto, name), "{passes:?}");
+        if let Some(q) = integers(&auto, name) {
+            assert_eq!(*tensor, dequantized(&auto, name, &q), "{passes:?}");
         }
         assert!(tensor.values().iter().all(|v| v.is_finite()), "{name}: finite weights became {tensor:?} from {:?} by {passes:?}", before[name]);
     }
@@ -58,16 +73,19 @@ struct Passes {
 }
 
 impl Passes {
-    fn pipeline(&self, format: Safetensors) -> compress::pipeline::Builder {
-        let prune = self.prune.then(|| PruneUnstructured { targets: self.quantize.targets.clone(), ..Default::default() }.into());
-        let format = Safetensors { shard_size: ByteSize(self.shard_size), ..format };
-        pipeline().passes(prune).pass(self.quantize.clone()).export(if self.shard_size == 0 { Safetensors::layout(format.layout) } else { format })
+    fn pipeline(&self) -> Builder {
+        let prune = self.prune.then(|| PruneUnstructured::default().into());
+        pipeline().passes(prune).pass(self.quantize.clone())
+    }
+
+    fn format(&self, layout: Layout) -> Safetensors {
+        Safetensors { layout, shard_size: ByteSize(self.shard_size) }
     }
 }
 
 fn passes(size: usize) -> impl Strategy<Value = Passes> {
     let kinds = select(vec![GranularityKind::Tensor, GranularityKind::Channel, GranularityKind::Group]);
-    (kinds, any::<[bool; 4]>()).prop_map(move |(granularity, [symmetric, weights_only, prune, embeddings])| Passes {
+    (kinds, any::<[bool; 4]>(), prop_oneof![Just(u64::MAX), 1..300u64]).prop_map(move |(granularity, [symmetric, weights_only, prune, embeddings], shard_size)| Passes {
         quantize: QuantizeDynamic {
             granularity,
             group_size: (granularity == GranularityKind::Group).then_some(size),
@@ -77,7 +95,7 @@ fn passes(size: usize) -> impl Strategy<Value = Passes> {
             ..Default::default()
         },
         prune,
-        shard_size: 0,
+        shard_size,
     })
 }
 
@@ -107,7 +125,7 @@ fn long_integers_hold_the_same_in_every_form() {
     for granularity in [GranularityKind::Tensor, GranularityKind::Channel] {
         for symmetric in [true, false] {
             let quantize = QuantizeDynamic { granularity, symmetric, ..Default::default() };
-            check(&before, Passes { quantize, prune: true, shard_size: 0 });
+            check(&before, Passes { quantize, prune: true, shard_size: u64::MAX });
         }
     }
 }
@@ -132,7 +150,7 @@ fn scales_that_are_not_finite_are_refused_by_name() {
     for scale in [f64::NAN, f64::INFINITY] {
         let integers = Tensor::new(DType::I8, &[1, 2], vec![1, 255]);
         let input = desk.weights(&Tensors::from([("a.weight".into(), integers), ("a.weight_scale".into(), Tensor::floats(DType::F32, &[1, 1], &[scale]))]));
-        let error = desk.run(&input, compress::pipeline::Pipeline::builder()).err().unwrap();
+        let error = desk.run(&input, Pipeline::builder()).err().unwrap();
         assert!(matches!(&error, compress::Error::NotFinite { name, .. } if name == "a.weight"), "{error}");
     }
 }
@@ -143,10 +161,10 @@ fn integers_are_not_quantized_pruned_or_cast_again() {
     let int8 = desk.run(&desk.pico(DType::BF16, 1), pipeline().pass(QuantizeDynamic::default())).unwrap();
     let name = "model.layers.0.mlp.up_proj.weight";
     let targets = vec![name.parse().unwrap()];
-    let steps: [compress::pass::Step; 3] = [
+    let steps: [Step; 3] = [
         QuantizeDynamic { targets: targets.clone(), ..Default::default() }.into(),
         PruneUnstructured { targets: targets.clone(), ..Default::default() }.into(),
-        compress::pass::Cast { targets, ..Default::default() }.into(),
+        Cast { targets, ..Default::default() }.into(),
     ];
     for step in steps {
         let error = desk.run(&int8.path, pipeline().passes([step])).err().unwrap().to_string();

@@ -104,7 +104,7 @@ proptest! {
         for tensor in expected.values_mut() {
             let stride: usize = tensor.shape[2..].iter().product();
             let (dtype, mut bits) = (tensor.dtype, tensor.bits());
-            for lane in (0..bits.len()).filter(|i| i / stride % m == 0) {
+            for lane in (0..bits.len()).filter(|i| (i / stride).is_multiple_of(m)) {
                 let mut order: Vec<usize> = (0..m).map(|i| lane + i * stride).collect();
                 order.sort_by_key(|&i| (rank(dtype, bits[i]), i));
                 order[..m - n].iter().for_each(|&i| bits[i] = 0);
