@@ -87,9 +87,9 @@ impl Model {
         let files = if folder { carried_files(path)? } else { Vec::new() };
         let schemes = config.take_quantization(path)?;
         for (name, weight) in &mut weights.by_name {
-            let class = if is_embedding(name, weight) { "Embedding" } else { "Linear" };
+            let (class, row) = (if is_embedding(name, weight) { "Embedding" } else { "Linear" }, weight.row());
             if let Encoding::Affine(affine) = &mut weight.encoding {
-                affine.activations = schemes.activations(name.strip_suffix(".weight").unwrap_or(name), class);
+                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine);
             }
         }
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {

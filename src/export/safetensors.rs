@@ -166,7 +166,12 @@ struct Scales {
 
 impl Source for Scales {
     fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
-        self.of.visit(unit, &mut |block| sink(Block::untouched(View::dense(self.dtype, block.now.scales))))
+        let mut first = true;
+        self.of.visit(unit, &mut |block| {
+            let one = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
+            let seen = !std::mem::replace(&mut first, false);
+            if one && seen { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, block.now.scales))) }
+        })
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
-use crate::store::{Activations, Pattern};
+use crate::store::{Activations, Affine, Granularity, Pattern};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -116,7 +116,8 @@ impl Config {
                 Some(_) => return Err(unsupported("a static scale for activations".into())),
             };
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
-            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| (target.to_owned(), activations)));
+            let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
+            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), activations, group }));
         }
         Ok(schemes)
     }
@@ -131,17 +132,29 @@ impl Config {
     }
 }
 
+/// What is said of the modules that a target matches.
+#[derive(Debug)]
+struct Scheme {
+    target: String,
+    activations: Activations,
+    group: Option<usize>,
+}
+
 /// Which modules are quantized how: targets as compressed-tensors writes them.
 #[derive(Debug, Default)]
-pub(super) struct Schemes(Vec<(String, Activations)>);
+pub(super) struct Schemes(Vec<Scheme>);
 
 impl Schemes {
-    /// What happens to the activations of a module: an exact name counts before an expression, and that before a class.
-    pub(super) fn activations(&self, module: &str, class: &str) -> Activations {
+    /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
+    /// meant for groups as long as a row. An exact name counts before an expression, and that before a class.
+    pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) {
         let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
         let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
-        let found = ranks.iter().find_map(|matches| self.0.iter().find(|(target, _)| matches(target)));
-        found.map_or(Activations::None, |(_, activations)| *activations)
+        let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return };
+        affine.activations = scheme.activations;
+        if affine.granularity == Granularity::Channel && scheme.group == Some(row) {
+            affine.granularity = Granularity::Group(row);
+        }
     }
 }
 

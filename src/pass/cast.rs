@@ -47,14 +47,6 @@ impl FloatFormat {
             FloatFormat::Bf16 => "bfloat16",
         }
     }
-
-    fn largest(self) -> f32 {
-        match self {
-            FloatFormat::F32 => f32::MAX,
-            FloatFormat::F16 => half::f16::MAX.to_f32(),
-            FloatFormat::Bf16 => half::bf16::MAX.to_f32(),
-        }
-    }
 }
 
 /// What to do with values that the format cannot hold.
@@ -165,7 +157,7 @@ impl Converted {
 
     /// Finds values that were finite and would not be.
     fn limit(&self, finite: impl Iterator<Item = bool>, floats: &mut [f32]) -> Result<()> {
-        let largest = self.to.largest();
+        let largest = convert::largest(self.to.dtype());
         if floats.iter().all(|v| v.abs() <= largest) {
             return Ok(());
         }

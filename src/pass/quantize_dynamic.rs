@@ -172,7 +172,7 @@ impl Pass for QuantizeDynamic {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
             let affine = self.affine(weight, model::is_embedding(name, weight));
-            let source = Quantized { upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
+            let source = Quantized { name: (*name).to_owned(), upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
             let dtype = affine.scale_dtype;
             model.weights.by_name.insert((*name).to_owned(), weight.then(dtype, Encoding::Affine(affine), Arc::new(source)));
         }
@@ -192,6 +192,7 @@ impl Pass for QuantizeDynamic {
 
 /// A weight as integers.
 struct Quantized {
+    name: String,
     upstream: Weight,
     affine: Affine,
     observer: Observer,
@@ -202,6 +203,12 @@ struct Quantized {
 /// Steps of the search by squared error, each one percent of the range.
 const MSE_STEPS: usize = 20;
 
+/// The 255th part of a range.
+fn step(low: f32, high: f32) -> f32 {
+    // The range can be wider than f32 reaches.
+    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
+}
+
 fn shrink(step: usize) -> f32 {
     (1.0 - step as f64 / 100.0) as f32
 }
@@ -210,8 +217,9 @@ impl Quantized {
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = positive(if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { (high - low) / 255.0 });
-        let zero_point = if self.affine.symmetric { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
+        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { step(low, high) };
+        // Zeros alone stay zero bits, so that a sparse layout drops them.
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
         (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
     }
 
@@ -266,12 +274,22 @@ impl Quantized {
         Ok(*self.shared.get_or_init(|| found))
     }
 
+    /// Scales are f32 at most: a double that no f32 reaches would be clipped to what the others leave.
+    fn require_range<F: Float>(&self, values: &[u8]) -> Result<()> {
+        let outside = |e: &F::Bytes| F::magnitude(*e) < F::INFINITY && F::to_f32(*e).is_infinite();
+        match F::DTYPE == DType::F64 && F::split(values).iter().any(outside) {
+            false => Ok(()),
+            true => Err(Error::tensor(&self.name, "holds values past the end of f32, which its scales cannot cover", "scale the weights down, or add the tensor to `ignore`")),
+        }
+    }
+
     fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
         let row = self.upstream.row();
         let shared = if self.affine.granularity == Granularity::Tensor { Some(self.observe_all::<F>()?) } else { None };
         let mut out = Output::default();
         self.upstream.visit(least_common_multiple(unit, row), &mut |block: Block| {
             let input = block.now.values;
+            self.require_range::<F>(input)?;
             self.meter.time(|| {
                 out.clear(input.len() / F::SIZE);
                 let run = self.affine.granularity.run(row, input.len() / F::SIZE);

@@ -112,11 +112,19 @@ fn sizes(model: &Model, after: &Model, exported: &Exported, zstd_before: crate::
     for path in &model.weight_files {
         bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
     }
-    let zeros = |pick: fn(&Seen) -> u64| exported.weights.iter().map(|(_, seen)| pick(seen)).sum::<u64>();
+    let zeros = |of: &Model, pick: fn(&Seen) -> u64| exported.weights.iter().filter(|(name, _)| of.weights.by_name.contains_key(name)).map(|(_, seen)| pick(seen)).sum::<u64>();
+    let mut zeros_before = zeros(model, |s| s.difference.zeros_before);
+    // A tied weight that is stored once now was not gone over with the others.
+    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !after.weights.by_name.contains_key(*name)) {
+        weight.visit(1, &mut |block| {
+            zeros_before += block.now.zeros();
+            Ok(())
+        })?;
+    }
     let (parameters_before, parameters) = (model.weights.parameters(), after.weights.parameters());
     let before = Size {
         parameters: parameters_before,
-        nonzero: parameters_before - zeros(|s| s.difference.zeros_before).min(parameters_before),
+        nonzero: parameters_before - zeros_before.min(parameters_before),
         tensors: model.weights.by_name.values().map(|w| w.stored_as.len()).sum(),
         bytes: bytes_before,
         bytes_zstd: Some(zstd_before.bytes),
@@ -124,7 +132,7 @@ fn sizes(model: &Model, after: &Model, exported: &Exported, zstd_before: crate::
     };
     let after = Size {
         parameters,
-        nonzero: parameters - zeros(|s| s.difference.zeros_after).min(parameters),
+        nonzero: parameters - zeros(after, |s| s.difference.zeros_after).min(parameters),
         tensors: exported.tensors,
         bytes: exported.files.iter().filter(|f| f.name.ends_with(".safetensors")).map(|f| f.bytes).sum(),
         bytes_zstd: Some(zstd_after.bytes),

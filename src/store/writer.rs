@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use super::hash::{SEGMENT, hash_file};
 use super::header::Header;
 use super::spelling::Emitter;
-use super::{Block, DType, Part, Spelling, Sweep, View, Weight, checkpoint};
+use super::{Block, DType, Part, Spelling, Sweep, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::{compare::Difference, scan, with_float};
 
@@ -237,12 +237,13 @@ impl Measure {
         let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
         seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
         if now.is(before) && now.affine.is_none() {
-            let zeros = count_zeros(now);
+            let zeros = now.zeros();
             seen.difference.zeros_before += zeros;
             seen.difference.zeros_after += zeros;
             return;
         }
         seen.changed |= !now.is(before);
+        let counted = (seen.difference.zeros_before, seen.difference.zeros_after);
         let run = super::convert::RUN;
         self.before.resize(run, 0.0);
         self.after.resize(run, 0.0);
@@ -254,14 +255,14 @@ impl Measure {
                 seen.difference.add(a, b);
             }
         }
+        // Small doubles are zero as the f32 that they are compared in.
+        if before.affine.is_none() && before.dtype == DType::F64 {
+            seen.difference.zeros_before = counted.0 + before.zeros();
+            if now.dtype == DType::F64 {
+                seen.difference.zeros_after = counted.1 + now.zeros();
+            }
+        }
     }
-}
-
-fn count_zeros(view: &View) -> u64 {
-    with_float!(view.dtype, F => scan::zeros::<F>(view.values), else match view.dtype {
-        DType::I8 | DType::U8 => scan::count_bytes(view.values, 0),
-        _ => 0,
-    })
 }
 
 const PENDING: usize = 64 << 10;
