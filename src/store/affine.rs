@@ -146,3 +146,15 @@ impl<'a> Parameters<'a> {
         Ok((&self.scales, &self.zero_points))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_of_nothing_do_not_overflow() {
+        assert_eq!(row(&[0, 1 << 40, 1 << 40]), usize::MAX);
+        assert_eq!(row(&[2, 3, 5]), 15);
+        assert_eq!(row(&[7]), 1);
+    }
+}

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
-use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -140,10 +140,14 @@ struct Raw {
 }
 
 #[derive(serde::Deserialize)]
+#[serde(expecting = "an object with dtype, shape and data_offsets")]
 struct RawEntry {
     dtype: DType,
     shape: Vec<usize>,
     data_offsets: [u64; 2],
+    /// Unknown keys; without a place to go they would be skipped unparsed, whatever is in them.
+    #[serde(flatten)]
+    _other: BTreeMap<String, IgnoredAny>,
 }
 
 impl<'de> Deserialize<'de> for Raw {
@@ -204,6 +208,9 @@ mod tests {
         refused(&one(r#""dtype":"F32","shape":[1]"#), 4, "missing field `data_offsets`");
         refused(&one(r#""dtype":"F4","shape":[1],"data_offsets":[0,1]"#), 1, "does not fill whole bytes");
         refused(&one(r#""dtype":"F32","shape":[9223372036854775807,8],"data_offsets":[0,4]"#), 4, "overflows");
+        refused(&one(r#""dtype":"U8","shape":[1],"data_offsets":[0,1],"x":1e999"#), 1, "number out of range");
+        refused(&one(r#""dtype":"U8","shape":[1],"data_offsets":[0,1],"x":"\ud800""#), 1, "hex escape");
+        refused(r#"{"a":["U8",[1],[0,1]]}"#, 1, "expected an object with dtype, shape and data_offsets");
         refused(r#"{"__metadata__":{"a":1}}"#, 0, "invalid type");
         refused(r#"{"__metadata__":[]}"#, 0, "invalid type");
         refused(r#"{"__metadata__":{},"__metadata__":{}}"#, 0, "duplicate name");
