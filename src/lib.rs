@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+mod entry;
 pub mod error;
 pub mod export;
 pub mod kernel;

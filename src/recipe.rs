@@ -158,13 +158,13 @@ mod tests {
     fn mistakes_are_located() {
         let error = |text: &str| Recipe::parse(text, Path::new("r.yaml")).unwrap_err().to_string();
         let typo = error("model: m\npasses:\n  - prune-unstructured: { amuont: 0.5 }\n");
-        assert!(typo.contains("3") && typo.contains("amuont") && typo.contains("expected one of amount"), "{typo}");
+        assert!(typo.contains("3") && typo.contains("amuont") && typo.contains("`amount`"), "{typo}");
         let name = error("model: m\npasses:\n  - prune: {}\n");
         assert!(name.contains("prune") && name.contains("prune-unstructured"), "{name}");
         let range = error("model: m\npasses:\n  - prune-unstructured:\n      amount: 1.5\n");
         assert!(range.contains("1.5") && range.contains("4"), "{range}");
         let format = error("model: m\nexport: [safetensor]\n");
-        assert!(format.contains("safetensor") && format.contains("safetensors, ") | format.contains("expected"), "{format}");
+        assert!(format.contains("safetensor") && format.contains("`safetensors`"), "{format}");
         assert!(error("passes: []\n").contains("model"));
     }
 

@@ -13,7 +13,7 @@ const LAYERS: [&[&str]; 7] = [
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
     &["ir", "store", "kernel"],
-    &["error"],
+    &["error", "entry"],
 ];
 
 /// What a line may use of itself.

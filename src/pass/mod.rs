@@ -13,7 +13,6 @@ mod threshold;
 
 use std::fmt;
 
-use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -54,7 +53,7 @@ macro_rules! passes {
         /// One step of a recipe: a pass with its options, or its name alone.
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
-        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| name_alone(schema, PASSES)))]
+        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, PASSES)))]
         pub enum Step {
             $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
         }
@@ -69,21 +68,9 @@ macro_rules! passes {
                     $(Step::$pass(pass) => pass,)+
                 }
             }
-
-            fn by_name<E: de::Error>(name: &str) -> std::result::Result<Step, E> {
-                match name {
-                    $($name => Ok(Step::$pass($pass::default())),)+
-                    _ => Err(E::unknown_variant(name, PASSES)),
-                }
-            }
-
-            fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> std::result::Result<Step, A::Error> {
-                match name {
-                    $($name => map.next_value::<Option<$pass>>().map(|pass| Step::$pass(pass.unwrap_or_default())),)+
-                    _ => Err(de::Error::unknown_variant(name, PASSES)),
-                }
-            }
         }
+
+        crate::entry::entry!(Step, "pass", PASSES, $($name => $pass),+);
 
         $(impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {
@@ -100,41 +87,6 @@ passes! {
     "quantize-dynamic" => QuantizeDynamic,
     /// Convert floats to another float format
     "cast" => Cast,
-}
-
-impl<'de> Deserialize<'de> for Step {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Entry;
-        impl<'de> Visitor<'de> for Entry {
-            type Value = Step;
-
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                write!(f, "a pass ({}), or one with options", PASSES.join(", "))
-            }
-
-            fn visit_str<E: de::Error>(self, name: &str) -> std::result::Result<Step, E> {
-                Step::by_name(name)
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Step, A::Error> {
-                let name: String = map.next_key()?.ok_or_else(|| de::Error::invalid_length(0, &self))?;
-                let step = Step::with_options(&name, &mut map)?;
-                match map.next_key::<String>()? {
-                    None => Ok(step),
-                    Some(second) => Err(de::Error::custom(format!("`{second}` is a second pass in one entry; begin a new one with `-`"))),
-                }
-            }
-        }
-        deserializer.deserialize_any(Entry)
-    }
-}
-
-/// Adds to the schema of an entry with options that its name alone is one too.
-#[cfg(feature = "cli")]
-pub(crate) fn name_alone(schema: &mut schemars::Schema, names: &[&str]) {
-    if let Some(Value::Array(forms)) = schema.get_mut("oneOf") {
-        forms.push(serde_json::json!({ "description": "By name, everything by default", "enum": names }));
-    }
 }
 
 fn options_of(pass: &impl Serialize) -> Value {
