@@ -1,0 +1,6 @@
+//! Runs the binary as its users do, well and badly.
+#![cfg(feature = "cli")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod commands;
+mod support;
