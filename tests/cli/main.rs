@@ -4,4 +4,6 @@
 
 mod bad_input;
 mod commands;
+#[cfg(target_os = "linux")]
+mod crash;
 mod support;
