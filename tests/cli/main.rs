@@ -6,4 +6,6 @@ mod bad_input;
 mod commands;
 #[cfg(target_os = "linux")]
 mod crash;
+#[cfg(target_os = "linux")]
+mod memory;
 mod support;
