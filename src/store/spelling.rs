@@ -254,7 +254,7 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
         [1, 1] if rows != 1 => Granularity::Tensor,
         [n] if n == rows => Granularity::Channel,
         [n, 1] if n == rows => Granularity::Channel,
-        [n, groups] if n == rows && groups > 0 && row.is_multiple_of(groups) => Granularity::Group(row / groups),
+        [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row / groups),
         _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
     };
     if !matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32) {
