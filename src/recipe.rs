@@ -97,7 +97,9 @@ fn overrule(values: &mut Value, key: &str, text: &str) -> Result<()> {
     let parts: Vec<&str> = key.split('.').collect();
     let Some((last, parents)) = parts.split_last() else { return Err(wrong("no key".into())) };
     let mut parts = parents.to_vec();
-    if let Some(list) = parents.first().and_then(|first| ["passes", "export"].into_iter().find(|list| values.get(first).is_none() && find(values.get(list), first).is_some())) {
+    if let Some(list) =
+        parents.first().and_then(|first| ["passes", "export"].into_iter().find(|list| values.get(first).is_none() && find(values.get(list), first).is_some()))
+    {
         parts.insert(0, list);
     }
     let mut at = values;

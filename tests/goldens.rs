@@ -151,8 +151,10 @@ fn cast() {
 /// A folder of int8 weights without quantized activations, as another tool would write it.
 fn weight_only(desk: &Desk, tensors: &Tensors, format: &str) -> std::path::PathBuf {
     let input = desk.weights(tensors);
-    let group = json!({ "targets": ["Linear"], "weights": { "num_bits": 8, "type": "int", "strategy": "channel" }, "input_activations": null, "format": format });
-    let quantization = json!({ "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "config_groups": { "group_0": group } });
+    let group =
+        json!({ "targets": ["Linear"], "weights": { "num_bits": 8, "type": "int", "strategy": "channel" }, "input_activations": null, "format": format });
+    let quantization =
+        json!({ "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "config_groups": { "group_0": group } });
     std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": quantization }).to_string()).unwrap();
     input
 }

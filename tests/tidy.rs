@@ -17,15 +17,8 @@ const LAYERS: [&[&str]; 7] = [
 ];
 
 /// What a line may use of itself.
-const BESIDE: [(&str, &str); 7] = [
-    ("pipeline", "report"),
-    ("pipeline", "recipe"),
-    ("exec", "analysis"),
-    ("exec", "data"),
-    ("model", "arch"),
-    ("model", "onnx"),
-    ("store", "kernel"),
-];
+const BESIDE: [(&str, &str); 7] =
+    [("pipeline", "report"), ("pipeline", "recipe"), ("exec", "analysis"), ("exec", "data"), ("model", "arch"), ("model", "onnx"), ("store", "kernel")];
 
 struct Source {
     /// Path inside `src`.

@@ -95,7 +95,10 @@ fn command() -> clap::Command {
     // Adding the passes would put their description in place of ours.
     let mut command = Step::augment_subcommands(own).about(about);
     for name in PASSES {
-        command = command.mut_subcommand(name, |sub| <pass::Args as clap::Args>::augment_args(sub).after_help("The output folder holds the weights, everything else of the model, recipe.yaml, and a report."));
+        command = command.mut_subcommand(name, |sub| {
+            <pass::Args as clap::Args>::augment_args(sub)
+                .after_help("The output folder holds the weights, everything else of the model, recipe.yaml, and a report.")
+        });
     }
     command
 }

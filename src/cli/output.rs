@@ -71,7 +71,15 @@ pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
     }
     let mut out = format!("{}: {} parameters, {}\n", model.display(), count(plan.parameters), bytes(plan.input_bytes));
     for (index, pass) in plan.passes.iter().enumerate() {
-        out += &format!("\n{}. {} {}\n   takes {}: {} weights, {} parameters\n", index + 1, pass.name, pass.options, pass.rule, pass.selected.len(), count(pass.parameters));
+        out += &format!(
+            "\n{}. {} {}\n   takes {}: {} weights, {} parameters\n",
+            index + 1,
+            pass.name,
+            pass.options,
+            pass.rule,
+            pass.selected.len(),
+            count(pass.parameters)
+        );
         out += &names("     ", &pass.selected);
         if !pass.unselected.is_empty() {
             out += &format!("   leaves {} other float tensors of two or more dimensions:\n", pass.unselected.len());

@@ -99,7 +99,11 @@ impl Safetensors {
         let mut names = std::collections::BTreeSet::new();
         for part in items.iter().flat_map(|item| item.spelling.parts(&item.name, &item.weight)) {
             if !names.insert(part.name.clone()) {
-                return Err(Error::tensor(&part.name, "would be written twice: another tensor's scales or mask have this name", "rename it, or add the other tensor to `ignore`"));
+                return Err(Error::tensor(
+                    &part.name,
+                    "would be written twice: another tensor's scales or mask have this name",
+                    "rename it, or add the other tensor to `ignore`",
+                ));
             }
         }
         let looks_sparse = |item: &&Item| {
@@ -107,7 +111,11 @@ impl Safetensors {
             name.is_some_and(|name| [".values", ".shape"].iter().all(|suffix| names.contains(&format!("{name}{suffix}"))))
         };
         if let Some(item) = items.iter().find(looks_sparse).filter(|_| sparse) {
-            return Err(Error::tensor(&item.name, "would be taken for the mask of a sparse tensor when the file is read, because of its name", "export with another layout, or rename it"));
+            return Err(Error::tensor(
+                &item.name,
+                "would be taken for the mask of a sparse tensor when the file is read, because of its name",
+                "export with another layout, or rename it",
+            ));
         }
         writer::Layout::new(items, &metadata, self.shard_size.0)
     }
@@ -239,14 +247,19 @@ impl Format for Safetensors {
         let mut kept = std::collections::BTreeMap::new();
         if self.layout == Layout::Sparse {
             let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
-            let counts = sweep.run("Counting zeros", &jobs, |(_, w)| w.stored_bytes, |(_, weight)| {
-                let mut kept = 0;
-                weight.visit(1, &mut |block| {
-                    kept += bitmask::count(block.now.values, value_size(weight) as usize);
-                    sweep.advance(block.before.values.len() as u64)
-                })?;
-                Ok(kept)
-            })?;
+            let counts = sweep.run(
+                "Counting zeros",
+                &jobs,
+                |(_, w)| w.stored_bytes,
+                |(_, weight)| {
+                    let mut kept = 0;
+                    weight.visit(1, &mut |block| {
+                        kept += bitmask::count(block.now.values, value_size(weight) as usize);
+                        sweep.advance(block.before.values.len() as u64)
+                    })?;
+                    Ok(kept)
+                },
+            )?;
             kept = jobs.into_iter().map(|(name, _)| name.as_str()).zip(counts).collect();
         }
         let items = self.items(model, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;

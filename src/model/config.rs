@@ -82,7 +82,8 @@ impl Config {
             None => [true, false],
         };
         let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
-        let has_head = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
+        let has_head =
+            ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
         TIED.into_iter().filter(|(alias, original)| has_head && stored(original) && tied[usize::from(stored(alias))]).collect()
     }
 
@@ -95,9 +96,11 @@ impl Config {
         self.text = None;
         let described = quantization.get(OWN_METHOD).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
-        let unsupported = |what: String| Error::Unsupported {
+        let unsupported = |what: String| {
+            Error::Unsupported {
             what: format!("{}: {what}", path.join("config.json").display()),
             hint: "compress reads dense weights and the eight-bit integers of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
+        }
         };
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));

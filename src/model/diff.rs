@@ -55,13 +55,19 @@ pub struct Diff {
 /// Reading fails, or the work is cancelled.
 pub fn diff(before: &Model, after: &Model, sweep: &Sweep) -> Result<Diff> {
     let names: BTreeSet<&String> = before.weights.by_name.keys().chain(after.weights.by_name.keys()).collect();
-    let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> = names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
+    let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> =
+        names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
     let bytes = |w: Option<&Weight>| w.map_or(0, |w| w.stored_bytes);
-    let weights = sweep.run("Comparing", &jobs, |(_, a, b)| bytes(*a) + bytes(*b), |(name, a, b)| {
-        let done = weight_diff(name, *a, *b)?;
-        sweep.advance(bytes(*a) + bytes(*b))?;
-        Ok(done)
-    })?;
+    let weights = sweep.run(
+        "Comparing",
+        &jobs,
+        |(_, a, b)| bytes(*a) + bytes(*b),
+        |(name, a, b)| {
+            let done = weight_diff(name, *a, *b)?;
+            sweep.advance(bytes(*a) + bytes(*b))?;
+            Ok(done)
+        },
+    )?;
     Ok(Diff { bytes_before: before.stored_bytes(), bytes_after: after.stored_bytes(), weights })
 }
 

@@ -5,7 +5,18 @@ use crate::store::Weight;
 /// Parts of names that mark matrices which are not the weights of a linear layer, or which are known to need
 /// full precision: embeddings, output heads, routers of mixtures of experts, norms, position biases.
 const NOT_LINEAR: [&str; 12] = [
-    "embed", "wte.", "wpe.", "shared.weight", "lm_head", "cls.predictions", "output_projection", "router", "mlp.gate.weight", "norm", "position", "relative_attention_bias",
+    "embed",
+    "wte.",
+    "wpe.",
+    "shared.weight",
+    "lm_head",
+    "cls.predictions",
+    "output_projection",
+    "router",
+    "mlp.gate.weight",
+    "norm",
+    "position",
+    "relative_attention_bias",
 ];
 
 /// The rule that [`is_linear`] follows, for plans and reports.

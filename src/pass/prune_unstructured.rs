@@ -114,7 +114,9 @@ impl PruneUnstructured {
     fn pools(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<Pool>>> {
         let member = |name: &&str| Ok(((*name).to_owned(), model.weights.get(name)?.clone()));
         let count = |what: &str, weights: u64| {
-            amount.of(weights).ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be taken from {what}, which has {weights}")))
+            amount
+                .of(weights)
+                .ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be taken from {what}, which has {weights}")))
         };
         let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
         if self.scope == Scope::Global {
@@ -159,13 +161,25 @@ impl PruneUnstructured {
         for name in names {
             let weight = model.weights.get(name)?.clone();
             if model.config.has_conv1d() && weight.shape.len() == 2 {
-                return Err(Error::tensor(name, format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()), "use an amount instead of a pattern"));
+                return Err(Error::tensor(
+                    name,
+                    format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()),
+                    "use an amount instead of a pattern",
+                ));
             }
             let &[_, inputs, ..] = weight.shape.as_slice() else {
-                return Err(Error::tensor(name, format!("has shape {:?}; {pattern} needs tensors of two or more dimensions", weight.shape), "add it to `ignore`"));
+                return Err(Error::tensor(
+                    name,
+                    format!("has shape {:?}; {pattern} needs tensors of two or more dimensions", weight.shape),
+                    "add it to `ignore`",
+                ));
             };
             if !inputs.is_multiple_of(pattern.m) {
-                return Err(Error::tensor(name, format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape), "add it to `ignore`, or choose another pattern"));
+                return Err(Error::tensor(
+                    name,
+                    format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape),
+                    "add it to `ignore`, or choose another pattern",
+                ));
             }
             removed += (weight.elements() / pattern.m * (pattern.m - pattern.n)) as u64;
             if pattern.n == pattern.m {

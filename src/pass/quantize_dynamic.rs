@@ -135,7 +135,11 @@ impl QuantizeDynamic {
         }
         let size = self.group_size.unwrap_or(DEFAULT_GROUP);
         if self.granularity == GranularityKind::Group && !weight.row().is_multiple_of(size) {
-            return Err(Error::tensor(name, format!("has rows of {} inputs, which groups of {size} do not divide", weight.row()), "choose another group_size, or add it to `ignore`"));
+            return Err(Error::tensor(
+                name,
+                format!("has rows of {} inputs, which groups of {size} do not divide", weight.row()),
+                "choose another group_size, or add it to `ignore`",
+            ));
         }
         Ok(())
     }
@@ -172,7 +176,14 @@ impl Pass for QuantizeDynamic {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
             let affine = self.affine(weight, model::is_embedding(name, weight));
-            let source = Quantized { name: (*name).to_owned(), upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
+            let source = Quantized {
+                name: (*name).to_owned(),
+                upstream: weight.clone(),
+                affine: affine.clone(),
+                observer: self.observer,
+                meter: meter.clone(),
+                shared: OnceLock::new(),
+            };
             let dtype = affine.scale_dtype;
             model.weights.by_name.insert((*name).to_owned(), weight.then(dtype, Encoding::Affine(affine), Arc::new(source)));
         }
@@ -279,7 +290,11 @@ impl Quantized {
         let outside = |e: &F::Bytes| F::magnitude(*e) < F::INFINITY && F::to_f32(*e).is_infinite();
         match F::DTYPE == DType::F64 && F::split(values).iter().any(outside) {
             false => Ok(()),
-            true => Err(Error::tensor(&self.name, "holds values past the end of f32, which its scales cannot cover", "scale the weights down, or add the tensor to `ignore`")),
+            true => Err(Error::tensor(
+                &self.name,
+                "holds values past the end of f32, which its scales cannot cover",
+                "scale the weights down, or add the tensor to `ignore`",
+            )),
         }
     }
 
@@ -304,7 +319,13 @@ impl Quantized {
                 out.encode_scales(self.affine.scale_dtype);
             });
             let zero_points = if self.affine.symmetric { &[] } else { out.zero_points.as_slice() };
-            sink(block.becomes(View { dtype: self.affine.scale_dtype, values: &out.integers, affine: Some((&self.affine, row)), scales: &out.scale_bytes, zero_points }))
+            sink(block.becomes(View {
+                dtype: self.affine.scale_dtype,
+                values: &out.integers,
+                affine: Some((&self.affine, row)),
+                scales: &out.scale_bytes,
+                zero_points,
+            }))
         })
     }
 }

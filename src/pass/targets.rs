@@ -17,7 +17,14 @@ pub struct Chosen<'a> {
 ///
 /// # Errors
 /// A pattern matches nothing, or nothing at all is selected.
-pub fn choose<'a>(pass: &str, weights: &'a Weights, targets: &[Pattern], ignore: &[Pattern], rule: &str, eligible: impl Fn(&str, &Weight) -> bool) -> Result<Chosen<'a>> {
+pub fn choose<'a>(
+    pass: &str,
+    weights: &'a Weights,
+    targets: &[Pattern],
+    ignore: &[Pattern],
+    rule: &str,
+    eligible: impl Fn(&str, &Weight) -> bool,
+) -> Result<Chosen<'a>> {
     let selection = Selection { targets, ignore };
     let names = selection.resolve(weights.by_name.keys(), |name| weights.by_name.get(name).is_some_and(|w| eligible(name, w)))?;
     if names.is_empty() {
@@ -37,7 +44,11 @@ pub fn choose<'a>(pass: &str, weights: &'a Weights, targets: &[Pattern], ignore:
 /// It is quantized already, empty, or not of a float type.
 pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
     if weight.encoding != Encoding::Dense {
-        return Err(Error::tensor(name, format!("is {} already, {pass} works on floats", weight.describe()), "quantize last, run `compress densify` first, or add the tensor to `ignore`"));
+        return Err(Error::tensor(
+            name,
+            format!("is {} already, {pass} works on floats", weight.describe()),
+            "quantize last, run `compress densify` first, or add the tensor to `ignore`",
+        ));
     }
     if !weight.is_float() {
         return Err(Error::tensor(name, format!("is {}, {pass} works on F16, BF16, F32 and F64", weight.dtype), "add it to `ignore`"));

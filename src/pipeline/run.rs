@@ -10,9 +10,9 @@ use crate::error::{Error, Result};
 use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified};
+use crate::store::Encoding;
 use crate::store::compressed::compressed_size;
 use crate::store::staging::Staging;
-use crate::store::Encoding;
 use crate::store::writer::Seen;
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
@@ -48,7 +48,11 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         schema: report::SCHEMA,
         tool: Tool::default(),
         environment: Environment::detect(),
-        model: ModelId { source: recipe.model.clone(), architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()), blake3: model_hash(&model, first) },
+        model: ModelId {
+            source: recipe.model.clone(),
+            architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
+            blake3: model_hash(&model, first),
+        },
         seed: pipeline.seed,
         recipe: serde_json::to_value(&recipe).unwrap_or_default(),
         passes: passes.collect(),
@@ -76,7 +80,11 @@ fn require_space(folder: &Path, target: &Path, forecasts: &[Forecast]) -> Result
         return Ok(());
     }
     let (needed, free) = (report::format::bytes(needed), report::format::bytes(free));
-    Err(Error::Output { path: target.to_owned(), reason: format!("needs {needed}, and {free} are free on this disk"), hint: "free some space, or choose a folder on another disk".into() })
+    Err(Error::Output {
+        path: target.to_owned(),
+        reason: format!("needs {needed}, and {free} are free on this disk"),
+        hint: "free some space, or choose a folder on another disk".into(),
+    })
 }
 
 fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
@@ -107,12 +115,20 @@ fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
 }
 
-fn sizes(model: &Model, after: &Model, exported: &Exported, zstd_before: crate::store::compressed::Compressed, zstd_after: crate::store::compressed::Compressed) -> Result<Sizes> {
+fn sizes(
+    model: &Model,
+    after: &Model,
+    exported: &Exported,
+    zstd_before: crate::store::compressed::Compressed,
+    zstd_after: crate::store::compressed::Compressed,
+) -> Result<Sizes> {
     let mut bytes_before = 0;
     for path in &model.weight_files {
         bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
     }
-    let zeros = |of: &Model, pick: fn(&Seen) -> u64| exported.weights.iter().filter(|(name, _)| of.weights.by_name.contains_key(name)).map(|(_, seen)| pick(seen)).sum::<u64>();
+    let zeros = |of: &Model, pick: fn(&Seen) -> u64| {
+        exported.weights.iter().filter(|(name, _)| of.weights.by_name.contains_key(name)).map(|(_, seen)| pick(seen)).sum::<u64>()
+    };
     let mut zeros_before = zeros(model, |s| s.difference.zeros_before);
     // A tied weight that is stored once now was not gone over with the others.
     for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !after.weights.by_name.contains_key(*name)) {
@@ -168,7 +184,13 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
 
 fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
     let verified = Verified { how: exported.how.clone(), max_abs_error: 0.0, ok: true };
-    let file = |f: &crate::store::writer::Written| OutputFile { format: format.to_owned(), path: f.name.clone(), bytes: f.bytes, blake3: f.blake3.to_string(), verified: verified.clone() };
+    let file = |f: &crate::store::writer::Written| OutputFile {
+        format: format.to_owned(),
+        path: f.name.clone(),
+        bytes: f.bytes,
+        blake3: f.blake3.to_string(),
+        verified: verified.clone(),
+    };
     exported.files.iter().map(file).collect()
 }
 
@@ -200,7 +222,11 @@ fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
         ));
     }
     if let Some((name, part)) = least(&empty) {
-        notes.push(format!("{} of the pruned weights are nearly or all zero (`{name}`: {:.1} %): give them a rule with a smaller amount, or prune with scope: tensor", empty.len(), -100.0 * part));
+        notes.push(format!(
+            "{} of the pruned weights are nearly or all zero (`{name}`: {:.1} %): give them a rule with a smaller amount, or prune with scope: tensor",
+            empty.len(),
+            -100.0 * part
+        ));
     }
     notes.extend(exports.iter().flat_map(|(_, e)| e.notes.clone()));
     notes

@@ -58,12 +58,21 @@ impl Header {
                 return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] run backwards", t.name));
             }
             if end > data_bytes {
-                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)", t.name));
+                return Err(format!(
+                    "tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)",
+                    t.name
+                ));
             }
             match byte_count(t.dtype, &t.shape) {
                 None => return Err(format!("tensor `{}`: shape {:?} of {} overflows or does not fill whole bytes", t.name, t.shape, t.dtype)),
                 Some(n) if n != end - begin => {
-                    return Err(format!("tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {}", t.name, t.shape, t.dtype, end - begin));
+                    return Err(format!(
+                        "tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {}",
+                        t.name,
+                        t.shape,
+                        t.dtype,
+                        end - begin
+                    ));
                 }
                 Some(_) => {}
             }
@@ -233,8 +242,10 @@ mod tests {
 
     #[test]
     fn header_bytes_are_exact() {
-        let header = Header::layout([("b".into(), DType::U8, vec![3]), ("a".into(), DType::F32, vec![1])], BTreeMap::from([("format".into(), "pt".into())])).unwrap();
-        let json = br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}"#;
+        let header =
+            Header::layout([("b".into(), DType::U8, vec![3]), ("a".into(), DType::F32, vec![1])], BTreeMap::from([("format".into(), "pt".into())])).unwrap();
+        let json =
+            br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}"#;
         let bytes = header.to_bytes();
         assert_eq!(bytes.len() % 8, 0);
         assert_eq!(bytes[8..8 + json.len()], json[..]);

@@ -37,7 +37,9 @@ impl SparseFile {
     /// One is missing, or they do not fit each other.
     pub fn take(checkpoint: &mut Checkpoint, name: &str) -> Result<SparseFile> {
         let part = |suffix| format!("{name}.{suffix}");
-        let broken = |reason: String| Error::tensor(name, format!("sparse parts do not fit: {reason}"), "write the file again; `compress verify` shows whether it was damaged");
+        let broken = |reason: String| {
+            Error::tensor(name, format!("sparse parts do not fit: {reason}"), "write the file again; `compress verify` shows whether it was damaged")
+        };
         let find = |suffix| checkpoint.tensors.get(&part(suffix)).ok_or_else(|| broken(format!("`{}` is missing", part(suffix))));
         let (mask, values, shape) = (find("bitmask")?, find("values")?, find("shape")?);
         if shape.dtype != DType::I64 || shape.shape.len() != 1 || shape.shape[0] > 64 {

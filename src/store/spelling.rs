@@ -170,7 +170,10 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
     if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
         if version != sparse::VERSION {
             let file = checkpoint.files.first().map_or(String::new(), |path| format!("{}: ", path.display()));
-            return Err(Error::Unsupported { what: format!("{file}sparse layout version {version}"), hint: format!("this version of compress reads layout {}", sparse::VERSION) });
+            return Err(Error::Unsupported {
+                what: format!("{file}sparse layout version {version}"),
+                hint: format!("this version of compress reads layout {}", sparse::VERSION),
+            });
         }
         let names: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".bitmask")).map(str::to_owned).collect();
         for name in names {
@@ -221,7 +224,11 @@ fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, m
     weight.stored_as.append(&mut stored_as);
     if let Some(other) = weights.by_name.get(&name) {
         let spelled = |w: &Weight| w.stored_as.join("`, `");
-        return Err(Error::tensor(&name, format!("is stored twice, as `{}` and as `{}`", spelled(other), spelled(&weight)), "write the file again with one of both"));
+        return Err(Error::tensor(
+            &name,
+            format!("is stored twice, as `{}` and as `{}`", spelled(other), spelled(&weight)),
+            "write the file again with one of both",
+        ));
     }
     weights.by_name.insert(name, weight);
     Ok(())

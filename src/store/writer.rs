@@ -157,19 +157,24 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
         targets.push(Target { path, file });
     }
     let jobs: Vec<(&Item, &[Part])> = items.iter().zip(&layout.parts).map(|(item, parts)| (item, parts.as_slice())).collect();
-    let done = sweep.run("Writing", &jobs, |(item, _)| item.weight.stored_bytes.max(1), |(item, parts)| {
-        let mut writers = Vec::with_capacity(parts.len());
-        for part in *parts {
-            let &(file, offset, length) = places.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-            writers.push(PartWriter::new(&targets[file], file, offset, length));
-        }
-        let seen = write_item(item, &mut writers, sweep)?;
-        let mut written = Vec::new();
-        for (writer, part) in writers.into_iter().zip(*parts) {
-            written.push((writer.index, writer.finish(&part.name)?));
-        }
-        Ok((seen, written))
-    })?;
+    let done = sweep.run(
+        "Writing",
+        &jobs,
+        |(item, _)| item.weight.stored_bytes.max(1),
+        |(item, parts)| {
+            let mut writers = Vec::with_capacity(parts.len());
+            for part in *parts {
+                let &(file, offset, length) = places.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+                writers.push(PartWriter::new(&targets[file], file, offset, length));
+            }
+            let seen = write_item(item, &mut writers, sweep)?;
+            let mut written = Vec::new();
+            for (writer, part) in writers.into_iter().zip(*parts) {
+                written.push((writer.index, writer.finish(&part.name)?));
+            }
+            Ok((seen, written))
+        },
+    )?;
     let mut seen = Vec::with_capacity(done.len());
     for (item, written) in done {
         seen.push(item);
@@ -305,7 +310,10 @@ impl<'a> PartWriter<'a> {
         let at = self.offset + self.position;
         self.position += bytes.len() as u64;
         if self.position > self.length {
-            return Err(Error::Verification { path: self.target.path.clone(), reason: "a tensor turned out longer than its header says; did the input change?".into() });
+            return Err(Error::Verification {
+                path: self.target.path.clone(),
+                reason: "a tensor turned out longer than its header says; did the input change?".into(),
+            });
         }
         self.hash(at, bytes);
         self.target.file.write_all_at(bytes, at).map_err(Error::io("write", &self.target.path))
@@ -335,7 +343,11 @@ impl<'a> PartWriter<'a> {
     fn finish(mut self, name: &str) -> Result<Vec<Stretch>> {
         self.flush()?;
         if self.position != self.length {
-            return Err(Error::tensor(name, format!("{} bytes were made where {} were announced", self.position, self.length), "did the input change while it was read?"));
+            return Err(Error::tensor(
+                name,
+                format!("{} bytes were made where {} were announced", self.position, self.length),
+                "did the input change while it was read?",
+            ));
         }
         self.close(self.offset + self.length);
         Ok(self.stretches)
@@ -363,7 +375,11 @@ fn read_back(path: &Path, header: &Header, mut stretches: Vec<Stretch>, sweep: &
                 *seen += head.len() as u64;
                 if *seen == stretch.length {
                     if hasher.digest() != stretch.hash {
-                        return Err(failed(&format!("bytes {} to {} read back differently: the disk or the memory is faulty", stretch.offset, stretch.offset + stretch.length)));
+                        return Err(failed(&format!(
+                            "bytes {} to {} read back differently: the disk or the memory is faulty",
+                            stretch.offset,
+                            stretch.offset + stretch.length
+                        )));
                     }
                     hasher.reset();
                     (*index, *seen) = (*index + 1, 0);
@@ -414,10 +430,8 @@ mod tests {
         let path = folder.path().join("model.safetensors");
         let mut bytes = std::fs::read(&path).unwrap();
         let data = bytes.len() - 68;
-        let stretches = vec![
-            header_stretches(&bytes[..data])[0],
-            Stretch { offset: data as u64, length: 68, hash: xxhash_rust::xxh3::xxh3_64(&bytes[data..]) },
-        ];
+        let stretches =
+            vec![header_stretches(&bytes[..data])[0], Stretch { offset: data as u64, length: 68, hash: xxhash_rust::xxh3::xxh3_64(&bytes[data..]) }];
         let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
         assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &sweep).is_ok());
         bytes[data + 7] ^= 1;

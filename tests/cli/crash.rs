@@ -74,7 +74,9 @@ fn a_kill_leaves_what_was_to_be_replaced() {
 
 #[test]
 fn a_signal_ends_a_run_with_a_word_and_without_a_trace() {
-    for (signal, args) in [(Signal::INT, "cast large -o out"), (Signal::TERM, "chain large -o out -- cast --to f16 -- quantize-dynamic"), (Signal::HUP, "densify large -o out")] {
+    for (signal, args) in
+        [(Signal::INT, "cast large -o out"), (Signal::TERM, "chain large -o out -- cast --to f16 -- quantize-dynamic"), (Signal::HUP, "densify large -o out")]
+    {
         let folder = prepared();
         let (child, _) = started(folder.path(), args);
         let run = stop(child, signal);
@@ -111,8 +113,11 @@ fn a_run_leaves_the_work_of_another_alone() {
 /// lies on the disk afterwards.
 fn on_a_small_disk(folder: &Path, args: &str) -> Run {
     const SCRIPT: &str = r#"mount -t tmpfs -o size=1m none disk && if [ -d old ]; then cp -r old disk/out; fi && "$0" "$@" > /dev/null; code=$?; find disk -mindepth 1 | sort; exit $code"#;
-    let namespace = ["-m", "-rm"].into_iter().find(|flags| Command::new("unshare").args([flags, "sh", "-c", "mount -t tmpfs none /mnt"]).status().is_ok_and(|s| s.success()));
-    let namespace = namespace.expect("this test mounts a small disk in a namespace of its own: run it as root, or where unprivileged user namespaces are allowed");
+    let namespace = ["-m", "-rm"]
+        .into_iter()
+        .find(|flags| Command::new("unshare").args([flags, "sh", "-c", "mount -t tmpfs none /mnt"]).status().is_ok_and(|s| s.success()));
+    let namespace =
+        namespace.expect("this test mounts a small disk in a namespace of its own: run it as root, or where unprivileged user namespaces are allowed");
     fs::create_dir(folder.join("disk")).unwrap();
     let mut run = Command::new("unshare");
     run.args([namespace, "sh", "-c", SCRIPT, env!("CARGO_BIN_EXE_compress")]).args(args.split(' ')).current_dir(folder);

@@ -241,7 +241,8 @@ pub fn all() -> Vec<Pattern> {
 /// The weights of a small Llama with two layers.
 pub fn pico(dtype: DType) -> Tensors {
     let (hidden, inner, heads, vocabulary) = (32, 48, 16, 64);
-    let mut shapes = vec![("model.embed_tokens".to_owned(), vec![vocabulary, hidden]), ("model.norm".into(), vec![hidden]), ("lm_head".into(), vec![vocabulary, hidden])];
+    let mut shapes =
+        vec![("model.embed_tokens".to_owned(), vec![vocabulary, hidden]), ("model.norm".into(), vec![hidden]), ("lm_head".into(), vec![vocabulary, hidden])];
     for layer in 0..2 {
         let parts = [
             ("self_attn.q_proj", vec![hidden, hidden]),

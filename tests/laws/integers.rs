@@ -8,8 +8,8 @@ use proptest::sample::select;
 
 use super::given::{Values, config, long, model};
 use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read};
-use compress::export::{ByteSize, Layout, Safetensors};
 use compress::Pipeline;
+use compress::export::{ByteSize, Layout, Safetensors};
 use compress::pass::{ActivationScheme, Cast, GranularityKind, PruneUnstructured, QuantizeDynamic, Step};
 use compress::pipeline::Builder;
 
@@ -28,7 +28,11 @@ fn dequantized(tensors: &Tensors, name: &str, q: &Tensor) -> Tensor {
     let scale = &tensors[&format!("{name}_scale")];
     let zeros = tensors.get(&format!("{name}_zero_point")).map_or(vec![0.0; scale.bits().len()], Tensor::values);
     let run = q.bytes.len() / scale.bits().len();
-    let largest = [(DType::F16, 65504.0), (DType::BF16, f32::from_bits(0x7F7F_0000)), (DType::F32, f32::MAX)].into_iter().find(|(dtype, _)| *dtype == scale.dtype).unwrap().1;
+    let largest = [(DType::F16, 65504.0), (DType::BF16, f32::from_bits(0x7F7F_0000)), (DType::F32, f32::MAX)]
+        .into_iter()
+        .find(|(dtype, _)| *dtype == scale.dtype)
+        .unwrap()
+        .1;
     // The lowest integer can stand for half a step more than the type holds.
     let value = |(i, q): (usize, f64)| ((q - zeros[i / run]) as f32 * scale.values()[i / run] as f32).clamp(-largest, largest);
     let round = |v: f32| match scale.dtype {
@@ -49,7 +53,9 @@ fn check(before: &Tensors, passes: Passes) {
     let [auto, named, sparse, dense] = [Layout::Auto, Layout::CompressedTensors, Layout::Sparse, Layout::Dense].map(into);
     let [auto_files, sparse_files, dense_files] = [&auto, &sparse, &dense].map(|output| contents(&output.path));
     assert!(auto_files == contents(&named.path));
-    let same = |from: &Output, layout, files: &BTreeMap<String, Vec<u8>>| assert!(contents(&again(from, layout).path) == *files, "{} to {layout:?}: {passes:?}", from.path.display());
+    let same = |from: &Output, layout, files: &BTreeMap<String, Vec<u8>>| {
+        assert!(contents(&again(from, layout).path) == *files, "{} to {layout:?}: {passes:?}", from.path.display())
+    };
     same(&auto, Layout::Auto, &auto_files);
     same(&auto, Layout::Sparse, &sparse_files);
     same(&auto, Layout::Dense, &dense_files);
@@ -85,18 +91,20 @@ impl Passes {
 
 fn passes(size: usize) -> impl Strategy<Value = Passes> {
     let kinds = select(vec![GranularityKind::Tensor, GranularityKind::Channel, GranularityKind::Group]);
-    (kinds, any::<[bool; 4]>(), prop_oneof![Just(u64::MAX), 1..300u64]).prop_map(move |(granularity, [symmetric, weights_only, prune, embeddings], shard_size)| Passes {
-        quantize: QuantizeDynamic {
-            granularity,
-            group_size: (granularity == GranularityKind::Group).then_some(size),
-            symmetric,
-            activations: if weights_only { ActivationScheme::None } else { ActivationScheme::Token },
-            embeddings,
-            ..Default::default()
+    (kinds, any::<[bool; 4]>(), prop_oneof![Just(u64::MAX), 1..300u64]).prop_map(
+        move |(granularity, [symmetric, weights_only, prune, embeddings], shard_size)| Passes {
+            quantize: QuantizeDynamic {
+                granularity,
+                group_size: (granularity == GranularityKind::Group).then_some(size),
+                symmetric,
+                activations: if weights_only { ActivationScheme::None } else { ActivationScheme::Token },
+                embeddings,
+                ..Default::default()
+            },
+            prune,
+            shard_size,
         },
-        prune,
-        shard_size,
-    })
+    )
 }
 
 /// Two linear layers, an embedding and a norm.
@@ -137,7 +145,11 @@ fn a_tied_head_has_a_copy_of_its_embeddings_scales() {
     let integers = Tensor::new(DType::I8, &[5000, 40], vec![3; 200_000]);
     for shape in [vec![1], vec![5000, 1]] {
         let scales = Tensor::random(DType::F32, &shape, 1);
-        let tensors = ["model.embed_tokens.weight", "model.embed_tokens.weight_scale", "lm_head.weight_scale"].map(str::to_owned).into_iter().zip([integers.clone(), scales.clone(), scales]).collect();
+        let tensors = ["model.embed_tokens.weight", "model.embed_tokens.weight_scale", "lm_head.weight_scale"]
+            .map(str::to_owned)
+            .into_iter()
+            .zip([integers.clone(), scales.clone(), scales])
+            .collect();
         let input = desk.weights(&tensors);
         std::fs::write(input.join("config.json"), r#"{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": true}"#).unwrap();
         assert_eq!(read(&desk.run(&input, pipeline()).unwrap().path), tensors);

@@ -71,14 +71,10 @@ fn check(before: &Tensors, output: &Output, plain: &Tensors) {
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
-    let prune = |scope, targets: &str| PruneUnstructured { amount: Some(Amount::fraction(0.5)), scope, targets: vec![targets.parse().unwrap()], ..Default::default() };
+    let prune =
+        |scope, targets: &str| PruneUnstructured { amount: Some(Amount::fraction(0.5)), scope, targets: vec![targets.parse().unwrap()], ..Default::default() };
     let quantize = |symmetric| QuantizeDynamic { symmetric, targets: vec!["t1".parse().unwrap()], ..Default::default() };
-    select(vec![
-        vec![],
-        vec![prune(Scope::Tensor, "*").into()],
-        vec![quantize(true).into()],
-        vec![prune(Scope::Global, "t1").into(), quantize(false).into()],
-    ])
+    select(vec![vec![], vec![prune(Scope::Tensor, "*").into()], vec![quantize(true).into()], vec![prune(Scope::Global, "t1").into(), quantize(false).into()]])
 }
 
 proptest! {

@@ -217,6 +217,7 @@ fn a_scale_that_is_there_already_is_not_written_over() {
     let input = desk.place();
     std::fs::create_dir(&input).unwrap();
     write(&input.join("other.safetensors"), &before);
-    let error = desk.run(&input, pipeline().pass(compress::pass::QuantizeDynamic { targets: vec!["t0".parse().unwrap()], ..Default::default() })).err().unwrap();
+    let error =
+        desk.run(&input, pipeline().pass(compress::pass::QuantizeDynamic { targets: vec!["t0".parse().unwrap()], ..Default::default() })).err().unwrap();
     assert!(error.to_string().contains("`t0.weight_scale`"), "{error}");
 }

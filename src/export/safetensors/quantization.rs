@@ -72,7 +72,12 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
 /// but not quantized would be loaded with an uninitialised scale. Two schemes for one class take turns by name.
 pub(super) fn describe(items: &[Item], model: &Model) -> Value {
     let groups = groups(items);
-    let tied: Vec<&str> = model.tied_names().into_iter().filter(|(_, original)| groups.iter().any(|g| g.modules.contains(&module(original)))).map(|(alias, _)| module(alias)).collect();
+    let tied: Vec<&str> = model
+        .tied_names()
+        .into_iter()
+        .filter(|(_, original)| groups.iter().any(|g| g.modules.contains(&module(original))))
+        .map(|(alias, _)| module(alias))
+        .collect();
     let mut described = Map::new();
     for (index, group) in groups.iter().enumerate() {
         let alone = groups.iter().filter(|g| g.class == group.class).count() == 1;

@@ -69,10 +69,25 @@ fn the_entries() {
         entry("a broken size", r#""dtype":"F32","shape":[1.5],"data_offsets":[0,4]"#, 4, "tensor `a`: invalid type: floating point `1.5`"),
         entry("a size beyond 64 bits", r#""dtype":"F32","shape":[99999999999999999999],"data_offsets":[0,4]"#, 4, "tensor `a`: invalid type"),
         entry("one offset", r#""dtype":"F32","shape":[1],"data_offsets":[0]"#, 4, "tensor `a`: invalid length 1"),
-        entry("sizes whose product overflows", r#""dtype":"F32","shape":[9223372036854775807,8],"data_offsets":[0,4]"#, 4, "tensor `a`: shape [9223372036854775807, 8] of F32 overflows"),
-        entry("bytes that overflow", r#""dtype":"F64","shape":[4611686018427387904],"data_offsets":[0,4]"#, 4, "tensor `a`: shape [4611686018427387904] of F64 overflows"),
+        entry(
+            "sizes whose product overflows",
+            r#""dtype":"F32","shape":[9223372036854775807,8],"data_offsets":[0,4]"#,
+            4,
+            "tensor `a`: shape [9223372036854775807, 8] of F32 overflows",
+        ),
+        entry(
+            "bytes that overflow",
+            r#""dtype":"F64","shape":[4611686018427387904],"data_offsets":[0,4]"#,
+            4,
+            "tensor `a`: shape [4611686018427387904] of F64 overflows",
+        ),
         entry("half a byte", r#""dtype":"F4","shape":[3],"data_offsets":[0,1]"#, 1, "tensor `a`: shape [3] of F4 overflows or does not fill whole bytes"),
-        entry("too few bytes", r#""dtype":"F32","shape":[2],"data_offsets":[0,4]"#, 4, "tensor `a`: shape [2] of F32 takes 8 bytes, data_offsets [0, 4] give 4"),
+        entry(
+            "too few bytes",
+            r#""dtype":"F32","shape":[2],"data_offsets":[0,4]"#,
+            4,
+            "tensor `a`: shape [2] of F32 takes 8 bytes, data_offsets [0, 4] give 4",
+        ),
         entry("offsets that run backwards", r#""dtype":"F32","shape":[1],"data_offsets":[4,0]"#, 4, "tensor `a`: data_offsets [4, 0] run backwards"),
     ]);
 }

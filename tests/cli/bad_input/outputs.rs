@@ -65,7 +65,15 @@ fn places_that_cannot_be() {
         place("inside a file", "cast in -o file/out", "file/out: cannot be made inside…file, which is not a folder", "choose another place"),
         place("deep inside a file", "cast in -o file/a/b/out", "file/a/b/out: cannot be made inside…file, which is not a folder", "choose another place"),
         place("inside a link to nowhere", "cast in -o dangling/out", "cannot create…dangling: File exists", ""),
-        place("a name that is too long", concat!("cast in -o new/", "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"), "File name too long", ""),
+        place(
+            "a name that is too long",
+            concat!(
+                "cast in -o new/",
+                "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+            ),
+            "File name too long",
+            "",
+        ),
         place("where the system makes no folders", "cast in -o /proc/new/out", "cannot create /proc/new", ""),
     ]);
 }

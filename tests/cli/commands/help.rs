@@ -105,7 +105,12 @@ fn mismatch(root: &Value, schema: &Value, value: &Value) -> Option<String> {
                 let known = |name: &str| schema["properties"].get(name).is_some();
                 value.as_object().into_iter().flatten().find(|(name, _)| !known(name)).and_then(|(name, _)| no(&format!("unknown key {name}")))
             }
-            "required" => rule.as_array().unwrap().iter().find(|name| value.is_object() && value.get(name.as_str().unwrap()).is_none()).and_then(|name| no(&format!("{name} is missing"))),
+            "required" => rule
+                .as_array()
+                .unwrap()
+                .iter()
+                .find(|name| value.is_object() && value.get(name.as_str().unwrap()).is_none())
+                .and_then(|name| no(&format!("{name} is missing"))),
             _ => None,
         };
         if found.is_some() {

@@ -29,12 +29,20 @@ fn check(args: &str, options: &Value, weights: &[(&str, &str, Option<u64>)]) {
 
 #[test]
 fn prune_unstructured() {
-    check("prune-unstructured in -o out", &json!({ "amount": 0.5, "scope": "tensor" }), &[(QUERY, "f32", Some(128)), (DENSE, "f32", Some(512)), (TABLE, "f32", Some(0))]);
+    check(
+        "prune-unstructured in -o out",
+        &json!({ "amount": 0.5, "scope": "tensor" }),
+        &[(QUERY, "f32", Some(128)), (DENSE, "f32", Some(512)), (TABLE, "f32", Some(0))],
+    );
     check("prune-unstructured in -o out --amount 0.25", &json!({ "amount": 0.25 }), &[(QUERY, "f32", Some(64)), (DENSE, "f32", Some(256))]);
     check("prune-unstructured in -o out --amount 10", &json!({ "amount": 10 }), &[(QUERY, "f32", Some(10)), (DENSE, "f32", Some(10))]);
     check("prune-unstructured in -o out --amount 1.0", &json!({ "amount": 1.0 }), &[(QUERY, "f32", Some(256)), (DENSE, "f32", Some(1024))]);
     check("prune-unstructured in -o out --pattern 2:4", &json!({ "pattern": "2:4", "amount": null }), &[(QUERY, "f32", Some(128)), (DENSE, "f32", Some(512))]);
-    check("prune-unstructured in -o out --targets *embeddings* --targets *.1.output*", &json!({ "targets": ["*embeddings*", "*.1.output*"] }), &[(QUERY, "f32", Some(0)), (DENSE, "f32", Some(512)), (TABLE, "f32", Some(256))]);
+    check(
+        "prune-unstructured in -o out --targets *embeddings* --targets *.1.output*",
+        &json!({ "targets": ["*embeddings*", "*.1.output*"] }),
+        &[(QUERY, "f32", Some(0)), (DENSE, "f32", Some(512)), (TABLE, "f32", Some(256))],
+    );
     check("prune-unstructured in -o out --ignore re:.*query", &json!({ "ignore": ["re:.*query"] }), &[(QUERY, "f32", Some(0)), (DENSE, "f32", Some(512))]);
     check(
         "prune-unstructured in -o out --rule *query.weight=0.75 --rule *.1.output*=3",
@@ -57,7 +65,11 @@ fn prune_unstructured_globally() {
 #[test]
 fn quantize_dynamic() {
     let int8 = |encoding| [(QUERY, encoding, None), (DENSE, encoding, None)];
-    check("quantize-dynamic in -o out", &json!({ "granularity": "channel", "symmetric": true, "activations": "token", "observer": "minmax" }), &int8("int8 channel"));
+    check(
+        "quantize-dynamic in -o out",
+        &json!({ "granularity": "channel", "symmetric": true, "activations": "token", "observer": "minmax" }),
+        &int8("int8 channel"),
+    );
     check("quantize-dynamic in -o out --granularity tensor", &json!({ "granularity": "tensor" }), &int8("int8 tensor"));
     check("quantize-dynamic in -o out --granularity group --group-size 8", &json!({ "group_size": 8 }), &int8("int8 group 8"));
     check("quantize-dynamic in -o out --symmetric false", &json!({ "symmetric": false }), &int8("int8 channel asymmetric"));
@@ -65,8 +77,16 @@ fn quantize_dynamic() {
     check("quantize-dynamic in -o out --observer mse", &json!({ "observer": "mse" }), &int8("int8 channel"));
     check("quantize-dynamic in -o out", &json!({ "embeddings": false }), &[(TABLE, "f32", Some(0))]);
     check("quantize-dynamic in -o out --embeddings", &json!({ "embeddings": true }), &[(QUERY, "int8 channel", None), (TABLE, "int8 channel", None)]);
-    check("quantize-dynamic in -o out --targets *query.weight", &json!({ "targets": ["*query.weight"] }), &[(QUERY, "int8 channel", None), (DENSE, "f32", Some(0))]);
-    check("quantize-dynamic in -o out --ignore *query.weight", &json!({ "ignore": ["*query.weight"] }), &[(QUERY, "f32", Some(0)), (DENSE, "int8 channel", None)]);
+    check(
+        "quantize-dynamic in -o out --targets *query.weight",
+        &json!({ "targets": ["*query.weight"] }),
+        &[(QUERY, "int8 channel", None), (DENSE, "f32", Some(0))],
+    );
+    check(
+        "quantize-dynamic in -o out --ignore *query.weight",
+        &json!({ "ignore": ["*query.weight"] }),
+        &[(QUERY, "f32", Some(0)), (DENSE, "int8 channel", None)],
+    );
 }
 
 #[test]

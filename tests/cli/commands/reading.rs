@@ -31,7 +31,10 @@ fn inspect() {
     let json = data(folder.path(), "inspect out --json");
     assert_eq!((&json["path"], &json["architecture"], &json["parameters"]), (&json!("out"), &json!("bert"), &json!(3104)));
     let query = named(&json["tensors"], QUERY);
-    assert_eq!((&query["dtype"], &query["shape"], &query["encoding"], &query["bytes"]), (&json!("F32"), &json!([16, 16]), &json!("int8 channel"), &json!(256 + 16 * 4)));
+    assert_eq!(
+        (&query["dtype"], &query["shape"], &query["encoding"], &query["bytes"]),
+        (&json!("F32"), &json!([16, 16]), &json!("int8 channel"), &json!(256 + 16 * 4))
+    );
     assert_eq!(query["stored_as"], json!([format!("{QUERY}_scale"), QUERY]));
     assert!(query["zeros"].as_u64().unwrap() >= 128);
     let headers = data(folder.path(), "inspect out --json --header-only");
@@ -75,7 +78,10 @@ fn diff_of_models_that_do_not_match() {
     write("b", &[crate::support::floats("x", &[3, 2]), crate::support::floats("b", &[1]), crate::support::tensor("t", "U8", &[4], &[0; 4])]);
     let weights = data(folder.path(), "diff a b --json")["weights"].clone();
     let note = |name| named(&weights, name)["note"].as_str().unwrap().to_owned();
-    assert_eq!([note("a"), note("b"), note("t"), note("x")], ["only in the first", "only in the second", "types differ: I8 and U8", "shapes differ: [2, 3] and [3, 2]"]);
+    assert_eq!(
+        [note("a"), note("b"), note("t"), note("x")],
+        ["only in the first", "only in the second", "types differ: I8 and U8", "shapes differ: [2, 3] and [3, 2]"]
+    );
     assert!(ok(folder.path(), "diff a b").stdout.contains("0 of 4 weights are equal"));
 }
 
@@ -118,7 +124,12 @@ fn verify_finds_what_was_damaged() {
         assert_eq!(run.code, 1);
         let failed = checks.as_array().unwrap().iter().find(|check| check["ok"] == false).unwrap();
         assert!(failed["path"] == path && failed["finding"].as_str().unwrap().contains(finding), "{failed}");
-        assert!(run.stdout.contains("FAILED") && run.stderr.starts_with(&format!("error: verification of out/{path} failed: ")) && run.stderr.contains(finding), "{}{}", run.stdout, run.stderr);
+        assert!(
+            run.stdout.contains("FAILED") && run.stderr.starts_with(&format!("error: verification of out/{path} failed: ")) && run.stderr.contains(finding),
+            "{}{}",
+            run.stdout,
+            run.stderr
+        );
     }
 }
 
@@ -155,7 +166,8 @@ fn densify_brings_values_back() {
     ok(folder.path(), "densify both -o int8-again --keep-quantized");
     assert_eq!(weights(folder.path(), "int8-again"), weights(folder.path(), "int8"));
     ok(folder.path(), "densify int8 -o floats --shard-size 6KB");
-    let encodings: Vec<Value> = data(folder.path(), "inspect floats --json --header-only")["tensors"].as_array().unwrap().iter().map(|t| t["encoding"].clone()).collect();
+    let encodings: Vec<Value> =
+        data(folder.path(), "inspect floats --json --header-only")["tensors"].as_array().unwrap().iter().map(|t| t["encoding"].clone()).collect();
     assert_eq!(encodings, vec!["f32"; 7]);
     assert!(names(&folder.path().join("floats")).contains(&"model-00001-of-00003.safetensors".to_owned()));
     assert!(data(folder.path(), "diff int8 floats --json")["weights"].as_array().unwrap().iter().all(|w| w["equal"] == true));

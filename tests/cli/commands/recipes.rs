@@ -111,10 +111,15 @@ fn same_but_reports(folder: &Path) -> std::collections::BTreeMap<std::path::Path
 
 #[test]
 fn a_chain_equals_its_recipe() {
-    let folder = prepared("model: in\npasses:\n  - prune-unstructured: { amount: 0.5, scope: global }\n  - quantize-dynamic: { observer: mse, ignore: [\"*layer.0*\"] }\noutput: out\n");
+    let folder = prepared(
+        "model: in\npasses:\n  - prune-unstructured: { amount: 0.5, scope: global }\n  - quantize-dynamic: { observer: mse, ignore: [\"*layer.0*\"] }\noutput: out\n",
+    );
     ok(folder.path(), "run recipe.yaml");
     ok(folder.path(), "chain in -o chained -- prune-unstructured --amount 0.5 --scope global -- quantize-dynamic --observer mse --ignore *layer.0*");
-    ok(folder.path(), "--threads 1 chain in -o flags-first --quiet -- prune-unstructured --amount 0.5 --scope global -- quantize-dynamic --observer mse --ignore *layer.0*");
+    ok(
+        folder.path(),
+        "--threads 1 chain in -o flags-first --quiet -- prune-unstructured --amount 0.5 --scope global -- quantize-dynamic --observer mse --ignore *layer.0*",
+    );
     let wanted = same_but_reports(&folder.path().join("out"));
     assert_eq!(same_but_reports(&folder.path().join("chained")), wanted);
     assert_eq!(same_but_reports(&folder.path().join("flags-first")), wanted);
@@ -147,7 +152,15 @@ fn a_dry_run_writes_nothing_and_says_what_a_plan_says() {
     let before = snapshot(folder.path());
     let dry = ok(folder.path(), "run recipe.yaml --dry-run");
     assert_eq!(dry.stdout, ok(folder.path(), "plan recipe.yaml").stdout);
-    for said in ["3.10 k parameters", "1. prune-unstructured", "2. cast", "3. quantize-dynamic", "encoder.layer.1.output.dense.weight", "model.safetensors", "peak memory"] {
+    for said in [
+        "3.10 k parameters",
+        "1. prune-unstructured",
+        "2. cast",
+        "3. quantize-dynamic",
+        "encoder.layer.1.output.dense.weight",
+        "model.safetensors",
+        "peak memory",
+    ] {
         assert!(dry.stdout.contains(said), "`{said}` is missing in\n{}", dry.stdout);
     }
     let plan = data(folder.path(), "plan recipe.yaml --json");
