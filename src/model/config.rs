@@ -77,14 +77,10 @@ impl Config {
     ///
     /// Without a word in the file, a language model whose head is not stored is tied.
     pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
-        let tied = match self.get("tie_word_embeddings").and_then(Value::as_bool) {
-            Some(tied) => [tied, tied],
-            None => [true, false],
-        };
         let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
-        let has_head =
-            ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
-        TIED.into_iter().filter(|(alias, original)| has_head && stored(original) && tied[usize::from(stored(alias))]).collect()
+        let has_head = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
+        let said = self.get("tie_word_embeddings").and_then(Value::as_bool);
+        TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias))).collect()
     }
 
     /// Removes the description of quantized weights, and says what happens to activations.

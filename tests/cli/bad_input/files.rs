@@ -46,7 +46,7 @@ fn the_header_text() {
     check([
         header("not UTF-8", b"{\"\xff\":1}", 0, "in.safetensors: the header is not UTF-8"),
         header("not JSON", "{\"a\":", 0, "in.safetensors: the header is not valid…line 1 column 5"),
-        header("nested too deeply", format!("{{\"a\":{{\"b\":{}", "[".repeat(100_000)), 0, "the header is not valid…EOF while parsing a list"),
+        header("nested too deeply", format!("{{\"a\":{{\"b\":{}", "[".repeat(100_000)), 0, "the header is not valid…recursion limit exceeded"),
         header("not an object", "[]", 0, "the header is not valid…expected an object of tensors"),
         header("text after the object", "{} x", 0, "trailing characters"),
         header("NUL after the object", b"{}\0", 0, "trailing characters"),
