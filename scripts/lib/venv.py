@@ -21,21 +21,32 @@ def cache() -> Path:
     return Path(base, "compress").absolute()
 
 
-def enter() -> None:
-    """Continue in the reference environment: build it when it is missing, then run this script again inside."""
-    folder = cache() / "venv-reference"
+def prepare(name: str, requirements: list[str], size: str) -> Path:
+    """The python of a virtual environment in the cache; it is built when it is missing or holds something else."""
+    folder = cache() / f"venv-{name}"
     python = folder / "bin" / "python"
-    if Path(sys.prefix) == folder:
-        return
-    wanted = "\n".join(REQUIREMENTS) + "\n"
+    wanted = "\n".join(requirements) + "\n"
     stamp = folder / "requirements.txt"
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"preparing {folder} (about 6 GB, once)", file=sys.stderr)
-        try:
-            if not python.exists():
-                subprocess.run([sys.executable, "-m", "venv", folder], check=True, stdout=sys.stderr)
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *REQUIREMENTS], check=True, stdout=sys.stderr)
-        except subprocess.CalledProcessError as error:
-            sys.exit(f"could not prepare {folder}: {' '.join(map(str, error.cmd))} failed")
+        print(f"preparing {folder} (about {size}, once)", file=sys.stderr)
+        if not python.exists():
+            subprocess.run([sys.executable, "-m", "venv", folder], check=True, stdout=sys.stderr)
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True, stdout=sys.stderr)
         stamp.write_text(wanted)
+    return python
+
+
+def reference() -> Path:
+    """The python that has the reference implementations."""
+    return prepare("reference", REQUIREMENTS, "6 GB")
+
+
+def enter() -> None:
+    """Continue in the reference environment: build it when it is missing, then run this script again inside."""
+    if Path(sys.prefix) == cache() / "venv-reference":
+        return
+    try:
+        python = reference()
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"could not prepare the environment: {' '.join(map(str, error.cmd))} failed")
     os.execv(python, [str(python), *sys.argv])
