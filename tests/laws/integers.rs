@@ -26,15 +26,16 @@ fn integers(tensors: &Tensors, name: &str) -> Option<Tensor> {
 /// The floats that integers stand for, by the definition, in the type of their scales.
 fn dequantized(tensors: &Tensors, name: &str, q: &Tensor) -> Tensor {
     let scale = &tensors[&format!("{name}_scale")];
-    let zeros = tensors.get(&format!("{name}_zero_point")).map_or(vec![0.0; scale.bits().len()], Tensor::values);
-    let run = q.bytes.len() / scale.bits().len();
+    let scales = scale.values();
+    let zeros = tensors.get(&format!("{name}_zero_point")).map_or(vec![0.0; scales.len()], Tensor::values);
+    let run = q.bytes.len() / scales.len();
     let largest = [(DType::F16, 65504.0), (DType::BF16, f32::from_bits(0x7F7F_0000)), (DType::F32, f32::MAX)]
         .into_iter()
         .find(|(dtype, _)| *dtype == scale.dtype)
         .unwrap()
         .1;
     // The lowest integer can stand for half a step more than the type holds.
-    let value = |(i, q): (usize, f64)| ((q - zeros[i / run]) as f32 * scale.values()[i / run] as f32).clamp(-largest, largest);
+    let value = |(i, q): (usize, f64)| ((q - zeros[i / run]) as f32 * scales[i / run] as f32).clamp(-largest, largest);
     let round = |v: f32| match scale.dtype {
         DType::F16 => f16::from_f32(v).to_bits().into(),
         DType::BF16 => bf16::from_f32(v).to_bits().into(),

@@ -110,3 +110,17 @@ fn a_stopped_run_leaves_the_place_as_it_was() {
     assert!(stopped > 20, "only {stopped} events");
     assert!(contents(&old.path) != before);
 }
+
+#[test]
+fn a_folder_that_appears_while_a_run_works_is_not_touched() {
+    let desk = Desk::new();
+    let (input, place) = (desk.weights(&weights()), desk.place());
+    let theirs = place.clone();
+    let progress = move |_: Event| {
+        std::fs::create_dir_all(&theirs).unwrap();
+        std::fs::write(theirs.join("theirs"), "").unwrap();
+    };
+    let error = pipeline().progress(progress).build().unwrap().run(compress::model::Model::open(&input).unwrap(), &place).unwrap_err();
+    assert!(error.to_string().contains("exists"), "{error}");
+    assert_eq!(contents(&place).into_keys().collect::<Vec<_>>(), ["theirs"]);
+}
