@@ -78,7 +78,8 @@ impl Config {
     /// Without a word in the file, a language model whose head is not stored is tied.
     pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
         let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
-        let has_head = ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
+        let has_head =
+            ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
         let said = self.get("tie_word_embeddings").and_then(Value::as_bool);
         TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias))).collect()
     }
