@@ -195,7 +195,9 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
     let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
     for name in quantized {
         let (packed, plain) = (format!("{name}_packed"), name.clone());
-        if let Some(words) = checkpoint.tensors.get(&packed).filter(|t| t.dtype == DType::I32).cloned() {
+        // Empty integers stand for nothing: they and their scales stay the tensors that they are.
+        let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
+        if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
             let shape_name = format!("{name}_shape");
             let shape = packed_shape(&checkpoint, &name, &words)?;
             checkpoint.tensors.remove(&packed);
@@ -203,7 +205,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
             let bytes = words.bytes() + 16;
             let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values: words, packed: true, shape })?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
-        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(|t| t.dtype == DType::I8).cloned() {
+        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
             let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values, packed: false, shape })?;

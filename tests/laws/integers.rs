@@ -158,6 +158,22 @@ fn a_tied_head_has_a_copy_of_its_embeddings_scales() {
 }
 
 #[test]
+fn empty_integers_go_through_as_they_are() {
+    let desk = Desk::new();
+    let integers = |name: &str, dtype, shape: [usize; 2]| (name.to_owned(), Tensor::new(dtype, &shape, Vec::new()));
+    for (shape, scales) in [([0, 4], vec![0, 1]), ([0, 4], vec![1]), ([2, 0], vec![2, 1])] {
+        let ones = Tensor::floats(DType::F32, &scales, &vec![1.0; scales.iter().product()]);
+        let words = Tensor::from_bits(DType::I64, &[2], &shape.map(|size| size as u64));
+        let mut tensors = Tensors::from([integers("a.weight", DType::I8, shape), integers("b.weight_packed", DType::I32, shape.map(|size| size / 4))]);
+        tensors.extend([("a.weight_scale".into(), ones.clone()), ("b.weight_scale".into(), ones), ("b.weight_shape".into(), words)]);
+        for layout in [Layout::Auto, Layout::Sparse, Layout::Dense] {
+            let output = desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::layout(layout))).unwrap();
+            assert_eq!(read(&output.path), tensors, "{layout:?}");
+        }
+    }
+}
+
+#[test]
 fn scales_that_are_not_finite_are_refused_by_name() {
     let desk = Desk::new();
     for scale in [f64::NAN, f64::INFINITY] {
