@@ -268,21 +268,35 @@ impl Masked {
             let input = block.now.values;
             output.resize(input.len(), 0);
             self.meter.time(|| {
-                let equal = if ties == 0 || ties == u64::MAX { 0 } else { scan::count_equal::<F>(input, threshold) };
-                if ties == 0 {
-                    mask::keep_from::<F>(input, &mut output, threshold);
-                } else if equal <= ties {
-                    mask::keep_above::<F>(input, &mut output, threshold);
-                } else {
-                    mask::keep_from_but_first::<F>(input, &mut output, threshold, ties);
-                }
-                if ties != u64::MAX {
-                    ties -= equal.min(ties);
+                // Most of a block is settled by counting: only the run in which the ties end is looked at one by one.
+                let step = if ties == 0 || ties == u64::MAX { input.len().max(1) } else { RUN * F::SIZE };
+                for (input, output) in input.chunks(step).zip(output.chunks_mut(step)) {
+                    mask_run::<F>(input, output, threshold, &mut ties);
                 }
             });
             sink(block.becomes(View::dense(block.now.dtype, &output)))
         })
     }
+}
+
+/// Elements that are settled together while there are ties to break.
+const RUN: usize = 4096;
+
+/// Zeroes what lies below the threshold, and of what equals it as many as are still to go.
+fn mask_run<F: Float>(input: &[u8], output: &mut [u8], threshold: F::Magnitude, ties: &mut u64) {
+    if *ties == 0 {
+        return mask::keep_from::<F>(input, output, threshold);
+    }
+    if *ties == u64::MAX {
+        return mask::keep_above::<F>(input, output, threshold);
+    }
+    let equal = scan::count_equal::<F>(input, threshold);
+    if equal <= *ties {
+        mask::keep_above::<F>(input, output, threshold);
+    } else {
+        mask::keep_from_but_first::<F>(input, output, threshold, *ties);
+    }
+    *ties -= equal.min(*ties);
 }
 
 impl Source for Masked {
