@@ -134,17 +134,11 @@ impl Error {
     /// Advice, where there is any.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } => {
-                (!hint.is_empty()).then(|| hint.clone())
-            }
-            Error::NotFinite { .. } => {
-                Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into())
-            }
+            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } => (!hint.is_empty()).then(|| hint.clone()),
+            Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
-            Error::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
-                Some("the disk is full; the unfinished output was removed".into())
-            }
+            Error::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => Some("the disk is full; the unfinished output was removed".into()),
             _ => None,
         }
     }

@@ -1,13 +1,21 @@
-#![doc = "x"]
+#![doc = include_str!("../README.md")]
+
+mod entry;
 pub mod error;
+pub mod export;
 pub mod kernel;
-pub mod store;
 pub mod model;
 pub mod pass;
-pub mod export;
-pub mod report;
-pub mod recipe;
 pub mod pipeline;
-pub use error::{Error, Result};
+pub mod recipe;
+pub mod report;
+pub mod store;
+
 #[cfg(feature = "cli")]
 pub mod cli;
+
+pub use error::{Error, Result};
+pub use model::Model;
+pub use pipeline::Pipeline;
+pub use recipe::Recipe;
+pub use report::Report;

@@ -3,6 +3,7 @@
 mod config;
 mod diff;
 mod files;
+mod roles;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,9 +14,10 @@ use serde_json::Value;
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 pub use files::carried_files;
+pub use roles::{LINEAR_RULE, PRUNABLE_RULE, is_embedding, is_linear, is_prunable};
 
 use crate::error::{Error, Result};
-use crate::store::{Activations, Checkpoint, Encoding, Meter, Sweep, Weights};
+use crate::store::{Checkpoint, Encoding, Meter, Sweep, Weights};
 
 /// Work that must be over before the weights can be written: a sweep over data that several of them share.
 pub trait Prepare: Send + Sync {
@@ -83,14 +85,25 @@ impl Model {
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         let mut weights = Weights::from_checkpoint(checkpoint)?;
         let files = if folder { carried_files(path)? } else { Vec::new() };
-        let activations = config.take_quantization(path)?;
-        for weight in weights.by_name.values_mut() {
-            let packed = weight.stored_as.iter().any(|name| name.ends_with("_packed"));
+        let schemes = config.take_quantization(path)?;
+        for (name, weight) in &mut weights.by_name {
+            let (class, row) = (if is_embedding(name, weight) { "Embedding" } else { "Linear" }, weight.row());
             if let Encoding::Affine(affine) = &mut weight.encoding {
-                affine.activations = if packed { Activations::None } else { activations };
+                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine);
+            }
+        }
+        for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
+            // A head that shares the integers of the embedding has a copy of its scales (see `export::safetensors`).
+            if weights.by_name.get(original).is_some_and(|w| w.encoding != Encoding::Dense) {
+                weights.by_name.remove(&format!("{alias}_scale"));
             }
         }
         Ok(Model { path: path.to_owned(), config, weights, weight_files, files, history: Vec::new(), preparations: Vec::new(), notes: Vec::new() })
+    }
+
+    /// Pairs (alias, original) of names that are tied: the alias need not be stored.
+    pub fn tied_names(&self) -> Vec<(&'static str, &'static str)> {
+        self.config.tied_names(|name| self.weights.by_name.contains_key(name))
     }
 
     /// Bytes of the checkpoint's tensors as they are stored.
@@ -115,7 +128,7 @@ impl Model {
     /// # Errors
     /// They differ, and only one of them was changed.
     pub fn settle_ties(&mut self, input: &Model) -> Result<()> {
-        for &(alias, original) in self.config.tied_names() {
+        for (alias, original) in input.tied_names() {
             let changed = |name: &str| match (self.weights.by_name.get(name), input.weights.by_name.get(name)) {
                 (Some(now), Some(before)) => Some(!Arc::ptr_eq(&now.source(), &before.source())),
                 _ => None,

@@ -1,5 +1,7 @@
 //! Recipes: what to do to which model, as YAML.
 
+pub(crate) mod message;
+
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -33,6 +35,9 @@ pub struct Recipe {
     pub output: Option<PathBuf>,
 }
 
+/// Values that aliases may add to a recipe.
+const ALIASED: usize = 10_000;
+
 fn default_export() -> Vec<Export> {
     vec![Export::default()]
 }
@@ -48,7 +53,10 @@ impl Recipe {
     /// # Errors
     /// The message has line, column and a snippet, and the names that would be accepted.
     pub fn parse(text: &str, path: &Path) -> Result<Recipe> {
-        serde_saphyr::from_str(text).map_err(|e| located(path, e))
+        // An alias repeats what it names: a few lines could stand for millions of patterns.
+        let aliases = serde_saphyr::alias_limits! { max_total_replayed_events: ALIASED };
+        let options = serde_saphyr::options! { alias_limits: aliases };
+        serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, e))
     }
 
     /// Reads a recipe, changes values in it (`key.inner=value`), and makes its paths relative to its folder.
@@ -58,12 +66,12 @@ impl Recipe {
     pub fn open(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         let mut recipe = Recipe::parse(&text, path)?;
-        if !set.is_empty() {
-            let mut values: Value = serde_saphyr::from_str(&text).map_err(|e| located(path, e))?;
-            for (key, value) in set {
-                overrule(&mut values, key, value)?;
-            }
-            recipe = serde_json::from_value(values).map_err(|e| Error::option("--set", e))?;
+        for (key, value) in set {
+            let wrong = |e: serde_json::Error| Error::option(format!("--set {key}={value}"), e);
+            // Defaults are written out here, so that they can be set whether the file names them or not.
+            let mut values = serde_json::to_value(&recipe).map_err(wrong)?;
+            overrule(&mut values, key, value)?;
+            recipe = serde_json::from_value(values).map_err(wrong)?;
         }
         let folder = path.parent().unwrap_or(Path::new(""));
         recipe.model = folder.join(&recipe.model);
@@ -78,18 +86,20 @@ impl Recipe {
 }
 
 fn located(path: &Path, error: serde_saphyr::Error) -> Error {
-    Error::Recipe { path: path.to_owned(), message: error.to_string() }
+    Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy()) }
 }
 
 /// Sets `a.b.0.c=value`. Names of passes and formats stand for their entry in the list:
 /// `prune-unstructured.amount=0.3` needs no number.
 fn overrule(values: &mut Value, key: &str, text: &str) -> Result<()> {
-    let value: Value = serde_saphyr::from_str(text).map_err(|e| Error::option(format!("--set {key}={text}"), e))?;
+    let value: Value = serde_saphyr::from_str(text).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, text)))?;
     let wrong = |reason: String| Error::option(format!("--set {key}"), reason);
     let parts: Vec<&str> = key.split('.').collect();
     let Some((last, parents)) = parts.split_last() else { return Err(wrong("no key".into())) };
     let mut parts = parents.to_vec();
-    if let Some(list) = parents.first().and_then(|first| ["passes", "export"].into_iter().find(|list| values.get(first).is_none() && find(values.get(list), first).is_some())) {
+    if let Some(list) =
+        parents.first().and_then(|first| ["passes", "export"].into_iter().find(|list| values.get(first).is_none() && find(values.get(list), first).is_some()))
+    {
         parts.insert(0, list);
     }
     let mut at = values;
@@ -137,6 +147,16 @@ mod tests {
     }
 
     #[test]
+    fn a_name_alone_means_everything_by_default() {
+        let parse = |passes: &str| Recipe::parse(&format!("model: m\npasses:\n  - {passes}\n"), Path::new("r.yaml"));
+        let full = parse("cast: {}").unwrap();
+        assert_eq!(parse("cast").unwrap(), full);
+        assert_eq!(parse("cast:").unwrap(), full);
+        let two = parse("cast: {}\n    quantize-dynamic: {}").unwrap_err().to_string();
+        assert!(two.contains("`quantize-dynamic` is a second pass in one entry"), "{two}");
+    }
+
+    #[test]
     fn mistakes_are_located() {
         let error = |text: &str| Recipe::parse(text, Path::new("r.yaml")).unwrap_err().to_string();
         let typo = error("model: m\npasses:\n  - prune-unstructured: { amuont: 0.5 }\n");
@@ -160,6 +180,8 @@ mod tests {
         assert_eq!(recipe.seed, 7);
         assert_eq!(recipe.output, Some(folder.path().join("out")));
         assert!(recipe.to_yaml().contains("0.25") && recipe.to_yaml().contains("bf16"));
+        assert!(set(&[("safetensors.layout", "sparse")]).unwrap().to_yaml().contains("sparse"));
+        assert!(set(&[("cast.to", "f8")]).unwrap_err().to_string().starts_with("--set cast.to=f8: unknown variant `f8`"));
         assert!(set(&[("quantize.amount", "1")]).unwrap_err().to_string().contains("no `quantize`"));
         assert!(set(&[("passes.7.cast.to", "f16")]).is_err());
         assert!(set(&[("seed", "x")]).is_err());

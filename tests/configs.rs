@@ -5,11 +5,11 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
+use compress::Error;
 use compress::model::Model;
 use compress::pipeline::{Pipeline, verify};
 use compress::recipe::Recipe;
 use compress::store::{Cancel, Silent, Sweep};
-use compress::Error;
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 

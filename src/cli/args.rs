@@ -104,5 +104,5 @@ impl Writing {
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {
-    serde_saphyr::from_str(text).map_err(|e| e.to_string())
+    serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
 }

@@ -21,17 +21,30 @@ pub(super) struct Args {
 
 /// Cuts `chain`'s passes off the command line; other commands keep all their arguments.
 pub(super) fn split(args: Vec<OsString>) -> (Vec<OsString>, Vec<Vec<OsString>>) {
-    if args.get(1).is_none_or(|command| command != "chain") {
+    if command(&args).is_none_or(|command| command != "chain") {
         return (args, Vec::new());
     }
     let mut parts = args.split(|arg| arg == "--").map(<[OsString]>::to_vec);
     (parts.next().unwrap_or_default(), parts.collect())
 }
 
+/// The command, past the flags that may stand before it.
+fn command(args: &[OsString]) -> Option<&OsString> {
+    let mut args = args.iter().skip(1);
+    while let Some(arg) = args.next() {
+        match arg.to_str() {
+            Some("--threads" | "--log-format") => drop(args.next()),
+            Some(flag) if flag.starts_with('-') => {}
+            _ => return Some(arg),
+        }
+    }
+    None
+}
+
 impl Args {
     pub(super) fn run(self, segments: Vec<Vec<OsString>>, global: &Global) -> Result<()> {
-        if segments.is_empty() {
-            return Err(Error::option("chain", "no passes; each follows `--`, as in: compress chain MODEL -o DIR -- cast --to bf16"));
+        if segments.is_empty() || segments.iter().any(Vec::is_empty) {
+            return Err(Error::option("chain", "no pass; each follows a `--` of its own, as in: compress chain MODEL -o DIR -- cast --to bf16"));
         }
         let command = Step::augment_subcommands(clap::Command::new("compress chain ... --").no_binary_name(true).subcommand_required(true));
         let step = |segment: Vec<OsString>| {

@@ -16,7 +16,6 @@ impl Args {
     pub(super) fn run(self) -> Result<()> {
         let mut script = Vec::new();
         clap_complete::generate(self.shell, &mut super::command(), "compress", &mut script);
-        output::print(&String::from_utf8_lossy(&script));
-        Ok(())
+        output::print(&String::from_utf8_lossy(&script))
     }
 }

@@ -38,12 +38,25 @@ impl Args {
                 }
                 let number = |value: Option<f64>, digits: usize| value.map_or("-".into(), |v| format!("{v:.digits$}"));
                 let error = w.max_abs_error.map_or("-".into(), |e| format!("{e:.3e}"));
-                vec![w.name.clone(), encodings, decibels(w.sqnr_db), number(w.cosine, 6), error, percent(w.zeros_before, w.elements), percent(w.zeros_after, w.elements)]
+                vec![
+                    w.name.clone(),
+                    encodings,
+                    decibels(w.sqnr_db),
+                    number(w.cosine, 6),
+                    error,
+                    percent(w.zeros_before, w.elements),
+                    percent(w.zeros_after, w.elements),
+                ]
             });
-            output::print(&format!("{}\n\n", table(&["weight", "encoding", "SQNR", "cosine", "max error", "zeros", "after"], rows)));
+            output::print(&format!("{}\n\n", table(&["weight", "encoding", "SQNR", "cosine", "max error", "zeros", "after"], rows)))?;
         }
         let (a, b) = (found.bytes_before, found.bytes_after);
-        output::print(&format!(" {equal} of {} weights are equal; {} -> {}, {:.2} x smaller\n", found.weights.len(), bytes(a), bytes(b), a as f64 / b.max(1) as f64));
-        Ok(())
+        output::print(&format!(
+            " {equal} of {} weights are equal; {} -> {}, {:.2} x smaller\n",
+            found.weights.len(),
+            bytes(a),
+            bytes(b),
+            a as f64 / b.max(1) as f64
+        ))
     }
 }

@@ -22,6 +22,5 @@ pub(super) fn run(global: &Global) -> Result<()> {
         ("memory", machine.memory_bytes.map_or_else(unknown, bytes)),
         ("kernels", machine.simd),
     ];
-    output::print(&format!("{}\n", table(&["", ""], rows.map(|(name, value)| vec![name.to_owned(), value]))));
-    Ok(())
+    output::print(&format!("{}\n", table(&["", ""], rows.map(|(name, value)| vec![name.to_owned(), value]))))
 }

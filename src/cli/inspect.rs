@@ -27,28 +27,53 @@ impl Args {
         let model = Model::open(&self.path)?;
         let mut weights: Vec<(&String, &Weight)> = model.weights.by_name.iter().collect();
         weights.sort_by(|a, b| output::natural(a.0, b.0));
-        let zeros = if self.header_only { vec![None; weights.len()] } else { global.sweep(|sweep| sweep.run("Reading", &weights, |(_, w)| w.stored_bytes, |(_, w)| {
-            let zeros = count_zeros(w)?;
-            sweep.advance(w.stored_bytes)?;
-            Ok(zeros)
-        }))? };
+        let zeros = if self.header_only {
+            vec![None; weights.len()]
+        } else {
+            global.sweep(|sweep| {
+                sweep.run(
+                    "Reading",
+                    &weights,
+                    |(_, w)| w.stored_bytes,
+                    |(_, w)| {
+                        let zeros = count_zeros(w)?;
+                        sweep.advance(w.stored_bytes)?;
+                        Ok(zeros)
+                    },
+                )
+            })?
+        };
         if global.json {
             let tensors: Vec<_> = weights
                 .iter()
                 .zip(&zeros)
                 .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
                 .collect();
-            return output::json(&json!({ "path": model.path, "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "tensors": tensors }));
+            return output::json(
+                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "tensors": tensors }),
+            );
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
-            vec![(*name).clone(), shape(&w.shape), w.describe(), count(w.elements() as u64), bytes(w.stored_bytes), zeros.map_or("-".into(), |z| percent(z, w.elements() as u64))]
+            vec![
+                (*name).clone(),
+                shape(&w.shape),
+                w.describe(),
+                count(w.elements() as u64),
+                bytes(w.stored_bytes),
+                zeros.map_or("-".into(), |z| percent(z, w.elements() as u64)),
+            ]
         });
         let architecture = Some(model.config.model_type()).filter(|t| !t.is_empty()).map_or(String::new(), |t| format!("{t}, "));
         let quantized = weights.iter().filter(|(_, w)| w.encoding != Encoding::Dense).count();
-        output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)));
+        output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)))?;
         let quantized = if quantized > 0 { format!(", {quantized} quantized") } else { String::new() };
-        output::print(&format!("\n {}: {architecture}{} weights{quantized}, {} parameters, {}\n", model.path.display(), weights.len(), count(model.weights.parameters()), bytes(model.stored_bytes())));
-        Ok(())
+        output::print(&format!(
+            "\n {}: {architecture}{} weights{quantized}, {} parameters, {}\n",
+            model.path.display(),
+            weights.len(),
+            count(model.weights.parameters()),
+            bytes(model.stored_bytes())
+        ))
     }
 }
 

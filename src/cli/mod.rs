@@ -82,7 +82,7 @@ pub fn main() -> ExitCode {
     match dispatch(&matches, segments, &global) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            output::error(&error);
+            output::error(&error, &global);
             ExitCode::from(if error.is_misuse() { 2 } else { 1 })
         }
     }
@@ -90,9 +90,15 @@ pub fn main() -> ExitCode {
 
 /// The whole command line: the commands above, and every pass.
 fn command() -> clap::Command {
-    let mut command = Step::augment_subcommands(Cli::command());
+    let own = Cli::command();
+    let about = own.get_about().cloned().unwrap_or_default();
+    // Adding the passes would put their description in place of ours.
+    let mut command = Step::augment_subcommands(own).about(about);
     for name in PASSES {
-        command = command.mut_subcommand(name, |sub| <pass::Args as clap::Args>::augment_args(sub).after_help("The output folder holds the weights, everything else of the model, recipe.yaml, and a report."));
+        command = command.mut_subcommand(name, |sub| {
+            <pass::Args as clap::Args>::augment_args(sub)
+                .after_help("The output folder holds the weights, everything else of the model, recipe.yaml, and a report.")
+        });
     }
     command
 }

@@ -1,12 +1,14 @@
 //! Printing.
 
+use std::borrow::Cow;
 use std::cmp::Ordering;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
 use serde::Serialize;
+use serde_json::json;
 
-use super::args::Global;
+use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
 use crate::pipeline::Plan;
 use crate::report::Report;
@@ -14,24 +16,41 @@ use crate::report::format::{bytes, count};
 use crate::report::terminal::table;
 
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
-pub(super) fn print(text: &str) {
-    let _ = io::stdout().lock().write_all(text.as_bytes());
+pub(super) fn print(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(printable(text).as_bytes()).and_then(|()| stdout.flush()) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(Error::Output { path: "stdout".into(), reason: e.to_string(), hint: String::new() }),
+        _ => Ok(()),
+    }
+}
+
+/// Names come from files of any origin; they must not steer the terminal.
+fn printable(text: &str) -> Cow<'_, str> {
+    let steers = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if !text.contains(steers) {
+        return text.into();
+    }
+    text.chars().map(|c| if steers(c) { c.escape_default().to_string() } else { c.to_string() }).collect()
 }
 
 /// Writes data to stdout as JSON.
 pub(super) fn json(value: &impl Serialize) -> Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(|e| Error::option("--json", e))?;
-    print(&(text + "\n"));
-    Ok(())
+    print(&(text + "\n"))
 }
 
 /// Writes an error to stderr, with its hint.
-pub(super) fn error(error: &Error) {
+pub(super) fn error(error: &Error, global: &Global) {
+    if global.log_format == LogFormat::Json {
+        let line = json!({ "event": "error", "message": error.to_string(), "hint": error.hint() });
+        let _ = writeln!(io::stderr().lock(), "{line}");
+        return;
+    }
     let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let (red, cyan, off) = if colour { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
-    let mut text = format!("{red}error:{off} {error}\n");
+    let mut text = format!("{red}error:{off} {}\n", printable(&error.to_string()));
     if let Some(hint) = error.hint() {
-        text += &format!("{cyan}hint:{off} {hint}\n");
+        text += &format!("{cyan}hint:{off} {}\n", printable(&hint));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
@@ -40,8 +59,7 @@ pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<
     if global.json {
         return json(report);
     }
-    print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()));
-    Ok(())
+    print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()))
 }
 
 /// Names listed for a pass before they are cut short.
@@ -53,7 +71,15 @@ pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
     }
     let mut out = format!("{}: {} parameters, {}\n", model.display(), count(plan.parameters), bytes(plan.input_bytes));
     for (index, pass) in plan.passes.iter().enumerate() {
-        out += &format!("\n{}. {} {}\n   takes {}: {} weights, {} parameters\n", index + 1, pass.name, pass.options, pass.rule, pass.selected.len(), count(pass.parameters));
+        out += &format!(
+            "\n{}. {} {}\n   takes {}: {} weights, {} parameters\n",
+            index + 1,
+            pass.name,
+            pass.options,
+            pass.rule,
+            pass.selected.len(),
+            count(pass.parameters)
+        );
         out += &names("     ", &pass.selected);
         if !pass.unselected.is_empty() {
             out += &format!("   leaves {} other float tensors of two or more dimensions:\n", pass.unselected.len());
@@ -71,8 +97,7 @@ pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
     for note in &plan.notes {
         out += &format!(" note: {note}\n");
     }
-    print(&out);
-    Ok(())
+    print(&out)
 }
 
 fn names(indent: &str, names: &[String]) -> String {
@@ -94,6 +119,12 @@ pub(super) fn natural(a: &str, b: &str) -> Ordering {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_cannot_steer_the_terminal() {
+        assert_eq!(printable("a\tb\n"), "a\tb\n");
+        assert_eq!(printable("a\u{1b}[31m\rb"), "a\\u{1b}[31m\\rb");
+    }
 
     #[test]
     fn natural_order() {

@@ -20,7 +20,7 @@ pub(super) struct Bars(Mutex<Option<Stage>>);
 
 struct Stage {
     name: String,
-    bytes: u64,
+    done: u64,
     start: Instant,
     bar: Option<ProgressBar>,
 }
@@ -34,22 +34,24 @@ impl Progress for Bars {
                     let style = ProgressStyle::with_template(STYLE).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
                     ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(10)).with_style(style).with_message(name.to_owned())
                 });
-                *stage = Some(Stage { name: name.to_owned(), bytes, start: Instant::now(), bar });
+                *stage = Some(Stage { name: name.to_owned(), done: 0, start: Instant::now(), bar });
             }
             Event::Advance(bytes) => {
-                if let Some(bar) = stage.as_ref().and_then(|s| s.bar.as_ref()) {
+                let Some(stage) = stage.as_mut() else { return };
+                stage.done += bytes;
+                if let Some(bar) = &stage.bar {
                     bar.inc(bytes);
                 }
             }
             Event::End => {
-                let Some(Stage { name, bytes: total, start, bar }) = stage.take() else { return };
+                let Some(Stage { name, done, start, bar }) = stage.take() else { return };
                 if let Some(bar) = bar {
                     bar.finish_and_clear();
                 }
                 let elapsed = start.elapsed();
                 if elapsed >= WORTH_A_LINE {
-                    let rate = (total as f64 / elapsed.as_secs_f64()) as u64;
-                    let _ = writeln!(io::stderr().lock(), "{name}: {} in {}, {}/s", bytes(total), seconds(elapsed.as_secs_f64()), bytes(rate));
+                    let rate = (done as f64 / elapsed.as_secs_f64()) as u64;
+                    let _ = writeln!(io::stderr().lock(), "{name}: {} in {}, {}/s", bytes(done), seconds(elapsed.as_secs_f64()), bytes(rate));
                 }
             }
         }

@@ -21,7 +21,7 @@ impl Args {
             output::json(&checks)?;
         } else {
             let rows = checks.iter().map(|c| vec![c.path.clone(), if c.ok { "ok" } else { "FAILED" }.into(), c.finding.clone()]);
-            output::print(&format!("{}\n", table(&["file", "", "finding"], rows)));
+            output::print(&format!("{}\n", table(&["file", "", "finding"], rows)))?;
         }
         match checks.iter().find(|c| !c.ok) {
             None => Ok(()),

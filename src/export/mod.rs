@@ -6,7 +6,6 @@ mod sizes;
 use std::fmt;
 use std::path::Path;
 
-use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
@@ -77,6 +76,7 @@ macro_rules! formats {
         /// One entry of a recipe's `export` list: a name, or a name with options.
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, FORMATS)))]
         pub enum Export {
             $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
@@ -91,21 +91,9 @@ macro_rules! formats {
                     $(Export::$format(format) => format,)+
                 }
             }
-
-            fn by_name<E: de::Error>(name: &str) -> std::result::Result<Export, E> {
-                match name {
-                    $($name => Ok(Export::$format($format::default())),)+
-                    _ => Err(E::unknown_variant(name, FORMATS)),
-                }
-            }
-
-            fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> std::result::Result<Export, A::Error> {
-                match name {
-                    $($name => map.next_value().map(Export::$format),)+
-                    _ => Err(de::Error::unknown_variant(name, FORMATS)),
-                }
-            }
         }
+
+        crate::entry::entry!(Export, "format", FORMATS, $($name => $format),+);
 
         $(impl From<$format> for Export {
             fn from(format: $format) -> Export {
@@ -130,32 +118,5 @@ impl Serialize for Export {
         let mut map = serializer.serialize_map(Some(1))?;
         map.serialize_entry(self.format().name(), &self.format().options())?;
         map.end()
-    }
-}
-
-impl<'de> de::Deserialize<'de> for Export {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        struct Entry;
-        impl<'de> Visitor<'de> for Entry {
-            type Value = Export;
-
-            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                write!(f, "a format ({}), or one with options", FORMATS.join(", "))
-            }
-
-            fn visit_str<E: de::Error>(self, name: &str) -> std::result::Result<Export, E> {
-                Export::by_name(name)
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<Export, A::Error> {
-                let name: String = map.next_key()?.ok_or_else(|| de::Error::invalid_length(0, &self))?;
-                let export = Export::with_options(&name, &mut map)?;
-                match map.next_key::<String>()? {
-                    None => Ok(export),
-                    Some(second) => Err(de::Error::custom(format!("`{second}` is a second format in one entry; begin a new one with `-`"))),
-                }
-            }
-        }
-        deserializer.deserialize_any(Entry)
     }
 }

@@ -16,10 +16,9 @@ use serde_json::{Value, json};
 use super::{ByteSize, Exported, Forecast, Format};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
-use crate::model::{Config, Model};
-use crate::pass::is_embedding;
+use crate::model::{Config, Model, is_embedding};
 use crate::store::writer::{self, Item};
-use crate::store::{Activations, Encoding, Granularity, Spelling, Sweep, Weight, sparse};
+use crate::store::{Activations, Block, DType, Encoding, Granularity, Sink, Source, Spelling, Sweep, View, Weight, sparse};
 
 /// How weights are laid out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,7 +77,12 @@ impl Safetensors {
             };
             Ok(Item { name: name.clone(), weight, spelling })
         };
-        model.weights.by_name.iter().map(item).collect()
+        let mut items: Vec<Item> = model.weights.by_name.iter().map(item).collect::<Result<_>>()?;
+        if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
+            items.extend(shared_scales(model));
+            items.sort_by(|a, b| a.name.cmp(&b.name));
+        }
+        Ok(items)
     }
 
     fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::Layout> {
@@ -88,11 +92,18 @@ impl Safetensors {
         let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
         if sparse {
             metadata.insert(sparse::MARK.into(), sparse::VERSION.into());
+            if let Some(item) = items.iter().find(|item| item.spelling == Spelling::Plain && item.name.ends_with(".bitmask")) {
+                return Err(Error::tensor(&item.name, "is named like the mask of a sparse tensor", "rename it, or choose another layout"));
+            }
         }
         let mut names = std::collections::BTreeSet::new();
         for part in items.iter().flat_map(|item| item.spelling.parts(&item.name, &item.weight)) {
             if !names.insert(part.name.clone()) {
-                return Err(Error::tensor(&part.name, "would be written twice: another tensor's scales or mask have this name", "rename it, or add the other tensor to `ignore`"));
+                return Err(Error::tensor(
+                    &part.name,
+                    "would be written twice: another tensor's scales or mask have this name",
+                    "rename it, or add the other tensor to `ignore`",
+                ));
             }
         }
         let looks_sparse = |item: &&Item| {
@@ -100,7 +111,11 @@ impl Safetensors {
             name.is_some_and(|name| [".values", ".shape"].iter().all(|suffix| names.contains(&format!("{name}{suffix}"))))
         };
         if let Some(item) = items.iter().find(looks_sparse).filter(|_| sparse) {
-            return Err(Error::tensor(&item.name, "would be taken for the mask of a sparse tensor when the file is read, because of its name", "export with another layout, or rename it"));
+            return Err(Error::tensor(
+                &item.name,
+                "would be taken for the mask of a sparse tensor when the file is read, because of its name",
+                "export with another layout, or rename it",
+            ));
         }
         writer::Layout::new(items, &metadata, self.shard_size.0)
     }
@@ -109,7 +124,7 @@ impl Safetensors {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
-        let described = integers.then(|| quantization::describe(items));
+        let described = integers.then(|| quantization::describe(items, model));
         if sparse {
             let own = crate::model::OWN_METHOD;
             config.set("quantization_config", json!({ "quant_method": own, "layout": "sparse", (own): described }));
@@ -141,8 +156,38 @@ impl Safetensors {
                 100.0 * zeros as f64 / elements as f64
             ));
         }
-        notes.extend(quantization::notes(items, model));
+        if sparse == 0 {
+            notes.extend(quantization::notes(items, model));
+        }
         notes
+    }
+}
+
+/// A head that is tied to a quantized embedding is loaded with the embedding's integers, and needs scales of its own.
+fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
+    model.tied_names().into_iter().filter_map(|(alias, original)| {
+        let weight = model.weights.by_name.get(original)?;
+        let Encoding::Affine(affine) = &weight.encoding else { return None };
+        let source = Scales { of: weight.clone(), dtype: affine.scale_dtype };
+        let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
+        (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, spelling: Spelling::Plain })
+    })
+}
+
+/// The scales of a quantized weight, as a weight.
+struct Scales {
+    of: Weight,
+    dtype: DType,
+}
+
+impl Source for Scales {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let mut first = true;
+        self.of.visit(unit, &mut |block| {
+            let one = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
+            let seen = !std::mem::replace(&mut first, false);
+            if one && seen { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, block.now.scales))) }
+        })
     }
 }
 
@@ -202,14 +247,19 @@ impl Format for Safetensors {
         let mut kept = std::collections::BTreeMap::new();
         if self.layout == Layout::Sparse {
             let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
-            let counts = sweep.run("Counting zeros", &jobs, |(_, w)| w.stored_bytes, |(_, weight)| {
-                let mut kept = 0;
-                weight.visit(1, &mut |block| {
-                    kept += bitmask::count(block.now.values, value_size(weight) as usize);
-                    sweep.advance(block.before.values.len() as u64)
-                })?;
-                Ok(kept)
-            })?;
+            let counts = sweep.run(
+                "Counting zeros",
+                &jobs,
+                |(_, w)| w.stored_bytes,
+                |(_, weight)| {
+                    let mut kept = 0;
+                    weight.visit(1, &mut |block| {
+                        kept += bitmask::count(block.now.values, value_size(weight) as usize);
+                        sweep.advance(block.before.values.len() as u64)
+                    })?;
+                    Ok(kept)
+                },
+            )?;
             kept = jobs.into_iter().map(|(name, _)| name.as_str()).zip(counts).collect();
         }
         let items = self.items(model, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;

@@ -47,7 +47,7 @@ pub fn count(elements: &[u8], size: usize) -> u64 {
 pub fn ones(mask: &[u8], elements: usize) -> usize {
     let whole = elements / 8;
     let mut sum: usize = mask[..whole].iter().map(|b| b.count_ones() as usize).sum();
-    if elements % 8 > 0 {
+    if !elements.is_multiple_of(8) {
         sum += (mask[whole] & ((1 << (elements % 8)) - 1)).count_ones() as usize;
     }
     sum

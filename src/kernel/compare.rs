@@ -34,14 +34,14 @@ impl Difference {
         self.zeros_after += part.zeros_after;
     }
 
-    /// Signal to noise in decibels; `None` when there is no noise or no signal.
+    /// Signal to noise in decibels; `None` when there is no noise or no signal, or more than can be summed.
     pub fn sqnr_db(&self) -> Option<f64> {
-        (self.noise > 0.0 && self.signal > 0.0).then(|| 10.0 * (self.signal / self.noise).log10())
+        (self.noise > 0.0 && self.signal > 0.0).then(|| 10.0 * (self.signal / self.noise).log10()).filter(|db| db.is_finite())
     }
 
-    /// Cosine of the angle between both; `None` when either is all zero.
+    /// Cosine of the angle between both; `None` when either is all zero, or more than can be summed.
     pub fn cosine(&self) -> Option<f64> {
-        (self.signal > 0.0 && self.other > 0.0).then(|| self.dot / (self.signal.sqrt() * self.other.sqrt()))
+        (self.signal > 0.0 && self.other > 0.0).then(|| self.dot / (self.signal.sqrt() * self.other.sqrt())).filter(|cosine| cosine.is_finite())
     }
 }
 

@@ -65,6 +65,15 @@ pub fn decode(dtype: Dtype, input: &[u8], output: &mut [f32]) -> bool {
     with_float!(dtype, F => { to_f32::<F>(input, output); true }, else false)
 }
 
+/// The largest finite value of a float format.
+pub fn largest(dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::F16 => half::f16::MAX.to_f32(),
+        Dtype::BF16 => half::bf16::MAX.to_f32(),
+        _ => f32::MAX,
+    }
+}
+
 /// A value rounded to a float format and back, as it will be read.
 pub fn rounded(dtype: Dtype, value: f32) -> f32 {
     match dtype {

@@ -99,10 +99,22 @@ float!(
 macro_rules! with_float {
     ($dtype:expr, $float:ident => $body:expr, else $other:expr) => {
         match $dtype {
-            safetensors::Dtype::F16 => { type $float = $crate::kernel::F16; $body }
-            safetensors::Dtype::BF16 => { type $float = $crate::kernel::Bf16; $body }
-            safetensors::Dtype::F32 => { type $float = $crate::kernel::F32; $body }
-            safetensors::Dtype::F64 => { type $float = $crate::kernel::F64; $body }
+            safetensors::Dtype::F16 => {
+                type $float = $crate::kernel::F16;
+                $body
+            }
+            safetensors::Dtype::BF16 => {
+                type $float = $crate::kernel::Bf16;
+                $body
+            }
+            safetensors::Dtype::F32 => {
+                type $float = $crate::kernel::F32;
+                $body
+            }
+            safetensors::Dtype::F64 => {
+                type $float = $crate::kernel::F64;
+                $body
+            }
             _ => $other,
         }
     };

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
-use crate::store::Activations;
+use crate::store::{Activations, Affine, Granularity, Pattern};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -73,25 +73,36 @@ impl Config {
         }
     }
 
-    /// Pairs (alias, original) that this configuration ties.
-    pub fn tied_names(&self) -> &'static [(&'static str, &'static str)] {
-        if self.get("tie_word_embeddings") == Some(&Value::Bool(true)) { &TIED } else { &[] }
+    /// Pairs (alias, original) of names that this configuration ties, `stored` saying which tensors there are.
+    ///
+    /// Without a word in the file, a language model whose head is not stored is tied.
+    pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
+        let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
+        let has_head =
+            ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
+        let said = self.get("tie_word_embeddings").and_then(Value::as_bool);
+        TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias))).collect()
     }
 
     /// Removes the description of quantized weights, and says what happens to activations.
-    pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Activations> {
-        let Some(quantization) = self.values.shift_remove("quantization_config") else { return Ok(Activations::None) };
+    pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Schemes> {
+        if self.get("quantization_config").is_none_or(Value::is_null) {
+            return Ok(Schemes::default());
+        }
+        let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
         let described = quantization.get(OWN_METHOD).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
-        let unsupported = |what: String| Error::Unsupported {
+        let unsupported = |what: String| {
+            Error::Unsupported {
             what: format!("{}: {what}", path.join("config.json").display()),
             hint: "compress reads dense weights and the eight-bit integers of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
+        }
         };
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
         }
-        let mut activations = Activations::None;
+        let mut schemes = Schemes::default();
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
             let integer = weights.get("type").and_then(Value::as_str).unwrap_or("int") == "int";
@@ -99,13 +110,16 @@ impl Config {
             if !weights.is_null() && (!integer || bits != 8) {
                 return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             }
-            match group.get("input_activations") {
-                None | Some(Value::Null) => {}
-                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => activations = Activations::DynamicToken,
-                Some(_) => return Err(unsupported("static activation scales".into())),
-            }
+            let activations = match group.get("input_activations") {
+                None | Some(Value::Null) => Activations::None,
+                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Activations::DynamicToken,
+                Some(_) => return Err(unsupported("a static scale for activations".into())),
+            };
+            let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
+            let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
+            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), activations, group }));
         }
-        Ok(activations)
+        Ok(schemes)
     }
 
     /// The file's text: unchanged when nothing was set, `None` when there is nothing to write.
@@ -114,6 +128,32 @@ impl Config {
             Some(text) => Some(text.clone()),
             None if self.values.is_empty() => None,
             None => Some(format!("{:#}\n", Value::Object(self.values.clone()))),
+        }
+    }
+}
+
+/// What is said of the modules that a target matches.
+#[derive(Debug)]
+struct Scheme {
+    target: String,
+    activations: Activations,
+    group: Option<usize>,
+}
+
+/// Which modules are quantized how: targets as compressed-tensors writes them.
+#[derive(Debug, Default)]
+pub(super) struct Schemes(Vec<Scheme>);
+
+impl Schemes {
+    /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
+    /// meant for groups as long as a row. An exact name counts before an expression, and that before a class.
+    pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) {
+        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
+        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
+        let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return };
+        affine.activations = scheme.activations;
+        if affine.granularity == Granularity::Channel && scheme.group == Some(row) {
+            affine.granularity = Granularity::Group(row);
         }
     }
 }
@@ -135,6 +175,14 @@ mod tests {
         std::fs::write(&path, "[]").unwrap();
         assert!(Config::open(&path).unwrap_err().to_string().contains("not a JSON object"));
         assert_eq!(Config::open(&folder.path().join("none")).unwrap().render(), None);
+    }
+
+    #[test]
+    fn a_null_description_is_none() {
+        let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
+        let mut config = Config { text: Some("kept".into()), values };
+        assert!(config.take_quantization(Path::new("m")).unwrap().0.is_empty());
+        assert_eq!(config.render().unwrap(), "kept");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Two models, weight by weight.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 use std::sync::mpsc::sync_channel;
 
 use serde::Serialize;
@@ -54,13 +55,19 @@ pub struct Diff {
 /// Reading fails, or the work is cancelled.
 pub fn diff(before: &Model, after: &Model, sweep: &Sweep) -> Result<Diff> {
     let names: BTreeSet<&String> = before.weights.by_name.keys().chain(after.weights.by_name.keys()).collect();
-    let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> = names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
+    let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> =
+        names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
     let bytes = |w: Option<&Weight>| w.map_or(0, |w| w.stored_bytes);
-    let weights = sweep.run("Comparing", &jobs, |(_, a, b)| bytes(*a) + bytes(*b), |(name, a, b)| {
-        let done = weight_diff(name, *a, *b)?;
-        sweep.advance(bytes(*a) + bytes(*b))?;
-        Ok(done)
-    })?;
+    let weights = sweep.run(
+        "Comparing",
+        &jobs,
+        |(_, a, b)| bytes(*a) + bytes(*b),
+        |(name, a, b)| {
+            let done = weight_diff(name, *a, *b)?;
+            sweep.advance(bytes(*a) + bytes(*b))?;
+            Ok(done)
+        },
+    )?;
     Ok(Diff { bytes_before: before.stored_bytes(), bytes_after: after.stored_bytes(), weights })
 }
 
@@ -94,7 +101,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         return Ok(diff);
     }
     let (mut x, mut y) = (vec![0f32; RUN], vec![0f32; RUN]);
-    zip(a, b, &mut |one, two| {
+    zip(name, a, b, &mut |one, two| {
         if !floats {
             same &= one.now.values == two;
             return Ok(());
@@ -124,16 +131,17 @@ const RUN: usize = 4096;
 const AHEAD: usize = 2;
 
 /// Visits two weights of one shape side by side, the second as plain bytes; its reader runs on a thread of its own.
-fn zip(a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
+fn zip(name: &str, a: &Weight, b: &Weight, sink: &mut dyn FnMut(&Block, &[u8]) -> Result<()>) -> Result<()> {
     let unit = a.row().max(1);
     let (send, receive) = sync_channel::<Vec<u8>>(AHEAD);
     std::thread::scope(|scope| {
-        let reader = scope.spawn(move || {
+        let read = move || {
             b.dense("").visit(unit, &mut |block| {
                 // The receiver is gone when the first side has failed; its error is the one that counts.
                 send.send(block.now.values.to_vec()).map_err(|_| Error::Cancelled)
             })
-        });
+        };
+        let reader = std::thread::Builder::new().spawn_scoped(scope, read).map_err(Error::io("start a thread to read", Path::new(name)))?;
         let first = a.visit(unit, &mut |block| match receive.recv() {
             Ok(bytes) => sink(&block, &bytes),
             Err(_) => Err(Error::Cancelled),

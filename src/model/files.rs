@@ -56,7 +56,17 @@ mod tests {
     fn small_files_go_over_and_other_weights_do_not() {
         let folder = tempfile::tempdir().unwrap();
         let keep = ["1_Pooling/config.json", "README.md", "tokenizer.json", "vocab.txt"];
-        let leave = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json", "onnx/model.json", "report.json", "config.json", ".git/config", "a.onnx.data"];
+        let leave = [
+            "model.safetensors",
+            "model.safetensors.index.json",
+            "pytorch_model.bin",
+            "pytorch_model.bin.index.json",
+            "onnx/model.json",
+            "report.json",
+            "config.json",
+            ".git/config",
+            "a.onnx.data",
+        ];
         for name in keep.iter().chain(&leave) {
             let path = folder.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();

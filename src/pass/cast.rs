@@ -47,14 +47,6 @@ impl FloatFormat {
             FloatFormat::Bf16 => "bfloat16",
         }
     }
-
-    fn largest(self) -> f32 {
-        match self {
-            FloatFormat::F32 => f32::MAX,
-            FloatFormat::F16 => half::f16::MAX.to_f32(),
-            FloatFormat::Bf16 => half::bf16::MAX.to_f32(),
-        }
-    }
 }
 
 /// What to do with values that the format cannot hold.
@@ -165,17 +157,19 @@ impl Converted {
 
     /// Finds values that were finite and would not be.
     fn limit(&self, finite: impl Iterator<Item = bool>, floats: &mut [f32]) -> Result<()> {
-        let largest = self.to.largest();
+        let largest = convert::largest(self.to.dtype());
         if floats.iter().all(|v| v.abs() <= largest) {
             return Ok(());
         }
         for (value, finite) in floats.iter_mut().zip(finite) {
             if finite && !convert::rounded(self.to.dtype(), *value).is_finite() {
                 if self.overflow == Overflow::Error {
+                    let held = if value.is_finite() { format!("{value:e}") } else { format!("a value beyond {:e}", f32::MAX) };
+                    let wider = if self.to == FloatFormat::F16 { "cast to bf16 (--to bf16), " } else { "" };
                     return Err(Error::tensor(
                         &self.name,
-                        format!("holds {value:e}, and {} ends at {largest:e}", self.to.config_name()),
-                        "cast to bf16 (--to bf16), set overflow: saturate, or add the tensor to `ignore`",
+                        format!("holds {held}, and {} ends at {largest:e}", self.to.config_name()),
+                        format!("{wider}set overflow: saturate, or add the tensor to `ignore`"),
                     ));
                 }
                 *value = largest.copysign(*value);

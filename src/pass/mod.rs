@@ -13,14 +13,13 @@ mod threshold;
 
 use std::fmt;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationScheme, GranularityKind, Observer, QuantizeDynamic};
-pub use targets::{is_embedding, is_linear};
 
 use crate::error::Result;
 use crate::model::Model;
@@ -51,9 +50,10 @@ pub trait Pass: fmt::Debug + Send + Sync {
 /// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
 macro_rules! passes {
     ($($(#[$doc:meta])* $name:literal => $pass:ident),+ $(,)?) => {
-        /// One step of a recipe.
-        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        /// One step of a recipe: a pass with its options, or its name alone.
+        #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
+        #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, PASSES)))]
         pub enum Step {
             $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
         }
@@ -69,6 +69,8 @@ macro_rules! passes {
                 }
             }
         }
+
+        crate::entry::entry!(Step, "pass", PASSES, $($name => $pass),+);
 
         $(impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {

@@ -26,7 +26,7 @@ use super::threshold::Pool;
 use super::{Amount, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
-use crate::model::{Applied, Model, Prepare};
+use crate::model::{self, Applied, Model, Prepare};
 use crate::store::{Block, Encoding, Meter, Pattern, Sink, Source, View, Weight};
 
 /// What weights are ranked against.
@@ -67,7 +67,7 @@ impl FromStr for Rule {
 #[serde(deny_unknown_fields, default)]
 pub struct PruneUnstructured {
     /// Weights to zero: a fraction like 0.5, or a count like 1000 [default: 0.5]
-    #[cfg_attr(feature = "cli", arg(long))]
+    #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amount>,
     /// Rank weights inside each tensor, or across all of them
@@ -114,7 +114,9 @@ impl PruneUnstructured {
     fn pools(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<Pool>>> {
         let member = |name: &&str| Ok(((*name).to_owned(), model.weights.get(name)?.clone()));
         let count = |what: &str, weights: u64| {
-            amount.of(weights).ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be taken from {what}, which has {weights}")))
+            amount
+                .of(weights)
+                .ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be taken from {what}, which has {weights}")))
         };
         let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
         if self.scope == Scope::Global {
@@ -159,11 +161,25 @@ impl PruneUnstructured {
         for name in names {
             let weight = model.weights.get(name)?.clone();
             if model.config.has_conv1d() && weight.shape.len() == 2 {
-                return Err(Error::tensor(name, format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()), "use an amount instead of a pattern"));
+                return Err(Error::tensor(
+                    name,
+                    format!("belongs to a {} model, whose layers are stored as [in, out]: N:M patterns run along the inputs", model.config.model_type()),
+                    "use an amount instead of a pattern",
+                ));
             }
-            let inputs = weight.shape.get(1).copied().unwrap_or(0);
-            if weight.shape.len() < 2 || !inputs.is_multiple_of(pattern.m) {
-                return Err(Error::tensor(name, format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape), "add it to `ignore`, or choose another pattern"));
+            let &[_, inputs, ..] = weight.shape.as_slice() else {
+                return Err(Error::tensor(
+                    name,
+                    format!("has shape {:?}; {pattern} needs tensors of two or more dimensions", weight.shape),
+                    "add it to `ignore`",
+                ));
+            };
+            if !inputs.is_multiple_of(pattern.m) {
+                return Err(Error::tensor(
+                    name,
+                    format!("has {inputs} inputs (shape {:?}), which {pattern} does not divide", weight.shape),
+                    "add it to `ignore`, or choose another pattern",
+                ));
             }
             removed += (weight.elements() / pattern.m * (pattern.m - pattern.n)) as u64;
             if pattern.n == pattern.m {
@@ -211,7 +227,7 @@ impl Pass for PruneUnstructured {
 
     fn apply(&self, mut model: Model) -> Result<Model> {
         let weights = model.weights.clone();
-        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, targets::PRUNABLE_RULE, targets::is_prunable)?;
+        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, model::PRUNABLE_RULE, model::is_prunable)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
         }
@@ -252,21 +268,35 @@ impl Masked {
             let input = block.now.values;
             output.resize(input.len(), 0);
             self.meter.time(|| {
-                let equal = if ties == 0 || ties == u64::MAX { 0 } else { scan::count_equal::<F>(input, threshold) };
-                if ties == 0 {
-                    mask::keep_from::<F>(input, &mut output, threshold);
-                } else if equal <= ties {
-                    mask::keep_above::<F>(input, &mut output, threshold);
-                } else {
-                    mask::keep_from_but_first::<F>(input, &mut output, threshold, ties);
-                }
-                if ties != u64::MAX {
-                    ties -= equal.min(ties);
+                // Most of a block is settled by counting: only the run in which the ties end is looked at one by one.
+                let step = if ties == 0 || ties == u64::MAX { input.len().max(1) } else { RUN * F::SIZE };
+                for (input, output) in input.chunks(step).zip(output.chunks_mut(step)) {
+                    mask_run::<F>(input, output, threshold, &mut ties);
                 }
             });
             sink(block.becomes(View::dense(block.now.dtype, &output)))
         })
     }
+}
+
+/// Elements that are settled together while there are ties to break.
+const RUN: usize = 4096;
+
+/// Zeroes what lies below the threshold, and of what equals it as many as are still to go.
+fn mask_run<F: Float>(input: &[u8], output: &mut [u8], threshold: F::Magnitude, ties: &mut u64) {
+    if *ties == 0 {
+        return mask::keep_from::<F>(input, output, threshold);
+    }
+    if *ties == u64::MAX {
+        return mask::keep_above::<F>(input, output, threshold);
+    }
+    let equal = scan::count_equal::<F>(input, threshold);
+    if equal <= *ties {
+        mask::keep_above::<F>(input, output, threshold);
+    } else {
+        mask::keep_from_but_first::<F>(input, output, threshold, *ties);
+    }
+    *ties -= equal.min(*ties);
 }
 
 impl Source for Masked {

@@ -18,7 +18,7 @@ use super::targets::{self, Chosen};
 use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, convert, quantize, with_float};
-use crate::model::{Applied, Model};
+use crate::model::{self, Applied, Model};
 use crate::store::{Activations, Affine, Block, DType, Encoding, Granularity, Meter, Pattern, Sink, Source, View, Weight};
 
 /// How many weights share a scale.
@@ -68,7 +68,7 @@ pub struct QuantizeDynamic {
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().granularity))]
     pub granularity: GranularityKind,
     /// Inputs of a row that share a scale, with `granularity: group` [default: 128]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS", allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub group_size: Option<usize>,
     /// Whether zero points are fixed at zero
@@ -135,7 +135,11 @@ impl QuantizeDynamic {
         }
         let size = self.group_size.unwrap_or(DEFAULT_GROUP);
         if self.granularity == GranularityKind::Group && !weight.row().is_multiple_of(size) {
-            return Err(Error::tensor(name, format!("has rows of {} inputs, which groups of {size} do not divide", weight.row()), "choose another group_size, or add it to `ignore`"));
+            return Err(Error::tensor(
+                name,
+                format!("has rows of {} inputs, which groups of {size} do not divide", weight.row()),
+                "choose another group_size, or add it to `ignore`",
+            ));
         }
         Ok(())
     }
@@ -164,15 +168,22 @@ impl Pass for QuantizeDynamic {
 
     fn apply(&self, mut model: Model) -> Result<Model> {
         let weights = model.weights.clone();
-        let rule = if self.embeddings { format!("{}; and embeddings", targets::LINEAR_RULE) } else { targets::LINEAR_RULE.to_owned() };
-        let eligible = |name: &str, w: &Weight| targets::is_linear(name, w) || (self.embeddings && targets::is_embedding(name, w));
+        let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
+        let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, &rule, eligible)?;
         let meter = Arc::new(Meter::default());
         for name in &names {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
-            let affine = self.affine(weight, targets::is_embedding(name, weight));
-            let source = Quantized { upstream: weight.clone(), affine: affine.clone(), observer: self.observer, meter: meter.clone(), shared: OnceLock::new() };
+            let affine = self.affine(weight, model::is_embedding(name, weight));
+            let source = Quantized {
+                name: (*name).to_owned(),
+                upstream: weight.clone(),
+                affine: affine.clone(),
+                observer: self.observer,
+                meter: meter.clone(),
+                shared: OnceLock::new(),
+            };
             let dtype = affine.scale_dtype;
             model.weights.by_name.insert((*name).to_owned(), weight.then(dtype, Encoding::Affine(affine), Arc::new(source)));
         }
@@ -192,6 +203,7 @@ impl Pass for QuantizeDynamic {
 
 /// A weight as integers.
 struct Quantized {
+    name: String,
     upstream: Weight,
     affine: Affine,
     observer: Observer,
@@ -202,6 +214,12 @@ struct Quantized {
 /// Steps of the search by squared error, each one percent of the range.
 const MSE_STEPS: usize = 20;
 
+/// The 255th part of a range.
+fn step(low: f32, high: f32) -> f32 {
+    // The range can be wider than f32 reaches.
+    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
+}
+
 fn shrink(step: usize) -> f32 {
     (1.0 - step as f64 / 100.0) as f32
 }
@@ -210,8 +228,9 @@ impl Quantized {
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = positive(if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { (high - low) / 255.0 });
-        let zero_point = if self.affine.symmetric { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
+        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { step(low, high) };
+        // Zeros alone stay zero bits, so that a sparse layout drops them.
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
         (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
     }
 
@@ -266,12 +285,26 @@ impl Quantized {
         Ok(*self.shared.get_or_init(|| found))
     }
 
+    /// Scales are f32 at most: a double that no f32 reaches would be clipped to what the others leave.
+    fn require_range<F: Float>(&self, values: &[u8]) -> Result<()> {
+        let outside = |e: &F::Bytes| F::magnitude(*e) < F::INFINITY && F::to_f32(*e).is_infinite();
+        match F::DTYPE == DType::F64 && F::split(values).iter().any(outside) {
+            false => Ok(()),
+            true => Err(Error::tensor(
+                &self.name,
+                "holds values past the end of f32, which its scales cannot cover",
+                "scale the weights down, or add the tensor to `ignore`",
+            )),
+        }
+    }
+
     fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
         let row = self.upstream.row();
         let shared = if self.affine.granularity == Granularity::Tensor { Some(self.observe_all::<F>()?) } else { None };
         let mut out = Output::default();
         self.upstream.visit(least_common_multiple(unit, row), &mut |block: Block| {
             let input = block.now.values;
+            self.require_range::<F>(input)?;
             self.meter.time(|| {
                 out.clear(input.len() / F::SIZE);
                 let run = self.affine.granularity.run(row, input.len() / F::SIZE);
@@ -286,7 +319,13 @@ impl Quantized {
                 out.encode_scales(self.affine.scale_dtype);
             });
             let zero_points = if self.affine.symmetric { &[] } else { out.zero_points.as_slice() };
-            sink(block.becomes(View { dtype: self.affine.scale_dtype, values: &out.integers, affine: Some((&self.affine, row)), scales: &out.scale_bytes, zero_points }))
+            sink(block.becomes(View {
+                dtype: self.affine.scale_dtype,
+                values: &out.integers,
+                affine: Some((&self.affine, row)),
+                scales: &out.scale_bytes,
+                zero_points,
+            }))
         })
     }
 }

@@ -36,7 +36,11 @@ impl Pool {
         if key != DType::F64
             && let Some((name, _)) = members.iter().find(|(_, w)| w.dtype == DType::F64)
         {
-            return Err(Error::tensor(name, "is F64 and cannot be ranked together with narrower floats", "prune it in a pass of its own, or use scope: tensor"));
+            return Err(Error::tensor(
+                name,
+                "is F64 and cannot be ranked together with narrower floats",
+                "prune it in a pass of its own, or use scope: tensor",
+            ));
         }
         Ok(Pool { members, count, key, cuts: Mutex::new(None) })
     }

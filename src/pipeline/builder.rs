@@ -72,8 +72,10 @@ impl Pipeline {
 
     /// The recipe of this pipeline for a model.
     pub(super) fn recipe(&self, model: &Model) -> Recipe {
+        let path = std::path::absolute(&model.path).unwrap_or_else(|_| model.path.clone());
         Recipe {
-            model: std::path::absolute(&model.path).unwrap_or_else(|_| model.path.clone()),
+            // YAML and JSON are text: what a path holds beyond UTF-8 cannot be kept.
+            model: path.to_string_lossy().as_ref().into(),
             seed: self.seed,
             allow_nonfinite: self.allow_nonfinite,
             passes: self.steps.clone(),

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified};
+use crate::store::Encoding;
 use crate::store::compressed::compressed_size;
 use crate::store::staging::Staging;
 use crate::store::writer::Seen;
@@ -47,7 +48,11 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         schema: report::SCHEMA,
         tool: Tool::default(),
         environment: Environment::detect(),
-        model: ModelId { source: recipe.model.clone(), architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()), blake3: model_hash(&model, first) },
+        model: ModelId {
+            source: recipe.model.clone(),
+            architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
+            blake3: model_hash(&model, first),
+        },
         seed: pipeline.seed,
         recipe: serde_json::to_value(&recipe).unwrap_or_default(),
         passes: passes.collect(),
@@ -75,7 +80,11 @@ fn require_space(folder: &Path, target: &Path, forecasts: &[Forecast]) -> Result
         return Ok(());
     }
     let (needed, free) = (report::format::bytes(needed), report::format::bytes(free));
-    Err(Error::Output { path: target.to_owned(), reason: format!("needs {needed}, and {free} are free on this disk"), hint: "free some space, or choose a folder on another disk".into() })
+    Err(Error::Output {
+        path: target.to_owned(),
+        reason: format!("needs {needed}, and {free} are free on this disk"),
+        hint: "free some space, or choose a folder on another disk".into(),
+    })
 }
 
 fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
@@ -106,16 +115,32 @@ fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
 }
 
-fn sizes(model: &Model, after: &Model, exported: &Exported, zstd_before: crate::store::compressed::Compressed, zstd_after: crate::store::compressed::Compressed) -> Result<Sizes> {
+fn sizes(
+    model: &Model,
+    after: &Model,
+    exported: &Exported,
+    zstd_before: crate::store::compressed::Compressed,
+    zstd_after: crate::store::compressed::Compressed,
+) -> Result<Sizes> {
     let mut bytes_before = 0;
     for path in &model.weight_files {
         bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
     }
-    let zeros = |pick: fn(&Seen) -> u64| exported.weights.iter().map(|(_, seen)| pick(seen)).sum::<u64>();
+    let zeros = |of: &Model, pick: fn(&Seen) -> u64| {
+        exported.weights.iter().filter(|(name, _)| of.weights.by_name.contains_key(name)).map(|(_, seen)| pick(seen)).sum::<u64>()
+    };
+    let mut zeros_before = zeros(model, |s| s.difference.zeros_before);
+    // A tied weight that is stored once now was not gone over with the others.
+    for (_, weight) in model.weights.by_name.iter().filter(|(name, _)| !after.weights.by_name.contains_key(*name)) {
+        weight.visit(1, &mut |block| {
+            zeros_before += block.now.zeros();
+            Ok(())
+        })?;
+    }
     let (parameters_before, parameters) = (model.weights.parameters(), after.weights.parameters());
     let before = Size {
         parameters: parameters_before,
-        nonzero: parameters_before - zeros(|s| s.difference.zeros_before).min(parameters_before),
+        nonzero: parameters_before - zeros_before.min(parameters_before),
         tensors: model.weights.by_name.values().map(|w| w.stored_as.len()).sum(),
         bytes: bytes_before,
         bytes_zstd: Some(zstd_before.bytes),
@@ -123,7 +148,7 @@ fn sizes(model: &Model, after: &Model, exported: &Exported, zstd_before: crate::
     };
     let after = Size {
         parameters,
-        nonzero: parameters - zeros(|s| s.difference.zeros_after).min(parameters),
+        nonzero: parameters - zeros(after, |s| s.difference.zeros_after).min(parameters),
         tensors: exported.tensors,
         bytes: exported.files.iter().filter(|f| f.name.ends_with(".safetensors")).map(|f| f.bytes).sum(),
         bytes_zstd: Some(zstd_after.bytes),
@@ -153,33 +178,54 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
         zeros: seen.difference.zeros_after,
         sqnr_db: if seen.changed { seen.difference.sqnr_db() } else { None },
     };
-    exported.weights.iter().zip(&exported.encodings).map(layer).collect()
+    let stored = exported.weights.iter().zip(&exported.encodings);
+    stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
 }
 
 fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
     let verified = Verified { how: exported.how.clone(), max_abs_error: 0.0, ok: true };
-    let file = |f: &crate::store::writer::Written| OutputFile { format: format.to_owned(), path: f.name.clone(), bytes: f.bytes, blake3: f.blake3.to_string(), verified: verified.clone() };
+    let file = |f: &crate::store::writer::Written| OutputFile {
+        format: format.to_owned(),
+        path: f.name.clone(),
+        bytes: f.bytes,
+        blake3: f.blake3.to_string(),
+        verified: verified.clone(),
+    };
     exported.files.iter().map(file).collect()
 }
 
 /// Below this a quantized weight has lost more than int8 should cost: 40 dB is usual for a scale per channel.
 const LOW_SQNR_DB: f64 = 20.0;
 
+/// From this part on, a pruned weight hardly does anything any more.
+const NEARLY_EMPTY: f64 = 0.95;
+
 fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
     let mut notes = after.notes.clone();
     notes.extend(after.history.iter().flat_map(|applied| applied.notes.clone()));
-    let mut low: BTreeMap<String, f64> = BTreeMap::new();
+    let (mut low, mut empty) = (BTreeMap::new(), BTreeMap::new());
     for (name, seen) in exports.iter().flat_map(|(_, e)| &e.weights) {
-        let quantized = after.weights.by_name.get(name).is_some_and(|w| w.encoding != crate::store::Encoding::Dense);
-        let pruned = seen.difference.zeros_after > seen.difference.zeros_before + after.weights.by_name.get(name).map_or(0, |w| w.elements() as u64) / 10;
-        if let Some(db) = seen.difference.sqnr_db().filter(|db| quantized && !pruned && *db < LOW_SQNR_DB) {
-            low.insert(name.clone(), db);
+        let Some(weight) = after.weights.by_name.get(name).filter(|_| seen.changed) else { continue };
+        let elements = weight.elements() as f64;
+        let (before, now) = (seen.difference.zeros_before as f64 / elements, seen.difference.zeros_after as f64 / elements);
+        if now >= NEARLY_EMPTY && before < NEARLY_EMPTY {
+            empty.insert(name.as_str(), -now);
+        } else if let Some(db) = seen.difference.sqnr_db().filter(|db| weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB) {
+            low.insert(name.as_str(), db);
         }
     }
-    if let Some((name, db)) = low.iter().min_by(|a, b| a.1.total_cmp(b.1)) {
+    let least = |found: &BTreeMap<&str, f64>| found.iter().min_by(|a, b| a.1.total_cmp(b.1)).map(|(name, value)| ((*name).to_owned(), *value));
+    if let Some((name, db)) = least(&low) {
         notes.push(format!(
             "{} of the quantized weights keep less than {LOW_SQNR_DB:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
             low.len()
+        ));
+    }
+    if let Some((name, part)) = least(&empty) {
+        notes.push(format!(
+            "{} of the pruned weights are nearly or all zero (`{name}`: {:.1} %): give them a rule with a smaller amount, or prune with scope: tensor",
+            empty.len(),
+            -100.0 * part
         ));
     }
     notes.extend(exports.iter().flat_map(|(_, e)| e.notes.clone()));

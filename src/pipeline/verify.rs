@@ -30,7 +30,11 @@ pub fn verify(folder: &Path, sweep: &Sweep) -> Result<Vec<Check>> {
     let mut checks = Vec::new();
     for output in &report.outputs {
         let inside = Path::new(&output.path).components().all(|part| matches!(part, std::path::Component::Normal(_)));
-        let found = if inside { check(&folder.join(&output.path), output.bytes, &output.blake3, sweep) } else { Err(Error::malformed(folder, "the report names a file outside the folder")) };
+        let found = if inside {
+            check(&folder.join(&output.path), output.bytes, &output.blake3, sweep)
+        } else {
+            Err(Error::malformed(folder, "the report names a file outside the folder"))
+        };
         let (ok, finding) = match found {
             Ok(finding) => finding,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
@@ -54,5 +58,9 @@ fn check(path: &Path, bytes: u64, blake3: &str, sweep: &Sweep) -> Result<(bool, 
         return Ok((false, format!("has {length} bytes, the report says {bytes}")));
     }
     let hash = hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))?;
-    Ok(if hash.to_string() == blake3 { (true, "as written".into()) } else { (false, "its BLAKE3 differs from the report: the file was changed or damaged".into()) })
+    Ok(if hash.to_string() == blake3 {
+        (true, "as written".into())
+    } else {
+        (false, "its BLAKE3 differs from the report: the file was changed or damaged".into())
+    })
 }

@@ -16,7 +16,13 @@ fn scaled(mut value: f64, units: &[&str]) -> String {
         value /= 1000.0;
         unit += 1;
     }
-    let digits = if unit == 0 || value >= 99.95 { 0 } else if value >= 9.995 { 1 } else { 2 };
+    let digits = if unit == 0 || value >= 99.95 {
+        0
+    } else if value >= 9.995 {
+        1
+    } else {
+        2
+    };
     format!("{value:.digits$} {}", units[unit])
 }
 

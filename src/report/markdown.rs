@@ -18,7 +18,13 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
     let about = |sampled: bool| if sampled { "about " } else { "" };
     let zstd = |size: &super::Size| size.bytes_zstd.map_or("-".into(), |b| format!("{}{}", about(size.bytes_zstd_sampled), bytes(b)));
     writeln!(out, "# {} → {}, {:.2} × smaller\n", bytes(before.bytes), bytes(after.bytes), report.size.ratio)?;
-    writeln!(out, "`{}`{}, BLAKE3 `{}`\n", report.model.source.display(), report.model.architecture.as_ref().map_or(String::new(), |a| format!(" ({a})")), report.model.blake3)?;
+    writeln!(
+        out,
+        "`{}`{}, BLAKE3 `{}`\n",
+        report.model.source.display(),
+        report.model.architecture.as_ref().map_or(String::new(), |a| format!(" ({a})")),
+        report.model.blake3
+    )?;
     table(
         out,
         &["", "before", "after"],
@@ -31,7 +37,13 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         ],
     )?;
     writeln!(out, "## Passes\n")?;
-    let passes: Vec<_> = report.passes.iter().map(|p| [format!("`{}`", p.name), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes), format!("`{}`", p.options)]).collect();
+    let passes: Vec<_> = report
+        .passes
+        .iter()
+        .map(|p| {
+            [format!("`{}`", p.name), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes), format!("`{}`", p.options)]
+        })
+        .collect();
     table(out, &["pass", "tensors", "time", "peak memory", "options"], &passes)?;
     if !report.notes.is_empty() {
         writeln!(out, "## Notes\n")?;
@@ -41,7 +53,11 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         writeln!(out)?;
     }
     writeln!(out, "## Files\n")?;
-    let files: Vec<_> = report.outputs.iter().map(|f| [format!("`{}`", f.path), bytes(f.bytes), format!("`{}`", f.blake3), if f.verified.ok { "yes".into() } else { "**no**".into() }]).collect();
+    let files: Vec<_> = report
+        .outputs
+        .iter()
+        .map(|f| [format!("`{}`", f.path), bytes(f.bytes), format!("`{}`", f.blake3), if f.verified.ok { "yes".into() } else { "**no**".into() }])
+        .collect();
     table(out, &["file", "size", "BLAKE3", "verified"], &files)?;
     writeln!(out, "## Weights\n")?;
     let layers: Vec<_> = report
@@ -49,7 +65,15 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         .iter()
         .map(|l| {
             let elements = l.shape.iter().product::<usize>() as u64;
-            [format!("`{}`", l.name), shape(&l.shape), l.encoding.clone(), bytes(l.bytes_before), bytes(l.bytes_after), percent(l.zeros, elements), decibels(l.sqnr_db)]
+            [
+                format!("`{}`", l.name),
+                shape(&l.shape),
+                l.encoding.clone(),
+                bytes(l.bytes_before),
+                bytes(l.bytes_after),
+                percent(l.zeros, elements),
+                decibels(l.sqnr_db),
+            ]
         })
         .collect();
     table(out, &["weight", "shape", "encoding", "before", "after", "zeros", "SQNR"], &layers)?;

@@ -41,7 +41,8 @@ impl Report {
         );
         out += &format!("{sizes}\n");
         if !self.passes.is_empty() {
-            let rows = self.passes.iter().map(|p| vec![p.name.clone(), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes)]);
+            let rows =
+                self.passes.iter().map(|p| vec![p.name.clone(), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes)]);
             out += &format!("\n{}\n", table(&["pass", "tensors", "time", "peak memory"], rows));
         }
         let mut worst: Vec<_> = self.layers.iter().filter(|l| l.sqnr_db.is_some()).collect();

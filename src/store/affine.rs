@@ -64,9 +64,9 @@ impl Affine {
     }
 }
 
-/// Elements of one output row. A tensor without elements may claim rows of any length.
+/// Elements of one output row. Of a tensor without elements, the other sizes may be anything.
 pub fn row(shape: &[usize]) -> usize {
-    shape.get(1..).unwrap_or(&[]).iter().fold(1, |n, &d| n.saturating_mul(d))
+    shape.get(1..).unwrap_or(&[]).iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
 /// A quantized weight as compressed-tensors stores it, plain or in 32-bit words.

@@ -2,7 +2,7 @@
 
 use super::{Affine, DType};
 use crate::error::Result;
-use crate::kernel::{convert, quantize};
+use crate::kernel::{bitmask, convert, quantize, scan, with_float};
 
 /// Elements of a block, unless a larger unit is asked for. Small enough that a block stays in the
 /// second-level cache while every stage of a chain works on it.
@@ -73,6 +73,23 @@ impl<'a> View<'a> {
             at = stop;
         }
         true
+    }
+
+    /// How many elements are zero, of either sign; types narrower than a byte and pairs of floats are not looked into.
+    pub fn zeros(&self) -> u64 {
+        if let Some((affine, row)) = self.affine {
+            let run = affine.granularity.run(row, self.values.len());
+            let zero_point = |index: usize| self.zero_points.get(index).copied().unwrap_or(0);
+            return self.values.chunks(run).enumerate().map(|(index, values)| scan::zeros_i8(values, zero_point(index))).sum();
+        }
+        with_float!(self.dtype, F => scan::zeros::<F>(self.values), else match self.dtype {
+            DType::BOOL | DType::U8 | DType::I8 | DType::F8_E5M2FNUZ | DType::F8_E4M3FNUZ => scan::count_bytes(self.values, 0),
+            DType::F8_E5M2 | DType::F8_E4M3 => scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 0x80),
+            DType::I16 | DType::U16 | DType::I32 | DType::U32 | DType::I64 | DType::U64 => {
+                self.elements() as u64 - bitmask::count(self.values, self.dtype.bitsize() / 8)
+            }
+            _ => 0,
+        })
     }
 
     /// Scale and zero point number `index`.

@@ -32,12 +32,12 @@ impl DataFile {
     /// # Errors
     /// The file cannot be read, or its header is not valid.
     pub fn open(path: &Path) -> Result<(Arc<DataFile>, Header)> {
-        let mut file = File::open(path).map_err(Error::io("open", path))?;
-        let metadata = file.metadata().map_err(Error::io("open", path))?;
-        if !metadata.is_file() {
+        // Asked before opening: a pipe without a writer would wait forever.
+        if !std::fs::metadata(path).map_err(Error::io("open", path))?.is_file() {
             return Err(Error::malformed(path, "not a regular file"));
         }
-        let bytes = metadata.len();
+        let mut file = File::open(path).map_err(Error::io("open", path))?;
+        let bytes = file.metadata().map_err(Error::io("open", path))?.len();
         if bytes < 8 {
             return Err(Error::malformed(path, format!("{bytes} bytes are too few for a safetensors file")));
         }
@@ -171,7 +171,7 @@ impl Checkpoint {
 
     fn add_shards(&mut self, folder: &Path, index: &Path) -> Result<()> {
         let text = std::fs::read_to_string(index).map_err(Error::io("read", index))?;
-        let map: Index = serde_json::from_str(&text).map_err(|e| Error::malformed(index, e))?;
+        let map: Index = serde_json::from_str(&text).map_err(|e| Error::malformed(index, format!("not an index of shards: {e}")))?;
         let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (tensor, shard) in &map.weight_map {
             let plain = Path::new(shard).file_name().is_some_and(|name| name == shard.as_str());

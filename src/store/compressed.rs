@@ -34,24 +34,37 @@ pub fn compressed_size(paths: &[PathBuf], sweep: &Sweep) -> Result<Compressed> {
     }
     let total: u64 = files.iter().map(|(_, _, length)| length).sum();
     let sampled = total > EXACT;
-    let starts: Vec<u64> = if sampled { (0..EXACT / SAMPLE).map(|i| (total - SAMPLE) / (EXACT / SAMPLE - 1) * i).collect() } else { (0..total.div_ceil(SAMPLE)).map(|i| i * SAMPLE).collect() };
+    let starts: Vec<u64> = if sampled {
+        (0..EXACT / SAMPLE).map(|i| (total - SAMPLE) / (EXACT / SAMPLE - 1) * i).collect()
+    } else {
+        (0..total.div_ceil(SAMPLE)).map(|i| i * SAMPLE).collect()
+    };
     let blocks: Vec<(u64, u64)> = starts.into_iter().map(|start| (start, SAMPLE.min(total - start))).collect();
-    let sizes = sweep.run("Compressing", &blocks, |(_, length)| *length, |&(start, length)| {
-        let mut block = vec![0; length as usize];
-        let (mut at, mut filled) = (start, 0usize);
-        for (path, file, size) in &files {
-            if at < *size && filled < block.len() {
-                let count = (block.len() - filled).min((size - at) as usize);
-                file.read_exact_at(&mut block[filled..filled + count], at).map_err(Error::io("read", path))?;
-                filled += count;
-                at = 0;
-            } else {
-                at = at.saturating_sub(*size);
+    let sizes = sweep.run(
+        "Compressing",
+        &blocks,
+        |(_, length)| *length,
+        |&(start, length)| {
+            let mut block = vec![0; length as usize];
+            let (mut at, mut filled) = (start, 0usize);
+            for (path, file, size) in &files {
+                if at < *size && filled < block.len() {
+                    let count = (block.len() - filled).min((size - at) as usize);
+                    file.read_exact_at(&mut block[filled..filled + count], at).map_err(Error::io("read", path))?;
+                    filled += count;
+                    at = 0;
+                } else {
+                    at = at.saturating_sub(*size);
+                }
             }
-        }
-        sweep.advance(length)?;
-        zstd::bulk::compress(&block, LEVEL).map(|c| c.len() as u64).map_err(|source| Error::Io { action: "compress", path: paths.first().cloned().unwrap_or_default(), source })
-    })?;
+            sweep.advance(length)?;
+            zstd::bulk::compress(&block, LEVEL).map(|c| c.len() as u64).map_err(|source| Error::Io {
+                action: "compress",
+                path: paths.first().cloned().unwrap_or_default(),
+                source,
+            })
+        },
+    )?;
     let (compressed, seen) = (sizes.iter().sum::<u64>(), blocks.iter().map(|(_, length)| length).sum::<u64>());
     let bytes = if seen == 0 { 0 } else { (u128::from(compressed) * u128::from(total) / u128::from(seen)) as u64 };
     Ok(Compressed { bytes, sampled })

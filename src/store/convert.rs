@@ -22,6 +22,7 @@ pub(crate) const RUN: usize = 4096;
 impl Source for Decoded {
     fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
         let size = self.dtype.bitsize() / 8;
+        let largest = convert::largest(self.dtype);
         let mut bytes = Vec::new();
         let mut run = vec![0f32; RUN];
         self.upstream.visit(unit, &mut |block| {
@@ -33,7 +34,12 @@ impl Source for Decoded {
             for start in (0..elements).step_by(RUN) {
                 let run = &mut run[..RUN.min(elements - start)];
                 let out = &mut bytes[start * size..(start + run.len()) * size];
-                if !(block.now.decode(start, run) && convert::from_f32(self.dtype, run, out)) {
+                let decoded = block.now.decode(start, run);
+                if block.now.affine.is_some() {
+                    // The lowest integer can stand for half a step more than the format holds.
+                    run.iter_mut().for_each(|v| *v = v.clamp(-largest, largest));
+                }
+                if !(decoded && convert::from_f32(self.dtype, run, out)) {
                     return Err(Error::tensor(&self.name, format!("{} cannot be decoded to {}", block.now.dtype, self.dtype), ""));
                 }
             }

@@ -23,7 +23,13 @@ enum Piece {
 ///
 /// # Errors
 /// The file cannot be read, or `see` says so.
-pub fn hash_file<S>(path: &Path, sweep: &Sweep, begin: impl Fn(u64) -> S + Sync, see: impl Fn(&mut S, &[u8]) -> Result<()> + Sync, end: impl Fn(S) -> Result<()> + Sync) -> Result<blake3::Hash> {
+pub fn hash_file<S>(
+    path: &Path,
+    sweep: &Sweep,
+    begin: impl Fn(u64) -> S + Sync,
+    see: impl Fn(&mut S, &[u8]) -> Result<()> + Sync,
+    end: impl Fn(S) -> Result<()> + Sync,
+) -> Result<blake3::Hash> {
     let file = File::open(path).map_err(Error::io("open", path))?;
     let length = file.metadata().map_err(Error::io("open", path))?.len();
     let count = length.div_ceil(SEGMENT).max(1);

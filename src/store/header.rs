@@ -58,17 +58,27 @@ impl Header {
                 return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] run backwards", t.name));
             }
             if end > data_bytes {
-                return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)", t.name));
+                return Err(format!(
+                    "tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)",
+                    t.name
+                ));
             }
             match byte_count(t.dtype, &t.shape) {
                 None => return Err(format!("tensor `{}`: shape {:?} of {} overflows or does not fill whole bytes", t.name, t.shape, t.dtype)),
                 Some(n) if n != end - begin => {
-                    return Err(format!("tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {}", t.name, t.shape, t.dtype, end - begin));
+                    return Err(format!(
+                        "tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {}",
+                        t.name,
+                        t.shape,
+                        t.dtype,
+                        end - begin
+                    ));
                 }
                 Some(_) => {}
             }
         }
-        tensors.sort_by(|a, b| (a.begin, a.end, &a.name).cmp(&(b.begin, b.end, &b.name)));
+        // Empty tensors may share a place: they keep the reference order.
+        tensors.sort_by(|a, b| (a.begin, a.end, b.dtype, &a.name).cmp(&(b.begin, b.end, a.dtype, &b.name)));
         let mut position = 0;
         for t in &tensors {
             if t.begin != position {
@@ -232,11 +242,19 @@ mod tests {
 
     #[test]
     fn header_bytes_are_exact() {
-        let header = Header::layout([("b".into(), DType::U8, vec![3]), ("a".into(), DType::F32, vec![1])], BTreeMap::from([("format".into(), "pt".into())])).unwrap();
-        let json = br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}"#;
+        let header =
+            Header::layout([("b".into(), DType::U8, vec![3]), ("a".into(), DType::F32, vec![1])], BTreeMap::from([("format".into(), "pt".into())])).unwrap();
+        let json =
+            br#"{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[3],"data_offsets":[4,7]}}"#;
         let bytes = header.to_bytes();
         assert_eq!(bytes.len() % 8, 0);
         assert_eq!(bytes[8..8 + json.len()], json[..]);
         assert_eq!(Header::parse(&bytes[8..], 7).unwrap(), header);
+    }
+
+    #[test]
+    fn empty_tensors_of_several_types_parse_in_the_order_that_they_are_laid_out() {
+        let header = Header::layout([("a".into(), DType::U8, vec![0]), ("b".into(), DType::F32, vec![0])], BTreeMap::new()).unwrap();
+        assert_eq!(Header::parse(&header.to_bytes()[8..], 0).unwrap(), header);
     }
 }

@@ -13,9 +13,9 @@ pub mod header;
 pub mod select;
 pub mod sparse;
 mod spelling;
+pub mod staging;
 mod sweep;
 mod weight;
-pub mod staging;
 pub mod writer;
 
 pub use affine::{Activations, Affine, Granularity, IntegerFile};

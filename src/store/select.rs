@@ -41,9 +41,16 @@ impl FromStr for Pattern {
             Some(expression) => format!("^(?:{expression})"),
             None => format!("^{}$", text.split('*').map(regex::escape).collect::<Vec<_>>().join(".*")),
         };
-        let regex = Regex::new(&source).map_err(|e| format!("pattern `{text}`: {e}"))?;
+        let regex = Regex::new(&source).map_err(|e| format!("pattern `{text}`: {}", reason(&e)))?;
         Ok(Pattern { text: text.to_owned(), regex })
     }
+}
+
+/// The last line of a message that draws the pattern above it.
+fn reason(error: &regex::Error) -> String {
+    let text = error.to_string();
+    let last = text.lines().last().unwrap_or_default();
+    last.strip_prefix("error: ").unwrap_or(last).to_owned()
 }
 
 impl fmt::Debug for Pattern {
@@ -146,7 +153,8 @@ mod tests {
         assert!(!matches("head", "lm_head.weight"));
         assert!(matches(r"re:.*layers\.\d+\.mlp", "model.layers.3.mlp.up_proj.weight"));
         assert!(!matches("re:layers", "model.layers.3"));
-        assert!("re:(".parse::<Pattern>().is_err() && "".parse::<Pattern>().is_err());
+        assert_eq!("re:(".parse::<Pattern>().unwrap_err(), "pattern `re:(`: unclosed group");
+        assert!("".parse::<Pattern>().is_err());
     }
 
     #[test]

@@ -31,18 +31,17 @@ pub struct SparseFile {
 }
 
 impl SparseFile {
-    /// Takes the three tensors of `name` out of a checkpoint, if they are there.
+    /// Takes the three tensors of `name` out of a checkpoint.
     ///
     /// # Errors
-    /// They are there but do not fit each other.
-    pub fn take(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<SparseFile>> {
+    /// One is missing, or they do not fit each other.
+    pub fn take(checkpoint: &mut Checkpoint, name: &str) -> Result<SparseFile> {
         let part = |suffix| format!("{name}.{suffix}");
-        let (Some(mask), Some(values), Some(shape)) =
-            (checkpoint.tensors.get(&part("bitmask")), checkpoint.tensors.get(&part("values")), checkpoint.tensors.get(&part("shape")))
-        else {
-            return Ok(None);
+        let broken = |reason: String| {
+            Error::tensor(name, format!("sparse parts do not fit: {reason}"), "write the file again; `compress verify` shows whether it was damaged")
         };
-        let broken = |reason: String| Error::tensor(name, format!("sparse parts do not fit: {reason}"), "write the file again; `compress verify` shows whether it was damaged");
+        let find = |suffix| checkpoint.tensors.get(&part(suffix)).ok_or_else(|| broken(format!("`{}` is missing", part(suffix))));
+        let (mask, values, shape) = (find("bitmask")?, find("values")?, find("shape")?);
         if shape.dtype != DType::I64 || shape.shape.len() != 1 || shape.shape[0] > 64 {
             return Err(broken("the shape is not a short I64 vector".into()));
         }
@@ -56,7 +55,7 @@ impl SparseFile {
         for suffix in ["bitmask", "values", "shape"] {
             checkpoint.tensors.remove(&part(suffix));
         }
-        Ok(Some(sparse))
+        Ok(sparse)
     }
 
     /// Format of the elements.

@@ -169,13 +169,16 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
     let mut sparse_values = Vec::new();
     if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
         if version != sparse::VERSION {
-            return Err(Error::Unsupported { what: format!("sparse layout version {version}"), hint: format!("this version reads layout {}", sparse::VERSION) });
+            let file = checkpoint.files.first().map_or(String::new(), |path| format!("{}: ", path.display()));
+            return Err(Error::Unsupported {
+                what: format!("{file}sparse layout version {version}"),
+                hint: format!("this version of compress reads layout {}", sparse::VERSION),
+            });
         }
         let names: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".bitmask")).map(str::to_owned).collect();
         for name in names {
-            if let Some(values) = SparseFile::take(&mut checkpoint, &name)? {
-                sparse_values.push((name, values));
-            }
+            let values = SparseFile::take(&mut checkpoint, &name)?;
+            sparse_values.push((name, values));
         }
     }
     for (name, values) in sparse_values {
@@ -187,39 +190,50 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
         } else {
             Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
         };
-        insert(&mut weights, name, weight, bytes, names);
+        insert(&mut weights, name, weight, bytes, names)?;
     }
     let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
     for name in quantized {
         let (packed, plain) = (format!("{name}_packed"), name.clone());
-        if let Some(words) = checkpoint.tensors.get(&packed).filter(|t| t.dtype == DType::I32).cloned() {
+        // Empty integers stand for nothing: they and their scales stay the tensors that they are.
+        let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
+        if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
             let shape_name = format!("{name}_shape");
             let shape = packed_shape(&checkpoint, &name, &words)?;
             checkpoint.tensors.remove(&packed);
             checkpoint.tensors.remove(&shape_name);
             let bytes = words.bytes() + 16;
             let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values: words, packed: true, shape })?;
-            insert(&mut weights, name, weight, bytes, vec![packed, shape_name]);
-        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(|t| t.dtype == DType::I8).cloned() {
+            insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
+        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
             let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values, packed: false, shape })?;
-            insert(&mut weights, name, weight, bytes, vec![plain]);
+            insert(&mut weights, name, weight, bytes, vec![plain])?;
         }
     }
     for (name, tensor) in std::mem::take(&mut checkpoint.tensors) {
         let bytes = tensor.bytes();
         let weight = Weight::new(tensor.dtype, tensor.shape.clone(), Encoding::Dense, Arc::new(tensor));
-        insert(&mut weights, name.clone(), weight, bytes, vec![name]);
+        insert(&mut weights, name.clone(), weight, bytes, vec![name])?;
     }
     weights.metadata = checkpoint.metadata;
     Ok(weights)
 }
 
-fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, mut stored_as: Vec<String>) {
+fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, mut stored_as: Vec<String>) -> Result<()> {
     weight.stored_bytes += bytes;
     weight.stored_as.append(&mut stored_as);
+    if let Some(other) = weights.by_name.get(&name) {
+        let spelled = |w: &Weight| w.stored_as.join("`, `");
+        return Err(Error::tensor(
+            &name,
+            format!("is stored twice, as `{}` and as `{}`", spelled(other), spelled(&weight)),
+            "write the file again with one of both",
+        ));
+    }
     weights.by_name.insert(name, weight);
+    Ok(())
 }
 
 fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor) -> Result<Vec<usize>> {
@@ -227,8 +241,8 @@ fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor) -> Resul
     let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`"))?;
     let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
     let sizes: Vec<usize> = match shape.dtype {
-        DType::I64 => bytes.as_chunks::<8>().0.iter().map(|d| i64::from_le_bytes(*d).max(0) as usize).collect(),
-        DType::I32 => bytes.as_chunks::<4>().0.iter().map(|d| i32::from_le_bytes(*d).max(0) as usize).collect(),
+        DType::I64 => bytes.as_chunks::<8>().0.iter().filter_map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect(),
+        DType::I32 => bytes.as_chunks::<4>().0.iter().filter_map(|d| usize::try_from(i32::from_le_bytes(*d)).ok()).collect(),
         _ => Vec::new(),
     };
     if sizes.len() != 2 || words.shape != [sizes[0], sizes[1].div_ceil(4)] {

@@ -7,6 +7,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::process::{Pid, test_kill_process};
 
 use crate::error::{Error, Result};
 
@@ -16,6 +17,8 @@ pub struct Staging {
     work: PathBuf,
     target: PathBuf,
     force: bool,
+    /// The outermost folder that was made to hold the output.
+    made: Option<PathBuf>,
     lock: Option<File>,
 }
 
@@ -32,12 +35,19 @@ impl Staging {
         let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
         };
-        fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+        let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
         let prefix = format!(".{}.compress-", name.to_string_lossy());
-        remove_stale(parent, &prefix);
         let work = parent.join(format!("{prefix}{}", std::process::id()));
-        fs::create_dir(&work).map_err(Error::io("create", &work))?;
-        let mut staging = Staging { work, target, force, lock: None };
+        let create = || {
+            fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
+            remove_stale(parent, &prefix);
+            fs::create_dir(&work).map_err(Error::io("create", &work))
+        };
+        if let Err(error) = create() {
+            remove_made(parent, made.as_deref());
+            return Err(error);
+        }
+        let mut staging = Staging { work, target, force, made, lock: None };
         let path = staging.work.join(LOCK);
         let lock = File::create(&path).map_err(Error::io("create", &path))?;
         lock.lock().map_err(Error::io("lock", &path))?;
@@ -59,9 +69,10 @@ impl Staging {
     ///
     /// # Errors
     /// The place was taken meanwhile, or the move fails; then nothing has changed.
-    pub fn commit(self) -> Result<()> {
+    pub fn commit(mut self) -> Result<()> {
         let lock = self.work.join(LOCK);
         fs::remove_file(&lock).map_err(Error::io("remove", &lock))?;
+        sync_files(&self.work)?;
         let moved = renameat_with(CWD, &self.work, CWD, &self.target, RenameFlags::NOREPLACE);
         match moved {
             Ok(()) => {}
@@ -73,6 +84,7 @@ impl Staging {
             Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) => self.commit_plainly()?,
             Err(e) => return Err(Error::io("create", &self.target)(e.into())),
         }
+        self.made = None;
         if let Some(parent) = self.target.parent() {
             // A folder that cannot be synced (some network file systems) is still whole.
             let _ = File::open(parent).and_then(|folder| folder.sync_all());
@@ -101,6 +113,17 @@ impl Staging {
 impl Drop for Staging {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.work);
+        if let Some(parent) = self.work.parent() {
+            remove_made(parent, self.made.as_deref());
+        }
+    }
+}
+
+/// Removes folders that were made for nothing, from the inside out, as long as they are empty.
+fn remove_made(parent: &Path, made: Option<&Path>) {
+    let Some(made) = made else { return };
+    for folder in parent.ancestors().take_while(|p| p.starts_with(made)) {
+        let _ = fs::remove_dir(folder);
     }
 }
 
@@ -111,8 +134,17 @@ impl Drop for Staging {
 pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     let target = absolute(target)?;
     let input = fs::canonicalize(input).map_err(Error::io("open", input))?;
-    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| real.join(target.strip_prefix(p).unwrap_or(Path::new("")))));
-    let real = nearest.unwrap_or_else(|| target.clone());
+    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
+    if let Some((parent, real)) = &nearest
+        && *parent != target
+        && !real.is_dir()
+    {
+        return Err(refuse(&target, &format!("cannot be made inside {}, which is not a folder", parent.display()), "choose another place"));
+    }
+    let real = nearest.map_or_else(|| target.clone(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
+    if real == input {
+        return Err(refuse(&target, "is the input", "choose another folder: the input is never changed"));
+    }
     if input.is_dir() && real.starts_with(&input) {
         return Err(refuse(&target, "lies inside the input folder", "choose a folder beside it"));
     }
@@ -124,6 +156,19 @@ pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
         Ok(_) if !force => Err(exists(&target)),
         _ => Ok(()),
     }
+}
+
+/// Bytes reach the disk before the name does, so that a power cut leaves no empty file under the final name.
+fn sync_files(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let path = entry.map_err(Error::io("list", folder))?.path();
+        if path.is_dir() {
+            sync_files(&path)?;
+        } else {
+            File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
+        }
+    }
+    Ok(())
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
@@ -150,19 +195,23 @@ fn remove_stale(parent: &Path, prefix: &str) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let path = entry.path();
-        let ours = entry.file_name().to_string_lossy().strip_prefix(prefix).is_some_and(|pid| !pid.is_empty() && pid.bytes().all(|b| b.is_ascii_digit()));
-        if !ours {
-            continue;
-        }
-        // A lock that is still held belongs to a running process.
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        let Some(pid) = name.strip_prefix(prefix).filter(|pid| pid.bytes().all(|b| b.is_ascii_digit())).and_then(|pid| pid.parse().ok()) else { continue };
+        // A lock that is still held belongs to a running process; without one, it was killed at the very
+        // beginning, or at the end while it removed what it had replaced.
         let free = match File::open(path.join(LOCK)) {
             Ok(lock) => !matches!(lock.try_lock(), Err(TryLockError::WouldBlock)),
-            Err(_) => false,
+            Err(e) => e.kind() == std::io::ErrorKind::NotFound && is_dead(pid),
         };
         if free {
             let _ = fs::remove_dir_all(&path);
         }
     }
+}
+
+fn is_dead(pid: i32) -> bool {
+    Pid::from_raw(pid).is_some_and(|pid| test_kill_process(pid) == Err(rustix::io::Errno::SRCH))
 }
 
 #[cfg(test)]
@@ -192,6 +241,8 @@ mod tests {
         let staging = Staging::new(&out.with_file_name("other"), false, &input).unwrap();
         drop(staging);
         assert_eq!(hidden(&folder.path().join("a")), 0);
+        drop(Staging::new(&folder.path().join("b/c/out"), false, &input).unwrap());
+        assert!(!folder.path().join("b").exists());
     }
 
     #[test]
@@ -220,10 +271,11 @@ mod tests {
     }
 
     #[test]
-    fn refuses_places_that_overlap_the_input() {
+    fn refuses_places_that_overlap_the_input_or_cannot_be() {
         let folder = tempfile::tempdir().unwrap();
         let input = input(folder.path());
-        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x")] {
+        fs::write(folder.path().join("file"), "").unwrap();
+        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x"), folder.path().join("file/out")] {
             assert!(check_place(&place, true, &input).is_err(), "{}", place.display());
         }
         assert!(check_place(&folder.path().join("input2"), false, &input).is_ok());
@@ -242,5 +294,19 @@ mod tests {
         held.lock().unwrap();
         let _staging = Staging::new(&folder.path().join("out"), false, &input).unwrap();
         assert!(!dead.exists() && alive.exists() && other.exists());
+    }
+
+    #[test]
+    fn what_was_left_without_a_lock_goes_with_its_process() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = input(folder.path());
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        let [ended, running] = [child.id(), 1].map(|pid| folder.path().join(format!(".out.compress-{pid}")));
+        for path in [&ended, &running] {
+            fs::create_dir(path).unwrap();
+        }
+        let _staging = Staging::new(&folder.path().join("out"), false, &input).unwrap();
+        assert!(!ended.exists() && running.exists());
     }
 }

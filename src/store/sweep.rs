@@ -113,7 +113,10 @@ impl<'a> Sweep<'a> {
         let threads = self.threads.clamp(1, jobs.len().max(1));
         std::thread::scope(|scope| {
             for _ in 1..threads {
-                scope.spawn(worker);
+                // Where the system starts no more threads, those that run do all the work.
+                if std::thread::Builder::new().spawn_scoped(scope, worker).is_err() {
+                    break;
+                }
             }
             worker();
         });

@@ -12,7 +12,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use super::hash::{SEGMENT, hash_file};
 use super::header::Header;
 use super::spelling::Emitter;
-use super::{Block, DType, Part, Spelling, Sweep, View, Weight, checkpoint};
+use super::{Block, DType, Part, Spelling, Sweep, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::{compare::Difference, scan, with_float};
 
@@ -157,19 +157,24 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
         targets.push(Target { path, file });
     }
     let jobs: Vec<(&Item, &[Part])> = items.iter().zip(&layout.parts).map(|(item, parts)| (item, parts.as_slice())).collect();
-    let done = sweep.run("Writing", &jobs, |(item, _)| item.weight.stored_bytes.max(1), |(item, parts)| {
-        let mut writers = Vec::with_capacity(parts.len());
-        for part in *parts {
-            let &(file, offset, length) = places.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-            writers.push(PartWriter::new(&targets[file], file, offset, length));
-        }
-        let seen = write_item(item, &mut writers, sweep)?;
-        let mut written = Vec::new();
-        for (writer, part) in writers.into_iter().zip(*parts) {
-            written.push((writer.index, writer.finish(&part.name)?));
-        }
-        Ok((seen, written))
-    })?;
+    let done = sweep.run(
+        "Writing",
+        &jobs,
+        |(item, _)| item.weight.stored_bytes.max(1),
+        |(item, parts)| {
+            let mut writers = Vec::with_capacity(parts.len());
+            for part in *parts {
+                let &(file, offset, length) = places.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+                writers.push(PartWriter::new(&targets[file], file, offset, length));
+            }
+            let seen = write_item(item, &mut writers, sweep)?;
+            let mut written = Vec::new();
+            for (writer, part) in writers.into_iter().zip(*parts) {
+                written.push((writer.index, writer.finish(&part.name)?));
+            }
+            Ok((seen, written))
+        },
+    )?;
     let mut seen = Vec::with_capacity(done.len());
     for (item, written) in done {
         seen.push(item);
@@ -233,16 +238,17 @@ struct Measure {
 impl Measure {
     fn add(&mut self, block: &Block, seen: &mut Seen) {
         let (now, before) = (&block.now, &block.before);
-        if before.affine.is_none() {
-            seen.nonfinite += with_float!(before.dtype, F => scan::nonfinite::<F>(before.values), else 0);
-        }
+        // Integers are finite, their scales need not be.
+        let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
+        seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
         if now.is(before) && now.affine.is_none() {
-            let zeros = count_zeros(now);
+            let zeros = now.zeros();
             seen.difference.zeros_before += zeros;
             seen.difference.zeros_after += zeros;
             return;
         }
         seen.changed |= !now.is(before);
+        let counted = (seen.difference.zeros_before, seen.difference.zeros_after);
         let run = super::convert::RUN;
         self.before.resize(run, 0.0);
         self.after.resize(run, 0.0);
@@ -254,14 +260,14 @@ impl Measure {
                 seen.difference.add(a, b);
             }
         }
+        // Small doubles are zero as the f32 that they are compared in.
+        if before.affine.is_none() && before.dtype == DType::F64 {
+            seen.difference.zeros_before = counted.0 + before.zeros();
+            if now.dtype == DType::F64 {
+                seen.difference.zeros_after = counted.1 + now.zeros();
+            }
+        }
     }
-}
-
-fn count_zeros(view: &View) -> u64 {
-    with_float!(view.dtype, F => scan::zeros::<F>(view.values), else match view.dtype {
-        DType::I8 | DType::U8 => scan::count_bytes(view.values, 0),
-        _ => 0,
-    })
 }
 
 const PENDING: usize = 64 << 10;
@@ -304,7 +310,10 @@ impl<'a> PartWriter<'a> {
         let at = self.offset + self.position;
         self.position += bytes.len() as u64;
         if self.position > self.length {
-            return Err(Error::Verification { path: self.target.path.clone(), reason: "a tensor turned out longer than its header says; did the input change?".into() });
+            return Err(Error::Verification {
+                path: self.target.path.clone(),
+                reason: "a tensor turned out longer than its header says; did the input change?".into(),
+            });
         }
         self.hash(at, bytes);
         self.target.file.write_all_at(bytes, at).map_err(Error::io("write", &self.target.path))
@@ -334,7 +343,11 @@ impl<'a> PartWriter<'a> {
     fn finish(mut self, name: &str) -> Result<Vec<Stretch>> {
         self.flush()?;
         if self.position != self.length {
-            return Err(Error::tensor(name, format!("{} bytes were made where {} were announced", self.position, self.length), "did the input change while it was read?"));
+            return Err(Error::tensor(
+                name,
+                format!("{} bytes were made where {} were announced", self.position, self.length),
+                "did the input change while it was read?",
+            ));
         }
         self.close(self.offset + self.length);
         Ok(self.stretches)
@@ -362,7 +375,11 @@ fn read_back(path: &Path, header: &Header, mut stretches: Vec<Stretch>, sweep: &
                 *seen += head.len() as u64;
                 if *seen == stretch.length {
                     if hasher.digest() != stretch.hash {
-                        return Err(failed(&format!("bytes {} to {} read back differently: the disk or the memory is faulty", stretch.offset, stretch.offset + stretch.length)));
+                        return Err(failed(&format!(
+                            "bytes {} to {} read back differently: the disk or the memory is faulty",
+                            stretch.offset,
+                            stretch.offset + stretch.length
+                        )));
                     }
                     hasher.reset();
                     (*index, *seen) = (*index + 1, 0);
@@ -413,10 +430,8 @@ mod tests {
         let path = folder.path().join("model.safetensors");
         let mut bytes = std::fs::read(&path).unwrap();
         let data = bytes.len() - 68;
-        let stretches = vec![
-            header_stretches(&bytes[..data])[0],
-            Stretch { offset: data as u64, length: 68, hash: xxhash_rust::xxh3::xxh3_64(&bytes[data..]) },
-        ];
+        let stretches =
+            vec![header_stretches(&bytes[..data])[0], Stretch { offset: data as u64, length: 68, hash: xxhash_rust::xxh3::xxh3_64(&bytes[data..]) }];
         let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
         assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &sweep).is_ok());
         bytes[data + 7] ^= 1;

@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
-use crate::model::Model;
-use crate::pass::{is_embedding, is_linear};
+use crate::model::{Model, is_embedding, is_linear};
 use crate::store::writer::Item;
 use crate::store::{Activations, Affine, Encoding, Granularity};
 
@@ -29,7 +28,7 @@ impl Group<'_> {
         if self.packed { "pack-quantized" } else { "int-quantized" }
     }
 
-    fn describe(&self, targets: Value) -> Value {
+    fn describe(&self, targets: Vec<String>) -> Value {
         let (strategy, size) = match self.affine.granularity {
             Granularity::Tensor => ("tensor", None),
             Granularity::Channel => ("channel", None),
@@ -62,6 +61,8 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
             None => groups.push(Group { class, affine, packed, modules: vec![module(&item.name)] }),
         }
     }
+    // A tied head is both a Linear and named beside the embeddings: the first match wins.
+    groups.sort_by_key(|g| g.class);
     groups
 }
 
@@ -69,12 +70,21 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
 ///
 /// Whole classes are targets, and every module that was left out is ignored by name: a module that is matched
 /// but not quantized would be loaded with an uninitialised scale. Two schemes for one class take turns by name.
-pub(super) fn describe(items: &[Item]) -> Value {
+pub(super) fn describe(items: &[Item], model: &Model) -> Value {
     let groups = groups(items);
+    let tied: Vec<&str> = model
+        .tied_names()
+        .into_iter()
+        .filter(|(_, original)| groups.iter().any(|g| g.modules.contains(&module(original))))
+        .map(|(alias, _)| module(alias))
+        .collect();
     let mut described = Map::new();
     for (index, group) in groups.iter().enumerate() {
         let alone = groups.iter().filter(|g| g.class == group.class).count() == 1;
-        let targets = if alone { json!([group.class]) } else { json!(group.modules) };
+        let mut targets: Vec<String> = if alone { vec![group.class.to_owned()] } else { group.modules.iter().map(|m| (*m).to_owned()).collect() };
+        if group.class == "Embedding" {
+            targets.extend(tied.iter().map(|head| format!("re:.*{}$", regex::escape(head))));
+        }
         described.insert(format!("group_{index}"), group.describe(targets));
     }
     let format = match groups.iter().map(Group::format).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()[..] {
@@ -86,7 +96,7 @@ pub(super) fn describe(items: &[Item]) -> Value {
         "format": format,
         "quantization_status": "compressed",
         "config_groups": described,
-        "ignore": ignored(items, &groups),
+        "ignore": ignored(items, &groups, &tied),
         "kv_cache_scheme": null,
         "global_compression_ratio": null,
         "version": VERSION,
@@ -96,8 +106,8 @@ pub(super) fn describe(items: &[Item]) -> Value {
 
 /// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part
 /// (`bert.pooler.dense` becomes `pooler.dense` when the base model is loaded alone).
-fn ignored(items: &[Item], groups: &[Group]) -> Vec<String> {
-    let quantized: BTreeSet<&str> = groups.iter().flat_map(|g| g.modules.iter().copied()).collect();
+fn ignored(items: &[Item], groups: &[Group], tied: &[&str]) -> Vec<String> {
+    let quantized: BTreeSet<&str> = groups.iter().flat_map(|g| g.modules.iter().copied()).chain(tied.iter().copied()).collect();
     let embeddings = groups.iter().any(|g| g.class == "Embedding");
     let left_out = items
         .iter()
@@ -131,7 +141,10 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().filter(dynamic).any(|g| matches!(g.affine.granularity, Granularity::Group(_))) {
         notes.push("groups of weights with int8 activations: transformers loads them, vLLM takes one scale for a tensor or a channel only".to_owned());
     }
-    if groups.iter().any(|g| g.affine.activations == Activations::None && !g.packed) {
+    if groups.iter().any(|g| g.class == "Embedding") {
+        notes.push("int8 embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
+    }
+    if groups.iter().any(|g| g.class == "Linear" && g.affine.activations == Activations::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
     }
     if groups.iter().any(|g| g.affine.activations == Activations::DynamicToken) {

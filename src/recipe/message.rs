@@ -1,0 +1,33 @@
+//! What is wrong with YAML, in words for the person who wrote it.
+
+use std::borrow::Cow;
+
+use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options};
+
+/// The message with line, column and a snippet of `source`.
+pub(crate) fn explain(error: &Error, source: &str) -> String {
+    let text = error.render_with_options(render_options! { formatter: &Plain, source_name: Some(source) });
+    text.strip_prefix("error: ").unwrap_or(&text).to_owned()
+}
+
+struct Plain;
+
+impl MessageFormatter for Plain {
+    fn format_message<'a>(&self, error: &'a Error) -> Cow<'a, str> {
+        match error {
+            Error::Unexpected { expected: "sequence start", .. } => "expected a list, like [a, b]".into(),
+            Error::Unexpected { expected: "mapping start", .. } => "expected keys with values, like { key: value }".into(),
+            Error::Unexpected { expected: "string scalar" | "scalar", .. } => "expected a plain value".into(),
+            Error::InvalidScalar { ty: "u64" | "u32" | "usize", .. } => "expected a whole number".into(),
+            Error::SerdeUnknownField { field, expected, .. } => format!("unknown key `{field}`, expected one of {}", quoted(expected)).into(),
+            Error::SerdeUnknownVariant { variant, expected, .. } => format!("unknown name `{variant}`, expected one of {}", quoted(expected)).into(),
+            Error::SerdeMissingField { field, .. } => format!("the key `{field}` is missing").into(),
+            Error::DuplicateMappingKey { key: Some(key), .. } => format!("the key `{key}` is given twice").into(),
+            _ => UserMessageFormatter.format_message(error),
+        }
+    }
+}
+
+fn quoted(names: &[&str]) -> String {
+    names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
+}

@@ -1,0 +1,85 @@
+//! Places where no output can be.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use super::{Case, case, check};
+use crate::support::model;
+
+fn place(name: &'static str, args: &'static str, message: &'static str, hint: &'static str) -> Case {
+    let make = |folder: &Path| {
+        model(&folder.join("in"));
+        fs::create_dir_all(folder.join("full/inner")).unwrap();
+        fs::write(folder.join("full/inner/file"), "precious").unwrap();
+        fs::create_dir(folder.join("empty")).unwrap();
+        fs::write(folder.join("file"), "precious").unwrap();
+        symlink("full", folder.join("link")).unwrap();
+        symlink("nowhere", folder.join("dangling")).unwrap();
+        symlink("in", folder.join("inlink")).unwrap();
+        fs::write(folder.join("recipe.yaml"), "model: in\npasses: [cast]\noutput: full\n").unwrap();
+    };
+    case(name, make, args, 1, message, hint)
+}
+
+#[test]
+fn places_that_are_taken() {
+    let force = "add --force to replace it, or choose another folder with -o";
+    let other = "choose another name";
+    check([
+        place("a folder", "cast in -o full", "full: exists", force),
+        place("an empty folder", "cast in -o empty", "empty: exists", force),
+        place("a folder, of a chain", "chain in -o full -- cast", "full: exists", force),
+        place("a folder, of a recipe", "run recipe.yaml", "full: exists", force),
+        place("a folder, not even for a dry run", "run recipe.yaml --dry-run", "full: exists", force),
+        place("a folder, to densify", "densify in -o full", "full: exists", force),
+        place("a file", "cast in -o file", "file: exists and is not a folder", other),
+        place("a file, by force", "cast in -o file --force", "file: exists and is not a folder", other),
+        place("a link", "cast in -o link --force", "link: exists and is not a folder", other),
+        place("a link to nowhere", "cast in -o dangling --force", "dangling: exists and is not a folder", other),
+    ]);
+}
+
+#[test]
+fn places_that_overlap_the_input() {
+    let beside = "choose a folder beside it";
+    check([
+        place("inside", "cast in -o in/out", "in/out: lies inside the input folder", beside),
+        place("deep inside", "cast in -o in/a/b/c", "in/a/b/c: lies inside the input folder", beside),
+        place("inside, by a detour", "cast in -o full/../in/out", "in/out: lies inside the input folder", beside),
+        place("inside, through a link", "cast in -o inlink/out", "inlink/out: lies inside the input folder", beside),
+        place("inside a linked input", "cast inlink -o in/out", "in/out: lies inside the input folder", beside),
+        place("inside, by force", "cast in -o in/1_Pooling --force", "in/1_Pooling: lies inside the input folder", beside),
+        place("the input", "cast in -o in", "in: is the input", "the input is never changed"),
+        place("the input, by force", "cast in -o in --force", "in: is the input", "the input is never changed"),
+        place("the input by another name", "cast inlink -o in --force", "in: is the input", "the input is never changed"),
+        place("around", "cast in -o . --force", "contains the input", "choose another folder"),
+        place("far around", "cast in -o / --force", "output /: contains the input", "choose another folder"),
+        place("around a file", "cast in/model.safetensors -o in --force", "in: contains the input", "choose another folder"),
+    ]);
+}
+
+#[test]
+fn places_that_cannot_be() {
+    check([
+        place("inside a file", "cast in -o file/out", "file/out: cannot be made inside…file, which is not a folder", "choose another place"),
+        place("deep inside a file", "cast in -o file/a/b/out", "file/a/b/out: cannot be made inside…file, which is not a folder", "choose another place"),
+        place("inside a link to nowhere", "cast in -o dangling/out", "cannot create…dangling: File exists", ""),
+        place(
+            "a name that is too long",
+            concat!(
+                "cast in -o new/",
+                "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+            ),
+            "File name too long",
+            "",
+        ),
+        place("where the system makes no folders", "cast in -o /proc/new/out", "cannot create /proc/new", ""),
+    ]);
+}
+
+#[test]
+fn folders_made_on_the_way_go_again() {
+    let make = |folder: &Path| crate::support::file(&folder.join("in"), crate::support::METADATA, &[crate::support::f32s("x.weight", &[1, 1], &[f32::NAN])]);
+    check([case("a failure far down", make, "cast in -o new/deep/out", 1, "tensor `x.weight` holds 1 values", "--allow-nonfinite")]);
+}

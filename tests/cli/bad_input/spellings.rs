@@ -1,0 +1,136 @@
+//! Sparse and quantized weights whose parts do not fit.
+
+use super::{Case, case, check};
+use crate::support::{METADATA, Tensor, f32s, file, floats, tensor};
+
+const SPARSE: &[(&str, &str)] = &[("format", "pt"), ("compress.sparse", "1")];
+const RUN: &str = "densify in.safetensors -o out";
+
+fn of(name: &'static str, metadata: &'static [(&str, &str)], tensors: Vec<Tensor>, message: &'static str, hint: &'static str) -> Case {
+    case(name, move |folder| file(&folder.join("in.safetensors"), metadata, &tensors), RUN, 1, message, hint)
+}
+
+fn integers(name: &str, values: &[i64]) -> Tensor {
+    tensor(name, "I64", &[values.len()], &values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<_>>())
+}
+
+fn mask(bytes: &[u8]) -> Tensor {
+    tensor("x.bitmask", "U8", &[bytes.len()], bytes)
+}
+
+/// `x` of shape `[4, 4]`, three values of which are not zero, with some parts put in place of others.
+fn sparse(parts: Vec<Tensor>) -> Vec<Tensor> {
+    let mut tensors = vec![mask(&[3, 0x80]), integers("x.shape", &[4, 4]), f32s("x.values", &[3], &[1.0, 2.0, 3.0])];
+    for part in parts {
+        match tensors.iter_mut().find(|t| t.name == part.name) {
+            Some(place) => *place = part,
+            None => tensors.push(part),
+        }
+    }
+    tensors
+}
+
+fn without(part: &str) -> Vec<Tensor> {
+    sparse(vec![]).into_iter().filter(|t| t.name != part).collect()
+}
+
+#[test]
+fn the_sparse_layout() {
+    let damaged = "`compress verify` shows whether it was damaged";
+    let misfit = |name, part, message| of(name, SPARSE, sparse(vec![part]), message, damaged);
+    check([
+        of("too many bits", SPARSE, sparse(vec![mask(&[7, 0x80])]), "in.safetensors: a sparse mask has more bits set than there are values", ""),
+        of("too few bits", SPARSE, sparse(vec![mask(&[1, 0x80])]), "in.safetensors: a sparse mask has fewer bits set than there are values", ""),
+        misfit("a short mask", mask(&[7]), "tensor `x`: sparse parts do not fit: 16 elements, a mask of 1 bytes, 3 values"),
+        misfit("a mask of another type", f32s("x.bitmask", &[2], &[1.0, 2.0]), "tensor `x`: sparse parts do not fit"),
+        misfit("another shape", integers("x.shape", &[4, 5]), "tensor `x`: sparse parts do not fit: 20 elements, a mask of 2 bytes, 3 values"),
+        misfit("a shape that is too small", integers("x.shape", &[2]), "tensor `x`: sparse parts do not fit: 2 elements"),
+        misfit("a negative shape", integers("x.shape", &[-4, -4]), "tensor `x`: sparse parts do not fit: negative size"),
+        misfit("a shape that overflows", integers("x.shape", &[1 << 62, 1 << 62]), "tensor `x`: sparse parts do not fit: the shape overflows"),
+        misfit("a shape of another type", f32s("x.shape", &[2], &[4.0, 4.0]), "tensor `x`: sparse parts do not fit: the shape is not a short I64 vector"),
+        misfit(
+            "a shape in two dimensions",
+            tensor("x.shape", "I64", &[1, 2], &[4; 16]),
+            "tensor `x`: sparse parts do not fit: the shape is not a short I64 vector",
+        ),
+        of("no values", SPARSE, without("x.values"), "tensor `x`: sparse parts do not fit: `x.values` is missing", damaged),
+        of("no shape", SPARSE, without("x.shape"), "tensor `x`: sparse parts do not fit: `x.shape` is missing", damaged),
+        of(
+            "dense as well",
+            SPARSE,
+            sparse(vec![floats("x", &[2])]),
+            "tensor `x`: is stored twice, as `x.values`, `x.shape`, `x.bitmask` and as `x`",
+            "write the file again",
+        ),
+        of(
+            "a later version",
+            &[("format", "pt"), ("compress.sparse", "2")],
+            sparse(vec![]),
+            "in.safetensors: sparse layout version 2 is not supported",
+            "this version of compress reads layout 1",
+        ),
+        of(
+            "int8 with too few scales",
+            SPARSE,
+            sparse(vec![tensor("x.values", "I8", &[3], &[1, 2, 3]), floats("x_scale", &[3, 1])]),
+            "tensor `x`: scales of shape [3, 1] for integers of shape [4, 4]",
+            "write the file again",
+        ),
+    ]);
+}
+
+#[test]
+fn quantized_weights() {
+    let packed = |shape: &[i64]| vec![tensor("x_packed", "I32", &[2, 1], &[0x80; 8]), integers("x_shape", shape), floats("x_scale", &[2, 1])];
+    let int8 = |more: Vec<Tensor>| [vec![tensor("x", "I8", &[2, 2], &[1, 2, 3, 4])], more].concat();
+    let again = "write the file again with a tool that follows compressed-tensors";
+    let eight = "only eight bits are";
+    check([
+        of("too many scales", METADATA, int8(vec![floats("x_scale", &[3])]), "tensor `x`: scales of shape [3] for integers of shape [2, 2]", again),
+        of(
+            "groups that do not divide",
+            METADATA,
+            int8(vec![floats("x_scale", &[2, 3])]),
+            "tensor `x`: scales of shape [2, 3] for integers of shape [2, 2]",
+            again,
+        ),
+        of("scales of another type", METADATA, int8(vec![tensor("x_scale", "F64", &[1], &[0; 8])]), "tensor `x`: scales of type F64", again),
+        of(
+            "too few zero points",
+            METADATA,
+            int8(vec![floats("x_scale", &[2, 1]), tensor("x_zero_point", "I8", &[1], &[0])]),
+            "tensor `x`: zero points I8 [1] beside scales [2, 1]",
+            again,
+        ),
+        of(
+            "zero points of another type",
+            METADATA,
+            int8(vec![floats("x_scale", &[1]), floats("x_zero_point", &[1])]),
+            "tensor `x`: zero points F32 [1] beside scales [1]",
+            again,
+        ),
+        of(
+            "integers that are no matrix",
+            METADATA,
+            vec![tensor("x", "I8", &[4], &[0; 4]), floats("x_scale", &[1])],
+            "tensor `x`: integers of shape [4], not a matrix",
+            again,
+        ),
+        of("four bits in words", METADATA, packed(&[2, 8]), "tensor `x`: packed words do not hold eight-bit integers of the stated shape", eight),
+        of("words of a negative shape", METADATA, packed(&[-2, 3]), "tensor `x`: packed words do not hold", eight),
+        of(
+            "words without a shape",
+            METADATA,
+            packed(&[2, 3]).into_iter().filter(|t| t.name != "x_shape").collect(),
+            "tensor `x`: packed weight without `weight_shape`",
+            eight,
+        ),
+        of(
+            "words beside floats",
+            METADATA,
+            [packed(&[2, 3]), vec![floats("x", &[2])]].concat(),
+            "tensor `x`: is stored twice, as `x_scale`, `x_packed`, `x_shape` and as `x`",
+            "write the file again",
+        ),
+    ]);
+}

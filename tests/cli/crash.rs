@@ -1,0 +1,170 @@
+//! Kills, interrupts and full disks: the output is whole or not there, and nothing is left lying about.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::support::{METADATA, Run, command, f32s, file, floats, model, names, ok, raw_file, snapshot, work_folders};
+
+/// Bytes of each of the four tensors of [`large`].
+const EACH: u64 = 1 << 29;
+
+/// A checkpoint of 2 GiB of zeros that takes no room: long enough to be interrupted.
+fn large(path: &Path) {
+    let entry = |i: u64| format!("\"layers.{i}.weight\":{{\"dtype\":\"F32\",\"shape\":[8192,16384],\"data_offsets\":[{},{}]}}", i * EACH, (i + 1) * EACH);
+    raw_file(path, format!("{{{}}}", (0..4).map(entry).collect::<Vec<_>>().join(",")).as_bytes(), &[]);
+    let header = fs::metadata(path).unwrap().len();
+    fs::File::options().write(true).open(path).unwrap().set_len(header + 4 * EACH).unwrap();
+}
+
+/// Starts a run over the large checkpoint and waits until weights are being written.
+fn started(folder: &Path, args: &str) -> (Child, PathBuf) {
+    large(&folder.join("large"));
+    let mut child = command(folder).args(args.split(' ')).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    loop {
+        if let Some(work) = work_folders(folder).into_iter().find(|work| work.ends_with(format!(".out.compress-{}", child.id())))
+            && fs::metadata(work.join("model.safetensors")).is_ok_and(|m| m.len() > 1 << 20)
+        {
+            return (child, work);
+        }
+        assert!(child.try_wait().unwrap().is_none(), "the run was over before it could be stopped");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn stop(child: Child, signal: Signal) -> Run {
+    kill_process(Pid::from_child(&child), signal).unwrap();
+    child.wait_with_output().unwrap().into()
+}
+
+/// A folder, on a disk with room, with a small model `in`.
+fn prepared() -> tempfile::TempDir {
+    let folder = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    model(&folder.path().join("in"));
+    folder
+}
+
+#[test]
+fn a_kill_leaves_no_output_and_the_next_run_cleans_up() {
+    let folder = prepared();
+    let (child, work) = started(folder.path(), "cast large -o out");
+    assert_eq!(stop(child, Signal::KILL).code, -1);
+    assert!(work.exists() && !folder.path().join("out").exists());
+    ok(folder.path(), "cast in -o out");
+    assert_eq!(names(folder.path()), ["in", "large", "out"]);
+    ok(folder.path(), "verify out");
+}
+
+#[test]
+fn a_kill_leaves_what_was_to_be_replaced() {
+    let folder = prepared();
+    ok(folder.path(), "cast in -o out");
+    let before = snapshot(&folder.path().join("out"));
+    let (child, work) = started(folder.path(), "quantize-dynamic large -o out --force");
+    stop(child, Signal::KILL);
+    assert!(work.exists());
+    assert_eq!(snapshot(&folder.path().join("out")), before);
+    ok(folder.path(), "cast in -o out --to f16 --force");
+    assert_eq!(names(folder.path()), ["in", "large", "out"]);
+    ok(folder.path(), "verify out");
+}
+
+#[test]
+fn a_signal_ends_a_run_with_a_word_and_without_a_trace() {
+    for (signal, args) in
+        [(Signal::INT, "cast large -o out"), (Signal::TERM, "chain large -o out -- cast --to f16 -- quantize-dynamic"), (Signal::HUP, "densify large -o out")]
+    {
+        let folder = prepared();
+        let (child, _) = started(folder.path(), args);
+        let run = stop(child, signal);
+        assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{args}");
+        assert!(run.stderr.ends_with("error: interrupted; nothing was written\n"), "{args}\n{}", run.stderr);
+        assert_eq!(names(folder.path()), ["in", "large"]);
+    }
+}
+
+#[test]
+fn a_signal_leaves_what_was_to_be_replaced() {
+    let folder = prepared();
+    ok(folder.path(), "cast in -o out");
+    let before = snapshot(&folder.path().join("out"));
+    let (child, _) = started(folder.path(), "cast large -o out --force --log-format json");
+    let run = stop(child, Signal::INT);
+    assert!(run.code == 1 && run.stderr.contains(r#"{"event":"error","message":"interrupted; nothing was written""#), "{}", run.stderr);
+    assert_eq!(snapshot(&folder.path().join("out")), before);
+    assert_eq!(names(folder.path()), ["in", "large", "out"]);
+}
+
+#[test]
+fn a_run_leaves_the_work_of_another_alone() {
+    let folder = prepared();
+    let (child, work) = started(folder.path(), "cast large -o out");
+    ok(folder.path(), "cast in -o out");
+    assert!(work.join("model.safetensors").exists());
+    stop(child, Signal::INT);
+    assert_eq!(names(folder.path()), ["in", "large", "out"]);
+    ok(folder.path(), "verify out");
+}
+
+/// Runs the binary with an output on a disk of one megabyte, which lasts as long as the run. stdout is what
+/// lies on the disk afterwards.
+fn on_a_small_disk(folder: &Path, args: &str) -> Run {
+    const SCRIPT: &str = r#"mount -t tmpfs -o size=1m none disk && if [ -d old ]; then cp -r old disk/out; fi && "$0" "$@" > /dev/null; code=$?; find disk -mindepth 1 | sort; exit $code"#;
+    let namespace = ["-m", "-rm"]
+        .into_iter()
+        .find(|flags| Command::new("unshare").args([flags, "sh", "-c", "mount -t tmpfs none /mnt"]).status().is_ok_and(|s| s.success()));
+    let namespace =
+        namespace.expect("this test mounts a small disk in a namespace of its own: run it as root, or where unprivileged user namespaces are allowed");
+    fs::create_dir(folder.join("disk")).unwrap();
+    let mut run = Command::new("unshare");
+    run.args([namespace, "sh", "-c", SCRIPT, env!("CARGO_BIN_EXE_compress")]).args(args.split(' ')).current_dir(folder);
+    run.output().unwrap().into()
+}
+
+/// Runs what must fail for want of room, and leave the disk as it was.
+fn check(prepare: impl Fn(&Path), args: &str, message: &str, hint: &str) -> Run {
+    let folder = tempfile::tempdir().unwrap();
+    prepare(folder.path());
+    let run = on_a_small_disk(folder.path(), args);
+    assert_eq!((run.code, run.stdout.as_str()), (1, ""), "{}", run.stderr);
+    assert!(run.stderr.contains(message) && run.stderr.contains(hint), "{}", run.stderr);
+    run
+}
+
+/// A model whose weights do not fit the small disk.
+fn wide(folder: &Path) {
+    file(&folder.join("in/model.safetensors"), METADATA, &[floats("x.weight", &[1024, 1024])]);
+}
+
+#[test]
+fn what_cannot_fit_is_refused_before_anything_is_written() {
+    let run = check(wide, "cast in -o disk/out --log-format json", "needs 2.10 MB, and 1.05 MB are free on this disk", "choose a folder on another disk");
+    assert!(!run.stderr.contains("Writing"), "{}", run.stderr);
+}
+
+#[test]
+fn a_disk_that_fills_up_is_left_as_it_was() {
+    let full = "the disk is full; the unfinished output was removed";
+    check(wide, "cast in -o disk/out --layout sparse", "No space left on device", full);
+    check(wide, "cast in -o disk/new/deep/out --layout sparse", "No space left on device", full);
+    let large_tokenizer = |folder: &Path| {
+        model(&folder.join("in"));
+        fs::write(folder.join("in/tokenizer.json"), vec![b' '; 2 << 20]).unwrap();
+    };
+    check(large_tokenizer, "cast in -o disk/out", "cannot copy in/tokenizer.json: No space left on device", full);
+}
+
+#[test]
+fn a_disk_that_fills_up_keeps_what_was_to_be_replaced() {
+    let folder = tempfile::tempdir().unwrap();
+    wide(folder.path());
+    file(&folder.path().join("small"), METADATA, &[f32s("x", &[1], &[1.0])]);
+    ok(folder.path(), "cast small -o old");
+    let run = on_a_small_disk(folder.path(), "cast in -o disk/out --force --layout sparse");
+    assert!(run.code == 1 && run.stderr.contains("No space left on device"), "{}", run.stderr);
+    let kept: Vec<String> = names(&folder.path().join("old")).iter().map(|name| format!("disk/out/{name}\n")).collect();
+    assert_eq!(run.stdout, format!("disk/out\n{}", kept.concat()));
+}

@@ -1,0 +1,11 @@
+//! Runs the binary as its users do, well and badly.
+#![cfg(feature = "cli")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod bad_input;
+mod commands;
+#[cfg(target_os = "linux")]
+mod crash;
+#[cfg(target_os = "linux")]
+mod memory;
+mod support;

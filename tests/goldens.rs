@@ -1,0 +1,180 @@
+//! What PyTorch and compressed-tensors compute for small inputs (`scripts/goldens`), and what we make of them.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use std::path::Path;
+
+use common::{DType, Desk, Tensor, Tensors, all, pipeline, read};
+use compress::export::{Layout, Safetensors};
+use compress::pass::{Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, QuantizeDynamic, Scope};
+use serde::de::DeserializeOwned;
+use serde_json::{Value, json};
+
+struct Case {
+    values: Value,
+    name: String,
+    tensors: Tensors,
+}
+
+impl Case {
+    fn get<T: DeserializeOwned>(&self, key: &str) -> T {
+        serde_json::from_value(self.values[key].clone()).unwrap_or_else(|e| panic!("{}: {key}: {e}", self.name))
+    }
+
+    fn tensor(&self, part: &str) -> &Tensor {
+        &self.tensors[&format!("{}/{part}", self.name)]
+    }
+
+    /// The tensors of one part, as the weights of a model.
+    fn model(&self, part: &str) -> Tensors {
+        let names: Vec<String> = self.get("tensors");
+        (0..names.len()).map(|i| (format!("t{i}.weight"), self.tensor(&format!("{part}/{i}")).clone())).collect()
+    }
+}
+
+/// Runs over every case of a file; fails when there are none.
+fn check(file: &str, test: impl Fn(&Case)) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let text = std::fs::read_to_string(folder.join(format!("{file}.json"))).unwrap();
+    let values: Value = serde_json::from_str(&text).unwrap();
+    let mut tensors = read(&folder.join(format!("{file}.safetensors")));
+    let cases = values["cases"].as_array().unwrap();
+    assert!(!cases.is_empty());
+    for values in cases {
+        let name = values["name"].as_str().unwrap().to_owned();
+        let prefix = format!("{name}/");
+        let held = tensors.iter().filter(|(key, _)| key.starts_with(&prefix)).map(|(key, tensor)| (key.clone(), tensor.clone())).collect();
+        tensors.retain(|key, _| !key.starts_with(&prefix));
+        test(&Case { values: values.clone(), name, tensors: held });
+    }
+    assert!(tensors.is_empty(), "tensors of no case: {:?}", tensors.keys());
+}
+
+fn one(tensor: &Tensor) -> Tensors {
+    Tensors::from([("a.weight".into(), tensor.clone())])
+}
+
+#[test]
+fn prune() {
+    check("prune", |case| {
+        let mut pass = PruneUnstructured { targets: all(), ..Default::default() };
+        match case.get::<String>("kind").as_str() {
+            "n_m" => pass.pattern = Some(NOfM { n: case.get("n"), m: case.get("m") }),
+            kind => {
+                pass.amount = Some(case.get("amount"));
+                pass.scope = if kind == "global" { Scope::Global } else { Scope::Tensor };
+            }
+        }
+        let (ours, theirs) = (Desk::new().apply(&case.model("in"), pass).unwrap(), case.model("out"));
+        if case.values["ties"] == true {
+            // Which of equals go is PyTorch's chance; how many, and what is left, is not.
+            let kept = |tensors: &Tensors| {
+                let mut magnitudes: Vec<u64> = tensors["t0.weight"].values().into_iter().map(|v| v.abs().to_bits()).collect();
+                magnitudes.sort_unstable();
+                magnitudes
+            };
+            assert_eq!(kept(&ours), kept(&theirs), "{}", case.name);
+        } else {
+            assert_eq!(ours, theirs, "{}", case.name);
+        }
+    });
+}
+
+/// Sums of squared errors, one for each scale.
+fn errors(weight: &Tensor, q: &Tensor, scale: &Tensor, zero_point: Option<&Tensor>) -> Vec<f64> {
+    let scales = scale.values();
+    let zeros = zero_point.map_or(vec![0.0; scales.len()], Tensor::values);
+    let run = weight.values().len() / scales.len();
+    let mut sums = vec![0.0; scales.len()];
+    for (i, (x, q)) in weight.values().into_iter().zip(q.values()).enumerate() {
+        let back = (q - zeros[i / run]) as f32 * scales[i / run] as f32;
+        sums[i / run] += (x - f64::from(back)).powi(2);
+    }
+    sums
+}
+
+#[test]
+fn quantize() {
+    check("quantize", |case| {
+        let mut options = json!({ "granularity": case.get::<String>("strategy"), "symmetric": case.get::<bool>("symmetric"), "observer": case.get::<String>("observer"), "targets": ["*"] });
+        if let Some(size) = case.values.get("group_size") {
+            options["group_size"] = size.clone();
+        }
+        let pass: QuantizeDynamic = serde_json::from_value(options).unwrap();
+        let symmetric = pass.symmetric;
+        let (desk, weight) = (Desk::new(), case.tensor("weight"));
+        let input = desk.weights(&one(weight));
+        let ours = read(&desk.run(&input, pipeline().pass(pass.clone())).unwrap().path);
+        let (q, scale, zero_point) = (&ours["a.weight"], &ours["a.weight_scale"], ours.get("a.weight_zero_point"));
+        assert_eq!(zero_point.is_none(), symmetric, "{}", case.name);
+        if case.get::<String>("observer") == "mse" {
+            let theirs = case.tensor("error").values();
+            for (ours, theirs) in errors(weight, q, scale, zero_point).into_iter().zip(theirs) {
+                assert!(ours <= theirs * (1.0 + 1e-6), "{}: {ours} is more than {theirs}", case.name);
+            }
+            return;
+        }
+        assert_eq!(scale, case.tensor("scale"), "{}: scale", case.name);
+        assert_eq!(q, case.tensor("q"), "{}: q", case.name);
+        if !symmetric {
+            assert_eq!(zero_point, Some(case.tensor("zero_point")), "{}: zero point", case.name);
+        }
+        let dense = desk.run(&input, pipeline().pass(pass).export(Safetensors::layout(Layout::Dense))).unwrap();
+        let expected = Tensor::floats(weight.dtype, &weight.shape, &case.tensor("dequantized").values());
+        assert_eq!(read(&dense.path)["a.weight"], expected, "{}: dequantized", case.name);
+    });
+}
+
+#[test]
+fn cast() {
+    check("cast", |case| {
+        let to: FloatFormat = serde_json::from_value(json!(case.get::<String>("to").to_lowercase())).unwrap();
+        let cast = |tensor: &Tensor, overflow| Desk::new().apply(&one(tensor), Cast { to, overflow, targets: all(), ignore: Vec::new() });
+        let (input, output) = (case.tensor("in"), case.tensor("out"));
+        if case.get("overflow") {
+            for bits in input.bits() {
+                let alone = Tensor::from_bits(input.dtype, &[1], &[bits]);
+                let error = cast(&alone, Overflow::Error).unwrap_err().to_string();
+                assert!(error.contains("`a.weight`"), "{}: {alone:?}: {error}", case.name);
+            }
+            let largest = if to == FloatFormat::F16 { 0x7BFF } else { 0x7F7F };
+            let saturated: Vec<u64> = output.bits().into_iter().map(|bits| bits & 0x8000 | largest).collect();
+            assert_eq!(cast(input, Overflow::Saturate).unwrap()["a.weight"].bits(), saturated, "{}", case.name);
+        } else {
+            assert_eq!(cast(input, Overflow::Error).unwrap()["a.weight"], *output, "{}", case.name);
+        }
+    });
+}
+
+/// A folder of int8 weights without quantized activations, as another tool would write it.
+fn weight_only(desk: &Desk, tensors: &Tensors, format: &str) -> std::path::PathBuf {
+    let input = desk.weights(tensors);
+    let group =
+        json!({ "targets": ["Linear"], "weights": { "num_bits": 8, "type": "int", "strategy": "channel" }, "input_activations": null, "format": format });
+    let quantization =
+        json!({ "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed", "config_groups": { "group_0": group } });
+    std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": quantization }).to_string()).unwrap();
+    input
+}
+
+#[test]
+fn packed() {
+    check("packed", |case| {
+        let (q, words, shape) = (case.tensor("q"), case.tensor("weight_packed"), case.tensor("weight_shape"));
+        let ones = Tensor::floats(DType::F32, &[q.shape[0], 1], &vec![1.0; q.shape[0]]);
+        let plain = Tensors::from([("a.weight".into(), q.clone()), ("a.weight_scale".into(), ones.clone())]);
+        let packed = Tensors::from([("a.weight_packed".into(), words.clone()), ("a.weight_shape".into(), shape.clone()), ("a.weight_scale".into(), ones)]);
+        let desk = Desk::new();
+        let written = desk.run(&weight_only(&desk, &plain, "int-quantized"), pipeline()).unwrap();
+        assert_eq!(read(&written.path), packed, "{}", case.name);
+        let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized"), pipeline().export(Safetensors::layout(Layout::Dense))).unwrap();
+        assert_eq!(read(&dense.path)["a.weight"].values(), q.values(), "{}", case.name);
+        // Zero points in words are neither written nor read.
+        let mut asymmetric = packed;
+        asymmetric.insert("a.weight_zero_point".into(), case.tensor("weight_zero_point").clone());
+        let error = desk.run(&weight_only(&desk, &asymmetric, "pack-quantized"), pipeline()).err().unwrap().to_string();
+        assert!(error.contains("`a.weight`") && error.contains("zero points"), "{error}");
+    });
+}

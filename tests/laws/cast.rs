@@ -1,0 +1,119 @@
+//! Casting is rounding to nearest, half to even.
+
+use proptest::prelude::*;
+use proptest::sample::select;
+
+use super::given::{FLOATS, Values, config, infinity, long, model, shape, sign};
+use crate::common::{DType, Desk, Tensor, Tensors, all, float_value, read};
+use compress::pass::{Cast, FloatFormat, Overflow};
+
+const FORMATS: [(FloatFormat, DType); 3] = [(FloatFormat::F16, DType::F16), (FloatFormat::Bf16, DType::BF16), (FloatFormat::F32, DType::F32)];
+
+fn cast(to: FloatFormat, overflow: Overflow) -> Cast {
+    Cast { to, overflow, targets: all(), ignore: Vec::new() }
+}
+
+/// The magnitude of `to` that is nearest to a finite one, found between its neighbours; infinity when it is past the end.
+fn nearest(to: DType, value: f64) -> u64 {
+    let (mut low, mut high) = (0, infinity(to));
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if float_value(to, middle) <= value { low = middle } else { high = middle }
+    }
+    let below = float_value(to, low);
+    // Past the largest value the steps go on as if the format did.
+    let above = if high == infinity(to) { 2.0 * below - float_value(to, low - 1) } else { float_value(to, high) };
+    match value.total_cmp(&(below + (above - below) / 2.0)) {
+        std::cmp::Ordering::Less => low,
+        std::cmp::Ordering::Greater => high,
+        std::cmp::Ordering::Equal => low + low % 2,
+    }
+}
+
+/// What a value becomes, and whether it was finite and is not.
+fn rounded(from: DType, to: DType, bits: u64) -> (u64, bool) {
+    let value = float_value(from, bits);
+    let minus = if value.is_sign_negative() { sign(to) } else { 0 };
+    let magnitude = if value.is_infinite() { infinity(to) } else { nearest(to, value.abs()) };
+    (magnitude | minus, value.is_finite() && magnitude == infinity(to))
+}
+
+/// Holds one tensor's cast to the definition, overflowing values included.
+fn check(before: &Tensor, after: Result<&Tensor, String>, to: DType, overflow: Overflow) {
+    let expected: Vec<(u64, bool)> = before.bits().into_iter().map(|bits| rounded(before.dtype, to, bits)).collect();
+    let after = match after {
+        Ok(after) => after,
+        Err(error) => {
+            assert!(overflow == Overflow::Error && expected.iter().any(|(_, past)| *past), "{error}");
+            return assert!(error.contains("`t0.weight`"), "{error}");
+        }
+    };
+    assert_eq!((after.dtype, &after.shape), (to, &before.shape));
+    for ((before, after), (expected, past)) in before.values().into_iter().zip(after.bits()).zip(expected) {
+        assert!(!past || overflow == Overflow::Saturate, "{before} went past the end of {to} in silence");
+        let expected = if past { expected - 1 } else { expected };
+        let both_nan = before.is_nan() && float_value(to, after).is_nan();
+        assert!(after == expected || both_nan, "{before:e} became {after:#x} in {to}, not {expected:#x}");
+    }
+}
+
+proptest! {
+    #![proptest_config(config(128))]
+
+    #[test]
+    fn casts_round_to_nearest(before in model(&FLOATS, shape(1..=4, 5), Values::Any, 1..=1), to in select(&FORMATS[..]), saturate in any::<bool>()) {
+        let overflow = if saturate { Overflow::Saturate } else { Overflow::Error };
+        let after = Desk::new().apply(&before, cast(to.0, overflow));
+        check(&before["t0.weight"], after.as_ref().map(|t| &t["t0.weight"]).map_err(ToString::to_string), to.1, overflow);
+    }
+
+    #[test]
+    fn to_the_same_format_is_the_identity_and_wider_ones_lose_nothing(before in model(&[DType::F16, DType::BF16, DType::F32], shape(1..=4, 5), Values::Finite, 1..=3)) {
+        let desk = Desk::new();
+        let wide = desk.apply(&before, cast(FloatFormat::F32, Overflow::Error)).unwrap();
+        for (format, dtype) in FORMATS {
+            let same: Tensors = before.iter().filter(|(_, t)| t.dtype == dtype).map(|(n, t)| (n.clone(), t.clone())).collect();
+            if same.is_empty() {
+                continue;
+            }
+            prop_assert_eq!(&desk.apply(&same, cast(format, Overflow::Error)).unwrap(), &same);
+            let there: Tensors = same.keys().map(|name| (name.clone(), wide[name].clone())).collect();
+            prop_assert_eq!(desk.apply(&there, cast(format, Overflow::Error)).unwrap(), same);
+        }
+    }
+}
+
+#[test]
+fn long_tensors_are_cast_as_short_ones() {
+    let before = long(DType::F64, &[3, 70_007], 7);
+    for (format, dtype) in FORMATS {
+        let desk = Desk::new();
+        let after = desk.apply(&before, cast(format, Overflow::Error)).unwrap();
+        check(&before["t0.weight"], Ok(&after["t0.weight"]), dtype, Overflow::Error);
+    }
+}
+
+#[test]
+fn every_sixteen_bit_pattern_survives_a_way_through_f32() {
+    for dtype in [DType::F16, DType::BF16] {
+        let bits: Vec<u64> = (0..1 << 16).filter(|bits| bits & (sign(dtype) - 1) <= infinity(dtype)).collect();
+        let before = Tensors::from([("t.weight".to_owned(), Tensor::from_bits(dtype, &[bits.len()], &bits))]);
+        let desk = Desk::new();
+        let there = desk.apply(&before, cast(FloatFormat::F32, Overflow::Error)).unwrap();
+        let (back, _) = FORMATS.into_iter().find(|(_, d)| *d == dtype).unwrap();
+        assert_eq!(desk.apply(&there, cast(back, Overflow::Error)).unwrap(), before);
+    }
+}
+
+#[test]
+fn the_configuration_names_the_new_format() {
+    let desk = Desk::new();
+    let model = |path: &std::path::Path| -> serde_json::Value { serde_json::from_slice(&std::fs::read(path.join("config.json")).unwrap()).unwrap() };
+    let whole = Cast { to: FloatFormat::F16, ..Default::default() };
+    let part = Cast { ignore: vec!["*norm*".parse().unwrap()], ..whole.clone() };
+    for (pass, name) in [(whole, "float16"), (part, "float32")] {
+        let output = desk.run(&desk.pico(DType::F32, 1), crate::common::pipeline().pass(pass)).unwrap();
+        assert_eq!(model(&output.path)["torch_dtype"], name);
+        assert_eq!(read(&output.path)["lm_head.weight"].dtype, DType::F16);
+    }
+}
