@@ -1,7 +1,13 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "run")]
+pub mod arch;
 pub mod error;
+#[cfg(feature = "run")]
+pub mod exec;
 pub mod export;
+#[cfg(feature = "run")]
+pub mod ir;
 pub mod kernel;
 pub mod model;
 pub mod pass;
