@@ -1,6 +1,7 @@
 //! DistilBERT: BERT without token types and pooler, and with its own names.
 
 use super::Settings;
+use super::bert::tied_head;
 use super::parts::{activation, attend, layer_norm, linear, text_inputs};
 use crate::error::Result;
 use crate::ir::Builder;
@@ -43,6 +44,12 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let dense = linear(b, "pre_classifier", "pre_classifier", first, width)?;
         let active = b.node("pre_classifier.act", Relu {}, &[dense])?;
         let logits = linear(b, "classifier", "classifier", active, s.labels()?)?;
+        b.output("logits", logits);
+    } else if s.class() == "DistilBertForMaskedLM" {
+        let dense = linear(b, "vocab_transform", "vocab_transform", x, width)?;
+        let active = b.node("vocab_transform.act", activation(s.text_or("activation", "gelu")?)?, &[dense])?;
+        let normed = layer_norm(b, "vocab_layer_norm", "vocab_layer_norm", active, EPSILON)?;
+        let logits = tied_head(s, b, "vocab_projector", &format!("{prefix}embeddings.word_embeddings.weight"), "vocab_projector.bias", normed)?;
         b.output("logits", logits);
     }
     Ok(())

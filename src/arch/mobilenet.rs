@@ -1,9 +1,9 @@
 //! MobileNetV2 with torchvision's names (Sandler et al., 2018).
 //!
 //! torchvision's checkpoints come without a configuration; this one is enough:
-//! `{ "model_type": "torchvision_mobilenet_v2", "num_labels": 1000 }`. Channels are read off the weights, so any
-//! width multiplier does; `strides` (of the blocks' groups, by default `[1, 2, 2, 2, 1, 2, 1]`) and `repeats`
-//! (by default `[1, 2, 3, 4, 3, 3, 1]`) may be given for other variants.
+//! `{ "model_type": "torchvision", "variant": "mobilenet_v2" }`, and where they differ from the usual ones,
+//! `inverted_residual_setting` (expansion, channels, repeats and stride of each group of blocks, of which only the
+//! last two are looked at: channels are read off the weights) and `num_classes`.
 
 use super::Settings;
 use super::parts::{ConvNorm, image_input, linear};
@@ -14,15 +14,11 @@ use crate::ir::{Builder, Dim, ValueId};
 const RELU6: Clip = Clip { min: 0.0, max: 6.0 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    let list = |key: &str, default: [usize; 7]| if s.get(key).is_some() { s.sizes(key) } else { Ok(default.to_vec()) };
-    let (strides, repeats) = (list("strides", [1, 2, 2, 2, 1, 2, 1])?, list("repeats", [1, 2, 3, 4, 3, 3, 1])?);
-    if strides.len() != repeats.len() {
-        return Err(Error::option("config.json", "`strides` and `repeats` differ in length"));
-    }
+    let groups = groups(s)?;
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
     let mut x = step(b, "features.0", 0, pixels, 3, 2, false)?;
     let mut block = 1;
-    for (&stride, &repeat) in strides.iter().zip(&repeats) {
+    for (repeat, stride) in groups {
         for index in 0..repeat {
             x = inverted_residual(b, &format!("features.{block}.conv"), x, if index == 0 { stride } else { 1 })?;
             block += 1;
@@ -30,9 +26,19 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     }
     x = step(b, &format!("features.{block}"), 0, x, 1, 1, false)?;
     let pooled = b.node("pool", GlobalAveragePool {}, &[x])?;
-    let logits = linear(b, "classifier", "classifier.1", pooled, s.labels()?)?;
+    let logits = linear(b, "classifier", "classifier.1", pooled, s.size_or("num_classes", 1000)?)?;
     b.output("logits", logits);
     Ok(())
+}
+
+/// Repeats and stride of each group of blocks.
+fn groups(s: &Settings) -> Result<Vec<(usize, usize)>> {
+    let Some(setting) = s.get("inverted_residual_setting") else {
+        return Ok(vec![(1, 1), (2, 2), (3, 2), (4, 2), (3, 1), (3, 2), (1, 1)]);
+    };
+    let number = |row: &serde_json::Value, at: usize| row.get(at).and_then(serde_json::Value::as_u64).filter(|n| (1..1000).contains(n)).map(|n| n as usize);
+    let rows: Option<Vec<(usize, usize)>> = setting.as_array().and_then(|rows| rows.iter().map(|row| Some((number(row, 2)?, number(row, 3)?))).collect());
+    rows.ok_or_else(|| Error::option("config.json", format!("`inverted_residual_setting` is {setting}, expected rows of [expansion, channels, repeats, stride]")))
 }
 
 /// Channels that a convolution makes.

@@ -42,9 +42,15 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "qwen3", build: llama::build },
     Architecture { model_type: "vit", build: vit::build },
     Architecture { model_type: "resnet", build: resnet::build },
-    Architecture { model_type: "torchvision_resnet", build: resnet::build_torchvision },
-    Architecture { model_type: "torchvision_mobilenet_v2", build: mobilenet::build },
+    Architecture { model_type: "torchvision", build: torchvision },
 ];
+
+fn torchvision(settings: &Settings, builder: &mut Builder) -> Result<()> {
+    match settings.text("variant")? {
+        "mobilenet_v2" => mobilenet::build(settings, builder),
+        _ => resnet::build_torchvision(settings, builder),
+    }
+}
 
 /// Builds the graph of a model.
 ///

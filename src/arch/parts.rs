@@ -48,7 +48,9 @@ pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId,
 /// `module.weight` and `module.bias` over the last axis.
 pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
     let width = b.width(x)?;
-    let inputs = [x, b.param(&format!("{module}.weight"), &[width])?, b.param(&format!("{module}.bias"), &[width])?];
+    // The first published checkpoints say gamma and beta.
+    let [weight, bias] = if b.has(&format!("{module}.gamma")) { ["gamma", "beta"] } else { ["weight", "bias"] };
+    let inputs = [x, b.param(&format!("{module}.{weight}"), &[width])?, b.param(&format!("{module}.{bias}"), &[width])?];
     b.node(node, LayerNorm { epsilon }, &inputs)
 }
 

@@ -1,8 +1,8 @@
 //! ResNet, with the names of transformers and with those of torchvision.
 //!
 //! torchvision's checkpoints come without a configuration; this one is enough:
-//! `{ "model_type": "torchvision_resnet", "block": "basic", "layers": [2, 2, 2, 2], "width": 64, "num_labels": 1000 }`
-//! (`block` is `basic` or `bottleneck`; `width`, the channels of the first stage, may be left out).
+//! `{ "model_type": "torchvision", "variant": "resnet18" }`, and where they differ from the variant's, `layers`
+//! (blocks of each stage), `width` (channels of the first) and `num_classes`.
 
 use super::Settings;
 use super::parts::{ConvNorm, activation, image_input, linear};
@@ -80,29 +80,38 @@ fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, u
     b.node(module, act.clone(), &[sum])
 }
 
+/// Name, whether blocks are bottlenecks, and blocks of each stage.
+const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
+    ("resnet18", false, [2, 2, 2, 2]),
+    ("resnet34", false, [3, 4, 6, 3]),
+    ("resnet50", true, [3, 4, 6, 3]),
+    ("resnet101", true, [3, 4, 23, 3]),
+    ("resnet152", true, [3, 8, 36, 3]),
+];
+
 /// torchvision's `resnet18` and its relatives.
 pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
-    let bottleneck = match s.text("block")? {
-        "bottleneck" => true,
-        "basic" => false,
-        other => return Err(Error::Unsupported { what: format!("ResNet block `{other}`"), hint: "known: basic, bottleneck".into() }),
+    let variant = s.text("variant")?;
+    let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
+        return Err(Error::Unsupported { what: format!("torchvision variant `{variant}`"), hint: "known: mobilenet_v2, resnet18, resnet34, resnet50, resnet101, resnet152".into() });
     };
     let width = s.size_or("width", 64)?;
     let pixels = picture(s, b)?;
     let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, groups: 1 }.add(b, pixels)?;
     let stem = b.node("relu", Relu {}, &[stem])?;
     let mut x = b.node("maxpool", STEM_POOL, &[stem])?;
-    for (stage, depth) in s.sizes("layers")?.into_iter().enumerate() {
+    let depths = if s.get("layers").is_some() { s.sizes("layers")? } else { layers.to_vec() };
+    for (stage, depth) in depths.into_iter().enumerate() {
         let inner = width << stage;
         for layer in 0..depth {
             let stride = if layer == 0 && stage > 0 { 2 } else { 1 };
             let module = format!("layer{}.{layer}", stage + 1);
-            let convs = if bottleneck { vec![(1, inner, 1), (3, inner, stride), (1, 4 * inner, 1)] } else { vec![(3, inner, stride), (3, inner, 1)] };
+            let convs = if *bottleneck { vec![(1, inner, 1), (3, inner, stride), (1, 4 * inner, 1)] } else { vec![(3, inner, stride), (3, inner, 1)] };
             x = torchvision_block(b, &module, x, &convs, stride)?;
         }
     }
     let pooled = b.node("avgpool", GlobalAveragePool {}, &[x])?;
-    let logits = linear(b, "fc", "fc", pooled, s.labels()?)?;
+    let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
     b.output("logits", logits);
     Ok(())
 }

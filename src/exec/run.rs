@@ -66,7 +66,12 @@ impl<'g> Executor<'g> {
     pub fn run_observed(&self, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<BTreeMap<String, Tensor>> {
         let mut values: Vec<Option<Tensor>> = vec![None; self.graph.values().len()];
         for (id, value) in self.graph.inputs() {
-            let given = inputs.get(&value.name).ok_or_else(|| Error::option("input", format!("`{}` is missing, {}", value.name, value.ty)))?;
+            let given = match (inputs.get(&value.name), inputs.get("input_ids")) {
+                (Some(given), _) => given.clone(),
+                // One text, of the first type: what a tokenizer leaves out.
+                (None, Some(tokens)) if value.name == "token_type_ids" => tokens.zeros_like().map_err(failed(&value.name))?,
+                _ => return Err(Error::option("input", format!("`{}` is missing, {}", value.name, value.ty))),
+            };
             if given.rank() != value.ty.shape.len() || value.ty.shape.iter().zip(given.dims()).any(|(want, have)| want.fixed().is_some_and(|w| w != *have)) {
                 return Err(Error::option("input", format!("`{}` has shape {:?}, the model takes {}", value.name, given.dims(), value.ty)));
             }

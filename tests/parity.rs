@@ -1,0 +1,70 @@
+//! Every family's outputs against PyTorch's, on the models that `scripts/goldens-models` made.
+#![cfg(feature = "run")]
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use compress::Model;
+use compress::exec::{Executor, Inputs, Parameters, Residence};
+use compress::ir::{Graph, check};
+use compress::store::{Cancel, Silent, Sweep};
+
+const TOLERANCE: f32 = 1e-4;
+/// Variants that are refused, and the word that the refusal must hold.
+const REFUSED: &[(&str, &str)] = &[("llama-rope-longrope", "longrope")];
+
+fn differences(folder: &Path) -> compress::Result<Vec<(String, f32)>> {
+    let model = Model::open(folder)?;
+    let graph = model.graph()?;
+    check(&graph)?;
+    let text = graph.to_string();
+    assert!(text.parse::<Graph>()?.to_string() == text, "the text form of {}", folder.display());
+    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep)?;
+    let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
+    let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&inputs)?;
+    let mut found = Vec::new();
+    for (name, expected) in golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("out/")?, t))) {
+        // transformers leaves two axes of one element behind the pooled channels of a ResNet.
+        let expected = &if expected.rank() == 4 && name == "pooler_output" { expected.flatten_from(1).unwrap() } else { expected.clone() };
+        let Some(ours) = outputs.get(name).filter(|t| t.dims() == expected.dims()) else {
+            found.push((format!("{name}, which is not among {:?}", outputs.iter().map(|(n, t)| (n, t.dims())).collect::<Vec<_>>()), f32::NAN));
+            continue;
+        };
+        let worst: f32 = distance(ours, expected, golden.get("in/attention_mask"));
+        found.push((name.to_owned(), worst));
+    }
+    Ok(found)
+}
+
+/// Largest difference over the tokens that are no padding.
+fn distance(ours: &Tensor, expected: &Tensor, mask: Option<&Tensor>) -> f32 {
+    let mut difference = (ours - expected).unwrap().abs().unwrap();
+    if let Some(mask) = mask.filter(|m| difference.rank() == 3 && m.dims() == &difference.dims()[..2]) {
+        difference = difference.broadcast_mul(&mask.to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap()).unwrap();
+    }
+    difference.flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+#[test]
+fn every_family_computes_what_pytorch_does() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let mut names: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    assert!(names.len() > 30, "the goldens are missing");
+    let mut failures = Vec::new();
+    for name in &names {
+        let refused = REFUSED.iter().find(|(n, _)| n == name);
+        match (differences(&folder.join(name)), refused) {
+            (Ok(found), None) => {
+                assert!(!found.is_empty(), "{name} has no outputs");
+                failures.extend(found.into_iter().filter(|(_, worst)| *worst > TOLERANCE || worst.is_nan()).map(|(output, worst)| format!("{name} {output}: {worst:e}")));
+            }
+            (Ok(_), Some(_)) => failures.push(format!("{name} was to be refused")),
+            (Err(e), None) => failures.push(format!("{name}: {e}")),
+            (Err(e), Some((_, word))) => assert!(e.to_string().contains(word), "{name}: {e}"),
+        }
+    }
+    assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), names.len(), failures.join("\n"));
+}
