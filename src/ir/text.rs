@@ -42,7 +42,7 @@ impl FromStr for Graph {
         let mut builder = Builder::unchecked();
         for (index, line) in text.lines().enumerate() {
             let line = line.trim();
-            if !line.is_empty() {
+            if !line.is_empty() && !line.starts_with('#') {
                 read(line, &mut builder).map_err(|reason| Error::option(format!("graph text, line {}", index + 1), reason))?;
             }
         }
