@@ -83,6 +83,13 @@ impl<'c> Settings<'c> {
         list.filter(|l| !l.is_empty()).ok_or_else(|| Self::wrong(key, value, "a list of sizes"))
     }
 
+    /// A list of numbers.
+    pub fn numbers(&self, key: &str) -> Result<Vec<f64>> {
+        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let list: Option<Vec<f64>> = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect());
+        list.ok_or_else(|| Self::wrong(key, value, "a list of numbers"))
+    }
+
     /// A group of values.
     pub fn group(&self, key: &str) -> Option<Settings<'c>> {
         self.get(key).and_then(Value::as_object).map(Settings::new)

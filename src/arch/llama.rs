@@ -26,7 +26,11 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     if !heads.is_multiple_of(groups) {
         return Err(Error::option("config.json", format!("`num_attention_heads` {heads} is no multiple of `num_key_value_heads` {groups}")));
     }
-    let head_dim = if s.get("head_dim").is_some() { s.size("head_dim")? } else { s.head_dim("hidden_size", "num_attention_heads")? };
+    let head_dim = match s.get("head_dim") {
+        Some(_) => s.size("head_dim")?,
+        None if model_type == "qwen3" => 128,
+        None => s.head_dim("hidden_size", "num_attention_heads")?,
+    };
     let attention_bias = s.flag_or("attention_bias", false)?;
     let family = Family {
         s,
@@ -116,7 +120,7 @@ fn rotary(s: &Settings, head_dim: usize) -> Result<Rotary> {
     let theta = base.number_or("rope_theta", 10_000.0)?;
     let Some(p) = scaling else { return Ok(Rotary { theta, scaling: RotaryScaling::None }) };
     let max_position = s.size_or("max_position_embeddings", 2048)?;
-    let original = || p.size_or("original_max_position_embeddings", max_position);
+    let original = || s.size_or("original_max_position_embeddings", p.size_or("original_max_position_embeddings", max_position)?);
     let kind = p.text_or("rope_type", p.text_or("type", "default")?)?;
     if p.number_or("partial_rotary_factor", 1.0)? != 1.0 {
         return Err(Error::Unsupported { what: "a partial rotary embedding".into(), hint: "partial_rotary_factor must be 1".into() });
@@ -125,7 +129,7 @@ fn rotary(s: &Settings, head_dim: usize) -> Result<Rotary> {
         "default" => RotaryScaling::None,
         "linear" => RotaryScaling::Linear { factor: p.number("factor")? },
         "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position },
-        "llama3" => RotaryScaling::Llama3 { factor: p.number("factor")?, low: p.number("low_freq_factor")?, high: p.number("high_freq_factor")?, original: p.size("original_max_position_embeddings")? },
+        "llama3" => RotaryScaling::Llama3 { factor: p.number("factor")?, low: p.number("low_freq_factor")?, high: p.number("high_freq_factor")?, original: original()? },
         "yarn" => {
             let factor = p.number("factor")?;
             RotaryScaling::Yarn {
@@ -137,7 +141,14 @@ fn rotary(s: &Settings, head_dim: usize) -> Result<Rotary> {
                 truncate: p.flag_or("truncate", true)?,
             }
         }
-        other => return Err(Error::Unsupported { what: format!("rope scaling `{other}`"), hint: "known: default, linear, dynamic, llama3, yarn".into() }),
+        "longrope" | "su" => {
+            let original = original()?;
+            let factor = p.number_or("factor", max_position as f64 / original as f64)?;
+            let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+            let attention = p.number_or("attention_factor", usual)?;
+            RotaryScaling::LongRope { short: p.numbers("short_factor")?, long: p.numbers("long_factor")?, original, attention }
+        }
+        other => return Err(Error::Unsupported { what: format!("rope scaling `{other}`"), hint: "known: default, linear, dynamic, llama3, yarn, longrope".into() }),
     };
     if head_dim < 4 && matches!(scaling, RotaryScaling::Dynamic { .. }) {
         return Err(Error::option("config.json", "dynamic rope scaling needs heads of at least 4 elements"));

@@ -70,7 +70,8 @@ fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, u
         let part = format!("{module}.layer.{index}");
         y = conv_norm(b, &part, y, out, kernel, stride)?;
         if index + 1 < convs.len() {
-            y = b.node(&format!("{part}.activation"), act.clone(), &[y])?;
+            // `hidden_act` is that of the stem and of the sums only.
+            y = b.node(&format!("{part}.activation"), Relu {}, &[y])?;
         }
     }
     let out = convs.last().map_or(0, |c| c.1);

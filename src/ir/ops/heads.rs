@@ -62,6 +62,7 @@ impl OpSpec for MergeHeads {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
         require_rank(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
         let (Some(heads), Some(width)) = (shape[1].fixed(), shape[3].fixed()) else { return Err("heads and their width must be known".into()) };

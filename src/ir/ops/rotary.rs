@@ -69,6 +69,17 @@ pub enum RotaryScaling {
         /// Whether the borders of the passage are whole numbers.
         truncate: bool,
     },
+    /// Each frequency has divisors of its own, for short and for long sequences (Ding et al., 2024).
+    LongRope {
+        /// Divisors up to `original` positions.
+        short: Vec<f64>,
+        /// Divisors beyond.
+        long: Vec<f64>,
+        /// Longest sequence of the first training.
+        original: usize,
+        /// Factor on sines and cosines.
+        attention: f64,
+    },
 }
 
 impl Rotary {
@@ -76,17 +87,17 @@ impl Rotary {
     fn frequencies(&self, width: usize, sequence: usize) -> (Vec<f64>, f64) {
         let base = |theta: f64| (0..width / 2).map(|i| theta.powf(-2.0 * i as f64 / width as f64)).collect::<Vec<_>>();
         let plain = base(self.theta);
-        match self.scaling {
+        match &self.scaling {
             RotaryScaling::None => (plain, 1.0),
             RotaryScaling::Linear { factor } => (plain.iter().map(|f| f / factor).collect(), 1.0),
             RotaryScaling::Dynamic { factor, max_position } => {
-                let length = sequence.max(max_position) as f64;
-                let growth = factor * length / max_position as f64 - (factor - 1.0);
+                let length = sequence.max(*max_position) as f64;
+                let growth = factor * length / *max_position as f64 - (factor - 1.0);
                 let width = width as f64;
                 (base(self.theta * growth.powf(width / (width - 2.0))), 1.0)
             }
             RotaryScaling::Llama3 { factor, low, high, original } => {
-                let original = original as f64;
+                let original = *original as f64;
                 let scale = |f: &f64| {
                     let wavelength = std::f64::consts::TAU / f;
                     if wavelength < original / high {
@@ -101,9 +112,9 @@ impl Rotary {
                 (plain.iter().map(scale).collect(), 1.0)
             }
             RotaryScaling::Yarn { factor, beta_fast, beta_slow, original, attention, truncate } => {
-                let dimension = |turns: f64| width as f64 * (original as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln());
-                let (low, high) = (dimension(beta_fast), dimension(beta_slow));
-                let (low, high) = if truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let dimension = |turns: f64| width as f64 * (*original as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln());
+                let (low, high) = (dimension(*beta_fast), dimension(*beta_slow));
+                let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
                 let (low, mut high) = (low.max(0.0), high.min(width as f64 - 1.0));
                 if low == high {
                     high += 0.001;
@@ -112,7 +123,11 @@ impl Rotary {
                     let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
                     f / factor * ramp + f * (1.0 - ramp)
                 };
-                (plain.iter().enumerate().map(scale).collect(), attention)
+                (plain.iter().enumerate().map(scale).collect(), *attention)
+            }
+            RotaryScaling::LongRope { short, long, original, attention } => {
+                let divisors = if sequence > *original { long } else { short };
+                (plain.iter().zip(divisors).map(|(f, d)| f / d).collect(), *attention)
             }
         }
     }
@@ -143,7 +158,10 @@ impl OpSpec for Rotary {
         require(inputs[0], Element::Float, "the input")?;
         require_rank(inputs[0], 4, "the input")?;
         match inputs[0].shape[3].fixed() {
-            Some(width) if width.is_multiple_of(2) => Ok(inputs[0].clone()),
+            Some(width) if width.is_multiple_of(2) => match &self.scaling {
+                RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => Err(format!("there must be {} divisors", width / 2)),
+                _ => Ok(inputs[0].clone()),
+            },
             _ => Err("the width of a head must be known and even".into()),
         }
     }
