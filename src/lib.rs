@@ -10,6 +10,8 @@ pub mod export;
 pub mod ir;
 pub mod kernel;
 pub mod model;
+#[cfg(feature = "run")]
+pub mod onnx;
 pub mod pass;
 pub mod pipeline;
 pub mod recipe;
