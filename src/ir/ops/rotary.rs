@@ -84,7 +84,7 @@ pub enum RotaryScaling {
 
 impl Rotary {
     /// Angles by one position, and the factor on sines and cosines.
-    fn frequencies(&self, width: usize, sequence: usize) -> (Vec<f64>, f64) {
+    pub(crate) fn frequencies(&self, width: usize, sequence: usize) -> (Vec<f64>, f64) {
         let base = |theta: f64| (0..width / 2).map(|i| theta.powf(-2.0 * i as f64 / width as f64)).collect::<Vec<_>>();
         let plain = base(self.theta);
         match &self.scaling {
