@@ -1,5 +1,7 @@
 //! Formats that a model is written in, one a file. Nothing counts as written before it was read back.
 
+#[cfg(feature = "run")]
+mod onnx;
 mod safetensors;
 mod sizes;
 
@@ -10,6 +12,8 @@ use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
+#[cfg(feature = "run")]
+pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
 pub use self::sizes::ByteSize;
 
@@ -44,8 +48,8 @@ pub struct Exported {
     pub tensors: usize,
     /// How each weight is stored, in the order of `weights`.
     pub encodings: Vec<String>,
-    /// The configuration that goes with the files.
-    pub config: Config,
+    /// The configuration that goes with the files; without one, the model's own is carried over.
+    pub config: Option<Config>,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -73,41 +77,41 @@ pub trait Format: fmt::Debug + Send + Sync {
 
 /// Writes the table of formats.
 macro_rules! formats {
-    ($($name:literal => $format:ident),+ $(,)?) => {
+    ($($(#[$meta:meta])* $name:literal => $format:ident),+ $(,)?) => {
         /// One entry of a recipe's `export` list: a name, or a name with options.
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
         pub enum Export {
-            $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
+            $($(#[$meta])* #[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
 
         /// Names of all formats, in the order of the table.
-        pub const FORMATS: &[&str] = &[$($name),+];
+        pub const FORMATS: &[&str] = &[$($(#[$meta])* $name),+];
 
         impl Export {
             /// The format behind the entry.
             pub fn format(&self) -> &dyn Format {
                 match self {
-                    $(Export::$format(format) => format,)+
+                    $($(#[$meta])* Export::$format(format) => format,)+
                 }
             }
 
             fn by_name<E: de::Error>(name: &str) -> std::result::Result<Export, E> {
                 match name {
-                    $($name => Ok(Export::$format($format::default())),)+
+                    $($(#[$meta])* $name => Ok(Export::$format($format::default())),)+
                     _ => Err(E::unknown_variant(name, FORMATS)),
                 }
             }
 
             fn with_options<'de, A: MapAccess<'de>>(name: &str, map: &mut A) -> std::result::Result<Export, A::Error> {
                 match name {
-                    $($name => map.next_value().map(Export::$format),)+
+                    $($(#[$meta])* $name => map.next_value().map(Export::$format),)+
                     _ => Err(de::Error::unknown_variant(name, FORMATS)),
                 }
             }
         }
 
-        $(impl From<$format> for Export {
+        $($(#[$meta])* impl From<$format> for Export {
             fn from(format: $format) -> Export {
                 Export::$format(format)
             }
@@ -117,6 +121,8 @@ macro_rules! formats {
 
 formats! {
     "safetensors" => Safetensors,
+    #[cfg(feature = "run")]
+    "onnx" => Onnx,
 }
 
 impl Default for Export {
