@@ -13,6 +13,8 @@ REQUIREMENTS = [
     "safetensors==0.8.0",
     "numpy==2.4.6",
     "h5py==3.16.0",
+    "onnx==1.22.0",
+    "onnxruntime==1.31.1",
 ]
 
 
