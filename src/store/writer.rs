@@ -124,6 +124,82 @@ fn sum_bytes(parts: &[Part]) -> Option<u64> {
     parts.iter().try_fold(0u64, |sum, p| sum.checked_add(super::header::byte_count(p.dtype, &p.shape)?))
 }
 
+/// A run of a file that is laid out already.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    /// Known bytes.
+    Bytes(Vec<u8>),
+    /// The elements of an item that is spelled as one tensor.
+    Item {
+        /// Number of the item.
+        index: usize,
+        /// How many bytes its elements are.
+        bytes: u64,
+    },
+}
+
+impl Piece {
+    /// Number of bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            Piece::Bytes(bytes) => bytes.len() as u64,
+            Piece::Item { bytes, .. } => *bytes,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Writes files of any format that are laid out piece by piece, each item once, and reads everything back.
+///
+/// # Errors
+/// As [`write`].
+pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+    let mut targets = Vec::with_capacity(files.len());
+    let mut stretches: Vec<Vec<Stretch>> = Vec::new();
+    let mut jobs = Vec::with_capacity(items.len());
+    for (file, (name, pieces)) in files.iter().enumerate() {
+        let path = folder.join(name);
+        targets.push(Target { file: File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?, path });
+        let mut known = Vec::new();
+        let mut offset = 0;
+        for piece in pieces {
+            match piece {
+                Piece::Bytes(bytes) => {
+                    let mut writer = PartWriter::new(&targets[file], file, offset, piece.len());
+                    writer.write(bytes)?;
+                    known.extend(writer.finish(name)?);
+                }
+                Piece::Item { index, bytes } => jobs.push((*index, file, offset, *bytes)),
+            }
+            offset += piece.len();
+        }
+        stretches.push(known);
+    }
+    jobs.sort_unstable();
+    let done = sweep.run("Writing", &jobs, |(index, ..)| items[*index].weight.stored_bytes.max(1), |&(index, file, offset, bytes)| {
+        let mut writers = [PartWriter::new(&targets[file], file, offset, bytes)];
+        let seen = write_item(&items[index], &mut writers, sweep)?;
+        let [writer] = writers;
+        Ok((seen, file, writer.finish(&items[index].name)?))
+    })?;
+    let mut seen = Vec::with_capacity(done.len());
+    for (item, file, pieces) in done {
+        seen.push(item);
+        stretches[file].extend(pieces);
+    }
+    let mut written = Vec::new();
+    for ((target, stretches), (name, pieces)) in targets.into_iter().zip(stretches).zip(files) {
+        drop(target.file);
+        let hash = hold_to(&target.path, stretches, sweep)?;
+        written.push(Written { name: name.clone(), bytes: pieces.iter().map(Piece::len).sum(), blake3: hash });
+    }
+    Ok((written, seen))
+}
+
 struct Target {
     path: PathBuf,
     file: File,
@@ -355,12 +431,17 @@ impl<'a> PartWriter<'a> {
 }
 
 /// Reads a written file again: the header must parse to the same, every stretch must hash to the same.
-fn read_back(path: &Path, header: &Header, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
-    let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
+fn read_back(path: &Path, header: &Header, stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
     let (_, back) = checkpoint::DataFile::open(path)?;
     if back != *header {
-        return Err(failed("the header reads back differently"));
+        return Err(Error::Verification { path: path.to_owned(), reason: "the header reads back differently".into() });
     }
+    hold_to(path, stretches, sweep)
+}
+
+/// Reads a file again: it must consist of these stretches, and each must hash to the same.
+fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
+    let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
     stretches.sort_by_key(|s| s.offset);
     let begin = |start: u64| (stretches.partition_point(|s| s.offset < start), 0u64, Xxh3Default::new());
     hash_file(
