@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 /// Names the library; nothing else is tried then.
 pub const LIBRARY_VARIABLE: &str = "ORT_DYLIB_PATH";
 
-const HINT: &str = "ONNX Runtime 1.31 or newer is needed: run `scripts/fetch onnxruntime`, or set ORT_DYLIB_PATH to its libonnxruntime.so";
+const HINT: &str = "version 1.31 or newer is needed: run `scripts/fetch onnxruntime`, or set ORT_DYLIB_PATH to its libonnxruntime.so";
 const SYSTEM: [&str; 6] = ["/usr/local/lib", "/usr/lib", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/opt/onnxruntime/lib"];
 
 /// Libraries that could be loaded, best first.
@@ -64,7 +64,7 @@ pub(super) fn environment() -> Result<&'static Environment> {
 fn loaded() -> Result<&'static (PathBuf, Environment)> {
     static LOADED: OnceLock<Result<(PathBuf, Environment), String>> = OnceLock::new();
     let found = LOADED.get_or_init(|| load(&candidates(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))));
-    found.as_ref().map_err(|tried| Error::Unsupported { what: format!("ONNX Runtime, which could not be loaded ({tried}),"), hint: HINT.into() })
+    found.as_ref().map_err(|tried| Error::option("ONNX Runtime", format!("cannot be loaded ({tried}); {HINT}")))
 }
 
 fn load(candidates: &[PathBuf]) -> Result<(PathBuf, Environment), String> {
