@@ -17,6 +17,8 @@ pub mod pass;
 pub mod pipeline;
 pub mod recipe;
 pub mod report;
+#[cfg(feature = "run")]
+pub mod runtime;
 pub mod store;
 
 #[cfg(feature = "cli")]

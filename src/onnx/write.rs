@@ -49,6 +49,10 @@ pub fn draft(graph: &Graph, opset: u32, metadata: &BTreeMap<String, String>) -> 
         let name = speller.names[value].clone();
         speller.alias(&name, &public);
     }
+    // With the types in between, runtimes see that sizes with a name agree, and fuse more.
+    let public: BTreeSet<&str> = graph.outputs().iter().map(|(name, _)| name.as_str()).collect();
+    let between = graph.nodes().iter().map(|node| (&speller.names[node.output.index()], &graph.value(node.output).ty));
+    let between = between.filter(|(name, _)| !public.contains(name.as_str())).map(|(name, ty)| info(name, ty)).collect();
     let Speller { names, transposed, nodes, constants, .. } = speller;
     let weights = graph.params().map(|(id, value)| Slot { name: names[id.index()].clone(), weight: value.name.clone(), transposed: transposed.contains(&id.index()) });
     let weights = weights.collect();
@@ -58,7 +62,7 @@ pub fn draft(graph: &Graph, opset: u32, metadata: &BTreeMap<String, String>) -> 
         initializer: constants,
         input: graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(),
         output: graph.outputs().iter().map(|(name, id)| info(name, &graph.value(*id).ty)).collect(),
-        value_info: Vec::new(),
+        value_info: between,
     };
     let model = ModelProto {
         ir_version: Some(match opset {
@@ -76,8 +80,11 @@ pub fn draft(graph: &Graph, opset: u32, metadata: &BTreeMap<String, String>) -> 
     Ok(Draft { model, weights })
 }
 
-/// Names of values, and outputs that need a copy: a value is called as the first output that it is.
-fn names(graph: &Graph) -> Result<(Vec<String>, Vec<(String, usize)>)> {
+/// Outputs that need a copy of a value, by the value's position.
+type Aliases = Vec<(String, usize)>;
+
+/// Names of values: each is called as the first output that it is.
+fn names(graph: &Graph) -> Result<(Vec<String>, Aliases)> {
     let public: BTreeSet<&str> = graph.outputs().iter().map(|(name, _)| name.as_str()).collect();
     let mut names = Vec::with_capacity(graph.values().len());
     for value in graph.values() {
