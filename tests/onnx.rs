@@ -1,5 +1,6 @@
 //! Every golden model as ONNX: written, read back, and held to the rules of the format.
 #![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -110,7 +111,10 @@ fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
     }
     // Sizes that are named in the graph are named in the file.
     let dims = body.input.iter().flat_map(|i| i.r#type.as_ref().unwrap().tensor_type.as_ref().unwrap().shape.as_ref().unwrap().dim.iter());
-    assert!(dims.filter(|d| matches!(&d.value, Some(Dimension::DimParam(name)) if name == "batch")).count() >= graph.inputs().count(), "{what}: the batch is fixed");
+    assert!(
+        dims.filter(|d| matches!(&d.value, Some(Dimension::DimParam(name)) if name == "batch")).count() >= graph.inputs().count(),
+        "{what}: the batch is fixed"
+    );
 }
 
 #[test]
@@ -124,7 +128,10 @@ fn the_graphs_keep_the_rules_of_the_format() {
             assert_eq!(draft.model.opset_import[0].version, Some(i64::from(opset)));
             assert_eq!(draft.model.ir_version, Some([8, 8, 9, 9, 10][opset as usize - 17]));
             let nodes = &draft.model.graph.as_ref().unwrap().node;
-            assert!(graph.nodes().iter().all(|n| nodes.iter().any(|o| o.name.as_ref() == Some(&graph.value(n.output).name))), "{what}: a node of the graph is not named");
+            assert!(
+                graph.nodes().iter().all(|n| nodes.iter().any(|o| o.name.as_ref() == Some(&graph.value(n.output).name))),
+                "{what}: a node of the graph is not named"
+            );
         }
     }
 }
@@ -161,7 +168,11 @@ fn weights_of_large_models_lie_beside() {
     let folder = folders().into_iter().find(|f| f.ends_with("llama-grouped-tied")).unwrap();
     let model = Model::open(&folder).unwrap();
     let draft = draft(&model.graph().unwrap(), 17, &BTreeMap::new()).unwrap();
-    let item = |slot: &compress::onnx::Slot| Item { name: slot.weight.clone(), weight: model.weights.by_name[&slot.weight].clone(), spelling: if slot.transposed { Spelling::Transposed } else { Spelling::Plain } };
+    let item = |slot: &compress::onnx::Slot| Item {
+        name: slot.weight.clone(),
+        weight: model.weights.by_name[&slot.weight].clone(),
+        spelling: if slot.transposed { Spelling::Transposed } else { Spelling::Plain },
+    };
     let items: Vec<Item> = draft.weights.iter().map(item).collect();
     let shapes: Vec<Vec<usize>> = items.iter().map(|i| i.spelling.parts(&i.name, &i.weight).remove(0).shape).collect();
     let out = tempfile::tempdir().unwrap();

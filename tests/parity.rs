@@ -1,5 +1,6 @@
 //! Every family's outputs against PyTorch's, on the models that `scripts/goldens-models` made.
 #![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
 
@@ -75,7 +76,12 @@ fn every_family_computes_what_pytorch_does() {
             match differences(place, golden) {
                 Ok(found) => {
                     assert!(!found.is_empty(), "{name} has no outputs");
-                    failures.extend(found.into_iter().filter(|(_, worst)| *worst > TOLERANCE || worst.is_nan()).map(|(output, worst)| format!("{name} {golden} {output}: {worst:e}")));
+                    failures.extend(
+                        found
+                            .into_iter()
+                            .filter(|(_, worst)| *worst > TOLERANCE || worst.is_nan())
+                            .map(|(output, worst)| format!("{name} {golden} {output}: {worst:e}")),
+                    );
                 }
                 Err(e) => failures.push(format!("{name}: {e}")),
             }

@@ -1,5 +1,6 @@
 //! Every golden model, exported, in ONNX Runtime against the built-in executor; says so and stops where there is none.
 #![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
 

@@ -33,7 +33,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         ("BertForMaskedLM" | "BertForPreTraining", _) => {
             let dense = linear(b, "cls.predictions.transform.dense", "cls.predictions.transform.dense", hidden, s.size("hidden_size")?)?;
             let active = b.node("cls.predictions.transform.act", activation(s.text_or("hidden_act", "gelu")?)?, &[dense])?;
-            let normed = layer_norm(b, "cls.predictions.transform.LayerNorm", "cls.predictions.transform.LayerNorm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
+            let normed =
+                layer_norm(b, "cls.predictions.transform.LayerNorm", "cls.predictions.transform.LayerNorm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
             let logits = tied_head(s, b, "cls.predictions.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "cls.predictions.bias", normed)?;
             b.output("logits", logits);
         }

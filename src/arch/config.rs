@@ -79,7 +79,8 @@ impl<'c> Settings<'c> {
     /// A list of sizes.
     pub fn sizes(&self, key: &str) -> Result<Vec<usize>> {
         let value = self.get(key).ok_or_else(|| Self::missing(key))?;
-        let list: Option<Vec<usize>> = value.as_array().and_then(|list| list.iter().map(|v| v.as_u64().filter(|n| (1..LIMIT).contains(n)).map(|n| n as usize)).collect());
+        let list: Option<Vec<usize>> =
+            value.as_array().and_then(|list| list.iter().map(|v| v.as_u64().filter(|n| (1..LIMIT).contains(n)).map(|n| n as usize)).collect());
         list.filter(|l| !l.is_empty()).ok_or_else(|| Self::wrong(key, value, "a list of sizes"))
     }
 

@@ -129,7 +129,9 @@ fn rotary(s: &Settings, head_dim: usize) -> Result<Rotary> {
         "default" => RotaryScaling::None,
         "linear" => RotaryScaling::Linear { factor: p.number("factor")? },
         "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position },
-        "llama3" => RotaryScaling::Llama3 { factor: p.number("factor")?, low: p.number("low_freq_factor")?, high: p.number("high_freq_factor")?, original: original()? },
+        "llama3" => {
+            RotaryScaling::Llama3 { factor: p.number("factor")?, low: p.number("low_freq_factor")?, high: p.number("high_freq_factor")?, original: original()? }
+        }
         "yarn" => {
             let factor = p.number("factor")?;
             RotaryScaling::Yarn {
@@ -148,7 +150,9 @@ fn rotary(s: &Settings, head_dim: usize) -> Result<Rotary> {
             let attention = p.number_or("attention_factor", usual)?;
             RotaryScaling::LongRope { short: p.numbers("short_factor")?, long: p.numbers("long_factor")?, original, attention }
         }
-        other => return Err(Error::Unsupported { what: format!("rope scaling `{other}`"), hint: "known: default, linear, dynamic, llama3, yarn, longrope".into() }),
+        other => {
+            return Err(Error::Unsupported { what: format!("rope scaling `{other}`"), hint: "known: default, linear, dynamic, llama3, yarn, longrope".into() });
+        }
     };
     if head_dim < 4 && matches!(scaling, RotaryScaling::Dynamic { .. }) {
         return Err(Error::option("config.json", "dynamic rope scaling needs heads of at least 4 elements"));

@@ -24,7 +24,10 @@ pub(super) fn activation(name: &str) -> Result<Op> {
         "silu" | "swish" => Silu {}.into(),
         "tanh" => Tanh {}.into(),
         other => {
-            return Err(Error::Unsupported { what: format!("activation `{other}`"), hint: "known: gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu, silu, swish, tanh".into() });
+            return Err(Error::Unsupported {
+                what: format!("activation `{other}`"),
+                hint: "known: gelu, gelu_new, gelu_pytorch_tanh, gelu_fast, relu, silu, swish, tanh".into(),
+            });
         }
     })
 }

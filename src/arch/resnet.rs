@@ -41,7 +41,13 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let early = s.flag_or("downsample_in_bottleneck", false)?;
     for (stage, (&out, &depth)) in widths.iter().zip(&depths).enumerate() {
         for layer in 0..depth {
-            let stride = if layer > 0 { 1 } else if stage == 0 { first } else { 2 };
+            let stride = if layer > 0 {
+                1
+            } else if stage == 0 {
+                first
+            } else {
+                2
+            };
             let module = format!("{prefix}encoder.stages.{stage}.layers.{layer}");
             // (kernel, channels, stride) of each convolution.
             let convs = if bottleneck {
@@ -94,7 +100,10 @@ const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
 pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
     let variant = s.text("variant")?;
     let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
-        return Err(Error::Unsupported { what: format!("torchvision variant `{variant}`"), hint: "known: mobilenet_v2, resnet18, resnet34, resnet50, resnet101, resnet152".into() });
+        return Err(Error::Unsupported {
+            what: format!("torchvision variant `{variant}`"),
+            hint: "known: mobilenet_v2, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
+        });
     };
     let width = s.size_or("width", 64)?;
     let pixels = picture(s, b)?;
@@ -128,8 +137,11 @@ fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize,
     }
     let out = convs.last().map_or(0, |c| c.1);
     let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
-    let shortcut = if same { x } else { ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, groups: 1 }.add(b, x)? };
+    let shortcut = if same {
+        x
+    } else {
+        ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, groups: 1 }.add(b, x)?
+    };
     let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
     b.node(module, Relu {}, &[sum])
 }
-

@@ -13,7 +13,10 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let (tokens, mask) = text_inputs(b)?;
     let positions = b.node("embeddings.positions", Positions { padding: Some(s.number_or("pad_token_id", 1.0)? as i64) }, &[tokens])?;
     if s.size_or("type_vocab_size", 1)? != 1 {
-        return Err(Error::Unsupported { what: format!("a {} model with several token types", s.text("model_type")?), hint: "type_vocab_size must be 1".into() });
+        return Err(Error::Unsupported {
+            what: format!("a {} model with several token types", s.text("model_type")?),
+            hint: "type_vocab_size must be 1".into(),
+        });
     }
     // All tokens have the only type there is: its one row stands for every position.
     let types = b.param(&format!("{prefix}embeddings.token_type_embeddings.weight"), &[1, hidden])?;

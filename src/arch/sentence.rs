@@ -38,7 +38,10 @@ impl Pooling {
                 "Normalize" => found.push(Pooling::Normalize),
                 "Pooling" => found.push(pooling(folder, module, &path)?),
                 other => {
-                    return Err(Error::Unsupported { what: format!("{}: module `{other}`", path.display()), hint: "known: Transformer, Pooling, Normalize".into() });
+                    return Err(Error::Unsupported {
+                        what: format!("{}: module `{other}`", path.display()),
+                        hint: "known: Transformer, Pooling, Normalize".into(),
+                    });
                 }
             }
         }

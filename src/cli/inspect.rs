@@ -91,10 +91,10 @@ fn show_graph(model: &Model, global: &Global) -> Result<()> {
     if global.json {
         return output::json(&crate::ir::GraphFile::from(&graph));
     }
-    output::print(&graph.to_string());
+    output::print(&graph.to_string())?;
     let unused = model.unused(&graph);
     if !unused.is_empty() {
-        output::print(&format!("# not used: {}\n", unused.join(", ")));
+        output::print(&format!("# not used: {}\n", unused.join(", ")))?;
     }
     Ok(())
 }

@@ -32,16 +32,21 @@ impl Parameters {
     pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, sweep: &Sweep) -> Result<Parameters> {
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
         let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
-        let tensors = sweep.run("Loading", &jobs, |(_, w)| w.stored_bytes, |(name, weight)| {
-            let keep = match (residence, weight.dtype) {
-                (Residence::Stored, Stored::BF16) => DType::BF16,
-                (Residence::Stored, Stored::F16) => DType::F16,
-                _ => compute,
-            };
-            let tensor = tensor(name, weight, device, keep)?;
-            sweep.advance(weight.stored_bytes)?;
-            Ok(tensor)
-        })?;
+        let tensors = sweep.run(
+            "Loading",
+            &jobs,
+            |(_, w)| w.stored_bytes,
+            |(name, weight)| {
+                let keep = match (residence, weight.dtype) {
+                    (Residence::Stored, Stored::BF16) => DType::BF16,
+                    (Residence::Stored, Stored::F16) => DType::F16,
+                    _ => compute,
+                };
+                let tensor = tensor(name, weight, device, keep)?;
+                sweep.advance(weight.stored_bytes)?;
+                Ok(tensor)
+            },
+        )?;
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), compute })
     }
 
@@ -89,4 +94,3 @@ fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<T
     }
     Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed)
 }
-

@@ -14,7 +14,7 @@ use crate::model::Model;
 use crate::onnx::write::OPSETS;
 use crate::onnx::{Draft, draft, file};
 use crate::store::writer::{self, Item};
-use crate::store::{Decoded, DType, Encoding, Spelling, Sweep, Weight};
+use crate::store::{DType, Decoded, Encoding, Spelling, Sweep, Weight};
 
 /// The ONNX format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,12 +53,17 @@ impl Onnx {
         for slot in &draft.weights {
             let weight = model.weights.get(&slot.weight)?;
             if !weight.is_float() {
-                return Err(Error::tensor(&slot.weight, format!("is {}, the graph needs floats", weight.dtype), "store it as floats, or describe the model in a graph.json that does not use it"));
+                return Err(Error::tensor(
+                    &slot.weight,
+                    format!("is {}, the graph needs floats", weight.dtype),
+                    "store it as floats, or describe the model in a graph.json that does not use it",
+                ));
             }
             let spelling = if slot.transposed { Spelling::Transposed } else { Spelling::Plain };
             items.push(Item { name: slot.weight.clone(), weight: float(&slot.weight, weight), spelling });
         }
-        let shapes: Vec<Vec<usize>> = items.iter().map(|item| item.spelling.parts(&item.name, &item.weight).into_iter().flat_map(|part| part.shape).collect()).collect();
+        let shapes: Vec<Vec<usize>> =
+            items.iter().map(|item| item.spelling.parts(&item.name, &item.weight).into_iter().flat_map(|part| part.shape).collect()).collect();
         let layout = file::layout(&draft, &shapes, file::LARGEST)?;
         Ok(Prepared { graph, draft, items, layout })
     }
@@ -106,7 +111,12 @@ impl Format for Onnx {
 
     fn forecast(&self, model: &Model) -> Result<Forecast> {
         let Prepared { items, layout, .. } = self.prepare(model)?;
-        Ok(Forecast { files: layout.iter().map(|(name, _)| name.clone()).collect(), bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(), exact: true, tensors: items.len() })
+        Ok(Forecast {
+            files: layout.iter().map(|(name, _)| name.clone()).collect(),
+            bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
+            exact: true,
+            tensors: items.len(),
+        })
     }
 
     fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {

@@ -64,7 +64,11 @@ impl<'c> Builder<'c> {
                     return Err(Error::tensor(name, format!("is missing; the configuration asks for shape {shape:?}"), hint));
                 }
                 Some(stored) if stored != shape => {
-                    return Err(Error::tensor(name, format!("has shape {stored:?}, the configuration asks for {shape:?}"), "config.json does not belong to these weights"));
+                    return Err(Error::tensor(
+                        name,
+                        format!("has shape {stored:?}, the configuration asks for {shape:?}"),
+                        "config.json does not belong to these weights",
+                    ));
                 }
                 Some(_) => {}
             }
@@ -124,7 +128,12 @@ impl<'c> Builder<'c> {
     /// It is not known.
     pub fn width(&self, id: ValueId) -> Result<usize> {
         let value = self.graph.value(id);
-        value.ty.shape.last().and_then(Dim::fixed).ok_or_else(|| Error::option(format!("graph value `{}`", value.name), format!("the width of {} is not known", value.ty)))
+        value
+            .ty
+            .shape
+            .last()
+            .and_then(Dim::fixed)
+            .ok_or_else(|| Error::option(format!("graph value `{}`", value.name), format!("the width of {} is not known", value.ty)))
     }
 
     /// The graph.

@@ -71,14 +71,20 @@ impl GraphFile {
                     (None, Some(shape)) => builder.param(name, &shape)?,
                     (None, None) => {
                         let near = catalog.nearest(name).map_or(String::new(), |n| format!("; the nearest tensor is `{n}`"));
-                        return Err(Error::option(format!("{}, node `{}`", Self::NAME, node.name), format!("`{name}` is no input, no earlier node and no tensor of the checkpoint{near}")));
+                        return Err(Error::option(
+                            format!("{}, node `{}`", Self::NAME, node.name),
+                            format!("`{name}` is no input, no earlier node and no tensor of the checkpoint{near}"),
+                        ));
                     }
                 });
             }
             builder.node(&node.name, node.op.clone(), &inputs)?;
         }
         for (name, value) in &self.outputs {
-            let id = value.as_str().and_then(|value| builder.find(value)).ok_or_else(|| Error::option(format!("{}, output `{name}`", Self::NAME), format!("{value} is no value of the graph")))?;
+            let id = value
+                .as_str()
+                .and_then(|value| builder.find(value))
+                .ok_or_else(|| Error::option(format!("{}, output `{name}`", Self::NAME), format!("{value} is no value of the graph")))?;
             builder.output(name, id);
         }
         builder.finish()

@@ -77,7 +77,9 @@ fn single(draft: &Draft, shapes: &[Vec<usize>], outside: impl Fn(u64) -> bool) -
         if away {
             tensor.data_location = Some(DataLocation::External as i32);
             at = at.next_multiple_of(ALIGNMENT);
-            tensor.external_data = [("location", DATA.to_owned()), ("offset", at.to_string()), ("length", size.to_string())].map(|(k, v)| StringStringEntryProto::new(k, v)).to_vec();
+            tensor.external_data = [("location", DATA.to_owned()), ("offset", at.to_string()), ("length", size.to_string())]
+                .map(|(k, v)| StringStringEntryProto::new(k, v))
+                .to_vec();
             at += size;
         }
         let mut content = tensor.encode_to_vec();
@@ -151,7 +153,13 @@ mod tests {
         let model = decode(&files[0].1).unwrap();
         let mut plain = draft.model.clone();
         for (slot, shape) in draft.weights.iter().zip(&shapes) {
-            let tensor = TensorProto { dims: shape.iter().map(|d| *d as i64).collect(), data_type: Some(1), name: Some(slot.name.clone()), raw_data: Some(vec![0; 4 * shape.iter().product::<usize>()]), ..TensorProto::default() };
+            let tensor = TensorProto {
+                dims: shape.iter().map(|d| *d as i64).collect(),
+                data_type: Some(1),
+                name: Some(slot.name.clone()),
+                raw_data: Some(vec![0; 4 * shape.iter().product::<usize>()]),
+                ..TensorProto::default()
+            };
             plain.graph.as_mut().unwrap().initializer.push(tensor);
         }
         assert_eq!(model, plain);

@@ -297,7 +297,8 @@ mod tests {
     fn bytes_are_those_of_the_format() {
         let attribute = AttributeProto::ints("ab", [1, 300]);
         assert_eq!(attribute.encode_to_vec(), [0x0A, 2, b'a', b'b', 0x40, 1, 0x40, 0xAC, 2, 0xA0, 1, 7]);
-        let tensor = TensorProto { dims: vec![2], data_type: Some(DataType::Int8 as i32), name: Some("w".into()), raw_data: Some(vec![5, 6]), ..TensorProto::default() };
+        let tensor =
+            TensorProto { dims: vec![2], data_type: Some(DataType::Int8 as i32), name: Some("w".into()), raw_data: Some(vec![5, 6]), ..TensorProto::default() };
         assert_eq!(tensor.encode_to_vec(), [0x08, 2, 0x10, 3, 0x42, 1, b'w', 0x4A, 2, 5, 6]);
         let packed: &[u8] = &[0x0A, 1, 2, 0x10, 3, 0x42, 1, b'w', 0x4A, 2, 5, 6];
         assert_eq!(TensorProto::decode(packed).unwrap(), tensor);

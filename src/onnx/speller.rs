@@ -58,7 +58,11 @@ impl<'g> Speller<'g> {
     /// A size that must be known.
     pub fn fixed(&self, index: usize, axis: usize) -> Result<i64> {
         let ty = self.ty(index)?;
-        ty.shape.get(axis).and_then(|d| d.fixed()).map(|d| d as i64).ok_or_else(|| self.wrong(format!("axis {axis} of its input {ty} must be known to be written as ONNX; fix it in the inputs of the graph")))
+        ty.shape
+            .get(axis)
+            .and_then(|d| d.fixed())
+            .map(|d| d as i64)
+            .ok_or_else(|| self.wrong(format!("axis {axis} of its input {ty} must be known to be written as ONNX; fix it in the inputs of the graph")))
     }
 
     /// The last size, which must be known.
@@ -129,7 +133,13 @@ impl<'g> Speller<'g> {
             return name.clone();
         }
         let name = self.fresh(wanted.to_owned());
-        self.constants.push(TensorProto { dims: dims.to_vec(), data_type: Some(kind as i32), name: Some(name.clone()), raw_data: Some(bytes), ..TensorProto::default() });
+        self.constants.push(TensorProto {
+            dims: dims.to_vec(),
+            data_type: Some(kind as i32),
+            name: Some(name.clone()),
+            raw_data: Some(bytes),
+            ..TensorProto::default()
+        });
         self.shared.insert(key, name.clone());
         name
     }

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto};
+use super::proto::{
+    DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, TensorShapeProto, TensorTypeProto, TypeProto,
+    ValueInfoProto,
+};
 use super::spell::spell;
 use super::speller::Speller;
 use crate::error::{Error, Result};
@@ -54,7 +57,8 @@ pub fn draft(graph: &Graph, opset: u32, metadata: &BTreeMap<String, String>) -> 
     let between = graph.nodes().iter().map(|node| (&speller.names[node.output.index()], &graph.value(node.output).ty));
     let between = between.filter(|(name, _)| !public.contains(name.as_str())).map(|(name, ty)| info(name, ty)).collect();
     let Speller { names, transposed, nodes, constants, .. } = speller;
-    let weights = graph.params().map(|(id, value)| Slot { name: names[id.index()].clone(), weight: value.name.clone(), transposed: transposed.contains(&id.index()) });
+    let weights =
+        graph.params().map(|(id, value)| Slot { name: names[id.index()].clone(), weight: value.name.clone(), transposed: transposed.contains(&id.index()) });
     let weights = weights.collect();
     let body = GraphProto {
         node: nodes,
@@ -90,7 +94,10 @@ fn names(graph: &Graph) -> Result<(Vec<String>, Aliases)> {
     for value in graph.values() {
         let claimed = public.contains(value.name.as_str());
         if claimed && value.kind == Kind::Input {
-            return Err(Error::option(format!("graph output `{}`", value.name), "has the name of an input; ONNX needs names of their own, so rename the output"));
+            return Err(Error::option(
+                format!("graph output `{}`", value.name),
+                "has the name of an input; ONNX needs names of their own, so rename the output",
+            ));
         }
         names.push(if claimed { format!("{}.value", value.name) } else { value.name.clone() });
     }
@@ -113,7 +120,11 @@ fn transposed(graph: &Graph) -> BTreeSet<usize> {
         for (index, id) in node.inputs.iter().enumerate() {
             let tensors = node.inputs.first().is_some_and(|x| graph.value(*x).ty.shape.len() != 2);
             let swapped = matches!(&node.op, Op::Linear(op) if !op.input_major && index == 1 && tensors) && matches!(graph.value(*id).kind, Kind::Param);
-            if swapped { right.insert(id.index()) } else { other.insert(id.index()) };
+            if swapped {
+                right.insert(id.index())
+            } else {
+                other.insert(id.index())
+            };
         }
     }
     let named: BTreeSet<usize> = graph.outputs().iter().map(|(_, id)| id.index()).collect();

@@ -20,7 +20,8 @@ pub fn candidates(variable: impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
         return vec![path];
     }
     let mut found = Vec::new();
-    let cache = variable("COMPRESS_CACHE").or_else(|| variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache"))).map(|base| base.join("compress")));
+    let cache = variable("COMPRESS_CACHE")
+        .or_else(|| variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache"))).map(|base| base.join("compress")));
     for folder in cache.iter().flat_map(|cache| below(cache, "onnxruntime-")) {
         found.extend(libraries(&folder));
     }
@@ -75,7 +76,10 @@ fn load(candidates: &[PathBuf]) -> Result<(PathBuf, Environment), String> {
             continue;
         }
         let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-        match ort::init_from(&path).map_err(|e| e.to_string()).and_then(|builder| builder.with_name("compress").with_telemetry(false).build().map_err(|e| e.to_string())) {
+        match ort::init_from(&path)
+            .map_err(|e| e.to_string())
+            .and_then(|builder| builder.with_name("compress").with_telemetry(false).build().map_err(|e| e.to_string()))
+        {
             Ok(environment) => return Ok((path, environment)),
             Err(reason) => tried.push(reason),
         }

@@ -180,12 +180,17 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
         stretches.push(known);
     }
     jobs.sort_unstable();
-    let done = sweep.run("Writing", &jobs, |(index, ..)| items[*index].weight.stored_bytes.max(1), |&(index, file, offset, bytes)| {
-        let mut writers = [PartWriter::new(&targets[file], file, offset, bytes)];
-        let seen = write_item(&items[index], &mut writers, sweep)?;
-        let [writer] = writers;
-        Ok((seen, file, writer.finish(&items[index].name)?))
-    })?;
+    let done = sweep.run(
+        "Writing",
+        &jobs,
+        |(index, ..)| items[*index].weight.stored_bytes.max(1),
+        |&(index, file, offset, bytes)| {
+            let mut writers = [PartWriter::new(&targets[file], file, offset, bytes)];
+            let seen = write_item(&items[index], &mut writers, sweep)?;
+            let [writer] = writers;
+            Ok((seen, file, writer.finish(&items[index].name)?))
+        },
+    )?;
     let mut seen = Vec::with_capacity(done.len());
     for (item, file, pieces) in done {
         seen.push(item);

@@ -43,7 +43,8 @@ impl OpSpec for Conv {
             return Err("stride, dilation and groups must be at least 1".into());
         }
         let fixed = |dim: &Dim, what: &str| dim.fixed().ok_or_else(|| format!("{what} must be known"));
-        let (channels, out, inner) = (fixed(&x.shape[1], "the number of channels")?, fixed(&weight.shape[0], "the weight")?, fixed(&weight.shape[1], "the weight")?);
+        let (channels, out, inner) =
+            (fixed(&x.shape[1], "the number of channels")?, fixed(&weight.shape[0], "the weight")?, fixed(&weight.shape[1], "the weight")?);
         if channels != inner * self.groups || !out.is_multiple_of(self.groups) {
             return Err(format!("the input has {channels} channels, the weight takes {inner} in {} groups and makes {out}", self.groups));
         }
@@ -51,7 +52,9 @@ impl OpSpec for Conv {
             require_vector(bias, &weight.shape[0], "the bias")?;
         }
         let extent = |axis: usize| Ok::<_, String>(self.dilation * (fixed(&weight.shape[axis], "the weight")?.max(1) - 1) + 1);
-        let slide = |axis: usize| x.shape[axis].window(extent(axis)?, self.padding, self.stride).ok_or_else(|| format!("the window is larger than the image, {}", x.shape[axis]));
+        let slide = |axis: usize| {
+            x.shape[axis].window(extent(axis)?, self.padding, self.stride).ok_or_else(|| format!("the window is larger than the image, {}", x.shape[axis]))
+        };
         Ok(TensorType { element: Element::Float, shape: vec![x.shape[0].clone(), weight.shape[0].clone(), slide(2)?, slide(3)?] })
     }
 

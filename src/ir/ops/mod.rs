@@ -171,7 +171,11 @@ impl FromStr for Op {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, attributes) = text.split_at(text.find('{').unwrap_or(text.len()));
-        let attributes = if attributes.is_empty() { Json::Object(Map::new()) } else { serde_json::from_str(attributes).map_err(|e| format!("attributes of {name}: {e}"))? };
+        let attributes = if attributes.is_empty() {
+            Json::Object(Map::new())
+        } else {
+            serde_json::from_str(attributes).map_err(|e| format!("attributes of {name}: {e}"))?
+        };
         Op::from_parts(name, attributes)
     }
 }

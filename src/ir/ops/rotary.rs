@@ -159,7 +159,9 @@ impl OpSpec for Rotary {
         require_rank(inputs[0], 4, "the input")?;
         match inputs[0].shape[3].fixed() {
             Some(width) if width.is_multiple_of(2) => match &self.scaling {
-                RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => Err(format!("there must be {} divisors", width / 2)),
+                RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => {
+                    Err(format!("there must be {} divisors", width / 2))
+                }
                 _ => Ok(inputs[0].clone()),
             },
             _ => Err("the width of a head must be known and even".into()),
