@@ -32,7 +32,9 @@ fn every_export_computes_what_the_executor_does() {
     let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
     let mut failures = Vec::new();
-    for (index, place) in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).enumerate() {
+    let mut places: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    places.sort();
+    for (index, place) in places.into_iter().enumerate() {
         let model = Model::open(&place).unwrap();
         let graph = model.graph().unwrap();
         let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();

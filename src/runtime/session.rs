@@ -9,7 +9,6 @@ use ort::value::{DynValue, Tensor as OrtTensor};
 
 use super::find::environment;
 use crate::error::{Error, Result};
-use crate::exec::Inputs;
 
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +52,7 @@ impl Session {
     ///
     /// # Errors
     /// An input is missing or does not fit; the runtime fails.
-    pub fn run(&mut self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
+    pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
         let path = self.path.clone();
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
         let mut given: Vec<(String, SessionInputValue)> = Vec::new();

@@ -5,12 +5,13 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::hash::{SEGMENT, hash_file};
 use super::header::Header;
+use super::part_writer::{PartWriter, Stretch, Target};
 use super::spelling::Emitter;
 use super::{Block, DType, Part, Spelling, Sweep, Weight, checkpoint};
 use crate::error::{Error, Result};
@@ -205,19 +206,6 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
     Ok((written, seen))
 }
 
-struct Target {
-    path: PathBuf,
-    file: File,
-}
-
-/// A run of bytes of a file and the hash that it must have.
-#[derive(Debug, Clone, Copy)]
-struct Stretch {
-    offset: u64,
-    length: u64,
-    hash: u64,
-}
-
 /// Writes the items into a folder and reads everything back.
 ///
 /// # Errors
@@ -348,90 +336,6 @@ impl Measure {
                 seen.difference.zeros_after = counted.1 + now.zeros();
             }
         }
-    }
-}
-
-const PENDING: usize = 64 << 10;
-
-/// Writes the bytes of one tensor, in order.
-struct PartWriter<'a> {
-    target: &'a Target,
-    index: usize,
-    offset: u64,
-    length: u64,
-    position: u64,
-    pending: Vec<u8>,
-    hasher: Xxh3Default,
-    hashed_from: u64,
-    stretches: Vec<Stretch>,
-}
-
-impl<'a> PartWriter<'a> {
-    fn new(target: &'a Target, index: usize, offset: u64, length: u64) -> Self {
-        Self { target, index, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, stretches: Vec::new() }
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        if self.pending.is_empty() && bytes.len() >= PENDING {
-            return self.put(bytes);
-        }
-        self.pending.extend_from_slice(bytes);
-        if self.pending.len() >= PENDING { self.flush() } else { Ok(()) }
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        let mut pending = std::mem::take(&mut self.pending);
-        self.put(&pending)?;
-        pending.clear();
-        self.pending = pending;
-        Ok(())
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let at = self.offset + self.position;
-        self.position += bytes.len() as u64;
-        if self.position > self.length {
-            return Err(Error::Verification {
-                path: self.target.path.clone(),
-                reason: "a tensor turned out longer than its header says; did the input change?".into(),
-            });
-        }
-        self.hash(at, bytes);
-        self.target.file.write_all_at(bytes, at).map_err(Error::io("write", &self.target.path))
-    }
-
-    /// Hashes are cut where the verifier's segments are.
-    fn hash(&mut self, mut at: u64, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let (head, tail) = bytes.split_at(bytes.len().min((SEGMENT - at % SEGMENT) as usize));
-            self.hasher.update(head);
-            at += head.len() as u64;
-            if at.is_multiple_of(SEGMENT) {
-                self.close(at);
-            }
-            bytes = tail;
-        }
-    }
-
-    fn close(&mut self, end: u64) {
-        if end > self.hashed_from {
-            self.stretches.push(Stretch { offset: self.hashed_from, length: end - self.hashed_from, hash: self.hasher.digest() });
-        }
-        self.hasher.reset();
-        self.hashed_from = end;
-    }
-
-    fn finish(mut self, name: &str) -> Result<Vec<Stretch>> {
-        self.flush()?;
-        if self.position != self.length {
-            return Err(Error::tensor(
-                name,
-                format!("{} bytes were made where {} were announced", self.position, self.length),
-                "did the input change while it was read?",
-            ));
-        }
-        self.close(self.offset + self.length);
-        Ok(self.stretches)
     }
 }
 
