@@ -21,14 +21,14 @@ pub(crate) trait Entry: Sized {
 
 /// Implements [`Entry`] and `Deserialize` for an enum of variants that are named like their options.
 macro_rules! entry {
-    ($entry:ident, $what:literal, $names:ident, $($name:literal => $variant:ident),+) => {
+    ($entry:ident, $what:literal, $names:ident, $($(#[$meta:meta])* $name:literal => $variant:ident),+) => {
         impl $crate::entry::Entry for $entry {
             const WHAT: &'static str = $what;
             const NAMES: &'static [&'static str] = $names;
 
             fn alone(name: &str) -> Option<Self> {
                 match name {
-                    $($name => Some($entry::$variant($variant::default())),)+
+                    $($(#[$meta])* $name => Some($entry::$variant($variant::default())),)+
                     _ => None,
                 }
             }

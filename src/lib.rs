@@ -1,14 +1,24 @@
 #![doc = include_str!("../README.md")]
 
+#[cfg(feature = "run")]
+pub mod arch;
 mod entry;
 pub mod error;
+#[cfg(feature = "run")]
+pub mod exec;
 pub mod export;
+#[cfg(feature = "run")]
+pub mod ir;
 pub mod kernel;
 pub mod model;
+#[cfg(feature = "run")]
+pub mod onnx;
 pub mod pass;
 pub mod pipeline;
 pub mod recipe;
 pub mod report;
+#[cfg(feature = "run")]
+pub mod runtime;
 pub mod store;
 
 #[cfg(feature = "cli")]

@@ -3,6 +3,8 @@
 mod config;
 mod diff;
 mod files;
+#[cfg(feature = "run")]
+mod graph;
 mod roles;
 
 use std::collections::BTreeSet;

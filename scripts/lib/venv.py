@@ -7,10 +7,14 @@ from pathlib import Path
 
 REQUIREMENTS = [
     "torch==2.15.0",
+    "torchvision==0.29.2",
     "compressed-tensors==0.20.0",
     "transformers==5.23.0",
     "safetensors==0.8.0",
     "numpy==2.4.6",
+    "h5py==3.16.0",
+    "onnx==1.22.0",
+    "onnxruntime==1.31.1",
 ]
 
 

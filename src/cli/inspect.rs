@@ -20,11 +20,19 @@ pub(super) struct Args {
     /// Read headers only: no zeros are counted
     #[arg(long)]
     header_only: bool,
+    /// Show what the model computes instead: one line for each input, tensor, node and output
+    #[cfg(feature = "run")]
+    #[arg(long)]
+    graph: bool,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let model = Model::open(&self.path)?;
+        #[cfg(feature = "run")]
+        if self.graph {
+            return show_graph(&model, global);
+        }
         let mut weights: Vec<(&String, &Weight)> = model.weights.by_name.iter().collect();
         weights.sort_by(|a, b| output::natural(a.0, b.0));
         let zeros = if self.header_only {
@@ -75,6 +83,20 @@ impl Args {
             bytes(model.stored_bytes())
         ))
     }
+}
+
+#[cfg(feature = "run")]
+fn show_graph(model: &Model, global: &Global) -> Result<()> {
+    let graph = model.graph()?;
+    if global.json {
+        return output::json(&crate::ir::GraphFile::from(&graph));
+    }
+    output::print(&graph.to_string())?;
+    let unused = model.unused(&graph);
+    if !unused.is_empty() {
+        output::print(&format!("# not used: {}\n", unused.join(", ")))?;
+    }
+    Ok(())
 }
 
 /// Values that are zero; none for types that are not floats.

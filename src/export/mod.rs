@@ -1,5 +1,7 @@
 //! Formats that a model is written in, one a file. Nothing counts as written before it was read back.
 
+#[cfg(feature = "run")]
+mod onnx;
 mod safetensors;
 mod sizes;
 
@@ -9,6 +11,8 @@ use std::path::Path;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
+#[cfg(feature = "run")]
+pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
 pub use self::sizes::ByteSize;
 
@@ -43,8 +47,8 @@ pub struct Exported {
     pub tensors: usize,
     /// How each weight is stored, in the order of `weights`.
     pub encodings: Vec<String>,
-    /// The configuration that goes with the files.
-    pub config: Config,
+    /// The configuration that goes with the files; without one, the model's own is carried over.
+    pub config: Option<Config>,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -72,30 +76,30 @@ pub trait Format: fmt::Debug + Send + Sync {
 
 /// Writes the table of formats.
 macro_rules! formats {
-    ($($name:literal => $format:ident),+ $(,)?) => {
+    ($($(#[$meta:meta])* $name:literal => $format:ident),+ $(,)?) => {
         /// One entry of a recipe's `export` list: a name, or a name with options.
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, FORMATS)))]
         pub enum Export {
-            $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
+            $($(#[$meta])* #[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
 
         /// Names of all formats, in the order of the table.
-        pub const FORMATS: &[&str] = &[$($name),+];
+        pub const FORMATS: &[&str] = &[$($(#[$meta])* $name),+];
 
         impl Export {
             /// The format behind the entry.
             pub fn format(&self) -> &dyn Format {
                 match self {
-                    $(Export::$format(format) => format,)+
+                    $($(#[$meta])* Export::$format(format) => format,)+
                 }
             }
         }
 
-        crate::entry::entry!(Export, "format", FORMATS, $($name => $format),+);
+        crate::entry::entry!(Export, "format", FORMATS, $($(#[$meta])* $name => $format),+);
 
-        $(impl From<$format> for Export {
+        $($(#[$meta])* impl From<$format> for Export {
             fn from(format: $format) -> Export {
                 Export::$format(format)
             }
@@ -105,6 +109,8 @@ macro_rules! formats {
 
 formats! {
     "safetensors" => Safetensors,
+    #[cfg(feature = "run")]
+    "onnx" => Onnx,
 }
 
 impl Default for Export {

@@ -224,7 +224,7 @@ fn encoding(item: &Item) -> String {
     match item.spelling {
         Spelling::Sparse { .. } => format!("{} sparse", item.weight.describe()),
         Spelling::Packed => format!("{} packed", item.weight.describe()),
-        Spelling::Plain => item.weight.describe(),
+        Spelling::Plain | Spelling::Transposed => item.weight.describe(),
     }
 }
 
@@ -270,7 +270,7 @@ impl Format for Safetensors {
             how: "read back: header parsed strictly and equal, every tensor's bytes equal to what was made".into(),
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),
-            config: self.config(model, &items),
+            config: Some(self.config(model, &items)),
             notes: self.notes(model, &items, &seen),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
         })

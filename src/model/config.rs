@@ -46,6 +46,11 @@ impl Config {
         self.values.get(key)
     }
 
+    /// All values.
+    pub fn values(&self) -> &Map<String, Value> {
+        &self.values
+    }
+
     /// `model_type`, or an empty string.
     pub fn model_type(&self) -> &str {
         self.get("model_type").and_then(Value::as_str).unwrap_or("")

@@ -30,9 +30,10 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         exports.push((export.format().name(), exported));
     }
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
-    carry_over(&model, &first.config, staging.path())?;
+    let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
+    carry_over(&model, config, staging.path())?;
     let compressed = |paths: &[PathBuf]| compressed_size(paths, &sweep);
-    let written: Vec<PathBuf> = first.files.iter().filter(|f| f.name.ends_with(".safetensors")).map(|f| staging.path().join(&f.name)).collect();
+    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
     let sizes = sizes(&model, &after, first, compressed(&model.weight_files)?, compressed(&written)?)?;
     let recipe = pipeline.recipe(&model);
     let passes = after.history.iter().map(|applied| PassReport {
@@ -150,7 +151,7 @@ fn sizes(
         parameters,
         nonzero: parameters - zeros(after, |s| s.difference.zeros_after).min(parameters),
         tensors: exported.tensors,
-        bytes: exported.files.iter().filter(|f| f.name.ends_with(".safetensors")).map(|f| f.bytes).sum(),
+        bytes: exported.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| f.bytes).sum(),
         bytes_zstd: Some(zstd_after.bytes),
         bytes_zstd_sampled: zstd_after.sampled,
     };

@@ -10,6 +10,7 @@ pub mod compressed;
 mod convert;
 pub mod hash;
 pub mod header;
+mod part_writer;
 pub mod select;
 pub mod sparse;
 mod spelling;

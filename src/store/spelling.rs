@@ -39,6 +39,8 @@ pub enum Spelling {
         /// Elements with a bit set.
         kept: u64,
     },
+    /// A dense matrix `[in, out]` where the weight is `[out, in]`.
+    Transposed,
 }
 
 impl Spelling {
@@ -53,6 +55,7 @@ impl Spelling {
         let shape = weight.shape.clone();
         let mut parts = match self {
             Spelling::Plain => vec![part("", dtype, shape)],
+            Spelling::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
             Spelling::Packed => vec![part("_packed", DType::I32, vec![shape[0], weight.row().div_ceil(4)]), part("_shape", DType::I64, vec![shape.len()])],
             Spelling::Sparse { kept } => vec![
                 part(".values", dtype, vec![kept as usize]),
@@ -72,7 +75,7 @@ impl Spelling {
 
     fn value_parts(self) -> usize {
         match self {
-            Spelling::Plain => 1,
+            Spelling::Plain | Spelling::Transposed => 1,
             Spelling::Packed => 2,
             Spelling::Sparse { .. } => 3,
         }
@@ -102,12 +105,13 @@ impl Emitter {
 
     pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
         let first = !std::mem::replace(&mut self.started, true);
-        if first && self.spelling != Spelling::Plain {
+        if first && self.spelling.value_parts() > 1 {
             let shape: Vec<u8> = self.shape.iter().flat_map(|&d| (d as i64).to_le_bytes()).collect();
             sink(1, &shape)?;
         }
         match self.spelling {
             Spelling::Plain => sink(0, view.values)?,
+            Spelling::Transposed => self.pending.extend_from_slice(view.values),
             Spelling::Packed => {
                 self.values.clear();
                 for row in view.values.chunks_exact(self.row) {
@@ -159,7 +163,31 @@ impl Emitter {
 
     pub(super) fn finish(&mut self, sink: PartSink) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
-        if pending.is_empty() { Ok(()) } else { self.pack(&pending, sink) }
+        match self.spelling {
+            _ if pending.is_empty() => Ok(()),
+            Spelling::Transposed => self.transpose(&pending, sink),
+            _ => self.pack(&pending, sink),
+        }
+    }
+
+    /// Columns of the whole matrix, a band of them at a time.
+    fn transpose(&mut self, matrix: &[u8], sink: PartSink) -> Result<()> {
+        const BAND: usize = 16;
+        let (size, width) = (self.size, self.row);
+        let rows = matrix.len() / (width * size).max(1);
+        for start in (0..width).step_by(BAND) {
+            let band = BAND.min(width - start);
+            self.values.clear();
+            self.values.resize(band * rows * size, 0);
+            for (row, elements) in matrix.chunks_exact(width * size).enumerate() {
+                for column in 0..band {
+                    let (from, to) = ((start + column) * size, (column * rows + row) * size);
+                    self.values[to..to + size].copy_from_slice(&elements[from..from + size]);
+                }
+            }
+            sink(0, &self.values)?;
+        }
+        Ok(())
     }
 }
 

@@ -5,12 +5,13 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::hash::{SEGMENT, hash_file};
 use super::header::Header;
+use super::part_writer::{PartWriter, Stretch, Target};
 use super::spelling::Emitter;
 use super::{Block, DType, Part, Spelling, Sweep, Weight, checkpoint};
 use crate::error::{Error, Result};
@@ -124,17 +125,85 @@ fn sum_bytes(parts: &[Part]) -> Option<u64> {
     parts.iter().try_fold(0u64, |sum, p| sum.checked_add(super::header::byte_count(p.dtype, &p.shape)?))
 }
 
-struct Target {
-    path: PathBuf,
-    file: File,
+/// A run of a file that is laid out already.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Piece {
+    /// Known bytes.
+    Bytes(Vec<u8>),
+    /// The elements of an item that is spelled as one tensor.
+    Item {
+        /// Number of the item.
+        index: usize,
+        /// How many bytes its elements are.
+        bytes: u64,
+    },
 }
 
-/// A run of bytes of a file and the hash that it must have.
-#[derive(Debug, Clone, Copy)]
-struct Stretch {
-    offset: u64,
-    length: u64,
-    hash: u64,
+impl Piece {
+    /// Number of bytes.
+    pub fn len(&self) -> u64 {
+        match self {
+            Piece::Bytes(bytes) => bytes.len() as u64,
+            Piece::Item { bytes, .. } => *bytes,
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Writes files of any format that are laid out piece by piece, each item once, and reads everything back.
+///
+/// # Errors
+/// As [`write`].
+pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+    let mut targets = Vec::with_capacity(files.len());
+    let mut stretches: Vec<Vec<Stretch>> = Vec::new();
+    let mut jobs = Vec::with_capacity(items.len());
+    for (file, (name, pieces)) in files.iter().enumerate() {
+        let path = folder.join(name);
+        targets.push(Target { file: File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?, path });
+        let mut known = Vec::new();
+        let mut offset = 0;
+        for piece in pieces {
+            match piece {
+                Piece::Bytes(bytes) => {
+                    let mut writer = PartWriter::new(&targets[file], file, offset, piece.len());
+                    writer.write(bytes)?;
+                    known.extend(writer.finish(name)?);
+                }
+                Piece::Item { index, bytes } => jobs.push((*index, file, offset, *bytes)),
+            }
+            offset += piece.len();
+        }
+        stretches.push(known);
+    }
+    jobs.sort_unstable();
+    let done = sweep.run(
+        "Writing",
+        &jobs,
+        |(index, ..)| items[*index].weight.stored_bytes.max(1),
+        |&(index, file, offset, bytes)| {
+            let mut writers = [PartWriter::new(&targets[file], file, offset, bytes)];
+            let seen = write_item(&items[index], &mut writers, sweep)?;
+            let [writer] = writers;
+            Ok((seen, file, writer.finish(&items[index].name)?))
+        },
+    )?;
+    let mut seen = Vec::with_capacity(done.len());
+    for (item, file, pieces) in done {
+        seen.push(item);
+        stretches[file].extend(pieces);
+    }
+    let mut written = Vec::new();
+    for ((target, stretches), (name, pieces)) in targets.into_iter().zip(stretches).zip(files) {
+        drop(target.file);
+        let hash = hold_to(&target.path, stretches, sweep)?;
+        written.push(Written { name: name.clone(), bytes: pieces.iter().map(Piece::len).sum(), blake3: hash });
+    }
+    Ok((written, seen))
 }
 
 /// Writes the items into a folder and reads everything back.
@@ -270,97 +339,18 @@ impl Measure {
     }
 }
 
-const PENDING: usize = 64 << 10;
-
-/// Writes the bytes of one tensor, in order.
-struct PartWriter<'a> {
-    target: &'a Target,
-    index: usize,
-    offset: u64,
-    length: u64,
-    position: u64,
-    pending: Vec<u8>,
-    hasher: Xxh3Default,
-    hashed_from: u64,
-    stretches: Vec<Stretch>,
-}
-
-impl<'a> PartWriter<'a> {
-    fn new(target: &'a Target, index: usize, offset: u64, length: u64) -> Self {
-        Self { target, index, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, stretches: Vec::new() }
-    }
-
-    fn write(&mut self, bytes: &[u8]) -> Result<()> {
-        if self.pending.is_empty() && bytes.len() >= PENDING {
-            return self.put(bytes);
-        }
-        self.pending.extend_from_slice(bytes);
-        if self.pending.len() >= PENDING { self.flush() } else { Ok(()) }
-    }
-
-    fn flush(&mut self) -> Result<()> {
-        let mut pending = std::mem::take(&mut self.pending);
-        self.put(&pending)?;
-        pending.clear();
-        self.pending = pending;
-        Ok(())
-    }
-
-    fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let at = self.offset + self.position;
-        self.position += bytes.len() as u64;
-        if self.position > self.length {
-            return Err(Error::Verification {
-                path: self.target.path.clone(),
-                reason: "a tensor turned out longer than its header says; did the input change?".into(),
-            });
-        }
-        self.hash(at, bytes);
-        self.target.file.write_all_at(bytes, at).map_err(Error::io("write", &self.target.path))
-    }
-
-    /// Hashes are cut where the verifier's segments are.
-    fn hash(&mut self, mut at: u64, mut bytes: &[u8]) {
-        while !bytes.is_empty() {
-            let (head, tail) = bytes.split_at(bytes.len().min((SEGMENT - at % SEGMENT) as usize));
-            self.hasher.update(head);
-            at += head.len() as u64;
-            if at.is_multiple_of(SEGMENT) {
-                self.close(at);
-            }
-            bytes = tail;
-        }
-    }
-
-    fn close(&mut self, end: u64) {
-        if end > self.hashed_from {
-            self.stretches.push(Stretch { offset: self.hashed_from, length: end - self.hashed_from, hash: self.hasher.digest() });
-        }
-        self.hasher.reset();
-        self.hashed_from = end;
-    }
-
-    fn finish(mut self, name: &str) -> Result<Vec<Stretch>> {
-        self.flush()?;
-        if self.position != self.length {
-            return Err(Error::tensor(
-                name,
-                format!("{} bytes were made where {} were announced", self.position, self.length),
-                "did the input change while it was read?",
-            ));
-        }
-        self.close(self.offset + self.length);
-        Ok(self.stretches)
-    }
-}
-
 /// Reads a written file again: the header must parse to the same, every stretch must hash to the same.
-fn read_back(path: &Path, header: &Header, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
-    let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
+fn read_back(path: &Path, header: &Header, stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
     let (_, back) = checkpoint::DataFile::open(path)?;
     if back != *header {
-        return Err(failed("the header reads back differently"));
+        return Err(Error::Verification { path: path.to_owned(), reason: "the header reads back differently".into() });
     }
+    hold_to(path, stretches, sweep)
+}
+
+/// Reads a file again: it must consist of these stretches, and each must hash to the same.
+fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
+    let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
     stretches.sort_by_key(|s| s.offset);
     let begin = |start: u64| (stretches.partition_point(|s| s.offset < start), 0u64, Xxh3Default::new());
     hash_file(

@@ -1,0 +1,85 @@
+//! BERT: base, sequence classification, masked language model.
+
+use super::Settings;
+use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use crate::error::Result;
+use crate::ir::ops::{Add, Embedding, Linear, Positions, Select, Tanh};
+use crate::ir::{Builder, Dim, TensorType, ValueId};
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let prefix = if b.has("bert.embeddings.word_embeddings.weight") { "bert." } else { "" };
+    let (tokens, mask) = text_inputs(b)?;
+    let types = b.input("token_type_ids", TensorType::int([Dim::named("batch"), Dim::named("sequence")]))?;
+    let positions = b.node("embeddings.positions", Positions { padding: None }, &[tokens])?;
+    let type_table = b.param(&format!("{prefix}embeddings.token_type_embeddings.weight"), &[s.size("type_vocab_size")?, s.size("hidden_size")?])?;
+    let types = b.node("embeddings.token_type_embeddings", Embedding {}, &[types, type_table])?;
+    let hidden = encode(s, b, prefix, tokens, positions, types, mask)?;
+    b.output("last_hidden_state", hidden);
+    let pooler = format!("{prefix}pooler.dense");
+    let pooled = if b.has(&format!("{pooler}.weight")) {
+        let first = b.node("pooler.first", Select { index: 0 }, &[hidden])?;
+        let dense = linear(b, "pooler.dense", &pooler, first, s.size("hidden_size")?)?;
+        let pooled = b.node("pooler", Tanh {}, &[dense])?;
+        b.output("pooler_output", pooled);
+        Some(pooled)
+    } else {
+        None
+    };
+    match (s.class(), pooled) {
+        ("BertForSequenceClassification", Some(pooled)) => {
+            let logits = linear(b, "classifier", "classifier", pooled, s.labels()?)?;
+            b.output("logits", logits);
+        }
+        ("BertForMaskedLM" | "BertForPreTraining", _) => {
+            let dense = linear(b, "cls.predictions.transform.dense", "cls.predictions.transform.dense", hidden, s.size("hidden_size")?)?;
+            let active = b.node("cls.predictions.transform.act", activation(s.text_or("hidden_act", "gelu")?)?, &[dense])?;
+            let normed =
+                layer_norm(b, "cls.predictions.transform.LayerNorm", "cls.predictions.transform.LayerNorm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
+            let logits = tied_head(s, b, "cls.predictions.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "cls.predictions.bias", normed)?;
+            b.output("logits", logits);
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
+/// A head whose weight is the embedding table, unless it is stored by its own name.
+pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str, bias: &str, x: ValueId) -> Result<ValueId> {
+    let shape = [s.size("vocab_size")?, b.width(x)?];
+    let own = format!("{module}.weight");
+    let weight = if b.has(&own) { b.param(&own, &shape)? } else { b.param(table, &shape)? };
+    let own_bias = format!("{module}.bias");
+    let bias = b.param(if b.has(bias) { bias } else { &own_bias }, &shape[..1])?;
+    b.node(module, Linear { input_major: false }, &[x, weight, bias])
+}
+
+/// Embeddings and encoder layers, which RoBERTa shares.
+pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueId, positions: ValueId, types: ValueId, mask: ValueId) -> Result<ValueId> {
+    let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-12)?);
+    let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
+    let words = b.param(&format!("{prefix}embeddings.word_embeddings.weight"), &[s.size("vocab_size")?, hidden])?;
+    let words = b.node("embeddings.word_embeddings", Embedding {}, &[tokens, words])?;
+    let table = b.param(&format!("{prefix}embeddings.position_embeddings.weight"), &[s.size("max_position_embeddings")?, hidden])?;
+    let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
+    let sum = b.node("embeddings.with_types", Add {}, &[words, types])?;
+    let sum = b.node("embeddings.sum", Add {}, &[sum, positions])?;
+    let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
+    for index in 0..s.size("num_hidden_layers")? {
+        let node = format!("encoder.layer.{index}");
+        let module = format!("{prefix}{node}");
+        let mut qkv = [x; 3];
+        for (value, part) in qkv.iter_mut().zip(["query", "key", "value"]) {
+            *value = linear(b, &format!("{node}.attention.self.{part}"), &format!("{module}.attention.self.{part}"), x, hidden)?;
+        }
+        let context = attend(b, &format!("{node}.attention.self"), qkv, head_dim, Some(mask))?;
+        let dense = linear(b, &format!("{node}.attention.output.dense"), &format!("{module}.attention.output.dense"), context, hidden)?;
+        let sum = b.node(&format!("{node}.attention.output.sum"), Add {}, &[dense, x])?;
+        let attended = layer_norm(b, &format!("{node}.attention.output.LayerNorm"), &format!("{module}.attention.output.LayerNorm"), sum, epsilon)?;
+        let wide = linear(b, &format!("{node}.intermediate.dense"), &format!("{module}.intermediate.dense"), attended, s.size("intermediate_size")?)?;
+        let active = b.node(&format!("{node}.intermediate.act"), activation(s.text_or("hidden_act", "gelu")?)?, &[wide])?;
+        let dense = linear(b, &format!("{node}.output.dense"), &format!("{module}.output.dense"), active, hidden)?;
+        let sum = b.node(&format!("{node}.output.sum"), Add {}, &[dense, attended])?;
+        x = layer_norm(b, &format!("{node}.output.LayerNorm"), &format!("{module}.output.LayerNorm"), sum, epsilon)?;
+    }
+    Ok(x)
+}

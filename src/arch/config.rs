@@ -1,0 +1,121 @@
+//! Values of `config.json`, held to what a graph can be built from.
+
+use serde_json::{Map, Value};
+
+use crate::error::{Error, Result};
+
+/// The configuration of a model.
+#[derive(Debug, Clone, Copy)]
+pub struct Settings<'c> {
+    values: &'c Map<String, Value>,
+}
+
+/// Larger numbers are mistakes, and would only make the program slow to find out.
+const LIMIT: u64 = 1 << 32;
+
+impl<'c> Settings<'c> {
+    /// Reads from these values.
+    pub fn new(values: &'c Map<String, Value>) -> Self {
+        Self { values }
+    }
+
+    /// A value that is there and not null.
+    pub fn get(&self, key: &str) -> Option<&'c Value> {
+        self.values.get(key).filter(|v| !v.is_null())
+    }
+
+    fn missing(key: &str) -> Error {
+        Error::option("config.json", format!("`{key}` is missing"))
+    }
+
+    fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
+        Error::option("config.json", format!("`{key}` is {value}, expected {wanted}"))
+    }
+
+    /// A whole number from 1.
+    pub fn size(&self, key: &str) -> Result<usize> {
+        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let number = value.as_u64().filter(|n| (1..LIMIT).contains(n));
+        number.map(|n| n as usize).ok_or_else(|| Self::wrong(key, value, "a size from 1"))
+    }
+
+    /// A whole number from 1, or a default.
+    pub fn size_or(&self, key: &str, default: usize) -> Result<usize> {
+        if self.get(key).is_some() { self.size(key) } else { Ok(default) }
+    }
+
+    /// A number, or a default.
+    pub fn number_or(&self, key: &str, default: f64) -> Result<f64> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(value) => value.as_f64().ok_or_else(|| Self::wrong(key, value, "a number")),
+        }
+    }
+
+    /// A number.
+    pub fn number(&self, key: &str) -> Result<f64> {
+        self.get(key).ok_or_else(|| Self::missing(key)).and_then(|_| self.number_or(key, 0.0))
+    }
+
+    /// Yes or no, or a default.
+    pub fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(value) => value.as_bool().ok_or_else(|| Self::wrong(key, value, "true or false")),
+        }
+    }
+
+    /// A text.
+    pub fn text(&self, key: &str) -> Result<&'c str> {
+        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        value.as_str().ok_or_else(|| Self::wrong(key, value, "a text"))
+    }
+
+    /// A text, or a default.
+    pub fn text_or(&self, key: &str, default: &'c str) -> Result<&'c str> {
+        if self.get(key).is_some() { self.text(key) } else { Ok(default) }
+    }
+
+    /// A list of sizes.
+    pub fn sizes(&self, key: &str) -> Result<Vec<usize>> {
+        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let list: Option<Vec<usize>> =
+            value.as_array().and_then(|list| list.iter().map(|v| v.as_u64().filter(|n| (1..LIMIT).contains(n)).map(|n| n as usize)).collect());
+        list.filter(|l| !l.is_empty()).ok_or_else(|| Self::wrong(key, value, "a list of sizes"))
+    }
+
+    /// A list of numbers.
+    pub fn numbers(&self, key: &str) -> Result<Vec<f64>> {
+        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let list: Option<Vec<f64>> = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect());
+        list.ok_or_else(|| Self::wrong(key, value, "a list of numbers"))
+    }
+
+    /// A group of values.
+    pub fn group(&self, key: &str) -> Option<Settings<'c>> {
+        self.get(key).and_then(Value::as_object).map(Settings::new)
+    }
+
+    /// The class that the weights were saved from, or an empty text.
+    pub fn class(&self) -> &'c str {
+        self.get("architectures").and_then(|list| list.get(0)).and_then(Value::as_str).unwrap_or("")
+    }
+
+    /// Number of labels of a classifier.
+    pub fn labels(&self) -> Result<usize> {
+        match self.get("id2label").and_then(Value::as_object) {
+            Some(labels) if !labels.is_empty() => Ok(labels.len()),
+            _ => self.size_or("num_labels", 2),
+        }
+    }
+
+    /// Width of a head, which must divide evenly.
+    pub fn head_dim(&self, width: &str, heads: &str) -> Result<usize> {
+        let (total, count) = (self.size(width)?, self.size(heads)?);
+        if total.is_multiple_of(count) {
+            Ok(total / count)
+        } else {
+            Err(Error::option("config.json", format!("`{width}` {total} is no multiple of `{heads}` {count}")))
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! GPT-2: linear layers stored as `[in, out]`, one of them for queries, keys and values together.
+
+use super::Settings;
+use super::parts::{activation, layer_norm, text_inputs};
+use crate::error::Result;
+use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Positions, Slice, SplitHeads};
+use crate::ir::{Builder, ValueId};
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let prefix = if b.has("transformer.wte.weight") { "transformer." } else { "" };
+    let (width, epsilon) = (s.size("n_embd")?, s.number_or("layer_norm_epsilon", 1e-5)?);
+    let head_dim = s.head_dim("n_embd", "n_head")?;
+    let inner = s.size_or("n_inner", 4 * width)?;
+    let (tokens, mask) = text_inputs(b)?;
+    let table = b.param(&format!("{prefix}wte.weight"), &[s.size("vocab_size")?, width])?;
+    let words = b.node("wte", Embedding {}, &[tokens, table])?;
+    let positions = b.node("positions", Positions { padding: None }, &[tokens])?;
+    let places = b.param(&format!("{prefix}wpe.weight"), &[s.size("n_positions")?, width])?;
+    let places = b.node("wpe", Embedding {}, &[positions, places])?;
+    let mut x = b.node("embeddings", Add {}, &[words, places])?;
+    for index in 0..s.size("n_layer")? {
+        let node = format!("h.{index}");
+        let module = format!("{prefix}{node}");
+        let normed = layer_norm(b, &format!("{node}.ln_1"), &format!("{module}.ln_1"), x, epsilon)?;
+        let all = conv1d(b, &format!("{node}.attn.c_attn"), &format!("{module}.attn.c_attn"), normed, 3 * width)?;
+        let mut heads = Vec::with_capacity(4);
+        for (i, part) in ["query", "key", "value"].into_iter().enumerate() {
+            let flat = b.node(&format!("{node}.attn.{part}"), Slice { start: i * width, length: width }, &[all])?;
+            heads.push(b.node(&format!("{node}.attn.{part}_heads"), SplitHeads { head_dim }, &[flat])?);
+        }
+        heads.push(mask);
+        let mut scale = if s.flag_or("scale_attn_weights", true)? { 1.0 / (head_dim as f64).sqrt() } else { 1.0 };
+        if s.flag_or("scale_attn_by_inverse_layer_idx", false)? {
+            scale /= (index + 1) as f64;
+        }
+        let context = b.node(&format!("{node}.attn.context_heads"), Attention { scale, causal: true, window: None }, &heads)?;
+        let context = b.node(&format!("{node}.attn.context"), MergeHeads {}, &[context])?;
+        let out = conv1d(b, &format!("{node}.attn.c_proj"), &format!("{module}.attn.c_proj"), context, width)?;
+        x = b.node(&format!("{node}.attended"), Add {}, &[out, x])?;
+        let normed = layer_norm(b, &format!("{node}.ln_2"), &format!("{module}.ln_2"), x, epsilon)?;
+        let wide = conv1d(b, &format!("{node}.mlp.c_fc"), &format!("{module}.mlp.c_fc"), normed, inner)?;
+        let active = b.node(&format!("{node}.mlp.act"), activation(s.text_or("activation_function", "gelu_new")?)?, &[wide])?;
+        let out = conv1d(b, &format!("{node}.mlp.c_proj"), &format!("{module}.mlp.c_proj"), active, width)?;
+        x = b.node(&node, Add {}, &[x, out])?;
+    }
+    let x = layer_norm(b, "ln_f", &format!("{prefix}ln_f"), x, epsilon)?;
+    b.output("last_hidden_state", x);
+    if s.class() == "GPT2LMHeadModel" || b.has("lm_head.weight") {
+        let weight = if b.has("lm_head.weight") { b.param("lm_head.weight", &[s.size("vocab_size")?, width])? } else { table };
+        let logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
+        b.output("logits", logits);
+    }
+    Ok(())
+}
+
+fn conv1d(b: &mut Builder, node: &str, module: &str, x: ValueId, out: usize) -> Result<ValueId> {
+    let width = b.width(x)?;
+    let inputs = [x, b.param(&format!("{module}.weight"), &[width, out])?, b.param(&format!("{module}.bias"), &[out])?];
+    b.node(node, Linear { input_major: true }, &inputs)
+}

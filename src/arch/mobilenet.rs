@@ -1,0 +1,75 @@
+//! MobileNetV2 with torchvision's names (Sandler et al., 2018).
+//!
+//! torchvision's checkpoints come without a configuration; this one is enough:
+//! `{ "model_type": "torchvision", "variant": "mobilenet_v2" }`, and where they differ from the usual ones,
+//! `inverted_residual_setting` (expansion, channels, repeats and stride of each group of blocks, of which only the
+//! last two are looked at: channels are read off the weights) and `num_classes`.
+
+use super::Settings;
+use super::parts::{ConvNorm, image_input, linear};
+use crate::error::{Error, Result};
+use crate::ir::ops::{Add, Clip, GlobalAveragePool};
+use crate::ir::{Builder, Dim, ValueId};
+
+const RELU6: Clip = Clip { min: 0.0, max: 6.0 };
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let groups = groups(s)?;
+    let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
+    let mut x = step(b, "features.0", 0, pixels, 3, 2, false)?;
+    let mut block = 1;
+    for (repeat, stride) in groups {
+        for index in 0..repeat {
+            x = inverted_residual(b, &format!("features.{block}.conv"), x, if index == 0 { stride } else { 1 })?;
+            block += 1;
+        }
+    }
+    x = step(b, &format!("features.{block}"), 0, x, 1, 1, false)?;
+    let pooled = b.node("pool", GlobalAveragePool {}, &[x])?;
+    let logits = linear(b, "classifier", "classifier.1", pooled, s.size_or("num_classes", 1000)?)?;
+    b.output("logits", logits);
+    Ok(())
+}
+
+/// Repeats and stride of each group of blocks.
+fn groups(s: &Settings) -> Result<Vec<(usize, usize)>> {
+    let Some(setting) = s.get("inverted_residual_setting") else {
+        return Ok(vec![(1, 1), (2, 2), (3, 2), (4, 2), (3, 1), (3, 2), (1, 1)]);
+    };
+    let number = |row: &serde_json::Value, at: usize| row.get(at).and_then(serde_json::Value::as_u64).filter(|n| (1..1000).contains(n)).map(|n| n as usize);
+    let rows: Option<Vec<(usize, usize)>> = setting.as_array().and_then(|rows| rows.iter().map(|row| Some((number(row, 2)?, number(row, 3)?))).collect());
+    rows.ok_or_else(|| {
+        Error::option("config.json", format!("`inverted_residual_setting` is {setting}, expected rows of [expansion, channels, repeats, stride]"))
+    })
+}
+
+/// Channels that a convolution makes.
+fn channels(b: &Builder, module: &str) -> Result<usize> {
+    let name = format!("{module}.weight");
+    let shape = b.stored_shape(&name).ok_or_else(|| Error::tensor(&name, "is missing", "is this a MobileNetV2 of torchvision?"))?;
+    Ok(shape.first().copied().unwrap_or(0))
+}
+
+/// Convolution, normalisation and ReLU6, named `module.index` and `module.index + 1`.
+fn step(b: &mut Builder, module: &str, index: usize, x: ValueId, kernel: usize, stride: usize, depthwise: bool) -> Result<ValueId> {
+    let (conv, norm) = (format!("{module}.{index}"), format!("{module}.{}", index + 1));
+    let out = channels(b, &conv)?;
+    let y = ConvNorm { conv: &conv, norm: &norm, out, kernel, stride, groups: if depthwise { out } else { 1 } }.add(b, x)?;
+    b.node(&format!("{module}.{}", index + 2), RELU6, &[y])
+}
+
+fn inverted_residual(b: &mut Builder, module: &str, x: ValueId, stride: usize) -> Result<ValueId> {
+    // The first block does not expand: its depthwise convolution comes first.
+    let expands = b.has(&format!("{module}.1.0.weight"));
+    let mut y = x;
+    if expands {
+        y = step(b, &format!("{module}.0"), 0, y, 1, 1, false)?;
+    }
+    let at = usize::from(expands);
+    y = step(b, &format!("{module}.{at}"), 0, y, 3, stride, true)?;
+    let (conv, norm) = (format!("{module}.{}", at + 1), format!("{module}.{}", at + 2));
+    let out = channels(b, &conv)?;
+    y = ConvNorm { conv: &conv, norm: &norm, out, kernel: 1, stride: 1, groups: 1 }.add(b, y)?;
+    let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
+    if same { b.node(&format!("{module}.sum"), Add {}, &[y, x]) } else { Ok(y) }
+}

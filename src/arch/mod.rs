@@ -1,0 +1,71 @@
+//! From `config.json` to a graph, one file for each family.
+//!
+//! Parameters have the names of the checkpoint, nodes those of the modules.
+
+mod bert;
+mod config;
+mod distilbert;
+mod gpt2;
+mod llama;
+mod mobilenet;
+mod parts;
+mod resnet;
+mod roberta;
+mod sentence;
+mod vit;
+
+pub use config::Settings;
+pub use sentence::Pooling;
+
+use crate::error::{Error, Result};
+use crate::ir::{Builder, Graph};
+
+/// A family of models.
+#[derive(Clone, Copy)]
+pub struct Architecture {
+    /// `model_type` in `config.json`.
+    pub model_type: &'static str,
+    /// Adds inputs, nodes and outputs.
+    pub build: fn(&Settings, &mut Builder) -> Result<()>,
+}
+
+/// All families.
+pub const ARCHITECTURES: &[Architecture] = &[
+    Architecture { model_type: "bert", build: bert::build },
+    Architecture { model_type: "roberta", build: roberta::build },
+    Architecture { model_type: "xlm-roberta", build: roberta::build },
+    Architecture { model_type: "distilbert", build: distilbert::build },
+    Architecture { model_type: "gpt2", build: gpt2::build },
+    Architecture { model_type: "llama", build: llama::build },
+    Architecture { model_type: "mistral", build: llama::build },
+    Architecture { model_type: "qwen2", build: llama::build },
+    Architecture { model_type: "qwen3", build: llama::build },
+    Architecture { model_type: "vit", build: vit::build },
+    Architecture { model_type: "resnet", build: resnet::build },
+    Architecture { model_type: "torchvision", build: torchvision },
+];
+
+fn torchvision(settings: &Settings, builder: &mut Builder) -> Result<()> {
+    match settings.text("variant")? {
+        "mobilenet_v2" => mobilenet::build(settings, builder),
+        _ => resnet::build_torchvision(settings, builder),
+    }
+}
+
+/// Builds the graph of a model.
+///
+/// # Errors
+/// The family is not known, the configuration lacks something, or the weights do not fit it.
+pub fn build(settings: &Settings, pooling: &[Pooling], mut builder: Builder) -> Result<Graph> {
+    let model_type = settings.text("model_type")?;
+    let Some(architecture) = ARCHITECTURES.iter().find(|a| a.model_type == model_type) else {
+        let known = ARCHITECTURES.iter().map(|a| a.model_type).collect::<Vec<_>>().join(", ");
+        return Err(Error::Unsupported {
+            what: format!("model_type `{model_type}`"),
+            hint: format!("known families: {known}; a graph.json beside the weights describes any other, and passes over weights need neither"),
+        });
+    };
+    (architecture.build)(settings, &mut builder)?;
+    sentence::add(pooling, &mut builder)?;
+    builder.finish()
+}

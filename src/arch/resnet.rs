@@ -1,0 +1,147 @@
+//! ResNet, with the names of transformers and with those of torchvision.
+//!
+//! torchvision's checkpoints come without a configuration; this one is enough:
+//! `{ "model_type": "torchvision", "variant": "resnet18" }`, and where they differ from the variant's, `layers`
+//! (blocks of each stage), `width` (channels of the first) and `num_classes`.
+
+use super::Settings;
+use super::parts::{ConvNorm, activation, image_input, linear};
+use crate::error::{Error, Result};
+use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Relu};
+use crate::ir::{Builder, Dim, Op, ValueId};
+
+fn picture(s: &Settings, b: &mut Builder) -> Result<ValueId> {
+    image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))
+}
+
+const STEM_POOL: MaxPool = MaxPool { kernel: 3, stride: 2, padding: 1 };
+
+fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usize, stride: usize) -> Result<ValueId> {
+    ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, groups: 1 }.add(b, x)
+}
+
+/// transformers' `ResNetModel` and `ResNetForImageClassification`.
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let prefix = if b.has("resnet.embedder.embedder.convolution.weight") { "resnet." } else { "" };
+    let act = activation(s.text_or("hidden_act", "relu")?)?;
+    let pixels = picture(s, b)?;
+    let stem = conv_norm(b, &format!("{prefix}embedder.embedder"), pixels, s.size("embedding_size")?, 7, 2)?;
+    let stem = b.node("embedder.act", act.clone(), &[stem])?;
+    let mut x = b.node("embedder.pooler", STEM_POOL, &[stem])?;
+    let (widths, depths) = (s.sizes("hidden_sizes")?, s.sizes("depths")?);
+    if widths.len() != depths.len() {
+        return Err(Error::option("config.json", "`hidden_sizes` and `depths` differ in length"));
+    }
+    let bottleneck = match s.text_or("layer_type", "bottleneck")? {
+        "bottleneck" => true,
+        "basic" => false,
+        other => return Err(Error::Unsupported { what: format!("ResNet layer_type `{other}`"), hint: "known: basic, bottleneck".into() }),
+    };
+    let first = if s.flag_or("downsample_in_first_stage", false)? { 2 } else { 1 };
+    let early = s.flag_or("downsample_in_bottleneck", false)?;
+    for (stage, (&out, &depth)) in widths.iter().zip(&depths).enumerate() {
+        for layer in 0..depth {
+            let stride = if layer > 0 {
+                1
+            } else if stage == 0 {
+                first
+            } else {
+                2
+            };
+            let module = format!("{prefix}encoder.stages.{stage}.layers.{layer}");
+            // (kernel, channels, stride) of each convolution.
+            let convs = if bottleneck {
+                let inner = out / 4;
+                vec![(1, inner, if early { stride } else { 1 }), (3, inner, if early { 1 } else { stride }), (1, out, 1)]
+            } else {
+                vec![(3, out, stride), (3, out, 1)]
+            };
+            x = residual(b, &module, x, &convs, stride, &act)?;
+        }
+    }
+    b.output("last_hidden_state", x);
+    let pooled = b.node("pooler", GlobalAveragePool {}, &[x])?;
+    if s.class() == "ResNetForImageClassification" {
+        let logits = linear(b, "classifier", "classifier.1", pooled, s.labels()?)?;
+        b.output("logits", logits);
+    } else {
+        b.output("pooler_output", pooled);
+    }
+    Ok(())
+}
+
+fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize, act: &Op) -> Result<ValueId> {
+    let mut y = x;
+    for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
+        let part = format!("{module}.layer.{index}");
+        y = conv_norm(b, &part, y, out, kernel, stride)?;
+        if index + 1 < convs.len() {
+            // `hidden_act` is that of the stem and of the sums only.
+            y = b.node(&format!("{part}.activation"), Relu {}, &[y])?;
+        }
+    }
+    let out = convs.last().map_or(0, |c| c.1);
+    let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
+    let shortcut = if same { x } else { conv_norm(b, &format!("{module}.shortcut"), x, out, 1, stride)? };
+    let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
+    b.node(module, act.clone(), &[sum])
+}
+
+/// Name, whether blocks are bottlenecks, and blocks of each stage.
+const VARIANTS: [(&str, bool, [usize; 4]); 5] = [
+    ("resnet18", false, [2, 2, 2, 2]),
+    ("resnet34", false, [3, 4, 6, 3]),
+    ("resnet50", true, [3, 4, 6, 3]),
+    ("resnet101", true, [3, 4, 23, 3]),
+    ("resnet152", true, [3, 8, 36, 3]),
+];
+
+/// torchvision's `resnet18` and its relatives.
+pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
+    let variant = s.text("variant")?;
+    let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
+        return Err(Error::Unsupported {
+            what: format!("torchvision variant `{variant}`"),
+            hint: "known: mobilenet_v2, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
+        });
+    };
+    let width = s.size_or("width", 64)?;
+    let pixels = picture(s, b)?;
+    let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, groups: 1 }.add(b, pixels)?;
+    let stem = b.node("relu", Relu {}, &[stem])?;
+    let mut x = b.node("maxpool", STEM_POOL, &[stem])?;
+    let depths = if s.get("layers").is_some() { s.sizes("layers")? } else { layers.to_vec() };
+    for (stage, depth) in depths.into_iter().enumerate() {
+        let inner = width << stage;
+        for layer in 0..depth {
+            let stride = if layer == 0 && stage > 0 { 2 } else { 1 };
+            let module = format!("layer{}.{layer}", stage + 1);
+            let convs = if *bottleneck { vec![(1, inner, 1), (3, inner, stride), (1, 4 * inner, 1)] } else { vec![(3, inner, stride), (3, inner, 1)] };
+            x = torchvision_block(b, &module, x, &convs, stride)?;
+        }
+    }
+    let pooled = b.node("avgpool", GlobalAveragePool {}, &[x])?;
+    let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
+    b.output("logits", logits);
+    Ok(())
+}
+
+fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize) -> Result<ValueId> {
+    let mut y = x;
+    for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
+        let number = index + 1;
+        y = ConvNorm { conv: &format!("{module}.conv{number}"), norm: &format!("{module}.bn{number}"), out, kernel, stride, groups: 1 }.add(b, y)?;
+        if number < convs.len() {
+            y = b.node(&format!("{module}.relu{number}"), Relu {}, &[y])?;
+        }
+    }
+    let out = convs.last().map_or(0, |c| c.1);
+    let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
+    let shortcut = if same {
+        x
+    } else {
+        ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, groups: 1 }.add(b, x)?
+    };
+    let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
+    b.node(module, Relu {}, &[sum])
+}

@@ -1,0 +1,96 @@
+//! Where bytes become tensors.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::ir::Graph;
+use crate::store::{DType as Stored, Sweep, Weight, Weights};
+
+/// What is kept in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Residence {
+    /// Parameters in the precision of the computation.
+    Computed,
+    /// Parameters as 16-bit floats where the checkpoint has them so; converted whenever they are used.
+    Stored,
+}
+
+/// The parameters of a graph on a device.
+#[derive(Debug)]
+pub struct Parameters {
+    tensors: BTreeMap<String, Tensor>,
+    compute: DType,
+}
+
+impl Parameters {
+    /// Loads what a graph needs.
+    ///
+    /// # Errors
+    /// Reading fails, or the device runs out of memory.
+    pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, sweep: &Sweep) -> Result<Parameters> {
+        let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
+        let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
+        let tensors = sweep.run(
+            "Loading",
+            &jobs,
+            |(_, w)| w.stored_bytes,
+            |(name, weight)| {
+                let keep = match (residence, weight.dtype) {
+                    (Residence::Stored, Stored::BF16) => DType::BF16,
+                    (Residence::Stored, Stored::F16) => DType::F16,
+                    _ => compute,
+                };
+                let tensor = tensor(name, weight, device, keep)?;
+                sweep.advance(weight.stored_bytes)?;
+                Ok(tensor)
+            },
+        )?;
+        Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), compute })
+    }
+
+    /// A parameter in the precision of the computation.
+    pub(super) fn get(&self, name: &str) -> candle_core::Result<Tensor> {
+        match self.tensors.get(name) {
+            Some(tensor) => tensor.to_dtype(self.compute),
+            None => candle_core::bail!("parameter `{name}` was not loaded"),
+        }
+    }
+
+    /// Precision of the computation.
+    pub fn compute(&self) -> DType {
+        self.compute
+    }
+}
+
+/// A weight as a tensor: quantized and sparse weights as the floats they stand for.
+fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<Tensor> {
+    let failed = |e: candle_core::Error| Error::tensor(name, format!("cannot be loaded: {e}"), "");
+    let shape = weight.shape.as_slice();
+    if keep != DType::F32 {
+        let stored = if keep == DType::BF16 { Stored::BF16 } else { Stored::F16 };
+        if weight.dtype == stored {
+            let dense = weight.dense(name);
+            let mut bytes = Vec::with_capacity(weight.elements() * 2);
+            dense.visit(1, &mut |block| {
+                bytes.extend_from_slice(block.now.values);
+                Ok(())
+            })?;
+            return Tensor::from_raw_buffer(&bytes, keep, shape, device).map_err(failed);
+        }
+    }
+    let mut values = vec![0f32; weight.elements()];
+    let mut at = 0;
+    let mut floats = true;
+    weight.visit(1, &mut |block| {
+        let count = block.now.elements();
+        floats &= block.now.decode(0, &mut values[at..at + count]);
+        at += count;
+        Ok(())
+    })?;
+    if !floats {
+        return Err(Error::tensor(name, format!("is {}, the graph needs floats", weight.dtype), ""));
+    }
+    Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed)
+}

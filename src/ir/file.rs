@@ -1,0 +1,104 @@
+//! `graph.json`: a graph that `config.json` cannot describe, short enough to write by hand.
+//!
+//! ```json
+//! {
+//!   "inputs": { "x": { "element": "float", "shape": ["batch", 4] } },
+//!   "nodes": [
+//!     { "name": "fc", "op": "Linear", "inputs": ["x", "fc.weight", "fc.bias"] },
+//!     { "name": "act", "op": { "Clip": { "min": 0, "max": 6 } }, "inputs": ["fc"] }
+//!   ],
+//!   "outputs": { "logits": "act" }
+//! }
+//! ```
+//!
+//! An input of a node that is neither an input of the graph nor an earlier node is a tensor of the checkpoint.
+//! Sizes are numbers or names; ops without attributes, or with all of them at their defaults, are plain names.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value as Json};
+
+use super::graph::{Graph, Kind, TensorType};
+use super::{Builder, Catalog, Op};
+use crate::error::{Error, Result};
+
+/// The file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GraphFile {
+    inputs: Map<String, Json>,
+    nodes: Vec<NodeFile>,
+    outputs: Map<String, Json>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NodeFile {
+    name: String,
+    op: Op,
+    inputs: Vec<String>,
+}
+
+impl GraphFile {
+    /// Name of the file in a model folder.
+    pub const NAME: &'static str = "graph.json";
+
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// It cannot be read, or is not of this form.
+    pub fn open(path: &Path) -> Result<GraphFile> {
+        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+        serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
+    }
+
+    /// Builds the graph over the tensors of a checkpoint.
+    ///
+    /// # Errors
+    /// A node does not fit its inputs, or a tensor is missing.
+    pub fn build(&self, catalog: &dyn Catalog) -> Result<Graph> {
+        let mut builder = Builder::new(catalog);
+        for (name, ty) in &self.inputs {
+            let ty: TensorType = serde_json::from_value(ty.clone()).map_err(|e| Error::option(format!("{}, input `{name}`", Self::NAME), e))?;
+            builder.input(name, ty)?;
+        }
+        for node in &self.nodes {
+            let mut inputs = Vec::with_capacity(node.inputs.len());
+            for name in &node.inputs {
+                inputs.push(match (builder.find(name), catalog.shape(name)) {
+                    (Some(id), _) => id,
+                    (None, Some(shape)) => builder.param(name, &shape)?,
+                    (None, None) => {
+                        let near = catalog.nearest(name).map_or(String::new(), |n| format!("; the nearest tensor is `{n}`"));
+                        return Err(Error::option(
+                            format!("{}, node `{}`", Self::NAME, node.name),
+                            format!("`{name}` is no input, no earlier node and no tensor of the checkpoint{near}"),
+                        ));
+                    }
+                });
+            }
+            builder.node(&node.name, node.op.clone(), &inputs)?;
+        }
+        for (name, value) in &self.outputs {
+            let id = value
+                .as_str()
+                .and_then(|value| builder.find(value))
+                .ok_or_else(|| Error::option(format!("{}, output `{name}`", Self::NAME), format!("{value} is no value of the graph")))?;
+            builder.output(name, id);
+        }
+        builder.finish()
+    }
+}
+
+impl From<&Graph> for GraphFile {
+    fn from(graph: &Graph) -> GraphFile {
+        let name = |id: &super::ValueId| graph.value(*id).name.clone();
+        let inputs = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| (v.name.clone(), serde_json::to_value(&v.ty).unwrap_or(Json::Null)));
+        GraphFile {
+            inputs: inputs.collect(),
+            nodes: graph.nodes().iter().map(|n| NodeFile { name: name(&n.output), op: n.op.clone(), inputs: n.inputs.iter().map(name).collect() }).collect(),
+            outputs: graph.outputs().iter().map(|(public, id)| (public.clone(), Json::String(name(id)))).collect(),
+        }
+    }
+}

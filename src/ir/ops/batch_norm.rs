@@ -1,0 +1,52 @@
+//! Batch normalisation with fixed statistics.
+
+use std::ops::Range;
+
+use candle_core::{D, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_vector};
+use crate::ir::{Element, TensorType};
+
+/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over axis 1; inputs x, weight, bias, mean, variance.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct BatchNorm {
+    /// Added to the variance.
+    pub epsilon: f64,
+}
+
+impl Default for BatchNorm {
+    fn default() -> Self {
+        Self { epsilon: 1e-5 }
+    }
+}
+
+impl OpSpec for BatchNorm {
+    fn arity(&self) -> Range<usize> {
+        5..6
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        let channels = inputs[0].shape.get(1).ok_or("needs an axis of channels")?;
+        for (ty, what) in inputs[1..].iter().zip(["the weight", "the bias", "the mean", "the variance"]) {
+            require_vector(ty, channels, what)?;
+        }
+        Ok(inputs[0].clone())
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "b c _ _, c, c, c, c -> b c _ _".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        let [x, weight, bias, mean, variance] = inputs else { candle_core::bail!("BatchNorm takes five inputs") };
+        let scale = (weight / (variance + self.epsilon)?.sqrt()?)?;
+        let shift = (bias - (mean * &scale)?)?;
+        let mut shape = vec![1; x.rank()];
+        shape[1] = scale.dim(D::Minus1)?;
+        x.broadcast_mul(&scale.reshape(shape.as_slice())?)?.broadcast_add(&shift.reshape(shape.as_slice())?)
+    }
+}

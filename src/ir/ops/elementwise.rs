@@ -1,0 +1,60 @@
+//! Two tensors, element by element.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity};
+use crate::ir::{Dim, Element, TensorType};
+
+macro_rules! elementwise {
+    ($(#[$meta:meta])* $name:ident, $function:ident) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {}
+
+        impl OpSpec for $name {
+            fn arity(&self) -> Range<usize> {
+                2..3
+            }
+
+            fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+                require_arity(self, inputs)?;
+                broadcast(inputs[0], inputs[1])
+            }
+
+            fn axes(&self, _inputs: usize) -> String {
+                "* c, * c -> * c".into()
+            }
+
+            fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+                inputs[0].$function(&inputs[1])
+            }
+        }
+    };
+}
+
+elementwise!(
+    /// Sum; an axis of one element stands for as many as the other has.
+    Add, broadcast_add
+);
+elementwise!(
+    /// Product, like [`Add`].
+    Mul, broadcast_mul
+);
+
+fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {
+    require(a, Element::Float, "the first input")?;
+    require(b, Element::Float, "the second input")?;
+    let rank = a.shape.len().max(b.shape.len());
+    let axis = |ty: &TensorType, i: usize| (i + ty.shape.len()).checked_sub(rank).map(|at| ty.shape[at].clone()).unwrap_or(Dim::Fixed(1));
+    let both = |i: usize| match (axis(a, i), axis(b, i)) {
+        (x, y) if x == y => Ok(x),
+        (Dim::Fixed(1), y) => Ok(y),
+        (x, Dim::Fixed(1)) => Ok(x),
+        (x, y) => Err(format!("sizes {x} and {y} do not fit")),
+    };
+    Ok(TensorType { element: Element::Float, shape: (0..rank).map(both).collect::<Result<_, _>>()? })
+}

@@ -1,0 +1,41 @@
+//! Rows of a table.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Element, TensorType};
+
+/// The rows of `table: [rows, width]` that whole numbers name.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Embedding {}
+
+impl OpSpec for Embedding {
+    fn arity(&self) -> Range<usize> {
+        2..3
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Int, "the indices")?;
+        require(inputs[1], Element::Float, "the table")?;
+        require_rank(inputs[1], 2, "the table")?;
+        let shape = inputs[0].shape.iter().chain([&inputs[1].shape[1]]).cloned().collect();
+        Ok(TensorType { element: Element::Float, shape })
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "*, _ c -> * c".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        let (indices, table) = (&inputs[0], &inputs[1]);
+        let rows = table.index_select(&indices.flatten_all()?, 0)?;
+        let mut shape = indices.dims().to_vec();
+        shape.push(table.dim(1)?);
+        rows.reshape(shape)
+    }
+}

@@ -1,0 +1,41 @@
+//! Images to vectors.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Dim, Element, TensorType};
+
+/// `[batch, channels, height, width]` to `[batch, channels · height · width]`; with `channels_last`, to
+/// `[batch, height · width · channels]`, the order of frameworks that keep channels last.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Flatten {
+    /// Whether channels vary fastest.
+    pub channels_last: bool,
+}
+
+impl OpSpec for Flatten {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        require_rank(inputs[0], 4, "the input")?;
+        let sizes: Option<Vec<usize>> = inputs[0].shape[1..].iter().map(Dim::fixed).collect();
+        let width = sizes.ok_or("the size of the image must be known")?.iter().product::<usize>();
+        Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), Dim::Fixed(width)] })
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        if self.channels_last { "b c h! w! -> b (h! w! c)" } else { "b c h! w! -> b (c h! w!)" }.into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        if self.channels_last { inputs[0].permute((0, 2, 3, 1))?.flatten_from(1) } else { inputs[0].flatten_from(1) }
+    }
+}

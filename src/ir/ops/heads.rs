@@ -1,0 +1,80 @@
+//! Heads out of a width, and back.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Dim, Element, TensorType};
+
+/// `[batch, sequence, heads · head_dim]` to `[batch, heads, sequence, head_dim]`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct SplitHeads {
+    /// Width of a head.
+    pub head_dim: usize,
+}
+
+impl Default for SplitHeads {
+    fn default() -> Self {
+        Self { head_dim: 64 }
+    }
+}
+
+impl OpSpec for SplitHeads {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        require_rank(inputs[0], 3, "the input")?;
+        let [batch, sequence, width] = [0, 1, 2].map(|i| inputs[0].shape[i].clone());
+        match width.fixed() {
+            Some(width) if self.head_dim > 0 && width.is_multiple_of(self.head_dim) => {
+                Ok(TensorType { element: Element::Float, shape: vec![batch, Dim::Fixed(width / self.head_dim), sequence, Dim::Fixed(self.head_dim)] })
+            }
+            _ => Err(format!("width {width} is no multiple of head_dim {}", self.head_dim)),
+        }
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "b s (h d!) -> b h s d!".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        let (batch, sequence, width) = inputs[0].dims3()?;
+        inputs[0].reshape((batch, sequence, width / self.head_dim, self.head_dim))?.transpose(1, 2)?.contiguous()
+    }
+}
+
+/// `[batch, heads, sequence, head_dim]` to `[batch, sequence, heads · head_dim]`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct MergeHeads {}
+
+impl OpSpec for MergeHeads {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        require_rank(inputs[0], 4, "the input")?;
+        let shape = &inputs[0].shape;
+        let (Some(heads), Some(width)) = (shape[1].fixed(), shape[3].fixed()) else { return Err("heads and their width must be known".into()) };
+        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone(), Dim::Fixed(heads * width)] })
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "b h s d! -> b s (h d!)".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        let (batch, heads, sequence, width) = inputs[0].dims4()?;
+        inputs[0].transpose(1, 2)?.reshape((batch, sequence, heads * width))
+    }
+}

@@ -1,0 +1,248 @@
+//! The ops, one file each: type rule, axes, evaluation, cost.
+
+mod activation;
+mod attention;
+mod batch_norm;
+mod conv;
+mod elementwise;
+mod embedding;
+mod flatten;
+mod heads;
+mod layer_norm;
+mod linear;
+mod masked_mean;
+mod normalize;
+mod pool;
+mod positions;
+mod prepend;
+mod rms_norm;
+mod rotary;
+mod select;
+mod slice;
+mod softmax;
+mod tokens;
+
+use std::fmt;
+use std::ops::Range;
+use std::str::FromStr;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::{Map, Value as Json};
+
+pub use activation::{Clip, Gelu, Relu, Sigmoid, Silu, Tanh};
+pub use attention::Attention;
+pub use batch_norm::BatchNorm;
+pub use conv::Conv;
+pub use elementwise::{Add, Mul};
+pub use embedding::Embedding;
+pub use flatten::Flatten;
+pub use heads::{MergeHeads, SplitHeads};
+pub use layer_norm::LayerNorm;
+pub use linear::Linear;
+pub use masked_mean::MaskedMean;
+pub use normalize::Normalize;
+pub use pool::{GlobalAveragePool, MaxPool};
+pub use positions::Positions;
+pub use prepend::Prepend;
+pub use rms_norm::RmsNorm;
+pub use rotary::{Rotary, RotaryScaling};
+pub use select::Select;
+pub use slice::Slice;
+pub use softmax::Softmax;
+pub use tokens::Tokens;
+
+use super::{Bindings, Dim, Element, TensorType};
+
+/// What evaluation is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// Results only: fused kernels may be used.
+    Infer,
+    /// Gradients are wanted: only primitives that have one.
+    Train,
+}
+
+/// What every op answers.
+pub trait OpSpec: fmt::Debug {
+    /// How many inputs it takes.
+    fn arity(&self) -> Range<usize>;
+    /// The type of the output.
+    ///
+    /// # Errors
+    /// Why the inputs do not fit.
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String>;
+    /// How the axes of this many inputs correspond; see [`axes`](super::axes).
+    fn axes(&self, inputs: usize) -> String;
+    /// The values of the output.
+    ///
+    /// # Errors
+    /// The device runs out of memory, or has no kernel.
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor>;
+    /// Multiply-accumulates, given the named sizes.
+    fn macs(&self, _inputs: &[&TensorType], _output: &TensorType, _bindings: &Bindings) -> u64 {
+        0
+    }
+}
+
+/// Writes the table of ops.
+macro_rules! ops {
+    ($($name:ident),+ $(,)?) => {
+        /// An op with its attributes.
+        #[derive(Debug, Clone, PartialEq)]
+        #[allow(missing_docs)]
+        pub enum Op {
+            $($name($name),)+
+        }
+
+        /// Names of all ops.
+        pub const OPS: &[&str] = &[$(stringify!($name)),+];
+
+        impl Op {
+            /// What the op answers.
+            pub fn spec(&self) -> &dyn OpSpec {
+                match self {
+                    $(Op::$name(op) => op,)+
+                }
+            }
+
+            /// Name of the op.
+            pub fn name(&self) -> &'static str {
+                match self {
+                    $(Op::$name(_) => stringify!($name),)+
+                }
+            }
+
+            fn attributes(&self) -> Json {
+                match self {
+                    $(Op::$name(op) => serde_json::to_value(op),)+
+                }
+                .unwrap_or(Json::Null)
+            }
+
+            fn from_parts(name: &str, attributes: Json) -> Result<Op, String> {
+                match name {
+                    $(stringify!($name) => serde_json::from_value(attributes).map(Op::$name).map_err(|e| format!("{name}: {e}")),)+
+                    _ => Err(format!("unknown op `{name}`, there are {}", OPS.join(", "))),
+                }
+            }
+        }
+
+        /// Every op with its attributes at their defaults.
+        pub fn examples() -> Vec<Op> {
+            vec![$(Op::$name($name::default())),+]
+        }
+
+        $(impl From<$name> for Op {
+            fn from(op: $name) -> Op {
+                Op::$name(op)
+            }
+        })+
+    };
+}
+
+ops! {
+    Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
+    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax,
+    Add, Mul,
+    Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
+    MaxPool, GlobalAveragePool, Flatten, Tokens, Prepend, Select, Slice,
+    MaskedMean, Normalize,
+}
+
+impl Op {
+    /// How many inputs it takes.
+    pub fn arity(&self) -> Range<usize> {
+        self.spec().arity()
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.attributes() {
+            Json::Object(map) if !map.is_empty() => write!(f, "{}{}", self.name(), Json::Object(map)),
+            _ => f.write_str(self.name()),
+        }
+    }
+}
+
+impl FromStr for Op {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, attributes) = text.split_at(text.find('{').unwrap_or(text.len()));
+        let attributes = if attributes.is_empty() {
+            Json::Object(Map::new())
+        } else {
+            serde_json::from_str(attributes).map_err(|e| format!("attributes of {name}: {e}"))?
+        };
+        Op::from_parts(name, attributes)
+    }
+}
+
+impl Serialize for Op {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.attributes() {
+            Json::Object(map) if !map.is_empty() => Map::from_iter([(self.name().to_owned(), Json::Object(map))]).serialize(serializer),
+            _ => serializer.serialize_str(self.name()),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Op {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let wrong = || serde::de::Error::custom("expected the name of an op, or one name with its attributes");
+        let (name, attributes) = match Json::deserialize(deserializer)? {
+            Json::String(name) => (name, Json::Object(Map::new())),
+            Json::Object(map) if map.len() == 1 => map.into_iter().next().ok_or_else(wrong)?,
+            _ => return Err(wrong()),
+        };
+        Op::from_parts(&name, attributes).map_err(serde::de::Error::custom)
+    }
+}
+
+/// Holds the number of inputs to the op's arity.
+fn require_arity(op: &impl OpSpec, inputs: &[&TensorType]) -> Result<(), String> {
+    let arity = op.arity();
+    if arity.contains(&inputs.len()) { Ok(()) } else { Err(format!("takes {} to {} inputs, {} are given", arity.start, arity.end - 1, inputs.len())) }
+}
+
+/// Holds an input to a number of axes.
+fn require_rank(ty: &TensorType, rank: usize, what: &str) -> Result<(), String> {
+    if ty.shape.len() == rank { Ok(()) } else { Err(format!("{what} must have {rank} axes")) }
+}
+
+/// Holds an input to an element.
+fn require(ty: &TensorType, element: Element, what: &str) -> Result<(), String> {
+    if ty.element == element { Ok(()) } else { Err(format!("{what} must be {}", if element == Element::Float { "floats" } else { "whole numbers" })) }
+}
+
+/// Holds a vector to a width.
+fn require_vector(ty: &TensorType, width: &Dim, what: &str) -> Result<(), String> {
+    if ty.shape.len() == 1 && ty.shape[0] == *width { Ok(()) } else { Err(format!("{what} must be a vector of {width}")) }
+}
+
+/// The last size.
+fn last(ty: &TensorType) -> Result<&Dim, String> {
+    ty.shape.last().ok_or_else(|| "needs at least one axis".to_owned())
+}
+
+/// Number of elements, given the named sizes.
+fn elements(ty: &TensorType, bindings: &Bindings) -> u64 {
+    ty.shape.iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).product()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ops_are_written_and_read() {
+        for op in examples() {
+            assert_eq!(op.to_string().parse::<Op>().unwrap(), op);
+            assert_eq!(serde_json::from_value::<Op>(serde_json::to_value(&op).unwrap()).unwrap(), op);
+        }
+        assert!("Linear{\"inputmajor\":true}".parse::<Op>().unwrap_err().contains("input_major"));
+        assert!("Lineal".parse::<Op>().unwrap_err().contains("Linear"));
+    }
+}

@@ -1,0 +1,44 @@
+//! A token before a sequence.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Dim, Element, TensorType};
+
+/// `token: [1, n, width]` put before every row of `[batch, sequence, width]`; inputs token, sequence.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Prepend {}
+
+impl OpSpec for Prepend {
+    fn arity(&self) -> Range<usize> {
+        2..3
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        for (ty, what) in [(inputs[0], "the token"), (inputs[1], "the sequence")] {
+            require(ty, Element::Float, what)?;
+            require_rank(ty, 3, what)?;
+        }
+        let (token, x) = (&inputs[0].shape, &inputs[1].shape);
+        let (Some(count), Some(sequence)) = (token[1].fixed(), x[1].fixed()) else { return Err("the length of the sequence must be known".into()) };
+        if token[0] != Dim::Fixed(1) || token[2] != x[2] {
+            return Err(format!("the token must be [1, n, {}]", x[2]));
+        }
+        Ok(TensorType { element: Element::Float, shape: vec![x[0].clone(), Dim::Fixed(count + sequence), x[2].clone()] })
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "_ _ c, b _ c -> b _ c".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        let (_, count, width) = inputs[0].dims3()?;
+        let token = inputs[0].broadcast_as((inputs[1].dim(0)?, count, width))?.contiguous()?;
+        Tensor::cat(&[&token, &inputs[1]], 1)
+    }
+}

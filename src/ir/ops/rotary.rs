@@ -1,0 +1,185 @@
+//! Rotary position embedding.
+
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Element, TensorType};
+
+/// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Rotary {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// How frequencies are changed for longer sequences.
+    pub scaling: RotaryScaling,
+}
+
+impl Default for Rotary {
+    fn default() -> Self {
+        Self { theta: 10_000.0, scaling: RotaryScaling::None }
+    }
+}
+
+/// How frequencies are changed for longer sequences.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum RotaryScaling {
+    /// Not at all.
+    #[default]
+    None,
+    /// Positions are divided.
+    Linear {
+        /// By this.
+        factor: f64,
+    },
+    /// The base grows with sequences longer than the trained ones.
+    Dynamic {
+        /// How strongly.
+        factor: f64,
+        /// Longest trained sequence.
+        max_position: usize,
+    },
+    /// Low frequencies are divided, high ones stay, with a smooth passage (Llama 3.1).
+    Llama3 {
+        /// Divisor.
+        factor: f64,
+        /// Wavelengths above `original / low` are divided.
+        low: f64,
+        /// Wavelengths below `original / high` stay.
+        high: f64,
+        /// Longest sequence of the first training.
+        original: usize,
+    },
+    /// As above by the number of turns, and attention is sharpened (Peng et al., 2023).
+    Yarn {
+        /// Divisor.
+        factor: f64,
+        /// Turns above which a frequency stays.
+        beta_fast: f64,
+        /// Turns below which it is divided.
+        beta_slow: f64,
+        /// Longest sequence of the first training.
+        original: usize,
+        /// Factor on sines and cosines.
+        attention: f64,
+        /// Whether the borders of the passage are whole numbers.
+        truncate: bool,
+    },
+    /// Each frequency has divisors of its own, for short and for long sequences (Ding et al., 2024).
+    LongRope {
+        /// Divisors up to `original` positions.
+        short: Vec<f64>,
+        /// Divisors beyond.
+        long: Vec<f64>,
+        /// Longest sequence of the first training.
+        original: usize,
+        /// Factor on sines and cosines.
+        attention: f64,
+    },
+}
+
+impl Rotary {
+    /// Angles by one position, and the factor on sines and cosines.
+    pub(crate) fn frequencies(&self, width: usize, sequence: usize) -> (Vec<f64>, f64) {
+        let base = |theta: f64| (0..width / 2).map(|i| theta.powf(-2.0 * i as f64 / width as f64)).collect::<Vec<_>>();
+        let plain = base(self.theta);
+        match &self.scaling {
+            RotaryScaling::None => (plain, 1.0),
+            RotaryScaling::Linear { factor } => (plain.iter().map(|f| f / factor).collect(), 1.0),
+            RotaryScaling::Dynamic { factor, max_position } => {
+                let length = sequence.max(*max_position) as f64;
+                let growth = factor * length / *max_position as f64 - (factor - 1.0);
+                let width = width as f64;
+                (base(self.theta * growth.powf(width / (width - 2.0))), 1.0)
+            }
+            RotaryScaling::Llama3 { factor, low, high, original } => {
+                let original = *original as f64;
+                let scale = |f: &f64| {
+                    let wavelength = std::f64::consts::TAU / f;
+                    if wavelength < original / high {
+                        *f
+                    } else if wavelength > original / low {
+                        f / factor
+                    } else {
+                        let smooth = (original / wavelength - low) / (high - low);
+                        (1.0 - smooth) * f / factor + smooth * f
+                    }
+                };
+                (plain.iter().map(scale).collect(), 1.0)
+            }
+            RotaryScaling::Yarn { factor, beta_fast, beta_slow, original, attention, truncate } => {
+                let dimension = |turns: f64| width as f64 * (*original as f64 / (turns * std::f64::consts::TAU)).ln() / (2.0 * self.theta.ln());
+                let (low, high) = (dimension(*beta_fast), dimension(*beta_slow));
+                let (low, high) = if *truncate { (low.floor(), high.ceil()) } else { (low, high) };
+                let (low, mut high) = (low.max(0.0), high.min(width as f64 - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let scale = |(i, f): (usize, &f64)| {
+                    let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    f / factor * ramp + f * (1.0 - ramp)
+                };
+                (plain.iter().enumerate().map(scale).collect(), *attention)
+            }
+            RotaryScaling::LongRope { short, long, original, attention } => {
+                let divisors = if sequence > *original { long } else { short };
+                (plain.iter().zip(divisors).map(|(f, d)| f / d).collect(), *attention)
+            }
+        }
+    }
+
+    /// Cosines and sines `[sequence, width / 2]`.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    pub fn tables(&self, width: usize, sequence: usize, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
+        let (frequencies, factor) = self.frequencies(width, sequence);
+        // Angles are products of f32 numbers in the models' own code; in f64 they would differ at long positions.
+        let angle = |p: usize, f: &f64| p as f32 * *f as f32;
+        let table = |function: fn(f32) -> f32| {
+            let values: Vec<f32> = (0..sequence).flat_map(|p| frequencies.iter().map(move |f| function(angle(p, f)) * factor as f32)).collect();
+            Tensor::from_vec(values, (sequence, width / 2), device)
+        };
+        Ok((table(f32::cos)?, table(f32::sin)?))
+    }
+}
+
+impl OpSpec for Rotary {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        require_rank(inputs[0], 4, "the input")?;
+        match inputs[0].shape[3].fixed() {
+            Some(width) if width.is_multiple_of(2) => match &self.scaling {
+                RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => {
+                    Err(format!("there must be {} divisors", width / 2))
+                }
+                _ => Ok(inputs[0].clone()),
+            },
+            _ => Err("the width of a head must be known and even".into()),
+        }
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "b h s! d! -> b h s! d!".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+        let x = inputs[0].contiguous()?;
+        let (_, _, sequence, width) = x.dims4()?;
+        let (cos, sin) = self.tables(width, sequence, x.device())?;
+        let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
+        match mode {
+            Mode::Infer => candle_nn::rotary_emb::rope(&x, &cos, &sin),
+            Mode::Train => candle_nn::rotary_emb::rope_slow(&x, &cos, &sin),
+        }
+    }
+}

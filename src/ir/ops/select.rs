@@ -1,0 +1,42 @@
+//! One token of a sequence.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Element, TensorType};
+
+/// `[batch, sequence, width]` to `[batch, width]`: the token at `index`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Select {
+    /// Position in the sequence.
+    pub index: usize,
+}
+
+impl OpSpec for Select {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        require_rank(inputs[0], 3, "the input")?;
+        let shape = &inputs[0].shape;
+        if shape[1].fixed().is_some_and(|length| length <= self.index) {
+            return Err(format!("there is no token {} among {}", self.index, shape[1]));
+        }
+        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone()] })
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "b s! c -> b c".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        inputs[0].narrow(1, self.index, 1)?.squeeze(1)?.contiguous()
+    }
+}

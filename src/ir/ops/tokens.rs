@@ -1,0 +1,37 @@
+//! Images to sequences.
+
+use std::ops::Range;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, OpSpec, require, require_arity, require_rank};
+use crate::ir::{Dim, Element, TensorType};
+
+/// `[batch, channels, height, width]` to `[batch, height · width, channels]`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Tokens {}
+
+impl OpSpec for Tokens {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        require_arity(self, inputs)?;
+        require(inputs[0], Element::Float, "the input")?;
+        require_rank(inputs[0], 4, "the input")?;
+        let shape = &inputs[0].shape;
+        let (Some(height), Some(width)) = (shape[2].fixed(), shape[3].fixed()) else { return Err("the size of the image must be known".into()) };
+        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), Dim::Fixed(height * width), shape[1].clone()] })
+    }
+
+    fn axes(&self, _inputs: usize) -> String {
+        "b c h! w! -> b (h! w!) c".into()
+    }
+
+    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+        inputs[0].flatten_from(2)?.transpose(1, 2)?.contiguous()
+    }
+}

@@ -1,0 +1,44 @@
+//! What a model computes.
+
+use super::Model;
+use crate::arch::{self, Pooling, Settings};
+use crate::error::{Error, Result};
+use crate::ir::{Builder, Catalog, Graph, GraphFile};
+use crate::store::{Weights, select};
+
+impl Catalog for Weights {
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.by_name.get(name).map(|w| w.shape.clone())
+    }
+
+    fn nearest(&self, name: &str) -> Option<String> {
+        select::nearest(name, self.by_name.keys())
+    }
+}
+
+impl Model {
+    /// The graph: from `graph.json` when there is one, else from `config.json`.
+    ///
+    /// # Errors
+    /// The family is not known, the configuration lacks something, or the weights do not fit it.
+    pub fn graph(&self) -> Result<Graph> {
+        let file = self.path.join(GraphFile::NAME);
+        if file.is_file() {
+            return GraphFile::open(&file)?.build(&self.weights);
+        }
+        if self.config.model_type().is_empty() {
+            return Err(Error::Unsupported {
+                what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),
+                hint: "add a config.json, or describe the model in a graph.json; passes over weights need neither".into(),
+            });
+        }
+        let pooling = Pooling::open(&self.path)?;
+        arch::build(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))
+    }
+
+    /// Weights that the graph does not use, by name.
+    pub fn unused(&self, graph: &Graph) -> Vec<String> {
+        let used: std::collections::BTreeSet<&str> = graph.params().map(|(_, v)| v.name.as_str()).collect();
+        self.weights.by_name.keys().filter(|name| !used.contains(name.as_str())).cloned().collect()
+    }
+}

@@ -1,0 +1,106 @@
+//! Attention in plain operators, so that its products can be quantized.
+
+use super::super::proto::AttributeProto;
+use super::Speller;
+use crate::error::Result;
+use crate::ir::ops::{Attention, SplitHeads};
+
+const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
+
+pub(super) fn split_heads(op: &SplitHeads, n: &mut Speller) -> Result<()> {
+    let width = op.head_dim.max(1) as i64;
+    let shape = n.ints(&[0, 0, n.width(0)? / width, width]);
+    let heads = n.emit("Reshape", "heads", &[&n.input(0), &shape], vec![]);
+    n.finish("Transpose", &[&heads], vec![AttributeProto::ints("perm", HEADS_FIRST)]);
+    Ok(())
+}
+
+pub(super) fn merge_heads(n: &mut Speller) -> Result<()> {
+    let shape = n.ints(&[0, 0, n.fixed(0, 1)? * n.fixed(0, 3)?]);
+    let heads = n.emit("Transpose", "heads", &[&n.input(0)], vec![AttributeProto::ints("perm", HEADS_FIRST)]);
+    n.finish("Reshape", &[&heads, &shape], vec![]);
+    Ok(())
+}
+
+/// Query heads that share a key head stand one below the other in one product, so that no key is copied.
+pub(super) fn attention(op: &Attention, n: &mut Speller) -> Result<()> {
+    let [mut q, k, v] = [0, 1, 2].map(|i| n.input(i));
+    let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
+    let grouped = heads != groups;
+    let bias = bias(op, n)?;
+    if grouped {
+        let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
+        q = n.emit("Reshape", "queries", &[&q, &shape], vec![]);
+    }
+    let keys = n.emit("Transpose", "keys", &[&k], vec![AttributeProto::ints("perm", [0, 1, 3, 2])]);
+    let mut scores = n.emit("MatMul", "products", &[&q, &keys], vec![]);
+    if op.scale != 1.0 {
+        let scale = n.float(op.scale);
+        scores = n.emit("Mul", "scores", &[&scores, &scale], vec![]);
+    }
+    if let Some(bias) = bias {
+        if grouped {
+            scores = stack(n, "by_head", &scores, heads);
+        }
+        scores = n.emit("Add", "masked", &[&scores, &bias], vec![]);
+        if grouped {
+            scores = stack(n, "by_group", &scores, groups);
+        }
+    }
+    let weights = n.emit("Softmax", "weights", &[&scores], vec![AttributeProto::int("axis", -1)]);
+    if grouped {
+        let shape = n.ints(&[0, heads, -1, 0]);
+        let context = n.emit("MatMul", "context", &[&weights, &v], vec![]);
+        n.finish("Reshape", &[&context, &shape], vec![]);
+    } else {
+        n.finish("MatMul", &[&weights, &v], vec![]);
+    }
+    Ok(())
+}
+
+/// The same rows in this many matrices.
+fn stack(n: &mut Speller, part: &str, scores: &str, matrices: i64) -> String {
+    let shape = n.ints(&[0, matrices, -1, 0]);
+    n.emit("Reshape", part, &[scores, &shape], vec![])
+}
+
+/// What is added to the products: nothing where a query may look, the smallest number elsewhere.
+fn bias(op: &Attention, n: &mut Speller) -> Result<Option<String>> {
+    let mask = (n.inputs() > 3).then(|| n.input(3));
+    if mask.is_none() && !op.causal {
+        return Ok(None);
+    }
+    let (queries, keys) = (&n.ty(0)?.shape[2], &n.ty(1)?.shape[2]);
+    let what = format!("|{queries}|{keys}|{}|{:?}|{mask:?}", op.causal, op.window);
+    n.share(&format!("attention_bias{what}"), |n| {
+        let (zero, lowest) = (n.float(0.0), n.float(f64::from(f32::MIN)));
+        let padded = match mask {
+            None => None,
+            Some(mask) => {
+                let (nothing, axes) = (n.int(0), n.ints(&[1, 2]));
+                let padded = n.emit("Equal", "padded", &[&mask, &nothing], vec![]);
+                Some(n.emit("Unsqueeze", "padded_keys", &[&padded, &axes], vec![]))
+            }
+        };
+        let later = if op.causal { Some(later(op, n)?) } else { None };
+        let hidden = match (padded, later) {
+            (Some(a), Some(b)) => n.emit("Or", "hidden", &[&a, &b], vec![]),
+            (a, b) => a.or(b).unwrap_or_default(),
+        };
+        Ok(n.emit("Where", "bias", &[&hidden, &lowest, &zero], vec![]))
+    })
+    .map(Some)
+}
+
+/// Keys that a query must not see because of their place, `[queries, keys]`.
+fn later(op: &Attention, n: &mut Speller) -> Result<String> {
+    let (queries, keys) = (n.range(0, 2)?, n.range(1, 2)?);
+    let column = n.ints(&[1]);
+    let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
+    let later = n.emit("Greater", "later", &[&keys, &queries], vec![]);
+    let Some(window) = op.window else { return Ok(later) };
+    let window = n.int(window as i64);
+    let distance = n.emit("Sub", "distance", &[&queries, &keys], vec![]);
+    let far = n.emit("GreaterOrEqual", "far", &[&distance, &window], vec![]);
+    Ok(n.emit("Or", "out_of_window", &[&later, &far], vec![]))
+}

@@ -1,0 +1,48 @@
+//! Layers with weights, and sums.
+
+use super::super::proto::AttributeProto;
+use super::Speller;
+use crate::error::Result;
+use crate::ir::ops::{Conv, Linear};
+
+pub(super) fn binary(op: &str, n: &mut Speller) -> Result<()> {
+    n.finish(op, &[&n.input(0), &n.input(1)], vec![]);
+    Ok(())
+}
+
+/// `Gemm` for matrices; `MatMul` and `Add`, in this order of operands, for everything else.
+pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
+    let (x, mut weight) = (n.input(0), n.input(1));
+    let bias = (n.inputs() > 2).then(|| n.input(2));
+    if n.ty(0)?.shape.len() == 2 {
+        let mut inputs = vec![x.as_str(), weight.as_str()];
+        inputs.extend(bias.as_deref());
+        n.finish("Gemm", &inputs, vec![AttributeProto::int("transB", i64::from(!op.input_major))]);
+        return Ok(());
+    }
+    if !op.input_major && !n.operand(1).is_some_and(|id| n.transposed.contains(&id)) {
+        weight = n.share(&format!("{weight}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[&weight], vec![AttributeProto::ints("perm", [1, 0])])))?;
+    }
+    match bias {
+        None => n.finish("MatMul", &[&x, &weight], vec![]),
+        Some(bias) => {
+            let product = n.emit("MatMul", "product", &[&x, &weight], vec![]);
+            n.finish("Add", &[&product, &bias], vec![]);
+        }
+    }
+    Ok(())
+}
+
+pub(super) fn conv(op: &Conv, n: &mut Speller) -> Result<()> {
+    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
+    let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
+    let attributes = vec![
+        AttributeProto::ints("kernel_shape", [n.fixed(1, 2)?, n.fixed(1, 3)?]),
+        AttributeProto::ints("strides", [op.stride as i64; 2]),
+        AttributeProto::ints("pads", [op.padding as i64; 4]),
+        AttributeProto::ints("dilations", [op.dilation as i64; 2]),
+        AttributeProto::int("group", op.groups as i64),
+    ];
+    n.finish("Conv", &inputs, attributes);
+    Ok(())
+}

@@ -1,0 +1,50 @@
+//! How each op is spelled in operators of ONNX, one function an op.
+//!
+//! The forms are those that runtimes recognise and run fused.
+
+mod activation;
+mod attention;
+mod image;
+mod layer;
+mod norm;
+mod rotary;
+mod sequence;
+
+use super::speller::Speller;
+use crate::error::Result;
+use crate::ir::Op;
+
+/// Writes the operators of the current node.
+pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
+    match op {
+        Op::Linear(op) => layer::linear(op, n),
+        Op::Conv(op) => layer::conv(op, n),
+        Op::BatchNorm(op) => norm::batch_norm(op, n),
+        Op::LayerNorm(op) => norm::layer_norm(op, n),
+        Op::RmsNorm(op) => norm::rms_norm(op, n),
+        Op::Normalize(_) => norm::normalize(n),
+        Op::Relu(_) => activation::plain("Relu", n),
+        Op::Sigmoid(_) => activation::plain("Sigmoid", n),
+        Op::Tanh(_) => activation::plain("Tanh", n),
+        Op::Gelu(op) => activation::gelu(op, n),
+        Op::Silu(_) => activation::silu(n),
+        Op::Clip(op) => activation::clip(op, n),
+        Op::Softmax(_) => activation::softmax(n),
+        Op::Add(_) => layer::binary("Add", n),
+        Op::Mul(_) => layer::binary("Mul", n),
+        Op::Embedding(_) => sequence::embedding(n),
+        Op::Positions(op) => sequence::positions(op, n),
+        Op::Rotary(op) => rotary::rotary(op, n),
+        Op::SplitHeads(op) => attention::split_heads(op, n),
+        Op::MergeHeads(_) => attention::merge_heads(n),
+        Op::Attention(op) => attention::attention(op, n),
+        Op::MaxPool(op) => image::max_pool(op, n),
+        Op::GlobalAveragePool(_) => image::global_average_pool(n),
+        Op::Flatten(op) => image::flatten(op, n),
+        Op::Tokens(_) => image::tokens(n),
+        Op::Prepend(_) => sequence::prepend(n),
+        Op::Select(op) => sequence::select(op, n),
+        Op::Slice(op) => sequence::slice(op, n),
+        Op::MaskedMean(_) => sequence::masked_mean(n),
+    }
+}

@@ -1,0 +1,38 @@
+//! Normalisations.
+
+use super::super::proto::AttributeProto;
+use super::Speller;
+use crate::error::Result;
+use crate::ir::ops::{BatchNorm, LayerNorm, RmsNorm};
+
+pub(super) fn batch_norm(op: &BatchNorm, n: &mut Speller) -> Result<()> {
+    let [x, weight, bias, mean, variance] = [0, 1, 2, 3, 4].map(|i| n.input(i));
+    n.finish("BatchNormalization", &[&x, &weight, &bias, &mean, &variance], vec![AttributeProto::float("epsilon", op.epsilon)]);
+    Ok(())
+}
+
+pub(super) fn layer_norm(op: &LayerNorm, n: &mut Speller) -> Result<()> {
+    let attributes = vec![AttributeProto::int("axis", -1), AttributeProto::float("epsilon", op.epsilon)];
+    n.finish("LayerNormalization", &[&n.input(0), &n.input(1), &n.input(2)], attributes);
+    Ok(())
+}
+
+/// ONNX Runtime makes one kernel of exactly these operators.
+pub(super) fn rms_norm(op: &RmsNorm, n: &mut Speller) -> Result<()> {
+    let (x, weight, two, epsilon) = (n.input(0), n.input(1), n.float(2.0), n.float(op.epsilon));
+    let square = n.emit("Pow", "square", &[&x, &two], vec![]);
+    let mean = n.reduce("ReduceMean", "mean", &square, -1, true);
+    let sum = n.emit("Add", "sum", &[&mean, &epsilon], vec![]);
+    let root = n.emit("Sqrt", "root", &[&sum], vec![]);
+    let normed = n.emit("Div", "normed", &[&x, &root], vec![]);
+    n.finish("Mul", &[&normed, &weight], vec![]);
+    Ok(())
+}
+
+pub(super) fn normalize(n: &mut Speller) -> Result<()> {
+    let (x, least) = (n.input(0), n.float(1e-12));
+    let norm = n.reduce("ReduceL2", "norm", &x, -1, true);
+    let norm = n.emit("Clip", "positive", &[&norm, &least], vec![]);
+    n.finish("Div", &[&x, &norm], vec![]);
+    Ok(())
+}

@@ -1,0 +1,76 @@
+//! Rotary embedding: tables for the length at hand, shared by all layers.
+
+use super::super::proto::{AttributeProto, DataType};
+use super::Speller;
+use crate::error::Result;
+use crate::ir::ops::{Rotary, RotaryScaling};
+
+pub(super) fn rotary(op: &Rotary, n: &mut Speller) -> Result<()> {
+    let (x, half) = (n.input(0), n.fixed(0, 3)? / 2);
+    let (cos, sin) = (table(op, "Cos", n)?, table(op, "Sin", n)?);
+    let halves = n.ints(&[half, half]);
+    let [a, b] = n.emit_two("Split", ["first", "second"], &[&x, &halves], vec![AttributeProto::int("axis", 3)]);
+    let a_cos = n.emit("Mul", "first_cos", &[&a, &cos], vec![]);
+    let b_sin = n.emit("Mul", "second_sin", &[&b, &sin], vec![]);
+    let a_sin = n.emit("Mul", "first_sin", &[&a, &sin], vec![]);
+    let b_cos = n.emit("Mul", "second_cos", &[&b, &cos], vec![]);
+    let first = n.emit("Sub", "turned_first", &[&a_cos, &b_sin], vec![]);
+    let second = n.emit("Add", "turned_second", &[&a_sin, &b_cos], vec![]);
+    n.finish("Concat", &[&first, &second], vec![AttributeProto::int("axis", 3)]);
+    Ok(())
+}
+
+/// Cosines or sines `[sequence, width / 2]`.
+fn table(op: &Rotary, function: &str, n: &mut Speller) -> Result<String> {
+    let width = n.fixed(0, 3)? as usize;
+    let what = format!("|{}|{width}|{op:?}", n.ty(0)?.shape[2]);
+    let angles = n.share(&format!("rotary{what}"), |n| {
+        let frequencies = frequencies(op, width, n)?;
+        let range = n.range(0, 2)?;
+        let column = n.ints(&[1]);
+        let positions = n.emit("Cast", "positions", &[&range], vec![AttributeProto::int("to", DataType::Float as i64)]);
+        let positions = n.emit("Unsqueeze", "column", &[&positions, &column], vec![]);
+        Ok(n.emit("Mul", "angles", &[&positions, &frequencies], vec![]))
+    })?;
+    n.share(&format!("rotary/{function}{what}"), |n| {
+        let table = n.emit(function, "table", &[&angles], vec![]);
+        let (_, factor) = op.frequencies(width, 0);
+        if factor == 1.0 {
+            return Ok(table);
+        }
+        let factor = n.float(factor);
+        Ok(n.emit("Mul", "scaled", &[&table, &factor], vec![]))
+    })
+}
+
+/// Angles by one position; where they depend on the length, computed when it is known.
+fn frequencies(op: &Rotary, width: usize, n: &mut Speller) -> Result<String> {
+    match &op.scaling {
+        RotaryScaling::LongRope { original, .. } => {
+            let short = n.floats("rotary/short_frequencies", &op.frequencies(width, 0).0);
+            let long = n.floats("rotary/long_frequencies", &op.frequencies(width, original + 1).0);
+            let (size, limit) = (n.size(0, 2)?, n.int(*original as i64));
+            let longer = n.emit("Greater", "is_long", &[&size, &limit], vec![]);
+            Ok(n.emit("Where", "frequencies", &[&longer, &long, &short], vec![]))
+        }
+        RotaryScaling::Dynamic { factor, max_position } => {
+            // In double precision: an error here grows with the position.
+            let (longest, elements) = (*max_position as f64, width as f64);
+            let exponents: Vec<f64> = (0..width / 2).map(|i| -2.0 * i as f64 / elements).collect();
+            let size = n.size(0, 2)?;
+            let size = n.emit("Cast", "length", &[&size], vec![AttributeProto::int("to", DataType::Double as i64)]);
+            let mut scalar = |name: &str, value: f64| n.doubles(&format!("rotary/{name}"), &[], &[value]);
+            let (limit, slope, offset) = (scalar("max_position", longest), scalar("slope", factor / longest), scalar("offset", factor - 1.0));
+            let (power, theta) = (scalar("power", elements / (elements - 2.0)), scalar("theta", op.theta));
+            let exponents = n.doubles("rotary/exponents", &[exponents.len() as i64], &exponents);
+            let length = n.emit("Max", "at_least", &[&size, &limit], vec![]);
+            let growth = n.emit("Mul", "stretched", &[&length, &slope], vec![]);
+            let growth = n.emit("Sub", "growth", &[&growth, &offset], vec![]);
+            let growth = n.emit("Pow", "base_growth", &[&growth, &power], vec![]);
+            let base = n.emit("Mul", "base", &[&growth, &theta], vec![]);
+            let frequencies = n.emit("Pow", "frequencies_double", &[&base, &exponents], vec![]);
+            Ok(n.emit("Cast", "frequencies", &[&frequencies], vec![AttributeProto::int("to", DataType::Float as i64)]))
+        }
+        _ => Ok(n.floats("rotary/frequencies", &op.frequencies(width, 0).0)),
+    }
+}

@@ -1,0 +1,205 @@
+//! What the functions of [`spell`](super::spell) write with: names, constants, and values that nodes share.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::proto::{AttributeProto, DataType, NodeProto, TensorProto};
+use crate::error::{Error, Result};
+use crate::ir::{Graph, Node, TensorType};
+
+/// The ONNX graph as far as it is written.
+pub(super) struct Speller<'g> {
+    pub graph: &'g Graph,
+    pub opset: u32,
+    /// Names of the graph's values, by position.
+    pub names: Vec<String>,
+    pub taken: BTreeSet<String>,
+    /// Parameters that are stored transposed.
+    pub transposed: BTreeSet<usize>,
+    pub nodes: Vec<NodeProto>,
+    pub constants: Vec<TensorProto>,
+    shared: BTreeMap<String, String>,
+    scope: String,
+    node: Option<&'g Node>,
+}
+
+impl<'g> Speller<'g> {
+    pub fn new(graph: &'g Graph, opset: u32, names: Vec<String>, transposed: BTreeSet<usize>) -> Self {
+        let taken = names.iter().cloned().chain(graph.outputs().iter().map(|(name, _)| name.clone())).collect();
+        Self { graph, opset, names, taken, transposed, nodes: Vec::new(), constants: Vec::new(), shared: BTreeMap::new(), scope: String::new(), node: None }
+    }
+
+    /// Turns to a node.
+    pub fn enter(&mut self, node: &'g Node) {
+        self.scope.clone_from(&self.graph.value(node.output).name);
+        self.node = Some(node);
+    }
+
+    /// Name of the current node's input.
+    pub fn input(&self, index: usize) -> String {
+        self.operand(index).map_or(String::new(), |id| self.names[id].clone())
+    }
+
+    /// How many inputs the current node has.
+    pub fn inputs(&self) -> usize {
+        self.node.map_or(0, |node| node.inputs.len())
+    }
+
+    /// Position of the value behind an input.
+    pub fn operand(&self, index: usize) -> Option<usize> {
+        self.node.and_then(|node| node.inputs.get(index)).map(|id| id.index())
+    }
+
+    /// Type of an input.
+    pub fn ty(&self, index: usize) -> Result<&'g TensorType> {
+        let graph = self.graph;
+        self.operand(index).map(|id| &graph.values()[id].ty).ok_or_else(|| self.wrong(format!("has no input {index}")))
+    }
+
+    /// A size that must be known.
+    pub fn fixed(&self, index: usize, axis: usize) -> Result<i64> {
+        let ty = self.ty(index)?;
+        ty.shape
+            .get(axis)
+            .and_then(|d| d.fixed())
+            .map(|d| d as i64)
+            .ok_or_else(|| self.wrong(format!("axis {axis} of its input {ty} must be known to be written as ONNX; fix it in the inputs of the graph")))
+    }
+
+    /// The last size, which must be known.
+    pub fn width(&self, index: usize) -> Result<i64> {
+        self.fixed(index, self.ty(index)?.shape.len().saturating_sub(1))
+    }
+
+    fn wrong(&self, reason: String) -> Error {
+        Error::option(format!("graph node `{}`", self.scope), reason)
+    }
+
+    fn fresh(&mut self, wanted: String) -> String {
+        let mut name = wanted.clone();
+        let mut count = 1;
+        while !self.taken.insert(name.clone()) {
+            count += 1;
+            name = format!("{wanted}_{count}");
+        }
+        name
+    }
+
+    fn push(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {
+        let input = inputs.iter().map(|i| (*i).to_owned()).collect();
+        self.nodes.push(NodeProto { input, output: outputs, name: Some(name), op_type: Some(op.to_owned()), attribute: attributes, domain: None });
+    }
+
+    /// An operator whose result only this node needs.
+    pub fn emit(&mut self, op: &str, part: &str, inputs: &[&str], attributes: Vec<AttributeProto>) -> String {
+        let name = self.fresh(format!("{}/{part}", self.scope));
+        self.push(op, name.clone(), inputs, vec![name.clone()], attributes);
+        name
+    }
+
+    /// An operator with two results.
+    pub fn emit_two(&mut self, op: &str, parts: [&str; 2], inputs: &[&str], attributes: Vec<AttributeProto>) -> [String; 2] {
+        let names = parts.map(|part| self.fresh(format!("{}/{part}", self.scope)));
+        self.push(op, names[0].clone(), inputs, names.to_vec(), attributes);
+        names
+    }
+
+    /// The operator that computes the current node's value.
+    pub fn finish(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
+        let output = self.node.map_or(String::new(), |node| self.names[node.output.index()].clone());
+        self.push(op, self.scope.clone(), inputs, vec![output], attributes);
+    }
+
+    /// A copy of a value under a public name.
+    pub fn alias(&mut self, value: &str, public: &str) {
+        self.push("Identity", public.to_owned(), &[value], vec![public.to_owned()], vec![]);
+    }
+
+    /// A value that several nodes need: written when it is first asked for, under the name of the key.
+    pub fn share(&mut self, key: &str, write: impl FnOnce(&mut Self) -> Result<String>) -> Result<String> {
+        if let Some(name) = self.shared.get(key) {
+            return Ok(name.clone());
+        }
+        let scope = std::mem::replace(&mut self.scope, key.split('|').next().unwrap_or(key).to_owned());
+        let name = write(self);
+        self.scope = scope;
+        let name = name?;
+        self.shared.insert(key.to_owned(), name.clone());
+        Ok(name)
+    }
+
+    fn constant(&mut self, wanted: &str, kind: DataType, dims: &[i64], bytes: Vec<u8>) -> String {
+        let key = format!("constant {kind:?} {dims:?} {bytes:02x?}");
+        if let Some(name) = self.shared.get(&key) {
+            return name.clone();
+        }
+        let name = self.fresh(wanted.to_owned());
+        self.constants.push(TensorProto {
+            dims: dims.to_vec(),
+            data_type: Some(kind as i32),
+            name: Some(name.clone()),
+            raw_data: Some(bytes),
+            ..TensorProto::default()
+        });
+        self.shared.insert(key, name.clone());
+        name
+    }
+
+    /// A vector of whole numbers: a shape, axes.
+    pub fn ints(&mut self, values: &[i64]) -> String {
+        let text = values.iter().map(i64::to_string).collect::<Vec<_>>().join(",");
+        self.constant(&format!("ints/{text}"), DataType::Int64, &[values.len() as i64], values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// A whole number.
+    pub fn int(&mut self, value: i64) -> String {
+        self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
+    }
+
+    /// A number.
+    pub fn float(&mut self, value: f64) -> String {
+        let value = value as f32;
+        self.constant(&format!("float/{value:?}"), DataType::Float, &[], value.to_le_bytes().to_vec())
+    }
+
+    /// Numbers.
+    pub fn floats(&mut self, name: &str, values: &[f64]) -> String {
+        self.constant(name, DataType::Float, &[values.len() as i64], values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect())
+    }
+
+    /// Numbers of double precision; none of `dims` is one number.
+    pub fn doubles(&mut self, name: &str, dims: &[i64], values: &[f64]) -> String {
+        self.constant(name, DataType::Double, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// The size of an axis of an input, as one whole number.
+    pub fn size(&mut self, input: usize, axis: usize) -> Result<String> {
+        let (dim, value) = (self.ty(input)?.shape.get(axis).map(ToString::to_string).unwrap_or_default(), self.input(input));
+        let axis = axis as i64;
+        self.share(&format!("size/{dim}"), |n| {
+            let size = n.emit("Shape", "shape", &[&value], vec![AttributeProto::int("start", axis), AttributeProto::int("end", axis + 1)]);
+            let zero = n.ints(&[0]);
+            Ok(n.emit("Squeeze", "size", &[&size, &zero], vec![]))
+        })
+    }
+
+    /// 0, 1, 2, … along an axis of an input.
+    pub fn range(&mut self, input: usize, axis: usize) -> Result<String> {
+        let size = self.size(input, axis)?;
+        let dim = self.ty(input)?.shape.get(axis).map(ToString::to_string).unwrap_or_default();
+        self.share(&format!("range/{dim}"), |n| {
+            let (zero, one) = (n.int(0), n.int(1));
+            Ok(n.emit("Range", "range", &[&zero, &size, &one], vec![]))
+        })
+    }
+
+    /// A reduction over axes, as the opset spells it.
+    pub fn reduce(&mut self, op: &str, part: &str, x: &str, axis: i64, keep: bool) -> String {
+        let keep = AttributeProto::int("keepdims", i64::from(keep));
+        if self.opset >= 18 || op == "ReduceSum" {
+            let axes = self.ints(&[axis]);
+            self.emit(op, part, &[x, &axes], vec![keep])
+        } else {
+            self.emit(op, part, &[x], vec![AttributeProto::ints("axes", [axis]), keep])
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! A model in ONNX Runtime.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use ort::session::SessionInputValue;
+use ort::value::{DynValue, Tensor as OrtTensor};
+
+use super::find::environment;
+use crate::error::{Error, Result};
+
+/// How a model is run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Options {
+    /// Threads of one operator.
+    pub threads: usize,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self { threads: 1 }
+    }
+}
+
+/// A loaded model.
+#[derive(Debug)]
+pub struct Session {
+    path: PathBuf,
+    inner: ort::session::Session,
+}
+
+impl Session {
+    /// Loads a model file.
+    ///
+    /// # Errors
+    /// There is no ONNX Runtime, or it refuses the model.
+    pub fn open(path: &Path, options: Options) -> Result<Session> {
+        let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
+        let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
+        let mut builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
+        let inner = builder.commit_from_file(path).map_err(refused)?;
+        Ok(Session { path: path.to_owned(), inner })
+    }
+
+    /// Names of the inputs.
+    pub fn inputs(&self) -> Vec<String> {
+        self.inner.inputs().iter().map(|input| input.name().to_owned()).collect()
+    }
+
+    /// Runs the model; integer inputs as 64-bit integers, all others as 32-bit floats.
+    ///
+    /// # Errors
+    /// An input is missing or does not fit; the runtime fails.
+    pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
+        let path = self.path.clone();
+        let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
+        let mut given: Vec<(String, SessionInputValue)> = Vec::new();
+        for name in self.inputs() {
+            let tensor = match (inputs.get(&name), inputs.get("input_ids")) {
+                (Some(tensor), _) => tensor.clone(),
+                // One text, of the first type: what a tokenizer leaves out.
+                (None, Some(tokens)) if name == "token_type_ids" => tokens.zeros_like().map_err(|e| failed(&e))?,
+                _ => return Err(Error::option("input", format!("`{name}` is missing, {} takes it", path.display()))),
+            };
+            given.push((name, value(&tensor).map_err(|e| failed(&e))?.into()));
+        }
+        let outputs = self.inner.run(given).map_err(|e| failed(&e))?;
+        let mut results = BTreeMap::new();
+        for (name, value) in outputs.iter() {
+            let (shape, values) = value.try_extract_tensor::<f32>().map_err(|e| failed(&e))?;
+            let shape: Vec<usize> = shape.iter().map(|d| *d as usize).collect();
+            results.insert(name.to_owned(), Tensor::from_slice(values, shape, &Device::Cpu).map_err(|e| failed(&e))?);
+        }
+        Ok(results)
+    }
+}
+
+fn value(tensor: &Tensor) -> std::result::Result<DynValue, Box<dyn std::error::Error>> {
+    let shape: Vec<i64> = tensor.dims().iter().map(|d| *d as i64).collect();
+    let flat = tensor.flatten_all()?;
+    Ok(if tensor.dtype().is_float() {
+        OrtTensor::from_array((shape, flat.to_dtype(DType::F32)?.to_vec1::<f32>()?))?.into_dyn()
+    } else {
+        OrtTensor::from_array((shape, flat.to_dtype(DType::I64)?.to_vec1::<i64>()?))?.into_dyn()
+    })
+}

@@ -1,0 +1,208 @@
+//! Every golden model as ONNX: written, read back, and held to the rules of the format.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use compress::export::Onnx;
+use compress::ir::Graph;
+use compress::onnx::proto::{DataType, Dimension, ModelProto};
+use compress::onnx::{Draft, draft, file};
+use compress::store::writer::{Item, write_pieces};
+use compress::store::{Cancel, Encoding, Silent, Spelling, Sweep, Weight};
+use compress::{Model, Pipeline, Recipe};
+use prost::Message;
+
+const OPSETS: [u32; 5] = [17, 18, 19, 20, 21];
+
+fn folders() -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let mut found: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    found.sort();
+    assert!(found.len() > 30, "the goldens are missing");
+    found
+}
+
+fn values(weight: &Weight) -> Vec<f32> {
+    let mut values = vec![0f32; weight.elements()];
+    let mut at = 0;
+    weight
+        .visit(1, &mut |block| {
+            let count = block.now.elements();
+            assert!(block.now.decode(0, &mut values[at..at + count]));
+            at += count;
+            Ok(())
+        })
+        .unwrap();
+    values
+}
+
+fn export(folder: &Path, opset: u32, to: &Path) -> ModelProto {
+    let pipeline = Pipeline::builder().export(Onnx { opset }).threads(2).build().unwrap();
+    let report = pipeline.run(Model::open(folder).unwrap(), to).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
+    assert!(report.outputs.iter().all(|o| o.format == "onnx"));
+    ModelProto::decode(std::fs::read(to.join(file::MODEL)).unwrap().as_slice()).unwrap()
+}
+
+#[test]
+fn every_family_is_written_and_reads_back_bit_for_bit() {
+    for folder in folders() {
+        let model = Model::open(&folder).unwrap();
+        let out = tempfile::tempdir().unwrap();
+        let written = export(&folder, 17, &out.path().join("out"));
+        let Draft { model: mut wanted, weights } = draft(&model.graph().unwrap(), 17, &BTreeMap::new()).unwrap();
+        let mut graph = written.graph.clone().unwrap();
+        let constants = wanted.graph.as_ref().unwrap().initializer.len();
+        let tensors = graph.initializer.split_off(constants);
+        wanted.metadata_props.clone_from(&written.metadata_props);
+        assert_eq!(ModelProto { graph: Some(graph), ..written }, wanted, "{}", folder.display());
+        assert_eq!(tensors.len(), weights.len());
+        for (tensor, slot) in tensors.iter().zip(&weights) {
+            let weight = &model.weights.by_name[&slot.weight];
+            let mut expected = values(weight);
+            let mut dims: Vec<i64> = weight.shape.iter().map(|d| *d as i64).collect();
+            if slot.transposed {
+                let (rows, columns) = (weight.shape[0], weight.shape[1]);
+                expected = (0..columns).flat_map(|c| (0..rows).map(move |r| r * columns + c)).map(|at| expected[at]).collect();
+                dims.reverse();
+            }
+            assert_eq!(tensor.name.as_deref(), Some(slot.name.as_str()));
+            assert_eq!(tensor.dims, dims, "{}", slot.name);
+            let bytes: Vec<u8> = expected.iter().flat_map(|v| v.to_le_bytes()).collect();
+            assert!(tensor.raw_data.as_deref() == Some(bytes.as_slice()), "{} of {}", slot.name, folder.display());
+        }
+    }
+}
+
+/// Nodes read what exists already, every name is written once, what is computed is used, attributes have types.
+fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
+    let body = draft.model.graph.as_ref().unwrap();
+    let mut names = BTreeSet::new();
+    let mut fresh = |name: &str| assert!(!name.is_empty() && names.insert(name.to_owned()), "{what}: `{name}` is written twice");
+    body.input.iter().for_each(|input| fresh(input.name.as_deref().unwrap()));
+    body.initializer.iter().for_each(|tensor| fresh(tensor.name.as_deref().unwrap()));
+    draft.weights.iter().for_each(|slot| fresh(&slot.name));
+    let mut read = BTreeSet::new();
+    let mut node_names = BTreeSet::new();
+    for node in &body.node {
+        let name = node.name.as_deref().unwrap();
+        assert!(node_names.insert(name), "{what}: two nodes are named `{name}`");
+        for input in &node.input {
+            assert!(names.contains(input), "{what}: `{name}` reads `{input}`, which does not exist yet");
+            read.insert(input.clone());
+        }
+        for output in &node.output {
+            assert!(names.insert(output.clone()), "{what}: `{output}` is written twice");
+        }
+        assert!(node.attribute.iter().all(|a| a.r#type.is_some_and(|kind| kind != 0)), "{what}: an attribute of `{name}` has no type");
+    }
+    let results: BTreeSet<&str> = body.output.iter().map(|o| o.name.as_deref().unwrap()).collect();
+    assert!(results.iter().all(|name| names.contains(*name)), "{what}: an output is not computed");
+    let idle: Vec<&String> = names.iter().filter(|name| !read.contains(*name) && !results.contains(name.as_str())).collect();
+    assert!(idle.iter().all(|name| body.input.iter().any(|i| i.name.as_ref() == Some(name))), "{what}: nobody needs {idle:?}");
+    for tensor in &body.initializer {
+        let size = match tensor.data_type() {
+            DataType::Float => 4,
+            DataType::Int64 | DataType::Double => 8,
+            other => panic!("{what}: a constant of {other:?}"),
+        };
+        assert_eq!(tensor.raw_data.as_ref().unwrap().len() as i64, size * tensor.dims.iter().product::<i64>(), "{what}: {:?}", tensor.name);
+    }
+    // Sizes that are named in the graph are named in the file.
+    let dims = body.input.iter().flat_map(|i| i.r#type.as_ref().unwrap().tensor_type.as_ref().unwrap().shape.as_ref().unwrap().dim.iter());
+    assert!(
+        dims.filter(|d| matches!(&d.value, Some(Dimension::DimParam(name)) if name == "batch")).count() >= graph.inputs().count(),
+        "{what}: the batch is fixed"
+    );
+}
+
+#[test]
+fn the_graphs_keep_the_rules_of_the_format() {
+    for folder in folders() {
+        let graph = Model::open(&folder).unwrap().graph().unwrap();
+        for opset in OPSETS {
+            let draft = draft(&graph, opset, &BTreeMap::new()).unwrap();
+            let what = format!("{} at opset {opset}", folder.file_name().unwrap().to_string_lossy());
+            hold_to_rules(&draft, &graph, &what);
+            assert_eq!(draft.model.opset_import[0].version, Some(i64::from(opset)));
+            assert_eq!(draft.model.ir_version, Some([8, 8, 9, 9, 10][opset as usize - 17]));
+            let nodes = &draft.model.graph.as_ref().unwrap().node;
+            assert!(
+                graph.nodes().iter().all(|n| nodes.iter().any(|o| o.name.as_ref() == Some(&graph.value(n.output).name))),
+                "{what}: a node of the graph is not named"
+            );
+        }
+    }
+}
+
+#[test]
+fn names_of_outputs_do_not_collide() {
+    let draft_of = |text: &str| draft(&text.parse().unwrap(), 17, &BTreeMap::new());
+    let text = "input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\na/relu = Tanh(a) -> float[batch, 4]\nb = Silu(a/relu) -> float[batch, 4]\noutput b = a\noutput c = b\noutput d = b\noutput e = x\n";
+    let graph: Graph = text.parse().unwrap();
+    let made = draft(&graph, 17, &BTreeMap::new()).unwrap();
+    hold_to_rules(&made, &graph, "names");
+    let outputs: Vec<_> = made.model.graph.unwrap().output.into_iter().map(|o| o.name.unwrap()).collect();
+    assert_eq!(outputs, ["b", "c", "d", "e"]);
+    let error = draft_of("input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\noutput x = a\n").unwrap_err().to_string();
+    assert!(error.contains("`x`") && error.contains("rename"), "{error}");
+    let error = draft(&graph, 22, &BTreeMap::new()).unwrap_err().to_string();
+    assert!(error.contains("22") && error.contains("17 to 21"), "{error}");
+}
+
+#[test]
+fn quantized_weights_are_written_as_floats_and_said_to_be() {
+    let folder = folders().into_iter().find(|f| f.ends_with("bert")).unwrap();
+    let out = tempfile::tempdir().unwrap();
+    let pipeline = Pipeline::builder().pass(compress::pass::QuantizeDynamic::default()).export(Onnx::default()).build().unwrap();
+    let report = pipeline.run(Model::open(&folder).unwrap(), out.path().join("out")).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("as the floats that they stand for")), "{:?}", report.notes);
+    let written = ModelProto::decode(std::fs::read(out.path().join("out/model.onnx")).unwrap().as_slice()).unwrap();
+    assert!(written.metadata_props.iter().any(|p| p.value.as_deref().is_some_and(|v| v.contains("quantize-dynamic"))));
+    assert!(Model::open(&folder).unwrap().weights.by_name.values().all(|w| w.encoding == Encoding::Dense));
+}
+
+#[test]
+fn weights_of_large_models_lie_beside() {
+    let folder = folders().into_iter().find(|f| f.ends_with("llama-grouped-tied")).unwrap();
+    let model = Model::open(&folder).unwrap();
+    let draft = draft(&model.graph().unwrap(), 17, &BTreeMap::new()).unwrap();
+    let item = |slot: &compress::onnx::Slot| Item {
+        name: slot.weight.clone(),
+        weight: model.weights.by_name[&slot.weight].clone(),
+        spelling: if slot.transposed { Spelling::Transposed } else { Spelling::Plain },
+    };
+    let items: Vec<Item> = draft.weights.iter().map(item).collect();
+    let shapes: Vec<Vec<usize>> = items.iter().map(|i| i.spelling.parts(&i.name, &i.weight).remove(0).shape).collect();
+    let out = tempfile::tempdir().unwrap();
+    let layout = file::layout(&draft, &shapes, 10_000).unwrap();
+    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let (files, _) = write_pieces(out.path(), &layout, &items, &sweep).unwrap();
+    assert_eq!(files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), [file::MODEL, file::DATA]);
+    let data = std::fs::read(out.path().join(file::DATA)).unwrap();
+    let read = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap();
+    let whole = export(&folder, 17, &out.path().join("whole"));
+    let mut beside = 0;
+    for (tensor, inline) in read.graph.unwrap().initializer.iter().zip(whole.graph.unwrap().initializer) {
+        let entry = |key: &str| tensor.external_data.iter().find(|e| e.key.as_deref() == Some(key)).and_then(|e| e.value.clone()).unwrap();
+        assert_eq!((&tensor.name, &tensor.dims), (&inline.name, &inline.dims));
+        if tensor.external_data.is_empty() {
+            assert_eq!(tensor.raw_data, inline.raw_data);
+            continue;
+        }
+        let (offset, length): (usize, usize) = (entry("offset").parse().unwrap(), entry("length").parse().unwrap());
+        assert!(offset.is_multiple_of(4096) && entry("location") == file::DATA && tensor.raw_data.is_none());
+        assert!(inline.raw_data.as_deref() == Some(&data[offset..offset + length]), "{:?}", tensor.name);
+        beside += 1;
+    }
+    assert!(beside > 10, "{beside} tensors lie beside");
+}
+
+#[test]
+fn recipes_name_the_opset() {
+    let recipe = |opset: u32| Recipe::parse(&format!("model: m\nexport:\n  - onnx: {{ opset: {opset} }}\n"), Path::new("r.yaml"));
+    assert_eq!(recipe(21).unwrap().export, [Onnx { opset: 21 }.into()]);
+    let error = recipe(22).unwrap_err().to_string();
+    assert!(error.contains("17 to 21"), "{error}");
+}
