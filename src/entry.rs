@@ -35,7 +35,7 @@ macro_rules! entry {
 
             fn with_options<'de, A: serde::de::MapAccess<'de>>(name: &str, map: &mut A) -> Option<Result<Self, A::Error>> {
                 match name {
-                    $($name => Some(map.next_value::<Option<$variant>>().map(|options| $entry::$variant(options.unwrap_or_default()))),)+
+                    $($(#[$meta])* $name => Some(map.next_value::<Option<$variant>>().map(|options| $entry::$variant(options.unwrap_or_default()))),)+
                     _ => None,
                 }
             }
