@@ -157,7 +157,7 @@ impl Piece {
 /// Writes files of any format that are laid out piece by piece, each item once, and reads everything back.
 ///
 /// # Errors
-/// As [`write`].
+/// As [`write()`].
 pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
     let mut targets = Vec::with_capacity(files.len());
     let mut stretches: Vec<Vec<Stretch>> = Vec::new();
