@@ -23,8 +23,6 @@ use crate::store::{Checkpoint, Encoding, Meter, Sweep, Weights};
 
 /// Work that must be over before the weights can be written: a sweep over data that several of them share.
 pub trait Prepare: Send + Sync {
-    /// What it does, in a few words.
-    fn stage(&self) -> &str;
     /// Input bytes that it goes over, all sweeps together.
     fn bytes(&self) -> u64;
     /// Does it; afterwards it need not be done again.

@@ -7,7 +7,6 @@ use serde_json::json;
 use super::args::Global;
 use super::output;
 use crate::error::Result;
-use crate::kernel::compare::Difference;
 use crate::model::Model;
 use crate::report::format::{bytes, count, percent, shape};
 use crate::report::terminal::table;
@@ -104,17 +103,10 @@ fn count_zeros(weight: &Weight) -> Result<Option<u64>> {
     if !weight.is_float() {
         return Ok(None);
     }
-    let mut sums = Difference::default();
-    let mut run = vec![0f32; 4096];
+    let mut zeros = 0;
     weight.visit(1, &mut |block| {
-        let elements = block.now.elements();
-        for start in (0..elements).step_by(run.len()) {
-            let run = &mut run[..4096.min(elements - start)];
-            if block.now.decode(start, run) {
-                sums.add(run, run);
-            }
-        }
+        zeros += block.now.zeros();
         Ok(())
     })?;
-    Ok(Some(sums.zeros_after))
+    Ok(Some(zeros))
 }

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::report::format::{bytes, seconds};
-use crate::store::{Event, Progress};
+use crate::store::{Event, Progress, lock};
 
 /// Stages shorter than this leave no line behind.
 const WORTH_A_LINE: Duration = Duration::from_secs(1);
@@ -27,7 +27,7 @@ struct Stage {
 
 impl Progress for Bars {
     fn on(&self, event: Event) {
-        let mut stage = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut stage = lock(&self.0);
         match event {
             Event::Begin { stage: name, bytes } => {
                 let bar = io::stderr().is_terminal().then(|| {
@@ -67,7 +67,7 @@ const EVERY: Duration = Duration::from_millis(500);
 
 impl Progress for JsonLines {
     fn on(&self, event: Event) {
-        let mut state = self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut state = lock(&self.0);
         let line = match event {
             Event::Begin { stage, bytes } => {
                 *state = (0, bytes, Some(Instant::now()));

@@ -89,8 +89,7 @@ impl Safetensors {
         let mut metadata = model.weights.metadata.clone();
         // Readers refuse metadata that does not name a framework.
         metadata.entry("format".into()).or_insert_with(|| "pt".into());
-        let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
-        if sparse {
+        if items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. })) {
             metadata.insert(sparse::MARK.into(), sparse::VERSION.into());
             if let Some(item) = items.iter().find(|item| item.spelling == Spelling::Plain && item.name.ends_with(".bitmask")) {
                 return Err(Error::tensor(&item.name, "is named like the mask of a sparse tensor", "rename it, or choose another layout"));
@@ -105,17 +104,6 @@ impl Safetensors {
                     "rename it, or add the other tensor to `ignore`",
                 ));
             }
-        }
-        let looks_sparse = |item: &&Item| {
-            let name = item.name.strip_suffix(".bitmask").filter(|_| item.spelling == Spelling::Plain);
-            name.is_some_and(|name| [".values", ".shape"].iter().all(|suffix| names.contains(&format!("{name}{suffix}"))))
-        };
-        if let Some(item) = items.iter().find(looks_sparse).filter(|_| sparse) {
-            return Err(Error::tensor(
-                &item.name,
-                "would be taken for the mask of a sparse tensor when the file is read, because of its name",
-                "export with another layout, or rename it",
-            ));
         }
         writer::Layout::new(items, &metadata, self.shard_size.0)
     }

@@ -7,11 +7,6 @@ pub fn zeros<F: Float>(bytes: &[u8]) -> u64 {
     count_equal::<F>(bytes, F::from_key(0))
 }
 
-/// How many elements are zero when the elements are plain bytes, each compared with its own zero point.
-pub fn zeros_i8(values: &[u8], zero: u8) -> u64 {
-    count_bytes(values, zero)
-}
-
 simd! {
     /// How many elements have exactly this magnitude.
     pub fn count_equal[F: Float](bytes: &[u8], magnitude: F::Magnitude) -> u64 {
@@ -45,6 +40,6 @@ mod tests {
         assert_eq!(zeros::<F32>(&values), 2);
         assert_eq!(nonfinite::<F32>(&values), 2);
         assert_eq!(zeros::<Bf16>(&[0; 20_000]), 10_000);
-        assert_eq!(zeros_i8(&[3, 0, 3], 3), 2);
+        assert_eq!(count_bytes(&[3, 0, 3], 3), 2);
     }
 }

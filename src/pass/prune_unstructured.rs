@@ -27,7 +27,7 @@ use super::{Amount, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Applied, Model, Prepare};
-use crate::store::{Block, Encoding, Meter, Pattern, Sink, Source, View, Weight};
+use crate::store::{Block, Encoding, Meter, Pattern, Sink, Source, View, Weight, least_common_multiple};
 
 /// What weights are ranked against.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -146,10 +146,9 @@ impl PruneUnstructured {
                 if self.scope == Scope::Global {
                     model.preparations.push(pool.clone() as Arc<dyn Prepare>);
                 }
-                for (index, name) in pool.names().map(str::to_owned).enumerate().collect::<Vec<_>>() {
-                    let weight = model.weights.get(&name)?.clone();
+                for (index, (name, weight)) in pool.members().iter().enumerate() {
                     let source = Masked { upstream: weight.clone(), pool: pool.clone(), index, meter: meter.clone() };
-                    model.weights.by_name.insert(name, weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
+                    model.weights.by_name.insert(name.clone(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
                 }
             }
         }
@@ -323,14 +322,4 @@ impl Source for Patterned {
             sink(block.becomes(View::dense(block.now.dtype, &output)))
         })
     }
-}
-
-/// The smallest number that both divide; zero counts as one.
-pub(super) fn least_common_multiple(a: usize, b: usize) -> usize {
-    let (a, b) = (a.max(1), b.max(1));
-    let (mut x, mut y) = (a, b);
-    while y > 0 {
-        (x, y) = (y, x % y);
-    }
-    a / x * b
 }

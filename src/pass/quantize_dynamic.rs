@@ -13,13 +13,12 @@ use std::sync::{Arc, OnceLock};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::prune_unstructured::least_common_multiple;
 use super::targets::{self, Chosen};
 use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, convert, quantize, with_float};
 use crate::model::{self, Applied, Model};
-use crate::store::{Activations, Affine, Block, DType, Encoding, Granularity, Meter, Pattern, Sink, Source, View, Weight};
+use crate::store::{Activations, Affine, Block, DType, Encoding, Granularity, Meter, Pattern, Sink, Source, View, Weight, least_common_multiple};
 
 /// How many weights share a scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

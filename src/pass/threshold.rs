@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::kernel::histogram::{Histogram, Window};
 use crate::kernel::{Float, convert, with_float};
 use crate::model::Prepare;
-use crate::store::{DType, Sweep, Weight};
+use crate::store::{DType, Sweep, Weight, lock};
 
 /// Where a tensor is cut: elements of smaller magnitude go, of equal magnitude the first `ties`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,9 +50,9 @@ impl Pool {
         self.count
     }
 
-    /// Names of the weights, in order.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.members.iter().map(|(name, _)| name.as_str())
+    /// The weights by name, in order.
+    pub fn members(&self) -> &[(String, Weight)] {
+        &self.members
     }
 
     /// Where member number `index` is cut; found now if it has not been.
@@ -60,7 +60,7 @@ impl Pool {
     /// # Errors
     /// Reading fails.
     pub fn cut(&self, index: usize) -> Result<Cut> {
-        let mut cuts = self.cuts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut cuts = lock(&self.cuts);
         let cuts = match &*cuts {
             Some(found) => found.clone(),
             None => cuts.insert(Arc::new(self.solve(None)?)).clone(),
@@ -155,17 +155,13 @@ fn own_cut(key: DType, own: DType, threshold: u64, ties: u64) -> Cut {
 }
 
 impl Prepare for Pool {
-    fn stage(&self) -> &str {
-        "Ranking"
-    }
-
     fn bytes(&self) -> u64 {
         self.sweeps() * self.members.iter().map(|(_, w)| w.stored_bytes).sum::<u64>()
     }
 
     fn prepare(&self, sweep: &Sweep) -> Result<()> {
         let cuts = Arc::new(self.solve(Some(sweep))?);
-        *self.cuts.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(cuts);
+        *lock(&self.cuts) = Some(cuts);
         Ok(())
     }
 }

@@ -14,6 +14,16 @@ pub fn block_elements(unit: usize) -> usize {
     (BLOCK / unit * unit).max(unit)
 }
 
+/// The smallest number that both divide; zero counts as one.
+pub fn least_common_multiple(a: usize, b: usize) -> usize {
+    let (a, b) = (a.max(1), b.max(1));
+    let (mut x, mut y) = (a, b);
+    while y > 0 {
+        (x, y) = (y, x % y);
+    }
+    a / x * b
+}
+
 /// What a visitor is called with.
 pub type Sink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
 
@@ -80,7 +90,7 @@ impl<'a> View<'a> {
         if let Some((affine, row)) = self.affine {
             let run = affine.granularity.run(row, self.values.len());
             let zero_point = |index: usize| self.zero_points.get(index).copied().unwrap_or(0);
-            return self.values.chunks(run).enumerate().map(|(index, values)| scan::zeros_i8(values, zero_point(index))).sum();
+            return self.values.chunks(run).enumerate().map(|(index, values)| scan::count_bytes(values, zero_point(index))).sum();
         }
         with_float!(self.dtype, F => scan::zeros::<F>(self.values), else match self.dtype {
             DType::BOOL | DType::U8 | DType::I8 | DType::F8_E5M2FNUZ | DType::F8_E4M3FNUZ => scan::count_bytes(self.values, 0),

@@ -20,11 +20,12 @@ mod weight;
 pub mod writer;
 
 pub use affine::{Activations, Affine, Granularity, IntegerFile};
-pub use block::{BLOCK, Block, Sink, Source, View, block_elements};
+pub use block::{BLOCK, Block, Sink, Source, View, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};
 pub use convert::Decoded;
 pub use select::{Pattern, Selection};
 pub use spelling::{Part, Spelling};
+pub(crate) use sweep::lock;
 pub use sweep::{Cancel, Event, Meter, Progress, Silent, Sweep};
 pub use weight::{Encoding, Weight, Weights};
 

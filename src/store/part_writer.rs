@@ -27,7 +27,6 @@ const PENDING: usize = 64 << 10;
 /// Writes the bytes of one tensor, in order.
 pub(super) struct PartWriter<'a> {
     target: &'a Target,
-    pub(super) index: usize,
     offset: u64,
     pub(super) length: u64,
     position: u64,
@@ -38,8 +37,8 @@ pub(super) struct PartWriter<'a> {
 }
 
 impl<'a> PartWriter<'a> {
-    pub(super) fn new(target: &'a Target, index: usize, offset: u64, length: u64) -> Self {
-        Self { target, index, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, stretches: Vec::new() }
+    pub(super) fn new(target: &'a Target, offset: u64, length: u64) -> Self {
+        Self { target, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, stretches: Vec::new() }
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {

@@ -4,12 +4,11 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use xxhash_rust::xxh3::Xxh3Default;
 
-use super::hash::{SEGMENT, hash_file};
+use super::hash::hash_file;
 use super::header::Header;
 use super::part_writer::{PartWriter, Stretch, Target};
 use super::spelling::Emitter;
@@ -114,11 +113,6 @@ impl Layout {
     pub fn tensors(&self) -> usize {
         self.files.iter().map(|(_, header)| header.tensors.len()).sum()
     }
-
-    /// Bytes of one item.
-    pub fn item_bytes(&self, index: usize) -> u64 {
-        sum_bytes(&self.parts[index]).unwrap_or(u64::MAX)
-    }
 }
 
 fn sum_bytes(parts: &[Part]) -> Option<u64> {
@@ -154,49 +148,77 @@ impl Piece {
     }
 }
 
+/// Where one part of an item goes.
+struct Place<'a> {
+    name: &'a str,
+    file: usize,
+    offset: u64,
+    length: u64,
+}
+
+fn create(folder: &Path, name: &str) -> Result<Target> {
+    let path = folder.join(name);
+    let file = File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?;
+    Ok(Target { path, file })
+}
+
+/// Writes bytes that are known already.
+fn write_known(target: &Target, name: &str, offset: u64, bytes: &[u8]) -> Result<Vec<Stretch>> {
+    let mut writer = PartWriter::new(target, offset, bytes.len() as u64);
+    writer.write(bytes)?;
+    writer.finish(name)
+}
+
+/// Makes every item and writes its parts to their places; what each file must hold is added to `stretches`.
+fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretches: &mut [Vec<Stretch>], sweep: &Sweep) -> Result<Vec<Seen>> {
+    let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
+    let done = sweep.run(
+        "Writing",
+        &jobs,
+        |(item, _)| item.weight.stored_bytes.max(1),
+        |(item, places)| {
+            let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&targets[place.file], place.offset, place.length)).collect();
+            let seen = write_item(item, &mut writers, sweep)?;
+            let mut written = Vec::with_capacity(writers.len());
+            for (writer, place) in writers.into_iter().zip(*places) {
+                written.push((place.file, writer.finish(place.name)?));
+            }
+            Ok((seen, written))
+        },
+    )?;
+    let mut seen = Vec::with_capacity(done.len());
+    for (item, written) in done {
+        seen.push(item);
+        for (file, pieces) in written {
+            stretches[file].extend(pieces);
+        }
+    }
+    Ok(seen)
+}
+
 /// Writes files of any format that are laid out piece by piece, each item once, and reads everything back.
 ///
 /// # Errors
 /// As [`write()`].
 pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
     let mut targets = Vec::with_capacity(files.len());
-    let mut stretches: Vec<Vec<Stretch>> = Vec::new();
-    let mut jobs = Vec::with_capacity(items.len());
+    let mut stretches = Vec::with_capacity(files.len());
+    let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
     for (file, (name, pieces)) in files.iter().enumerate() {
-        let path = folder.join(name);
-        targets.push(Target { file: File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?, path });
+        let target = create(folder, name)?;
         let mut known = Vec::new();
         let mut offset = 0;
         for piece in pieces {
             match piece {
-                Piece::Bytes(bytes) => {
-                    let mut writer = PartWriter::new(&targets[file], file, offset, piece.len());
-                    writer.write(bytes)?;
-                    known.extend(writer.finish(name)?);
-                }
-                Piece::Item { index, bytes } => jobs.push((*index, file, offset, *bytes)),
+                Piece::Bytes(bytes) => known.extend(write_known(&target, name, offset, bytes)?),
+                Piece::Item { index, bytes } => places[*index].push(Place { name: &items[*index].name, file, offset, length: *bytes }),
             }
             offset += piece.len();
         }
         stretches.push(known);
+        targets.push(target);
     }
-    jobs.sort_unstable();
-    let done = sweep.run(
-        "Writing",
-        &jobs,
-        |(index, ..)| items[*index].weight.stored_bytes.max(1),
-        |&(index, file, offset, bytes)| {
-            let mut writers = [PartWriter::new(&targets[file], file, offset, bytes)];
-            let seen = write_item(&items[index], &mut writers, sweep)?;
-            let [writer] = writers;
-            Ok((seen, file, writer.finish(&items[index].name)?))
-        },
-    )?;
-    let mut seen = Vec::with_capacity(done.len());
-    for (item, file, pieces) in done {
-        seen.push(item);
-        stretches[file].extend(pieces);
-    }
+    let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
     let mut written = Vec::new();
     for ((target, stretches), (name, pieces)) in targets.into_iter().zip(stretches).zip(files) {
         drop(target.file);
@@ -212,45 +234,27 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
 pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
-    let mut places = BTreeMap::new();
-    let mut stretches: Vec<Vec<Stretch>> = Vec::new();
-    for (index, (name, header)) in layout.files.iter().enumerate() {
-        let path = folder.join(name);
-        let file = File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?;
+    let mut stretches = Vec::with_capacity(layout.files.len());
+    let mut by_name = BTreeMap::new();
+    for (file, (name, header)) in layout.files.iter().enumerate() {
+        let target = create(folder, name)?;
         let bytes = header.to_bytes();
-        file.write_all_at(&bytes, 0).map_err(Error::io("write", &path))?;
-        stretches.push(header_stretches(&bytes));
+        stretches.push(write_known(&target, name, 0, &bytes)?);
+        targets.push(target);
         for t in &header.tensors {
-            places.insert(t.name.as_str(), (index, bytes.len() as u64 + t.begin, t.end - t.begin));
-        }
-        targets.push(Target { path, file });
-    }
-    let jobs: Vec<(&Item, &[Part])> = items.iter().zip(&layout.parts).map(|(item, parts)| (item, parts.as_slice())).collect();
-    let done = sweep.run(
-        "Writing",
-        &jobs,
-        |(item, _)| item.weight.stored_bytes.max(1),
-        |(item, parts)| {
-            let mut writers = Vec::with_capacity(parts.len());
-            for part in *parts {
-                let &(file, offset, length) = places.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-                writers.push(PartWriter::new(&targets[file], file, offset, length));
-            }
-            let seen = write_item(item, &mut writers, sweep)?;
-            let mut written = Vec::new();
-            for (writer, part) in writers.into_iter().zip(*parts) {
-                written.push((writer.index, writer.finish(&part.name)?));
-            }
-            Ok((seen, written))
-        },
-    )?;
-    let mut seen = Vec::with_capacity(done.len());
-    for (item, written) in done {
-        seen.push(item);
-        for (file, pieces) in written {
-            stretches[file].extend(pieces);
+            by_name.insert(t.name.as_str(), (file, bytes.len() as u64 + t.begin, t.end - t.begin));
         }
     }
+    let mut places = Vec::with_capacity(items.len());
+    for parts in &layout.parts {
+        let mut placed = Vec::with_capacity(parts.len());
+        for part in parts {
+            let &(file, offset, length) = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+            placed.push(Place { name: &part.name, file, offset, length });
+        }
+        places.push(placed);
+    }
+    let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.join(checkpoint::INDEX);
@@ -382,11 +386,6 @@ fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<bl
     )
 }
 
-fn header_stretches(bytes: &[u8]) -> Vec<Stretch> {
-    let hash = |(i, run): (usize, &[u8])| Stretch { offset: i as u64 * SEGMENT, length: run.len() as u64, hash: xxhash_rust::xxh3::xxh3_64(run) };
-    bytes.chunks(SEGMENT as usize).enumerate().map(hash).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::{Cancel, Checkpoint, Silent, Weights};
@@ -420,8 +419,9 @@ mod tests {
         let path = folder.path().join("model.safetensors");
         let mut bytes = std::fs::read(&path).unwrap();
         let data = bytes.len() - 68;
-        let stretches =
-            vec![header_stretches(&bytes[..data])[0], Stretch { offset: data as u64, length: 68, hash: xxhash_rust::xxh3::xxh3_64(&bytes[data..]) }];
+        let stretch =
+            |offset: usize, end: usize| Stretch { offset: offset as u64, length: (end - offset) as u64, hash: xxhash_rust::xxh3::xxh3_64(&bytes[offset..end]) };
+        let stretches = vec![stretch(0, data), stretch(data, bytes.len())];
         let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
         assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &sweep).is_ok());
         bytes[data + 7] ^= 1;
