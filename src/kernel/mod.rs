@@ -5,14 +5,26 @@
 
 #[macro_use]
 mod simd;
+#[cfg(feature = "run")]
+pub mod activation;
+#[cfg(feature = "run")]
+pub mod attention;
 pub mod bitmask;
 pub mod compare;
 pub mod convert;
+#[cfg(feature = "run")]
+pub mod convolution;
 mod float;
 pub mod histogram;
 pub mod mask;
+#[cfg(feature = "run")]
+pub mod matmul;
 pub mod quantize;
+#[cfg(feature = "run")]
+pub mod rows;
 pub mod scan;
+#[cfg(feature = "run")]
+mod scratch;
 
 pub(crate) use float::with_float;
 pub use float::{Bf16, F16, F32, F64, Float};
