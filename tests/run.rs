@@ -79,7 +79,7 @@ fn a_padded_batch_is_its_texts_one_by_one() {
 #[test]
 fn observing_changes_nothing() {
     for name in ["bert", "llama", "torchvision-resnet18", "torchvision-mobilenet-v2", "gpt2"] {
-        let model = Model::open(&golden(name)).unwrap();
+        let model = Model::open(golden(name)).unwrap();
         let graph = model.graph().unwrap();
         let executor = Executor::new(&graph, parameters(&model, &graph, Residence::Computed), Device::Cpu);
         let tensors = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
