@@ -132,6 +132,17 @@ fn free_letters_commute_with_slicing() {
 }
 
 #[test]
+fn products_cost_something() {
+    for case in cases() {
+        let inputs = tensors(&case);
+        let types = types(&inputs);
+        let output = infer(&case.op, &inputs).unwrap();
+        let macs = case.op.spec().macs(&types.iter().collect::<Vec<_>>(), &output, &Bindings::new());
+        assert_eq!(macs > 0, matches!(case.op, Op::Linear(_) | Op::Conv(_) | Op::Attention(_)), "{}", case.op);
+    }
+}
+
+#[test]
 fn wrong_inputs_are_refused() {
     for case in cases() {
         let types = types(&tensors(&case));

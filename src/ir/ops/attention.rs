@@ -134,7 +134,7 @@ impl OpSpec for Attention {
         let (_, groups, keys, out) = v.dims4()?;
         let shared = heads / groups;
         let q = (q * self.scale)?.reshape((batch, groups, shared * sequence, width))?;
-        let scores = q.matmul(&k.transpose(2, 3)?)?;
+        let scores = q.matmul(&k.contiguous()?.transpose(2, 3)?)?;
         let scores = match self.bias(inputs.get(3), sequence, keys, scores.dtype(), scores.device())? {
             Some(bias) => scores.reshape((batch, groups, shared, sequence, keys))?.broadcast_add(&bias)?.reshape((batch, groups, shared * sequence, keys))?,
             None => scores,
