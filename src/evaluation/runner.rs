@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Outputs, Runtime};
 use crate::error::Result;
-use crate::exec::{Executor, Inputs, Parameters, Residence};
+use crate::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
 use crate::runtime::{self, Session};
@@ -38,6 +38,12 @@ impl<'g> Candle<'g> {
     pub fn load(model: &Model, graph: &'g Graph, device: &Device, sweep: &Sweep) -> Result<Candle<'g>> {
         let parameters = Parameters::load(graph, &model.weights, device, DType::F32, Residence::Stored, sweep)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
+    }
+
+    /// The same with inputs of int8 layers rounded in another way.
+    #[must_use]
+    pub fn with_rounding(self, rounding: Rounding) -> Self {
+        Candle { executor: self.executor.with_rounding(rounding) }
     }
 }
 

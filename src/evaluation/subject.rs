@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::{Candle, OnnxRuntime, Runner, Runtime};
 use crate::data::Target;
 use crate::error::Result;
+use crate::exec::Rounding;
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model};
 use crate::store::Sweep;
@@ -18,6 +19,7 @@ pub struct Subject {
     config: Map<String, Value>,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
+    rounding: Rounding,
     what: What,
 }
 
@@ -48,7 +50,7 @@ impl Subject {
         let graph = model.graph()?;
         let (inputs, outputs) = Port::of(&graph);
         let (folder, config) = (model.path.clone(), model.config.values().clone());
-        Ok(Subject { folder, config, inputs, outputs, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })
+        Ok(Subject { folder, config, inputs, outputs, rounding: Rounding::Token, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })
     }
 
     /// An ONNX file with a configuration and a folder for the tokenizer from elsewhere.
@@ -58,7 +60,13 @@ impl Subject {
     pub fn onnx(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
         let session = OnnxRuntime::open(path, threads)?;
         let (inputs, outputs) = session.ports();
-        Ok(Subject { folder: folder.to_owned(), config, inputs, outputs, what: What::Onnx(Some(session)) })
+        Ok(Subject { folder: folder.to_owned(), config, inputs, outputs, rounding: Rounding::Tensor, what: What::Onnx(Some(session)) })
+    }
+
+    /// Has the built-in executor round inputs of int8 layers in another way than for each token.
+    #[must_use]
+    pub fn with_rounding(self, rounding: Rounding) -> Subject {
+        Subject { rounding, ..self }
     }
 
     /// Who runs it.
@@ -88,7 +96,7 @@ impl Subject {
     /// Reading fails, or memory runs out; an ONNX file can be loaded once.
     pub fn load(&mut self, device: &Device, sweep: &Sweep) -> Result<Box<dyn Runner + '_>> {
         match &mut self.what {
-            What::Folder { model, graph } => Ok(Box::new(Candle::load(model, graph, device, sweep)?)),
+            What::Folder { model, graph } => Ok(Box::new(Candle::load(model, graph, device, sweep)?.with_rounding(self.rounding))),
             What::Onnx(session) => match session.take() {
                 Some(session) => Ok(Box::new(session)),
                 None => Err(crate::Error::option("ONNX Runtime", "the model was loaded before")),

@@ -1,13 +1,13 @@
 //! Where bytes become tensors.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::ir::Graph;
-use crate::store::{DType as Stored, Sweep, Weight, Weights};
+use crate::store::{Activations, DType as Stored, Encoding, Sweep, Weight, Weights};
 
 /// What is kept in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,6 +22,8 @@ pub enum Residence {
 #[derive(Debug)]
 pub struct Parameters {
     tensors: BTreeMap<String, Tensor>,
+    /// Weights whose layers have their inputs rounded.
+    rounding: BTreeSet<String>,
     compute: DType,
 }
 
@@ -48,7 +50,9 @@ impl Parameters {
                 Ok(tensor)
             },
         )?;
-        Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), compute })
+        let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == Activations::DynamicToken);
+        let rounding = jobs.iter().filter(|(_, weight)| rounds(weight)).map(|(name, _)| (*name).clone()).collect();
+        Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
     }
 
     /// A parameter in the precision of the computation.
@@ -62,6 +66,11 @@ impl Parameters {
             Some(tensor) => Ok(tensor.clone()),
             None => candle_core::bail!("parameter `{name}` was not loaded"),
         }
+    }
+
+    /// Whether the consumer of a weight rounds the inputs of its layer.
+    pub(super) fn rounds_inputs(&self, name: &str) -> bool {
+        self.rounding.contains(name)
     }
 
     /// Precision of the computation.

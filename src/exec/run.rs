@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 
 use super::plan::{self, Step};
-use super::{Parameters, inputs};
+use super::{Parameters, Rounding, inputs};
 use crate::error::{Error, Result};
 use crate::ir::ops::{After, Mode, Op};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -22,6 +22,7 @@ pub struct Executor<'g> {
     graph: &'g Graph,
     parameters: Parameters,
     device: Device,
+    rounding: Rounding,
     /// Every node by itself, for observers.
     single: Vec<Step>,
     /// Nodes that are computed together, where nobody looks.
@@ -31,7 +32,13 @@ pub struct Executor<'g> {
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
-        Self { graph, parameters, device, single: plan::single(graph), chained: plan::chained(graph) }
+        Self { graph, parameters, device, rounding: Rounding::Token, single: plan::single(graph), chained: plan::chained(graph) }
+    }
+
+    /// Rounds inputs of layers with int8 weights in another way than for each token.
+    #[must_use]
+    pub fn with_rounding(self, rounding: Rounding) -> Self {
+        Self { rounding, ..self }
     }
 
     /// The graph.
@@ -109,7 +116,13 @@ impl<'g> Executor<'g> {
                 _ => values.get(self.graph, *id),
             }
         };
-        node.inputs.iter().enumerate().map(operand).collect()
+        let mut operands = node.inputs.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
+        if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
+            && self.parameters.rounds_inputs(&self.graph.value(*weight).name)
+        {
+            operands[0] = self.rounding.apply(&operands[0]).map_err(failed(self.name(node)))?;
+        }
+        Ok(operands)
     }
 
     fn alone(&self, node: &Node, values: &Values) -> Result<Tensor> {

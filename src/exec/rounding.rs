@@ -1,0 +1,93 @@
+//! What the consumer of int8 weights does to the inputs of their layers.
+
+use candle_core::{D, DType, Device, Tensor};
+
+/// How inputs of layers with int8 weights are rounded while the model runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Rounding {
+    /// Int8 with a scale for each token, as compressed-tensors says and vLLM does.
+    Token,
+    /// Uint8 with a scale and a zero point for the whole tensor: ONNX's `DynamicQuantizeLinear`.
+    Tensor,
+}
+
+impl Rounding {
+    /// The numbers that the integers stand for.
+    pub(super) fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let dtype = x.dtype();
+        if !matches!(x.device(), Device::Cpu) {
+            return self.primitive(&x.to_dtype(DType::F32)?)?.to_dtype(dtype);
+        }
+        let mut values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        match self {
+            Rounding::Token => values.chunks_mut(x.dim(D::Minus1)?.max(1)).for_each(token),
+            Rounding::Tensor => tensor(&mut values),
+        }
+        Tensor::from_vec(values, x.dims(), &Device::Cpu)?.to_dtype(dtype)
+    }
+
+    /// The same in tensor operations, which round halves away from zero.
+    fn primitive(self, x: &Tensor) -> candle_core::Result<Tensor> {
+        match self {
+            Rounding::Token => {
+                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?.maximum(f64::from(f32::EPSILON))?;
+                x.broadcast_div(&scale)?.round()?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
+            }
+            Rounding::Tensor => {
+                let (low, high) = (x.min_all()?.to_scalar::<f32>()?.min(0.0), x.max_all()?.to_scalar::<f32>()?.max(0.0));
+                let (scale, zero) = range(low, high);
+                let zero = f64::from(zero);
+                ((((x / f64::from(scale))?.round()? + zero)?.clamp(0f32, 255f32)? - zero)? * f64::from(scale))?.contiguous()
+            }
+        }
+    }
+}
+
+fn token(row: &mut [f32]) {
+    let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
+    let scale = (largest / 127.5).max(f32::EPSILON);
+    for x in row {
+        *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
+    }
+}
+
+fn tensor(values: &mut [f32]) {
+    let (low, high) = values.iter().fold((0f32, 0f32), |(low, high), x| (low.min(*x), high.max(*x)));
+    let (scale, zero) = range(low, high);
+    for x in values {
+        *x = (((*x / scale).round_ties_even() + zero).clamp(0.0, 255.0) - zero) * scale;
+    }
+}
+
+/// Scale and zero point of 8 bits for a range that holds zero.
+fn range(low: f32, high: f32) -> (f32, f32) {
+    let scale = (high - low) / 255.0;
+    if scale > 0.0 { (scale, (-low / scale).round_ties_even().clamp(0.0, 255.0)) } else { (1.0, 0.0) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rounded(rounding: Rounding, rows: &[[f32; 3]; 2]) -> Vec<f32> {
+        let x = Tensor::new(rows, &Device::Cpu).unwrap();
+        let fast = rounding.apply(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let slow = rounding.primitive(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        assert!(fast.iter().zip(&slow).all(|(a, b)| (a - b).abs() < 1e-6), "{fast:?} {slow:?}");
+        fast
+    }
+
+    #[test]
+    fn each_row_has_its_own_scale_or_all_share_one() {
+        let rows = [[1.275, -0.5, 0.004], [0.0, 0.0, 0.0]];
+        // The largest value would be 127.5 steps and is cut to 127.
+        let token = rounded(Rounding::Token, &rows);
+        assert!((token[0] - 1.27).abs() < 1e-6 && (token[1] + 0.5).abs() < 1e-6 && token[2] == 0.0 && token[3..] == [0.0; 3]);
+        rounded(Rounding::Tensor, &[[0.1, 2.0, -3.0], [-2.4, 1.34, 0.5]]);
+        // The example of DynamicQuantizeLinear in ONNX's documentation: 153, 255, 0, 26, 221, 179 around 153.
+        let x = Tensor::new(&[0.0f32, 2.0, -3.0, -2.5, 1.34, 0.5], &Device::Cpu).unwrap();
+        let tensor = Rounding::Tensor.apply(&x).unwrap().to_vec1::<f32>().unwrap();
+        let wanted = [153, 255, 0, 26, 221, 179].map(|q: i32| (q - 153) as f32 * 0.019_607_844);
+        assert!(tensor.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-6), "{tensor:?} {wanted:?}");
+    }
+}
