@@ -5,6 +5,7 @@
 mod activation;
 mod attention;
 mod image;
+mod integer;
 mod layer;
 mod norm;
 mod rotary;
@@ -30,6 +31,8 @@ pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
         Op::Silu(_) => activation::silu(n),
         Op::Clip(op) => activation::clip(op, n),
         Op::Softmax(_) => activation::softmax(n),
+        // As a `Sum`, which ONNX Runtime does not put into one kernel with the normalisation: that kernel is ten times slower.
+        Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),
         Op::Mul(_) => layer::binary("Mul", n),
         Op::Embedding(_) => sequence::embedding(n),
