@@ -85,8 +85,9 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
     }
     let transposed = uses.iter().all(|u| u.layer() == Some(false));
     let mut scales = match affine.granularity {
-        // ONNX Runtime would merge equal scales of layers that share an input, and then fuse none of them: ranks keep them apart.
-        Granularity::Tensor if affine.activations == Activations::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling.min(2))],
+        // ONNX Runtime would merge equal scales of layers that share an input and then fuse none of them: rank 0 and 1 keep two
+        // apart. A third rank is none: of `[1, 1]` the fused kernel reads a scale for each column, past the end.
+        Granularity::Tensor if affine.activations == Activations::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling % 2)],
         Granularity::Tensor => vec![],
         Granularity::Channel => vec![shape[0]],
         Granularity::Group(_) => affine.scale_shape(&shape),

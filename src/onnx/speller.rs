@@ -250,6 +250,19 @@ impl<'g> Speller<'g> {
         self.constant(name, DataType::Float, &[values.len() as i64], values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect())
     }
 
+    /// Numbers of 32 bits that only this node needs, even if others need the same.
+    pub fn own_floats(&mut self, part: &str, values: &[f32]) -> String {
+        let name = self.fresh(format!("{}/{part}", self.scope));
+        self.constants.push(TensorProto {
+            dims: vec![values.len() as i64],
+            data_type: Some(DataType::Float as i32),
+            name: Some(name.clone()),
+            raw_data: Some(values.iter().flat_map(|v| v.to_le_bytes()).collect()),
+            ..TensorProto::default()
+        });
+        name
+    }
+
     /// Numbers of double precision; none of `dims` is one number.
     pub fn doubles(&mut self, name: &str, dims: &[i64], values: &[f64]) -> String {
         self.constant(name, DataType::Double, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
