@@ -151,7 +151,8 @@ fn weights_alone_are_dequantized_and_groups_need_their_opset() {
 #[test]
 fn tables_are_looked_up_as_integers_and_stored_once() {
     let pass = QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() };
-    let (graph, _) = quantized("llama-grouped-tied", &pass, Onnx::default()).unwrap();
+    let (graph, report) = quantized("llama-grouped-tied", &pass, Onnx::default()).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("`model.embed_tokens.weight`") && note.contains("output head")), "{:?}", report.notes);
     let table = tensor(&graph, "model.embed_tokens.weight");
     assert_eq!(table.data_type(), DataType::Int8);
     let alike = graph.initializer.iter().filter(|t| t.dims.iter().product::<i64>() == table.dims.iter().product::<i64>());

@@ -111,16 +111,18 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
     }
     let mut tensors = vec![Tensor { name, data_type: DataType::Int8, dims }];
     tensors.append(&mut beside);
-    let grouped = matches!(affine.granularity, Granularity::Group(_)) && affine.activations == Activations::DynamicToken;
-    Ok(Slot {
-        weight: value.name.clone(),
-        transposed,
-        integers: Some(affine.clone()),
-        tensors,
-        remark: (grouped && layer.is_some()).then_some(
+    let grouped = matches!(affine.granularity, Granularity::Group(_));
+    let alone = affine.activations == Activations::None || grouped;
+    let remark = match layer {
+        Some(_) if alone && uses.iter().any(Use::is_table) => {
+            Some("int8 in the file, where an output head that shares them with an embedding computes in floats, made when the file is loaded")
+        }
+        Some(_) if grouped && affine.activations == Activations::DynamicToken => Some(
             "int8 with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
         ),
-    })
+        _ => None,
+    };
+    Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), tensors, remark })
 }
 
 fn sizes(value: &Value) -> Vec<usize> {
