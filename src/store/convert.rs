@@ -43,7 +43,7 @@ impl Source for Decoded {
                     return Err(Error::tensor(
                         &self.name,
                         format!("holds {value:e}, and {} ends at {largest:e}", self.dtype),
-                        "write it in a wider format, or bring the values into range with `cast --overflow saturate`",
+                        "write it in a wider format, or bring its values into range first",
                     ));
                 }
                 if !(decoded && convert::from_f32(self.dtype, run, out)) {
