@@ -24,8 +24,8 @@ pub fn shrink(model: &Path, output: &Path, cancel: Cancel) -> Result<Report> {
         .pass(QuantizeDynamic::default())
         // Called from several threads, and the work waits for it.
         .progress(|event: Event| {
-            if let Event::Begin { stage, bytes } = event {
-                eprintln!("{stage}: {:.1} MB", bytes as f64 / 1e6);
+            if let Event::Begin { stage, total, .. } = event {
+                eprintln!("{stage}: {:.1} MB", total as f64 / 1e6);
             }
         })
         .cancel(cancel)

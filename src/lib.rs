@@ -1,9 +1,14 @@
 #![doc = include_str!("../README.md")]
 
 #[cfg(feature = "run")]
+pub mod analysis;
+#[cfg(feature = "run")]
 pub mod arch;
+#[cfg(feature = "run")]
+pub mod data;
 mod entry;
 pub mod error;
+pub mod evaluation;
 #[cfg(feature = "run")]
 pub mod exec;
 pub mod export;

@@ -1,6 +1,8 @@
 //! Running passes over a model and writing what comes of it: plan, apply, prepare, write, verify, report.
 
 mod builder;
+#[cfg(feature = "run")]
+mod evaluate;
 mod plan;
 mod run;
 mod verify;

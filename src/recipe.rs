@@ -7,7 +7,11 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+#[cfg(feature = "run")]
+use crate::data::DataSets;
 use crate::error::{Error, Result};
+#[cfg(feature = "run")]
+use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::pass::Step;
 
@@ -24,9 +28,17 @@ pub struct Recipe {
     /// Carry NaN and infinite weights along instead of stopping at them
     #[serde(default)]
     pub allow_nonfinite: bool,
+    /// What to measure on
+    #[cfg(feature = "run")]
+    #[serde(default, skip_serializing_if = "DataSets::is_empty")]
+    pub data: DataSets,
     /// What to do, in order
     #[serde(default)]
     pub passes: Vec<Step>,
+    /// How to measure before and after; needs `data: { evaluation: ... }`
+    #[cfg(feature = "run")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub evaluate: Option<Evaluate>,
     /// What to write
     #[serde(default = "default_export")]
     pub export: Vec<Export>,
@@ -45,7 +57,18 @@ fn default_export() -> Vec<Export> {
 impl Recipe {
     /// A recipe for a model, without passes.
     pub fn new(model: impl Into<PathBuf>) -> Recipe {
-        Recipe { model: model.into(), seed: 0, allow_nonfinite: false, passes: Vec::new(), export: default_export(), output: None }
+        Recipe {
+            model: model.into(),
+            seed: 0,
+            allow_nonfinite: false,
+            #[cfg(feature = "run")]
+            data: DataSets::default(),
+            passes: Vec::new(),
+            #[cfg(feature = "run")]
+            evaluate: None,
+            export: default_export(),
+            output: None,
+        }
     }
 
     /// Parses a recipe; paths stay as they are written.
@@ -75,6 +98,8 @@ impl Recipe {
         }
         let folder = path.parent().unwrap_or(Path::new(""));
         recipe.model = folder.join(&recipe.model);
+        #[cfg(feature = "run")]
+        recipe.data.resolve(folder);
         recipe.output = recipe.output.map(|output| folder.join(output));
         Ok(recipe)
     }

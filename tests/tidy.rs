@@ -6,10 +6,11 @@ use std::fs;
 use std::path::Path;
 
 /// Top to bottom: a line uses the lines below it.
-const LAYERS: [&[&str]; 7] = [
+const LAYERS: [&[&str]; 8] = [
     &["cli"],
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
+    &["evaluation"],
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
     &["ir", "store", "kernel"],

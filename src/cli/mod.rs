@@ -8,6 +8,8 @@ mod completions;
 mod densify;
 mod diff;
 mod doctor;
+#[cfg(feature = "run")]
+mod eval;
 mod inspect;
 mod output;
 mod pass;
@@ -34,6 +36,7 @@ Examples:
   compress plan recipe.yaml
   compress run recipe.yaml -o out/small
   compress diff ./minilm out/small
+  compress eval out/small --data sentences.txt --against ./minilm
 
 Passes are commands too; `compress PASS --help` explains each.";
 
@@ -55,6 +58,9 @@ enum Command {
     Chain(chain::Args),
     /// Say what a recipe would do: matched weights, memory, predicted size
     Plan(plan::Args),
+    /// Measure how good a model's answers are: accuracy, perplexity, likeness to another model
+    #[cfg(feature = "run")]
+    Eval(Box<eval::Args>),
     /// Show the tensors of a model
     Inspect(inspect::Args),
     /// Compare two models weight by weight
@@ -115,6 +121,8 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),
+        #[cfg(feature = "run")]
+        Command::Eval(args) => args.run(global),
         Command::Inspect(args) => args.run(global),
         Command::Diff(args) => args.run(global),
         Command::Verify(args) => args.run(global),

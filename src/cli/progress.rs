@@ -8,11 +8,13 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::report::format::{bytes, seconds};
-use crate::store::{Event, Progress, lock};
+use crate::store::{Event, Progress, Unit, lock};
 
 /// Stages shorter than this leave no line behind.
 const WORTH_A_LINE: Duration = Duration::from_secs(1);
-const STYLE: &str = "{msg:<15} [{bar:32}] {bytes:>10} of {total_bytes:<10} {bytes_per_sec:>12}  {eta:>4} left";
+const SAMPLES: &str = "{msg:<15} [{bar:32}] {pos:>10} of {len:<10} {per_sec:>12}  {eta:>4} left";
+const UNCOUNTED: &str = "{msg:<15} {spinner} {pos:>10} {per_sec:>12}";
+const BYTES: &str = "{msg:<15} [{bar:32}] {bytes:>10} of {total_bytes:<10} {bytes_per_sec:>12}  {eta:>4} left";
 
 /// For people.
 #[derive(Default)]
@@ -20,6 +22,7 @@ pub(super) struct Bars(Mutex<Option<Stage>>);
 
 struct Stage {
     name: String,
+    unit: Unit,
     done: u64,
     start: Instant,
     bar: Option<ProgressBar>,
@@ -29,12 +32,19 @@ impl Progress for Bars {
     fn on(&self, event: Event) {
         let mut stage = lock(&self.0);
         match event {
-            Event::Begin { stage: name, bytes } => {
+            Event::Begin { stage: name, total, unit } => {
+                let template = match (unit, total) {
+                    (_, 0) => UNCOUNTED,
+                    (Unit::Bytes, _) => BYTES,
+                    (Unit::Samples, _) => SAMPLES,
+                };
                 let bar = io::stderr().is_terminal().then(|| {
-                    let style = ProgressStyle::with_template(STYLE).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
-                    ProgressBar::with_draw_target(Some(bytes), ProgressDrawTarget::stderr_with_hz(10)).with_style(style).with_message(name.to_owned())
+                    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
+                    ProgressBar::with_draw_target(Some(total).filter(|t| *t > 0), ProgressDrawTarget::stderr_with_hz(10))
+                        .with_style(style)
+                        .with_message(name.to_owned())
                 });
-                *stage = Some(Stage { name: name.to_owned(), done: 0, start: Instant::now(), bar });
+                *stage = Some(Stage { name: name.to_owned(), unit, done: 0, start: Instant::now(), bar });
             }
             Event::Advance(bytes) => {
                 let Some(stage) = stage.as_mut() else { return };
@@ -44,14 +54,18 @@ impl Progress for Bars {
                 }
             }
             Event::End => {
-                let Some(Stage { name, done, start, bar }) = stage.take() else { return };
+                let Some(Stage { name, unit, done, start, bar }) = stage.take() else { return };
                 if let Some(bar) = bar {
                     bar.finish_and_clear();
                 }
                 let elapsed = start.elapsed();
                 if elapsed >= WORTH_A_LINE {
                     let rate = (done as f64 / elapsed.as_secs_f64()) as u64;
-                    let _ = writeln!(io::stderr().lock(), "{name}: {} in {}, {}/s", bytes(done), seconds(elapsed.as_secs_f64()), bytes(rate));
+                    let (amount, rate) = match unit {
+                        Unit::Bytes => (bytes(done), bytes(rate)),
+                        Unit::Samples => (format!("{done} samples"), rate.to_string()),
+                    };
+                    let _ = writeln!(io::stderr().lock(), "{name}: {amount} in {}, {rate}/s", seconds(elapsed.as_secs_f64()));
                 }
             }
         }
@@ -60,7 +74,14 @@ impl Progress for Bars {
 
 /// For scripts.
 #[derive(Default)]
-pub(super) struct JsonLines(Mutex<(u64, u64, Option<Instant>)>);
+pub(super) struct JsonLines(Mutex<Option<Counter>>);
+
+struct Counter {
+    done: u64,
+    total: u64,
+    unit: &'static str,
+    told: Instant,
+}
 
 /// Time between two lines of one stage.
 const EVERY: Duration = Duration::from_millis(500);
@@ -69,17 +90,19 @@ impl Progress for JsonLines {
     fn on(&self, event: Event) {
         let mut state = lock(&self.0);
         let line = match event {
-            Event::Begin { stage, bytes } => {
-                *state = (0, bytes, Some(Instant::now()));
-                json!({ "event": "begin", "stage": stage, "bytes": bytes })
+            Event::Begin { stage, total, unit } => {
+                let unit = if unit == Unit::Bytes { "bytes" } else { "samples" };
+                *state = Some(Counter { done: 0, total, unit, told: Instant::now() });
+                json!({ "event": "begin", "stage": stage, unit: total })
             }
-            Event::Advance(bytes) => {
-                state.0 += bytes;
-                if state.2.is_some_and(|last| last.elapsed() < EVERY) {
+            Event::Advance(amount) => {
+                let Some(counter) = state.as_mut() else { return };
+                counter.done += amount;
+                if counter.told.elapsed() < EVERY {
                     return;
                 }
-                state.2 = Some(Instant::now());
-                json!({ "event": "progress", "done": state.0, "bytes": state.1 })
+                counter.told = Instant::now();
+                json!({ "event": "progress", "done": counter.done, counter.unit: counter.total })
             }
             Event::End => json!({ "event": "end" }),
         };

@@ -41,6 +41,8 @@ pub struct Exported {
     pub files: Vec<Written>,
     /// How they were verified, in plain words.
     pub how: String,
+    /// Largest difference to what was meant, of the files or of what a runtime makes of them.
+    pub max_abs_error: f64,
     /// What was seen of each weight.
     pub weights: Vec<(String, Seen)>,
     /// Number of tensors in the files.

@@ -146,6 +146,7 @@ impl Format for Onnx {
         Ok(Exported {
             files,
             how: "read back: the graph and every weight's bytes equal to what was made".into(),
+            max_abs_error: 0.0,
             tensors: draft.tensors(),
             encodings: items.iter().map(|item| item.weight.describe()).collect(),
             config: None,

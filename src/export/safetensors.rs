@@ -256,6 +256,7 @@ impl Format for Safetensors {
         Ok(Exported {
             files,
             how: "read back: header parsed strictly and equal, every tensor's bytes equal to what was made".into(),
+            max_abs_error: 0.0,
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),
             config: Some(self.config(model, &items)),

@@ -10,6 +10,7 @@ mod dim;
 mod file;
 mod graph;
 pub mod ops;
+mod port;
 mod text;
 
 pub use build::{Builder, Catalog};
@@ -18,3 +19,4 @@ pub use dim::{Bindings, Dim};
 pub use file::GraphFile;
 pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
 pub use ops::{Op, OpSpec};
+pub use port::Port;

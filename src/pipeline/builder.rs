@@ -4,7 +4,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{plan, run};
+#[cfg(feature = "run")]
+use crate::data::{Data, DataSets};
 use crate::error::{Error, Result};
+#[cfg(feature = "run")]
+use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::model::Model;
 use crate::pass::Step;
@@ -17,6 +21,10 @@ use crate::store::{Cancel, Progress, Silent, Sweep};
 pub struct Pipeline {
     pub(super) steps: Vec<Step>,
     pub(super) export: Vec<Export>,
+    #[cfg(feature = "run")]
+    pub(super) data: DataSets,
+    #[cfg(feature = "run")]
+    pub(super) evaluate: Option<Evaluate>,
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
     pub(super) force: bool,
@@ -35,6 +43,10 @@ impl Pipeline {
         Builder(Pipeline {
             steps: Vec::new(),
             export: Vec::new(),
+            #[cfg(feature = "run")]
+            data: DataSets::default(),
+            #[cfg(feature = "run")]
+            evaluate: None,
             seed: 0,
             allow_nonfinite: false,
             force: false,
@@ -78,7 +90,11 @@ impl Pipeline {
             model: path.to_string_lossy().as_ref().into(),
             seed: self.seed,
             allow_nonfinite: self.allow_nonfinite,
+            #[cfg(feature = "run")]
+            data: self.data.absolute(),
             passes: self.steps.clone(),
+            #[cfg(feature = "run")]
+            evaluate: self.evaluate.clone(),
             export: self.export.clone(),
             output: Some(".".into()),
         }
@@ -112,7 +128,26 @@ impl Builder {
     pub fn recipe(mut self, recipe: &Recipe) -> Self {
         self.0.steps.extend(recipe.passes.iter().cloned());
         self.0.export.extend(recipe.export.iter().cloned());
+        #[cfg(feature = "run")]
+        {
+            self.0.data = recipe.data.clone();
+            self.0.evaluate.clone_from(&recipe.evaluate);
+        }
         self.seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite)
+    }
+
+    /// Measures before and after on these samples.
+    #[cfg(feature = "run")]
+    pub fn evaluation(mut self, data: Data) -> Self {
+        self.0.data.evaluation = Some(data);
+        self
+    }
+
+    /// How to measure before and after.
+    #[cfg(feature = "run")]
+    pub fn evaluate(mut self, evaluate: Evaluate) -> Self {
+        self.0.evaluate = Some(evaluate);
+        self
     }
 
     /// Start of every random choice.
@@ -159,6 +194,8 @@ impl Builder {
         if self.0.export.is_empty() {
             self.0.export.push(Export::default());
         }
+        #[cfg(feature = "run")]
+        self.0.check_evaluation()?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
                 return Err(Error::option("export", format!("`{}` is named twice, and both would write the same files", export.format().name())));

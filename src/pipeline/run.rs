@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use super::Pipeline;
 use crate::error::{Error, Result};
+use crate::evaluation::{Accuracy, Compute, Latency};
 use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified};
@@ -14,6 +15,15 @@ use crate::store::Encoding;
 use crate::store::compressed::compressed_size;
 use crate::store::staging::Staging;
 use crate::store::writer::Seen;
+
+/// What was found by running the models.
+#[derive(Debug, Default)]
+pub(super) struct Measured {
+    pub compute: Option<Compute>,
+    pub accuracy: Option<Accuracy>,
+    pub latency: Option<Latency>,
+    pub notes: Vec<String>,
+}
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
@@ -29,9 +39,13 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         require_finite(pipeline, &exported)?;
         exports.push((export.format().name(), exported));
     }
-    let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, staging.path())?;
+    #[cfg(feature = "run")]
+    let measured = super::evaluate::Run { pipeline, before: &model, after: &after, folder: staging.path(), sweep }.measure(&mut exports)?;
+    #[cfg(not(feature = "run"))]
+    let measured = Measured::default();
+    let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let compressed = |paths: &[PathBuf]| compressed_size(paths, &sweep);
     let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
     let sizes = sizes(&model, &after, first, compressed(&model.weight_files)?, compressed(&written)?)?;
@@ -58,9 +72,12 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         recipe: serde_json::to_value(&recipe).unwrap_or_default(),
         passes: passes.collect(),
         size: sizes,
+        compute: measured.compute,
+        accuracy: measured.accuracy,
+        latency: measured.latency,
         layers: layers(&model, &after, first),
         outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
-        notes: notes(&after, &exports),
+        notes: notes(&after, &exports).into_iter().chain(measured.notes).collect(),
         totals: Totals::default(),
     };
     write_text(&staging.path().join("recipe.yaml"), &recipe.to_yaml())?;
@@ -184,7 +201,7 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
 }
 
 fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
-    let verified = Verified { how: exported.how.clone(), max_abs_error: 0.0, ok: true };
+    let verified = Verified { how: exported.how.clone(), max_abs_error: exported.max_abs_error, ok: true };
     let file = |f: &crate::store::writer::Written| OutputFile {
         format: format.to_owned(),
         path: f.name.clone(),

@@ -36,6 +36,14 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
             ["tensors".into(), before.tensors.to_string(), after.tensors.to_string()],
         ],
     )?;
+    let measured = super::measured::rows(report);
+    if !measured.is_empty() {
+        writeln!(out, "## Measured\n")?;
+        if let Some(accuracy) = &report.accuracy {
+            writeln!(out, "{} on {} samples of `{}`.\n", accuracy.task, accuracy.samples, accuracy.data)?;
+        }
+        table(out, &["", "before", "after"], &measured)?;
+    }
     writeln!(out, "## Passes\n")?;
     let passes: Vec<_> = report
         .passes

@@ -5,6 +5,7 @@
 mod environment;
 pub mod format;
 mod markdown;
+mod measured;
 mod sections;
 #[cfg(feature = "cli")]
 pub mod terminal;
@@ -18,6 +19,7 @@ pub use environment::{Environment, peak_rss_bytes};
 pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified};
 
 use crate::error::{Error, Result};
+use crate::evaluation::{Accuracy, Compute, Latency};
 
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
@@ -43,6 +45,15 @@ pub struct Report {
     pub passes: Vec<PassReport>,
     /// Before and after, as stored.
     pub size: Sizes,
+    /// Cost of one run, when it is known what the model computes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub compute: Option<Compute>,
+    /// How good the answers are, when there is evaluation data.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub accuracy: Option<Accuracy>,
+    /// How long one batch takes, when it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub latency: Option<Latency>,
     /// Weight by weight.
     pub layers: Vec<Layer>,
     /// Files that were written and read back.

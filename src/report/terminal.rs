@@ -40,6 +40,13 @@ impl Report {
             ],
         );
         out += &format!("{sizes}\n");
+        let measured = super::measured::rows(self);
+        if !measured.is_empty() {
+            out += &format!("\n{}\n", table(&["measured", "before", "after"], measured.into_iter().map(Vec::from)));
+        }
+        if let Some(accuracy) = &self.accuracy {
+            out += &format!(" {} samples of {}\n", accuracy.samples, accuracy.data);
+        }
         if !self.passes.is_empty() {
             let rows =
                 self.passes.iter().map(|p| vec![p.name.clone(), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes)]);

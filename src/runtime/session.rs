@@ -5,10 +5,11 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use ort::session::SessionInputValue;
-use ort::value::{DynValue, Tensor as OrtTensor};
+use ort::value::{DynValue, Outlet, Tensor as OrtTensor, TensorElementType, ValueType};
 
 use super::find::environment;
 use crate::error::{Error, Result};
+use crate::ir::{Element, Port};
 
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -43,6 +44,12 @@ impl Session {
         Ok(Session { path: path.to_owned(), inner })
     }
 
+    /// What the model takes, and what it gives; ports that are no tensors of numbers are left out.
+    pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
+        let ports = |outlets: &[Outlet]| outlets.iter().filter_map(port).collect();
+        (ports(self.inner.inputs()), ports(self.inner.outputs()))
+    }
+
     /// Names of the inputs.
     pub fn inputs(&self) -> Vec<String> {
         self.inner.inputs().iter().map(|input| input.name().to_owned()).collect()
@@ -68,12 +75,23 @@ impl Session {
         let outputs = self.inner.run(given).map_err(|e| failed(&e))?;
         let mut results = BTreeMap::new();
         for (name, value) in outputs.iter() {
-            let (shape, values) = value.try_extract_tensor::<f32>().map_err(|e| failed(&e))?;
+            // Answers are floats; what else a model of other origin tells is passed over.
+            let Ok((shape, values)) = value.try_extract_tensor::<f32>() else { continue };
             let shape: Vec<usize> = shape.iter().map(|d| *d as usize).collect();
             results.insert(name.to_owned(), Tensor::from_slice(values, shape, &Device::Cpu).map_err(|e| failed(&e))?);
         }
         Ok(results)
     }
+}
+
+fn port(outlet: &Outlet) -> Option<Port> {
+    let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else { return None };
+    let element = match ty {
+        TensorElementType::Float32 | TensorElementType::Float16 | TensorElementType::Float64 | TensorElementType::Bfloat16 => Element::Float,
+        TensorElementType::Int64 | TensorElementType::Int32 => Element::Int,
+        _ => return None,
+    };
+    Some(Port { name: outlet.name().to_owned(), element, shape: shape.iter().map(|size| usize::try_from(*size).ok()).collect() })
 }
 
 fn value(tensor: &Tensor) -> std::result::Result<DynValue, Box<dyn std::error::Error>> {

@@ -26,7 +26,7 @@ pub use convert::{Decoded, Rescaled};
 pub use select::{Pattern, Selection};
 pub use spelling::{Part, Spelling};
 pub(crate) use sweep::lock;
-pub use sweep::{Cancel, Event, Meter, Progress, Silent, Sweep};
+pub use sweep::{Cancel, Event, Meter, Progress, Silent, Sweep, Unit};
 pub use weight::{Encoding, Weight, Weights};
 
 pub use safetensors::Dtype as DType;

@@ -25,17 +25,28 @@ impl Cancel {
     }
 }
 
+/// What progress is counted in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unit {
+    /// Bytes of input.
+    Bytes,
+    /// Samples of a data set.
+    Samples,
+}
+
 /// What happens while a pipeline runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event<'a> {
-    /// A stage begins that will go over this many bytes.
+    /// A stage begins.
     Begin {
         /// What it does, in a few words.
         stage: &'a str,
-        /// Input bytes to go over.
-        bytes: u64,
+        /// How much there is to go over; 0 when that is not known.
+        total: u64,
+        /// What it is counted in.
+        unit: Unit,
     },
-    /// This many bytes more are done.
+    /// This much more is done.
     Advance(u64),
     /// The stage is over.
     End,
@@ -99,7 +110,7 @@ impl<'a> Sweep<'a> {
     pub fn run<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
         let mut order: Vec<usize> = (0..jobs.len()).collect();
         order.sort_by_key(|&i| std::cmp::Reverse(size(&jobs[i])));
-        self.progress.on(Event::Begin { stage, bytes: jobs.iter().map(size).sum() });
+        self.progress.on(Event::Begin { stage, total: jobs.iter().map(size).sum(), unit: Unit::Bytes });
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let results: Mutex<Vec<(usize, Result<T>)>> = Mutex::new(Vec::with_capacity(jobs.len()));
         let worker = || {
@@ -126,12 +137,12 @@ impl<'a> Sweep<'a> {
         results.into_iter().map(|(_, result)| result).collect()
     }
 
-    /// Tells that bytes are done, and asks whether to go on.
+    /// Tells that more is done, and asks whether to go on.
     ///
     /// # Errors
     /// [`Error::Cancelled`].
-    pub fn advance(&self, bytes: u64) -> Result<()> {
-        self.progress.on(Event::Advance(bytes));
+    pub fn advance(&self, amount: u64) -> Result<()> {
+        self.progress.on(Event::Advance(amount));
         self.cancel.check()
     }
 }

@@ -1,0 +1,131 @@
+//! `compress eval`
+
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+use serde_json::json;
+
+use super::args::Global;
+use super::output;
+use crate::data::{Data, DataSet, Task};
+use crate::error::{Error, Result};
+use crate::evaluation::{self, Fidelity, Outcomes, Runtime, Score, Subject};
+use crate::report::format::{decibels, seconds};
+use crate::report::terminal::table;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress eval ./minilm --data pairs.tsv --text-column first --pair-column second --label-column score
+  compress eval ./llama --data book.txt --max-length 512
+  compress eval out/minilm-int8/model.onnx --data sentences.txt --against ./minilm
+  compress eval ./cnn --images test-images-idx3-ubyte --labels test-labels-idx1-ubyte")]
+pub(super) struct Args {
+    /// Model folder, or an .onnx file
+    model: PathBuf,
+    /// Data, its kind told by its name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]
+    data: Option<PathBuf>,
+    #[command(flatten)]
+    options: Data,
+    /// Another model, usually the original: how close this one's answers are to its
+    #[arg(long, value_name = "MODEL")]
+    against: Option<PathBuf>,
+    /// Who runs the model [default: the built-in executor for folders, ONNX Runtime for .onnx files]
+    #[arg(long, value_enum)]
+    runtime: Option<Runtime>,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let mut options = self.options.clone();
+        if let Some(path) = &self.data {
+            let at = Data::at(path);
+            (options.text, options.images, options.arrays) = (at.text, at.images, at.arrays);
+        }
+        let path = self.subject()?;
+        let mut subjects = vec![Subject::open(&path, global.threads())?];
+        if let Some(other) = &self.against {
+            subjects.insert(0, Subject::open(other, global.threads())?);
+        }
+        let last = &subjects[subjects.len() - 1];
+        let runtime = last.runtime();
+        let data = DataSet::open(&options, last.target())?;
+        if data.task() == Task::Fidelity && self.against.is_none() {
+            return Err(Error::option("eval", "these samples have no labels: name the model to compare with as `--against`, or `--task` and its columns"));
+        }
+        let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
+        let outcomes = global.sweep(|sweep| {
+            let mut runners = subjects.iter_mut().map(|subject| subject.load(&Device::Cpu, sweep)).collect::<Result<Vec<_>>>()?;
+            evaluation::evaluate(&data, &mut runners, pairs, sweep)
+        })?;
+        self.show(&path, runtime, &data, &outcomes, global)
+    }
+
+    /// The file or folder to run.
+    fn subject(&self) -> Result<PathBuf> {
+        let file = self.model.extension().is_some_and(|e| e == "onnx");
+        match (self.runtime, file) {
+            (Some(Runtime::Candle), true) => {
+                Err(Error::Unsupported { what: "an .onnx file in the built-in executor".into(), hint: "name the folder, or leave `--runtime` out".into() })
+            }
+            (Some(Runtime::OnnxRuntime), false) => Ok(self.model.join(crate::onnx::file::MODEL)),
+            _ => Ok(self.model.clone()),
+        }
+    }
+
+    fn show(&self, path: &Path, runtime: Runtime, data: &DataSet, outcomes: &Outcomes, global: &Global) -> Result<()> {
+        let scores: Vec<&Score> = outcomes.models.iter().filter_map(|m| m.score.as_ref()).collect();
+        let fidelity = outcomes.pairs.first();
+        let time = outcomes.models.iter().map(|m| m.time.as_secs_f64()).next_back().unwrap_or(0.0);
+        if global.json {
+            let against = if scores.len() > 1 { scores.first() } else { None };
+            return output::json(&json!({
+                "model": path.to_string_lossy(), "data": data.description(), "task": outcomes.task, "runtime": runtime, "samples": outcomes.samples,
+                "seconds": time, "score": scores.last(), "against": against, "fidelity": fidelity,
+            }));
+        }
+        let mut out = format!("{} on {}: {}, {} samples, {runtime}, {}\n", path.display(), data.description(), outcomes.task, outcomes.samples, seconds(time));
+        if let Some(score) = scores.last() {
+            let before = scores.first().filter(|_| scores.len() > 1);
+            out += &format!("\n{}\n", score_table(score, before.copied()));
+        }
+        if let (Some(fidelity), Some(against)) = (fidelity, &self.against) {
+            out += &format!("\n{}\n", fidelity_table(fidelity, against));
+        }
+        output::print(&out)
+    }
+}
+
+fn score_table(score: &Score, before: Option<&Score>) -> comfy_table::Table {
+    let interval = score.ci95.map_or("-".into(), |[low, high]| format!("{low:.4} .. {high:.4}"));
+    let mut head = vec!["", "value", "95 % interval"];
+    let mut rows = vec![vec![score.metric.clone(), format!("{:.4}", score.value), interval]];
+    rows.extend(score.more.iter().map(|(name, value)| vec![name.replace('_', " "), number(*value), "-".into()]));
+    if let Some(before) = before {
+        head.push("original");
+        let values =
+            std::iter::once(format!("{:.4}", before.value)).chain(score.more.keys().map(|name| before.more.get(name).map_or("-".into(), |v| number(*v))));
+        for (row, value) in rows.iter_mut().zip(values) {
+            row.push(value);
+        }
+    }
+    table(&head, rows)
+}
+
+fn number(value: f64) -> String {
+    if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.4}") }
+}
+
+fn fidelity_table(fidelity: &Fidelity, against: &Path) -> comfy_table::Table {
+    let optional = |value: Option<f64>, digits: usize| value.map_or("-".to_owned(), |v| format!("{v:.digits$}"));
+    let rows = [
+        ("cosine, mean", format!("{:.6}", fidelity.cosine)),
+        ("cosine, least", format!("{:.6}", fidelity.cosine_min)),
+        ("SQNR", decibels(fidelity.sqnr_db)),
+        ("Kullback-Leibler divergence", optional(fidelity.kl, 6)),
+        ("same top class", optional(fidelity.top1_agreement, 4)),
+        ("largest difference", format!("{:.3e}", fidelity.max_abs_error)),
+    ];
+    let head = format!("`{}`, against {}", fidelity.output, against.display());
+    table(&[&head, ""], rows.map(|(name, value)| vec![name.to_owned(), value]))
+}

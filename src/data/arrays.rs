@@ -1,0 +1,301 @@
+//! Arrays with a row for each sample: safetensors, or NumPy's .npz.
+
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use flate2::read::DeflateDecoder;
+use half::{bf16, f16};
+use npyz::{Endianness, NpyHeader, Order, TypeChar};
+
+use super::labels::Classes;
+use super::options::{Column, Data, Task};
+use super::pixels::Pixels;
+use super::{Batch, Port, Source, Target, Truth, Work, Works, shaped};
+use crate::error::{Error, Result};
+use crate::ir::Element;
+use crate::store::header::byte_count;
+use crate::store::{Checkpoint, DType, RawTensor};
+
+const LABELS: [&str; 3] = ["labels", "label", "y"];
+
+/// An array that is read row by row.
+struct Rows {
+    name: String,
+    dtype: DType,
+    shape: Vec<usize>,
+    from: From,
+}
+
+enum From {
+    Tensor { tensor: RawTensor, at: u64 },
+    Stream { path: PathBuf, rest: Box<dyn Read + Send> },
+}
+
+impl Rows {
+    /// Bytes of the next rows.
+    fn take(&mut self, count: usize) -> Result<Vec<u8>> {
+        let row: usize = self.shape[1..].iter().product::<usize>() * self.dtype.bitsize() / 8;
+        let mut bytes = vec![0; row * count];
+        match &mut self.from {
+            From::Tensor { tensor, at } => {
+                tensor.read_at(*at, &mut bytes)?;
+                *at += bytes.len() as u64;
+            }
+            From::Stream { path, rest } => rest.read_exact(&mut bytes).map_err(|e| Error::malformed(path, format!("array `{}`: {e}", self.name)))?,
+        }
+        Ok(bytes)
+    }
+}
+
+/// The arrays of a file, at their first rows.
+fn open(path: &Path) -> Result<Vec<Rows>> {
+    let arrays = if path.extension().is_some_and(|e| e == "npz") { numpy(path)? } else { tensors(path)? };
+    Ok(arrays.into_iter().filter(|rows| !rows.shape.is_empty()).collect())
+}
+
+fn tensors(path: &Path) -> Result<Vec<Rows>> {
+    let rows = |(name, tensor): (String, RawTensor)| Rows { name, dtype: tensor.dtype, shape: tensor.shape.clone(), from: From::Tensor { tensor, at: 0 } };
+    Ok(Checkpoint::open(path)?.tensors.into_iter().map(rows).collect())
+}
+
+fn numpy(path: &Path) -> Result<Vec<Rows>> {
+    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("not an .npz file: {e}"));
+    let open = || File::open(path).map_err(Error::io("open", path));
+    let mut archive = zip::ZipArchive::new(BufReader::new(open()?)).map_err(|e| wrong(&e))?;
+    let mut arrays = Vec::new();
+    for index in 0..archive.len() {
+        let entry = archive.by_index_raw(index).map_err(|e| wrong(&e))?;
+        let Some(name) = entry.name().map_err(|e| wrong(&e))?.strip_suffix(".npy").map(str::to_owned) else { continue };
+        let start = entry.data_start().ok_or_else(|| wrong(&"an array has no place"))?;
+        // A handle of its own, since arrays are read side by side.
+        let mut file = open()?;
+        file.seek(SeekFrom::Start(start)).map_err(Error::io("read", path))?;
+        let stored = BufReader::new(file).take(entry.compressed_size());
+        let mut rest: Box<dyn Read + Send> = match entry.compression() {
+            zip::CompressionMethod::Stored => Box::new(stored),
+            zip::CompressionMethod::Deflated => Box::new(BufReader::new(DeflateDecoder::new(stored))),
+            other => return Err(wrong(&format!("array `{name}` is packed by {other}"))),
+        };
+        let header = NpyHeader::from_reader(&mut rest).map_err(|e| wrong(&format!("array `{name}`: {e}")))?;
+        if header.order() != Order::C {
+            return Err(wrong(&format!("array `{name}` is stored column by column; save it with numpy.ascontiguousarray")));
+        }
+        let dtype = dtype(&header).ok_or_else(|| wrong(&format!("array `{name}` has elements {}, which are not read", header.dtype().descr())))?;
+        let shape: Vec<usize> = header.shape().iter().map(|n| *n as usize).collect();
+        byte_count(dtype, &shape).ok_or_else(|| wrong(&format!("array `{name}` is larger than any memory")))?;
+        arrays.push(Rows { name, dtype, shape, from: From::Stream { path: path.to_owned(), rest } });
+    }
+    Ok(arrays)
+}
+
+fn dtype(header: &NpyHeader) -> Option<DType> {
+    let npyz::DType::Plain(kind) = header.dtype() else { return None };
+    if kind.endianness() == Endianness::Big {
+        return None;
+    }
+    Some(match (kind.type_char(), kind.size_field()) {
+        (TypeChar::Bool, _) | (TypeChar::Uint, 1) => DType::U8,
+        (TypeChar::Int, 1) => DType::I8,
+        (TypeChar::Int, 2) => DType::I16,
+        (TypeChar::Int, 4) => DType::I32,
+        (TypeChar::Int, 8) => DType::I64,
+        (TypeChar::Uint, 2) => DType::U16,
+        (TypeChar::Uint, 4) => DType::U32,
+        (TypeChar::Float, 2) => DType::F16,
+        (TypeChar::Float, 4) => DType::F32,
+        (TypeChar::Float, 8) => DType::F64,
+        _ => return None,
+    })
+}
+
+/// Whether a file has an array of labels by one of the usual names.
+pub(super) fn has_labels(path: &Path) -> Result<bool> {
+    Ok(open(path)?.iter().any(|rows| LABELS.contains(&rows.name.as_str())))
+}
+
+/// Elements as numbers of one kind.
+macro_rules! decode {
+    ($bytes:expr, $dtype:expr, $to:ty) => {{
+        macro_rules! each {
+            ($from:ty) => {
+                $bytes.chunks_exact(size_of::<$from>()).map(|b| <$from>::from_le_bytes(b.try_into().unwrap_or_default()) as $to).collect()
+            };
+        }
+        match $dtype {
+            DType::U8 | DType::BOOL => each!(u8),
+            DType::I8 => each!(i8),
+            DType::I16 => each!(i16),
+            DType::U16 => each!(u16),
+            DType::I32 => each!(i32),
+            DType::U32 => each!(u32),
+            DType::I64 => each!(i64),
+            DType::U64 => each!(u64),
+            DType::F32 => each!(f32),
+            DType::F64 => each!(f64),
+            DType::F16 => $bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32() as $to).collect(),
+            DType::BF16 => $bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32() as $to).collect(),
+            other => return Err(Error::option("data", format!("elements {other} are not read"))),
+        }
+    }};
+}
+
+fn floats(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
+    Ok(decode!(bytes, dtype, f32))
+}
+
+fn integers(bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
+    Ok(decode!(bytes, dtype, i64))
+}
+
+pub(super) struct Arrays {
+    path: PathBuf,
+    /// For each input, the name of its array and the shape of a sample.
+    inputs: Vec<(Port, String, Vec<usize>)>,
+    labels: Option<String>,
+    count: usize,
+    batch: usize,
+    classes: Classes,
+    pixels: Pixels,
+}
+
+impl Arrays {
+    pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Arrays> {
+        let arrays = open(path)?;
+        let names = || arrays.iter().map(|rows| format!("`{}`", rows.name)).collect::<Vec<_>>().join(", ");
+        let find = |name: &str| {
+            arrays
+                .iter()
+                .find(|rows| rows.name == name)
+                .ok_or_else(|| Error::option("data", format!("{} has no array `{name}`; there are {}", path.display(), names())))
+        };
+        let labels = match (&options.label_column, task == Task::Classification) {
+            (Some(Column::Name(name)), _) => Some(find(name)?),
+            (Some(Column::Index(index)), _) => return Err(Error::option("data", format!("`label_column: {index}`: arrays have names; there are {}", names()))),
+            (None, true) => {
+                let usual = LABELS.iter().find_map(|name| arrays.iter().find(|rows| rows.name == *name));
+                Some(
+                    usual.ok_or_else(|| {
+                        Error::option("data", format!("{}: name the array of labels as `label_column`; there are {}", path.display(), names()))
+                    })?,
+                )
+            }
+            (None, false) => None,
+        };
+        let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name)).collect();
+        let mut inputs = Vec::new();
+        for port in target.inputs {
+            let rows = match options.inputs.iter().find(|(input, _)| *input == port.name) {
+                Some((_, array)) => find(array)?,
+                None => match (others.iter().find(|rows| rows.name == port.name), others.as_slice(), target.inputs) {
+                    (Some(rows), ..) => rows,
+                    (None, [only], [_]) => only,
+                    _ if port.name == "token_type_ids" => continue,
+                    _ => {
+                        return Err(Error::option(
+                            "data",
+                            format!(
+                                "{}: say which array goes to the model's input `{}` ({}) with `inputs`; there are {}",
+                                path.display(),
+                                port.name,
+                                port.sizes(),
+                                names()
+                            ),
+                        ));
+                    }
+                },
+            };
+            inputs.push((port.clone(), rows.name.clone(), sample(port, rows, path)?));
+        }
+        if let Some((unknown, _)) = options.inputs.iter().find(|(input, _)| target.inputs.iter().all(|port| port.name != *input)) {
+            let ports = target.inputs.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
+            return Err(Error::option("data", format!("the model has no input `{unknown}`; it takes {ports}")));
+        }
+        let used = inputs.iter().map(|(_, name, _)| name).chain(labels.iter().map(|rows| &rows.name));
+        let counts: Vec<(&String, usize)> =
+            used.filter_map(|name| arrays.iter().find(|rows| rows.name == *name)).map(|rows| (&rows.name, rows.shape[0])).collect();
+        let count = counts.first().map_or(0, |(_, count)| *count);
+        if let Some((name, other)) = counts.iter().find(|(_, other)| *other != count) {
+            return Err(Error::malformed(path, format!("array `{name}` has {other} rows, `{}` has {count}", counts[0].0)));
+        }
+        Ok(Arrays {
+            path: path.to_owned(),
+            labels: labels.map(|rows| rows.name.clone()),
+            inputs,
+            count: count.min(options.samples.unwrap_or(usize::MAX)),
+            batch: options.batch(task),
+            classes: Classes::of(&target),
+            pixels: Pixels::plain(options),
+        })
+    }
+
+    fn batch(&self, count: usize, first: usize, inputs: Vec<(DType, Vec<u8>)>, labels: Option<(DType, Vec<u8>)>) -> Result<Batch> {
+        let mut named = std::collections::BTreeMap::new();
+        for ((port, _, sample), (dtype, bytes)) in self.inputs.iter().zip(inputs) {
+            let shape: Vec<usize> = [count].iter().chain(sample).copied().collect();
+            let tensor = if port.element == Element::Int {
+                Tensor::from_vec(integers(&bytes, dtype)?, shape, &Device::Cpu)
+            } else {
+                let mut numbers = floats(&bytes, dtype)?;
+                let channels = if sample.len() == 3 { sample[0] } else { 1 };
+                for row in numbers.chunks_mut(sample.iter().product::<usize>().max(1)) {
+                    self.pixels.normalize(row, channels)?;
+                }
+                Tensor::from_vec(numbers, shape, &Device::Cpu)
+            };
+            named.insert(port.name.clone(), tensor.map_err(shaped)?);
+        }
+        let truth = match labels {
+            Some((dtype, bytes)) => {
+                let class = |(index, label): (usize, &i64)| self.classes.find(&label.to_string(), &self.path, &format!("label {}", first + index));
+                Truth::Classes(integers(&bytes, dtype)?.iter().enumerate().map(class).collect::<Result<_>>()?)
+            }
+            None => Truth::None,
+        };
+        Ok(Batch { inputs: named, truth, samples: count })
+    }
+}
+
+/// The shape in which rows go to an input.
+fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
+    let own = &rows.shape[1..];
+    let wanted = port.shape.get(1..).unwrap_or(&[]);
+    if own.len() == wanted.len() && own.iter().zip(wanted).all(|(have, want)| want.is_none_or(|want| want == *have)) {
+        return Ok(own.to_vec());
+    }
+    match wanted.iter().copied().collect::<Option<Vec<usize>>>() {
+        Some(fixed) if fixed.iter().product::<usize>() == own.iter().product::<usize>() => Ok(fixed),
+        _ => Err(Error::malformed(path, format!("array `{}` has rows of {own:?}, the model's input `{}` is {}", rows.name, port.name, port.sizes()))),
+    }
+}
+
+impl Source for Arrays {
+    fn works(&self) -> Result<Works<'_>> {
+        let mut arrays = open(&self.path)?;
+        let mut take = move |name: &str, count: usize| {
+            let gone = || Error::malformed(&self.path, format!("array `{name}` is gone"));
+            let rows = arrays.iter_mut().find(|rows| rows.name == name).ok_or_else(gone)?;
+            Ok((rows.dtype, rows.take(count)?))
+        };
+        let mut done = 0;
+        Ok(Box::new(std::iter::from_fn(move || {
+            let count = self.batch.min(self.count - done);
+            if count == 0 {
+                return None;
+            }
+            let first = done;
+            done += count;
+            let mut read = || -> Result<Work> {
+                let inputs = self.inputs.iter().map(|(_, name, _)| take(name, count)).collect::<Result<Vec<_>>>()?;
+                let labels = self.labels.as_ref().map(|name| take(name, count)).transpose()?;
+                Ok(Box::new(move || self.batch(count, first, inputs, labels)))
+            };
+            Some(read())
+        })))
+    }
+
+    fn samples(&self) -> Option<usize> {
+        Some(self.count)
+    }
+}

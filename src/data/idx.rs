@@ -1,0 +1,140 @@
+//! IDX files, as MNIST and its successors come in: a magic number, sizes, bytes.
+
+use std::fs::File;
+use std::io::{BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use flate2::read::GzDecoder;
+
+use super::images::{image_port, shape};
+use super::labels::Classes;
+use super::options::{Data, Task};
+use super::pixels::{self, Pixels};
+use super::{Batch, Port, Source, Target, Truth, Work, Works, shaped};
+use crate::error::{Error, Result};
+
+/// Element code of unsigned bytes, the only one that images come in.
+const BYTES: u8 = 0x08;
+
+/// A file that is being read.
+struct Reader {
+    path: PathBuf,
+    sizes: Vec<usize>,
+    rest: Box<dyn Read + Send>,
+}
+
+impl Reader {
+    fn open(path: &Path, rank: std::ops::RangeInclusive<usize>) -> Result<Reader> {
+        let file = BufReader::new(File::open(path).map_err(Error::io("open", path))?);
+        let mut rest: Box<dyn Read + Send> = if path.extension().is_some_and(|e| e == "gz") { Box::new(GzDecoder::new(file)) } else { Box::new(file) };
+        let no_idx = || Error::malformed(path, "is not an IDX file of bytes, nor a folder of images");
+        let mut magic = [0; 4];
+        rest.read_exact(&mut magic).map_err(|_| no_idx())?;
+        if magic[..3] != [0, 0, BYTES] || !rank.contains(&usize::from(magic[3])) {
+            return Err(no_idx());
+        }
+        let mut sizes = Vec::new();
+        for _ in 0..magic[3] {
+            let mut size = [0; 4];
+            rest.read_exact(&mut size).map_err(|_| no_idx())?;
+            sizes.push(u32::from_be_bytes(size) as usize);
+        }
+        let row = sizes[1..].iter().try_fold(1usize, |n, size| n.checked_mul(*size)).filter(|row| *row <= i32::MAX as usize);
+        row.ok_or_else(|| Error::malformed(path, format!("has samples of {:?}, which no memory holds", &sizes[1..])))?;
+        Ok(Reader { path: path.to_owned(), sizes, rest })
+    }
+
+    /// Bytes of the next samples.
+    fn take(&mut self, count: usize) -> Result<Vec<u8>> {
+        let row: usize = self.sizes[1..].iter().product();
+        let mut bytes = Vec::new();
+        let wanted = (count * row) as u64;
+        self.rest.by_ref().take(wanted).read_to_end(&mut bytes).map_err(Error::io("read", &self.path))?;
+        if bytes.len() as u64 == wanted { Ok(bytes) } else { Err(Error::malformed(&self.path, format!("ends before its {} samples do", self.sizes[0]))) }
+    }
+}
+
+pub(super) struct Idx {
+    images: PathBuf,
+    labels: Option<PathBuf>,
+    count: usize,
+    batch: usize,
+    classes: Classes,
+    pixels: Pixels,
+    port: Port,
+}
+
+impl Idx {
+    pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Idx> {
+        let port = image_port(&target, path)?;
+        let images = Reader::open(path, 3..=4)?;
+        let labels = if task == Task::Classification {
+            let labels = options.labels.as_ref().ok_or_else(|| Error::option("data", format!("{}: name the file of `labels`", path.display())))?;
+            let count = Reader::open(labels, 1..=1)?.sizes[0];
+            if count != images.sizes[0] {
+                return Err(Error::malformed(labels, format!("holds {count} labels, {} holds {} images", path.display(), images.sizes[0])));
+            }
+            Some(labels.clone())
+        } else {
+            None
+        };
+        let count = images.sizes[0].min(options.samples.unwrap_or(usize::MAX));
+        let pixels = Pixels::open(options, &target, Pixels::unit())?;
+        Ok(Idx { images: path.to_owned(), labels, count, batch: options.batch(task), classes: Classes::of(&target), pixels, port })
+    }
+
+    fn batch(&self, sizes: &[usize], bytes: Vec<u8>, labels: Option<Vec<u8>>, first: usize) -> Result<Batch> {
+        let row: usize = sizes.iter().product();
+        let count = bytes.len() / row.max(1);
+        let (channels, height, width) = if let [channels, height, width] = *sizes { (channels, height, width) } else { (1, sizes[0], sizes[1]) };
+        let mut numbers = Vec::with_capacity(bytes.len());
+        let (mut high, mut wide) = (height, width);
+        for image in bytes.chunks_exact(row.max(1)) {
+            if channels == 1 {
+                let image = image::GrayImage::from_raw(width as u32, height as u32, image.to_vec())
+                    .ok_or_else(|| Error::malformed(&self.images, "its samples have no size"))?;
+                let (mut pixels, h, w) = self.pixels.numbers(&image.into(), 1, &self.images)?;
+                (high, wide) = (h, w);
+                numbers.append(&mut pixels);
+            } else {
+                let mut pixels: Vec<f32> = image.iter().map(|b| f32::from(*b)).collect();
+                self.pixels.normalize(&mut pixels, channels)?;
+                numbers.append(&mut pixels);
+            }
+        }
+        pixels::require_size(&self.port, (channels, high, wide), &self.images)?;
+        let tensor = Tensor::from_vec(numbers, shape(&self.port, count, channels, high, wide), &Device::Cpu).map_err(shaped)?;
+        let truth = match (labels, &self.labels) {
+            (Some(labels), Some(path)) => {
+                let class = |(index, label): (usize, &u8)| self.classes.find(&label.to_string(), path, &format!("label {}", first + index));
+                Truth::Classes(labels.iter().enumerate().map(class).collect::<Result<_>>()?)
+            }
+            _ => Truth::None,
+        };
+        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: count })
+    }
+}
+
+impl Source for Idx {
+    fn works(&self) -> Result<Works<'_>> {
+        let mut images = Reader::open(&self.images, 3..=4)?;
+        let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;
+        let mut done = 0;
+        Ok(Box::new(std::iter::from_fn(move || {
+            let count = self.batch.min(self.count - done);
+            if count == 0 {
+                return None;
+            }
+            let first = done;
+            done += count;
+            let read = images.take(count).and_then(|bytes| Ok((bytes, labels.as_mut().map(|labels| labels.take(count)).transpose()?)));
+            let sizes = images.sizes[1..].to_vec();
+            Some(read.map(|(bytes, labels)| Box::new(move || self.batch(&sizes, bytes, labels, first)) as Work))
+        })))
+    }
+
+    fn samples(&self) -> Option<usize> {
+        Some(self.count)
+    }
+}

@@ -1,0 +1,119 @@
+//! A folder with one folder of images for each class.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+
+use super::labels::Classes;
+use super::options::{Data, Task};
+use super::pixels::{self, Pixels};
+use super::{Batch, Port, Source, Target, Truth, Work, Works, shaped};
+use crate::error::{Error, Result};
+
+const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
+
+pub(super) struct ClassFolders {
+    files: Vec<(PathBuf, usize)>,
+    batch: usize,
+    labelled: bool,
+    pixels: Pixels,
+    port: Port,
+}
+
+impl ClassFolders {
+    pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<ClassFolders> {
+        let port = image_port(&target, path)?;
+        let mut names: Vec<String> = Vec::new();
+        for entry in entries(path)? {
+            if entry.is_dir() {
+                names.extend(entry.file_name().and_then(|n| n.to_str()).map(str::to_owned));
+            }
+        }
+        let labelled = task == Task::Classification;
+        let mut files = Vec::new();
+        if labelled {
+            let classes = Classes::of(&target).for_folders(&names, path)?;
+            for (name, class) in names.iter().zip(classes) {
+                files.extend(pictures(&path.join(name))?.into_iter().map(|file| (file, class)));
+            }
+        } else {
+            let folders = names.iter().map(|name| path.join(name)).chain([path.to_owned()]);
+            for folder in folders {
+                files.extend(pictures(&folder)?.into_iter().map(|file| (file, 0)));
+            }
+        }
+        if files.is_empty() {
+            return Err(Error::malformed(path, format!("holds no images; there must be a folder for each class, with files {}", ENDINGS.join(", "))));
+        }
+        if let Some(wanted) = options.samples.filter(|wanted| *wanted < files.len()) {
+            // Spread over all classes, always the same ones.
+            let count = files.len();
+            files = (0..wanted).map(|i| files[i * count / wanted].clone()).collect();
+        }
+        Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port })
+    }
+
+    fn batch(&self, files: &[(PathBuf, usize)]) -> Result<Batch> {
+        let (channels, _, _) = pixels::plane(&self.port, &files[0].0)?;
+        let mut numbers = Vec::new();
+        let mut first = None;
+        for (file, _) in files {
+            let image = image::ImageReader::open(file).map_err(Error::io("open", file))?;
+            let image = image.with_guessed_format().map_err(Error::io("read", file))?.decode().map_err(|e| Error::malformed(file, e))?;
+            let (mut pixels, height, width) = self.pixels.numbers(&image, channels, file)?;
+            pixels::require_size(&self.port, (channels, height, width), file)?;
+            if *first.get_or_insert((height, width)) != (height, width) {
+                return Err(Error::malformed(file, "differs in size from images before it: choose `resize`, or `batch_size: 1`"));
+            }
+            numbers.append(&mut pixels);
+        }
+        let (height, width) = first.unwrap_or_default();
+        let tensor = Tensor::from_vec(numbers, shape(&self.port, files.len(), channels, height, width), &Device::Cpu).map_err(shaped)?;
+        let truth = if self.labelled { Truth::Classes(files.iter().map(|(_, class)| *class).collect()) } else { Truth::None };
+        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: files.len() })
+    }
+}
+
+impl Source for ClassFolders {
+    fn works(&self) -> Result<Works<'_>> {
+        Ok(Box::new(self.files.chunks(self.batch).map(|files| Ok(Box::new(|| self.batch(files)) as Work))))
+    }
+
+    fn samples(&self) -> Option<usize> {
+        Some(self.files.len())
+    }
+}
+
+/// The input that takes images: the only one.
+pub(super) fn image_port(target: &Target, path: &Path) -> Result<Port> {
+    match target.inputs {
+        [port] => pixels::plane(port, path).map(|_| port.clone()),
+        ports => Err(Error::option(
+            "data",
+            format!("{}: the model takes {}, not images alone", path.display(), ports.iter().map(|p| format!("`{}`", p.name)).collect::<Vec<_>>().join(", ")),
+        )),
+    }
+}
+
+/// The shape of a batch as the input wants it.
+pub(super) fn shape(port: &Port, count: usize, channels: usize, height: usize, width: usize) -> Vec<usize> {
+    match port.shape.len() {
+        2 => vec![count, channels * height * width],
+        3 => vec![count, height, width],
+        _ => vec![count, channels, height, width],
+    }
+}
+
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io("open", folder))? {
+        found.push(entry.map_err(Error::io("read", folder))?.path());
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn pictures(folder: &Path) -> Result<Vec<PathBuf>> {
+    let picture = |path: &PathBuf| path.extension().and_then(|e| e.to_str()).is_some_and(|e| ENDINGS.contains(&e.to_ascii_lowercase().as_str()));
+    Ok(entries(folder)?.into_iter().filter(picture).collect())
+}

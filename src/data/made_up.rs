@@ -1,0 +1,65 @@
+//! Samples out of nothing, to see that a model runs and that two runtimes agree on it.
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use super::{Batch, Truth, shaped};
+use crate::error::{Error, Result};
+use crate::ir::{Bindings, Element, Graph, Kind, Op};
+
+/// Samples of a batch.
+const SAMPLES: usize = 2;
+/// Tokens of the longer sample; the other one is padded.
+const LONG: usize = 8;
+const SHORT: usize = 5;
+/// Height and width of an image whose size is open.
+const IMAGE: usize = 64;
+
+/// A batch for any graph: tokens, masks and numbers that depend on the seed alone.
+///
+/// # Errors
+/// A size of an input is neither known nor one of the usual names.
+pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
+    let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
+    let mut next = move || {
+        let mut bytes = [0; 4];
+        random.fill(&mut bytes);
+        u32::from_le_bytes(bytes)
+    };
+    let mut sizes = Bindings::new();
+    for (name, size) in [("batch", SAMPLES), ("sequence", LONG), ("height", IMAGE), ("width", IMAGE)] {
+        sizes.insert(name.to_owned(), size);
+    }
+    let mut inputs = BTreeMap::new();
+    for (id, value) in graph.inputs() {
+        let size = |dim: &crate::ir::Dim| {
+            dim.evaluate(&sizes).ok_or_else(|| Error::option(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
+        };
+        let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
+        let count: usize = shape.iter().product();
+        let tensor = match value.ty.element {
+            Element::Float => Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu),
+            Element::Int if value.name.contains("mask") => {
+                let real = |place: usize| i64::from(place < LONG || place % LONG < SHORT);
+                Tensor::from_vec((0..count).map(real).collect::<Vec<_>>(), shape, &Device::Cpu)
+            }
+            Element::Int => {
+                let rows = rows(graph, id).max(1) as u32;
+                Tensor::from_vec((0..count).map(|_| i64::from(next() % rows)).collect::<Vec<_>>(), shape, &Device::Cpu)
+            }
+        };
+        inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
+    }
+    Ok(Batch { inputs, truth: Truth::None, samples: SAMPLES })
+}
+
+/// Rows of the smallest table that is looked up by an input.
+fn rows(graph: &Graph, input: crate::ir::ValueId) -> usize {
+    let tables = graph.nodes().iter().filter(|node| matches!(node.op, Op::Embedding(_)) && node.inputs.first() == Some(&input));
+    let table = |node: &crate::ir::Node| {
+        let value = graph.value(*node.inputs.get(1)?);
+        value.ty.shape.first()?.fixed().filter(|_| value.kind == Kind::Param)
+    };
+    tables.filter_map(table).min().unwrap_or(2)
+}

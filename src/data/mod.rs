@@ -1,0 +1,152 @@
+//! Samples for models: text, images and arrays, read as they are needed, never the data set in memory.
+//!
+//! A source hands out pieces of work: reading is done in order by one thread, what follows (tokenizing, decoding)
+//! by several, and the batches come back in order.
+
+mod arrays;
+mod idx;
+mod images;
+mod labels;
+mod loader;
+mod made_up;
+mod options;
+mod pixels;
+mod records;
+mod text;
+mod tokens;
+mod windows;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::Tensor;
+use serde_json::{Map, Value};
+
+pub use made_up::made_up;
+pub use options::{Column, Data, DataSets, Task};
+
+use crate::error::{Error, Result};
+use crate::ir::Port;
+
+/// The model that data must fit.
+#[derive(Debug, Clone, Copy)]
+pub struct Target<'m> {
+    /// Folder that holds the tokenizer or the image processor.
+    pub folder: &'m Path,
+    /// Values of `config.json`.
+    pub config: &'m Map<String, Value>,
+    /// What the model takes.
+    pub inputs: &'m [Port],
+    /// What it gives.
+    pub outputs: &'m [Port],
+}
+
+/// What is known about the samples of a batch.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Truth {
+    /// Nothing.
+    None,
+    /// The class of each sample.
+    Classes(Vec<usize>),
+    /// A score for each pair; the first texts of all pairs come first, then the second texts.
+    Scores(Vec<f64>),
+    /// For each window, the places `from..to` whose tokens are to be predicted by what stands before them.
+    Next(Vec<std::ops::Range<usize>>),
+}
+
+/// Samples that run together.
+#[derive(Debug, Clone)]
+pub struct Batch {
+    /// Values of the model's inputs, and possibly of others that a model may take.
+    pub inputs: BTreeMap<String, Tensor>,
+    /// What is known.
+    pub truth: Truth,
+    /// How many samples.
+    pub samples: usize,
+}
+
+/// What remains to be done for a batch once its part of the files was read.
+type Work<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
+
+/// Works in order; made by reading.
+type Works<'s> = Box<dyn Iterator<Item = Result<Work<'s>>> + Send + 's>;
+
+/// Something that samples come from.
+trait Source: Send + Sync {
+    /// Begins to read.
+    fn works(&self) -> Result<Works<'_>>;
+    /// How many samples there are, as far as that can be said without reading everything.
+    fn samples(&self) -> Option<usize>;
+}
+
+/// A data set that fits a model.
+pub struct DataSet {
+    source: Box<dyn Source>,
+    task: Task,
+    description: String,
+}
+
+impl DataSet {
+    /// Opens the files that the options name and holds them to the model.
+    ///
+    /// # Errors
+    /// A file is missing or is not what its name says, a column does not exist, the tokenizer is missing, or the
+    /// data cannot be made to fit the model's inputs.
+    pub fn open(options: &Data, target: Target) -> Result<DataSet> {
+        options.check()?;
+        let task = options.task(&target)?;
+        let (source, path): (Box<dyn Source>, &Path) = match (&options.text, &options.images, &options.arrays) {
+            (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
+            (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
+            (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),
+            (None, Some(path), None) => (Box::new(idx::Idx::open(options, path, task, target)?), path),
+            (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
+            _ => return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`")),
+        };
+        Ok(DataSet { source, task, description: path.display().to_string() })
+    }
+
+    /// What the data asks of the model.
+    pub fn task(&self) -> Task {
+        self.task
+    }
+
+    /// Where the data is.
+    pub fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// How many samples there are, as far as that is known before they are read.
+    pub fn samples(&self) -> Option<usize> {
+        self.source.samples()
+    }
+
+    /// Goes through the batches in order, while other threads prepare the next ones.
+    ///
+    /// # Errors
+    /// Those of reading and preparing, of `consume`, and when there is no sample at all.
+    pub fn for_each(&self, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        let mut any = false;
+        loader::prefetch(self.source.works()?, loader::WORKERS, |batch| {
+            any = true;
+            consume(batch)
+        })?;
+        if any { Ok(()) } else { Err(Error::malformed(Path::new(&self.description), "holds no samples")) }
+    }
+
+    /// The first batch.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each).
+    pub fn first(&self) -> Result<Batch> {
+        match self.source.works()?.next() {
+            Some(work) => work?(),
+            None => Err(Error::malformed(Path::new(&self.description), "holds no samples")),
+        }
+    }
+}
+
+/// An error of a tensor that could not be put together.
+fn shaped(e: candle_core::Error) -> Error {
+    Error::option("data", e)
+}

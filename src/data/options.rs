@@ -1,0 +1,316 @@
+//! What a recipe says about data.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::Target;
+use crate::error::{Error, Result};
+
+/// What is asked of the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Task {
+    /// One of several classes: accuracy, F1
+    Classification,
+    /// The next token: perplexity
+    #[serde(alias = "language-modeling")]
+    #[cfg_attr(feature = "cli", value(alias = "language-modeling"))]
+    LanguageModelling,
+    /// Likeness of pairs of texts: Spearman's correlation of the cosine with a score
+    Embedding,
+    /// Nothing is known about the samples: outputs are only compared with another model's
+    Fidelity,
+}
+
+impl fmt::Display for Task {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Task::Classification => "classification",
+            Task::LanguageModelling => "language-modelling",
+            Task::Embedding => "embedding",
+            Task::Fidelity => "fidelity",
+        })
+    }
+}
+
+/// A column, by name or by number from 0.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged)]
+pub enum Column {
+    /// By number, the first is 0.
+    Index(usize),
+    /// By name.
+    Name(String),
+}
+
+impl FromStr for Column {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Ok(text.parse().map_or_else(|_| Column::Name(text.to_owned()), Column::Index))
+    }
+}
+
+impl fmt::Display for Column {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Column::Index(index) => write!(f, "{index}"),
+            Column::Name(name) => f.write_str(name),
+        }
+    }
+}
+
+/// Samples: one of `text`, `images` and `arrays`, and how they are to be read.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Data {
+    /// Text: .txt (a sample a line), .csv, .tsv or .jsonl
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text: Option<PathBuf>,
+    /// Images: a folder with one folder for each class, or an IDX file (as of MNIST; .gz too)
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub images: Option<PathBuf>,
+    /// Arrays with a row for each sample: .safetensors or .npz
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub arrays: Option<PathBuf>,
+    /// What is asked of the model [default: what the data and the model's outputs suggest]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub task: Option<Task>,
+    /// Column of the text [default: text, or sentence, or the only one]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub text_column: Option<Column>,
+    /// Column of the second text of a pair
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pair_column: Option<Column>,
+    /// Column, or array, of the label: a class by number or by a name of config.json's label2id, or a score
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label_column: Option<Column>,
+    /// Labels of an IDX file of images
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub labels: Option<PathBuf>,
+    /// Whether the first line of .csv and .tsv names the columns [default: true]
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub header: Option<bool>,
+    /// Character between columns [default: a comma, in .tsv a tab]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "CHARACTER", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub delimiter: Option<char>,
+    /// Whether `"` surrounds columns that hold the delimiter [default: true, in .tsv false]
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quoting: Option<bool>,
+    /// Which array goes to which input of the model
+    #[cfg_attr(feature = "cli", arg(long = "input", value_name = "INPUT=ARRAY", value_parser = parse_pair, help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Vec::is_empty", with = "pairs")]
+    #[cfg_attr(feature = "cli", schemars(with = "BTreeMap<String, String>"))]
+    pub inputs: Vec<(String, String)>,
+    /// Longest sequence, in tokens; longer texts are cut [default: what the model takes; 1024 for perplexity]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "TOKENS", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_length: Option<usize>,
+    /// Tokens from the start of a window to that of the next, for perplexity [default: windows do not overlap]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "TOKENS", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub stride: Option<usize>,
+    /// How many samples (windows, for perplexity) to take at most [default: all]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub samples: Option<usize>,
+    /// Samples that run together [default: 32; 4 windows for perplexity]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch_size: Option<usize>,
+    /// Height and width that images are resized to [default: as preprocessor_config.json says]
+    #[cfg_attr(feature = "cli", arg(long, num_args = 2, value_names = ["HEIGHT", "WIDTH"], help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub resize: Option<Vec<usize>>,
+    /// Factor on pixels [default: as preprocessor_config.json says, else 1/255 for images and 1 for arrays]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "FACTOR", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rescale: Option<f64>,
+    /// What is subtracted from each channel after the factor
+    #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mean: Vec<f64>,
+    /// What each channel is divided by then
+    #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub std: Vec<f64>,
+}
+
+/// Reads `INPUT=ARRAY`.
+#[cfg(feature = "cli")]
+fn parse_pair(text: &str) -> Result<(String, String), String> {
+    text.split_once('=').map(|(input, array)| (input.to_owned(), array.to_owned())).ok_or_else(|| format!("`{text}` is not INPUT=ARRAY"))
+}
+
+/// Pairs as a map.
+mod pairs {
+    use std::collections::BTreeMap;
+
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub fn serialize<S: Serializer>(pairs: &[(String, String)], serializer: S) -> Result<S::Ok, S::Error> {
+        pairs.iter().cloned().collect::<BTreeMap<_, _>>().serialize(serializer)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<(String, String)>, D::Error> {
+        Ok(BTreeMap::<String, String>::deserialize(deserializer)?.into_iter().collect())
+    }
+}
+
+/// Samples that run together when nothing is said.
+const BATCH: usize = 32;
+/// Windows that run together when nothing is said.
+const WINDOWS: usize = 4;
+
+impl Data {
+    /// The data behind a path, its kind told by its name.
+    pub fn at(path: &Path) -> Data {
+        let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
+        let path = Some(path.to_owned());
+        match ending.as_str() {
+            "txt" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
+            "safetensors" | "npz" => Data { arrays: path, ..Data::default() },
+            _ => Data { images: path, ..Data::default() },
+        }
+    }
+
+    /// Makes paths relative to a folder.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        for path in [&mut self.text, &mut self.images, &mut self.arrays, &mut self.labels].into_iter().flatten() {
+            *path = folder.join(&*path);
+        }
+    }
+
+    /// Holds the values to what they may be.
+    ///
+    /// # Errors
+    /// The first that cannot be.
+    pub fn check(&self) -> Result<()> {
+        let kinds = [&self.text, &self.images, &self.arrays].iter().filter(|kind| kind.is_some()).count();
+        if kinds != 1 {
+            return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`"));
+        }
+        for (name, value) in [("samples", self.samples), ("batch_size", self.batch_size), ("max_length", self.max_length), ("stride", self.stride)] {
+            if value == Some(0) {
+                return Err(Error::option("data", format!("`{name}` must be at least 1")));
+            }
+        }
+        if self.resize.as_ref().is_some_and(|size| size.len() != 2 || size.contains(&0)) {
+            return Err(Error::option("data", "`resize` must be a height and a width"));
+        }
+        if self.std.iter().chain(&self.rescale).any(|v| !v.is_normal()) || self.mean.iter().any(|v| !v.is_finite()) {
+            return Err(Error::option("data", "`rescale`, `mean` and `std` must be numbers, the first and the last not 0"));
+        }
+        Ok(())
+    }
+
+    /// Samples that run together.
+    pub(super) fn batch(&self, task: Task) -> usize {
+        self.batch_size.unwrap_or(if task == Task::LanguageModelling { WINDOWS } else { BATCH })
+    }
+
+    /// What is asked, said or suggested.
+    pub(super) fn task(&self, target: &Target) -> Result<Task> {
+        if let Some(task) = self.task {
+            return Ok(task);
+        }
+        if self.label_column.is_some() {
+            return Ok(if self.pair_column.is_some() && !gives_logits(target) { Task::Embedding } else { Task::Classification });
+        }
+        if let Some(images) = &self.images {
+            return Ok(if images.is_dir() || self.labels.is_some() { Task::Classification } else { Task::Fidelity });
+        }
+        if let Some(arrays) = &self.arrays {
+            return Ok(if super::arrays::has_labels(arrays)? { Task::Classification } else { Task::Fidelity });
+        }
+        let next = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3) && !is_masked(target);
+        Ok(if next { Task::LanguageModelling } else { Task::Fidelity })
+    }
+}
+
+fn gives_logits(target: &Target) -> bool {
+    target.outputs.iter().any(|port| port.name == "logits")
+}
+
+/// Whether the model fills in masked tokens, so that there is no next one.
+pub(super) fn is_masked(target: &Target) -> bool {
+    let class = target.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
+    class.is_some_and(|class| class.ends_with("ForMaskedLM"))
+}
+
+/// The data sets of a recipe.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct DataSets {
+    /// What accuracy is measured on
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub evaluation: Option<Data>,
+}
+
+impl DataSets {
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.evaluation.is_none()
+    }
+
+    /// Makes paths relative to a folder.
+    pub(crate) fn resolve(&mut self, folder: &Path) {
+        for data in [&mut self.evaluation].into_iter().flatten() {
+            data.resolve(folder);
+        }
+    }
+
+    /// The same with paths that hold wherever the recipe is.
+    pub(crate) fn absolute(&self) -> DataSets {
+        let mut sets = self.clone();
+        sets.resolve(&std::env::current_dir().unwrap_or_default());
+        sets
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let check = |text: &str| serde_saphyr::from_str::<Data>(text).map_err(|e| e.to_string()).and_then(|d| d.check().map_err(|e| e.to_string()));
+        assert!(check("text: a.txt").is_ok());
+        assert!(check("{}").unwrap_err().contains("exactly one of"));
+        assert!(check("{ text: a, images: b }").unwrap_err().contains("exactly one of"));
+        assert!(check("{ text: a, samples: 0 }").unwrap_err().contains("`samples`"));
+        assert!(check("{ images: a, resize: [3] }").unwrap_err().contains("`resize`"));
+        assert!(check("{ images: a, std: [0.0] }").unwrap_err().contains("`std`"));
+        assert!(check("{ text: a, colour: b }").unwrap_err().contains("colour"));
+    }
+
+    #[test]
+    fn columns_are_names_or_numbers() {
+        let data: Data = serde_saphyr::from_str("{ text: a.csv, text_column: 5, label_column: score, inputs: { x: images } }").unwrap();
+        assert_eq!((data.text_column, data.label_column), (Some(Column::Index(5)), Some(Column::Name("score".into()))));
+        assert_eq!(data.inputs, [("x".to_owned(), "images".to_owned())]);
+        assert_eq!("7".parse(), Ok(Column::Index(7)));
+        assert_eq!(Data::at(Path::new("a/b.CSV")).text.as_deref(), Some(Path::new("a/b.CSV")));
+        assert!(Data::at(Path::new("a/b")).images.is_some() && Data::at(Path::new("b.npz")).arrays.is_some());
+    }
+}

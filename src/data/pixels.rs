@@ -1,0 +1,249 @@
+//! From an image to the numbers that a model takes, as `preprocessor_config.json` says.
+
+use std::path::Path;
+
+use fast_image_resize::images::Image;
+use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
+use image::DynamicImage;
+use serde_json::{Map, Value};
+
+use super::options::Data;
+use super::tokens::object;
+use super::{Port, Target};
+use crate::error::{Error, Result};
+
+const FILE: &str = "preprocessor_config.json";
+/// What turns bytes into numbers from 0 to 1.
+const UNIT: f64 = 1.0 / 255.0;
+/// ConvNeXt's processor resizes below this so that a part is cut away.
+const WHOLE: usize = 384;
+
+/// How the size of an image is changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Size {
+    /// To this height and width.
+    Exactly(usize, usize),
+    /// So that the shorter side is this long.
+    Shorter(usize),
+}
+
+/// What is done to pixels.
+#[derive(Debug, Clone)]
+pub(super) struct Pixels {
+    size: Option<(Size, ResizeAlg)>,
+    /// Height and width of the middle that is kept.
+    crop: Option<(usize, usize)>,
+    rescale: f64,
+    mean: Vec<f64>,
+    std: Vec<f64>,
+}
+
+impl Pixels {
+    /// What the data and the model's folder say; `rescale` is the factor when neither says one.
+    pub fn open(options: &Data, target: &Target, rescale: f64) -> Result<Pixels> {
+        let path = target.folder.join(FILE);
+        let mut pixels =
+            if path.is_file() { Pixels::parse(&object(&path)?, &path)? } else { Pixels { size: None, crop: None, rescale, mean: vec![], std: vec![] } };
+        if let Some([height, width]) = options.resize.as_deref() {
+            let filter = pixels.size.map_or(ResizeAlg::Convolution(FilterType::Bilinear), |(_, filter)| filter);
+            (pixels.size, pixels.crop) = (Some((Size::Exactly(*height, *width), filter)), None);
+        }
+        pixels.rescale = options.rescale.unwrap_or(pixels.rescale);
+        if !options.mean.is_empty() || !options.std.is_empty() {
+            (pixels.mean, pixels.std) = (options.mean.clone(), options.std.clone());
+        }
+        Ok(pixels)
+    }
+
+    /// As [`open`](Pixels::open) for numbers that are no images: only what the data says.
+    pub fn plain(options: &Data) -> Pixels {
+        Pixels { size: None, crop: None, rescale: options.rescale.unwrap_or(1.0), mean: options.mean.clone(), std: options.std.clone() }
+    }
+
+    /// For whole numbers from 0 to 255.
+    pub fn unit() -> f64 {
+        UNIT
+    }
+
+    fn parse(values: &Map<String, Value>, path: &Path) -> Result<Pixels> {
+        let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not understood: {}", values.get(key).unwrap_or(&Value::Null)));
+        let on = |key: &str| values.get(key).and_then(Value::as_bool);
+        let number = |value: &Value, key: &str| value.get(key).and_then(Value::as_u64).map(|n| n as usize);
+        let numbers = |key: &str| match values.get(key) {
+            None | Some(Value::Null) => Ok(Vec::new()),
+            Some(Value::Array(items)) => items.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().ok_or_else(|| wrong(key)),
+            Some(_) => Err(wrong(key)),
+        };
+        let square = |key: &str| match values.get(key) {
+            None | Some(Value::Null) => Ok(None),
+            Some(size) => match (size.as_u64(), number(size, "height"), number(size, "width"), number(size, "shortest_edge")) {
+                (Some(n), ..) if key == "crop_size" => Ok(Some(Size::Exactly(n as usize, n as usize))),
+                (Some(n), ..) if on("do_center_crop") == Some(true) => Ok(Some(Size::Shorter(n as usize))),
+                (Some(n), ..) => Ok(Some(Size::Exactly(n as usize, n as usize))),
+                (_, Some(height), Some(width), _) => Ok(Some(Size::Exactly(height, width))),
+                (.., Some(shorter)) => Ok(Some(Size::Shorter(shorter))),
+                _ => Err(wrong(key)),
+            },
+        };
+        let filter = match values.get("resample").and_then(Value::as_u64) {
+            Some(0) => ResizeAlg::Nearest,
+            Some(1) => ResizeAlg::Convolution(FilterType::Lanczos3),
+            None | Some(2) => ResizeAlg::Convolution(FilterType::Bilinear),
+            Some(3) => ResizeAlg::Convolution(FilterType::CatmullRom),
+            Some(4) => ResizeAlg::Convolution(FilterType::Box),
+            Some(5) => ResizeAlg::Convolution(FilterType::Hamming),
+            Some(_) => return Err(wrong("resample")),
+        };
+        let mut size = if on("do_resize") == Some(false) { None } else { square("size")? };
+        let mut crop = if on("do_center_crop") == Some(true) { square("crop_size")?.or(size) } else { None };
+        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(*key)).and_then(Value::as_str).unwrap_or("");
+        if let (true, Some(Size::Shorter(edge))) = (kind.starts_with("ConvNext"), size) {
+            let part = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
+            (size, crop) = if edge < WHOLE {
+                (Some(Size::Shorter((edge as f64 / part) as usize)), Some(Size::Exactly(edge, edge)))
+            } else {
+                (Some(Size::Exactly(edge, edge)), None)
+            };
+        }
+        let crop = crop.map(|crop| match crop {
+            Size::Exactly(height, width) => (height, width),
+            Size::Shorter(edge) => (edge, edge),
+        });
+        let rescale = if on("do_rescale") == Some(false) { 1.0 } else { values.get("rescale_factor").and_then(Value::as_f64).unwrap_or(UNIT) };
+        let normalize = on("do_normalize") != Some(false);
+        let (mean, std) = if normalize { (numbers("image_mean")?, numbers("image_std")?) } else { (vec![], vec![]) };
+        Ok(Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std })
+    }
+
+    /// The image's numbers, channel by channel, with height and width.
+    pub fn numbers(&self, image: &DynamicImage, channels: usize, path: &Path) -> Result<(Vec<f32>, usize, usize)> {
+        let (mut height, mut width) = (image.height() as usize, image.width() as usize);
+        let mut bytes = match channels {
+            1 => image.to_luma8().into_raw(),
+            3 => image.to_rgb8().into_raw(),
+            _ => return Err(Error::Unsupported { what: format!("images for a model of {channels} channels"), hint: "give the samples as arrays".into() }),
+        };
+        if let Some((size, filter)) = self.size {
+            let (high, wide) = match size {
+                Size::Exactly(high, wide) => (high, wide),
+                Size::Shorter(edge) if height < width => (edge, edge * width / height.max(1)),
+                Size::Shorter(edge) => (edge * height / width.max(1), edge),
+            };
+            bytes = resize(bytes, (height, width), (high, wide), channels, filter).map_err(|e| Error::malformed(path, e))?;
+            (height, width) = (high, wide);
+        }
+        if let Some((high, wide)) = self.crop {
+            if high > height || wide > width {
+                return Err(Error::malformed(path, format!("is {height} x {width}, less than the {high} x {wide} that {FILE} keeps of it")));
+            }
+            let (top, left) = ((height - high) / 2, (width - wide) / 2);
+            let row = |y: usize| &bytes[((top + y) * width + left) * channels..][..wide * channels];
+            bytes = (0..high).flat_map(row).copied().collect();
+            (height, width) = (high, wide);
+        }
+        let plane = height * width;
+        let mut numbers = vec![0f32; plane * channels];
+        for (at, pixel) in bytes.chunks_exact(channels).enumerate() {
+            for (channel, value) in pixel.iter().enumerate() {
+                numbers[channel * plane + at] = f32::from(*value);
+            }
+        }
+        self.normalize(&mut numbers, channels)?;
+        Ok((numbers, height, width))
+    }
+
+    /// Applies factor, mean and deviation to numbers that stand channel by channel.
+    pub fn normalize(&self, numbers: &mut [f32], channels: usize) -> Result<()> {
+        for (name, values) in [("mean", &self.mean), ("std", &self.std)] {
+            if values.len() > 1 && values.len() != channels {
+                return Err(Error::option("data", format!("`{name}` has {} numbers, the samples have {channels} channels", values.len())));
+            }
+        }
+        let plane = (numbers.len() / channels.max(1)).max(1);
+        for (channel, plane) in numbers.chunks_mut(plane).enumerate() {
+            let pick = |values: &[f64], default: f64| values.get(channel).or(values.first()).copied().unwrap_or(default);
+            let (mean, std) = (pick(&self.mean, 0.0), pick(&self.std, 1.0));
+            if self.rescale != 1.0 || mean != 0.0 || std != 1.0 {
+                for value in plane {
+                    *value = ((f64::from(*value) * self.rescale - mean) / std) as f32;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn resize(bytes: Vec<u8>, from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
+    if from == to {
+        return Ok(bytes);
+    }
+    let kind = if channels == 1 { PixelType::U8 } else { PixelType::U8x3 };
+    let side = |n: usize| u32::try_from(n).map_err(|_| format!("cannot be resized to {} x {}", to.0, to.1));
+    let image = Image::from_vec_u8(side(from.1)?, side(from.0)?, bytes, kind).map_err(|e| e.to_string())?;
+    let mut resized = Image::new(side(to.1)?, side(to.0)?, kind);
+    Resizer::new().resize(&image, &mut resized, &ResizeOptions::new().resize_alg(filter).use_alpha(false)).map_err(|e| e.to_string())?;
+    Ok(resized.into_vec())
+}
+
+/// Channels, height and width of a model's input for images; heights and widths may be open.
+pub(super) fn plane(port: &Port, path: &Path) -> Result<(usize, Option<usize>, Option<usize>)> {
+    match port.shape.as_slice() {
+        [_, Some(channels), height, width] => Ok((*channels, *height, *width)),
+        [_, height, width] => Ok((1, *height, *width)),
+        // Rows of pixels: the images must have as many.
+        [_, Some(_)] => Ok((1, None, None)),
+        _ => Err(Error::option("data", format!("{}: the model's input `{}` is {}, which takes no images", path.display(), port.name, port.sizes()))),
+    }
+}
+
+/// Holds an image to the model's input.
+pub(super) fn require_size(port: &Port, (channels, height, width): (usize, usize, usize), path: &Path) -> Result<()> {
+    let fits = match port.shape.as_slice() {
+        [_, Some(count)] => channels * height * width == *count,
+        [.., high, wide] => high.is_none_or(|h| h == height) && wide.is_none_or(|w| w == width),
+        _ => false,
+    };
+    if fits {
+        return Ok(());
+    }
+    Err(Error::malformed(
+        path,
+        format!("is {height} x {width}, the model's input `{}` is {}: choose `resize`, or add a {FILE} to the model", port.name, port.sizes()),
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pixels(json: &str) -> Result<Pixels> {
+        let values: Map<String, Value> = serde_json::from_str(json).unwrap();
+        Pixels::parse(&values, Path::new(FILE))
+    }
+
+    #[test]
+    fn processors_are_read() {
+        let vit = pixels(r#"{"do_resize":true,"size":{"height":224,"width":224},"resample":2,"image_mean":[0.5,0.5,0.5],"image_std":[0.5,0.5,0.5]}"#).unwrap();
+        assert_eq!(vit.size, Some((Size::Exactly(224, 224), ResizeAlg::Convolution(FilterType::Bilinear))));
+        assert_eq!((vit.crop, vit.mean.len()), (None, 3));
+        let resnet = pixels(r#"{"feature_extractor_type":"ConvNextFeatureExtractor","crop_pct":0.875,"size":{"shortest_edge":224},"resample":3}"#).unwrap();
+        assert_eq!(resnet.size.unwrap().0, Size::Shorter(256));
+        assert_eq!(resnet.crop, Some((224, 224)));
+        let mobilenet = pixels(r#"{"do_center_crop":true,"crop_size":{"height":224,"width":224},"size":{"shortest_edge":256},"do_normalize":false}"#).unwrap();
+        assert_eq!((mobilenet.size.unwrap().0, mobilenet.crop, mobilenet.mean.len()), (Size::Shorter(256), Some((224, 224)), 0));
+        assert!(pixels(r#"{"size":{"longest_edge":5}}"#).unwrap_err().to_string().contains("`size`"));
+        assert!(pixels(r#"{"resample":9}"#).unwrap_err().to_string().contains("`resample`"));
+    }
+
+    #[test]
+    fn channels_are_told_apart_and_the_middle_is_kept() {
+        let mut picture = image::RgbImage::new(4, 2);
+        for (x, y, pixel) in picture.enumerate_pixels_mut() {
+            *pixel = image::Rgb([x as u8, 10 + y as u8, 100]);
+        }
+        let pixels = Pixels { size: None, crop: Some((2, 2)), rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0] };
+        let (numbers, height, width) = pixels.numbers(&DynamicImage::ImageRgb8(picture), 3, Path::new("p")).unwrap();
+        assert_eq!((height, width), (2, 2));
+        assert_eq!(numbers, [1.0, 2.0, 1.0, 2.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]);
+    }
+}

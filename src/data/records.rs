@@ -1,0 +1,267 @@
+//! Lines of text files: plain, with columns, or JSON objects.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::options::{Column, Data};
+use crate::error::{Error, Result};
+
+/// A text with what goes with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Record {
+    pub text: String,
+    pub pair: Option<String>,
+    pub label: Option<String>,
+    /// Line in the file, from 1.
+    pub line: u64,
+}
+
+pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
+
+/// How a file of text is laid out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Layout {
+    Lines,
+    Columns { delimiter: u8, quoting: bool },
+    Json,
+}
+
+const TEXT: [&str; 2] = ["text", "sentence"];
+const LABEL: [&str; 2] = ["label", "labels"];
+
+/// The layout that a file's name tells.
+pub(super) fn layout(options: &Data, path: &Path) -> Result<Layout> {
+    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
+    let tabs = ending == "tsv";
+    if let Some(delimiter) = options.delimiter {
+        let delimiter = u8::try_from(delimiter).map_err(|_| Error::option("data", format!("`delimiter` must be a character of ASCII, not `{delimiter}`")))?;
+        return Ok(Layout::Columns { delimiter, quoting: options.quoting.unwrap_or(delimiter != b'\t') });
+    }
+    match ending.as_str() {
+        "csv" | "tsv" => Ok(Layout::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
+        "jsonl" => Ok(Layout::Json),
+        "txt" => Ok(Layout::Lines),
+        _ => Err(Error::option("data", format!("{}: text must be .txt, .csv, .tsv or .jsonl, or `delimiter` must be given", path.display()))),
+    }
+}
+
+/// Opens a file; `labelled` says that labels must be there.
+pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Records> {
+    let file = File::open(path).map_err(Error::io("open", path))?;
+    match layout(options, path)? {
+        Layout::Lines => {
+            if labelled || options.pair_column.is_some() {
+                return Err(Error::option("data", format!("{}: lines of plain text have no columns; use .csv, .tsv or .jsonl", path.display())));
+            }
+            Ok(Box::new(lines(file, path).filter_map(|line| match line {
+                Ok((_, text)) if text.trim().is_empty() => None,
+                Ok((line, text)) => Some(Ok(Record { text, pair: None, label: None, line })),
+                Err(e) => Some(Err(e)),
+            })))
+        }
+        Layout::Columns { delimiter, quoting } => columns(options, file, path, labelled, (delimiter, quoting)),
+        Layout::Json => objects(options, file, path, labelled),
+    }
+}
+
+/// Lines with their numbers.
+fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = Result<(u64, String)>> + Send + 'static {
+    let path = path.to_owned();
+    BufReader::new(file).lines().enumerate().map(move |(index, line)| {
+        let number = index as u64 + 1;
+        line.map(|text| (number, text)).map_err(|e| match e.kind() {
+            std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is not UTF-8")),
+            _ => Error::io("read", &path)(e),
+        })
+    })
+}
+
+fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, quoting): (u8, bool)) -> Result<Records> {
+    let header = options.header.unwrap_or(true);
+    let mut reader = csv::ReaderBuilder::new().has_headers(header).delimiter(delimiter).quoting(quoting).flexible(true).from_reader(file);
+    let wrong = |path: &Path, e: csv::Error| {
+        let line = e.position().map_or(String::new(), |at| format!("line {}: ", at.line()));
+        Error::malformed(path, format!("{line}{}", plain(&e)))
+    };
+    let names: Vec<String> = if header { reader.headers().map_err(|e| wrong(path, e))?.iter().map(str::to_owned).collect() } else { Vec::new() };
+    let find = |column: &Column| match column {
+        Column::Index(index) => Ok(*index),
+        Column::Name(name) if header => names.iter().position(|n| n == name).ok_or_else(|| no_column(path, name, &names)),
+        Column::Name(name) => Err(Error::option("data", format!("column `{name}`: with `header: false` columns have numbers, the first is 0"))),
+    };
+    let usual = |usual: &[&str]| usual.iter().find_map(|name| names.iter().position(|n| n == name));
+    let text = match &options.text_column {
+        Some(column) => find(column)?,
+        None if names.len() == 1 => 0,
+        None => usual(&TEXT).ok_or_else(|| Error::option("data", format!("{}: name the `text_column`; there are {}", path.display(), listed(&names))))?,
+    };
+    let pair = options.pair_column.as_ref().map(find).transpose()?;
+    let label = match &options.label_column {
+        Some(column) => Some(find(column)?),
+        None if labelled => {
+            Some(usual(&LABEL).ok_or_else(|| Error::option("data", format!("{}: name the `label_column`; there are {}", path.display(), listed(&names))))?)
+        }
+        None => None,
+    };
+    let path = path.to_owned();
+    let records = reader.into_records().map(move |record| {
+        let record = record.map_err(|e| wrong(&path, e))?;
+        let line = record.position().map_or(0, csv::Position::line);
+        let get = |index: usize| {
+            let missing = || Error::malformed(&path, format!("line {line} has {} columns, column {index} is wanted", record.len()));
+            record.get(index).map(str::to_owned).ok_or_else(missing)
+        };
+        Ok(Record { text: get(text)?, pair: pair.map(get).transpose()?, label: label.map(get).transpose()?, line })
+    });
+    Ok(Box::new(records))
+}
+
+/// A message without the place, which stands before it.
+fn plain(error: &csv::Error) -> String {
+    match error.kind() {
+        csv::ErrorKind::Utf8 { .. } => "is not UTF-8".into(),
+        csv::ErrorKind::Io(e) => e.to_string(),
+        _ => error.to_string(),
+    }
+}
+
+fn listed(names: &[String]) -> String {
+    if names.is_empty() { "only numbers, since `header` is false".into() } else { names.iter().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ") }
+}
+
+fn no_column(path: &Path, name: &str, names: &[String]) -> Error {
+    Error::option("data", format!("{} has no column `{name}`; there are {}", path.display(), listed(names)))
+}
+
+fn objects(options: &Data, file: File, path: &Path, labelled: bool) -> Result<Records> {
+    let name = |column: &Option<Column>| match column {
+        Some(Column::Index(index)) => Err(Error::option("data", format!("column {index}: values of JSON objects have names"))),
+        Some(Column::Name(name)) => Ok(Some(name.clone())),
+        None => Ok(None),
+    };
+    let names =
+        Names { text: name(&options.text_column)?, pair: name(&options.pair_column)?, label: name(&options.label_column)?, labelled, path: path.to_owned() };
+    Ok(Box::new(lines(file, path).filter_map(move |line| match line {
+        Ok((_, text)) if text.trim().is_empty() => None,
+        Ok((line, text)) => Some(names.record(line, &text)),
+        Err(e) => Some(Err(e)),
+    })))
+}
+
+/// What values of JSON objects are called.
+struct Names {
+    text: Option<String>,
+    pair: Option<String>,
+    label: Option<String>,
+    labelled: bool,
+    path: PathBuf,
+}
+
+impl Names {
+    fn record(&self, line: u64, text: &str) -> Result<Record> {
+        let object: Map<String, Value> =
+            serde_json::from_str(text).map_err(|e| Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}")))?;
+        let find = |name: &Option<String>, usual: &[&str]| match name {
+            Some(name) => object.get(name).ok_or_else(|| name.clone()),
+            None => usual.iter().find_map(|name| object.get(*name)).ok_or_else(|| usual[0].to_owned()),
+        };
+        let value = |found: Result<&Value, String>| match found {
+            Ok(Value::String(text)) => Ok(text.clone()),
+            Ok(value @ (Value::Number(_) | Value::Bool(_))) => Ok(value.to_string()),
+            Ok(_) => Err(Error::malformed(&self.path, format!("line {line}: a text or label is no string and no number"))),
+            Err(name) => {
+                let names: Vec<String> = object.keys().cloned().collect();
+                Err(Error::malformed(&self.path, format!("line {line} has no `{name}`; there are {}", listed(&names))))
+            }
+        };
+        Ok(Record {
+            text: value(find(&self.text, &TEXT))?,
+            pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[]))).transpose()?,
+            label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL))?) } else { None },
+            line,
+        })
+    }
+}
+
+/// Lines of a file, which is about the number of its records.
+pub(super) fn count_lines(path: &Path) -> Option<usize> {
+    let mut file = File::open(path).ok()?;
+    let (mut buffer, mut lines, mut last) = (vec![0; 1 << 16], 0, b'\n');
+    loop {
+        match file.read(&mut buffer).ok()? {
+            0 => return Some(lines + usize::from(last != b'\n')),
+            read => {
+                lines += buffer[..read].iter().filter(|byte| **byte == b'\n').count();
+                last = buffer[read - 1];
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(name: &str, text: &str, options: &str, labelled: bool) -> Result<Vec<Record>, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        let options: Data = serde_saphyr::from_str(options).unwrap();
+        let all = || open(&options, &path, labelled)?.collect::<Result<Vec<_>>>();
+        all().map_err(|e| e.to_string())
+    }
+
+    fn record(text: &str, pair: Option<&str>, label: Option<&str>, line: u64) -> Record {
+        Record { text: text.into(), pair: pair.map(Into::into), label: label.map(Into::into), line }
+    }
+
+    #[test]
+    fn every_layout_is_read() {
+        assert_eq!(read("a.txt", "one\n\ntwo", "{}", false).unwrap(), [record("one", None, None, 1), record("two", None, None, 3)]);
+        let columns = "id,text,label\n1,\"a, b\",x\n2,c,y\n";
+        assert_eq!(read("a.csv", columns, "{}", true).unwrap(), [record("a, b", None, Some("x"), 2), record("c", None, Some("y"), 3)]);
+        let bare = "3\t\"q\tr\textra\n4\ts\tt\n";
+        let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
+        assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
+        let json = "{\"text\": \"a\", \"label\": 1}\n\n{\"label\": true, \"text\": \"b\"}\n";
+        assert_eq!(read("a.jsonl", json, "{}", true).unwrap(), [record("a", None, Some("1"), 1), record("b", None, Some("true"), 3)]);
+    }
+
+    #[test]
+    fn mistakes_name_file_line_and_columns() {
+        let wrong = |name: &str, text: &str, options: &str| read(name, text, options, true).unwrap_err();
+        let column = wrong("a.csv", "id,body\n1,a\n", "{ text_column: txt }");
+        assert!(column.contains("no column `txt`") && column.contains("`id`, `body`"), "{column}");
+        assert!(wrong("a.csv", "text,b\n1,a\n", "{}").contains("label_column"));
+        assert!(wrong("a.csv", "a,b\n1,2\n", "{ header: false, text_column: b }").contains("numbers"));
+        assert!(wrong("a.csv", "a,b\n1\n", "{ text_column: 0, label_column: 1 }").contains("line 2 has 1 columns"));
+        assert!(wrong("a.jsonl", "{\"a\": 1}\n", "{}").contains("line 1 has no `text`; there are `a`"));
+        assert!(wrong("a.jsonl", "[1]\n", "{}").contains("line 1 is not a JSON object"));
+        assert!(wrong("a.txt", "a\n", "{}").contains("no columns"));
+        assert!(wrong("a.md", "a\n", "{}").contains(".jsonl"));
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, bytes) in [("a.txt", b"fine\n\xff\n".as_slice()), ("a.csv", b"text\n\xff\n")] {
+            let path = folder.path().join(name);
+            std::fs::write(&path, bytes).unwrap();
+            let error = open(&Data::default(), &path, false).unwrap().collect::<Result<Vec<_>>>().unwrap_err().to_string();
+            assert!(error.contains("line 2") && error.contains("UTF-8"), "{error}");
+        }
+    }
+
+    #[test]
+    fn lines_are_counted() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a");
+        for (text, count) in [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)] {
+            std::fs::write(&path, text).unwrap();
+            assert_eq!(count_lines(&path), Some(count));
+        }
+    }
+}

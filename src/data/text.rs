@@ -1,0 +1,79 @@
+//! Texts, or pairs of texts, each a sample.
+
+use std::path::{Path, PathBuf};
+
+use super::labels::Classes;
+use super::options::{Data, Task};
+use super::records::{self, Record};
+use super::tokens::{Tokenizer, Tokens};
+use super::{Batch, Source, Target, Truth, Work, Works};
+use crate::error::{Error, Result};
+
+pub(super) struct Sentences {
+    options: Data,
+    path: PathBuf,
+    task: Task,
+    tokenizer: Tokenizer,
+    classes: Classes,
+}
+
+impl Sentences {
+    pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Sentences> {
+        if task == Task::Embedding && options.pair_column.is_none() {
+            return Err(Error::option("data", "`task: embedding` compares pairs with scores: name `pair_column` and `label_column`"));
+        }
+        let tokenizer = Tokenizer::open(&target, options.max_length)?;
+        let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, classes: Classes::of(&target) };
+        // What is wrong with the columns is said before a model is loaded.
+        drop(sentences.records()?);
+        Ok(sentences)
+    }
+
+    fn records(&self) -> Result<records::Records> {
+        records::open(&self.options, &self.path, matches!(self.task, Task::Classification | Task::Embedding))
+    }
+
+    fn batch(&self, records: &[Record]) -> Result<Batch> {
+        let truth = match self.task {
+            Task::Classification => Truth::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
+            Task::Embedding => Truth::Scores(self.labels(records, |label, place| {
+                let score = label.trim().parse::<f64>().ok().filter(|score| score.is_finite());
+                score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{label}` is no number")))
+            })?),
+            Task::LanguageModelling | Task::Fidelity => Truth::None,
+        };
+        let rows: Vec<Tokens> = if self.task == Task::Embedding {
+            let second = records.iter().filter_map(|r| r.pair.as_ref());
+            records.iter().map(|r| &r.text).chain(second).map(|text| self.tokenizer.encode(text, None)).collect::<Result<_>>()?
+        } else {
+            records.iter().map(|r| self.tokenizer.encode(&r.text, r.pair.as_deref())).collect::<Result<_>>()?
+        };
+        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, truth, samples: records.len() })
+    }
+
+    fn labels<T>(&self, records: &[Record], read: impl Fn(&str, &str) -> Result<T>) -> Result<Vec<T>> {
+        records.iter().map(|record| read(record.label.as_deref().unwrap_or(""), &format!("line {}", record.line))).collect()
+    }
+}
+
+impl Source for Sentences {
+    fn works(&self) -> Result<Works<'_>> {
+        let size = self.options.batch(self.task);
+        let mut records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
+        Ok(Box::new(std::iter::from_fn(move || {
+            let batch: Result<Vec<Record>> = records.by_ref().take(size).collect();
+            match batch {
+                Ok(batch) if batch.is_empty() => None,
+                Ok(batch) => Some(Ok(Box::new(move || self.batch(&batch)) as Work)),
+                Err(e) => Some(Err(e)),
+            }
+        })))
+    }
+
+    fn samples(&self) -> Option<usize> {
+        let header =
+            usize::from(self.options.header.unwrap_or(true) && matches!(records::layout(&self.options, &self.path), Ok(records::Layout::Columns { .. })));
+        let lines = records::count_lines(&self.path)?.saturating_sub(header);
+        Some(lines.min(self.options.samples.unwrap_or(usize::MAX)))
+    }
+}

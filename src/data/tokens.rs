@@ -1,0 +1,146 @@
+//! Texts as tokens, by the model's own `tokenizer.json`.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use candle_core::{Device, Tensor};
+use serde_json::{Map, Value};
+use tokenizers::{TruncationParams, TruncationStrategy};
+
+use super::{Target, shaped};
+use crate::error::{Error, Result};
+
+const FILE: &str = "tokenizer.json";
+/// `model_max_length` above this stands for "no limit".
+const NO_LIMIT: u64 = 1 << 24;
+
+/// A text as the model takes it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Tokens {
+    pub ids: Vec<i64>,
+    /// Which text of a pair each token belongs to.
+    pub types: Vec<i64>,
+}
+
+/// A model's tokenizer.
+pub(super) struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// The same, for texts that are cut by others.
+    uncut: OnceLock<tokenizers::Tokenizer>,
+    path: PathBuf,
+    pad: i64,
+    longest: Option<usize>,
+}
+
+impl Tokenizer {
+    /// Opens the tokenizer of a model; texts are cut at `max_length` tokens, or where the model ends.
+    pub fn open(target: &Target, max_length: Option<usize>) -> Result<Tokenizer> {
+        let path = target.folder.join(FILE);
+        if !path.is_file() {
+            return Err(Error::Unsupported {
+                what: format!("{}: text without {FILE}", target.folder.display()),
+                hint: "save the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)` in transformers, which writes this file".into(),
+            });
+        }
+        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|e| Error::malformed(&path, e))?;
+        let settings = object(&target.folder.join("tokenizer_config.json"))?;
+        let pad = pad(&inner, &settings, target.config);
+        let limit = limit(target, &settings)?;
+        if let (Some(wanted), Some(limit)) = (max_length, limit)
+            && wanted > limit
+        {
+            return Err(Error::option("data", format!("`max_length` is {wanted}, the model takes {limit} tokens")));
+        }
+        let longest = max_length.or(limit);
+        // What the file says of both is for its own training, not for this run.
+        inner.with_padding(None);
+        let truncation = longest.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..Default::default() });
+        inner.with_truncation(truncation).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
+        Ok(Tokenizer { inner, uncut: OnceLock::new(), path, pad, longest })
+    }
+
+    /// Most tokens of a text.
+    pub fn longest(&self) -> Option<usize> {
+        self.longest
+    }
+
+    /// A text, or a pair of texts, with the special tokens around them.
+    pub fn encode(&self, text: &str, pair: Option<&str>) -> Result<Tokens> {
+        let encoding = match pair {
+            Some(pair) => self.inner.encode_fast((text, pair), true),
+            None => self.inner.encode_fast(text, true),
+        };
+        let encoding = encoding.map_err(|e| Error::malformed(&self.path, e))?;
+        let wide = |values: &[u32]| values.iter().map(|v| i64::from(*v)).collect();
+        Ok(Tokens { ids: wide(encoding.get_ids()), types: wide(encoding.get_type_ids()) })
+    }
+
+    /// The tokens of a text of any length, nothing around them.
+    pub fn plain(&self, text: &str) -> Result<Vec<i64>> {
+        let uncut = self.uncut.get_or_init(|| {
+            let mut uncut = self.inner.clone();
+            // Taking a limit away cannot fail.
+            let _ = uncut.with_truncation(None);
+            uncut
+        });
+        let encoding = uncut.encode_fast(text, false).map_err(|e| Error::malformed(&self.path, e))?;
+        Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
+    }
+
+    /// The token that the tokenizer puts before every text, if it is one alone.
+    pub fn first(&self) -> Result<Option<i64>> {
+        let (with, without) = (self.encode("a", None)?, self.plain("a")?);
+        Ok(with.ids.first().copied().filter(|_| with.ids.len() == without.len() + 1 && with.ids.ends_with(&without)))
+    }
+
+    /// Rows of one length, filled up with padding that the mask hides.
+    pub fn collate(&self, rows: &[Tokens]) -> Result<BTreeMap<String, Tensor>> {
+        let width = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
+        if rows.iter().any(|row| row.ids.is_empty()) {
+            return Err(Error::malformed(&self.path, "makes no token of a text; empty texts cannot be run"));
+        }
+        let (mut ids, mut mask, mut types) = (Vec::new(), Vec::new(), Vec::new());
+        for row in rows {
+            let rest = width - row.ids.len();
+            ids.extend(row.ids.iter().copied().chain(std::iter::repeat_n(self.pad, rest)));
+            types.extend(row.types.iter().copied().chain(std::iter::repeat_n(0, rest)));
+            mask.extend(std::iter::repeat_n(1i64, row.ids.len()).chain(std::iter::repeat_n(0, rest)));
+        }
+        let tensor = |values: Vec<i64>| Tensor::from_vec(values, (rows.len(), width), &Device::Cpu).map_err(shaped);
+        let named = [("input_ids", tensor(ids)?), ("attention_mask", tensor(mask)?), ("token_type_ids", tensor(types)?)];
+        Ok(named.map(|(name, tensor)| (name.to_owned(), tensor)).into())
+    }
+}
+
+/// A JSON object, empty when there is no file.
+pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
+    if !path.is_file() {
+        return Ok(Map::new());
+    }
+    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))
+}
+
+/// The token that fills rows up: what the tokenizer says, then the configuration, then 0.
+fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) -> i64 {
+    let named = settings.get("pad_token").and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
+    tokenizer
+        .get_padding()
+        .map(|padding| i64::from(padding.pad_id))
+        .or_else(|| named.and_then(|token| tokenizer.token_to_id(token)).map(i64::from))
+        .or_else(|| config.get("pad_token_id").and_then(Value::as_i64))
+        .unwrap_or(0)
+}
+
+/// Most tokens that a model takes.
+fn limit(target: &Target, settings: &Map<String, Value>) -> Result<Option<usize>> {
+    let number = |values: &Map<String, Value>, key: &str| values.get(key).and_then(Value::as_u64).filter(|n| (1..NO_LIMIT).contains(n)).map(|n| n as usize);
+    let sentences = object(&target.folder.join("sentence_bert_config.json"))?;
+    let positions = number(target.config, "max_position_embeddings").or_else(|| number(target.config, "n_positions"));
+    // These count positions from the one after the padding token's id.
+    let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
+    let offset = if matches!(kind, "roberta" | "xlm-roberta" | "camembert") { number(target.config, "pad_token_id").unwrap_or(1) + 1 } else { 0 };
+    let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), number(&sentences, "max_seq_length")];
+    Ok(limits.into_iter().flatten().min())
+}

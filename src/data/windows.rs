@@ -1,0 +1,197 @@
+//! Running text in windows, for perplexity.
+//!
+//! A plain file is one text; in other files every record is one. Windows have `max_length` tokens, begin with the
+//! token that the tokenizer puts first, and start `stride` tokens apart; where they overlap, a token is predicted
+//! in the first window that holds it only.
+
+use std::fs::File;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::options::{self, Data, Task};
+use super::records::{self, Layout};
+use super::tokens::{Tokenizer, Tokens};
+use super::{Batch, Source, Target, Truth, Work, Works};
+use crate::error::{Error, Result};
+
+/// Window when neither the data nor the model asks for a shorter one.
+const LENGTH: usize = 1024;
+/// Bytes of a plain file that are tokenized at once: no file of usual size is cut.
+const PIECE: usize = 1 << 22;
+
+pub(super) struct Windows {
+    options: Data,
+    path: PathBuf,
+    tokenizer: Tokenizer,
+    cut: Cut,
+}
+
+impl Windows {
+    pub fn open(options: &Data, path: &Path, target: Target) -> Result<Windows> {
+        if options::is_masked(&target) {
+            return Err(Error::Unsupported {
+                what: "perplexity of a model that fills in masked tokens".into(),
+                hint: "compare it with another model: `task: fidelity`".into(),
+            });
+        }
+        let tokenizer = Tokenizer::open(&target, options.max_length)?;
+        let length = options.max_length.unwrap_or_else(|| tokenizer.longest().map_or(LENGTH, |longest| longest.min(LENGTH)));
+        let first = tokenizer.first()?;
+        let room = length - usize::from(first.is_some()).min(length);
+        if room < 2 {
+            return Err(Error::option("data", format!("`max_length: {length}` leaves no token to predict")));
+        }
+        let stride = options.stride.unwrap_or(room);
+        if stride > room {
+            return Err(Error::option("data", format!("`stride` is {stride}, but a window has room for {room} tokens: some would be skipped")));
+        }
+        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, cut: Cut { first, room, stride } };
+        drop(windows.texts()?);
+        Ok(windows)
+    }
+
+    fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<String>> + Send>> {
+        if records::layout(&self.options, &self.path)? == Layout::Lines {
+            let file = File::open(&self.path).map_err(Error::io("open", &self.path))?;
+            return Ok(Box::new(Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE }));
+        }
+        Ok(Box::new(records::open(&self.options, &self.path, false)?.map(|record| record.map(|r| r.text))))
+    }
+
+    fn batch(&self, windows: &[Window]) -> Result<Batch> {
+        let rows: Vec<Tokens> = windows.iter().map(|w| Tokens { ids: w.ids.clone(), types: vec![0; w.ids.len()] }).collect();
+        let truth = Truth::Next(windows.iter().map(|w| w.predicted.clone()).collect());
+        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, truth, samples: windows.len() })
+    }
+}
+
+impl Source for Windows {
+    fn works(&self) -> Result<Works<'_>> {
+        let size = self.options.batch(Task::LanguageModelling);
+        let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
+            Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
+            Err(e) => vec![Err(e)],
+        });
+        let mut windows = windows.take(self.options.samples.unwrap_or(usize::MAX));
+        Ok(Box::new(std::iter::from_fn(move || {
+            let batch: Result<Vec<Window>> = windows.by_ref().take(size).collect();
+            match batch {
+                Ok(batch) if batch.is_empty() => None,
+                Ok(batch) => Some(Ok(Box::new(move || self.batch(&batch)) as Work)),
+                Err(e) => Some(Err(e)),
+            }
+        })))
+    }
+
+    fn samples(&self) -> Option<usize> {
+        self.options.samples
+    }
+}
+
+/// Tokens of one window, and the places that are predicted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Window {
+    ids: Vec<i64>,
+    predicted: Range<usize>,
+}
+
+/// How texts are cut.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    /// What every window begins with.
+    first: Option<i64>,
+    /// Tokens of the text in a window.
+    room: usize,
+    /// From the start of a window to that of the next.
+    stride: usize,
+}
+
+impl Cut {
+    fn windows(&self, tokens: &[i64]) -> Vec<Window> {
+        let lead = usize::from(self.first.is_some());
+        let (mut windows, mut start, mut done) = (Vec::new(), 0, 0);
+        while done < tokens.len() {
+            let end = tokens.len().min(start + self.room);
+            let ids: Vec<i64> = self.first.into_iter().chain(tokens[start..end].iter().copied()).collect();
+            // The first token of a window has nothing before it.
+            let predicted = (lead + done - start).max(1)..ids.len();
+            if !predicted.is_empty() {
+                windows.push(Window { ids, predicted });
+            }
+            done = end;
+            start += self.stride;
+        }
+        windows
+    }
+}
+
+/// A file in pieces that end where a line, or at least a word, ends.
+struct Pieces {
+    file: File,
+    path: PathBuf,
+    rest: Vec<u8>,
+    size: usize,
+}
+
+impl Iterator for Pieces {
+    type Item = Result<String>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        let mut bytes = std::mem::take(&mut self.rest);
+        let wanted = (self.size as u64).saturating_sub(bytes.len() as u64);
+        if let Err(e) = self.file.by_ref().take(wanted).read_to_end(&mut bytes) {
+            return Some(Err(Error::io("read", &self.path)(e)));
+        }
+        if bytes.is_empty() {
+            return None;
+        }
+        if bytes.len() >= self.size {
+            let last = |wanted: fn(&u8) -> bool| bytes.iter().rposition(wanted);
+            let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).filter(|at| *at > 0).unwrap_or(bytes.len());
+            self.rest = bytes.split_off(at);
+        }
+        Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, "is not UTF-8")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn predicted(first: Option<i64>, room: usize, stride: usize, count: usize) -> Vec<(usize, Vec<i64>)> {
+        let tokens: Vec<i64> = (100..100 + count as i64).collect();
+        let windows = Cut { first, room, stride }.windows(&tokens);
+        windows.iter().map(|w| (w.ids.len(), w.ids[w.predicted.clone()].to_vec())).collect()
+    }
+
+    #[test]
+    fn every_token_is_predicted_once() {
+        assert_eq!(predicted(Some(1), 3, 3, 7), [(4, vec![100, 101, 102]), (4, vec![103, 104, 105]), (2, vec![106])]);
+        assert_eq!(predicted(Some(1), 4, 2, 7), [(5, vec![100, 101, 102, 103]), (5, vec![104, 105]), (4, vec![106])]);
+        for (room, stride) in [(5, 1), (5, 3), (8, 8), (2, 1)] {
+            let all: Vec<i64> = predicted(Some(1), room, stride, 40).into_iter().flat_map(|(_, p)| p).collect();
+            assert_eq!(all, (100..140).collect::<Vec<_>>(), "{room} {stride}");
+        }
+    }
+
+    #[test]
+    fn without_a_first_token_the_first_of_the_text_cannot_be_predicted() {
+        assert_eq!(predicted(None, 4, 2, 6), [(4, vec![101, 102, 103]), (4, vec![104, 105])]);
+        assert_eq!(predicted(None, 4, 4, 5), [(4, vec![101, 102, 103])]);
+    }
+
+    #[test]
+    fn pieces_are_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("a.txt");
+        let text = "one two\nthree\nfour five six seven eight\nnine";
+        std::fs::write(&path, text).unwrap();
+        for size in [8, 12, 40, 100] {
+            let pieces = Pieces { file: File::open(&path).unwrap(), path: path.clone(), rest: Vec::new(), size };
+            let pieces: Vec<String> = pieces.map(Result::unwrap).collect();
+            assert_eq!(pieces.concat(), text);
+            assert!(size < 100 || pieces.len() == 1);
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! One of several classes.
+
+use std::collections::BTreeMap;
+
+use candle_core::D;
+
+use super::{Metric, Outputs, Score, answer, computed, statistics};
+use crate::data::{Batch, Truth};
+use crate::error::{Error, Result};
+
+/// Counts for each pair of true and predicted class.
+#[derive(Debug, Default)]
+pub(super) struct Classification {
+    confusion: BTreeMap<(usize, usize), u64>,
+}
+
+impl Metric for Classification {
+    fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
+        let Truth::Classes(classes) = &batch.truth else { return Ok(()) };
+        let (name, logits) = answer(outputs, &["logits"], 2)?;
+        let count = logits.dim(1).map_err(computed)?;
+        let predicted = logits.argmax(D::Minus1).and_then(|t| t.to_vec1::<u32>()).map_err(computed)?;
+        if predicted.len() != classes.len() {
+            return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
+        }
+        for (truth, predicted) in classes.iter().zip(predicted) {
+            if *truth >= count {
+                return Err(Error::option("data", format!("a label is {truth}, the model tells {count} classes apart, the first is 0")));
+            }
+            *self.confusion.entry((*truth, predicted as usize)).or_default() += 1;
+        }
+        Ok(())
+    }
+
+    fn score(&self) -> Result<Score> {
+        let count: u64 = self.confusion.values().sum();
+        let hits: u64 = self.confusion.iter().filter(|((truth, predicted), _)| truth == predicted).map(|(_, n)| n).sum();
+        let (mut truths, mut predictions) = (BTreeMap::<usize, u64>::new(), BTreeMap::<usize, u64>::new());
+        for ((truth, predicted), n) in &self.confusion {
+            *truths.entry(*truth).or_default() += n;
+            *predictions.entry(*predicted).or_default() += n;
+        }
+        // The mean over the classes that occur, 2 TP / (2 TP + FP + FN) each.
+        let classes: std::collections::BTreeSet<usize> = truths.keys().chain(predictions.keys()).copied().collect();
+        let f1 = |class: &usize| {
+            let both = truths.get(class).unwrap_or(&0) + predictions.get(class).unwrap_or(&0);
+            2.0 * *self.confusion.get(&(*class, *class)).unwrap_or(&0) as f64 / both as f64
+        };
+        let macro_f1 = classes.iter().map(f1).sum::<f64>() / classes.len().max(1) as f64;
+        Ok(Score {
+            metric: "accuracy".into(),
+            value: hits as f64 / count.max(1) as f64,
+            ci95: statistics::proportion(hits, count),
+            more: [("f1_macro".to_owned(), macro_f1), ("correct".to_owned(), hits as f64)].into(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn accuracy_and_f1() {
+        let mut metric = Classification::default();
+        let logits = Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 1., 0.], [0., 0., 1.]], &Device::Cpu).unwrap();
+        let batch = Batch { inputs: Default::default(), truth: Truth::Classes(vec![0, 1, 2, 2]), samples: 4 };
+        metric.add(&batch, &[("logits".to_owned(), logits)].into()).unwrap();
+        let score = metric.score().unwrap();
+        assert_eq!(score.value, 0.75);
+        // sklearn: f1_score([0, 1, 2, 2], [0, 1, 1, 2], average="macro")
+        assert!((score.more["f1_macro"] - 0.777_777_77).abs() < 1e-6);
+        let wrong = Batch { truth: Truth::Classes(vec![0, 1, 2, 3]), ..batch };
+        let logits = Tensor::zeros((4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+        assert!(metric.add(&wrong, &[("logits".to_owned(), logits)].into()).unwrap_err().to_string().contains("a label is 3"));
+    }
+}

@@ -1,0 +1,88 @@
+//! The next token.
+
+use candle_core::{D, IndexOp};
+
+use super::{Metric, Outputs, Score, answer, computed, statistics};
+use crate::data::{Batch, Truth};
+use crate::error::{Error, Result};
+
+/// Rows of logits that are gone through at once, so that their logarithms stay small beside the logits.
+const ROWS: usize = 64;
+
+/// Sums of `-ln p` of the tokens that came.
+#[derive(Debug, Default)]
+pub(super) struct Perplexity {
+    sum: f64,
+    squares: f64,
+    count: u64,
+}
+
+impl Metric for Perplexity {
+    fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
+        let Truth::Next(places) = &batch.truth else { return Ok(()) };
+        let (name, logits) = answer(outputs, &["logits"], 3)?;
+        let ids = batch.inputs.get("input_ids").ok_or_else(|| Error::option("task", "perplexity needs tokens"))?;
+        let (windows, length) = ids.dims2().map_err(computed)?;
+        let vocabulary = logits.dim(2).map_err(computed)?;
+        if logits.dims() != [windows, length, vocabulary] {
+            return Err(Error::option(
+                "task",
+                format!("output `{name}` is {:?} for tokens of {windows} x {length}; perplexity needs logits for each token", logits.dims()),
+            ));
+        }
+        for (window, places) in places.iter().enumerate() {
+            let tokens = ids.i(window).and_then(|t| t.to_vec1::<i64>()).map_err(computed)?;
+            for from in places.clone().step_by(ROWS) {
+                let to = places.end.min(from + ROWS);
+                // The logits at a place predict the token at the next one.
+                let rows = logits.i((window, from - 1..to - 1)).map_err(computed)?;
+                let highest = rows.max_keepdim(D::Minus1).map_err(computed)?;
+                let sums = rows.broadcast_sub(&highest).and_then(|r| r.exp()?.sum(D::Minus1)?.log()).and_then(|s| s.to_vec1::<f32>()).map_err(computed)?;
+                let highest = highest.flatten_all().and_then(|h| h.to_vec1::<f32>()).map_err(computed)?;
+                for (row, token) in tokens[from..to].iter().enumerate() {
+                    let token = usize::try_from(*token).ok().filter(|t| *t < vocabulary);
+                    let token =
+                        token.ok_or_else(|| Error::option("data", format!("token {} is not among the {vocabulary} of the model", tokens[from + row])))?;
+                    let logit = rows.i((row, token)).and_then(|t| t.to_scalar::<f32>()).map_err(computed)?;
+                    let loss = f64::from(sums[row]) + f64::from(highest[row]) - f64::from(logit);
+                    self.sum += loss;
+                    self.squares += loss * loss;
+                    self.count += 1;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn score(&self) -> Result<Score> {
+        let mean = self.sum / self.count.max(1) as f64;
+        Ok(Score {
+            metric: "perplexity".into(),
+            value: mean.exp(),
+            // Tokens of one text depend on each other: the interval is that of independent ones.
+            ci95: statistics::mean(self.sum, self.squares, self.count).map(|ends| ends.map(f64::exp)),
+            more: [("tokens".to_owned(), self.count as f64), ("negative_log_likelihood".to_owned(), mean)].into(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+
+    #[test]
+    fn an_even_guess_has_the_perplexity_of_its_choices() {
+        let mut metric = Perplexity::default();
+        let ids = Tensor::new(&[[1i64, 2, 3, 0]], &Device::Cpu).unwrap();
+        let batch = Batch { inputs: [("input_ids".to_owned(), ids)].into(), truth: Truth::Next(std::iter::once(1..3).collect()), samples: 1 };
+        let logits = Tensor::full(2f32, (1, 4, 5), &Device::Cpu).unwrap();
+        metric.add(&batch, &[("logits".to_owned(), logits)].into()).unwrap();
+        let score = metric.score().unwrap();
+        assert!((score.value - 5.0).abs() < 1e-5);
+        assert_eq!(score.more["tokens"], 2.0);
+        let few = Tensor::zeros((1, 4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
+        assert!(metric.add(&batch, &[("logits".to_owned(), few)].into()).unwrap_err().to_string().contains("token 3"));
+    }
+}

@@ -1,0 +1,52 @@
+//! How long a model takes.
+
+use super::runner::{Runner, seconds};
+use super::{Latency, Quantiles};
+use crate::error::Result;
+use crate::exec::Inputs;
+
+/// Time that runs before the clock counts: caches fill, processors speed up.
+const WARM_UP: f64 = 0.3;
+/// Time that is measured, unless there are too few runs.
+const MEASURED: f64 = 1.5;
+/// Fewest runs that are measured, and most.
+const RUNS: std::ops::RangeInclusive<usize> = 10..=200;
+
+/// Times two models on one batch, in turns, so that what else the machine does meets both.
+///
+/// # Errors
+/// A run fails.
+pub fn latency(before: &mut dyn Runner, after: &mut dyn Runner, inputs: &Inputs, threads: usize) -> Result<Latency> {
+    let mut spent = 0.0;
+    while spent < WARM_UP {
+        spent += seconds(before, inputs)? + seconds(after, inputs)?;
+    }
+    let mut times = (Vec::new(), Vec::new());
+    let mut spent = 0.0;
+    while times.0.len() < *RUNS.start() || (spent < MEASURED && times.0.len() < *RUNS.end()) {
+        times.0.push(seconds(before, inputs)?);
+        times.1.push(seconds(after, inputs)?);
+        spent += times.0.last().unwrap_or(&0.0) + times.1.last().unwrap_or(&0.0);
+    }
+    let runs = times.0.len();
+    let (before_ms, after_ms) = (quantiles(times.0), quantiles(times.1));
+    let batch = inputs.get("input_ids").or_else(|| inputs.values().next()).map(|t| t.dims().to_vec()).unwrap_or_default();
+    Ok(Latency { runtime: after.runtime().to_string(), threads, batch, runs, before_ms, after_ms, speedup: before_ms.p50 / after_ms.p50 })
+}
+
+fn quantiles(mut seconds: Vec<f64>) -> Quantiles {
+    seconds.sort_by(f64::total_cmp);
+    let at = |part: f64| seconds.get(((seconds.len() as f64 * part).ceil() as usize).saturating_sub(1)).map_or(f64::NAN, |s| s * 1e3);
+    Quantiles { p50: at(0.5), p95: at(0.95) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_of_a_hundred() {
+        let quantiles = quantiles((1..=100).rev().map(f64::from).collect());
+        assert_eq!((quantiles.p50, quantiles.p95), (50_000.0, 95_000.0));
+    }
+}

@@ -1,0 +1,143 @@
+//! Going over a data set with one model or several.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use candle_core::Tensor;
+
+use super::{Fidelity, Runner, Score, classification, embedding, fidelity, language_modelling};
+use crate::data::{Batch, DataSet, Task};
+use crate::error::{Error, Result};
+use crate::store::{Event, Sweep, Unit};
+
+/// Named outputs of a model.
+pub type Outputs = BTreeMap<String, Tensor>;
+
+/// Sums up how well a model does.
+pub(super) trait Metric {
+    /// Takes a batch and what the model says to it.
+    fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()>;
+    /// The score of all batches.
+    fn score(&self) -> Result<Score>;
+}
+
+/// What one model did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcome {
+    /// How well it does, where there are labels.
+    pub score: Option<Score>,
+    /// Time that it ran.
+    pub time: Duration,
+}
+
+/// What all models did.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Outcomes {
+    /// What was asked.
+    pub task: Task,
+    /// On how many samples (windows, for perplexity).
+    pub samples: usize,
+    /// Model by model.
+    pub models: Vec<Outcome>,
+    /// Pair by pair.
+    pub pairs: Vec<Fidelity>,
+}
+
+/// Sums over batches, for models and for pairs of them.
+struct Sums {
+    metrics: Vec<Option<Box<dyn Metric>>>,
+    times: Vec<Duration>,
+    pairs: Vec<((usize, usize), fidelity::Sums)>,
+    samples: usize,
+}
+
+impl Sums {
+    fn new(task: Task, models: usize, pairs: &[(usize, usize)]) -> Sums {
+        Sums {
+            metrics: (0..models).map(|_| metric(task)).collect(),
+            times: vec![Duration::ZERO; models],
+            pairs: pairs.iter().map(|pair| (*pair, fidelity::Sums::default())).collect(),
+            samples: 0,
+        }
+    }
+
+    fn add(&mut self, batch: &Batch, models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
+        let mut answers = Vec::with_capacity(models.len());
+        for (index, model) in models.iter_mut().enumerate() {
+            let start = Instant::now();
+            let outputs = model.run(&batch.inputs)?;
+            self.times[index] += start.elapsed();
+            if let Some(metric) = &mut self.metrics[index] {
+                metric.add(batch, &outputs)?;
+            }
+            answers.push(outputs);
+        }
+        for ((before, after), sums) in &mut self.pairs {
+            sums.add(batch, &answers[*before], &answers[*after])?;
+        }
+        self.samples += batch.samples;
+        Ok(())
+    }
+
+    fn finish(self, task: Task) -> Result<Outcomes> {
+        let outcome = |(metric, time): (Option<Box<dyn Metric>>, Duration)| Ok(Outcome { score: metric.map(|metric| metric.score()).transpose()?, time });
+        Ok(Outcomes {
+            task,
+            samples: self.samples,
+            models: self.metrics.into_iter().zip(self.times).map(outcome).collect::<Result<_>>()?,
+            pairs: self.pairs.into_iter().map(|(_, sums)| sums.finish()).collect(),
+        })
+    }
+}
+
+/// Runs models over a data set, and compares those of each pair with each other.
+///
+/// # Errors
+/// Reading or running fails, an output that the task needs is missing, or the work is cancelled.
+pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], sweep: &Sweep) -> Result<Outcomes> {
+    let mut sums = Sums::new(data.task(), models.len(), pairs);
+    sweep.progress.on(Event::Begin { stage: "Evaluating", total: data.samples().unwrap_or(0) as u64, unit: Unit::Samples });
+    let done = data.for_each(|batch| {
+        sweep.cancel.check()?;
+        sums.add(&batch, models)?;
+        sweep.advance(batch.samples as u64)
+    });
+    sweep.progress.on(Event::End);
+    done?;
+    sums.finish(data.task())
+}
+
+/// As [`evaluate`] for one batch of which nothing is known.
+///
+/// # Errors
+/// Running fails.
+pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)]) -> Result<Outcomes> {
+    let mut sums = Sums::new(Task::Fidelity, models.len(), pairs);
+    sums.add(batch, models)?;
+    sums.finish(Task::Fidelity)
+}
+
+fn metric(task: Task) -> Option<Box<dyn Metric>> {
+    match task {
+        Task::Classification => Some(Box::<classification::Classification>::default()),
+        Task::LanguageModelling => Some(Box::<language_modelling::Perplexity>::default()),
+        Task::Embedding => Some(Box::<embedding::Similarity>::default()),
+        Task::Fidelity => None,
+    }
+}
+
+/// The output that carries the answer: the first of the names that there is, else the only one of this rank.
+pub(super) fn answer<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> Result<(&'o str, &'o Tensor)> {
+    let named = names.iter().find_map(|name| outputs.get_key_value(*name)).filter(|(_, tensor)| tensor.rank() == rank);
+    let mut fitting = outputs.iter().filter(|(_, tensor)| tensor.rank() == rank);
+    let only = || fitting.next().filter(|_| fitting.next().is_none());
+    named.or_else(only).map(|(name, tensor)| (name.as_str(), tensor)).ok_or_else(|| {
+        let there = outputs.iter().map(|(name, tensor)| format!("`{name}` {:?}", tensor.dims())).collect::<Vec<_>>().join(", ");
+        Error::option("task", format!("needs an output `{}` of {rank} axes; the model gives {there}", names.first().unwrap_or(&"")))
+    })
+}
+
+/// An error of a tensor that could not be computed.
+pub(super) fn computed(e: candle_core::Error) -> Error {
+    Error::option("evaluation", e)
+}

@@ -1,0 +1,245 @@
+//! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
+
+use std::path::Path;
+
+use candle_core::Device;
+
+use super::Pipeline;
+use super::run::Measured;
+use crate::analysis;
+use crate::data::{self, DataSet};
+use crate::error::{Error, Result};
+use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, Outcomes, Runner, Runtime, Score, Subject};
+use crate::export::{Export, Exported};
+use crate::ir::Graph;
+use crate::model::Model;
+use crate::onnx::file::MODEL;
+use crate::store::{Encoding, Sweep};
+
+/// Largest model, in bytes of 32-bit parameters, that is run without being asked for.
+const UNASKED: u64 = 1 << 30;
+/// Where the input is written as ONNX for comparison.
+const BEFORE: &str = ".before";
+
+/// How far ONNX Runtime's answers may be from the built-in executor's, for numbers of usual size.
+const TOLERANCE: f64 = 1e-3;
+/// The mean cosine to the built-in executor's answers that is asked for where integers or 16-bit floats are multiplied. Single
+/// answers may be further off: of the real embeddings that an int8 MiniLM makes of sentences, the least is at 0.966.
+const MEAN_COSINE: f64 = 0.9;
+
+impl Pipeline {
+    /// Holds what is said of evaluation to the data there is.
+    pub(super) fn check_evaluation(&self) -> Result<()> {
+        match (&self.evaluate, &self.data.evaluation) {
+            (Some(_), None) => Err(Error::option("evaluate", "needs samples: add `data: { evaluation: ... }`")),
+            (_, Some(data)) => data.check(),
+            (None, None) => Ok(()),
+        }
+    }
+
+    /// How to evaluate, if anybody asked.
+    fn evaluation(&self) -> Option<Evaluate> {
+        self.data.evaluation.as_ref().map(|_| self.evaluate.clone().unwrap_or_default())
+    }
+
+    fn onnx(&self) -> Option<&Export> {
+        self.export.iter().find(|export| export.format().name() == "onnx")
+    }
+}
+
+/// Which side of a run a model is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Before,
+    After,
+}
+
+/// Models in the order in which they run.
+struct Cast {
+    subjects: Vec<(Side, Runtime, Subject)>,
+}
+
+impl Cast {
+    fn position(&self, side: Side, runtime: Runtime) -> Option<usize> {
+        self.subjects.iter().position(|(s, r, _)| (*s, *r) == (side, runtime))
+    }
+
+    /// Pairs of positions to compare: before and after by runtime, and both runtimes of the output.
+    fn pairs(&self) -> Vec<(usize, usize)> {
+        let pair = |a: (Side, Runtime), b: (Side, Runtime)| Some((self.position(a.0, a.1)?, self.position(b.0, b.1)?));
+        let wanted = [
+            pair((Side::Before, Runtime::Candle), (Side::After, Runtime::Candle)),
+            pair((Side::Before, Runtime::OnnxRuntime), (Side::After, Runtime::OnnxRuntime)),
+            pair((Side::After, Runtime::Candle), (Side::After, Runtime::OnnxRuntime)),
+        ];
+        wanted.into_iter().flatten().collect()
+    }
+
+    fn load(&mut self, sweep: &Sweep) -> Result<Vec<Box<dyn Runner + '_>>> {
+        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(&Device::Cpu, sweep)).collect()
+    }
+}
+
+/// What a run starts from, what came of it, and where it was written.
+pub(super) struct Run<'r> {
+    pub pipeline: &'r Pipeline,
+    pub before: &'r Model,
+    pub after: &'r Model,
+    pub folder: &'r Path,
+    pub sweep: Sweep<'r>,
+}
+
+impl Run<'_> {
+    /// Measures, and tells the exports how they fared.
+    pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
+        let mut measured = Measured { compute: self.compute(), ..Measured::default() };
+        let asked = self.pipeline.evaluation();
+        let onnx = self.pipeline.onnx().is_some();
+        if asked.is_none() && !onnx {
+            return Ok(measured);
+        }
+        let ready = crate::runtime::library();
+        let wanted = match &asked {
+            Some(evaluate) if !evaluate.runtime.is_empty() => evaluate.runtime.clone(),
+            _ if onnx && ready.is_ok() => vec![Runtime::Candle, Runtime::OnnxRuntime],
+            _ => vec![Runtime::Candle],
+        };
+        if onnx
+            && !wanted.contains(&Runtime::OnnxRuntime)
+            && let Err(reason) = &ready
+        {
+            measured.notes.push(format!("{MODEL} was not run: {reason}"));
+        }
+        if wanted.contains(&Runtime::OnnxRuntime) && !onnx {
+            return Err(Error::option("evaluate", "`runtime: onnxruntime` needs `onnx` among the exports"));
+        }
+        match asked {
+            Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,
+            None if wanted.len() > 1 => self.compare(exports, &mut measured)?,
+            None => {}
+        }
+        Ok(measured)
+    }
+
+    /// Cost before and after; nothing when it is not known what the model computes.
+    fn compute(&self) -> Option<Compute> {
+        let (before, after) = (self.before.graph().ok()?, self.after.graph().ok()?);
+        let sizes = analysis::usual_sizes(&before);
+        let cost = |graph: &Graph| {
+            let (macs, activation_bytes) = analysis::cost(graph, &sizes);
+            Cost { macs, activation_bytes }
+        };
+        Some(Compute { before: cost(&before), after: cost(&after), sizes })
+    }
+
+    /// The models to run.
+    fn cast(&self, runtimes: &[Runtime], sides: &[Side]) -> Result<Cast> {
+        let mut subjects = Vec::new();
+        for (side, runtime) in sides.iter().flat_map(|side| runtimes.iter().map(move |runtime| (*side, *runtime))) {
+            let subject = match (side, runtime) {
+                (Side::Before, Runtime::Candle) => Subject::of(self.before.clone())?,
+                (Side::After, Runtime::Candle) => Subject::of(self.written()?)?,
+                (Side::Before, Runtime::OnnxRuntime) => self.session(&self.folder.join(BEFORE).join(MODEL))?,
+                (Side::After, Runtime::OnnxRuntime) => self.session(&self.folder.join(MODEL))?,
+            };
+            subjects.push((side, runtime, subject));
+        }
+        Ok(Cast { subjects })
+    }
+
+    /// The output as it was written, where the built-in executor can read it.
+    fn written(&self) -> Result<Model> {
+        let safetensors = self.pipeline.export.iter().any(|export| export.format().name() == "safetensors");
+        if safetensors { Model::open(self.folder) } else { Ok(self.after.clone()) }
+    }
+
+    fn session(&self, path: &Path) -> Result<Subject> {
+        Subject::onnx(path, self.folder, self.after.config.values().clone(), self.sweep.threads)
+    }
+
+    /// Runs the ONNX file on made-up samples.
+    fn compare(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
+        if 4 * self.after.weights.parameters() > UNASKED {
+            measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
+            return Ok(());
+        }
+        let mut cast = self.cast(&[Runtime::Candle, Runtime::OnnxRuntime], &[Side::After])?;
+        let graph = self.after.graph()?;
+        let batch = data::made_up(&graph, self.pipeline.seed)?;
+        let pairs = cast.pairs();
+        let outcomes = evaluation::compare(&batch, &mut cast.load(&self.sweep)?, &pairs)?;
+        self.hold(outcomes.pairs.last(), batch.samples, "made-up samples", exports)
+    }
+
+    /// Runs everything on the evaluation data.
+    fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
+        let Some(options) = &self.pipeline.data.evaluation else { return Ok(()) };
+        if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
+            let folder = self.folder.join(BEFORE);
+            std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
+            onnx.format().write(self.before, &folder, &self.sweep)?;
+        }
+        let mut cast = self.cast(runtimes, &[Side::Before, Side::After])?;
+        let data = DataSet::open(options, cast.subjects[0].2.target())?;
+        let pairs = cast.pairs();
+        let mut models = cast.load(&self.sweep)?;
+        let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.sweep)?;
+        if evaluate.latency {
+            let batch = data.first()?;
+            let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
+            let (before, after) = models.split_at_mut(runtimes.len());
+            let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.sweep.threads)?;
+            measured.latency = Some(latency);
+        }
+        drop(models);
+        measured.accuracy = Some(accuracy(runtimes, &data, &outcomes));
+        let folder = self.folder.join(BEFORE);
+        if folder.exists() {
+            std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
+        }
+        if runtimes.len() > 1 {
+            self.hold(outcomes.pairs.last(), outcomes.samples, &format!("samples of {}", data.description()), exports)?;
+        }
+        Ok(())
+    }
+
+    /// Holds ONNX Runtime's answers to the built-in executor's, and writes it down.
+    fn hold(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
+        let Some(fidelity) = fidelity else { return Ok(()) };
+        let coarse = self.after.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
+            || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
+        let ok = if coarse { fidelity.cosine >= MEAN_COSINE } else { fidelity.max_abs_error <= TOLERANCE * fidelity.largest.max(1.0) };
+        let difference =
+            format!("largest difference {:.1e} at numbers up to {:.1}, least cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine_min);
+        if !ok {
+            let reason = format!("ONNX Runtime's answers to {samples} {what} are not those of the built-in executor: {difference}");
+            return Err(Error::Verification { path: MODEL.into(), reason });
+        }
+        for (_, exported) in exports.iter_mut().filter(|(format, _)| *format == "onnx") {
+            exported.how += &format!("; run in ONNX Runtime on {samples} {what}: {difference}");
+            exported.max_abs_error = fidelity.max_abs_error;
+        }
+        Ok(())
+    }
+}
+
+fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {
+    let (before, after) = outcomes.models.split_at(runtimes.len());
+    let values =
+        |side: &[evaluation::Outcome]| runtimes.iter().zip(side).filter_map(|(runtime, outcome)| Some((*runtime, outcome.score.as_ref()?.value))).collect();
+    let first: Option<(&Score, &Score)> = before.first().and_then(|o| o.score.as_ref()).zip(after.first().and_then(|o| o.score.as_ref()));
+    let more =
+        |(before, after): (&Score, &Score)| before.more.iter().filter_map(|(name, value)| Some((name.clone(), [*value, *after.more.get(name)?]))).collect();
+    Accuracy {
+        task: outcomes.task.to_string(),
+        metric: first.map(|(score, _)| score.metric.clone()),
+        data: data.description().to_owned(),
+        samples: outcomes.samples,
+        before: values(before),
+        after: values(after),
+        ci95: first.and_then(|(before, after)| Some([before.ci95?, after.ci95?])),
+        drop: first.map(|(before, after)| before.drop_to(after)),
+        fidelity: outcomes.pairs.first().cloned(),
+        more: first.map(more).unwrap_or_default(),
+    }
+}

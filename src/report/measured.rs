@@ -1,0 +1,49 @@
+//! Figures that were measured by running the models, as rows: what, before, after.
+
+use super::Report;
+use super::format::{bytes, count, decibels};
+
+/// The rows, none when nothing was run.
+pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
+    let mut rows = Vec::new();
+    if let Some(accuracy) = &report.accuracy {
+        let metric = accuracy.metric.as_deref().unwrap_or("");
+        for (runtime, before) in &accuracy.before {
+            let after = accuracy.after.get(runtime).map_or("-".into(), |v| format!("{v:.4}"));
+            rows.push([format!("{metric}, {runtime}"), format!("{before:.4}"), after]);
+        }
+        if let Some([before, after]) = accuracy.ci95 {
+            let interval = |[low, high]: [f64; 2]| format!("{low:.4} .. {high:.4}");
+            rows.push([format!("{metric}, 95 % interval"), interval(before), interval(after)]);
+        }
+        for (name, [before, after]) in accuracy.more.iter().filter(|(_, [before, after])| before.fract() != 0.0 || before != after) {
+            rows.push([name.replace('_', " "), format!("{before:.4}"), format!("{after:.4}")]);
+        }
+        if let Some(fidelity) = &accuracy.fidelity {
+            let mut add = |name: &str, value: String| rows.push([format!("{name} of `{}`", fidelity.output), "-".into(), value]);
+            add("cosine, mean", format!("{:.4}", fidelity.cosine));
+            add("cosine, least", format!("{:.4}", fidelity.cosine_min));
+            add("SQNR", decibels(fidelity.sqnr_db));
+            if let (Some(kl), Some(top1)) = (fidelity.kl, fidelity.top1_agreement) {
+                add("divergence", format!("{kl:.4}"));
+                add("same top class", format!("{:.1} %", 100.0 * top1));
+            }
+        }
+    }
+    if let Some(latency) = &report.latency {
+        let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ");
+        let what = format!("{}, batch {sizes}, {} threads", latency.runtime, latency.threads);
+        rows.push([format!("median time, {what}"), milliseconds(latency.before_ms.p50), milliseconds(latency.after_ms.p50)]);
+        rows.push(["95th percentile".into(), milliseconds(latency.before_ms.p95), milliseconds(latency.after_ms.p95)]);
+        rows.push(["times as fast".into(), "1.00".into(), format!("{:.2}", latency.speedup)]);
+    }
+    if let Some(compute) = &report.compute {
+        rows.push(["multiply-accumulates".into(), count(compute.before.macs), count(compute.after.macs)]);
+        rows.push(["memory of activations".into(), bytes(compute.before.activation_bytes), bytes(compute.after.activation_bytes)]);
+    }
+    rows
+}
+
+fn milliseconds(value: f64) -> String {
+    if value < 10.0 { format!("{value:.2} ms") } else { format!("{value:.1} ms") }
+}
