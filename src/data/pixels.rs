@@ -173,16 +173,21 @@ impl Pixels {
     }
 }
 
+/// Resizes as Pillow does: along rows, rounded to bytes, then along columns.
 fn resize(bytes: Vec<u8>, from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
-    if from == to {
-        return Ok(bytes);
-    }
-    let kind = if channels == 1 { PixelType::U8 } else { PixelType::U8x3 };
+    let bytes = if from.1 == to.1 { bytes } else { stretch(&bytes, from, (from.0, to.1), channels, filter)? };
+    if from.0 == to.0 { Ok(bytes) } else { stretch(&bytes, (from.0, to.1), to, channels, filter) }
+}
+
+fn stretch(bytes: &[u8], from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
+    let kind = if channels == 1 { PixelType::F32 } else { PixelType::F32x3 };
     let side = |n: usize| u32::try_from(n).map_err(|_| format!("cannot be resized to {} x {}", to.0, to.1));
-    let image = Image::from_vec_u8(side(from.1)?, side(from.0)?, bytes, kind).map_err(|e| e.to_string())?;
+    let numbers: Vec<u8> = bytes.iter().flat_map(|b| f32::from(*b).to_ne_bytes()).collect();
+    let image = Image::from_vec_u8(side(from.1)?, side(from.0)?, numbers, kind).map_err(|e| e.to_string())?;
     let mut resized = Image::new(side(to.1)?, side(to.0)?, kind);
     Resizer::new().resize(&image, &mut resized, &ResizeOptions::new().resize_alg(filter).use_alpha(false)).map_err(|e| e.to_string())?;
-    Ok(resized.into_vec())
+    let byte = |number: &[u8]| f32::from_ne_bytes(number.try_into().unwrap_or_default()).round().clamp(0.0, 255.0) as u8;
+    Ok(resized.into_vec().chunks_exact(4).map(byte).collect())
 }
 
 /// Channels, height and width of a model's input for images; heights and widths may be open.

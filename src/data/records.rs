@@ -107,9 +107,12 @@ fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, 
         None => None,
     };
     let path = path.to_owned();
-    let records = reader.into_records().map(move |record| {
+    let windows = ends_as_in_windows(&path);
+    let records = reader.into_records().enumerate().map(move |(index, record)| {
         let record = record.map_err(|e| wrong(&path, e))?;
-        let line = record.position().map_or(0, csv::Position::line);
+        // The reader takes the second character of such a line's end for part of the next line.
+        let behind = u64::from(windows && (header || index > 0));
+        let line = record.position().map_or(0, csv::Position::line) + behind;
         let get = |index: usize| {
             let missing = || Error::malformed(&path, format!("line {line} has {} columns, column {index} is wanted", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
@@ -117,6 +120,13 @@ fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, 
         Ok(Record { text: get(text)?, pair: pair.map(get).transpose()?, label: label.map(get).transpose()?, line })
     });
     Ok(Box::new(records))
+}
+
+/// Whether the first line ends with a carriage return and a line feed.
+fn ends_as_in_windows(path: &Path) -> bool {
+    let mut first = Vec::new();
+    let read = File::open(path).and_then(|file| BufReader::new(file).read_until(b'\n', &mut first));
+    read.is_ok() && first.ends_with(b"\r\n")
 }
 
 /// A message without the place, which stands before it.
@@ -223,6 +233,8 @@ mod tests {
         assert_eq!(read("a.txt", "one\n\ntwo", "{}", false).unwrap(), [record("one", None, None, 1), record("two", None, None, 3)]);
         let columns = "id,text,label\n1,\"a, b\",x\n2,c,y\n";
         assert_eq!(read("a.csv", columns, "{}", true).unwrap(), [record("a, b", None, Some("x"), 2), record("c", None, Some("y"), 3)]);
+        let windows = columns.replace('\n', "\r\n");
+        assert_eq!(read("a.csv", &windows, "{}", true).unwrap(), [record("a, b", None, Some("x"), 2), record("c", None, Some("y"), 3)]);
         let bare = "3\t\"q\tr\textra\n4\ts\tt\n";
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);

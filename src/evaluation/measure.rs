@@ -128,10 +128,14 @@ fn metric(task: Task) -> Option<Box<dyn Metric>> {
 
 /// The output that carries the answer: the first of the names that there is, else the only one of this rank.
 pub(super) fn answer<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> Result<(&'o str, &'o Tensor)> {
-    let named = names.iter().find_map(|name| outputs.get_key_value(*name)).filter(|(_, tensor)| tensor.rank() == rank);
+    let named = names.iter().find_map(|name| outputs.get_key_value(*name));
     let mut fitting = outputs.iter().filter(|(_, tensor)| tensor.rank() == rank);
     let only = || fitting.next().filter(|_| fitting.next().is_none());
-    named.or_else(only).map(|(name, tensor)| (name.as_str(), tensor)).ok_or_else(|| {
+    let found = match named {
+        Some(named) => Some(named).filter(|(_, tensor)| tensor.rank() == rank),
+        None => only(),
+    };
+    found.map(|(name, tensor)| (name.as_str(), tensor)).ok_or_else(|| {
         let there = outputs.iter().map(|(name, tensor)| format!("`{name}` {:?}", tensor.dims())).collect::<Vec<_>>().join(", ");
         Error::option("task", format!("needs an output `{}` of {rank} axes; the model gives {there}", names.first().unwrap_or(&"")))
     })
