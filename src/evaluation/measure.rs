@@ -130,7 +130,7 @@ fn metric(task: Task) -> Option<Box<dyn Metric>> {
 pub(super) fn answer<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> Result<(&'o str, &'o Tensor)> {
     let named = names.iter().find_map(|name| outputs.get_key_value(*name));
     let mut fitting = outputs.iter().filter(|(_, tensor)| tensor.rank() == rank);
-    let only = || fitting.next().filter(|_| fitting.next().is_none());
+    let mut only = || fitting.next().filter(|_| fitting.next().is_none());
     let found = match named {
         Some(named) => Some(named).filter(|(_, tensor)| tensor.rank() == rank),
         None => only(),
