@@ -65,6 +65,24 @@ pub enum Error {
         /// What is wrong with it.
         reason: String,
     },
+    /// A graph that does not hold together, or cannot be made from this configuration.
+    #[error("{what}: {reason}")]
+    Graph {
+        /// The node, the value, or the file that describes it.
+        what: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A model that cannot be run on these inputs, or on this machine.
+    #[error("{what}: {reason}")]
+    Run {
+        /// The input, the node or the device.
+        what: String,
+        /// What went wrong.
+        reason: String,
+        /// What to do about it.
+        hint: String,
+    },
     /// A recipe that does not parse; the text carries line, column and a snippet.
     #[error("{}: {message}", path.display())]
     Recipe {
@@ -126,6 +144,16 @@ impl Error {
         Error::Option { what: what.to_string(), reason: reason.to_string() }
     }
 
+    /// A graph that does not hold together.
+    pub fn graph(what: impl fmt::Display, reason: impl fmt::Display) -> Error {
+        Error::Graph { what: what.to_string(), reason: reason.to_string() }
+    }
+
+    /// A model that cannot be run.
+    pub fn run(what: impl fmt::Display, reason: impl fmt::Display, hint: impl fmt::Display) -> Error {
+        Error::Run { what: what.to_string(), reason: reason.to_string(), hint: hint.to_string() }
+    }
+
     /// Whether the request itself was wrong, so that trying again cannot help.
     pub fn is_misuse(&self) -> bool {
         matches!(self, Error::Option { .. } | Error::Recipe { .. } | Error::NoMatch { .. })
@@ -134,7 +162,9 @@ impl Error {
     /// Advice, where there is any.
     pub fn hint(&self) -> Option<String> {
         match self {
-            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } => (!hint.is_empty()).then(|| hint.clone()),
+            Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } | Error::Run { hint, .. } => {
+                (!hint.is_empty()).then(|| hint.clone())
+            }
             Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),

@@ -18,8 +18,16 @@ const LAYERS: [&[&str]; 8] = [
 ];
 
 /// What a line may use of itself.
-const BESIDE: [(&str, &str); 7] =
-    [("pipeline", "report"), ("pipeline", "recipe"), ("exec", "analysis"), ("exec", "data"), ("model", "arch"), ("model", "onnx"), ("store", "kernel")];
+const BESIDE: [(&str, &str); 8] = [
+    ("pipeline", "report"),
+    ("pipeline", "recipe"),
+    ("exec", "analysis"),
+    ("exec", "data"),
+    ("model", "arch"),
+    ("model", "onnx"),
+    ("store", "kernel"),
+    ("ir", "kernel"),
+];
 
 struct Source {
     /// Path inside `src`.

@@ -25,11 +25,11 @@ impl<'c> Settings<'c> {
     }
 
     fn missing(key: &str) -> Error {
-        Error::option("config.json", format!("`{key}` is missing"))
+        Error::graph("config.json", format!("`{key}` is missing"))
     }
 
     fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
-        Error::option("config.json", format!("`{key}` is {value}, expected {wanted}"))
+        Error::graph("config.json", format!("`{key}` is {value}, expected {wanted}"))
     }
 
     /// A whole number from 1.
@@ -115,7 +115,7 @@ impl<'c> Settings<'c> {
         if total.is_multiple_of(count) {
             Ok(total / count)
         } else {
-            Err(Error::option("config.json", format!("`{width}` {total} is no multiple of `{heads}` {count}")))
+            Err(Error::graph("config.json", format!("`{width}` {total} is no multiple of `{heads}` {count}")))
         }
     }
 }

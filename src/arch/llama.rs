@@ -24,7 +24,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let model_type = s.text("model_type")?;
     let groups = s.size_or("num_key_value_heads", heads)?;
     if !heads.is_multiple_of(groups) {
-        return Err(Error::option("config.json", format!("`num_attention_heads` {heads} is no multiple of `num_key_value_heads` {groups}")));
+        return Err(Error::graph("config.json", format!("`num_attention_heads` {heads} is no multiple of `num_key_value_heads` {groups}")));
     }
     let head_dim = match s.get("head_dim") {
         Some(_) => s.size("head_dim")?,
@@ -155,7 +155,7 @@ fn rotary(s: &Settings, head_dim: usize) -> Result<Rotary> {
         }
     };
     if head_dim < 4 && matches!(scaling, RotaryScaling::Dynamic { .. }) {
-        return Err(Error::option("config.json", "dynamic rope scaling needs heads of at least 4 elements"));
+        return Err(Error::graph("config.json", "dynamic rope scaling needs heads of at least 4 elements"));
     }
     Ok(Rotary { theta, scaling })
 }

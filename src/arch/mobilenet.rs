@@ -39,7 +39,7 @@ fn groups(s: &Settings) -> Result<Vec<(usize, usize)>> {
     let number = |row: &serde_json::Value, at: usize| row.get(at).and_then(serde_json::Value::as_u64).filter(|n| (1..1000).contains(n)).map(|n| n as usize);
     let rows: Option<Vec<(usize, usize)>> = setting.as_array().and_then(|rows| rows.iter().map(|row| Some((number(row, 2)?, number(row, 3)?))).collect());
     rows.ok_or_else(|| {
-        Error::option("config.json", format!("`inverted_residual_setting` is {setting}, expected rows of [expansion, channels, repeats, stride]"))
+        Error::graph("config.json", format!("`inverted_residual_setting` is {setting}, expected rows of [expansion, channels, repeats, stride]"))
     })
 }
 

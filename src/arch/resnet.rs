@@ -30,7 +30,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let mut x = b.node("embedder.pooler", STEM_POOL, &[stem])?;
     let (widths, depths) = (s.sizes("hidden_sizes")?, s.sizes("depths")?);
     if widths.len() != depths.len() {
-        return Err(Error::option("config.json", "`hidden_sizes` and `depths` differ in length"));
+        return Err(Error::graph("config.json", "`hidden_sizes` and `depths` differ in length"));
     }
     let bottleneck = match s.text_or("layer_type", "bottleneck")? {
         "bottleneck" => true,

@@ -76,7 +76,7 @@ pub(super) fn add(modules: &[Pooling], b: &mut Builder) -> Result<()> {
     if modules.is_empty() {
         return Ok(());
     }
-    let lacks = |what: &str| Error::option("modules.json", format!("pools a model that has no {what}"));
+    let lacks = |what: &str| Error::graph("modules.json", format!("pools a model that has no {what}"));
     let mut x = b.found_output("last_hidden_state").ok_or_else(|| lacks("last_hidden_state"))?;
     for (index, module) in modules.iter().enumerate() {
         x = match module {

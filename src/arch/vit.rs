@@ -12,7 +12,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
     let (image, patch, channels) = (s.size_or("image_size", 224)?, s.size_or("patch_size", 16)?, s.size_or("num_channels", 3)?);
     if !image.is_multiple_of(patch) {
-        return Err(Error::option("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")));
+        return Err(Error::graph("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")));
     }
     let pixels = image_input(b, channels, Dim::Fixed(image), Dim::Fixed(image))?;
     let projection = format!("{prefix}embeddings.patch_embeddings.projection");

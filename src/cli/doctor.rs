@@ -12,7 +12,7 @@ use crate::report::{Environment, Tool};
 pub(super) fn run(global: &Global) -> Result<()> {
     let (tool, machine) = (Tool::default(), Environment::detect());
     if global.json {
-        return output::json(&json!({ "tool": tool, "environment": machine, "threads": global.threads() }));
+        return output::json(&json!({ "tool": tool, "environment": machine, "threads": global.threads(), "onnxruntime": onnxruntime() }));
     }
     let unknown = || "unknown".to_owned();
     let rows = [
@@ -21,6 +21,18 @@ pub(super) fn run(global: &Global) -> Result<()> {
         ("cores", machine.cores.to_string()),
         ("memory", machine.memory_bytes.map_or_else(unknown, bytes)),
         ("kernels", machine.simd),
+        ("ONNX Runtime", onnxruntime()),
     ];
     output::print(&format!("{}\n", table(&["", ""], rows.map(|(name, value)| vec![name.to_owned(), value]))))
+}
+
+/// Where ONNX Runtime is, or why it cannot be used.
+#[cfg(feature = "run")]
+fn onnxruntime() -> String {
+    crate::runtime::library().map_or_else(|e| e.to_string(), |path| path.display().to_string())
+}
+
+#[cfg(not(feature = "run"))]
+fn onnxruntime() -> String {
+    "not part of this build".into()
 }

@@ -42,6 +42,9 @@ impl Args {
             let at = Data::at(path);
             (options.text, options.images, options.arrays) = (at.text, at.images, at.arrays);
         }
+        if options.text.is_none() && options.images.is_none() && options.arrays.is_none() {
+            return Err(Error::option("eval", "name the samples with --data"));
+        }
         let path = self.subject()?;
         let mut subjects = vec![Subject::open(&path, global.threads())?];
         if let Some(other) = &self.against {

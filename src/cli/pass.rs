@@ -18,6 +18,18 @@ pub(super) struct Args {
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]
     writing: Writing,
+    /// Measure before and after on this data, a file or `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
+    #[cfg(feature = "run")]
+    #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
+    eval: Option<crate::data::Data>,
+}
+
+#[cfg(feature = "run")]
+fn parse_data(text: &str) -> Result<crate::data::Data, String> {
+    if !text.trim_start().starts_with('{') {
+        return Ok(crate::data::Data::at(std::path::Path::new(text)));
+    }
+    serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
 }
 
 impl Args {
@@ -25,6 +37,10 @@ impl Args {
         let mut builder = global.builder().passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite);
         for export in self.writing.exports() {
             builder = builder.export(export);
+        }
+        #[cfg(feature = "run")]
+        if let Some(data) = self.eval {
+            builder = builder.evaluation(data);
         }
         let pipeline = builder.build()?;
         let report = pipeline.run(Model::open(&self.model)?, &self.output)?;

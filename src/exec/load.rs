@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::ir::Graph;
@@ -52,8 +53,13 @@ impl Parameters {
 
     /// A parameter in the precision of the computation.
     pub(super) fn get(&self, name: &str) -> candle_core::Result<Tensor> {
+        self.kept(name)?.to_dtype(self.compute)
+    }
+
+    /// A parameter as it is kept in memory.
+    pub(super) fn kept(&self, name: &str) -> candle_core::Result<Tensor> {
         match self.tensors.get(name) {
-            Some(tensor) => tensor.to_dtype(self.compute),
+            Some(tensor) => Ok(tensor.clone()),
             None => candle_core::bail!("parameter `{name}` was not loaded"),
         }
     }
@@ -68,17 +74,10 @@ impl Parameters {
 fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<Tensor> {
     let failed = |e: candle_core::Error| Error::tensor(name, format!("cannot be loaded: {e}"), "");
     let shape = weight.shape.as_slice();
-    if keep != DType::F32 {
-        let stored = if keep == DType::BF16 { Stored::BF16 } else { Stored::F16 };
-        if weight.dtype == stored {
-            let dense = weight.dense(name);
-            let mut bytes = Vec::with_capacity(weight.elements() * 2);
-            dense.visit(1, &mut |block| {
-                bytes.extend_from_slice(block.now.values);
-                Ok(())
-            })?;
-            return Tensor::from_raw_buffer(&bytes, keep, shape, device).map_err(failed);
-        }
+    match (keep, weight.dtype) {
+        (DType::BF16, Stored::BF16) => return Tensor::from_vec(words(name, weight, bf16::from_bits)?, shape, device).map_err(failed),
+        (DType::F16, Stored::F16) => return Tensor::from_vec(words(name, weight, f16::from_bits)?, shape, device).map_err(failed),
+        _ => {}
     }
     let mut values = vec![0f32; weight.elements()];
     let mut at = 0;
@@ -93,4 +92,14 @@ fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<T
         return Err(Error::tensor(name, format!("is {}, the graph needs floats", weight.dtype), ""));
     }
     Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed)
+}
+
+/// The elements of a weight of 16-bit floats.
+fn words<T>(name: &str, weight: &Weight, element: fn(u16) -> T) -> Result<Vec<T>> {
+    let mut values = Vec::with_capacity(weight.elements());
+    weight.dense(name).visit(1, &mut |block| {
+        values.extend(block.now.values.as_chunks().0.iter().map(|bytes| element(u16::from_le_bytes(*bytes))));
+        Ok(())
+    })?;
+    Ok(values)
 }

@@ -4,13 +4,17 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::Parameters;
+use super::plan::{self, Step};
+use super::{Parameters, inputs};
 use crate::error::{Error, Result};
-use crate::ir::ops::Mode;
-use crate::ir::{Element, Graph, Kind, ValueId};
+use crate::ir::ops::{After, Mode, Op};
+use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Values for the graph's inputs, by name.
 pub type Inputs = BTreeMap<String, Tensor>;
+
+/// Is told every value that is computed, with its node's name.
+type Observer<'o> = &'o mut dyn FnMut(&str, &Tensor) -> Result<()>;
 
 /// A graph with its parameters, ready to run.
 #[derive(Debug)]
@@ -18,27 +22,16 @@ pub struct Executor<'g> {
     graph: &'g Graph,
     parameters: Parameters,
     device: Device,
-    /// For each node, the values that nobody reads after it.
-    dead: Vec<Vec<ValueId>>,
+    /// Every node by itself, for observers.
+    single: Vec<Step>,
+    /// Nodes that are computed together, where nobody looks.
+    chained: Vec<Step>,
 }
 
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
-        let mut last = BTreeMap::new();
-        for (index, node) in graph.nodes().iter().enumerate() {
-            for id in node.inputs.iter().chain([&node.output]) {
-                last.insert(*id, index);
-            }
-        }
-        let mut dead = vec![Vec::new(); graph.nodes().len()];
-        for (id, index) in last {
-            let kept = graph.outputs().iter().any(|(_, out)| *out == id);
-            if !kept && graph.value(id).kind != Kind::Param {
-                dead[index].push(id);
-            }
-        }
-        Self { graph, parameters, device, dead }
+        Self { graph, parameters, device, single: plan::single(graph), chained: plan::chained(graph) }
     }
 
     /// The graph.
@@ -56,7 +49,7 @@ impl<'g> Executor<'g> {
     /// # Errors
     /// An input is missing, has a wrong shape, or names a row that an embedding does not have; memory runs out.
     pub fn run(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
-        self.run_observed(inputs, &mut |_, _| Ok(()))
+        self.walk(&self.chained, inputs, None)
     }
 
     /// Runs the graph and shows every value that a node computes.
@@ -64,49 +57,124 @@ impl<'g> Executor<'g> {
     /// # Errors
     /// As [`run`](Executor::run), and whatever the observer says.
     pub fn run_observed(&self, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<BTreeMap<String, Tensor>> {
-        let mut values: Vec<Option<Tensor>> = vec![None; self.graph.values().len()];
+        self.walk(&self.single, inputs, Some(observe))
+    }
+
+    fn walk(&self, steps: &[Step], inputs: &Inputs, mut observe: Option<Observer>) -> Result<BTreeMap<String, Tensor>> {
+        let mut values = Values(vec![None; self.graph.values().len()]);
         for (id, value) in self.graph.inputs() {
-            let given = match (inputs.get(&value.name), inputs.get("input_ids")) {
-                (Some(given), _) => given.clone(),
-                // One text, of the first type: what a tokenizer leaves out.
-                (None, Some(tokens)) if value.name == "token_type_ids" => tokens.zeros_like().map_err(failed(&value.name))?,
-                _ => return Err(Error::option("input", format!("`{}` is missing, {}", value.name, value.ty))),
-            };
-            if given.rank() != value.ty.shape.len() || value.ty.shape.iter().zip(given.dims()).any(|(want, have)| want.fixed().is_some_and(|w| w != *have)) {
-                return Err(Error::option("input", format!("`{}` has shape {:?}, the model takes {}", value.name, given.dims(), value.ty)));
-            }
-            let dtype = if value.ty.element == Element::Int { DType::I64 } else { self.parameters.compute() };
-            values[id.index()] = Some(given.to_device(&self.device).and_then(|t| t.to_dtype(dtype)).map_err(failed(&value.name))?);
+            values.0[id.index()] = Some(inputs::take(value, inputs, &self.device, self.parameters.compute())?);
         }
-        for (index, node) in self.graph.nodes().iter().enumerate() {
-            let name = &self.graph.value(node.output).name;
-            let mut operands = Vec::with_capacity(node.inputs.len());
-            for id in &node.inputs {
-                let value = self.graph.value(*id);
-                let operand = match (value.kind, &values[id.index()]) {
-                    (Kind::Param, _) => self.parameters.get(&value.name).map_err(failed(&value.name))?,
-                    (_, Some(tensor)) => tensor.clone(),
-                    (_, None) => return Err(Error::option(format!("graph node `{name}`"), format!("reads `{}`, which is gone", value.name))),
-                };
-                operands.push(operand);
+        for step in steps {
+            match self.together(step, &values)? {
+                Some(result) => values.keep(self.last(step), result),
+                None => {
+                    for node in step.nodes.iter().map(|index| &self.graph.nodes()[*index]) {
+                        let result = self.alone(node, &values)?;
+                        if let Some(observe) = &mut observe {
+                            let name = self.name(node);
+                            observe(name, &result.contiguous().map_err(failed(name))?)?;
+                        }
+                        values.keep(node, result);
+                    }
+                }
             }
-            let result = node.op.spec().eval(&operands, Mode::Infer).map_err(failed(name))?;
-            observe(name, &result)?;
-            values[node.output.index()] = Some(result);
-            for id in &self.dead[index] {
-                values[id.index()] = None;
+            for id in &step.dead {
+                values.0[id.index()] = None;
             }
         }
         let output = |(name, id): &(String, ValueId)| {
-            let tensor = values[id.index()].clone().ok_or_else(|| Error::option("graph", format!("output `{name}` was not computed")))?;
-            let tensor = if tensor.dtype().is_float() { tensor.to_dtype(DType::F32).map_err(failed(name))? } else { tensor };
-            Ok((name.clone(), tensor))
+            let tensor = values.get(self.graph, *id)?;
+            let tensor = if tensor.dtype().is_float() { tensor.to_dtype(DType::F32) } else { Ok(tensor) };
+            Ok((name.clone(), tensor.and_then(|t| t.contiguous()).map_err(failed(name))?))
         };
         self.graph.outputs().iter().map(output).collect()
+    }
+
+    fn name(&self, node: &Node) -> &str {
+        &self.graph.value(node.output).name
+    }
+
+    fn last(&self, step: &Step) -> &Node {
+        &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
+    }
+
+    fn operands(&self, node: &Node, values: &Values) -> Result<Vec<Tensor>> {
+        let spec = node.op.spec();
+        let operand = |(index, id): (usize, &ValueId)| {
+            let value = self.graph.value(*id);
+            match value.kind {
+                Kind::Param if spec.takes_kept(index) => self.parameters.kept(&value.name).map_err(failed(&value.name)),
+                Kind::Param => self.parameters.get(&value.name).map_err(failed(&value.name)),
+                _ => values.get(self.graph, *id),
+            }
+        };
+        node.inputs.iter().enumerate().map(operand).collect()
+    }
+
+    fn alone(&self, node: &Node, values: &Values) -> Result<Tensor> {
+        let operands = self.operands(node, values)?;
+        if let (Op::Embedding(_), [indices, table]) = (&node.op, operands.as_slice()) {
+            inputs::require_rows(self.graph, node, indices, table)?;
+        }
+        let result = node.op.spec().eval(&operands, Mode::Infer);
+        let compute = self.parameters.compute();
+        result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
+    }
+
+    /// The value of a step's last node, if the others can be done within the first.
+    fn together(&self, step: &Step, values: &Values) -> Result<Option<Tensor>> {
+        let [first, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
+        if rest.is_empty() {
+            return Ok(None);
+        }
+        let first = &self.graph.nodes()[*first];
+        let mut after = Vec::with_capacity(rest.len());
+        let mut value = first.output;
+        for node in rest.iter().map(|index| &self.graph.nodes()[*index]) {
+            let other = || node.inputs.iter().find(|id| **id != value).map(|id| values.get(self.graph, *id)).transpose();
+            after.push(match (&node.op, plan::activation(&node.op)) {
+                (_, Some(function)) => After::Activate(function),
+                (Op::BatchNorm(op), _) => {
+                    let name = self.name(node);
+                    let mut vectors = Vec::with_capacity(4);
+                    for id in &node.inputs[1..] {
+                        vectors.push(self.parameters.get(&self.graph.value(*id).name).map_err(failed(name))?);
+                    }
+                    let [weight, bias, mean, variance] = vectors.as_slice() else { return Ok(None) };
+                    let (scale, shift) = op.channels([weight, bias, mean, variance]).map_err(failed(name))?;
+                    After::Channels { scale, shift }
+                }
+                (Op::Add(_), _) => match other()? {
+                    Some(tensor) => After::Add(tensor),
+                    None => return Ok(None),
+                },
+                (Op::Mul(_), _) => match other()? {
+                    Some(tensor) => After::Multiply(tensor),
+                    None => return Ok(None),
+                },
+                _ => return Ok(None),
+            });
+            value = node.output;
+        }
+        first.op.spec().eval_then(&self.operands(first, values)?, &after).map_err(failed(self.name(first)))
+    }
+}
+
+/// What has been computed and is still needed, by the value's position.
+struct Values(Vec<Option<Tensor>>);
+
+impl Values {
+    fn keep(&mut self, node: &Node, result: Tensor) {
+        self.0[node.output.index()] = Some(result);
+    }
+
+    fn get(&self, graph: &Graph, id: ValueId) -> Result<Tensor> {
+        self.0[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", graph.value(id).name), "is read before it is computed"))
     }
 }
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     let name = name.to_owned();
-    move |e| Error::option(format!("graph node `{name}`"), e)
+    move |e| Error::run(format!("graph node `{name}`"), e, "")
 }

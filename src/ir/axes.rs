@@ -40,7 +40,7 @@ impl Axes {
     /// # Errors
     /// It is not well formed.
     pub fn parse(text: &str) -> Result<Axes> {
-        let wrong = || Error::option("axes", format!("`{text}` is not of the form `a b, b c -> a c`"));
+        let wrong = || Error::graph("axes", format!("`{text}` is not of the form `a b, b c -> a c`"));
         let (inputs, output) = text.split_once("->").ok_or_else(wrong)?;
         let tensor = |part: &str| tensor(part).ok_or_else(wrong);
         Ok(Axes { inputs: inputs.split(',').map(tensor).collect::<Result<_>>()?, output: tensor(output)? })

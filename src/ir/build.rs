@@ -35,7 +35,7 @@ impl<'c> Builder<'c> {
     fn add(&mut self, name: &str, ty: TensorType, kind: Kind) -> Result<ValueId> {
         let id = ValueId(self.graph.values.len() as u32);
         if self.names.insert(name.to_owned(), id).is_some() {
-            return Err(Error::option("graph", format!("two values are named `{name}`")));
+            return Err(Error::graph("graph", format!("two values are named `{name}`")));
         }
         self.graph.values.push(Value { name: name.to_owned(), ty, kind });
         Ok(id)
@@ -95,7 +95,7 @@ impl<'c> Builder<'c> {
         let types: Vec<&TensorType> = inputs.iter().map(|id| &self.graph.value(*id).ty).collect();
         let ty = op.spec().infer(&types).map_err(|reason| {
             let types = types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-            Error::option(format!("graph node `{name}`"), format!("{} of ({types}): {reason}", op.name()))
+            Error::graph(format!("graph node `{name}`"), format!("{} of ({types}): {reason}", op.name()))
         })?;
         let output = self.add(name, ty, Kind::Node(self.graph.nodes.len()))?;
         self.graph.nodes.push(Node { op, inputs: inputs.to_vec(), output });
@@ -133,7 +133,7 @@ impl<'c> Builder<'c> {
             .shape
             .last()
             .and_then(Dim::fixed)
-            .ok_or_else(|| Error::option(format!("graph value `{}`", value.name), format!("the width of {} is not known", value.ty)))
+            .ok_or_else(|| Error::graph(format!("graph value `{}`", value.name), format!("the width of {} is not known", value.ty)))
     }
 
     /// The graph.
@@ -142,7 +142,7 @@ impl<'c> Builder<'c> {
     /// It has no outputs.
     pub fn finish(self) -> Result<Graph> {
         if self.graph.outputs.is_empty() {
-            return Err(Error::option("graph", "has no outputs"));
+            return Err(Error::graph("graph", "has no outputs"));
         }
         Ok(self.graph)
     }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// # Errors
 /// The first node that is not as it should be.
 pub fn check(graph: &Graph) -> Result<()> {
-    let wrong = |name: &str, reason: String| Err(Error::option(format!("graph value `{name}`"), reason));
+    let wrong = |name: &str, reason: String| Err(Error::graph(format!("graph value `{name}`"), reason));
     let mut names = BTreeSet::new();
     for value in graph.values() {
         if !names.insert(&value.name) {

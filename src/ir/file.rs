@@ -60,7 +60,7 @@ impl GraphFile {
     pub fn build(&self, catalog: &dyn Catalog) -> Result<Graph> {
         let mut builder = Builder::new(catalog);
         for (name, ty) in &self.inputs {
-            let ty: TensorType = serde_json::from_value(ty.clone()).map_err(|e| Error::option(format!("{}, input `{name}`", Self::NAME), e))?;
+            let ty: TensorType = serde_json::from_value(ty.clone()).map_err(|e| Error::graph(format!("{}, input `{name}`", Self::NAME), e))?;
             builder.input(name, ty)?;
         }
         for node in &self.nodes {
@@ -71,7 +71,7 @@ impl GraphFile {
                     (None, Some(shape)) => builder.param(name, &shape)?,
                     (None, None) => {
                         let near = catalog.nearest(name).map_or(String::new(), |n| format!("; the nearest tensor is `{n}`"));
-                        return Err(Error::option(
+                        return Err(Error::graph(
                             format!("{}, node `{}`", Self::NAME, node.name),
                             format!("`{name}` is no input, no earlier node and no tensor of the checkpoint{near}"),
                         ));
@@ -84,7 +84,7 @@ impl GraphFile {
             let id = value
                 .as_str()
                 .and_then(|value| builder.find(value))
-                .ok_or_else(|| Error::option(format!("{}, output `{name}`", Self::NAME), format!("{value} is no value of the graph")))?;
+                .ok_or_else(|| Error::graph(format!("{}, output `{name}`", Self::NAME), format!("{value} is no value of the graph")))?;
             builder.output(name, id);
         }
         builder.finish()

@@ -43,7 +43,7 @@ impl FromStr for Graph {
         for (index, line) in text.lines().enumerate() {
             let line = line.trim();
             if !line.is_empty() && !line.starts_with('#') {
-                read(line, &mut builder).map_err(|reason| Error::option(format!("graph text, line {}", index + 1), reason))?;
+                read(line, &mut builder).map_err(|reason| Error::graph(format!("graph text, line {}", index + 1), reason))?;
             }
         }
         builder.finish()

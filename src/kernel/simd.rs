@@ -3,10 +3,10 @@
 /// Declares a function whose body is compiled once for AVX-512, once for AVX2 and once for the
 /// baseline, and dispatched on what the processor has. Type parameters go in square brackets.
 macro_rules! simd {
-    ($(#[$meta:meta])* pub fn $name:ident $([$($generic:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+    ($(#[$meta:meta])* $visible:vis fn $name:ident $([$($generic:ident : $bound:path),+])? ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
         $(#[$meta])*
         #[allow(unsafe_code)]
-        pub fn $name $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
+        $visible fn $name $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             fn body $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? $body
 
@@ -14,7 +14,7 @@ macro_rules! simd {
             {
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,bmi2,popcnt")]
                 fn avx512 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
-                #[target_feature(enable = "avx2,bmi2,popcnt")]
+                #[target_feature(enable = "avx2,fma,bmi2,popcnt")]
                 fn avx2 $(<$($generic: $bound),+>)? ($($arg: $ty),*) $(-> $ret)? { body $(::<$($generic),+>)? ($($arg),*) }
                 match $crate::kernel::simd::level() {
                     // SAFETY: `level` has seen every feature that the callee enables.
@@ -43,7 +43,7 @@ pub(crate) fn level() -> Level {
     use std::arch::is_x86_feature_detected as has;
     if has!("avx512f") && has!("avx512bw") && has!("avx512dq") && has!("avx512vl") && has!("bmi2") && has!("popcnt") {
         Level::Avx512
-    } else if has!("avx2") && has!("bmi2") && has!("popcnt") {
+    } else if has!("avx2") && has!("fma") && has!("bmi2") && has!("popcnt") {
         Level::Avx2
     } else {
         Level::Baseline

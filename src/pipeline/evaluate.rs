@@ -37,6 +37,18 @@ impl Pipeline {
         }
     }
 
+    /// Opens the evaluation data, so that what does not fit is said before any work is done.
+    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
+        let Some(options) = &self.data.evaluation else { return Ok(()) };
+        let subject = Subject::of(model.clone())?;
+        DataSet::open(options, subject.target())?;
+        let onnxruntime = self.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
+        if onnxruntime && self.onnx().is_none() {
+            return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
+        }
+        if onnxruntime { crate::runtime::library().map(|_| ()) } else { Ok(()) }
+    }
+
     /// How to evaluate, if anybody asked.
     fn evaluation(&self) -> Option<Evaluate> {
         self.data.evaluation.as_ref().map(|_| self.evaluate.clone().unwrap_or_default())

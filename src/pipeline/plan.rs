@@ -57,6 +57,8 @@ const RANKING: u64 = 3 << 20;
 
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     let after = pipeline.apply(model)?;
+    #[cfg(feature = "run")]
+    pipeline.check_data(model)?;
     let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let threads = pipeline.sweep().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;

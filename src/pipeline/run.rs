@@ -29,6 +29,8 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let start = Instant::now();
     let sweep = pipeline.sweep();
     let mut after = pipeline.apply(&model)?;
+    #[cfg(feature = "run")]
+    pipeline.check_data(&model)?;
     let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;

@@ -1,5 +1,7 @@
 //! What is refused, and how: exit code, message and hint; nothing is written and nothing is changed.
 
+#[cfg(feature = "run")]
+mod evaluation;
 mod files;
 mod folders;
 mod noise;

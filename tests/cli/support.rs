@@ -161,3 +161,18 @@ pub fn names(folder: &Path) -> Vec<String> {
 pub fn work_folders(folder: &Path) -> Vec<PathBuf> {
     names(folder).iter().filter(|name| name.starts_with('.') && name.contains(".compress-")).map(|name| folder.join(name)).collect()
 }
+
+/// A model of `tests/golden/models` as the folder `in`, with files of `tests/golden/evaluation` under other names.
+pub fn golden_model(folder: &Path, name: &str, extra: &[(&str, &str)]) {
+    let (golden, to) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden"), folder.join("in"));
+    fs::create_dir_all(&to).unwrap();
+    for entry in fs::read_dir(golden.join("models").join(name)).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_file() && !path.ends_with("golden.safetensors") {
+            fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+        }
+    }
+    for (file, called) in extra {
+        fs::copy(golden.join("evaluation").join(file), to.join(called)).unwrap();
+    }
+}

@@ -5,9 +5,11 @@ use std::ops::Range;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::host::{Host, heads};
 use super::softmax::softmax;
 use super::{Mode, OpSpec, elements, require, require_arity, require_rank};
 use crate::ir::{Bindings, Element, TensorType};
+use crate::kernel::attention;
 
 /// `softmax(scale · q kᵀ + mask) v` for each head (Vaswani et al., 2017).
 ///
@@ -57,6 +59,36 @@ impl Attention {
     }
 }
 
+impl Attention {
+    fn fast(&self, [q, k, v]: [&Tensor; 3], mask: Option<&Tensor>) -> candle_core::Result<Option<Tensor>> {
+        let (batch, heads_count, sequence, width) = q.dims4()?;
+        let (_, groups, keys, out) = v.dims4()?;
+        let padding = match mask {
+            Some(mask) if matches!(q.device(), Device::Cpu) => Some(mask.flatten_all()?.to_vec1::<i64>()?.into_iter().map(|m| m == 0).collect::<Vec<_>>()),
+            _ => None,
+        };
+        let compute = || {
+            let hosts = [Host::of(q)?, Host::of(k)?, Host::of(v)?];
+            let shape = attention::Attention {
+                heads: heads_count,
+                groups,
+                sequence,
+                keys,
+                width,
+                out,
+                scale: self.scale as f32,
+                causal: self.causal,
+                window: self.window,
+                padding: padding.as_deref().filter(|p| p.contains(&true)),
+            };
+            let mut y = vec![0.0; batch * heads_count * sequence * out];
+            shape.run(heads(&hosts[0])?, heads(&hosts[1])?, heads(&hosts[2])?, &mut y);
+            Some(y)
+        };
+        compute().map(|values| Tensor::from_vec(values, (batch, heads_count, sequence, out), q.device())).transpose()
+    }
+}
+
 impl OpSpec for Attention {
     fn arity(&self) -> Range<usize> {
         3..5
@@ -93,11 +125,16 @@ impl OpSpec for Attention {
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let (q, k, v) = (&inputs[0], &inputs[1], &inputs[2]);
+        if mode == Mode::Infer
+            && let Some(y) = self.fast([q, k, v], inputs.get(3))?
+        {
+            return Ok(y);
+        }
         let (batch, heads, sequence, width) = q.dims4()?;
         let (_, groups, keys, out) = v.dims4()?;
         let shared = heads / groups;
         let q = (q * self.scale)?.reshape((batch, groups, shared * sequence, width))?;
-        let scores = q.matmul(&k.transpose(2, 3)?)?;
+        let scores = q.matmul(&k.contiguous()?.transpose(2, 3)?)?;
         let scores = match self.bias(inputs.get(3), sequence, keys, scores.dtype(), scores.device())? {
             Some(bias) => scores.reshape((batch, groups, shared, sequence, keys))?.broadcast_add(&bias)?.reshape((batch, groups, shared * sequence, keys))?,
             None => scores,

@@ -22,6 +22,18 @@ impl Default for BatchNorm {
     }
 }
 
+impl BatchNorm {
+    /// What each channel is multiplied with, and what is added then; from weight, bias, mean and variance.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    pub fn channels(&self, [weight, bias, mean, variance]: [&Tensor; 4]) -> candle_core::Result<(Tensor, Tensor)> {
+        let scale = (weight / (variance + self.epsilon)?.sqrt()?)?;
+        let shift = (bias - (mean * &scale)?)?;
+        Ok((scale, shift))
+    }
+}
+
 impl OpSpec for BatchNorm {
     fn arity(&self) -> Range<usize> {
         5..6
@@ -43,8 +55,7 @@ impl OpSpec for BatchNorm {
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
         let [x, weight, bias, mean, variance] = inputs else { candle_core::bail!("BatchNorm takes five inputs") };
-        let scale = (weight / (variance + self.epsilon)?.sqrt()?)?;
-        let shift = (bias - (mean * &scale)?)?;
+        let (scale, shift) = self.channels([weight, bias, mean, variance])?;
         let mut shape = vec![1; x.rank()];
         shape[1] = scale.dim(D::Minus1)?;
         x.broadcast_mul(&scale.reshape(shape.as_slice())?)?.broadcast_add(&shift.reshape(shape.as_slice())?)

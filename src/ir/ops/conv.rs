@@ -5,8 +5,11 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, elements, require, require_arity, require_rank, require_vector};
+use super::host::{Host, Steps, channels_first, planes};
+use super::{After, Mode, OpSpec, elements, require, require_arity, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
+use crate::kernel::convolution::{Window, Windows, depthwise};
+use crate::kernel::matmul::{Finish, Left, finish_rows, product};
 
 /// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`; the bias may be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,16 +69,82 @@ impl OpSpec for Conv {
         }
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
-        let y = inputs[0].conv2d(&inputs[1], self.padding, self.stride, self.dilation, self.groups)?;
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+        if mode == Mode::Infer
+            && let Some(y) = self.eval_then(inputs, &[])?
+        {
+            return Ok(y);
+        }
+        let (x, padding) = self.evenly(&inputs[0], &inputs[1])?;
+        let y = x.conv2d(&inputs[1], padding, self.stride, self.dilation, self.groups)?;
         match inputs.get(2) {
             Some(bias) => y.broadcast_add(&bias.reshape((1, bias.elem_count(), 1, 1))?),
             None => Ok(y),
         }
     }
 
+    fn eval_then(&self, inputs: &[Tensor], after: &[After]) -> candle_core::Result<Option<Tensor>> {
+        let (x, weight) = (&inputs[0], inputs[1].contiguous()?);
+        let (images, _, height, width) = x.dims4()?;
+        let (channels, inner, kernel_height, kernel_width) = weight.dims4()?;
+        let window = Window { height, width, kernel: [kernel_height, kernel_width], stride: self.stride, padding: self.padding, dilation: self.dilation };
+        let [rows, columns] = window.positions();
+        let shape = [images, channels, rows, columns];
+        let fits = |like: &Tensor| like.dims() == shape && like.transpose(0, 1).is_ok_and(|t| t.is_contiguous());
+        let compute = || {
+            let bias = match inputs.get(2) {
+                Some(bias) if bias.is_contiguous() => Some(Host::of(bias)?),
+                Some(_) => return None,
+                None => None,
+            };
+            let steps = Steps::new(after, fits)?;
+            let mut finish = Vec::new();
+            if let Some(bias) = &bias {
+                finish.push(Finish::AddToRows(bias.floats()?));
+            }
+            finish.extend(steps.finish()?);
+            let (x_host, weight) = (Host::of(x)?, Host::of(&weight)?);
+            let (planes, weight) = (planes(x, &x_host)?, weight.floats()?);
+            let mut y = vec![0.0; shape.iter().product()];
+            let size = images * rows * columns;
+            if inner == 1 && channels == self.groups {
+                depthwise(&planes, images, weight, window, &mut y);
+                finish_rows(&finish, &mut y, size);
+                return Some(y);
+            }
+            let (taps, group) = (inner * kernel_height * kernel_width, channels / self.groups);
+            let parts = planes.chunks_exact((inner * images).max(1)).zip(y.chunks_exact_mut((group * size).max(1)));
+            for (index, (planes, y)) in parts.enumerate() {
+                let left = Left::pack(&weight[index * group * taps..], group, taps, taps);
+                let steps: Vec<Finish> = finish.iter().map(|step| step.from_row(index * group, size)).collect();
+                product(&left, &Windows::new(planes, images, window), size, &steps, y);
+            }
+            Some(y)
+        };
+        compute().map(|values| channels_first(values, shape)).transpose()
+    }
+
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         let taps: u64 = inputs[1].shape[1..].iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).product();
         elements(output, bindings) * taps
+    }
+}
+
+impl Conv {
+    /// The image and its padding, so that the last windows leave equally much over in both directions: candle's
+    /// gradient takes what is left over in height for both.
+    fn evenly(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<(Tensor, usize)> {
+        let room = |axis: usize| Ok::<_, candle_core::Error>((x.dim(axis)? + 2 * self.padding).saturating_sub(self.dilation * (weight.dim(axis)? - 1) + 1));
+        let (height, width) = (room(2)?, room(3)?);
+        let left = [height % self.stride, width % self.stride];
+        if left[0] == left[1] {
+            return Ok((x.clone(), self.padding));
+        }
+        let mut x = x.clone();
+        for (axis, left) in [(2, left[0]), (3, left[1])] {
+            x = x.pad_with_zeros(axis, self.padding, self.padding)?;
+            x = x.narrow(axis, 0, x.dim(axis)? - left)?;
+        }
+        Ok((x.contiguous()?, 0))
     }
 }

@@ -5,11 +5,13 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::host::combined;
 use super::{Mode, OpSpec, require, require_arity};
 use crate::ir::{Dim, Element, TensorType};
+use crate::kernel::rows;
 
 macro_rules! elementwise {
-    ($(#[$meta:meta])* $name:ident, $function:ident) => {
+    ($(#[$meta:meta])* $name:ident, $kernel:path, $function:ident) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -29,7 +31,12 @@ macro_rules! elementwise {
                 "* c, * c -> * c".into()
             }
 
-            fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+            fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+                if mode == Mode::Infer
+                    && let Some(y) = combined(&inputs[0], &inputs[1], $kernel)
+                {
+                    return y;
+                }
                 inputs[0].$function(&inputs[1])
             }
         }
@@ -38,11 +45,11 @@ macro_rules! elementwise {
 
 elementwise!(
     /// Sum; an axis of one element stands for as many as the other has.
-    Add, broadcast_add
+    Add, rows::add, broadcast_add
 );
 elementwise!(
     /// Product, like [`Add`].
-    Mul, broadcast_mul
+    Mul, rows::multiply, broadcast_mul
 );
 
 fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {

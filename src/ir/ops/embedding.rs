@@ -38,4 +38,8 @@ impl OpSpec for Embedding {
         shape.push(table.dim(1)?);
         rows.reshape(shape)
     }
+
+    fn takes_kept(&self, input: usize) -> bool {
+        input == 1
+    }
 }

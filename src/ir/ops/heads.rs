@@ -5,8 +5,10 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::host::{Host, heads};
 use super::{Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Dim, Element, TensorType};
+use crate::kernel::attention::merge_heads;
 
 /// `[batch, sequence, heads · head_dim]` to `[batch, heads, sequence, head_dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,9 +46,11 @@ impl OpSpec for SplitHeads {
         "b s (h d!) -> b h s d!".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let (batch, sequence, width) = inputs[0].dims3()?;
-        inputs[0].reshape((batch, sequence, width / self.head_dim, self.head_dim))?.transpose(1, 2)?.contiguous()
+        let heads = inputs[0].reshape((batch, sequence, width / self.head_dim, self.head_dim))?.transpose(1, 2)?;
+        // The kernels that follow take heads where they lie.
+        if mode == Mode::Infer { Ok(heads) } else { heads.contiguous() }
     }
 }
 
@@ -73,8 +77,21 @@ impl OpSpec for MergeHeads {
         "b h s d! -> b s (h d!)".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let (batch, heads, sequence, width) = inputs[0].dims4()?;
+        if mode == Mode::Infer
+            && let Some(y) = merged(&inputs[0])
+        {
+            return y;
+        }
         inputs[0].transpose(1, 2)?.reshape((batch, sequence, heads * width))
     }
+}
+
+fn merged(x: &Tensor) -> Option<candle_core::Result<Tensor>> {
+    let (batch, count, sequence, width) = x.dims4().ok()?;
+    let host = Host::of(x)?;
+    let mut y = vec![0.0; x.elem_count()];
+    merge_heads(heads(&host)?, [count, sequence, width], &mut y);
+    Some(Tensor::from_vec(y, (batch, sequence, count * width), x.device()))
 }

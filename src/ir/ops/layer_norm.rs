@@ -5,8 +5,10 @@ use std::ops::Range;
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::host::by_rows;
 use super::{Mode, OpSpec, last, require, require_arity, require_vector};
 use crate::ir::{Element, TensorType};
+use crate::kernel::rows;
 
 /// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -42,7 +44,11 @@ impl OpSpec for LayerNorm {
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let [x, weight, bias] = inputs else { candle_core::bail!("LayerNorm takes three inputs") };
         if mode == Mode::Infer {
-            return candle_nn::ops::layer_norm(&x.contiguous()?, weight, bias, self.epsilon as f32);
+            let epsilon = self.epsilon as f32;
+            if let Some(y) = by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon))? {
+                return Ok(y);
+            }
+            return candle_nn::ops::layer_norm(&x.contiguous()?, weight, bias, epsilon);
         }
         // The fused kernel has no gradient.
         let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;

@@ -2,11 +2,13 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{CpuStorage, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, elements, last, require, require_arity, require_rank, require_vector};
+use super::host::{Host, Steps};
+use super::{After, Mode, OpSpec, elements, last, require, require_arity, require_rank, require_vector};
 use crate::ir::{Bindings, Element, TensorType};
+use crate::kernel::matmul::{Columns, Finish, Kept, Left, Rows, product};
 
 /// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias may be left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,9 +46,15 @@ impl OpSpec for Linear {
         format!("* k, {weight}{} -> * o", if inputs > 2 { ", o" } else { "" })
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+        if mode == Mode::Infer
+            && let Some(y) = self.eval_then(inputs, &[])?
+        {
+            return Ok(y);
+        }
         let x = &inputs[0];
-        let weight = if self.input_major { inputs[1].clone() } else { inputs[1].t()? };
+        let weight = inputs[1].to_dtype(x.dtype())?;
+        let weight = if self.input_major { weight } else { weight.t()? };
         let (inner, out) = weight.dims2()?;
         let rows = x.elem_count() / inner.max(1);
         let y = x.reshape((rows, inner))?.matmul(&weight)?;
@@ -61,8 +69,64 @@ impl OpSpec for Linear {
         y.reshape(shape)
     }
 
+    fn eval_then(&self, inputs: &[Tensor], after: &[After]) -> candle_core::Result<Option<Tensor>> {
+        let (x, weight) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
+        let (first, second) = weight.dims2()?;
+        let out = if self.input_major { second } else { first };
+        let mut shape = x.dims().to_vec();
+        if let Some(width) = shape.last_mut() {
+            *width = out;
+        }
+        let fits = |like: &Tensor| like.dims() == shape && like.is_contiguous();
+        let compute = || {
+            let bias = match inputs.get(2) {
+                Some(bias) if bias.is_contiguous() => Some(Host::of(bias)?),
+                Some(_) => return None,
+                None => None,
+            };
+            let steps = Steps::new(after, fits)?;
+            let mut finish = Vec::new();
+            if let Some(bias) = &bias {
+                finish.push(Finish::AddToColumns(bias.floats()?));
+            }
+            // A linear layer's channels are columns.
+            let steps = steps.finish()?;
+            if steps.iter().any(|s| matches!(s, Finish::AddToRows(_) | Finish::MultiplyRows(_))) {
+                return None;
+            }
+            finish.extend(steps);
+            let (x, weight) = (Host::of(&x)?, Host::of(&weight)?);
+            match weight.storage()? {
+                (CpuStorage::F32(kept), start) => self.multiply(x.floats()?, &kept[start..], first, second, shape.iter().product(), &finish),
+                (CpuStorage::BF16(kept), start) => self.multiply(x.floats()?, &kept[start..], first, second, shape.iter().product(), &finish),
+                (CpuStorage::F16(kept), start) => self.multiply(x.floats()?, &kept[start..], first, second, shape.iter().product(), &finish),
+                _ => None,
+            }
+        };
+        compute().map(|values| Tensor::from_vec(values, shape.as_slice(), x.device())).transpose()
+    }
+
+    fn takes_kept(&self, input: usize) -> bool {
+        input == 1
+    }
+
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         let inner = inputs[0].shape.last().and_then(|d| d.evaluate(bindings)).unwrap_or(0);
         elements(output, bindings) * inner as u64
+    }
+}
+
+impl Linear {
+    fn multiply<T: Kept>(&self, x: &[f32], weight: &[T], first: usize, second: usize, count: usize, finish: &[Finish]) -> Option<Vec<f32>> {
+        let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
+        let rows = count.checked_div(out)?;
+        let left = Left::pack(x, rows, inner, inner);
+        let mut y = vec![0.0; count];
+        if self.input_major {
+            product(&left, &Rows { values: weight, count: out, stride: out }, out, finish, &mut y);
+        } else {
+            product(&left, &Columns { values: weight, count: out, stride: inner }, out, finish, &mut y);
+        }
+        Some(y)
     }
 }

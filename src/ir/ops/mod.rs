@@ -8,6 +8,7 @@ mod elementwise;
 mod embedding;
 mod flatten;
 mod heads;
+mod host;
 mod layer_norm;
 mod linear;
 mod masked_mean;
@@ -38,6 +39,7 @@ pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use flatten::Flatten;
 pub use heads::{MergeHeads, SplitHeads};
+pub use host::After;
 pub use layer_norm::LayerNorm;
 pub use linear::Linear;
 pub use masked_mean::MaskedMean;
@@ -79,6 +81,18 @@ pub trait OpSpec: fmt::Debug {
     /// # Errors
     /// The device runs out of memory, or has no kernel.
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor>;
+    /// The values of the output after some more steps, in one go and without gradients; `None` when there is no such
+    /// way for these inputs.
+    ///
+    /// # Errors
+    /// As [`eval`](OpSpec::eval).
+    fn eval_then(&self, _inputs: &[Tensor], _after: &[After]) -> candle_core::Result<Option<Tensor>> {
+        Ok(None)
+    }
+    /// Whether `eval` takes this input in 16 bits beside others in 32, and converts no more of it than it needs.
+    fn takes_kept(&self, _input: usize) -> bool {
+        false
+    }
     /// Multiply-accumulates, given the named sizes.
     fn macs(&self, _inputs: &[&TensorType], _output: &TensorType, _bindings: &Bindings) -> u64 {
         0

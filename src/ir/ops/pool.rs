@@ -5,8 +5,11 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::host::{Host, channels_first, planes};
 use super::{Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
+use crate::kernel::convolution::{Window, max_pool};
+use crate::kernel::rows::means;
 
 /// The largest value of each window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,6 +53,11 @@ impl OpSpec for MaxPool {
     }
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+        if mode == Mode::Infer
+            && let Some(y) = self.fast(&inputs[0])
+        {
+            return y;
+        }
         let mut x = inputs[0].clone();
         if self.padding > 0 {
             for axis in [2, 3] {
@@ -83,6 +91,18 @@ impl OpSpec for MaxPool {
     }
 }
 
+impl MaxPool {
+    fn fast(&self, x: &Tensor) -> Option<candle_core::Result<Tensor>> {
+        let (images, channels, height, width) = x.dims4().ok()?;
+        let window = Window { height, width, kernel: [self.kernel; 2], stride: self.stride, padding: self.padding, dilation: 1 };
+        let [rows, columns] = window.positions();
+        let host = Host::of(x)?;
+        let mut y = vec![0.0; images * channels * rows * columns];
+        max_pool(&planes(x, &host)?, window, &mut y);
+        Some(channels_first(y, [images, channels, rows, columns]))
+    }
+}
+
 /// The mean of each channel: `[batch, channels, height, width]` to `[batch, channels]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -104,7 +124,19 @@ impl OpSpec for GlobalAveragePool {
         "b c _ _ -> b c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+        if mode == Mode::Infer
+            && let Some(y) = fast_mean(&inputs[0])
+        {
+            return y;
+        }
         inputs[0].mean((2, 3))
     }
+}
+
+fn fast_mean(x: &Tensor) -> Option<candle_core::Result<Tensor>> {
+    let (images, channels, _, _) = x.dims4().ok()?;
+    let host = Host::of(x)?;
+    let y = means(&planes(x, &host)?);
+    Some(Tensor::from_vec(y, (channels, images), x.device()).and_then(|y| y.t()?.contiguous()))
 }

@@ -5,8 +5,10 @@ use std::ops::Range;
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::host::by_rows;
 use super::{Mode, OpSpec, last, require, require_arity, require_vector};
 use crate::ir::{Element, TensorType};
+use crate::kernel::rows;
 
 /// `x / sqrt(mean(x²) + epsilon) * weight` over the last axis (Zhang and Sennrich, 2019).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -41,7 +43,11 @@ impl OpSpec for RmsNorm {
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let [x, weight] = inputs else { candle_core::bail!("RmsNorm takes two inputs") };
         if mode == Mode::Infer {
-            return candle_nn::ops::rms_norm(&x.contiguous()?, weight, self.epsilon as f32);
+            let epsilon = self.epsilon as f32;
+            if let Some(y) = by_rows(x, [weight], |x, y, [weight]| rows::rms_norm(x, y, weight, epsilon))? {
+                return Ok(y);
+            }
+            return candle_nn::ops::rms_norm(&x.contiguous()?, weight, epsilon);
         }
         // The fused kernel has no gradient.
         let mean = x.sqr()?.mean_keepdim(D::Minus1)?;

@@ -5,8 +5,10 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::host::{Host, heads};
 use super::{Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
+use crate::kernel::attention::rotate_heads;
 
 /// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -173,13 +175,26 @@ impl OpSpec for Rotary {
     }
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+        let (_, _, sequence, width) = inputs[0].dims4()?;
+        let (cos, sin) = self.tables(width, sequence, inputs[0].device())?;
+        if mode == Mode::Infer
+            && let Some(y) = fast(&inputs[0], &cos, &sin)
+        {
+            return y;
+        }
         let x = inputs[0].contiguous()?;
-        let (_, _, sequence, width) = x.dims4()?;
-        let (cos, sin) = self.tables(width, sequence, x.device())?;
         let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
         match mode {
             Mode::Infer => candle_nn::rotary_emb::rope(&x, &cos, &sin),
             Mode::Train => candle_nn::rotary_emb::rope_slow(&x, &cos, &sin),
         }
     }
+}
+
+fn fast(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Option<candle_core::Result<Tensor>> {
+    let (_, count, sequence, width) = x.dims4().ok()?;
+    let [host, cos, sin] = [Host::of(x)?, Host::of(cos)?, Host::of(sin)?];
+    let mut y = vec![0.0; x.elem_count()];
+    rotate_heads(heads(&host)?, [count, sequence, width], cos.floats()?, sin.floats()?, &mut y);
+    Some(Tensor::from_vec(y, x.dims(), x.device()))
 }

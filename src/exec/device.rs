@@ -1,0 +1,93 @@
+//! Which device computes.
+
+use std::fmt;
+use std::str::FromStr;
+
+use candle_core::Device;
+
+use crate::error::{Error, Result};
+
+/// A device as it is asked for: `auto`, `cpu`, `cuda` or `cuda:N`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Choice {
+    /// The first GPU where there is one, else the CPU.
+    #[default]
+    Auto,
+    /// The CPU.
+    Cpu,
+    /// The GPU of this number.
+    Cuda(usize),
+}
+
+impl FromStr for Choice {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match (text, text.strip_prefix("cuda:").map(str::parse)) {
+            ("auto", _) => Ok(Choice::Auto),
+            ("cpu", _) => Ok(Choice::Cpu),
+            ("cuda", _) => Ok(Choice::Cuda(0)),
+            (_, Some(Ok(number))) => Ok(Choice::Cuda(number)),
+            _ => Err(Error::option("device", format!("`{text}` is none of auto, cpu, cuda, cuda:N"))),
+        }
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Choice::Auto => f.write_str("auto"),
+            Choice::Cpu => f.write_str("cpu"),
+            Choice::Cuda(number) => write!(f, "cuda:{number}"),
+        }
+    }
+}
+
+impl Choice {
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// A GPU is asked for, and there is none, or this build cannot use it.
+    pub fn open(self) -> Result<Device> {
+        match self {
+            Choice::Cpu => Ok(Device::Cpu),
+            Choice::Auto => Ok(gpu(0).unwrap_or(Device::Cpu)),
+            Choice::Cuda(number) => gpu(number),
+        }
+    }
+}
+
+fn gpu(number: usize) -> Result<Device> {
+    let what = Choice::Cuda(number);
+    if !candle_core::utils::cuda_is_available() {
+        let hint = "build with `--features cuda` (scripts/cuda-toolchain brings the compiler), or use the device `cpu`";
+        return Err(Error::run(format!("device `{what}`"), "this program was built without CUDA", hint));
+    }
+    Device::new_cuda(number).map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the GPUs there are; the device `cpu` is always there"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_are_read_and_written() {
+        for text in ["auto", "cpu", "cuda:0", "cuda:3"] {
+            assert_eq!(text.parse::<Choice>().unwrap().to_string(), text);
+        }
+        assert_eq!("cuda".parse::<Choice>().unwrap(), Choice::Cuda(0));
+        for text in ["", "gpu", "cuda:", "cuda:x", "cuda:-1"] {
+            assert!(text.parse::<Choice>().unwrap_err().is_misuse(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_build_without_cuda_says_so() {
+        assert!(Choice::Auto.open().is_ok());
+        if !candle_core::utils::cuda_is_available() {
+            let error = Choice::Cuda(0).open().unwrap_err();
+            assert!(error.hint().unwrap().contains("--features cuda"), "{error}");
+            assert!(!error.is_misuse());
+        }
+    }
+}

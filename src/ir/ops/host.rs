@@ -1,0 +1,209 @@
+//! Tensors in host memory as slices, for the kernels of `Mode::Infer`.
+//!
+//! A function here answers `None` where a tensor is on another device or is not f32; the op then falls back to
+//! candle's primitives.
+
+use candle_core::{CpuStorage, D, Device, Result, Storage, StorageRef, Tensor};
+use rayon::prelude::*;
+
+use crate::kernel::activation::{Activation, activate};
+use crate::kernel::attention::Heads;
+use crate::kernel::matmul::Finish;
+
+/// Elements of one job of a loop over single elements.
+const CHUNK: usize = 1 << 14;
+
+/// A tensor that is read.
+pub(super) struct Host<'t> {
+    storage: StorageRef<'t>,
+    start: usize,
+    strides: &'t [usize],
+}
+
+impl<'t> Host<'t> {
+    /// The elements of a tensor on the CPU.
+    pub(super) fn of(tensor: &'t Tensor) -> Option<Self> {
+        if !matches!(tensor.device(), Device::Cpu) {
+            return None;
+        }
+        let (storage, layout) = tensor.storage_and_layout();
+        Some(Self { storage, start: layout.start_offset(), strides: layout.stride() })
+    }
+
+    /// What is stored, of any type, and where the first element is.
+    pub(super) fn storage(&self) -> Option<(&CpuStorage, usize)> {
+        match &*self.storage {
+            Storage::Cpu(storage) => Some((storage, self.start)),
+            _ => None,
+        }
+    }
+
+    /// Floats from the first element on.
+    pub(super) fn floats(&self) -> Option<&[f32]> {
+        match self.storage()? {
+            (CpuStorage::F32(values), start) => values.get(start..),
+            _ => None,
+        }
+    }
+
+    /// Steps along the axes.
+    pub(super) fn strides(&self) -> &[usize] {
+        self.strides
+    }
+}
+
+/// The axes from the outermost to the innermost as elements lie in memory, if they lie there without gaps.
+fn order(tensor: &Tensor) -> Option<Vec<usize>> {
+    let mut order: Vec<usize> = (0..tensor.rank()).collect();
+    let (dims, strides) = (tensor.dims(), tensor.stride());
+    order.sort_by_key(|&axis| std::cmp::Reverse(if dims[axis] == 1 { usize::MAX } else { strides[axis] }));
+    let mut expected = 1;
+    for &axis in order.iter().rev() {
+        if dims[axis] != 1 && strides[axis] != expected {
+            return None;
+        }
+        expected *= dims[axis];
+    }
+    Some(order)
+}
+
+/// A tensor whose elements lie in this order of axes.
+fn in_order(values: Vec<f32>, dims: &[usize], order: &[usize]) -> Result<Tensor> {
+    let lying: Vec<usize> = order.iter().map(|&axis| dims[axis]).collect();
+    let mut back = vec![0; order.len()];
+    for (place, &axis) in order.iter().enumerate() {
+        back[axis] = place;
+    }
+    Tensor::from_vec(values, lying, &Device::Cpu)?.permute(back)
+}
+
+/// Whether two tensors have the same sizes and lie in memory the same way.
+fn alike(a: &Tensor, b: &Tensor) -> bool {
+    a.dims() == b.dims() && a.dims().iter().zip(a.stride().iter().zip(b.stride())).all(|(size, (a, b))| *size == 1 || a == b)
+}
+
+/// A function of single elements; elements stay where they lie.
+pub(super) fn activated(x: &Tensor, function: Activation) -> Option<Result<Tensor>> {
+    let order = order(x)?;
+    let host = Host::of(x)?;
+    let input = &host.floats()?[..x.elem_count()];
+    let mut output = vec![0.0; input.len()];
+    output.par_chunks_mut(CHUNK).zip(input.par_chunks(CHUNK)).for_each(|(out, x)| {
+        out.copy_from_slice(x);
+        activate(function, out);
+    });
+    Some(in_order(output, x.dims(), &order))
+}
+
+/// A function of two tensors that lie the same way, element by element.
+pub(super) fn combined(a: &Tensor, b: &Tensor, function: fn(&[f32], &[f32], &mut [f32])) -> Option<Result<Tensor>> {
+    let order = order(a).filter(|_| alike(a, b))?;
+    let (first, second) = (Host::of(a)?, Host::of(b)?);
+    let (first, second) = (&first.floats()?[..a.elem_count()], &second.floats()?[..a.elem_count()]);
+    let mut output = vec![0.0; first.len()];
+    output.par_chunks_mut(CHUNK).zip(first.par_chunks(CHUNK)).zip(second.par_chunks(CHUNK)).for_each(|((out, a), b)| function(a, b, out));
+    Some(in_order(output, a.dims(), &order))
+}
+
+/// A function of whole rows, several rows in a call; more tensors are vectors that every call sees.
+pub(super) fn by_rows<const N: usize>(x: &Tensor, vectors: [&Tensor; N], function: impl Fn(&[f32], &mut [f32], [&[f32]; N]) + Sync) -> Result<Option<Tensor>> {
+    let x = x.contiguous()?;
+    let width = x.dim(D::Minus1)?.max(1);
+    let (host, others) = (Host::of(&x), vectors.map(Host::of));
+    let Some(input) = host.as_ref().and_then(Host::floats) else { return Ok(None) };
+    let mut slices = [&[][..]; N];
+    for ((slice, host), tensor) in slices.iter_mut().zip(&others).zip(vectors) {
+        match host.as_ref().and_then(Host::floats) {
+            Some(values) if tensor.is_contiguous() => *slice = &values[..tensor.elem_count()],
+            _ => return Ok(None),
+        }
+    }
+    let mut output = vec![0.0; x.elem_count()];
+    let chunk = CHUNK.div_ceil(width) * width;
+    output.par_chunks_mut(chunk).zip(input.par_chunks(chunk)).for_each(|(out, x)| function(&x[..out.len()], out, slices));
+    Tensor::from_vec(output, x.dims(), x.device()).map(Some)
+}
+
+/// The planes of `[batch, channels, height, width]`, all images of the first channel first; and their floats.
+pub(super) fn planes<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
+    let (images, channels, height, width) = x.dims4().ok()?;
+    let values = host.floats()?;
+    let &[image, channel, row, column] = host.strides() else { return None };
+    if (column != 1 && width != 1) || (row != width && height != 1) {
+        return None;
+    }
+    (0..channels * images).map(|i| values.get(i / images * channel + i % images * image..)?.get(..height * width)).collect()
+}
+
+/// Heads `[batch, heads, rows, width]` for the kernels of attention.
+pub(super) fn heads<'h>(host: &'h Host) -> Option<Heads<'h>> {
+    let &[batch, head, row, 1] = host.strides() else { return None };
+    Some(Heads { values: host.floats()?, strides: [batch, head, row] })
+}
+
+/// A tensor `[batch, channels, …]` out of elements that lie channel by channel.
+pub(super) fn channels_first(values: Vec<f32>, [images, channels, height, width]: [usize; 4]) -> Result<Tensor> {
+    Tensor::from_vec(values, (channels, images, height, width), &Device::Cpu)?.transpose(0, 1)
+}
+
+/// What follows an op and can be done to its result before it is stored.
+#[derive(Debug, Clone)]
+pub enum After {
+    /// A function of single elements.
+    Activate(Activation),
+    /// A tensor of the same shape is added.
+    Add(Tensor),
+    /// A tensor of the same shape is multiplied with.
+    Multiply(Tensor),
+    /// Each channel is multiplied with a number, and another is added.
+    Channels {
+        /// Factors.
+        scale: Tensor,
+        /// Summands.
+        shift: Tensor,
+    },
+}
+
+/// The tensors of [`After`], held while they are read.
+pub(super) struct Steps<'t>(Vec<Step<'t>>);
+
+enum Step<'t> {
+    Activate(Activation),
+    Add(Host<'t>),
+    Multiply(Host<'t>),
+    Scale(Host<'t>),
+    Shift(Host<'t>),
+}
+
+impl<'t> Steps<'t> {
+    /// Tensors like the result must lie as the result will, which `fits` says.
+    pub(super) fn new(after: &'t [After], fits: impl Fn(&Tensor) -> bool) -> Option<Self> {
+        let mut steps = Vec::new();
+        for step in after {
+            match step {
+                After::Activate(function) => steps.push(Step::Activate(*function)),
+                After::Add(tensor) if fits(tensor) => steps.push(Step::Add(Host::of(tensor)?)),
+                After::Multiply(tensor) if fits(tensor) => steps.push(Step::Multiply(Host::of(tensor)?)),
+                After::Channels { scale, shift } if scale.is_contiguous() && shift.is_contiguous() => {
+                    steps.extend([Step::Scale(Host::of(scale)?), Step::Shift(Host::of(shift)?)]);
+                }
+                _ => return None,
+            }
+        }
+        Some(Self(steps))
+    }
+
+    /// As a product wants them; channels are rows.
+    pub(super) fn finish(&self) -> Option<Vec<Finish<'_>>> {
+        let finish = |step| {
+            Some(match step {
+                &Step::Activate(function) => Finish::Activate(function),
+                Step::Add(host) => Finish::Add(host.floats()?),
+                Step::Multiply(host) => Finish::Multiply(host.floats()?),
+                Step::Scale(host) => Finish::MultiplyRows(host.floats()?),
+                Step::Shift(host) => Finish::AddToRows(host.floats()?),
+            })
+        };
+        self.0.iter().map(finish).collect()
+    }
+}

@@ -1,0 +1,162 @@
+//! Windows over images: the right matrix of a convolution, made as it is read, and pooling.
+
+use rayon::prelude::*;
+
+use super::matmul::{PANEL, Right};
+use super::scratch::Scratch;
+
+/// Planes `[height, width]` of an image, and how a window moves over them.
+#[derive(Debug, Clone, Copy)]
+pub struct Window {
+    /// Height of the image.
+    pub height: usize,
+    /// Width of the image.
+    pub width: usize,
+    /// Height and width of the window.
+    pub kernel: [usize; 2],
+    /// Step in both directions.
+    pub stride: usize,
+    /// Places around the image.
+    pub padding: usize,
+    /// Distance of the window's taps.
+    pub dilation: usize,
+}
+
+impl Window {
+    /// Height and width of the result; the window fits the image.
+    pub fn positions(&self) -> [usize; 2] {
+        let count = |size: usize, kernel: usize| (size + 2 * self.padding - self.dilation * (kernel - 1) - 1) / self.stride + 1;
+        [count(self.height, self.kernel[0]), count(self.width, self.kernel[1])]
+    }
+
+    fn padded_width(&self) -> usize {
+        self.width + 2 * self.padding
+    }
+
+    fn padded_plane(&self) -> usize {
+        (self.height + 2 * self.padding) * self.padded_width()
+    }
+
+    /// The planes with `value` around them.
+    fn pad(&self, planes: &[&[f32]], value: f32) -> Scratch {
+        let mut padded = Scratch::new(planes.len() * self.padded_plane());
+        padded.par_chunks_mut(self.padded_plane().max(1)).zip(planes).for_each(|(padded, plane)| {
+            padded.fill(value);
+            let rows = padded.chunks_exact_mut(self.padded_width()).skip(self.padding);
+            for (row, values) in rows.zip(plane.chunks_exact(self.width)) {
+                row[self.padding..][..self.width].copy_from_slice(values);
+            }
+        });
+        padded
+    }
+}
+
+/// The windows of a batch as a matrix: a column for each image and position, a row for each channel and tap.
+pub struct Windows {
+    padded: Scratch,
+    images: usize,
+    /// Where a tap lies from the first.
+    taps: Vec<usize>,
+    window: Window,
+}
+
+impl Windows {
+    /// Windows over some channels of some images; `planes` has all images of the first channel, then the second.
+    pub fn new(planes: &[&[f32]], images: usize, window: Window) -> Windows {
+        let channels = planes.len() / images.max(1);
+        let [height, width] = window.kernel;
+        let mut taps = Vec::with_capacity(channels * height * width);
+        for channel in 0..channels {
+            for row in 0..height {
+                for column in 0..width {
+                    taps.push(channel * images * window.padded_plane() + window.dilation * (row * window.padded_width() + column));
+                }
+            }
+        }
+        Windows { padded: window.pad(planes, 0.0), images, taps, window }
+    }
+
+    /// Number of columns.
+    pub fn columns(&self) -> usize {
+        let [height, width] = self.window.positions();
+        self.images * height * width
+    }
+}
+
+impl Right for Windows {
+    fn pack(&self, first: usize, panel: &mut [f32]) {
+        let [height, width] = self.window.positions();
+        let last = (first + PANEL).min(self.columns());
+        let mut at = first;
+        // Columns that lie in one row of one image are read as one run.
+        while at < last {
+            let (image, row, column) = (at / (height * width), at / width % height, at % width);
+            let run = (width - column).min(last - at);
+            let image = &self.padded[image * self.window.padded_plane()..];
+            let start = self.window.stride * (row * self.window.padded_width() + column);
+            let into = at - first;
+            let groups = panel.as_chunks_mut::<PANEL>().0.iter_mut();
+            match (self.window.stride, run) {
+                (1, PANEL) => groups.zip(&self.taps).for_each(|(group, tap)| group.copy_from_slice(&image[start + tap..][..PANEL])),
+                (1, _) => groups.zip(&self.taps).for_each(|(group, tap)| group[into..into + run].copy_from_slice(&image[start + tap..][..run])),
+                (stride, _) => groups.zip(&self.taps).for_each(|(group, tap)| {
+                    let values = image[start + tap..].iter().step_by(stride);
+                    group[into..into + run].iter_mut().zip(values).for_each(|(out, x)| *out = *x);
+                }),
+            }
+            at += run;
+        }
+    }
+}
+
+simd! {
+    /// The windows' sums over one padded plane with one weight for each tap.
+    fn slide(padded: &[f32], weight: &[f32], window: Window, out: &mut [f32]) {
+        let (width, stride) = (window.padded_width(), window.stride);
+        let [_, columns] = window.positions();
+        for (y, out) in out.chunks_exact_mut(columns).enumerate() {
+            for (row, weights) in weight.chunks_exact(window.kernel[1]).enumerate() {
+                for (column, weight) in weights.iter().enumerate() {
+                    let start = (y * stride + row * window.dilation) * width + column * window.dilation;
+                    let values = &padded[start..];
+                    if stride == 1 {
+                        out.iter_mut().zip(values).for_each(|(out, x)| *out += weight * x);
+                    } else {
+                        out.iter_mut().zip(values.iter().step_by(stride)).for_each(|(out, x)| *out += weight * x);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A convolution of each channel with a window of its own, added to `output`; planes as for [`Windows`].
+pub fn depthwise(planes: &[&[f32]], images: usize, weight: &[f32], window: Window, output: &mut [f32]) {
+    let taps = window.kernel[0] * window.kernel[1];
+    let size: usize = window.positions().iter().product();
+    output.par_chunks_mut(size.max(1)).zip(planes).enumerate().for_each(|(index, (out, plane))| {
+        slide(&window.pad(&[plane], 0.0), &weight[index / images * taps..][..taps], window, out);
+    });
+}
+
+simd! {
+    fn largest(padded: &[f32], window: Window, out: &mut [f32]) {
+        let (width, stride) = (window.padded_width(), window.stride);
+        let [_, columns] = window.positions();
+        out.fill(f32::MIN);
+        for (y, out) in out.chunks_exact_mut(columns).enumerate() {
+            for row in 0..window.kernel[0] {
+                for column in 0..window.kernel[1] {
+                    let values = padded[(y * stride + row) * width + column..].iter().step_by(stride);
+                    out.iter_mut().zip(values).for_each(|(out, x)| *out = if *x > *out || x.is_nan() { *x } else { *out });
+                }
+            }
+        }
+    }
+}
+
+/// The largest value of each window of each plane.
+pub fn max_pool(planes: &[&[f32]], window: Window, output: &mut [f32]) {
+    let size: usize = window.positions().iter().product();
+    output.par_chunks_mut(size.max(1)).zip(planes).for_each(|(out, plane)| largest(&window.pad(&[plane], f32::MIN), window, out));
+}

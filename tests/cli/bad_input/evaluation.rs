@@ -1,0 +1,112 @@
+//! Data and models that do not fit each other.
+
+use std::fs;
+use std::path::Path;
+
+use super::{Case, case, check};
+use crate::commands::evaluation::classifier;
+use crate::support::{golden_model, model};
+
+fn with(name: &'static str, change: impl Fn(&Path) + 'static, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
+    let make = move |folder: &Path| {
+        classifier(folder);
+        change(folder);
+    };
+    case(name, make, args, code, message, hint)
+}
+
+/// Changes text in the classifier's configuration.
+fn config(from: &'static str, to: &'static str) -> impl Fn(&Path) {
+    move |folder| {
+        let path = folder.join("in/config.json");
+        let text = fs::read_to_string(&path).unwrap();
+        assert!(text.contains(from), "{text}");
+        fs::write(path, text.replace(from, to)).unwrap();
+    }
+}
+
+const EVAL: &str = "eval in --data labelled.csv --label-column label";
+
+#[test]
+fn data_that_is_wrong() {
+    let nothing = |_: &Path| ();
+    check([
+        with("no data", nothing, "eval in", 2, "eval: name the samples with --data", ""),
+        with("a missing file", nothing, "eval in --data nowhere.csv --label-column label", 1, "cannot open nowhere.csv", ""),
+        with(
+            "a wrong column",
+            nothing,
+            "eval in --data labelled.csv --label-column class",
+            2,
+            "labelled.csv has no column `class`; there are `id`, `text`, `label`",
+            "",
+        ),
+        with("no labels", nothing, "eval in --data labelled.csv", 2, "no labels: name the model to compare with as `--against`", ""),
+        with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images` and `arrays`", ""),
+        with("an empty file", |folder| fs::write(folder.join("labelled.csv"), "text,label\n").unwrap(), EVAL, 1, "labelled.csv: holds no samples", ""),
+        with(
+            "no tokenizer",
+            |folder| fs::remove_file(folder.join("in/tokenizer.json")).unwrap(),
+            EVAL,
+            1,
+            "in: text without tokenizer.json is not supported",
+            "save_pretrained",
+        ),
+        with("a broken tokenizer", |folder| fs::write(folder.join("in/tokenizer.json"), "{").unwrap(), EVAL, 1, "in/tokenizer.json: ", ""),
+        with(
+            "a recipe without data",
+            |folder| fs::write(folder.join("recipe.yaml"), "model: in\nevaluate: {}\n").unwrap(),
+            "run recipe.yaml -o out",
+            2,
+            "evaluate: needs samples: add `data: { evaluation: ... }`",
+            "",
+        ),
+        with(
+            "a recipe whose data does not fit",
+            |folder| fs::write(folder.join("recipe.yaml"), "model: in\ndata: { evaluation: { text: labelled.csv, label_column: x } }\n").unwrap(),
+            "run recipe.yaml -o out",
+            2,
+            "no column `x`",
+            "",
+        ),
+        with(
+            "a runtime without its file",
+            |folder| {
+                fs::write(
+                    folder.join("recipe.yaml"),
+                    "model: in\ndata: { evaluation: { text: labelled.csv, label_column: label } }\nevaluate: { runtime: [onnxruntime] }\n",
+                )
+                .unwrap()
+            },
+            "run recipe.yaml -o out",
+            2,
+            "needs `onnx` among the exports",
+            "",
+        ),
+    ]);
+}
+
+#[test]
+fn models_that_are_wrong() {
+    check([
+        with("an unknown family", config("\"model_type\": \"bert\"", "\"model_type\": \"bort\""), EVAL, 1, "`bort`… is not supported", "bert"),
+        with("a missing field", config("\"hidden_size\": 16,", ""), EVAL, 1, "hidden_size", ""),
+        with("a contradiction", config("\"num_attention_heads\": 4", "\"num_attention_heads\": 3"), EVAL, 1, "", ""),
+        with("weights of other shapes", config("\"intermediate_size\": 28", "\"intermediate_size\": 30"), EVAL, 1, "", ""),
+        case(
+            "tokens out of range",
+            |folder| {
+                classifier(folder);
+                let path = folder.join("in/tokenizer.json");
+                let text = fs::read_to_string(&path).unwrap();
+                fs::write(path, text.replace("\"a\":5", "\"a\":500").replace("\"a\": 5", "\"a\": 500")).unwrap();
+            },
+            EVAL,
+            1,
+            "500",
+            "",
+        ),
+        case("a bare file", |folder| model(&folder.join("in")), "eval in --data in/model.safetensors", 1, "", ""),
+        case("a picture for a text model", |folder| golden_model(folder, "bert", &[]), "eval in --images in", 2, "not images alone", ""),
+    ]);
+}

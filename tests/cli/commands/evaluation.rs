@@ -1,0 +1,146 @@
+//! `eval`, and evaluation in runs, on the tiny models that transformers has scored (`scripts/goldens-evaluation`).
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::support::{command, compress, data, golden_model, names, ok, read_json};
+
+const RECIPE: &str = "
+model: in
+data:
+  evaluation: { text: labelled.csv, label_column: label }
+passes: [quantize-dynamic]
+evaluate: { runtime: [candle], latency: false }
+output: out
+";
+
+/// The accuracy that transformers finds.
+fn accuracy() -> f64 {
+    let expected = read_json(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/expected.json"));
+    expected["classification"]["accuracy"].as_f64().unwrap()
+}
+
+/// A classifier `in` with its tokenizer, and `labelled.csv`.
+pub fn classifier(folder: &Path) {
+    golden_model(folder, "bert-sequence-classification", &[("word-pieces.json", "tokenizer.json")]);
+    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/labelled.csv"), folder.join("labelled.csv")).unwrap();
+}
+
+fn prepared() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    classifier(folder.path());
+    folder
+}
+
+#[test]
+fn a_folder_is_scored() {
+    let folder = prepared();
+    let run = ok(folder.path(), "eval in --data labelled.csv --label-column label");
+    assert!(run.stdout.starts_with("in on labelled.csv: classification, 19 samples, candle, "), "{}", run.stdout);
+    assert!(run.stdout.contains("accuracy") && run.stdout.contains("0.4211") && run.stdout.contains(" .. "), "{}", run.stdout);
+    let json = data(folder.path(), "eval in --text labelled.csv --label-column label --json");
+    assert_eq!((json["score"]["metric"].as_str(), json["score"]["value"].as_f64()), (Some("accuracy"), Some(accuracy())));
+    assert_eq!((json["samples"].as_u64(), json["runtime"].as_str(), &json["fidelity"]), (Some(19), Some("candle"), &Value::Null));
+}
+
+#[test]
+fn a_model_is_compared_with_another() {
+    let folder = prepared();
+    ok(folder.path(), "quantize-dynamic in -o out");
+    let same = data(folder.path(), "eval in --data labelled.csv --task fidelity --against in --json");
+    assert_eq!((same["score"].clone(), same["fidelity"]["top1_agreement"].as_f64()), (Value::Null, Some(1.0)));
+    assert_eq!((same["fidelity"]["max_abs_error"].as_f64(), same["fidelity"]["sqnr_db"].clone()), (Some(0.0), Value::Null));
+    let other = data(folder.path(), "eval out --data labelled.csv --label-column label --against in --json");
+    let cosine = other["fidelity"]["cosine"].as_f64().unwrap();
+    assert!(cosine > 0.99 && cosine < 1.0, "{cosine}");
+    assert_eq!(other["against"]["value"].as_f64(), Some(accuracy()));
+    let table = ok(folder.path(), "eval out --data labelled.csv --label-column label --against in").stdout;
+    assert!(table.contains("original") && table.contains("`logits`, against in") && table.contains("same top class"), "{table}");
+}
+
+#[test]
+fn a_recipe_measures_before_and_after() {
+    let folder = prepared();
+    fs::write(folder.path().join("recipe.yaml"), RECIPE).unwrap();
+    let run = ok(folder.path(), "run recipe.yaml");
+    assert!(run.stdout.contains("accuracy, candle") && run.stdout.contains("19 samples of labelled.csv"), "{}", run.stdout);
+    let report = read_json(&folder.path().join("out/report.json"));
+    let measured = &report["accuracy"];
+    assert_eq!((measured["task"].as_str(), measured["metric"].as_str()), (Some("classification"), Some("accuracy")));
+    assert_eq!(measured["before"]["candle"].as_f64(), Some(accuracy()));
+    let after = measured["after"]["candle"].as_f64().unwrap();
+    assert!((measured["drop"].as_f64().unwrap() - (accuracy() - after)).abs() < 1e-12);
+    for key in ["cosine", "sqnr_db", "kl", "top1_agreement"] {
+        assert!(measured["fidelity"][key].is_number(), "{key}: {measured}");
+    }
+    assert!(report["compute"]["before"]["macs"].as_u64().unwrap() > 0);
+    assert_eq!(report.get("latency"), None);
+    assert!(fs::read_to_string(folder.path().join("out/report.md")).unwrap().contains("## Measured"));
+    // The written recipe finds the data from where it lies now.
+    ok(folder.path(), "run out/recipe.yaml -o again");
+    assert_eq!(read_json(&folder.path().join("again/report.json"))["accuracy"]["after"], measured["after"]);
+}
+
+#[test]
+fn a_chain_measures_and_times() {
+    let folder = prepared();
+    let args = ["chain", "in", "-o", "out", "--eval", "{text: labelled.csv, label_column: label}", "--", "cast", "--to", "f16"];
+    let output = command(folder.path()).args(args).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let report = read_json(&folder.path().join("out/report.json"));
+    let latency = &report["latency"];
+    for side in ["before_ms", "after_ms"] {
+        assert!(latency[side]["p50"].as_f64().unwrap() <= latency[side]["p95"].as_f64().unwrap(), "{latency}");
+    }
+    assert!(latency["speedup"].is_number() && latency["threads"].as_u64().unwrap() > 0 && latency["runtime"] == "candle", "{latency}");
+}
+
+#[test]
+fn an_exported_file_is_run_and_scored() {
+    let folder = prepared();
+    if !data(folder.path(), "doctor --json")["onnxruntime"].as_str().unwrap().starts_with('/') {
+        eprintln!("skipped: there is no ONNX Runtime");
+        return;
+    }
+    let recipe = RECIPE.replace("evaluate: { runtime: [candle], latency: false }", "export: [safetensors, onnx]");
+    fs::write(folder.path().join("recipe.yaml"), recipe.replace("passes: [quantize-dynamic]", "")).unwrap();
+    ok(folder.path(), "run recipe.yaml");
+    let report = read_json(&folder.path().join("out/report.json"));
+    for side in ["before", "after"] {
+        assert_eq!(report["accuracy"][side]["onnxruntime"].as_f64(), Some(accuracy()), "{side}");
+    }
+    assert_eq!(report["latency"]["runtime"], "onnxruntime");
+    let file = report["outputs"].as_array().unwrap().iter().find(|o| o["path"] == "model.onnx").unwrap();
+    assert!(file["verified"]["how"].as_str().unwrap().contains("run in ONNX Runtime on 19 samples"), "{file}");
+    assert!(file["verified"]["max_abs_error"].as_f64().unwrap() < 1e-4, "{file}");
+    assert!(!names(&folder.path().join("out")).iter().any(|name| name.starts_with(".before")));
+    for model in ["out/model.onnx", "out --runtime onnxruntime"] {
+        let json = data(folder.path(), &format!("eval {model} --data labelled.csv --label-column label --json"));
+        assert_eq!((json["runtime"].as_str(), json["score"]["value"].as_f64()), (Some("onnxruntime"), Some(accuracy())), "{model}");
+    }
+    // Without data, made-up samples are run.
+    ok(folder.path(), "cast in --to f32 -o plain --export onnx");
+    let file = &read_json(&folder.path().join("plain/report.json"))["outputs"][0];
+    assert!(file["verified"]["how"].as_str().unwrap().contains("made-up samples"), "{file}");
+}
+
+#[test]
+fn a_library_that_is_missing_is_named() {
+    let folder = prepared();
+    let run = |args: &[&str]| command(folder.path()).env("ORT_DYLIB_PATH", "/nowhere/libonnxruntime.so").args(args).output().unwrap();
+    let written = run(&["cast", "in", "--to", "f32", "-o", "out", "--export", "onnx"]);
+    assert!(written.status.success());
+    let text = String::from_utf8(written.stdout).unwrap();
+    assert!(text.contains("note: model.onnx was not run: ") && text.contains("scripts/fetch onnxruntime"), "{text}");
+    let refused = run(&["eval", "out/model.onnx", "--data", "labelled.csv"]);
+    let error = String::from_utf8(refused.stderr).unwrap();
+    assert!(!refused.status.success() && error.contains("/nowhere/libonnxruntime.so"), "{error}");
+    fs::write(folder.path().join("libonnxruntime.so"), "no library").unwrap();
+    let broken = command(folder.path()).env("ORT_DYLIB_PATH", "libonnxruntime.so").args(["eval", "out/model.onnx", "--data", "labelled.csv"]).output().unwrap();
+    let error = String::from_utf8(broken.stderr).unwrap();
+    assert!(!broken.status.success() && error.contains("cannot be loaded") && !error.contains("panicked"), "{error}");
+    // Everything else works.
+    assert_eq!(compress(folder.path(), "eval in --data labelled.csv --label-column label").code, 0);
+}

@@ -1,0 +1,82 @@
+//! Ops with inputs, for all laws.
+
+use candle_core::{DType, Device, Tensor};
+use compress::ir::Op;
+use compress::ir::ops::*;
+
+/// An op and the sizes of its inputs; inputs of whole numbers are marked.
+pub struct Case {
+    pub op: Op,
+    pub inputs: Vec<(Vec<usize>, bool)>,
+}
+
+fn case(op: impl Into<Op>, shapes: &[&[usize]]) -> Case {
+    Case { op: op.into(), inputs: shapes.iter().map(|s| (s.to_vec(), false)).collect() }
+}
+
+fn with_ints(mut case: Case, at: &[usize]) -> Case {
+    for &i in at {
+        case.inputs[i].1 = true;
+    }
+    case
+}
+
+/// Every op, in the forms it has.
+pub fn cases() -> Vec<Case> {
+    let conv = |groups, stride, padding| Conv { groups, stride, padding, dilation: 1 };
+    vec![
+        case(Linear { input_major: false }, &[&[2, 3, 6], &[4, 6], &[4]]),
+        case(Linear { input_major: true }, &[&[2, 6], &[6, 4]]),
+        case(conv(1, 1, 1), &[&[2, 4, 5, 6], &[6, 4, 3, 3], &[6]]),
+        case(conv(2, 2, 0), &[&[2, 4, 7, 6], &[6, 2, 3, 3], &[6]]),
+        case(conv(4, 1, 1), &[&[2, 4, 5, 5], &[4, 1, 3, 3]]),
+        case(BatchNorm::default(), &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
+        case(LayerNorm::default(), &[&[2, 3, 6], &[6], &[6]]),
+        case(RmsNorm::default(), &[&[2, 3, 6], &[6]]),
+        case(Relu {}, &[&[2, 5]]),
+        case(Gelu { tanh: false }, &[&[2, 5]]),
+        case(Gelu { tanh: true }, &[&[2, 5]]),
+        case(Silu {}, &[&[2, 5]]),
+        case(Sigmoid {}, &[&[2, 5]]),
+        case(Tanh {}, &[&[2, 5]]),
+        case(Clip { min: -0.5, max: 0.5 }, &[&[2, 5]]),
+        case(Softmax {}, &[&[2, 3, 5]]),
+        case(Add {}, &[&[2, 3, 5], &[2, 3, 5]]),
+        case(Mul {}, &[&[2, 3, 5], &[2, 3, 5]]),
+        with_ints(case(Embedding {}, &[&[2, 3], &[9, 5]]), &[0]),
+        with_ints(case(Positions { padding: None }, &[&[2, 3]]), &[0]),
+        with_ints(case(Positions { padding: Some(1) }, &[&[2, 3]]), &[0]),
+        case(Rotary::default(), &[&[2, 3, 4, 6]]),
+        case(SplitHeads { head_dim: 3 }, &[&[2, 4, 6]]),
+        case(MergeHeads {}, &[&[2, 2, 4, 3]]),
+        case(Attention { scale: 0.5, causal: false, window: None }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),
+        with_ints(case(Attention { scale: 0.5, causal: true, window: Some(2) }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5]]), &[3]),
+        case(MaxPool { kernel: 3, stride: 2, padding: 1 }, &[&[2, 4, 7, 8]]),
+        case(MaxPool::default(), &[&[2, 4, 6, 6]]),
+        case(GlobalAveragePool {}, &[&[2, 4, 5, 3]]),
+        case(Flatten { channels_last: false }, &[&[2, 4, 3, 2]]),
+        case(Flatten { channels_last: true }, &[&[2, 4, 3, 2]]),
+        case(Tokens {}, &[&[2, 4, 3, 2]]),
+        case(Prepend {}, &[&[1, 1, 4], &[2, 3, 4]]),
+        case(Select { index: 1 }, &[&[2, 3, 4]]),
+        case(Slice { start: 2, length: 3 }, &[&[2, 3, 6]]),
+        with_ints(case(MaskedMean {}, &[&[2, 3, 4], &[2, 3]]), &[1]),
+        case(Normalize {}, &[&[2, 3, 4]]),
+    ]
+}
+
+/// Numbers between 0.1 and 1.1, and for whole numbers zeros and ones; always the same.
+pub fn tensors(case: &Case) -> Vec<Tensor> {
+    let mut state = 1u64;
+    let mut next = move || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32
+    };
+    let mut make = |(shape, whole): &(Vec<usize>, bool)| {
+        let count = shape.iter().product();
+        let values: Vec<f32> = (0..count).map(|_| if *whole { f32::from(next() > 0.3) } else { next() + 0.1 }).collect();
+        let tensor = Tensor::from_vec(values, shape.as_slice(), &Device::Cpu).unwrap();
+        if *whole { tensor.to_dtype(DType::I64).unwrap() } else { tensor }
+    };
+    case.inputs.iter().map(&mut make).collect()
+}

@@ -1,0 +1,166 @@
+//! Running a model: padding, wrong inputs, weights that are stored in other ways.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use common::{Desk, pipeline};
+use compress::exec::{Executor, Inputs, Parameters, Residence};
+use compress::export::{Layout, Safetensors};
+use compress::ir::Graph;
+use compress::pass::{ActivationScheme, Amount, GranularityKind, PruneUnstructured, QuantizeDynamic};
+use compress::{Error, Model};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+fn families() -> Vec<String> {
+    std::fs::read_dir(golden("")).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect()
+}
+
+fn parameters(model: &Model, graph: &Graph, residence: Residence) -> Parameters {
+    common::sweep(|sweep| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, residence, sweep)).unwrap()
+}
+
+fn run_as(folder: &Path, inputs: &Inputs, residence: Residence) -> compress::Result<BTreeMap<String, Tensor>> {
+    let model = Model::open(folder)?;
+    let graph = model.graph()?;
+    Executor::new(&graph, parameters(&model, &graph, residence), Device::Cpu).run(inputs)
+}
+
+fn run(folder: &Path, inputs: &Inputs) -> BTreeMap<String, Tensor> {
+    run_as(folder, inputs, Residence::Computed).unwrap_or_else(|e| panic!("{}: {e}", folder.display()))
+}
+
+fn text(rows: &[Vec<i64>], padding: i64) -> Inputs {
+    let longest = rows.iter().map(Vec::len).max().unwrap();
+    let fill = |value: fn(&i64) -> i64, rest: i64| {
+        let values: Vec<i64> = rows.iter().flat_map(|row| (0..longest).map(move |i| row.get(i).map_or(rest, value))).collect();
+        Tensor::from_vec(values, (rows.len(), longest), &Device::Cpu).unwrap()
+    };
+    Inputs::from([("input_ids".to_owned(), fill(|t| *t, padding)), ("attention_mask".to_owned(), fill(|_| 1, 0))])
+}
+
+fn distance(a: &Tensor, b: &Tensor) -> f32 {
+    assert_eq!(a.dims(), b.dims());
+    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+#[test]
+fn a_padded_batch_is_its_texts_one_by_one() {
+    let mut checked = 0;
+    for name in families() {
+        let folder = golden(&name);
+        let graph = Model::open(&folder).unwrap().graph().unwrap();
+        if graph.inputs().all(|(_, value)| value.name != "input_ids") {
+            continue;
+        }
+        let config: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(folder.join("config.json")).unwrap()).unwrap();
+        let padding = config["pad_token_id"].as_i64().unwrap_or(0);
+        let rows: Vec<Vec<i64>> = [6, 3, 1, 5].iter().map(|n| (0..*n).map(|i| 3 + (7 * i + n) % 11).collect()).collect();
+        let batch = run(&folder, &text(&rows, padding));
+        for (index, row) in rows.iter().enumerate() {
+            for (output, alone) in run(&folder, &text(std::slice::from_ref(row), padding)) {
+                let together = batch[&output].narrow(0, index, 1).unwrap();
+                let together = if together.rank() == 3 { together.narrow(1, 0, row.len()).unwrap() } else { together };
+                assert!(distance(&together, &alone) <= 1e-5, "{name}, {output} of text {index}: {}", distance(&together, &alone));
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 100, "only {checked} outputs were compared");
+}
+
+#[test]
+fn observing_changes_nothing() {
+    for name in ["bert", "llama", "torchvision-resnet18", "torchvision-mobilenet-v2", "gpt2"] {
+        let model = Model::open(golden(name)).unwrap();
+        let graph = model.graph().unwrap();
+        let executor = Executor::new(&graph, parameters(&model, &graph, Residence::Computed), Device::Cpu);
+        let tensors = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+        let inputs: Inputs = tensors.into_iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t))).collect();
+        let mut seen = Vec::new();
+        let observed = executor
+            .run_observed(&inputs, &mut |node, tensor| {
+                assert!(tensor.is_contiguous(), "{node}");
+                seen.push(node.to_owned());
+                Ok(())
+            })
+            .unwrap();
+        assert_eq!(seen.len(), graph.nodes().len(), "{name}");
+        for (output, tensor) in executor.run(&inputs).unwrap() {
+            assert!(distance(&tensor, &observed[&output]) < 1e-5, "{name}, {output}");
+        }
+    }
+}
+
+#[test]
+fn inputs_that_do_not_fit_are_named() {
+    let said = |name: &str, inputs: &Inputs| {
+        let error = run_as(&golden(name), inputs, Residence::Computed).unwrap_err();
+        assert!(matches!(error, Error::Run { .. }) && !error.is_misuse(), "{error:?}");
+        error.to_string()
+    };
+    for (number, name) in [(1_000_000, "llama"), (-1, "bert")] {
+        let error = said(name, &text(&[vec![3, 4, 5], vec![3, number]], 0));
+        assert!(error.contains("input `input_ids`") && error.contains(&format!("holds {number} at row 1, place 1")) && error.contains("rows"), "{error}");
+    }
+    let error = said("bert", &text(&[vec![3; 17]], 0));
+    assert!(error.contains("holds 16") && error.contains("has 16 rows"), "{error}");
+    assert!(said("llama", &Inputs::new()).contains("`input_ids`: is missing"));
+    let flat = Tensor::zeros(3, DType::I64, &Device::Cpu).unwrap();
+    let error = said("llama", &Inputs::from([("input_ids".to_owned(), flat)]));
+    assert!(error.contains("input `input_ids`: has shape [3]"), "{error}");
+}
+
+#[test]
+fn quantized_and_sparse_weights_run_as_the_floats_they_stand_for() {
+    let desk = Desk::new();
+    let quantize = |granularity, group_size, symmetric, activations| QuantizeDynamic { granularity, group_size, symmetric, activations, ..Default::default() };
+    let (channel, group) = (GranularityKind::Channel, GranularityKind::Group);
+    let passes = [
+        quantize(channel, None, true, ActivationScheme::Token),
+        quantize(channel, None, true, ActivationScheme::None),
+        quantize(group, Some(16), true, ActivationScheme::None),
+        quantize(group, Some(16), false, ActivationScheme::None),
+        quantize(GranularityKind::Tensor, None, false, ActivationScheme::None),
+    ];
+    let inputs = text(&[vec![1, 5, 9, 60, 2, 7], vec![8, 3]], 0);
+    for dtype in [common::DType::F32, common::DType::BF16] {
+        let model = desk.pico(dtype, 2);
+        let prune = || PruneUnstructured { amount: Some(Amount::fraction(0.6)), ..Default::default() };
+        let mut builders: Vec<_> = passes.iter().map(|pass| pipeline().pass(pass.clone())).collect();
+        builders.push(pipeline().pass(prune()).export(Safetensors::layout(Layout::Sparse)));
+        builders.push(pipeline().pass(prune()).pass(passes[0].clone()));
+        for (index, builder) in builders.into_iter().enumerate() {
+            let compressed = desk.run(&model, builder).unwrap_or_else(|e| panic!("{index}: {e}")).path;
+            let dense = desk.run(&compressed, pipeline().export(Safetensors::layout(Layout::Dense))).unwrap().path;
+            let (ours, theirs) = (run(&compressed, &inputs), run(&dense, &inputs));
+            // Densified weights are rounded to the type they had; in f32 nothing is lost.
+            let tolerance = if dtype == common::DType::F32 { 1e-5 } else { 0.1 };
+            for (output, tensor) in &ours {
+                assert!(distance(tensor, &theirs[output]) < tolerance, "{index}, {dtype}, {output}: {}", distance(tensor, &theirs[output]));
+            }
+            let plain = run(&model, &inputs);
+            assert!(distance(&ours["logits"], &plain["logits"]) > 0.0, "{index} changes nothing");
+        }
+    }
+}
+
+#[test]
+fn weights_kept_in_16_bits_give_the_same_as_converted_ones() {
+    let desk = Desk::new();
+    let inputs = text(&[vec![1, 5, 9, 60, 2, 7], vec![8, 3]], 0);
+    for dtype in [common::DType::F16, common::DType::BF16] {
+        let model = desk.pico(dtype, 1);
+        let [kept, converted] = [Residence::Stored, Residence::Computed].map(|residence| run_as(&model, &inputs, residence).unwrap());
+        for (output, tensor) in kept {
+            assert_eq!(distance(&tensor, &converted[&output]), 0.0, "{dtype}, {output}");
+        }
+    }
+}
