@@ -91,8 +91,15 @@ fn models_that_are_wrong() {
     check([
         with("an unknown family", config("\"model_type\": \"bert\"", "\"model_type\": \"bort\""), EVAL, 1, "`bort`… is not supported", "bert"),
         with("a missing field", config("\"hidden_size\": 16,", ""), EVAL, 1, "hidden_size", ""),
-        with("a contradiction", config("\"num_attention_heads\": 4", "\"num_attention_heads\": 3"), EVAL, 1, "", ""),
-        with("weights of other shapes", config("\"intermediate_size\": 28", "\"intermediate_size\": 30"), EVAL, 1, "", ""),
+        with("a contradiction", config("\"num_attention_heads\": 2", "\"num_attention_heads\": 3"), EVAL, 1, "16… 3", ""),
+        with(
+            "weights of other shapes",
+            config("\"intermediate_size\": 28", "\"intermediate_size\": 30"),
+            EVAL,
+            1,
+            "`bert.encoder.layer.0.intermediate.dense.weight`: has shape [28, 16], the configuration asks for [30, 16]",
+            "config.json does not belong to these weights",
+        ),
         case(
             "tokens out of range",
             |folder| {
@@ -103,10 +110,17 @@ fn models_that_are_wrong() {
             },
             EVAL,
             1,
-            "500",
-            "",
+            "input `input_ids`: holds 500 at row 3, place 1; `bert.embeddings.word_embeddings.weight` has 48 rows",
+            "the tokenizer does not belong to this model",
         ),
-        case("a bare file", |folder| model(&folder.join("in")), "eval in --data in/model.safetensors", 1, "", ""),
+        case(
+            "a bare file",
+            |folder| model(&folder.join("in")),
+            "eval in/model.safetensors --data in/model.safetensors",
+            1,
+            "running a model without graph.json and without a model_type in config.json is not supported",
+            "describe the model in a graph.json",
+        ),
         case("a picture for a text model", |folder| golden_model(folder, "bert", &[]), "eval in --images in", 2, "not images alone", ""),
     ]);
 }
