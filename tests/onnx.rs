@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use compress::export::Onnx;
 use compress::ir::Graph;
 use compress::onnx::proto::{DataType, Dimension, ModelProto};
-use compress::onnx::{Draft, draft, file};
+use compress::onnx::{Draft, Precision, Style, draft, file};
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{Cancel, Encoding, Silent, Spelling, Sweep, Weight};
+use compress::store::{Cancel, Silent, Spelling, Sweep, Weight};
 use compress::{Model, Pipeline, Recipe};
 use prost::Message;
 
@@ -22,6 +22,10 @@ fn folders() -> Vec<PathBuf> {
     found.sort();
     assert!(found.len() > 30, "the goldens are missing");
     found
+}
+
+fn plain(opset: u32) -> Style {
+    Style { opset, ..Style::default() }
 }
 
 fn values(weight: &Weight) -> Vec<f32> {
@@ -39,7 +43,7 @@ fn values(weight: &Weight) -> Vec<f32> {
 }
 
 fn export(folder: &Path, opset: u32, to: &Path) -> ModelProto {
-    let pipeline = Pipeline::builder().export(Onnx { opset }).threads(2).build().unwrap();
+    let pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() }).threads(2).build().unwrap();
     let report = pipeline.run(Model::open(folder).unwrap(), to).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
     assert!(report.outputs.iter().all(|o| o.format == "onnx"));
     ModelProto::decode(std::fs::read(to.join(file::MODEL)).unwrap().as_slice()).unwrap()
@@ -51,7 +55,7 @@ fn every_family_is_written_and_reads_back_bit_for_bit() {
         let model = Model::open(&folder).unwrap();
         let out = tempfile::tempdir().unwrap();
         let written = export(&folder, 17, &out.path().join("out"));
-        let Draft { model: mut wanted, weights } = draft(&model.graph().unwrap(), 17, &BTreeMap::new()).unwrap();
+        let Draft { model: mut wanted, weights } = draft(&model.graph().unwrap(), &plain(17), &BTreeMap::new()).unwrap();
         let mut graph = written.graph.clone().unwrap();
         let constants = wanted.graph.as_ref().unwrap().initializer.len();
         let tensors = graph.initializer.split_off(constants);
@@ -67,10 +71,10 @@ fn every_family_is_written_and_reads_back_bit_for_bit() {
                 expected = (0..columns).flat_map(|c| (0..rows).map(move |r| r * columns + c)).map(|at| expected[at]).collect();
                 dims.reverse();
             }
-            assert_eq!(tensor.name.as_deref(), Some(slot.name.as_str()));
-            assert_eq!(tensor.dims, dims, "{}", slot.name);
+            assert_eq!(tensor.name.as_deref(), Some(slot.tensors[0].name.as_str()));
+            assert_eq!(tensor.dims, dims, "{}", slot.weight);
             let bytes: Vec<u8> = expected.iter().flat_map(|v| v.to_le_bytes()).collect();
-            assert!(tensor.raw_data.as_deref() == Some(bytes.as_slice()), "{} of {}", slot.name, folder.display());
+            assert!(tensor.raw_data.as_deref() == Some(bytes.as_slice()), "{} of {}", slot.weight, folder.display());
         }
     }
 }
@@ -82,7 +86,7 @@ fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
     let mut fresh = |name: &str| assert!(!name.is_empty() && names.insert(name.to_owned()), "{what}: `{name}` is written twice");
     body.input.iter().for_each(|input| fresh(input.name.as_deref().unwrap()));
     body.initializer.iter().for_each(|tensor| fresh(tensor.name.as_deref().unwrap()));
-    draft.weights.iter().for_each(|slot| fresh(&slot.name));
+    draft.weights.iter().flat_map(|slot| &slot.tensors).for_each(|tensor| fresh(&tensor.name));
     let mut read = BTreeSet::new();
     let mut node_names = BTreeSet::new();
     for node in &body.node {
@@ -104,6 +108,7 @@ fn hold_to_rules(draft: &Draft, graph: &Graph, what: &str) {
     for tensor in &body.initializer {
         let size = match tensor.data_type() {
             DataType::Float => 4,
+            DataType::Float16 => 2,
             DataType::Int64 | DataType::Double => 8,
             other => panic!("{what}: a constant of {other:?}"),
         };
@@ -122,8 +127,10 @@ fn the_graphs_keep_the_rules_of_the_format() {
     for folder in folders() {
         let graph = Model::open(&folder).unwrap().graph().unwrap();
         for opset in OPSETS {
-            let draft = draft(&graph, opset, &BTreeMap::new()).unwrap();
             let what = format!("{} at opset {opset}", folder.file_name().unwrap().to_string_lossy());
+            let half = draft(&graph, &Style { precision: Precision::Float16, ..plain(opset) }, &BTreeMap::new()).unwrap();
+            hold_to_rules(&half, &graph, &format!("{what}, 16 bits"));
+            let draft = draft(&graph, &plain(opset), &BTreeMap::new()).unwrap();
             hold_to_rules(&draft, &graph, &what);
             assert_eq!(draft.model.opset_import[0].version, Some(i64::from(opset)));
             assert_eq!(draft.model.ir_version, Some([8, 8, 9, 9, 10][opset as usize - 17]));
@@ -138,45 +145,32 @@ fn the_graphs_keep_the_rules_of_the_format() {
 
 #[test]
 fn names_of_outputs_do_not_collide() {
-    let draft_of = |text: &str| draft(&text.parse().unwrap(), 17, &BTreeMap::new());
+    let draft_of = |text: &str| draft(&text.parse().unwrap(), &plain(17), &BTreeMap::new());
     let text = "input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\na/relu = Tanh(a) -> float[batch, 4]\nb = Silu(a/relu) -> float[batch, 4]\noutput b = a\noutput c = b\noutput d = b\noutput e = x\n";
     let graph: Graph = text.parse().unwrap();
-    let made = draft(&graph, 17, &BTreeMap::new()).unwrap();
+    let made = draft(&graph, &plain(17), &BTreeMap::new()).unwrap();
     hold_to_rules(&made, &graph, "names");
     let outputs: Vec<_> = made.model.graph.unwrap().output.into_iter().map(|o| o.name.unwrap()).collect();
     assert_eq!(outputs, ["b", "c", "d", "e"]);
     let error = draft_of("input x: float[batch, 4]\na = Relu(x) -> float[batch, 4]\noutput x = a\n").unwrap_err().to_string();
     assert!(error.contains("`x`") && error.contains("rename"), "{error}");
-    let error = draft(&graph, 22, &BTreeMap::new()).unwrap_err().to_string();
+    let error = draft(&graph, &plain(22), &BTreeMap::new()).unwrap_err().to_string();
     assert!(error.contains("22") && error.contains("17 to 21"), "{error}");
-}
-
-#[test]
-fn quantized_weights_are_written_as_floats_and_said_to_be() {
-    let folder = folders().into_iter().find(|f| f.ends_with("bert")).unwrap();
-    let out = tempfile::tempdir().unwrap();
-    let pipeline = Pipeline::builder().pass(compress::pass::QuantizeDynamic::default()).export(Onnx::default()).build().unwrap();
-    let report = pipeline.run(Model::open(&folder).unwrap(), out.path().join("out")).unwrap();
-    assert!(report.notes.iter().any(|note| note.contains("as the floats that they stand for")), "{:?}", report.notes);
-    let written = ModelProto::decode(std::fs::read(out.path().join("out/model.onnx")).unwrap().as_slice()).unwrap();
-    assert!(written.metadata_props.iter().any(|p| p.value.as_deref().is_some_and(|v| v.contains("quantize-dynamic"))));
-    assert!(Model::open(&folder).unwrap().weights.by_name.values().all(|w| w.encoding == Encoding::Dense));
 }
 
 #[test]
 fn weights_of_large_models_lie_beside() {
     let folder = folders().into_iter().find(|f| f.ends_with("llama-grouped-tied")).unwrap();
     let model = Model::open(&folder).unwrap();
-    let draft = draft(&model.graph().unwrap(), 17, &BTreeMap::new()).unwrap();
+    let draft = draft(&model.graph().unwrap(), &plain(17), &BTreeMap::new()).unwrap();
     let item = |slot: &compress::onnx::Slot| Item {
         name: slot.weight.clone(),
         weight: model.weights.by_name[&slot.weight].clone(),
         spelling: if slot.transposed { Spelling::Transposed } else { Spelling::Plain },
     };
     let items: Vec<Item> = draft.weights.iter().map(item).collect();
-    let shapes: Vec<Vec<usize>> = items.iter().map(|i| i.spelling.parts(&i.name, &i.weight).remove(0).shape).collect();
     let out = tempfile::tempdir().unwrap();
-    let layout = file::layout(&draft, &shapes, 10_000).unwrap();
+    let layout = file::layout(&draft, 10_000).unwrap();
     let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let (files, _) = write_pieces(out.path(), &layout, &items, &sweep).unwrap();
     assert_eq!(files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), [file::MODEL, file::DATA]);
@@ -200,9 +194,12 @@ fn weights_of_large_models_lie_beside() {
 }
 
 #[test]
-fn recipes_name_the_opset() {
-    let recipe = |opset: u32| Recipe::parse(&format!("model: m\nexport:\n  - onnx: {{ opset: {opset} }}\n"), Path::new("r.yaml"));
-    assert_eq!(recipe(21).unwrap().export, [Onnx { opset: 21 }.into()]);
-    let error = recipe(22).unwrap_err().to_string();
+fn recipes_name_opset_and_precision() {
+    let recipe = |options: &str| Recipe::parse(&format!("model: m\nexport:\n  - onnx: {{ {options} }}\n"), Path::new("r.yaml"));
+    assert_eq!(recipe("opset: 21").unwrap().export, [Onnx { opset: 21, ..Onnx::default() }.into()]);
+    assert_eq!(recipe("precision: float16").unwrap().export, [Onnx { precision: Precision::Float16, ..Onnx::default() }.into()]);
+    let error = recipe("opset: 22").unwrap_err().to_string();
     assert!(error.contains("17 to 21"), "{error}");
+    let error = recipe("precision: float8").unwrap_err().to_string();
+    assert!(error.contains("float8") && error.contains("float16"), "{error}");
 }

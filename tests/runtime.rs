@@ -43,7 +43,7 @@ fn every_export_computes_what_the_executor_does() {
         let ours = Executor::new(&graph, parameters, Device::Cpu).run(&inputs).unwrap();
         let out = tempfile::tempdir().unwrap();
         let opset = 17 + index as u32 % 5;
-        let pipeline = Pipeline::builder().export(Onnx { opset }).build().unwrap();
+        let pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() }).build().unwrap();
         pipeline.run(model.clone(), out.path().join("out")).unwrap();
         let theirs = Session::open(&out.path().join("out").join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
         assert_eq!(ours.len(), theirs.len());

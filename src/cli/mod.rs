@@ -55,7 +55,7 @@ enum Command {
     /// Run a recipe, whole
     Run(run::Args),
     /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
-    Chain(chain::Args),
+    Chain(Box<chain::Args>),
     /// Say what a recipe would do: matched weights, memory, predicted size
     Plan(plan::Args),
     /// Measure how good a model's answers are: accuracy, perplexity, likeness to another model

@@ -1,7 +1,12 @@
 //! ONNX, in one file, or with the weights beside it where one file would be too large.
+//!
+//! Int8 weights stay int8. A linear layer whose activations are quantized becomes `DynamicQuantizeLinear` and
+//! `MatMulInteger`, in the form that ONNX Runtime runs as one integer kernel; with float activations its weights go
+//! through `DequantizeLinear`; of an embedding only the rows that are looked up are turned into floats.
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
@@ -11,10 +16,10 @@ use super::{Exported, Forecast, Format};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::model::Model;
-use crate::onnx::write::OPSETS;
-use crate::onnx::{Draft, draft, file};
+use crate::onnx::proto::DataType;
+use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
 use crate::store::writer::{self, Item};
-use crate::store::{DType, Decoded, Encoding, Spelling, Sweep, Weight};
+use crate::store::{DType, Decoded, Encoding, Rescaled, Spelling, Sweep, Weight};
 
 /// The ONNX format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -25,11 +30,13 @@ pub struct Onnx {
     #[serde(deserialize_with = "opset")]
     #[cfg_attr(feature = "cli", schemars(range(min = 17, max = 21)))]
     pub opset: u32,
+    /// Width of weights and arithmetic; int8 weights stay int8, and their layers compute in float32
+    pub precision: Precision,
 }
 
 impl Default for Onnx {
     fn default() -> Self {
-        Self { opset: *OPSETS.start() }
+        Self { opset: *OPSETS.start(), precision: Precision::default() }
     }
 }
 
@@ -48,31 +55,42 @@ struct Prepared {
 impl Onnx {
     fn prepare(&self, model: &Model) -> Result<Prepared> {
         let graph = model.graph()?;
-        let draft = draft(&graph, self.opset, &metadata(model))?;
-        let mut items = Vec::with_capacity(draft.weights.len());
-        for slot in &draft.weights {
-            let weight = model.weights.get(&slot.weight)?;
-            if !weight.is_float() {
-                return Err(Error::tensor(
-                    &slot.weight,
-                    format!("is {}, the graph needs floats", weight.dtype),
-                    "store it as floats, or describe the model in a graph.json that does not use it",
-                ));
+        let mut style = Style { opset: self.opset, precision: self.precision, ..Style::default() };
+        for (_, value) in graph.params() {
+            if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding {
+                style.integers.insert(value.name.clone(), affine.clone());
             }
-            let spelling = if slot.transposed { Spelling::Transposed } else { Spelling::Plain };
-            items.push(Item { name: slot.weight.clone(), weight: float(&slot.weight, weight), spelling });
         }
-        let shapes: Vec<Vec<usize>> =
-            items.iter().map(|item| item.spelling.parts(&item.name, &item.weight).into_iter().flat_map(|part| part.shape).collect()).collect();
-        let layout = file::layout(&draft, &shapes, file::LARGEST)?;
+        let draft = draft(&graph, &style, &metadata(model))?;
+        let items = draft.weights.iter().map(|slot| item(slot, model.weights.get(&slot.weight)?)).collect::<Result<_>>()?;
+        let layout = file::layout(&draft, file::LARGEST)?;
         Ok(Prepared { graph, draft, items, layout })
     }
 }
 
-/// A weight as 32-bit floats; quantized ones as the floats that they stand for.
-fn float(name: &str, weight: &Weight) -> Weight {
-    let source = Decoded { upstream: weight.source(), dtype: DType::F32, name: name.to_owned() };
-    weight.then(DType::F32, Encoding::Dense, std::sync::Arc::new(source))
+/// A weight as the file wants it: integers with scales of 32 bits, or floats; quantized ones as those that they stand for.
+fn item(slot: &Slot, weight: &Weight) -> Result<Item> {
+    let name = slot.weight.clone();
+    if !weight.is_float() {
+        return Err(Error::tensor(
+            &name,
+            format!("is {}, the graph needs floats", weight.dtype),
+            "store it as floats, or describe the model in a graph.json that does not use it",
+        ));
+    }
+    let weight = if let Some(affine) = &slot.integers {
+        let mut affine = affine.clone();
+        affine.scale_dtype = DType::F32;
+        let source = Rescaled { upstream: weight.source(), affine: affine.clone(), name: name.clone() };
+        weight.then(DType::F32, Encoding::Affine(affine), Arc::new(source))
+    } else {
+        let half = slot.tensors.iter().any(|tensor| tensor.data_type == DataType::Float16);
+        let dtype = if half { DType::F16 } else { DType::F32 };
+        let source = Decoded { upstream: weight.source(), dtype, name: name.clone() };
+        weight.then(dtype, Encoding::Dense, Arc::new(source))
+    };
+    let spelling = if slot.transposed { Spelling::Transposed } else { Spelling::Plain };
+    Ok(Item { name, weight, spelling })
 }
 
 fn metadata(model: &Model) -> BTreeMap<String, String> {
@@ -87,12 +105,15 @@ fn metadata(model: &Model) -> BTreeMap<String, String> {
     metadata
 }
 
-fn notes(model: &Model, graph: &Graph, items: &[Item]) -> Vec<String> {
+fn notes(model: &Model, graph: &Graph, slots: &[Slot]) -> Vec<String> {
     let mut notes = Vec::new();
-    let quantized = items.iter().filter(|item| model.weights.by_name.get(&item.name).is_some_and(|w| w.encoding != Encoding::Dense)).count();
-    if quantized > 0 {
-        notes.push(format!("{quantized} quantized weights are written to {} as the floats that they stand for: no size gain there", file::MODEL));
+    let mut remarks: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for slot in slots {
+        slot.remark.iter().for_each(|remark| remarks.entry(remark).or_default().push(&slot.weight));
     }
+    notes.extend(
+        remarks.into_iter().map(|(remark, names)| format!("{}: {} quantized weights are {remark} (the first: `{}`)", file::MODEL, names.len(), names[0])),
+    );
     let unused = model.unused(graph);
     if let Some(first) = unused.first() {
         notes.push(format!("{} tensors of the checkpoint are not part of the graph and not in {} (the first: `{first}`)", unused.len(), file::MODEL));
@@ -110,12 +131,12 @@ impl Format for Onnx {
     }
 
     fn forecast(&self, model: &Model) -> Result<Forecast> {
-        let Prepared { items, layout, .. } = self.prepare(model)?;
+        let Prepared { draft, layout, .. } = self.prepare(model)?;
         Ok(Forecast {
             files: layout.iter().map(|(name, _)| name.clone()).collect(),
             bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
             exact: true,
-            tensors: items.len(),
+            tensors: draft.tensors(),
         })
     }
 
@@ -126,10 +147,10 @@ impl Format for Onnx {
             files,
             how: "read back: the graph and every weight's bytes equal to what was made".into(),
             max_abs_error: 0.0,
-            tensors: draft.weights.len(),
+            tensors: draft.tensors(),
             encodings: items.iter().map(|item| item.weight.describe()).collect(),
             config: None,
-            notes: notes(model, &graph, &items),
+            notes: notes(model, &graph, &draft.weights),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
         })
     }

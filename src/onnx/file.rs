@@ -6,7 +6,7 @@
 use prost::Message;
 
 use super::proto::{DataLocation, DataType, ModelProto, StringStringEntryProto, TensorProto};
-use super::write::Draft;
+use super::{Draft, Tensor};
 use crate::error::{Error, Result};
 use crate::store::writer::Piece;
 
@@ -30,28 +30,28 @@ const RAW_DATA: u8 = 9 << 3 | 2;
 /// A file, piece by piece; items have the numbers of the draft's weights.
 pub type Layout = Vec<(String, Vec<Piece>)>;
 
-/// Lays out the files for weights of these shapes: one file, or two when one would be larger than `largest`.
+/// Lays out the files: one, or two when one would be larger than `largest`.
 ///
 /// # Errors
 /// A weight is too large to be counted.
-pub fn layout(draft: &Draft, shapes: &[Vec<usize>], largest: u64) -> Result<Layout> {
-    let one = single(draft, shapes, |_| false)?;
+pub fn layout(draft: &Draft, largest: u64) -> Result<Layout> {
+    let one = single(draft, |_| false)?;
     if bytes(&one) <= largest {
         return Ok(vec![(MODEL.into(), one)]);
     }
     let outside = |size: u64| size >= SMALL;
     let mut data = Vec::new();
     let mut at = 0u64;
-    for (index, shape) in shapes.iter().enumerate() {
-        let size = byte_count(&draft.weights[index].name, shape)?;
+    for (index, part, tensor) in tensors(draft) {
+        let size = byte_count(tensor)?;
         if outside(size) {
             let start = at.next_multiple_of(ALIGNMENT);
             data.push(Piece::Bytes(vec![0; (start - at) as usize]));
-            data.push(Piece::Item { index, bytes: size });
+            data.push(Piece::Item { index, part, bytes: size });
             at = start + size;
         }
     }
-    Ok(vec![(MODEL.into(), single(draft, shapes, outside)?), (DATA.into(), data)])
+    Ok(vec![(MODEL.into(), single(draft, outside)?), (DATA.into(), data)])
 }
 
 /// Bytes of a file.
@@ -59,20 +59,30 @@ pub fn bytes(pieces: &[Piece]) -> u64 {
     pieces.iter().map(Piece::len).sum()
 }
 
-fn byte_count(name: &str, shape: &[usize]) -> Result<u64> {
-    let count = shape.iter().try_fold(4u64, |size, d| size.checked_mul(*d as u64));
-    count.ok_or_else(|| Error::tensor(name, "its size overflows", ""))
+/// The tensors of all weights: number of the weight, number of its part, the tensor.
+fn tensors(draft: &Draft) -> impl Iterator<Item = (usize, usize, &Tensor)> {
+    draft.weights.iter().enumerate().flat_map(|(index, slot)| slot.tensors.iter().enumerate().map(move |(part, tensor)| (index, part, tensor)))
 }
 
-fn single(draft: &Draft, shapes: &[Vec<usize>], outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
+fn byte_count(tensor: &Tensor) -> Result<u64> {
+    let width = match tensor.data_type {
+        DataType::Int8 | DataType::Uint8 => 1,
+        DataType::Float16 => 2,
+        _ => 4,
+    };
+    let count = tensor.dims.iter().try_fold(width, |size: u64, d| size.checked_mul(*d as u64));
+    count.ok_or_else(|| Error::tensor(&tensor.name, "its size overflows", ""))
+}
+
+fn single(draft: &Draft, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
     let mut head = draft.model.clone();
     let body = head.graph.take().unwrap_or_default().encode_to_vec();
     let mut at = 0u64;
-    let mut tensors = Vec::with_capacity(shapes.len());
-    for (slot, shape) in draft.weights.iter().zip(shapes) {
-        let size = byte_count(&slot.name, shape)?;
-        let mut tensor = TensorProto { data_type: Some(DataType::Float as i32), name: Some(slot.name.clone()), ..TensorProto::default() };
-        tensor.dims = shape.iter().map(|d| *d as i64).collect();
+    let mut written = Vec::new();
+    for (index, part, slot) in tensors(draft) {
+        let size = byte_count(slot)?;
+        let mut tensor = TensorProto { data_type: Some(slot.data_type as i32), name: Some(slot.name.clone()), ..TensorProto::default() };
+        tensor.dims = slot.dims.iter().map(|d| *d as i64).collect();
         let away = outside(size);
         if away {
             tensor.data_location = Some(DataLocation::External as i32);
@@ -91,19 +101,19 @@ fn single(draft: &Draft, shapes: &[Vec<usize>], outside: impl Fn(u64) -> bool) -
         let mut prefix = vec![INITIALIZER];
         varint(length, &mut prefix);
         prefix.append(&mut content);
-        tensors.push((prefix, (!away).then_some(size)));
+        written.push((prefix, (!away).then_some(Piece::Item { index, part, bytes: size })));
     }
-    let length = body.len() as u64 + tensors.iter().map(|(prefix, size)| prefix.len() as u64 + size.unwrap_or(0)).sum::<u64>();
+    let length = body.len() as u64 + written.iter().map(|(prefix, item)| prefix.len() as u64 + item.as_ref().map_or(0, Piece::len)).sum::<u64>();
     let mut pending = head.encode_to_vec();
     pending.push(GRAPH);
     varint(length, &mut pending);
     pending.extend(body);
     let mut pieces = Vec::new();
-    for (index, (prefix, size)) in tensors.into_iter().enumerate() {
+    for (prefix, item) in written {
         pending.extend(prefix);
-        if let Some(bytes) = size {
+        if let Some(item) = item {
             pieces.push(Piece::Bytes(std::mem::take(&mut pending)));
-            pieces.push(Piece::Item { index, bytes });
+            pieces.push(item);
         }
     }
     pieces.push(Piece::Bytes(pending));
@@ -137,27 +147,30 @@ pub fn decode(pieces: &[Piece]) -> Result<ModelProto, prost::DecodeError> {
 mod tests {
     use super::*;
     use crate::ir::Graph;
-    use crate::onnx::draft;
+    use crate::onnx::{Style, draft};
+    use crate::store::{Activations, Affine, DType, Granularity};
 
-    fn example() -> (Draft, Vec<Vec<usize>>) {
-        let text = "input x: float[batch, 4]\nparam w: float[300, 4]\nparam b: float[300]\nfc = Linear(x, w, b) -> float[batch, 300]\nlong = Relu(fc) -> float[batch, 300]\noutput y = long\n";
+    fn example() -> Draft {
+        let text = "input x: float[batch, 4]\nparam w: float[300, 4]\nparam b: float[300]\nparam q: float[300, 300]\nfc = Linear(x, w, b) -> float[batch, 300]\nlong = Linear(fc, q) -> float[batch, 300]\noutput y = long\n";
         let graph: Graph = text.parse().unwrap();
-        (draft(&graph, 17, &[("a".to_owned(), "b".to_owned())].into()).unwrap(), vec![vec![300, 4], vec![300]])
+        let affine = Affine { granularity: Granularity::Channel, symmetric: false, scale_dtype: DType::F32, activations: Activations::DynamicToken };
+        let style = Style { integers: [("q".to_owned(), affine)].into(), ..Style::default() };
+        draft(&graph, &style, &[("a".to_owned(), "b".to_owned())].into()).unwrap()
     }
 
     #[test]
     fn pieces_are_one_message() {
-        let (draft, shapes) = example();
-        let files = layout(&draft, &shapes, LARGEST).unwrap();
+        let draft = example();
+        let files = layout(&draft, LARGEST).unwrap();
         assert_eq!(files.len(), 1);
         let model = decode(&files[0].1).unwrap();
         let mut plain = draft.model.clone();
-        for (slot, shape) in draft.weights.iter().zip(&shapes) {
+        for (tensor, width) in draft.weights.iter().flat_map(|slot| &slot.tensors).zip([4, 4, 1, 4, 1]) {
             let tensor = TensorProto {
-                dims: shape.iter().map(|d| *d as i64).collect(),
-                data_type: Some(1),
-                name: Some(slot.name.clone()),
-                raw_data: Some(vec![0; 4 * shape.iter().product::<usize>()]),
+                dims: tensor.dims.iter().map(|d| *d as i64).collect(),
+                data_type: Some(tensor.data_type as i32),
+                name: Some(tensor.name.clone()),
+                raw_data: Some(vec![0; width * tensor.dims.iter().product::<usize>()]),
                 ..TensorProto::default()
             };
             plain.graph.as_mut().unwrap().initializer.push(tensor);
@@ -168,13 +181,17 @@ mod tests {
 
     #[test]
     fn large_weights_go_beside() {
-        let (draft, shapes) = example();
-        let files = layout(&draft, &shapes, 1000).unwrap();
+        let draft = example();
+        let files = layout(&draft, 1000).unwrap();
         assert_eq!(files.len(), 2);
-        let model = decode(&files[0].1).unwrap();
-        let graph = model.graph.unwrap();
+        let graph = decode(&files[0].1).unwrap().graph.unwrap();
         let entries: Vec<_> = graph.initializer.iter().map(|t| t.external_data.iter().map(|e| e.value.clone().unwrap()).collect::<Vec<_>>()).collect();
-        assert_eq!(entries, [["model.onnx.data", "0", "4800"], ["model.onnx.data", "8192", "1200"]]);
-        assert_eq!(bytes(&files[1].1), 8192 + 1200);
+        let away = |offset: &str, length: &str| vec![DATA.to_owned(), offset.to_owned(), length.to_owned()];
+        // Zero points of a byte each are small enough to stay.
+        assert_eq!(
+            entries.into_iter().filter(|e| !e.is_empty()).collect::<Vec<_>>(),
+            [away("0", "4800"), away("8192", "1200"), away("12288", "90000"), away("102400", "1200")]
+        );
+        assert_eq!(bytes(&files[1].1), 102_400 + 1200);
     }
 }

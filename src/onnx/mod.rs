@@ -1,9 +1,13 @@
 //! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
 
 pub mod file;
+mod place;
 pub mod proto;
 mod spell;
 mod speller;
-pub mod write;
+mod style;
+mod write;
 
-pub use write::{Draft, Slot, draft};
+pub use place::{Slot, Tensor};
+pub use style::{OPSETS, Precision, Style};
+pub use write::{Draft, draft};

@@ -2,30 +2,52 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::place::Slot;
 use super::proto::{AttributeProto, DataType, NodeProto, TensorProto};
+use super::style::{Precision, Style};
 use crate::error::{Error, Result};
-use crate::ir::{Graph, Node, TensorType};
+use crate::ir::{Element, Graph, Node, Op, TensorType};
 
 /// The ONNX graph as far as it is written.
 pub(super) struct Speller<'g> {
     pub graph: &'g Graph,
     pub opset: u32,
+    /// Whether floats are 16 bits wide.
+    pub half: bool,
     /// Names of the graph's values, by position.
     pub names: Vec<String>,
-    pub taken: BTreeSet<String>,
-    /// Parameters that are stored transposed.
-    pub transposed: BTreeSet<usize>,
+    taken: BTreeSet<String>,
+    /// How parameters are stored, by position.
+    pub places: BTreeMap<usize, Slot>,
     pub nodes: Vec<NodeProto>,
     pub constants: Vec<TensorProto>,
-    shared: BTreeMap<String, String>,
+    /// The nodes that read each value, by position.
+    readers: Vec<Vec<&'g Op>>,
+    shared: BTreeMap<String, Vec<String>>,
     scope: String,
     node: Option<&'g Node>,
 }
 
 impl<'g> Speller<'g> {
-    pub fn new(graph: &'g Graph, opset: u32, names: Vec<String>, transposed: BTreeSet<usize>) -> Self {
-        let taken = names.iter().cloned().chain(graph.outputs().iter().map(|(name, _)| name.clone())).collect();
-        Self { graph, opset, names, taken, transposed, nodes: Vec::new(), constants: Vec::new(), shared: BTreeMap::new(), scope: String::new(), node: None }
+    pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, taken: BTreeSet<String>, places: BTreeMap<usize, Slot>) -> Self {
+        let mut readers = vec![Vec::new(); graph.values().len()];
+        for node in graph.nodes() {
+            node.inputs.iter().for_each(|id| readers[id.index()].push(&node.op));
+        }
+        Self {
+            graph,
+            opset: style.opset,
+            half: style.precision == Precision::Float16,
+            names,
+            taken,
+            places,
+            nodes: Vec::new(),
+            constants: Vec::new(),
+            readers,
+            shared: BTreeMap::new(),
+            scope: String::new(),
+            node: None,
+        }
     }
 
     /// Turns to a node.
@@ -44,8 +66,20 @@ impl<'g> Speller<'g> {
         self.node.map_or(0, |node| node.inputs.len())
     }
 
+    /// How the parameter behind an input is stored, if it is one.
+    pub fn place(&self, index: usize) -> Option<&Slot> {
+        self.operand(index).and_then(|id| self.places.get(&id))
+    }
+
+    /// Whether the current node's value is read by one layer normalisation and nobody else.
+    pub fn feeds_layer_norm(&self) -> bool {
+        let Some(output) = self.node.map(|node| node.output) else { return false };
+        let public = self.graph.outputs().iter().any(|(_, id)| *id == output);
+        !public && matches!(self.readers[output.index()][..], [Op::LayerNorm(_)])
+    }
+
     /// Position of the value behind an input.
-    pub fn operand(&self, index: usize) -> Option<usize> {
+    fn operand(&self, index: usize) -> Option<usize> {
         self.node.and_then(|node| node.inputs.get(index)).map(|id| id.index())
     }
 
@@ -70,7 +104,7 @@ impl<'g> Speller<'g> {
         self.fixed(index, self.ty(index)?.shape.len().saturating_sub(1))
     }
 
-    fn wrong(&self, reason: String) -> Error {
+    pub fn wrong(&self, reason: String) -> Error {
         Error::option(format!("graph node `{}`", self.scope), reason)
     }
 
@@ -96,11 +130,44 @@ impl<'g> Speller<'g> {
         name
     }
 
-    /// An operator with two results.
-    pub fn emit_two(&mut self, op: &str, parts: [&str; 2], inputs: &[&str], attributes: Vec<AttributeProto>) -> [String; 2] {
+    /// An operator with several results.
+    pub fn emit_many<const N: usize>(&mut self, op: &str, parts: [&str; N], inputs: &[&str], attributes: Vec<AttributeProto>) -> [String; N] {
         let names = parts.map(|part| self.fresh(format!("{}/{part}", self.scope)));
         self.push(op, names[0].clone(), inputs, names.to_vec(), attributes);
         names
+    }
+
+    /// Elements in another format.
+    pub fn cast(&mut self, part: &str, x: &str, to: DataType) -> String {
+        self.emit("Cast", part, &[x], vec![AttributeProto::int("to", to as i64)])
+    }
+
+    /// A value in 32 bits, where arithmetic needs their range.
+    pub fn wide(&mut self, x: &str) -> Result<String> {
+        if !self.half {
+            return Ok(x.to_owned());
+        }
+        self.share(&format!("{x}/wide|"), |n| Ok(n.cast("value", x, DataType::Float)))
+    }
+
+    /// A value of 32 bits in the width of the model's floats.
+    pub fn narrow(&mut self, part: &str, x: String) -> String {
+        if self.half { self.cast(part, &x, DataType::Float16) } else { x }
+    }
+
+    /// As [`finish`](Self::finish), for an operator that works on 32 bits.
+    pub fn finish_wide(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
+        if !self.half {
+            return self.finish(op, inputs, attributes);
+        }
+        let wide = self.emit(op, "wide", inputs, attributes);
+        self.finish("Cast", &[&wide], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
+    }
+
+    /// People give 32 bits; what follows works on 16.
+    pub fn narrow_input(&mut self, value: usize, public: &str) {
+        public.clone_into(&mut self.scope);
+        self.names[value] = self.cast("half", public, DataType::Float16);
     }
 
     /// The operator that computes the current node's value.
@@ -109,27 +176,35 @@ impl<'g> Speller<'g> {
         self.push(op, self.scope.clone(), inputs, vec![output], attributes);
     }
 
-    /// A copy of a value under a public name.
-    pub fn alias(&mut self, value: &str, public: &str) {
-        self.push("Identity", public.to_owned(), &[value], vec![public.to_owned()], vec![]);
+    /// A copy of a value under a public name; floats in the 32 bits that people expect.
+    pub fn alias(&mut self, value: usize, public: &str) {
+        let name = self.names[value].clone();
+        let narrow = self.half && self.graph.values()[value].ty.element == Element::Float;
+        let (op, attributes) = if narrow { ("Cast", vec![AttributeProto::int("to", DataType::Float as i64)]) } else { ("Identity", vec![]) };
+        self.push(op, public.to_owned(), &[&name], vec![public.to_owned()], attributes);
     }
 
     /// A value that several nodes need: written when it is first asked for, under the name of the key.
     pub fn share(&mut self, key: &str, write: impl FnOnce(&mut Self) -> Result<String>) -> Result<String> {
-        if let Some(name) = self.shared.get(key) {
-            return Ok(name.clone());
+        self.share_many(key, |n| Ok([write(n)?])).map(|[name]| name)
+    }
+
+    /// Several values that nodes need together.
+    pub fn share_many<const N: usize>(&mut self, key: &str, write: impl FnOnce(&mut Self) -> Result<[String; N]>) -> Result<[String; N]> {
+        if let Some(names) = self.shared.get(key).and_then(|names| names.clone().try_into().ok()) {
+            return Ok(names);
         }
         let scope = std::mem::replace(&mut self.scope, key.split('|').next().unwrap_or(key).to_owned());
-        let name = write(self);
+        let names = write(self);
         self.scope = scope;
-        let name = name?;
-        self.shared.insert(key.to_owned(), name.clone());
-        Ok(name)
+        let names = names?;
+        self.shared.insert(key.to_owned(), names.to_vec());
+        Ok(names)
     }
 
     fn constant(&mut self, wanted: &str, kind: DataType, dims: &[i64], bytes: Vec<u8>) -> String {
         let key = format!("constant {kind:?} {dims:?} {bytes:02x?}");
-        if let Some(name) = self.shared.get(&key) {
+        if let Some([name]) = self.shared.get(&key).map(Vec::as_slice) {
             return name.clone();
         }
         let name = self.fresh(wanted.to_owned());
@@ -140,7 +215,7 @@ impl<'g> Speller<'g> {
             raw_data: Some(bytes),
             ..TensorProto::default()
         });
-        self.shared.insert(key, name.clone());
+        self.shared.insert(key, vec![name.clone()]);
         name
     }
 
@@ -155,15 +230,37 @@ impl<'g> Speller<'g> {
         self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
     }
 
-    /// A number.
+    /// A number as wide as the model's floats.
     pub fn float(&mut self, value: f64) -> String {
+        if !self.half {
+            return self.float_wide(value);
+        }
+        let value = half::f16::from_f64(value);
+        self.constant(&format!("half/{value:?}"), DataType::Float16, &[], value.to_le_bytes().to_vec())
+    }
+
+    /// A number of 32 bits.
+    pub fn float_wide(&mut self, value: f64) -> String {
         let value = value as f32;
         self.constant(&format!("float/{value:?}"), DataType::Float, &[], value.to_le_bytes().to_vec())
     }
 
-    /// Numbers.
+    /// Numbers of 32 bits.
     pub fn floats(&mut self, name: &str, values: &[f64]) -> String {
         self.constant(name, DataType::Float, &[values.len() as i64], values.iter().flat_map(|v| (*v as f32).to_le_bytes()).collect())
+    }
+
+    /// Numbers of 32 bits that only this node needs, even if others need the same.
+    pub fn own_floats(&mut self, part: &str, values: &[f32]) -> String {
+        let name = self.fresh(format!("{}/{part}", self.scope));
+        self.constants.push(TensorProto {
+            dims: vec![values.len() as i64],
+            data_type: Some(DataType::Float as i32),
+            name: Some(name.clone()),
+            raw_data: Some(values.iter().flat_map(|v| v.to_le_bytes()).collect()),
+            ..TensorProto::default()
+        });
+        name
     }
 
     /// Numbers of double precision; none of `dims` is one number.

@@ -2,71 +2,67 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::place::{Slot, places};
 use super::proto::{
     DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, TensorShapeProto, TensorTypeProto, TypeProto,
     ValueInfoProto,
 };
 use super::spell::spell;
 use super::speller::Speller;
+use super::style::{OPSETS, Precision, Style};
 use crate::error::{Error, Result};
-use crate::ir::{Dim, Element, Graph, Kind, Op, TensorType};
-
-/// The sets of operators that can be written.
-pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=21;
-
-/// A weight's place in the file.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Slot {
-    /// Name in the ONNX graph.
-    pub name: String,
-    /// Name in the checkpoint.
-    pub weight: String,
-    /// Whether the matrix is stored `[in, out]` where the checkpoint has `[out, in]`.
-    pub transposed: bool,
-}
+use crate::ir::{Dim, Element, Graph, Kind, TensorType};
 
 /// A model file without the weights, which are written at its end.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Draft {
     /// Everything else; its initializers are constants.
     pub model: ModelProto,
-    /// The weights, in the order of the graph.
+    /// The weights, in the order of the graph's parameters.
     pub weights: Vec<Slot>,
+}
+
+impl Draft {
+    /// Number of tensors that the weights become.
+    pub fn tensors(&self) -> usize {
+        self.weights.iter().map(|slot| slot.tensors.len()).sum()
+    }
 }
 
 /// Spells a graph in the operators of an opset.
 ///
 /// # Errors
-/// The opset is not one of [`OPSETS`], or a size that must be known is not.
-pub fn draft(graph: &Graph, opset: u32, metadata: &BTreeMap<String, String>) -> Result<Draft> {
+/// The opset is not one of [`OPSETS`] or cannot express a weight, or a size that must be known is not.
+pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) -> Result<Draft> {
+    let opset = style.opset;
     if !OPSETS.contains(&opset) {
         return Err(Error::option("onnx opset", format!("{opset} is not one of {} to {}", OPSETS.start(), OPSETS.end())));
     }
-    let (names, aliases) = names(graph)?;
-    let mut speller = Speller::new(graph, opset, names, transposed(graph));
+    let half = style.precision == Precision::Float16;
+    let (names, aliases) = names(graph, half)?;
+    let mut taken = names.iter().cloned().chain(graph.outputs().iter().map(|(name, _)| name.clone())).collect();
+    let places = places(graph, style, &names, &mut taken)?;
+    let mut speller = Speller::new(graph, style, names, taken, places);
+    for (id, value) in graph.inputs().filter(|(_, value)| half && value.ty.element == Element::Float) {
+        speller.narrow_input(id.index(), &value.name);
+    }
     for node in graph.nodes() {
         speller.enter(node);
         spell(&node.op, &mut speller)?;
     }
     for (public, value) in aliases {
-        let name = speller.names[value].clone();
-        speller.alias(&name, &public);
+        speller.alias(value, &public);
     }
-    // With the types in between, runtimes see that sizes with a name agree, and fuse more.
-    let public: BTreeSet<&str> = graph.outputs().iter().map(|(name, _)| name.as_str()).collect();
-    let between = graph.nodes().iter().map(|node| (&speller.names[node.output.index()], &graph.value(node.output).ty));
-    let between = between.filter(|(name, _)| !public.contains(name.as_str())).map(|(name, ty)| info(name, ty)).collect();
-    let Speller { names, transposed, nodes, constants, .. } = speller;
-    let weights =
-        graph.params().map(|(id, value)| Slot { name: names[id.index()].clone(), weight: value.name.clone(), transposed: transposed.contains(&id.index()) });
-    let weights = weights.collect();
+    let Speller { places, nodes, constants, .. } = speller;
+    let weights = places.into_values().collect();
     let body = GraphProto {
         node: nodes,
         name: Some("model".into()),
         initializer: constants,
         input: graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(),
         output: graph.outputs().iter().map(|(name, id)| info(name, &graph.value(*id).ty)).collect(),
-        value_info: between,
+        // Types in between can be inferred. With them, ONNX Runtime fuses residual sums into a slower kernel, and transposes slower.
+        value_info: Vec::new(),
     };
     let model = ModelProto {
         ir_version: Some(match opset {
@@ -88,7 +84,7 @@ pub fn draft(graph: &Graph, opset: u32, metadata: &BTreeMap<String, String>) -> 
 type Aliases = Vec<(String, usize)>;
 
 /// Names of values: each is called as the first output that it is.
-fn names(graph: &Graph) -> Result<(Vec<String>, Aliases)> {
+fn names(graph: &Graph, half: bool) -> Result<(Vec<String>, Aliases)> {
     let public: BTreeSet<&str> = graph.outputs().iter().map(|(name, _)| name.as_str()).collect();
     let mut names = Vec::with_capacity(graph.values().len());
     for value in graph.values() {
@@ -104,32 +100,15 @@ fn names(graph: &Graph) -> Result<(Vec<String>, Aliases)> {
     let (mut renamed, mut aliases) = (BTreeSet::new(), Vec::new());
     for (name, id) in graph.outputs() {
         let at = id.index();
-        if matches!(graph.value(*id).kind, Kind::Node(_)) && renamed.insert(at) {
+        let value = graph.value(*id);
+        let narrow = half && value.ty.element == Element::Float;
+        if matches!(value.kind, Kind::Node(_)) && !narrow && renamed.insert(at) {
             names[at].clone_from(name);
         } else {
             aliases.push((name.clone(), at));
         }
     }
     Ok((names, aliases))
-}
-
-/// Matrices that are only ever multiplied from the right: stored as `MatMul` wants them.
-fn transposed(graph: &Graph) -> BTreeSet<usize> {
-    let (mut right, mut other) = (BTreeSet::new(), BTreeSet::new());
-    for node in graph.nodes() {
-        for (index, id) in node.inputs.iter().enumerate() {
-            let tensors = node.inputs.first().is_some_and(|x| graph.value(*x).ty.shape.len() != 2);
-            let swapped = matches!(&node.op, Op::Linear(op) if !op.input_major && index == 1 && tensors) && matches!(graph.value(*id).kind, Kind::Param);
-            if swapped {
-                right.insert(id.index())
-            } else {
-                other.insert(id.index())
-            };
-        }
-    }
-    let named: BTreeSet<usize> = graph.outputs().iter().map(|(_, id)| id.index()).collect();
-    right.retain(|id| !other.contains(id) && !named.contains(id));
-    right
 }
 
 fn info(name: &str, ty: &TensorType) -> ValueInfoProto {

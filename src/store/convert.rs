@@ -1,8 +1,8 @@
-//! A weight decoded to floats.
+//! A weight decoded to floats, or with its scales in another format.
 
 use std::sync::Arc;
 
-use super::{DType, Sink, Source, View};
+use super::{Affine, DType, Sink, Source, View};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -39,11 +39,47 @@ impl Source for Decoded {
                     // The lowest integer can stand for half a step more than the format holds.
                     run.iter_mut().for_each(|v| *v = v.clamp(-largest, largest));
                 }
+                if let Some(value) = run.iter().find(|v| v.is_finite() && v.abs() > largest && convert::rounded(self.dtype, **v).is_infinite()) {
+                    return Err(Error::tensor(
+                        &self.name,
+                        format!("holds {value:e}, and {} ends at {largest:e}", self.dtype),
+                        "write it in a wider format, or bring its values into range first",
+                    ));
+                }
                 if !(decoded && convert::from_f32(self.dtype, run, out)) {
                     return Err(Error::tensor(&self.name, format!("{} cannot be decoded to {}", block.now.dtype, self.dtype), ""));
                 }
             }
             sink(block.becomes(View::dense(self.dtype, &bytes)))
+        })
+    }
+}
+
+/// Another source's integers, with the scales in a format that holds them exactly.
+pub struct Rescaled {
+    /// Where the integers come from.
+    pub upstream: Arc<dyn Source>,
+    /// The encoding as it will be: upstream's, but for `scale_dtype`.
+    pub affine: Affine,
+    /// Name, for errors.
+    pub name: String,
+}
+
+impl Source for Rescaled {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let dtype = self.affine.scale_dtype;
+        let (mut scales, mut bytes) = (Vec::new(), Vec::new());
+        self.upstream.visit(unit, &mut |block| {
+            let Some((from, row)) = block.now.affine else {
+                return Err(Error::tensor(&self.name, "is not quantized", ""));
+            };
+            let count = block.now.scales.len() / (from.scale_dtype.bitsize() / 8);
+            scales.resize(count, 0f32);
+            bytes.resize(count * dtype.bitsize() / 8, 0);
+            if !(convert::decode(from.scale_dtype, block.now.scales, &mut scales) && convert::from_f32(dtype, &scales, &mut bytes)) {
+                return Err(Error::tensor(&self.name, format!("has scales that cannot become {dtype}"), ""));
+            }
+            sink(block.becomes(View { dtype, affine: Some((&self.affine, row)), scales: &bytes, ..block.now }))
         })
     }
 }

@@ -22,7 +22,7 @@ pub mod writer;
 pub use affine::{Activations, Affine, Granularity, IntegerFile};
 pub use block::{BLOCK, Block, Sink, Source, View, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};
-pub use convert::Decoded;
+pub use convert::{Decoded, Rescaled};
 pub use select::{Pattern, Selection};
 pub use spelling::{Part, Spelling};
 pub(crate) use sweep::lock;

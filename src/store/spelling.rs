@@ -39,7 +39,7 @@ pub enum Spelling {
         /// Elements with a bit set.
         kept: u64,
     },
-    /// A dense matrix `[in, out]` where the weight is `[out, in]`.
+    /// A matrix `[in, out]` where the weight is `[out, in]`, scales likewise.
     Transposed,
 }
 
@@ -64,7 +64,10 @@ impl Spelling {
             ],
         };
         if let Some(affine) = integers {
-            let shape = affine.scale_shape(&weight.shape);
+            let mut shape = affine.scale_shape(&weight.shape);
+            if self == Spelling::Transposed {
+                shape.reverse();
+            }
             parts.push(part("_scale", affine.scale_dtype, shape.clone()));
             if !affine.symmetric {
                 parts.push(part("_zero_point", DType::I8, shape));
@@ -88,8 +91,11 @@ pub(super) struct Emitter {
     shape: Vec<usize>,
     row: usize,
     size: usize,
+    scale_size: usize,
     started: bool,
     pending: Vec<u8>,
+    /// Scales and zero points that wait for the end, to be transposed.
+    parameters: [Vec<u8>; 2],
     mask: Vec<u8>,
     values: Vec<u8>,
 }
@@ -99,8 +105,22 @@ pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
 
 impl Emitter {
     pub(super) fn new(spelling: Spelling, weight: &Weight) -> Self {
-        let size = if weight.encoding == Encoding::Dense { (weight.dtype.bitsize() / 8).max(1) } else { 1 };
-        Self { spelling, shape: weight.shape.clone(), row: weight.row(), size, started: false, pending: Vec::new(), mask: Vec::new(), values: Vec::new() }
+        let (size, scale_size) = match &weight.encoding {
+            Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0),
+            Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8),
+        };
+        Self {
+            spelling,
+            shape: weight.shape.clone(),
+            row: weight.row(),
+            size,
+            scale_size,
+            started: false,
+            pending: Vec::new(),
+            parameters: Default::default(),
+            mask: Vec::new(),
+            values: Vec::new(),
+        }
     }
 
     pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
@@ -126,6 +146,11 @@ impl Emitter {
             && (first || affine.granularity != Granularity::Tensor)
         {
             let at = self.spelling.value_parts();
+            if self.spelling == Spelling::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
+                self.parameters[0].extend_from_slice(view.scales);
+                self.parameters[1].extend_from_slice(view.zero_points);
+                return Ok(());
+            }
             sink(at, view.scales)?;
             if !affine.symmetric {
                 sink(at + 1, view.zero_points)?;
@@ -165,15 +190,22 @@ impl Emitter {
         let pending = std::mem::take(&mut self.pending);
         match self.spelling {
             _ if pending.is_empty() => Ok(()),
-            Spelling::Transposed => self.transpose(&pending, sink),
+            Spelling::Transposed => {
+                let rows = pending.len() / (self.row * self.size).max(1);
+                self.transpose(&pending, self.size, self.row, &mut |bytes| sink(0, bytes))?;
+                for (part, parameters) in std::mem::take(&mut self.parameters).into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
+                    let size = if part == 0 { self.scale_size } else { 1 };
+                    self.transpose(&parameters, size, parameters.len() / (rows * size).max(1), &mut |bytes| sink(part + 1, bytes))?;
+                }
+                Ok(())
+            }
             _ => self.pack(&pending, sink),
         }
     }
 
-    /// Columns of the whole matrix, a band of them at a time.
-    fn transpose(&mut self, matrix: &[u8], sink: PartSink) -> Result<()> {
+    /// Columns of a whole matrix, a band of them at a time.
+    fn transpose(&mut self, matrix: &[u8], size: usize, width: usize, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         const BAND: usize = 16;
-        let (size, width) = (self.size, self.row);
         let rows = matrix.len() / (width * size).max(1);
         for start in (0..width).step_by(BAND) {
             let band = BAND.min(width - start);
@@ -185,7 +217,7 @@ impl Emitter {
                     self.values[to..to + size].copy_from_slice(&elements[from..from + size]);
                 }
             }
-            sink(0, &self.values)?;
+            sink(&self.values)?;
         }
         Ok(())
     }

@@ -124,11 +124,13 @@ fn sum_bytes(parts: &[Part]) -> Option<u64> {
 pub enum Piece {
     /// Known bytes.
     Bytes(Vec<u8>),
-    /// The elements of an item that is spelled as one tensor.
+    /// A part of an item.
     Item {
         /// Number of the item.
         index: usize,
-        /// How many bytes its elements are.
+        /// Number of the part, as its spelling counts them.
+        part: usize,
+        /// How many bytes it is.
         bytes: u64,
     },
 }
@@ -151,6 +153,7 @@ impl Piece {
 /// Where one part of an item goes.
 struct Place<'a> {
     name: &'a str,
+    part: usize,
     file: usize,
     offset: u64,
     length: u64,
@@ -196,7 +199,7 @@ fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretc
     Ok(seen)
 }
 
-/// Writes files of any format that are laid out piece by piece, each item once, and reads everything back.
+/// Writes files of any format that are laid out piece by piece, each part of an item once, and reads everything back.
 ///
 /// # Errors
 /// As [`write()`].
@@ -211,12 +214,22 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
         for piece in pieces {
             match piece {
                 Piece::Bytes(bytes) => known.extend(write_known(&target, name, offset, bytes)?),
-                Piece::Item { index, bytes } => places[*index].push(Place { name: &items[*index].name, file, offset, length: *bytes }),
+                Piece::Item { index, part, bytes } => {
+                    places[*index].push(Place { name: &items[*index].name, part: *part, file, offset, length: *bytes });
+                }
             }
             offset += piece.len();
         }
         stretches.push(known);
         targets.push(target);
+    }
+    for (item, places) in items.iter().zip(&mut places) {
+        places.sort_by_key(|place| place.part);
+        let parts = item.spelling.parts(&item.name, &item.weight);
+        let fits = |(place, part): (&Place, &Part)| super::header::byte_count(part.dtype, &part.shape) == Some(place.length);
+        if parts.len() != places.len() || !places.iter().zip(&parts).all(fits) {
+            return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
+        }
     }
     let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
     let mut written = Vec::new();
@@ -250,7 +263,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
         let mut placed = Vec::with_capacity(parts.len());
         for part in parts {
             let &(file, offset, length) = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-            placed.push(Place { name: &part.name, file, offset, length });
+            placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
         }
         places.push(placed);
     }

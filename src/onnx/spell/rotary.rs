@@ -9,7 +9,7 @@ pub(super) fn rotary(op: &Rotary, n: &mut Speller) -> Result<()> {
     let (x, half) = (n.input(0), n.fixed(0, 3)? / 2);
     let (cos, sin) = (table(op, "Cos", n)?, table(op, "Sin", n)?);
     let halves = n.ints(&[half, half]);
-    let [a, b] = n.emit_two("Split", ["first", "second"], &[&x, &halves], vec![AttributeProto::int("axis", 3)]);
+    let [a, b] = n.emit_many("Split", ["first", "second"], &[&x, &halves], vec![AttributeProto::int("axis", 3)]);
     let a_cos = n.emit("Mul", "first_cos", &[&a, &cos], vec![]);
     let b_sin = n.emit("Mul", "second_sin", &[&b, &sin], vec![]);
     let a_sin = n.emit("Mul", "first_sin", &[&a, &sin], vec![]);
@@ -28,7 +28,7 @@ fn table(op: &Rotary, function: &str, n: &mut Speller) -> Result<String> {
         let frequencies = frequencies(op, width, n)?;
         let range = n.range(0, 2)?;
         let column = n.ints(&[1]);
-        let positions = n.emit("Cast", "positions", &[&range], vec![AttributeProto::int("to", DataType::Float as i64)]);
+        let positions = n.cast("positions", &range, DataType::Float);
         let positions = n.emit("Unsqueeze", "column", &[&positions, &column], vec![]);
         Ok(n.emit("Mul", "angles", &[&positions, &frequencies], vec![]))
     })?;
@@ -36,10 +36,11 @@ fn table(op: &Rotary, function: &str, n: &mut Speller) -> Result<String> {
         let table = n.emit(function, "table", &[&angles], vec![]);
         let (_, factor) = op.frequencies(width, 0);
         if factor == 1.0 {
-            return Ok(table);
+            return Ok(n.narrow("narrow", table));
         }
-        let factor = n.float(factor);
-        Ok(n.emit("Mul", "scaled", &[&table, &factor], vec![]))
+        let factor = n.float_wide(factor);
+        let table = n.emit("Mul", "scaled", &[&table, &factor], vec![]);
+        Ok(n.narrow("narrow", table))
     })
 }
 
@@ -58,7 +59,7 @@ fn frequencies(op: &Rotary, width: usize, n: &mut Speller) -> Result<String> {
             let (longest, elements) = (*max_position as f64, width as f64);
             let exponents: Vec<f64> = (0..width / 2).map(|i| -2.0 * i as f64 / elements).collect();
             let size = n.size(0, 2)?;
-            let size = n.emit("Cast", "length", &[&size], vec![AttributeProto::int("to", DataType::Double as i64)]);
+            let size = n.cast("length", &size, DataType::Double);
             let mut scalar = |name: &str, value: f64| n.doubles(&format!("rotary/{name}"), &[], &[value]);
             let (limit, slope, offset) = (scalar("max_position", longest), scalar("slope", factor / longest), scalar("offset", factor - 1.0));
             let (power, theta) = (scalar("power", elements / (elements - 2.0)), scalar("theta", op.theta));
@@ -69,7 +70,7 @@ fn frequencies(op: &Rotary, width: usize, n: &mut Speller) -> Result<String> {
             let growth = n.emit("Pow", "base_growth", &[&growth, &power], vec![]);
             let base = n.emit("Mul", "base", &[&growth, &theta], vec![]);
             let frequencies = n.emit("Pow", "frequencies_double", &[&base, &exponents], vec![]);
-            Ok(n.emit("Cast", "frequencies", &[&frequencies], vec![AttributeProto::int("to", DataType::Float as i64)]))
+            Ok(n.cast("frequencies", &frequencies, DataType::Float))
         }
         _ => Ok(n.floats("rotary/frequencies", &op.frequencies(width, 0).0)),
     }

@@ -1,11 +1,14 @@
 //! Tokens, their positions, and what is taken out of sequences.
 
 use super::super::proto::{AttributeProto, DataType};
-use super::Speller;
+use super::{Speller, integer};
 use crate::error::Result;
 use crate::ir::ops::{Positions, Select, Slice};
 
 pub(super) fn embedding(n: &mut Speller) -> Result<()> {
+    if n.place(1).is_some_and(|place| place.integers.is_some()) {
+        return integer::embedding(n);
+    }
     n.finish("Gather", &[&n.input(1), &n.input(0)], vec![AttributeProto::int("axis", 0)]);
     Ok(())
 }
@@ -21,7 +24,7 @@ pub(super) fn positions(op: &Positions, n: &mut Speller) -> Result<()> {
     let (padding, one) = (n.int(padding), n.int(1));
     let padded = n.emit("Equal", "padded", &[&tokens, &padding], vec![]);
     let real = n.emit("Not", "real", &[&padded], vec![]);
-    let real = n.emit("Cast", "ones", &[&real], vec![AttributeProto::int("to", DataType::Int64 as i64)]);
+    let real = n.cast("ones", &real, DataType::Int64);
     let counted = n.emit("CumSum", "counted", &[&real, &one], vec![]);
     let counted = n.emit("Mul", "places", &[&counted, &real], vec![]);
     n.finish("Add", &[&counted, &padding], vec![]);
@@ -51,14 +54,14 @@ pub(super) fn slice(op: &Slice, n: &mut Speller) -> Result<()> {
 }
 
 pub(super) fn masked_mean(n: &mut Speller) -> Result<()> {
-    let (x, mask) = (n.input(0), n.input(1));
-    let (last, least) = (n.ints(&[2]), n.float(1e-9));
-    let mask = n.emit("Cast", "mask", &[&mask], vec![AttributeProto::int("to", DataType::Float as i64)]);
+    let (x, mask) = (n.wide(&n.input(0))?, n.input(1));
+    let (last, least) = (n.ints(&[2]), n.float_wide(1e-9));
+    let mask = n.cast("mask", &mask, DataType::Float);
     let mask = n.emit("Unsqueeze", "column", &[&mask, &last], vec![]);
     let masked = n.emit("Mul", "masked", &[&x, &mask], vec![]);
     let sum = n.reduce("ReduceSum", "sum", &masked, 1, false);
     let count = n.reduce("ReduceSum", "count", &mask, 1, false);
     let count = n.emit("Clip", "positive", &[&count, &least], vec![]);
-    n.finish("Div", &[&sum, &count], vec![]);
+    n.finish_wide("Div", &[&sum, &count], vec![]);
     Ok(())
 }

@@ -1,0 +1,189 @@
+//! How each weight stands in the file, which follows from what the graph does with it.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::proto::DataType;
+use super::style::{Precision, Style};
+use crate::error::{Error, Result};
+use crate::ir::{Graph, Kind, Op, Value};
+use crate::store::{Activations, Affine, Granularity};
+
+/// The first opset whose `DequantizeLinear` takes scales of groups.
+const BLOCKS: u32 = 21;
+
+/// A tensor of the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tensor {
+    /// Name in the ONNX graph.
+    pub name: String,
+    /// What elements are.
+    pub data_type: DataType,
+    /// Sizes, outermost first.
+    pub dims: Vec<usize>,
+}
+
+/// A weight's place in the file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slot {
+    /// Name in the checkpoint.
+    pub weight: String,
+    /// Whether the matrix is stored `[in, out]` where the checkpoint has `[out, in]`.
+    pub transposed: bool,
+    /// How the elements are quantized, if they are integers in the file.
+    pub integers: Option<Affine>,
+    /// The elements; of integers, also scales, and zero points if there are any.
+    pub tensors: Vec<Tensor>,
+    /// What is not as the encoding of the weight asks for, in plain words.
+    pub remark: Option<&'static str>,
+}
+
+/// The weights of a graph: their places, by position of the value.
+pub(super) fn places(graph: &Graph, style: &Style, names: &[String], taken: &mut BTreeSet<String>) -> Result<BTreeMap<usize, Slot>> {
+    let uses = uses(graph);
+    let mut places = BTreeMap::new();
+    for (id, value) in graph.params() {
+        let at = id.index();
+        let uses = uses.get(&at).map_or(&[][..], Vec::as_slice);
+        let integers = style.integers.get(&value.name);
+        let usable = integers.filter(|_| !uses.is_empty() && uses.iter().all(|u| u.layer().is_some() || u.is_table()));
+        let name = names[at].clone();
+        let slot = match usable {
+            None => floats(style, value, name, uses, integers.is_some()),
+            Some(affine) => quantized(style, value, name, affine, uses, taken)?,
+        };
+        places.insert(at, slot);
+    }
+    Ok(places)
+}
+
+fn floats(style: &Style, value: &Value, name: String, uses: &[Use], quantized: bool) -> Slot {
+    let matrices = !uses.is_empty() && uses.iter().all(|u| u.layer() == Some(false) && u.rank != 2);
+    let wide = style.precision == Precision::Float32 || (!uses.is_empty() && uses.iter().all(|u| u.wants_range(style)));
+    let mut dims = sizes(value);
+    if matrices {
+        dims.reverse();
+    }
+    Slot {
+        weight: value.name.clone(),
+        transposed: matrices,
+        integers: None,
+        tensors: vec![Tensor { name, data_type: if wide { DataType::Float } else { DataType::Float16 }, dims }],
+        remark: quantized.then_some("written as the floats that they stand for, because the graph uses them elsewhere than in a linear layer or an embedding"),
+    }
+}
+
+fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: &[Use], taken: &mut BTreeSet<String>) -> Result<Slot> {
+    let (shape, layer) = (sizes(value), uses.iter().find_map(|u| u.layer().map(|_| u)));
+    if let (Granularity::Group(size), Some(_)) = (affine.granularity, layer)
+        && style.opset < BLOCKS
+    {
+        return Err(Error::tensor(
+            &value.name,
+            format!("has a scale for each {size} inputs, which ONNX can express from opset {BLOCKS} on; this is opset {}", style.opset),
+            format!("set `opset: {BLOCKS}`, or quantize with granularity: channel"),
+        ));
+    }
+    let transposed = uses.iter().all(|u| u.layer() == Some(false));
+    let mut scales = match affine.granularity {
+        // ONNX Runtime would merge equal scales of layers that share an input and then fuse none of them: rank 0 and 1 keep two
+        // apart. A third rank is none: of `[1, 1]` the fused kernel reads a scale for each column, past the end.
+        Granularity::Tensor if affine.activations == Activations::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling % 2)],
+        Granularity::Tensor => vec![],
+        Granularity::Channel => vec![shape[0]],
+        Granularity::Group(_) => affine.scale_shape(&shape),
+    };
+    let mut dims = shape;
+    if transposed {
+        dims.reverse();
+        scales.reverse();
+    }
+    let mut side = |what: &str, data_type, dims: &[usize]| {
+        let mut wanted = format!("{name}_{what}");
+        while !taken.insert(wanted.clone()) {
+            wanted.push('_');
+        }
+        Tensor { name: wanted, data_type, dims: dims.to_vec() }
+    };
+    let mut beside = vec![side("scale", DataType::Float, &scales)];
+    if !affine.symmetric {
+        let one = affine.granularity == Granularity::Tensor;
+        beside.push(side("zero_point", DataType::Int8, if one { &[] } else { &scales }));
+    }
+    let mut tensors = vec![Tensor { name, data_type: DataType::Int8, dims }];
+    tensors.append(&mut beside);
+    let grouped = matches!(affine.granularity, Granularity::Group(_));
+    let alone = affine.activations == Activations::None || grouped;
+    let remark = match layer {
+        Some(_) if alone && uses.iter().any(Use::is_table) => {
+            Some("int8 in the file, where an output head that shares them with an embedding computes in floats, made when the file is loaded")
+        }
+        Some(_) if grouped && affine.activations == Activations::DynamicToken => Some(
+            "int8 with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
+        ),
+        _ => None,
+    };
+    Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), tensors, remark })
+}
+
+fn sizes(value: &Value) -> Vec<usize> {
+    value.ty.shape.iter().map(|dim| dim.fixed().unwrap_or(0)).collect()
+}
+
+/// One node that reads a parameter.
+struct Use<'g> {
+    op: &'g Op,
+    /// Which of its inputs the parameter is.
+    input: usize,
+    /// Rank of its first input.
+    rank: usize,
+    /// How many layers before it read the same first input.
+    sibling: usize,
+    /// The weight that it reads, by name.
+    weight: &'g str,
+    /// Whether the parameter is also a result of the graph.
+    result: bool,
+}
+
+impl Use<'_> {
+    /// Whether the weight of a linear layer is `[in, out]`, if this is one.
+    fn layer(&self) -> Option<bool> {
+        match self.op {
+            Op::Linear(op) if self.input == 1 && !self.result => Some(op.input_major),
+            _ => None,
+        }
+    }
+
+    fn is_table(&self) -> bool {
+        matches!(self.op, Op::Embedding(_)) && self.input == 1 && !self.result
+    }
+
+    /// Whether it is read by arithmetic that stays 32 bits wide: statistics of a normalisation, biases of integer layers.
+    fn wants_range(&self, style: &Style) -> bool {
+        match self.op {
+            Op::BatchNorm(_) => self.input >= 3,
+            Op::Linear(_) => self.input == 2 && style.integers.contains_key(self.weight),
+            _ => false,
+        }
+    }
+}
+
+/// The nodes that read each parameter, by its position.
+fn uses(graph: &Graph) -> BTreeMap<usize, Vec<Use<'_>>> {
+    let results: BTreeSet<usize> = graph.outputs().iter().map(|(_, id)| id.index()).collect();
+    let (mut uses, mut readers) = (BTreeMap::<usize, Vec<Use>>::new(), BTreeMap::new());
+    for node in graph.nodes() {
+        let rank = node.inputs.first().map_or(0, |x| graph.value(*x).ty.shape.len());
+        let weight = node.inputs.get(1).map_or("", |id| graph.value(*id).name.as_str());
+        let mut sibling = 0;
+        if let (Op::Linear(_), Some(x)) = (&node.op, node.inputs.first()) {
+            let before = readers.entry(x.index()).or_insert(0usize);
+            sibling = *before;
+            *before += 1;
+        }
+        for (input, id) in node.inputs.iter().enumerate().filter(|(_, id)| graph.value(**id).kind == Kind::Param) {
+            let at = id.index();
+            uses.entry(at).or_default().push(Use { op: &node.op, input, rank, sibling, weight, result: results.contains(&at) });
+        }
+    }
+    uses
+}

@@ -1,0 +1,200 @@
+//! Layers whose weights are int8, in the forms that ONNX Runtime turns into integer kernels.
+//!
+//! All of it works on 32-bit floats, whatever the width of the model's: the quantizer of ONNX takes nothing else.
+
+use super::super::proto::{AttributeProto, DataType};
+use super::Speller;
+use crate::error::Result;
+use crate::ir::ops::Linear;
+use crate::store::{Activations, Affine, Granularity};
+
+/// The tensors of a weight, by name.
+struct Integers {
+    affine: Affine,
+    values: String,
+    scales: String,
+    zero_points: Option<String>,
+    /// Whether the elements were turned from `[out, in]` to `[in, out]`, as the product takes them.
+    ready: bool,
+    /// Whether they are `[in, out]` to begin with.
+    input_major: bool,
+}
+
+impl Integers {
+    fn of(n: &Speller) -> Result<Self> {
+        let missing = || n.wrong("reads a weight that is not quantized as if it were".into());
+        let slot = n.place(1).ok_or_else(missing)?;
+        let affine = slot.integers.clone().ok_or_else(missing)?;
+        let mut names = slot.tensors.iter().map(|tensor| tensor.name.clone());
+        let (values, scales) = (names.next().unwrap_or_default(), names.next().unwrap_or_default());
+        Ok(Self { affine, values, scales, zero_points: names.next(), ready: slot.transposed, input_major: false })
+    }
+
+    /// The tensors with axes swapped, as the product takes them; runtimes do that once, when they load the file.
+    fn turn(&mut self, n: &mut Speller) -> Result<()> {
+        let grouped = self.grouped();
+        let mut names = vec![&mut self.values];
+        if grouped {
+            names.push(&mut self.scales);
+            names.extend(self.zero_points.as_mut());
+        }
+        for name in names {
+            let turned =
+                n.share(&format!("{name}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[name.as_str()], vec![AttributeProto::ints("perm", [1, 0])])))?;
+            *name = turned;
+        }
+        Ok(())
+    }
+
+    fn grouped(&self) -> bool {
+        matches!(self.affine.granularity, Granularity::Group(_))
+    }
+
+    /// The floats that they stand for. Scales run along the outputs, those of groups along what was a row in the checkpoint.
+    fn dequantize(&self, n: &mut Speller) -> Result<String> {
+        let axis = |axis| AttributeProto::int("axis", axis);
+        let attributes = match self.affine.granularity {
+            Granularity::Tensor => vec![],
+            Granularity::Channel => vec![axis(1)],
+            Granularity::Group(size) => vec![axis(i64::from(self.input_major)), AttributeProto::int("block_size", size as i64)],
+        };
+        let mut inputs = vec![self.values.as_str(), &self.scales];
+        inputs.extend(self.zero_points.as_deref());
+        n.share(&format!("{}/floats|", self.values), |n| Ok(n.emit("DequantizeLinear", "value", &inputs, attributes)))
+    }
+
+    /// The same, for a matrix `[in, out]` that is read by others too: in operators that runtimes evaluate when they load the
+    /// file. A `DequantizeLinear` would wait for each run, because kernels take over only weights that nobody else reads.
+    fn floats(&self, n: &mut Speller) -> Result<String> {
+        let (outputs, inputs) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
+        n.share(&format!("{}/floats|", self.values), |n| {
+            let mut values = n.cast("integers", &self.values, DataType::Float);
+            let (mut scales, mut zero_points) = (self.scales.clone(), self.zero_points.clone());
+            if let Granularity::Group(size) = self.affine.granularity {
+                let (blocks, axis) = (n.ints(&[inputs / size as i64, size as i64, outputs]), n.ints(&[1]));
+                values = n.emit("Reshape", "blocks", &[&values, &blocks], vec![]);
+                scales = n.emit("Unsqueeze", "block_scales", &[&scales, &axis], vec![]);
+                zero_points = zero_points.map(|points| n.emit("Unsqueeze", "block_zero_points", &[&points, &axis], vec![]));
+            }
+            if let Some(zero_points) = zero_points {
+                let zero_points = n.cast("zero_points", &zero_points, DataType::Float);
+                values = n.emit("Sub", "centred", &[&values, &zero_points], vec![]);
+            }
+            values = n.emit("Mul", "value", &[&values, &scales], vec![]);
+            if self.grouped() {
+                let shape = n.ints(&[inputs, outputs]);
+                values = n.emit("Reshape", "flat", &[&values, &shape], vec![]);
+            }
+            Ok(values)
+        })
+    }
+}
+
+pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
+    let mut weight = Integers::of(n)?;
+    weight.input_major = op.input_major;
+    let x = n.wide(&n.input(0))?;
+    // The bias of a layer is 32 bits wide unless something else reads it too.
+    let bias = match (n.inputs() > 2).then(|| n.input(2)) {
+        Some(bias) if n.place(2).is_none_or(|place| place.tensors[0].data_type != DataType::Float) => Some(n.wide(&bias)?),
+        other => other,
+    };
+    let (op, inputs) =
+        if op.input_major && weight.affine.granularity == Granularity::Channel { scaled_inputs(weight, &x, n)? } else { product(weight, &x, n)? };
+    let inputs = [inputs[0].as_str(), &inputs[1]];
+    match bias {
+        None => n.finish_wide(op, &inputs, vec![]),
+        Some(bias) => {
+            let product = n.emit(op, "product", &inputs, vec![]);
+            // Of a matrix product and an `Add`, ONNX Runtime makes a `Gemm` of floats before it looks at the integers.
+            let add = if op == "MatMul" && n.ty(0)?.shape.len() == 2 { "Sum" } else { "Add" };
+            n.finish_wide(add, &[&product, &bias], vec![]);
+        }
+    }
+    Ok(())
+}
+
+/// An operator that is still to be written, and what it reads.
+type Pending = (&'static str, [String; 2]);
+
+fn product(mut weight: Integers, x: &str, n: &mut Speller) -> Result<Pending> {
+    let shared = !weight.input_major && !weight.ready;
+    if shared {
+        weight.turn(n)?;
+    }
+    if weight.affine.activations == Activations::DynamicToken && !weight.grouped() {
+        return integer_product(&weight, x, n);
+    }
+    let floats = if shared { weight.floats(n)? } else { weight.dequantize(n)? };
+    Ok(("MatMul", [x.to_owned(), floats]))
+}
+
+/// The product of a value that is quantized as it comes; layers that read the same value share its quantizer.
+fn integer_product(weight: &Integers, x: &str, n: &mut Speller) -> Result<Pending> {
+    let [integers, scale, zero_point] =
+        n.share_many(&format!("{x}/quantized|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
+    // In this order of operands: only so is the form recognised.
+    let scale = n.emit("Mul", "scale", &[&scale, &weight.scales], vec![]);
+    let mut inputs = vec![integers.as_str(), &weight.values, &zero_point];
+    inputs.extend(weight.zero_points.as_deref());
+    let sums = n.emit("MatMulInteger", "sums", &inputs, vec![]);
+    let sums = n.cast("sums_float", &sums, DataType::Float);
+    Ok(("Mul", [sums, scale]))
+}
+
+/// A weight with a scale for each *input* has no integer kernel, but the input can take the scales over.
+fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Speller) -> Result<Pending> {
+    let width = n.fixed(1, 1)?;
+    let x = n.emit("Mul", "scaled_input", &[x, &weight.scales], vec![]);
+    // Of this layer alone: kernels take over only scales that nobody else reads.
+    weight.scales = n.own_floats("ones", &vec![1.0; width as usize]);
+    let Some(zero_points) = weight.zero_points.take() else { return product(weight, &x, n) };
+    let axis = n.ints(&[1]);
+    let zero_points = n.cast("zero_points", &zero_points, DataType::Float);
+    let column = n.emit("Unsqueeze", "zero_point_column", &[&zero_points, &axis], vec![]);
+    let offset = n.emit("MatMul", "offset", &[&x, &column], vec![]);
+    let (op, inputs) = product(weight, &x, n)?;
+    let product = n.emit(op, "uncentred", &[&inputs[0], &inputs[1]], vec![]);
+    Ok(("Sub", [product, offset]))
+}
+
+/// Rows are looked up as integers, so that only they are turned into floats, never the whole table.
+pub(super) fn embedding(n: &mut Speller) -> Result<()> {
+    let table = Integers::of(n)?;
+    let (tokens, rank) = (n.input(0), n.ty(0)?.shape.len());
+    let gather = |n: &mut Speller, part: &str, from: &str| n.emit("Gather", part, &[from, &tokens], vec![AttributeProto::int("axis", 0)]);
+    let rows = gather(n, "rows", &table.values);
+    if table.affine.granularity == Granularity::Tensor {
+        let mut inputs = vec![rows.as_str(), &table.scales];
+        inputs.extend(table.zero_points.as_deref());
+        n.finish_wide("DequantizeLinear", &inputs, vec![]);
+        return Ok(());
+    }
+    let last = n.ints(&[-1]);
+    let mut values = n.cast("values", &rows, DataType::Float);
+    let width = n.width(1)?;
+    let mut shape = vec![0; rank];
+    if let Granularity::Group(size) = table.affine.granularity {
+        shape.extend([width / size as i64, size as i64]);
+        let groups = n.ints(&shape);
+        values = n.emit("Reshape", "groups", &[&values, &groups], vec![]);
+        shape.truncate(rank);
+    }
+    if let Some(zero_points) = &table.zero_points {
+        let zero_points = gather(n, "row_zero_points", zero_points);
+        let zero_points = n.cast("zero_points", &zero_points, DataType::Float);
+        let zero_points = n.emit("Unsqueeze", "zero_point_column", &[&zero_points, &last], vec![]);
+        values = n.emit("Sub", "centred", &[&values, &zero_points], vec![]);
+    }
+    let scales = gather(n, "row_scales", &table.scales);
+    let scales = n.emit("Unsqueeze", "scale_column", &[&scales, &last], vec![]);
+    if let Granularity::Group(_) = table.affine.granularity {
+        shape.push(width);
+        let flat = n.ints(&shape);
+        let values = n.emit("Mul", "scaled", &[&values, &scales], vec![]);
+        n.finish_wide("Reshape", &[&values, &flat], vec![]);
+    } else {
+        n.finish_wide("Mul", &[&values, &scales], vec![]);
+    }
+    Ok(())
+}

@@ -1,0 +1,39 @@
+//! What a model file should be like: operators, width of floats, which weights are integers.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::store::Affine;
+
+/// The sets of operators that can be written.
+pub const OPSETS: std::ops::RangeInclusive<u32> = 17..=21;
+
+/// Width of weights and arithmetic.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Precision {
+    /// 32 bits
+    #[default]
+    Float32,
+    /// 16 bits; inputs and outputs, int8 layers, and what needs more range stay 32 bits wide
+    Float16,
+}
+
+/// How a graph is to be written.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Style {
+    /// Set of operators, one of [`OPSETS`].
+    pub opset: u32,
+    /// Width of floats.
+    pub precision: Precision,
+    /// Weights that are integers, by their names in the checkpoint.
+    pub integers: BTreeMap<String, Affine>,
+}
+
+impl Default for Style {
+    fn default() -> Self {
+        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new() }
+    }
+}
