@@ -228,7 +228,7 @@ impl Run<'_> {
             || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
         let ok = if coarse { fidelity.cosine >= MEAN_COSINE } else { fidelity.max_abs_error <= TOLERANCE * fidelity.largest.max(1.0) };
         let difference =
-            format!("largest difference {:.1e} at numbers up to {:.1}, least cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine_min);
+            format!("largest difference {:.1e} at numbers up to {:.1}, mean cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine);
         if !ok {
             let reason = format!("ONNX Runtime's answers to {samples} {what} are not those of the built-in executor: {difference}");
             return Err(Error::Verification { path: MODEL.into(), reason });
