@@ -65,7 +65,7 @@ enum Command {
     Inspect(inspect::Args),
     /// Compare two models weight by weight
     Diff(diff::Args),
-    /// Hold an output folder to its report: reopen every file and recompute its hash
+    /// Hold an output folder to its report: reopen every file, recompute its hash, run an ONNX file
     Verify(verify::Args),
     /// Write a model back as plain dense safetensors
     Densify(densify::Args),

@@ -60,10 +60,10 @@ impl Progress for Bars {
                 }
                 let elapsed = start.elapsed();
                 if elapsed >= WORTH_A_LINE {
-                    let rate = (done as f64 / elapsed.as_secs_f64()) as u64;
+                    let rate = done as f64 / elapsed.as_secs_f64();
                     let (amount, rate) = match unit {
-                        Unit::Bytes => (bytes(done), bytes(rate)),
-                        Unit::Samples => (format!("{done} samples"), rate.to_string()),
+                        Unit::Bytes => (bytes(done), bytes(rate as u64)),
+                        Unit::Samples => (format!("{done} samples"), format!("{rate:.1}")),
                     };
                     let _ = writeln!(io::stderr().lock(), "{name}: {amount} in {}, {rate}/s", seconds(elapsed.as_secs_f64()));
                 }

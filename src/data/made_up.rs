@@ -34,7 +34,7 @@ pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
     let mut inputs = BTreeMap::new();
     for (id, value) in graph.inputs() {
         let size = |dim: &crate::ir::Dim| {
-            dim.evaluate(&sizes).ok_or_else(|| Error::option(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
+            dim.evaluate(&sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
         };
         let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
         let count: usize = shape.iter().product();

@@ -175,6 +175,10 @@ impl Run<'_> {
 
     /// Runs the ONNX file on made-up samples.
     fn compare(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
+        if self.pipeline.allow_nonfinite {
+            measured.notes.push(format!("{MODEL} was not run: answers of weights that are not finite cannot be compared"));
+            return Ok(());
+        }
         if 4 * self.after.weights.parameters() > UNASKED {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
@@ -226,9 +230,7 @@ impl Run<'_> {
         let Some(fidelity) = fidelity else { return Ok(()) };
         let coarse = self.after.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
             || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
-        let ok = if coarse { fidelity.cosine >= MEAN_COSINE } else { fidelity.max_abs_error <= TOLERANCE * fidelity.largest.max(1.0) };
-        let difference =
-            format!("largest difference {:.1e} at numbers up to {:.1}, mean cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine);
+        let (ok, difference) = judge(fidelity, coarse);
         if !ok {
             let reason = format!("ONNX Runtime's answers to {samples} {what} are not those of the built-in executor: {difference}");
             return Err(Error::Verification { path: MODEL.into(), reason });
@@ -239,6 +241,32 @@ impl Run<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether two runtimes agree, and how closely; `coarse` where they multiply integers or 16-bit floats.
+fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
+    let ok = if coarse { fidelity.cosine >= MEAN_COSINE } else { fidelity.max_abs_error <= TOLERANCE * fidelity.largest.max(1.0) };
+    let difference = format!("largest difference {:.1e} at numbers up to {:.1}, mean cosine {:.6}", fidelity.max_abs_error, fidelity.largest, fidelity.cosine);
+    (ok, difference)
+}
+
+/// Runs the ONNX file of an output folder on made-up samples and holds it to the weights beside it.
+pub(super) fn check_onnx(folder: &Path, coarse: bool, sweep: &Sweep) -> Result<(bool, String)> {
+    let model = Model::open(folder)?;
+    if 4 * model.weights.parameters() > UNASKED {
+        return Ok((true, "not run, since the model is large".into()));
+    }
+    let coarse = coarse || model.weights.by_name.values().any(|w| w.encoding != Encoding::Dense);
+    let config = model.config.values().clone();
+    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, sweep.threads)?];
+    let batch = match subjects[0].graph() {
+        Some(graph) => data::made_up(graph, 0)?,
+        None => return Err(Error::graph("graph", "is not known")),
+    };
+    let mut models = subjects.iter_mut().map(|subject| subject.load(&Device::Cpu, sweep)).collect::<Result<Vec<_>>>()?;
+    let outcomes = evaluation::compare(&batch, &mut models, &[(0, 1)])?;
+    let (ok, difference) = judge(&outcomes.pairs[0], coarse);
+    Ok((ok, format!("ONNX Runtime against the built-in executor on {} made-up samples: {difference}", batch.samples)))
 }
 
 fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {

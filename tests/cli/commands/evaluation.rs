@@ -120,6 +120,9 @@ fn an_exported_file_is_run_and_scored() {
         let json = data(folder.path(), &format!("eval {model} --data labelled.csv --label-column label --json"));
         assert_eq!((json["runtime"].as_str(), json["score"]["value"].as_f64()), (Some("onnxruntime"), Some(accuracy())), "{model}");
     }
+    let checks = data(folder.path(), "verify out --json");
+    let run = checks.as_array().unwrap().iter().find(|check| check["path"] == "model.onnx, run").unwrap();
+    assert!(run["ok"] == true && run["finding"].as_str().unwrap().contains("largest difference"), "{checks}");
     // Without data, made-up samples are run.
     ok(folder.path(), "cast in --to f32 -o plain --export onnx");
     let file = &read_json(&folder.path().join("plain/report.json"))["outputs"][0];
