@@ -19,6 +19,10 @@ fn with_model() -> tempfile::TempDir {
         let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert").join(name);
         std::fs::copy(from, folder.path().join("minilm").join(name)).unwrap();
     }
+    for (name, called) in [("word-pieces.json", "minilm/tokenizer.json"), ("pairs.tsv", "pairs.tsv")] {
+        let from = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation").join(name);
+        std::fs::copy(from, folder.path().join(called)).unwrap();
+    }
     folder
 }
 
@@ -40,12 +44,28 @@ fn commands_run() {
 }
 
 #[test]
-fn the_recipe_runs() {
+fn recipes_run() {
     let folder = with_model();
     let blocks = blocks("yaml");
-    assert_eq!(blocks.len(), 1);
-    std::fs::write(folder.path().join("recipe.yaml"), &blocks[0]).unwrap();
-    check(folder.path(), "compress plan recipe.yaml");
-    check(folder.path(), "compress run recipe.yaml");
+    assert_eq!(blocks.len(), 2);
+    for block in &blocks {
+        std::fs::write(folder.path().join("recipe.yaml"), block).unwrap();
+        check(folder.path(), "compress plan recipe.yaml");
+        check(folder.path(), "compress run recipe.yaml");
+    }
     assert!(folder.path().join("out/recipe/report.md").is_file());
+    assert!(std::fs::read_to_string(folder.path().join("out/measured/report.md")).unwrap().contains("spearman"));
+}
+
+#[test]
+fn the_graph_is_one() {
+    let blocks = blocks("json");
+    assert_eq!(blocks.len(), 1);
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("graph.json"), &blocks[0]).unwrap();
+    let zeros = |shape: &[usize]| candle_core::Tensor::zeros(shape, candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
+    let tensors = [("fc1.weight", zeros(&[8, 784])), ("fc1.bias", zeros(&[8])), ("fc2.weight", zeros(&[10, 8])), ("fc2.bias", zeros(&[10]))];
+    let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor)).into();
+    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    check(folder.path(), "compress inspect . --graph");
 }

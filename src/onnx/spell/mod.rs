@@ -5,7 +5,7 @@
 //!
 //! | instead of the plain form | time |
 //! | --- | --- |
-//! | `MultiHeadAttention`, BERT, 16 × 64, 4 × 256, 2 × 512 tokens | 1.06, 0.95, 1.00 |
+//! | `MultiHeadAttention`, BERT, 16 × 64, 4 × 256, 2 × 512 tokens | 1.05, 0.94, 0.98 |
 //! | `RotaryEmbedding`, and with `MultiHeadAttention`, Llama, 16 × 128 tokens | 0.97, 0.98 |
 //! | `SkipLayerNormalization`, BERT, 16 × 64 tokens | 1.13 |
 //! | `MatMulNBits` with int8 activations, one layer, 1024 tokens | 2.4 to 2.8 |
