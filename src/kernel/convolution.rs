@@ -143,13 +143,18 @@ simd! {
     fn largest(padded: &[f32], window: Window, out: &mut [f32]) {
         let (width, stride) = (window.padded_width(), window.stride);
         let [_, columns] = window.positions();
-        out.fill(f32::MIN);
+        let larger = |best: f32, x: f32| if x > best || x.is_nan() { x } else { best };
+        // Down the window first, for whole rows at once; then along it.
+        let mut tall = vec![0f32; width];
         for (y, out) in out.chunks_exact_mut(columns).enumerate() {
-            for row in 0..window.kernel[0] {
-                for column in 0..window.kernel[1] {
-                    let values = padded[(y * stride + row) * width + column..].iter().step_by(stride);
-                    out.iter_mut().zip(values).for_each(|(out, x)| *out = if *x > *out || x.is_nan() { *x } else { *out });
-                }
+            let rows = &padded[y * stride * width..];
+            tall.copy_from_slice(&rows[..width]);
+            for row in 1..window.kernel[0] {
+                tall.iter_mut().zip(&rows[row * width..][..width]).for_each(|(best, x)| *best = larger(*best, *x));
+            }
+            out.fill(f32::MIN);
+            for column in 0..window.kernel[1] {
+                out.iter_mut().zip(tall[column..].iter().step_by(stride)).for_each(|(best, x)| *best = larger(*best, *x));
             }
         }
     }
