@@ -146,6 +146,22 @@ impl DataSet {
     }
 }
 
+/// Works of up to `size` items each.
+fn in_batches<'s, T: Send + 's>(
+    mut items: impl Iterator<Item = Result<T>> + Send + 's,
+    size: usize,
+    make: impl Fn(&[T]) -> Result<Batch> + Send + Copy + 's,
+) -> Works<'s> {
+    Box::new(std::iter::from_fn(move || {
+        let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
+        match batch {
+            Ok(batch) if batch.is_empty() => None,
+            Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Work)),
+            Err(e) => Some(Err(e)),
+        }
+    }))
+}
+
 /// An error of a tensor that could not be put together.
 fn shaped(e: candle_core::Error) -> Error {
     Error::option("data", e)

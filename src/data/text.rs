@@ -6,7 +6,7 @@ use super::labels::Classes;
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Source, Target, Truth, Work, Works};
+use super::{Batch, Source, Target, Truth, Works, in_batches};
 use crate::error::{Error, Result};
 
 pub(super) struct Sentences {
@@ -58,16 +58,8 @@ impl Sentences {
 
 impl Source for Sentences {
     fn works(&self) -> Result<Works<'_>> {
-        let size = self.options.batch(self.task);
-        let mut records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(Box::new(std::iter::from_fn(move || {
-            let batch: Result<Vec<Record>> = records.by_ref().take(size).collect();
-            match batch {
-                Ok(batch) if batch.is_empty() => None,
-                Ok(batch) => Some(Ok(Box::new(move || self.batch(&batch)) as Work)),
-                Err(e) => Some(Err(e)),
-            }
-        })))
+        let records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
+        Ok(in_batches(records, self.options.batch(self.task), |records| self.batch(records)))
     }
 
     fn samples(&self) -> Option<usize> {

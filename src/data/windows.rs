@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::options::{self, Data, Task};
 use super::records::{self, Layout};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Source, Target, Truth, Work, Works};
+use super::{Batch, Source, Target, Truth, Works, in_batches};
 use crate::error::{Error, Result};
 
 /// Window when neither the data nor the model asks for a shorter one.
@@ -68,20 +68,12 @@ impl Windows {
 
 impl Source for Windows {
     fn works(&self) -> Result<Works<'_>> {
-        let size = self.options.batch(Task::LanguageModelling);
         let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
             Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
             Err(e) => vec![Err(e)],
         });
-        let mut windows = windows.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(Box::new(std::iter::from_fn(move || {
-            let batch: Result<Vec<Window>> = windows.by_ref().take(size).collect();
-            match batch {
-                Ok(batch) if batch.is_empty() => None,
-                Ok(batch) => Some(Ok(Box::new(move || self.batch(&batch)) as Work)),
-                Err(e) => Some(Err(e)),
-            }
-        })))
+        let windows = windows.take(self.options.samples.unwrap_or(usize::MAX));
+        Ok(in_batches(windows, self.options.batch(Task::LanguageModelling), |windows| self.batch(windows)))
     }
 
     fn samples(&self) -> Option<usize> {

@@ -25,7 +25,7 @@ pub(super) struct Sums {
 
 impl Sums {
     pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
-        let shared = || before.keys().filter(|name| after.contains_key(*name));
+        let shared = || before.iter().filter(|(name, tensor)| tensor.dtype().is_float() && after.contains_key(*name)).map(|(name, _)| name);
         let usual = ["logits"].into_iter().chain(EMBEDDINGS);
         let name = usual.filter(|name| before.contains_key(*name) && after.contains_key(*name)).map(str::to_owned).next().or_else(|| shared().next().cloned());
         let Some(name) = name else {

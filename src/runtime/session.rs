@@ -75,13 +75,22 @@ impl Session {
         let outputs = self.inner.run(given).map_err(|e| failed(&e))?;
         let mut results = BTreeMap::new();
         for (name, value) in outputs.iter() {
-            // Answers are floats; what else a model of other origin tells is passed over.
-            let Ok((shape, values)) = value.try_extract_tensor::<f32>() else { continue };
-            let shape: Vec<usize> = shape.iter().map(|d| *d as usize).collect();
-            results.insert(name.to_owned(), Tensor::from_slice(values, shape, &Device::Cpu).map_err(|e| failed(&e))?);
+            let tensor = if let Ok((shape, values)) = value.try_extract_tensor::<f32>() {
+                Tensor::from_slice(values, sizes(shape), &Device::Cpu)
+            } else if let Ok((shape, values)) = value.try_extract_tensor::<i64>() {
+                Tensor::from_slice(values, sizes(shape), &Device::Cpu)
+            } else {
+                // Answers are floats; what else a model of other origin tells is passed over.
+                continue;
+            };
+            results.insert(name.to_owned(), tensor.map_err(|e| failed(&e))?);
         }
         Ok(results)
     }
+}
+
+fn sizes(shape: &[i64]) -> Vec<usize> {
+    shape.iter().map(|size| *size as usize).collect()
 }
 
 fn port(outlet: &Outlet) -> Option<Port> {

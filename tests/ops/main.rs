@@ -9,6 +9,7 @@ use compress::ir::{Bindings, Dim, Element, Op, TensorType};
 
 mod cases;
 mod gradients;
+mod onnx;
 
 use cases::{cases, tensors};
 
