@@ -33,6 +33,10 @@ pub(super) struct Global {
     /// Say nothing on stderr but errors
     #[arg(long, short, global = true)]
     pub quiet: bool,
+    /// Where models run: auto, cpu, cuda or cuda:N; passes over weights need none
+    #[cfg(feature = "run")]
+    #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
+    pub device: crate::exec::Choice,
     /// Threads that work at once [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_name = "N")]
     pub threads: Option<std::num::NonZeroUsize>,
@@ -42,6 +46,8 @@ impl Global {
     /// A pipeline with threads, progress and Ctrl-C as asked for.
     pub fn builder(&self) -> Builder {
         let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
+        #[cfg(feature = "run")]
+        let builder = builder.device(self.device);
         match (self.quiet, self.log_format) {
             (true, _) => builder,
             (false, LogFormat::Text) => builder.progress(Bars::default()),

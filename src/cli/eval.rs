@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
 use serde_json::json;
 
 use super::args::Global;
@@ -57,8 +56,9 @@ impl Args {
             return Err(Error::option("eval", "these samples have no labels: name the model to compare with as `--against`, or `--task` and its columns"));
         }
         let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
+        let device = global.device.open()?;
         let outcomes = global.sweep(|sweep| {
-            let mut runners = subjects.iter_mut().map(|subject| subject.load(&Device::Cpu, sweep)).collect::<Result<Vec<_>>>()?;
+            let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, sweep)).collect::<Result<Vec<_>>>()?;
             evaluation::evaluate(&data, &mut runners, pairs, sweep)
         })?;
         self.show(&path, runtime, &data, &outcomes, global)

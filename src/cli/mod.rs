@@ -85,6 +85,11 @@ pub fn main() -> ExitCode {
     let (head, segments) = chain::split(args);
     let matches = command().get_matches_from(head);
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
+    #[cfg(feature = "run")]
+    if let Some(threads) = global.threads {
+        // Models run on these threads; a second pool is refused, and there is none.
+        let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
+    }
     match dispatch(&matches, segments, &global) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

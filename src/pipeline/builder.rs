@@ -9,6 +9,8 @@ use crate::data::{Data, DataSets};
 use crate::error::{Error, Result};
 #[cfg(feature = "run")]
 use crate::evaluation::Evaluate;
+#[cfg(feature = "run")]
+use crate::exec::Choice;
 use crate::export::Export;
 use crate::model::Model;
 use crate::pass::Step;
@@ -25,6 +27,8 @@ pub struct Pipeline {
     pub(super) data: DataSets,
     #[cfg(feature = "run")]
     pub(super) evaluate: Option<Evaluate>,
+    #[cfg(feature = "run")]
+    pub(super) device: Choice,
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
     pub(super) force: bool,
@@ -47,6 +51,8 @@ impl Pipeline {
             data: DataSets::default(),
             #[cfg(feature = "run")]
             evaluate: None,
+            #[cfg(feature = "run")]
+            device: Choice::default(),
             seed: 0,
             allow_nonfinite: false,
             force: false,
@@ -147,6 +153,13 @@ impl Builder {
     #[cfg(feature = "run")]
     pub fn evaluate(mut self, evaluate: Evaluate) -> Self {
         self.0.evaluate = Some(evaluate);
+        self
+    }
+
+    /// Where models run; passes over weights need no device.
+    #[cfg(feature = "run")]
+    pub fn device(mut self, device: Choice) -> Self {
+        self.0.device = device;
         self
     }
 

@@ -43,6 +43,7 @@ impl Pipeline {
         let Some(options) = &self.data.evaluation else { return Ok(()) };
         let subject = Subject::of(model.clone())?;
         DataSet::open(options, subject.target())?;
+        self.device.open()?;
         let onnxruntime = self.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
@@ -90,8 +91,8 @@ impl Cast {
         wanted.into_iter().flatten().collect()
     }
 
-    fn load(&mut self, sweep: &Sweep) -> Result<Vec<Box<dyn Runner + '_>>> {
-        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(&Device::Cpu, sweep)).collect()
+    fn load(&mut self, device: &Device, sweep: &Sweep) -> Result<Vec<Box<dyn Runner + '_>>> {
+        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(device, sweep)).collect()
     }
 }
 
@@ -187,7 +188,7 @@ impl Run<'_> {
         let graph = self.after.graph()?;
         let batch = data::made_up(&graph, self.pipeline.seed)?;
         let pairs = cast.pairs();
-        let outcomes = evaluation::compare(&batch, &mut cast.load(&self.sweep)?, &pairs)?;
+        let outcomes = evaluation::compare(&batch, &mut cast.load(&Device::Cpu, &self.sweep)?, &pairs)?;
         self.hold(outcomes.pairs.last(), batch.samples, "made-up samples", exports)
     }
 
@@ -204,7 +205,7 @@ impl Run<'_> {
         let mut cast = self.cast(both.chain(check))?;
         let data = DataSet::open(options, cast.subjects[0].2.target())?;
         let pairs = cast.pairs();
-        let mut models = cast.load(&self.sweep)?;
+        let mut models = cast.load(&self.pipeline.device.open()?, &self.sweep)?;
         let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.sweep)?;
         if evaluate.latency {
             let batch = data.first()?;
