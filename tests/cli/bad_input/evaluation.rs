@@ -42,14 +42,7 @@ fn data_that_is_wrong() {
             "",
         ),
         with("no labels", nothing, "eval in --data labelled.csv", 2, "no labels: name the model to compare with as `--against`", ""),
-        with(
-            "an unknown device",
-            nothing,
-            "eval in --data labelled.csv --label-column label --device gpu",
-            2,
-            "`gpu` is none of auto, cpu, cuda, cuda:N",
-            "",
-        ),
+        with("an unknown device", nothing, "eval in --data labelled.csv --label-column label --device gpu", 2, "`gpu` is none of auto, cpu, cuda, cuda:N", ""),
         with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images` and `arrays`", ""),
         with("an empty file", |folder| fs::write(folder.join("labelled.csv"), "text,label\n").unwrap(), EVAL, 1, "labelled.csv: holds no samples", ""),
         with(
