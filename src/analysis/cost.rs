@@ -1,6 +1,6 @@
 //! What a run costs.
 
-use super::live::dead_after;
+use super::live::{dead_after, node_by_node};
 use crate::ir::{Bindings, Dim, Graph, Kind, TensorType};
 
 /// Tokens of a text when nothing is said.
@@ -28,7 +28,7 @@ pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
     let bytes = |ty: &TensorType| 4 * ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0) as u64).product::<u64>();
     let mut alive: u64 = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| bytes(&v.ty)).sum();
     let (mut macs, mut most) = (0, alive);
-    for (node, dead) in graph.nodes().iter().zip(dead_after(graph)) {
+    for (node, dead) in graph.nodes().iter().zip(dead_after(graph, &node_by_node(graph))) {
         let output = &graph.value(node.output).ty;
         macs += node.op.spec().macs(&graph.input_types(node), output, sizes);
         alive += bytes(output);

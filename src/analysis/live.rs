@@ -4,15 +4,18 @@ use std::collections::BTreeMap;
 
 use crate::ir::{Graph, Kind, ValueId};
 
-/// For each node, the values that nobody reads after it; outputs and parameters live on.
-pub fn dead_after(graph: &Graph) -> Vec<Vec<ValueId>> {
+/// For each step of some nodes, in the order in which they run, the values that nobody reads after it; outputs and
+/// parameters live on.
+pub fn dead_after(graph: &Graph, steps: &[Vec<usize>]) -> Vec<Vec<ValueId>> {
     let mut last = BTreeMap::new();
-    for (index, node) in graph.nodes().iter().enumerate() {
-        for id in node.inputs.iter().chain([&node.output]) {
-            last.insert(*id, index);
+    for (index, step) in steps.iter().enumerate() {
+        for node in step.iter().map(|node| &graph.nodes()[*node]) {
+            node.inputs.iter().chain([&node.output]).for_each(|id| {
+                last.insert(*id, index);
+            });
         }
     }
-    let mut dead = vec![Vec::new(); graph.nodes().len()];
+    let mut dead = vec![Vec::new(); steps.len()];
     for (id, index) in last {
         let kept = graph.outputs().iter().any(|(_, out)| *out == id);
         if !kept && graph.value(id).kind != Kind::Param {
@@ -20,4 +23,9 @@ pub fn dead_after(graph: &Graph) -> Vec<Vec<ValueId>> {
         }
     }
     dead
+}
+
+/// Every node as a step of its own.
+pub fn node_by_node(graph: &Graph) -> Vec<Vec<usize>> {
+    (0..graph.nodes().len()).map(|index| vec![index]).collect()
 }

@@ -4,4 +4,4 @@ mod cost;
 mod live;
 
 pub use cost::{cost, usual_sizes};
-pub use live::dead_after;
+pub use live::{dead_after, node_by_node};

@@ -12,7 +12,7 @@ use npyz::{Endianness, NpyHeader, Order, TypeChar};
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, Port, Source, Target, Truth, Work, Works, shaped};
+use super::{Batch, Port, Source, Target, Truth, Works, in_ranges, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::header::byte_count;
@@ -247,10 +247,7 @@ impl Arrays {
             named.insert(port.name.clone(), tensor.map_err(shaped)?);
         }
         let truth = match labels {
-            Some((dtype, bytes)) => {
-                let class = |(index, label): (usize, &i64)| self.classes.find(&label.to_string(), &self.path, &format!("label {}", first + index));
-                Truth::Classes(integers(&bytes, dtype)?.iter().enumerate().map(class).collect::<Result<_>>()?)
-            }
+            Some((dtype, bytes)) => self.classes.truth(integers(&bytes, dtype)?, &self.path, first)?,
             None => Truth::None,
         };
         Ok(Batch { inputs: named, truth, samples: count })
@@ -278,21 +275,11 @@ impl Source for Arrays {
             let rows = arrays.iter_mut().find(|rows| rows.name == name).ok_or_else(gone)?;
             Ok((rows.dtype, rows.take(count)?))
         };
-        let mut done = 0;
-        Ok(Box::new(std::iter::from_fn(move || {
-            let count = self.batch.min(self.count - done);
-            if count == 0 {
-                return None;
-            }
-            let first = done;
-            done += count;
-            let mut read = || -> Result<Work> {
-                let inputs = self.inputs.iter().map(|(_, name, _)| take(name, count)).collect::<Result<Vec<_>>>()?;
-                let labels = self.labels.as_ref().map(|name| take(name, count)).transpose()?;
-                Ok(Box::new(move || self.batch(count, first, inputs, labels)))
-            };
-            Some(read())
-        })))
+        Ok(in_ranges(self.count, self.batch, move |first, count| {
+            let inputs = self.inputs.iter().map(|(_, name, _)| take(name, count)).collect::<Result<Vec<_>>>()?;
+            let labels = self.labels.as_ref().map(|name| take(name, count)).transpose()?;
+            Ok(Box::new(move || self.batch(count, first, inputs, labels)))
+        }))
     }
 
     fn samples(&self) -> Option<usize> {

@@ -11,7 +11,7 @@ use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Port, Source, Target, Truth, Work, Works, shaped};
+use super::{Batch, Port, Source, Target, Truth, Works, in_ranges, shaped};
 use crate::error::{Error, Result};
 
 /// Element code of unsigned bytes, the only one that images come in.
@@ -106,10 +106,7 @@ impl Idx {
         pixels::require_size(&self.port, (channels, high, wide), &self.images)?;
         let tensor = Tensor::from_vec(numbers, shape(&self.port, count, channels, high, wide), &Device::Cpu).map_err(shaped)?;
         let truth = match (labels, &self.labels) {
-            (Some(labels), Some(path)) => {
-                let class = |(index, label): (usize, &u8)| self.classes.find(&label.to_string(), path, &format!("label {}", first + index));
-                Truth::Classes(labels.iter().enumerate().map(class).collect::<Result<_>>()?)
-            }
+            (Some(labels), Some(path)) => self.classes.truth(labels.into_iter().map(i64::from), path, first)?,
             _ => Truth::None,
         };
         Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: count })
@@ -120,18 +117,11 @@ impl Source for Idx {
     fn works(&self) -> Result<Works<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
         let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;
-        let mut done = 0;
-        Ok(Box::new(std::iter::from_fn(move || {
-            let count = self.batch.min(self.count - done);
-            if count == 0 {
-                return None;
-            }
-            let first = done;
-            done += count;
-            let read = images.take(count).and_then(|bytes| Ok((bytes, labels.as_mut().map(|labels| labels.take(count)).transpose()?)));
-            let sizes = images.sizes[1..].to_vec();
-            Some(read.map(|(bytes, labels)| Box::new(move || self.batch(&sizes, bytes, labels, first)) as Work))
-        })))
+        Ok(in_ranges(self.count, self.batch, move |first, count| {
+            let (sizes, bytes) = (images.sizes[1..].to_vec(), images.take(count)?);
+            let labels = labels.as_mut().map(|labels| labels.take(count)).transpose()?;
+            Ok(Box::new(move || self.batch(&sizes, bytes, labels, first)))
+        }))
     }
 
     fn samples(&self) -> Option<usize> {

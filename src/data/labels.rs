@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Port, Target};
+use super::{Port, Target, Truth};
 use crate::error::{Error, Result};
 
 /// Names that are listed in an error.
@@ -42,6 +42,12 @@ impl Classes {
             Some(count) if class >= count => Err(Error::malformed(path, format!("{place}: class {class}, the model tells {count} apart, the first is 0"))),
             _ => Ok(class),
         }
+    }
+
+    /// The classes of consecutive samples by number, the first of which is `first` in its file.
+    pub fn truth(&self, numbers: impl IntoIterator<Item = i64>, path: &Path, first: usize) -> Result<Truth> {
+        let class = |(index, number): (usize, i64)| self.find(&number.to_string(), path, &format!("label {}", first + index));
+        numbers.into_iter().enumerate().map(class).collect::<Result<_>>().map(Truth::Classes)
     }
 
     /// Classes for the names of folders: those that the model knows, else their order.

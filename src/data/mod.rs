@@ -162,6 +162,11 @@ fn in_batches<'s, T: Send + 's>(
     }))
 }
 
+/// Works over `count` samples in order, up to `size` each; `read` is told the first and how many.
+fn in_ranges<'s>(count: usize, size: usize, mut read: impl FnMut(usize, usize) -> Result<Work<'s>> + Send + 's) -> Works<'s> {
+    Box::new((0..count).step_by(size).map(move |first| read(first, size.min(count - first))))
+}
+
 /// An error of a tensor that could not be put together.
 fn shaped(e: candle_core::Error) -> Error {
     Error::option("data", e)

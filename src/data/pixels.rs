@@ -8,9 +8,9 @@ use image::DynamicImage;
 use serde_json::{Map, Value};
 
 use super::options::Data;
-use super::tokens::object;
 use super::{Port, Target};
 use crate::error::{Error, Result};
+use crate::model::Config;
 
 const FILE: &str = "preprocessor_config.json";
 /// What turns bytes into numbers from 0 to 1.
@@ -42,8 +42,11 @@ impl Pixels {
     /// What the data and the model's folder say; `rescale` is the factor when neither says one.
     pub fn open(options: &Data, target: &Target, rescale: f64) -> Result<Pixels> {
         let path = target.folder.join(FILE);
-        let mut pixels =
-            if path.is_file() { Pixels::parse(&object(&path)?, &path)? } else { Pixels { size: None, crop: None, rescale, mean: vec![], std: vec![] } };
+        let mut pixels = if path.is_file() {
+            Pixels::parse(Config::open(&path)?.values(), &path)?
+        } else {
+            Pixels { size: None, crop: None, rescale, mean: vec![], std: vec![] }
+        };
         if let Some([height, width]) = options.resize.as_deref() {
             let filter = pixels.size.map_or(ResizeAlg::Convolution(FilterType::Bilinear), |(_, filter)| filter);
             (pixels.size, pixels.crop) = (Some((Size::Exactly(*height, *width), filter)), None);

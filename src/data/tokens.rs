@@ -1,7 +1,7 @@
 //! Texts as tokens, by the model's own `tokenizer.json`.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use candle_core::{Device, Tensor};
@@ -10,6 +10,7 @@ use tokenizers::{TruncationParams, TruncationStrategy};
 
 use super::{Target, shaped};
 use crate::error::{Error, Result};
+use crate::model::Config;
 
 const FILE: &str = "tokenizer.json";
 /// `model_max_length` above this stands for "no limit".
@@ -44,9 +45,9 @@ impl Tokenizer {
             });
         }
         let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|e| Error::malformed(&path, e))?;
-        let settings = object(&target.folder.join("tokenizer_config.json"))?;
-        let pad = pad(&inner, &settings, target.config);
-        let limit = limit(target, &settings)?;
+        let settings = Config::open(&target.folder.join("tokenizer_config.json"))?;
+        let pad = pad(&inner, settings.values(), target.config);
+        let limit = limit(target, settings.values())?;
         if let (Some(wanted), Some(limit)) = (max_length, limit)
             && wanted > limit
         {
@@ -113,15 +114,6 @@ impl Tokenizer {
     }
 }
 
-/// A JSON object, empty when there is no file.
-pub(super) fn object(path: &Path) -> Result<Map<String, Value>> {
-    if !path.is_file() {
-        return Ok(Map::new());
-    }
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-    serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))
-}
-
 /// The token that fills rows up: what the tokenizer says, then the configuration, then 0.
 fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) -> i64 {
     let named = settings.get("pad_token").and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
@@ -136,11 +128,11 @@ fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config:
 /// Most tokens that a model takes.
 fn limit(target: &Target, settings: &Map<String, Value>) -> Result<Option<usize>> {
     let number = |values: &Map<String, Value>, key: &str| values.get(key).and_then(Value::as_u64).filter(|n| (1..NO_LIMIT).contains(n)).map(|n| n as usize);
-    let sentences = object(&target.folder.join("sentence_bert_config.json"))?;
+    let sentences = Config::open(&target.folder.join("sentence_bert_config.json"))?;
     let positions = number(target.config, "max_position_embeddings").or_else(|| number(target.config, "n_positions"));
     // These count positions from the one after the padding token's id.
     let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
     let offset = if matches!(kind, "roberta" | "xlm-roberta" | "camembert") { number(target.config, "pad_token_id").unwrap_or(1) + 1 } else { 0 };
-    let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), number(&sentences, "max_seq_length")];
+    let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), number(sentences.values(), "max_seq_length")];
     Ok(limits.into_iter().flatten().min())
 }

@@ -107,14 +107,15 @@ pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(u
     sums.finish(data.task())
 }
 
-/// As [`evaluate`] for one batch of which nothing is known.
+/// How close two models' answers to one batch are.
 ///
 /// # Errors
 /// Running fails.
-pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)]) -> Result<Outcomes> {
-    let mut sums = Sums::new(Task::Fidelity, models.len(), pairs);
-    sums.add(batch, models)?;
-    sums.finish(Task::Fidelity)
+pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>; 2]) -> Result<Fidelity> {
+    let [before, after] = models;
+    let mut sums = fidelity::Sums::default();
+    sums.add(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)?;
+    Ok(sums.finish())
 }
 
 fn metric(task: Task) -> Option<Box<dyn Metric>> {

@@ -4,18 +4,14 @@ use candle_core::{DType, Device, Tensor};
 
 use super::Inputs;
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Kind, Node, Value};
+use crate::ir::{Element, Graph, Kind, Node, Value, given};
 
 /// An input, on the device and in the precision of the computation.
 pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<Tensor> {
     let what = || format!("input `{}`", value.name);
     let unusable = |e: candle_core::Error| Error::run(what(), e, "");
-    let given = match (inputs.get(&value.name), inputs.get("input_ids")) {
-        (Some(given), _) => given.clone(),
-        // One text, of the first type: what a tokenizer leaves out.
-        (None, Some(tokens)) if value.name == "token_type_ids" => tokens.zeros_like().map_err(unusable)?,
-        _ => return Err(Error::run(what(), "is missing", format!("the model takes {}", value.ty))),
-    };
+    let missing = || Error::run(what(), "is missing", format!("the model takes {}", value.ty));
+    let given = given(inputs, &value.name).ok_or_else(missing)?.map_err(unusable)?;
     let fits = given.rank() == value.ty.shape.len() && value.ty.shape.iter().zip(given.dims()).all(|(want, have)| want.fixed().is_none_or(|w| w == *have));
     if !fits {
         return Err(Error::run(what(), format!("has shape {:?}, the model takes {}", given.dims(), value.ty), ""));

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::analysis;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
 use crate::kernel::activation::Activation;
@@ -17,7 +18,7 @@ pub(super) struct Step {
 
 /// Every node by itself.
 pub(super) fn single(graph: &Graph) -> Vec<Step> {
-    with_dead(graph, (0..graph.nodes().len()).map(|index| vec![index]).collect())
+    with_dead(graph, analysis::node_by_node(graph))
 }
 
 /// Linear layers and convolutions with what is done to their results alone.
@@ -78,22 +79,8 @@ pub(super) fn activation(op: &Op) -> Option<Activation> {
 }
 
 fn with_dead(graph: &Graph, chains: Vec<Vec<usize>>) -> Vec<Step> {
-    let mut last = BTreeMap::new();
-    for (index, chain) in chains.iter().enumerate() {
-        for node in chain.iter().map(|node| &graph.nodes()[*node]) {
-            node.inputs.iter().chain([&node.output]).for_each(|id| {
-                last.insert(*id, index);
-            });
-        }
-    }
-    let mut steps: Vec<Step> = chains.into_iter().map(|nodes| Step { nodes, dead: Vec::new() }).collect();
-    for (id, index) in last {
-        let kept = graph.outputs().iter().any(|(_, out)| *out == id);
-        if !kept && graph.value(id).kind != Kind::Param {
-            steps[index].dead.push(id);
-        }
-    }
-    steps
+    let dead = analysis::dead_after(graph, &chains);
+    chains.into_iter().zip(dead).map(|(nodes, dead)| Step { nodes, dead }).collect()
 }
 
 #[cfg(test)]

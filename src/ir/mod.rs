@@ -19,4 +19,4 @@ pub use dim::{Bindings, Dim};
 pub use file::GraphFile;
 pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
 pub use ops::{Op, OpSpec};
-pub use port::Port;
+pub use port::{Port, given};

@@ -1,6 +1,19 @@
 //! What goes into a model and comes out, whoever runs it.
 
+use std::collections::BTreeMap;
+
+use candle_core::Tensor;
+
 use super::{Dim, Element, Graph, TensorType};
+
+/// The value for an input, if there is one. Token types, which tokenizers leave out for one text, are all of the first then.
+pub fn given(inputs: &BTreeMap<String, Tensor>, name: &str) -> Option<candle_core::Result<Tensor>> {
+    match (inputs.get(name), inputs.get("input_ids")) {
+        (Some(given), _) => Some(Ok(given.clone())),
+        (None, Some(tokens)) if name == "token_type_ids" => Some(tokens.zeros_like()),
+        _ => None,
+    }
+}
 
 /// An input or output of a model.
 #[derive(Debug, Clone, PartialEq, Eq)]

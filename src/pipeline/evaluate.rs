@@ -21,6 +21,8 @@ use crate::store::{Encoding, Sweep};
 const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
+/// What is run where there is no evaluation data.
+const MADE_UP: &str = "made-up samples";
 
 /// How far ONNX Runtime's answers may be from the built-in executor's, for numbers of usual size.
 const TOLERANCE: f64 = 1e-3;
@@ -126,9 +128,6 @@ impl Run<'_> {
         {
             measured.notes.push(format!("{MODEL} was not run: {reason}"));
         }
-        if wanted.contains(&Runtime::OnnxRuntime) && !onnx {
-            return Err(Error::option("evaluate", "`runtime: onnxruntime` needs `onnx` among the exports"));
-        }
         match asked {
             Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,
             None if wanted.len() > 1 => self.compare(exports, &mut measured)?,
@@ -180,16 +179,12 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run: answers of weights that are not finite cannot be compared"));
             return Ok(());
         }
-        if 4 * self.after.weights.parameters() > UNASKED {
+        if is_large(self.after) {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let mut cast = self.cast([(Side::AsOnnx, Runtime::Candle), (Side::After, Runtime::OnnxRuntime)])?;
-        let graph = self.after.graph()?;
-        let batch = data::made_up(&graph, self.pipeline.seed)?;
-        let pairs = cast.pairs();
-        let outcomes = evaluation::compare(&batch, &mut cast.load(&Device::Cpu, &self.sweep)?, &pairs)?;
-        self.hold(outcomes.pairs.last(), batch.samples, "made-up samples", exports)
+        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.sweep)?;
+        self.hold(Some(&fidelity), samples, MADE_UP, exports)
     }
 
     /// Runs everything on the evaluation data.
@@ -229,8 +224,8 @@ impl Run<'_> {
     /// Holds ONNX Runtime's answers to the built-in executor's, and writes it down.
     fn hold(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
         let Some(fidelity) = fidelity else { return Ok(()) };
-        let coarse = self.after.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
-            || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
+        let coarse =
+            has_integers(self.after) || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
         let (ok, difference) = judge(fidelity, coarse);
         if !ok {
             let reason = format!("ONNX Runtime's answers to {samples} {what} are not those of the built-in executor: {difference}");
@@ -251,23 +246,35 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
     (ok, difference)
 }
 
-/// Runs the ONNX file of an output folder on made-up samples and holds it to the weights beside it.
-pub(super) fn check_onnx(folder: &Path, coarse: bool, sweep: &Sweep) -> Result<(bool, String)> {
-    let model = Model::open(folder)?;
-    if 4 * model.weights.parameters() > UNASKED {
-        return Ok((true, "not run, since the model is large".into()));
-    }
-    let coarse = coarse || model.weights.by_name.values().any(|w| w.encoding != Encoding::Dense);
+/// Runs the ONNX file of an output folder beside a model on made-up samples: how close they are, and on how many samples.
+fn run_made_up(model: Model, folder: &Path, seed: u64, sweep: &Sweep) -> Result<(Fidelity, usize)> {
+    let batch = data::made_up(&model.graph()?, seed)?;
     let config = model.config.values().clone();
     let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, sweep.threads)?];
-    let batch = match subjects[0].graph() {
-        Some(graph) => data::made_up(graph, 0)?,
-        None => return Err(Error::graph("graph", "is not known")),
-    };
-    let mut models = subjects.iter_mut().map(|subject| subject.load(&Device::Cpu, sweep)).collect::<Result<Vec<_>>>()?;
-    let outcomes = evaluation::compare(&batch, &mut models, &[(0, 1)])?;
-    let (ok, difference) = judge(&outcomes.pairs[0], coarse);
-    Ok((ok, format!("ONNX Runtime against the built-in executor on {} made-up samples: {difference}", batch.samples)))
+    let [ours, theirs] = &mut subjects;
+    let mut models = [ours.load(&Device::Cpu, sweep)?, theirs.load(&Device::Cpu, sweep)?];
+    Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
+}
+
+/// Whether a model is too large to be run without being asked for.
+fn is_large(model: &Model) -> bool {
+    4 * model.weights.parameters() > UNASKED
+}
+
+fn has_integers(model: &Model) -> bool {
+    model.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
+}
+
+/// Runs the ONNX file of an output folder on made-up samples and holds it to the weights beside it.
+pub(super) fn check_onnx(folder: &Path, half: bool, sweep: &Sweep) -> Result<(bool, String)> {
+    let model = Model::open(folder)?;
+    if is_large(&model) {
+        return Ok((true, "not run, since the model is large".into()));
+    }
+    let coarse = half || has_integers(&model);
+    let (fidelity, samples) = run_made_up(model, folder, 0, sweep)?;
+    let (ok, difference) = judge(&fidelity, coarse);
+    Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {MADE_UP}: {difference}")))
 }
 
 fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {

@@ -9,7 +9,7 @@ use ort::value::{DynValue, Outlet, Tensor as OrtTensor, TensorElementType, Value
 
 use super::find::environment;
 use crate::error::{Error, Result};
-use crate::ir::{Element, Port};
+use crate::ir::{self, Element, Port};
 
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -64,12 +64,8 @@ impl Session {
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
         let mut given: Vec<(String, SessionInputValue)> = Vec::new();
         for name in self.inputs() {
-            let tensor = match (inputs.get(&name), inputs.get("input_ids")) {
-                (Some(tensor), _) => tensor.clone(),
-                // One text, of the first type: what a tokenizer leaves out.
-                (None, Some(tokens)) if name == "token_type_ids" => tokens.zeros_like().map_err(|e| failed(&e))?,
-                _ => return Err(Error::option("input", format!("`{name}` is missing, {} takes it", path.display()))),
-            };
+            let missing = || Error::option("input", format!("`{name}` is missing, {} takes it", path.display()));
+            let tensor = ir::given(inputs, &name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
             given.push((name, value(&tensor).map_err(|e| failed(&e))?.into()));
         }
         let outputs = self.inner.run(given).map_err(|e| failed(&e))?;
