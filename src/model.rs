@@ -68,6 +68,9 @@ pub struct Model {
     pub history: Vec<Applied>,
     /// What must be done before writing.
     pub preparations: Vec<Arc<dyn Prepare>>,
+    /// What it computes, where a pass has changed that.
+    #[cfg(feature = "run")]
+    pub changed_graph: Option<Arc<crate::ir::Graph>>,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -98,7 +101,18 @@ impl Model {
                 weights.by_name.remove(&format!("{alias}_scale"));
             }
         }
-        Ok(Model { path: path.to_owned(), config, weights, weight_files, files, history: Vec::new(), preparations: Vec::new(), notes: Vec::new() })
+        Ok(Model {
+            path: path.to_owned(),
+            config,
+            weights,
+            weight_files,
+            files,
+            history: Vec::new(),
+            preparations: Vec::new(),
+            #[cfg(feature = "run")]
+            changed_graph: None,
+            notes: Vec::new(),
+        })
     }
 
     /// Pairs (alias, original) of names that are tied: the alias need not be stored.

@@ -22,6 +22,10 @@ pub(super) struct Args {
     #[cfg(feature = "run")]
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     eval: Option<crate::data::Data>,
+    /// Samples for passes that need to see activations, as for `--eval`; labels are not looked at
+    #[cfg(feature = "run")]
+    #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
+    calibration: Option<crate::data::Data>,
 }
 
 #[cfg(feature = "run")]
@@ -41,6 +45,10 @@ impl Args {
         #[cfg(feature = "run")]
         if let Some(data) = self.eval {
             builder = builder.evaluation(data);
+        }
+        #[cfg(feature = "run")]
+        if let Some(data) = self.calibration {
+            builder = builder.calibration(data);
         }
         let pipeline = builder.build()?;
         let report = pipeline.run(Model::open(&self.model)?, &self.output)?;

@@ -265,17 +265,23 @@ pub struct DataSets {
     /// What accuracy is measured on
     #[serde(skip_serializing_if = "Option::is_none")]
     pub evaluation: Option<Data>,
+    /// What passes that need to see activations run the model on; labels are not looked at
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub calibration: Option<Data>,
+    /// What passes that train learn from
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub train: Option<Data>,
 }
 
 impl DataSets {
     /// Whether there is none.
     pub fn is_empty(&self) -> bool {
-        self.evaluation.is_none()
+        *self == DataSets::default()
     }
 
     /// Makes paths relative to a folder.
     pub(crate) fn resolve(&mut self, folder: &Path) {
-        for data in [&mut self.evaluation].into_iter().flatten() {
+        for data in [&mut self.evaluation, &mut self.calibration, &mut self.train].into_iter().flatten() {
             data.resolve(folder);
         }
     }

@@ -11,6 +11,7 @@ mod file;
 mod graph;
 pub mod ops;
 mod port;
+mod rebuild;
 mod text;
 
 pub use build::{Builder, Catalog};
@@ -20,3 +21,4 @@ pub use file::GraphFile;
 pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
 pub use ops::{Op, OpSpec};
 pub use port::{Port, given};
+pub use rebuild::{Step, rebuild, same};

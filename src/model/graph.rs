@@ -3,7 +3,7 @@
 use super::Model;
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
-use crate::ir::{Builder, Catalog, Graph, GraphFile};
+use crate::ir::{Builder, Catalog, Graph, GraphFile, same};
 use crate::store::{Weights, select};
 
 impl Catalog for Weights {
@@ -17,15 +17,37 @@ impl Catalog for Weights {
 }
 
 impl Model {
-    /// The graph: from `graph.json` when there is one, else from `config.json`.
+    /// The graph: as passes have left it, else from `graph.json` when there is one, else from `config.json`.
     ///
     /// # Errors
     /// The family is not known, the configuration lacks something, or the weights do not fit it.
     pub fn graph(&self) -> Result<Graph> {
+        match &self.changed_graph {
+            Some(graph) => Ok((**graph).clone()),
+            None => self.stored_graph(),
+        }
+    }
+
+    /// What has to be written as `graph.json`: a graph that passes have changed and that `config.json` does not describe.
+    ///
+    /// # Errors
+    /// As [`graph`](Model::graph).
+    pub fn graph_file(&self) -> Result<Option<GraphFile>> {
+        let Some(graph) = &self.changed_graph else { return Ok(None) };
+        let described = self.described().is_ok_and(|described| same(&described, graph, &self.weights));
+        Ok((!described).then(|| GraphFile::from(&**graph)))
+    }
+
+    fn stored_graph(&self) -> Result<Graph> {
         let file = self.path.join(GraphFile::NAME);
         if file.is_file() {
             return GraphFile::open(&file)?.build(&self.weights);
         }
+        self.described()
+    }
+
+    /// The graph that `config.json` describes.
+    fn described(&self) -> Result<Graph> {
         if self.config.model_type().is_empty() {
             return Err(Error::Unsupported {
                 what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),

@@ -23,6 +23,7 @@ pub use quantize_dynamic::{ActivationScheme, GranularityKind, Observer, Quantize
 
 use crate::error::Result;
 use crate::model::Model;
+use crate::store::Sweep;
 
 /// A step of a pipeline.
 pub trait Pass: fmt::Debug + Send + Sync {
@@ -40,39 +41,78 @@ pub trait Pass: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// The model after the pass. Quick: bytes are made when the model is written.
+    /// The model after the pass. Quick: bytes are made when the model is written. Of a pass that runs the model, only as far as
+    /// that can be told without running it: names, shapes, encodings.
     ///
     /// # Errors
     /// A pattern without a match, or a weight that the pass cannot take.
     fn apply(&self, model: Model) -> Result<Model>;
+
+    /// The samples that the pass runs the model on; it has work to [`perform`](Pass::perform) then.
+    fn runs_on(&self) -> Option<Samples> {
+        None
+    }
+
+    /// The model after the pass, with all that takes running it.
+    ///
+    /// # Errors
+    /// As [`apply`](Pass::apply); samples do not fit the model, memory runs out, or the work is cancelled.
+    fn perform(&self, model: Model, _context: &Context) -> Result<Model> {
+        self.apply(model)
+    }
+}
+
+/// A data set of a recipe, by what it is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Samples {
+    /// `calibration`.
+    Calibration,
+    /// `train`.
+    Train,
+    /// None: the pass computes on weights alone.
+    None,
+}
+
+/// What a pass works with.
+pub struct Context<'a> {
+    /// Threads, progress, and the wish to stop.
+    pub sweep: Sweep<'a>,
+    /// Start of every random choice.
+    pub seed: u64,
+    /// The data sets of the recipe.
+    #[cfg(feature = "run")]
+    pub data: &'a crate::data::DataSets,
+    /// Where models run.
+    #[cfg(feature = "run")]
+    pub device: candle_core::Device,
 }
 
 /// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
 macro_rules! passes {
-    ($($(#[$doc:meta])* $name:literal => $pass:ident),+ $(,)?) => {
+    ($($(#[$doc:meta])* $name:literal => $pass:ident $(if $feature:literal)?),+ $(,)?) => {
         /// One step of a recipe: a pass with its options, or its name alone.
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, PASSES)))]
         pub enum Step {
-            $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
+            $($(#[$doc])* $(#[cfg(feature = $feature)])? #[serde(rename = $name)] $pass($pass),)+
         }
 
         /// Names of all passes, in the order of the table.
-        pub const PASSES: &[&str] = &[$($name),+];
+        pub const PASSES: &[&str] = &[$($(#[cfg(feature = $feature)])? $name),+];
 
         impl Step {
             /// The pass behind the step.
             pub fn pass(&self) -> &dyn Pass {
                 match self {
-                    $(Step::$pass(pass) => pass,)+
+                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass,)+
                 }
             }
         }
 
-        crate::entry::entry!(Step, "pass", PASSES, $($name => $pass),+);
+        crate::entry::entry!(Step, "pass", PASSES, $($(#[cfg(feature = $feature)])? $name => $pass),+);
 
-        $(impl From<$pass> for Step {
+        $($(#[cfg(feature = $feature)])? impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {
                 Step::$pass(pass)
             }

@@ -13,7 +13,7 @@ use crate::evaluation::Evaluate;
 use crate::exec::Choice;
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::Step;
+use crate::pass::{Context, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::store::{Cancel, Progress, Silent, Sweep};
@@ -88,6 +88,30 @@ impl Pipeline {
         Ok(after)
     }
 
+    /// Applies the passes with all that takes running the model; nothing where no pass does.
+    pub(super) fn perform(&self, model: &Model) -> Result<Option<Model>> {
+        if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
+            return Ok(None);
+        }
+        let context = Context {
+            sweep: self.sweep(),
+            seed: self.seed,
+            #[cfg(feature = "run")]
+            data: &self.data,
+            #[cfg(feature = "run")]
+            device: self.device.open()?,
+        };
+        let mut after = model.clone();
+        for step in &self.steps {
+            if step.pass().runs_on().is_some() {
+                after.prepare(&context.sweep)?;
+            }
+            after = step.pass().perform(after, &context)?;
+        }
+        after.settle_ties(model)?;
+        Ok(Some(after))
+    }
+
     /// The recipe of this pipeline for a model.
     pub(super) fn recipe(&self, model: &Model) -> Recipe {
         let path = std::path::absolute(&model.path).unwrap_or_else(|_| model.path.clone());
@@ -146,6 +170,13 @@ impl Builder {
     #[cfg(feature = "run")]
     pub fn evaluation(mut self, data: Data) -> Self {
         self.0.data.evaluation = Some(data);
+        self
+    }
+
+    /// Runs passes that need to see activations on these samples.
+    #[cfg(feature = "run")]
+    pub fn calibration(mut self, data: Data) -> Self {
+        self.0.data.calibration = Some(data);
         self
     }
 
@@ -209,6 +240,8 @@ impl Builder {
         }
         #[cfg(feature = "run")]
         self.0.check_evaluation()?;
+        #[cfg(feature = "run")]
+        self.0.check_samples()?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
                 return Err(Error::option("export", format!("`{}` is named twice, and both would write the same files", export.format().name())));

@@ -7,7 +7,7 @@ use candle_core::Device;
 use super::Pipeline;
 use super::run::Measured;
 use crate::analysis;
-use crate::data::{self, DataSet};
+use crate::data::{self, Data, DataSet};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, Outcomes, Runner, Runtime, Score, Subject};
 use crate::exec::Rounding;
@@ -15,6 +15,7 @@ use crate::export::{Export, Exported};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
+use crate::pass::Samples;
 use crate::store::{Encoding, Sweep};
 
 /// Largest model, in bytes of 32-bit parameters, that is run without being asked for.
@@ -40,11 +41,39 @@ impl Pipeline {
         }
     }
 
-    /// Opens the evaluation data, so that what does not fit is said before any work is done.
+    /// Holds passes that run the model to the samples there are.
+    pub(super) fn check_samples(&self) -> Result<()> {
+        for pass in self.steps.iter().map(|step| step.pass()) {
+            if let Some((key, None)) = pass.runs_on().and_then(|samples| self.samples(samples)) {
+                return Err(Error::option(
+                    pass.name(),
+                    format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line"),
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// A data set by what it is for: its key, and what is said of it.
+    fn samples(&self, samples: Samples) -> Option<(&'static str, Option<&Data>)> {
+        match samples {
+            Samples::Calibration => Some(("calibration", self.data.calibration.as_ref())),
+            Samples::Train => Some(("train", self.data.train.as_ref())),
+            Samples::None => None,
+        }
+    }
+
+    /// Opens the data, so that what does not fit is said before any work is done.
     pub(super) fn check_data(&self, model: &Model) -> Result<()> {
-        let Some(options) = &self.data.evaluation else { return Ok(()) };
+        let used = self.steps.iter().filter_map(|step| self.samples(step.pass().runs_on()?)?.1);
+        let options: Vec<&Data> = self.data.evaluation.iter().chain(used).collect();
+        if options.is_empty() {
+            return Ok(());
+        }
         let subject = Subject::of(model.clone())?;
-        DataSet::open(options, subject.target())?;
+        for options in options {
+            DataSet::open(options, subject.target())?;
+        }
         self.device.open()?;
         let onnxruntime = self.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {

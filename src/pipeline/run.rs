@@ -34,6 +34,9 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;
+    if let Some(done) = pipeline.perform(&model)? {
+        after = done;
+    }
     after.prepare(&sweep)?;
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
@@ -43,6 +46,8 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     }
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, staging.path())?;
+    #[cfg(feature = "run")]
+    write_graph(&after, staging.path())?;
     #[cfg(feature = "run")]
     let measured = super::evaluate::Run { pipeline, before: &model, after: &after, folder: staging.path(), sweep }.measure(&mut exports)?;
     #[cfg(not(feature = "run"))]
@@ -128,6 +133,19 @@ fn carry_over(model: &Model, config: &Config, folder: &Path) -> Result<()> {
     match config.render() {
         Some(text) => write_text(&folder.join("config.json"), &text),
         None => Ok(()),
+    }
+}
+
+/// Describes what the model computes where `config.json` cannot.
+#[cfg(feature = "run")]
+fn write_graph(after: &Model, folder: &Path) -> Result<()> {
+    use crate::ir::GraphFile;
+    let path = folder.join(GraphFile::NAME);
+    match (&after.changed_graph, after.graph_file()?) {
+        (None, _) => Ok(()),
+        (Some(_), Some(file)) => write_text(&path, &format!("{:#}\n", serde_json::to_value(&file).unwrap_or_default())),
+        (Some(_), None) if path.exists() => fs::remove_file(&path).map_err(Error::io("remove", &path)),
+        (Some(_), None) => Ok(()),
     }
 }
 

@@ -1,0 +1,133 @@
+//! Editing a graph by building it again, node by node, so that every edit is typed as it is made.
+
+use super::graph::{Graph, Kind, Node, ValueId};
+use super::{Builder, Catalog};
+use crate::error::{Error, Result};
+
+/// One node on its way from the old graph to the new one.
+pub struct Step<'s, 'c> {
+    /// The graph that is made.
+    pub builder: &'s mut Builder<'c>,
+    /// The node of the old graph.
+    pub node: &'s Node,
+    /// Its name.
+    pub name: &'s str,
+    /// What it reads, in the new graph.
+    pub inputs: Vec<ValueId>,
+}
+
+impl Step<'_, '_> {
+    /// The node as it is, over its inputs.
+    ///
+    /// # Errors
+    /// It does not fit them.
+    pub fn keep(self) -> Result<ValueId> {
+        self.builder.node(self.name, self.node.op.clone(), &self.inputs)
+    }
+}
+
+/// Builds a graph again over the tensors of a checkpoint. `edit` wires what stands for a node and answers its value; values
+/// that nobody reads and that are no result are left out, parameters too.
+///
+/// # Errors
+/// Those of `edit`; a tensor is missing or has lost its shape.
+pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) -> Result<ValueId>) -> Result<Graph> {
+    let needed = needed(graph);
+    let mut builder = Builder::new(catalog);
+    let mut made: Vec<Option<ValueId>> = vec![None; graph.values().len()];
+    for (id, value) in graph.inputs() {
+        made[id.index()] = Some(builder.input(&value.name, value.ty.clone())?);
+    }
+    for node in graph.nodes().iter().filter(|node| needed[node.output.index()]) {
+        let mut inputs = Vec::with_capacity(node.inputs.len());
+        for id in &node.inputs {
+            let value = graph.value(*id);
+            inputs.push(match made[id.index()] {
+                Some(new) => new,
+                None if value.kind == Kind::Param => parameter(&mut builder, catalog, &value.name)?,
+                None => return Err(Error::graph(format!("graph value `{}`", value.name), "is read before it is computed")),
+            });
+        }
+        let name = graph.value(node.output).name.as_str();
+        made[node.output.index()] = Some(edit(Step { builder: &mut builder, node, name, inputs })?);
+    }
+    for (name, id) in graph.outputs() {
+        let value = match made[id.index()] {
+            Some(new) => new,
+            None => parameter(&mut builder, catalog, &graph.value(*id).name)?,
+        };
+        builder.output(name, value);
+    }
+    builder.finish()
+}
+
+/// A tensor of the checkpoint in the shape that it has there.
+fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result<ValueId> {
+    match catalog.shape(name) {
+        Some(shape) => builder.param(name, &shape),
+        None => Err(Error::tensor(name, "is part of the graph, but not of the checkpoint", "")),
+    }
+}
+
+/// Values that results depend on, by position.
+fn needed(graph: &Graph) -> Vec<bool> {
+    let mut needed = vec![false; graph.values().len()];
+    graph.outputs().iter().for_each(|(_, id)| needed[id.index()] = true);
+    for node in graph.nodes().iter().rev() {
+        if needed[node.output.index()] {
+            node.inputs.iter().for_each(|id| needed[id.index()] = true);
+        }
+    }
+    needed
+}
+
+/// Whether two graphs over the same checkpoint compute the same in the same nodes, in whatever order they were declared.
+pub fn same(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> bool {
+    let plain = |graph: &Graph| rebuild(graph, catalog, &mut |step: Step| step.keep()).map(|graph| graph.to_string());
+    match (plain(a), plain(b)) {
+        (Ok(a), Ok(b)) => a == b,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::ir::Op;
+    use crate::ir::ops::Clip;
+
+    struct Shapes(BTreeMap<&'static str, Vec<usize>>);
+
+    impl Catalog for Shapes {
+        fn shape(&self, name: &str) -> Option<Vec<usize>> {
+            self.0.get(name).cloned()
+        }
+
+        fn nearest(&self, _name: &str) -> Option<String> {
+            None
+        }
+    }
+
+    const TEXT: &str = "input x: float[batch, 4]\nparam unread: float[3]\nparam w: float[2, 4]\nfc = Linear{\"input_major\":false}(x, w) -> float[batch, 2]\ndead = Relu(x) -> float[batch, 4]\nact = Relu(fc) -> float[batch, 2]\noutput logits = act\n";
+
+    #[test]
+    fn what_nobody_reads_is_left_out_and_edits_are_typed() {
+        let graph: Graph = TEXT.parse().unwrap();
+        let shapes = Shapes([("w", vec![2, 4])].into());
+        let plain = rebuild(&graph, &shapes, &mut |step: Step| step.keep()).unwrap();
+        assert!(!plain.to_string().contains("dead") && !plain.to_string().contains("unread"));
+        assert!(same(&graph, &plain, &shapes));
+        let clipped = |step: Step| match step.node.op {
+            Op::Relu(_) => step.builder.node(step.name, Clip { min: 0.0, max: 1.0 }, &step.inputs),
+            _ => step.keep(),
+        };
+        let edited = rebuild(&graph, &shapes, &mut { clipped }).unwrap();
+        assert!(edited.to_string().contains("act = Clip") && !same(&graph, &edited, &shapes));
+        let wider = Shapes([("w", vec![3, 4])].into());
+        assert!(rebuild(&graph, &wider, &mut |step: Step| step.keep()).unwrap().to_string().contains("act = Relu(fc) -> float[batch, 3]"));
+        let wrong = Shapes([("w", vec![2, 5])].into());
+        assert!(rebuild(&graph, &wrong, &mut |step: Step| step.keep()).is_err());
+    }
+}
