@@ -16,7 +16,7 @@ use serde_json::Value;
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 pub use files::carried_files;
-pub use roles::{LINEAR_RULE, PRUNABLE_RULE, is_embedding, is_linear, is_prunable};
+pub use roles::{LINEAR_RULE, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable};
 
 use crate::error::{Error, Result};
 use crate::store::{Checkpoint, Encoding, Meter, Sweep, Weights};
@@ -71,6 +71,8 @@ pub struct Model {
     /// What it computes, where a pass has changed that.
     #[cfg(feature = "run")]
     pub changed_graph: Option<Arc<crate::ir::Graph>>,
+    /// Whether quantized activations are meant for runtimes that want them as int8, and not uint8.
+    pub signed_activations: bool,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -90,9 +92,9 @@ impl Model {
         let files = if folder { carried_files(path)? } else { Vec::new() };
         let schemes = config.take_quantization(path)?;
         for (name, weight) in &mut weights.by_name {
-            let (class, row) = (if is_embedding(name, weight) { "Embedding" } else { "Linear" }, weight.row());
+            let (class, row) = (class(name, weight), weight.row());
             if let Encoding::Affine(affine) = &mut weight.encoding {
-                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine);
+                schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine)?;
             }
         }
         for (alias, original) in config.tied_names(|name| weights.by_name.contains_key(name)) {
@@ -111,6 +113,7 @@ impl Model {
             preparations: Vec::new(),
             #[cfg(feature = "run")]
             changed_graph: None,
+            signed_activations: false,
             notes: Vec::new(),
         })
     }

@@ -10,7 +10,7 @@ const LAYERS: [&[&str]; 8] = [
     &["cli"],
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
-    &["evaluation"],
+    &["evaluation", "calibration"],
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
     &["ir", "store", "kernel"],

@@ -88,18 +88,7 @@ fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<T
         (DType::F16, Stored::F16) => return Tensor::from_vec(words(name, weight, f16::from_bits)?, shape, device).map_err(failed),
         _ => {}
     }
-    let mut values = vec![0f32; weight.elements()];
-    let mut at = 0;
-    let mut floats = true;
-    weight.visit(1, &mut |block| {
-        let count = block.now.elements();
-        floats &= block.now.decode(0, &mut values[at..at + count]);
-        at += count;
-        Ok(())
-    })?;
-    if !floats {
-        return Err(Error::tensor(name, format!("is {}, the graph needs floats", weight.dtype), ""));
-    }
+    let values = weight.floats(name)?;
     Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed)
 }
 

@@ -74,6 +74,7 @@ pub(super) fn activation(op: &Op) -> Option<Activation> {
         Op::Sigmoid(op) => op.kernel(),
         Op::Tanh(op) => op.kernel(),
         Op::Clip(op) => op.kernel(),
+        Op::FakeQuantize(op) => op.kernel(),
         _ => return None,
     })
 }

@@ -19,7 +19,7 @@ use crate::model::Model;
 use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
 use crate::store::writer::{self, Item};
-use crate::store::{DType, Decoded, Encoding, Rescaled, Spelling, Sweep, Weight};
+use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, Spelling, Sweep, Weights};
 
 /// The ONNX format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,11 +32,27 @@ pub struct Onnx {
     pub opset: u32,
     /// Width of weights and arithmetic; int8 weights stay int8, and their layers compute in float32
     pub precision: Precision,
+    /// What statically quantized activations are: uint8 suits x86, int8 ARM and GPUs
+    pub activations: Integers,
+}
+
+/// Eight bits, with or without a sign.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Integers {
+    /// As the pass says that quantized them; else uint8
+    #[default]
+    Auto,
+    /// 0 to 255
+    Uint8,
+    /// -128 to 127
+    Int8,
 }
 
 impl Default for Onnx {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default() }
+        Self { opset: *OPSETS.start(), precision: Precision::default(), activations: Integers::default() }
     }
 }
 
@@ -55,22 +71,28 @@ struct Prepared {
 impl Onnx {
     fn prepare(&self, model: &Model) -> Result<Prepared> {
         let graph = model.graph()?;
-        let mut style = Style { opset: self.opset, precision: self.precision, ..Style::default() };
+        let mut style = Style { opset: self.opset, precision: self.precision, signed: self.activations == Integers::Int8 || (self.activations == Integers::Auto && model.signed_activations), ..Style::default() };
         for (_, value) in graph.params() {
             if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding {
                 style.integers.insert(value.name.clone(), affine.clone());
             }
         }
         let draft = draft(&graph, &style, &metadata(model))?;
-        let items = draft.weights.iter().map(|slot| item(slot, model.weights.get(&slot.weight)?)).collect::<Result<_>>()?;
+        let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
         let layout = file::layout(&draft, file::LARGEST)?;
         Ok(Prepared { graph, draft, items, layout })
     }
 }
 
 /// A weight as the file wants it: integers with scales of 32 bits, or floats; quantized ones as those that they stand for.
-fn item(slot: &Slot, weight: &Weight) -> Result<Item> {
+fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
     let name = slot.weight.clone();
+    let weight = weights.get(&name)?;
+    if let Some(sums) = &slot.sums {
+        let of = Bias { name: name.clone(), values: weight.clone(), weight: weights.get(&sums.weight)?.clone(), input_scale: sums.input_scale, scales: sums.scales };
+        let name = if sums.scales { format!("{name}_scale") } else { name };
+        return Ok(Item { name, weight: of.weight(), spelling: Spelling::Plain });
+    }
     if !weight.is_float() {
         return Err(Error::tensor(
             &name,

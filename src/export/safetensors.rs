@@ -15,10 +15,10 @@ use serde_json::{Value, json};
 
 use super::{ByteSize, Exported, Forecast, Format};
 use crate::error::{Error, Result};
-use crate::kernel::bitmask;
-use crate::model::{Config, Model, is_embedding};
+use crate::kernel::{bitmask, convert};
+use crate::model::{Config, Model, class, is_embedding};
 use crate::store::writer::{self, Item};
-use crate::store::{Activations, Block, DType, Encoding, Granularity, Sink, Source, Spelling, Sweep, View, Weight, sparse};
+use crate::store::{Activations, Affine, Block, Bytes, DType, Encoding, Granularity, Sink, Source, Spelling, Sweep, View, Weight, sparse};
 
 /// How weights are laid out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -80,8 +80,11 @@ impl Safetensors {
         let mut items: Vec<Item> = model.weights.by_name.iter().map(item).collect::<Result<_>>()?;
         if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
             items.extend(shared_scales(model));
-            items.sort_by(|a, b| a.name.cmp(&b.name));
         }
+        if self.layout != Layout::Dense {
+            items.extend(input_scales(model));
+        }
+        items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
     }
 
@@ -113,9 +116,12 @@ impl Safetensors {
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
         let described = integers.then(|| quantization::describe(items, model));
-        if sparse {
+        // Others know int8 in linear layers and embeddings only, and would compute something else without a word.
+        let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
+        if sparse || convolutions {
             let own = crate::model::OWN_METHOD;
-            config.set("quantization_config", json!({ "quant_method": own, "layout": "sparse", (own): described }));
+            let layout = if sparse { "sparse" } else { "integers" };
+            config.set("quantization_config", json!({ "quant_method": own, "layout": layout, (own): described }));
         } else if let Some(described) = described {
             config.set("quantization_config", described);
         }
@@ -162,6 +168,27 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
     })
 }
 
+/// What static activations are quantized by, one scale and zero point for each layer.
+fn input_scales(model: &Model) -> Vec<Item> {
+    let mut items = Vec::new();
+    for (name, weight) in &model.weights.by_name {
+        let Encoding::Affine(Affine { activations: Activations::Static(by), scale_dtype, .. }) = &weight.encoding else { continue };
+        let module = name.strip_suffix("weight").unwrap_or(name);
+        let mut scale = vec![0; scale_dtype.bitsize() / 8];
+        let written = convert::from_f32(*scale_dtype, &[by.scale()], &mut scale);
+        debug_assert!(written, "scales are floats");
+        let mut item = |what: &str, dtype, bytes| {
+            let weight = Weight::new(dtype, vec![1], Encoding::Dense, std::sync::Arc::new(Bytes { dtype, bytes }));
+            items.push(Item { name: format!("{module}{what}"), weight, spelling: Spelling::Plain });
+        };
+        item("input_scale", *scale_dtype, scale);
+        if let Some(zero_point) = by.zero_point {
+            item("input_zero_point", DType::I8, vec![zero_point as u8]);
+        }
+    }
+    items
+}
+
 /// The scales of a quantized weight, as a weight.
 struct Scales {
     of: Weight,
@@ -193,7 +220,7 @@ fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
         Encoding::Affine(_) if is_embedding(name, weight) => false,
-        Encoding::Affine(affine) => affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor,
+        Encoding::Affine(affine) => weight.shape.len() == 2 && affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor,
     }
 }
 

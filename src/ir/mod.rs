@@ -11,6 +11,7 @@ mod file;
 mod graph;
 pub mod ops;
 mod port;
+pub mod quantizers;
 mod rebuild;
 mod text;
 

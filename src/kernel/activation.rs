@@ -24,6 +24,13 @@ pub enum Activation {
         /// Upper bound.
         max: f32,
     },
+    /// The nearest of 256 multiples of a step, halves to even, as ONNX's `QuantizeLinear` and `DequantizeLinear` make it.
+    Round {
+        /// The step.
+        scale: f32,
+        /// The integer that stands for zero, -128 to 127.
+        zero_point: f32,
+    },
 }
 
 simd! {
@@ -47,6 +54,15 @@ pub(super) fn apply(function: Activation, values: &mut [f32]) {
             let x = if x < min { min } else { x };
             if x > max { max } else { x }
         }),
+        Activation::Round { scale, zero_point } => {
+            let (least, most) = (-128.0 - zero_point, 127.0 - zero_point);
+            each(values, |x| {
+                let steps = x / scale;
+                let steps = if steps < least { least } else { steps };
+                let steps = if steps > most { most } else { steps };
+                ((steps + ROUND) - ROUND) * scale
+            });
+        }
     }
 }
 
@@ -131,13 +147,24 @@ mod tests {
     }
 
     #[test]
+    fn rounding_is_that_of_onnx() {
+        // 0.5, 1.5, 2.5 go to the even neighbour; with a zero point of -128 nothing below zero is left.
+        let mut values = [0.5, 1.5, 2.5, -0.5, -1.5, 300.0, -300.0];
+        activate(Activation::Round { scale: 1.0, zero_point: 0.0 }, &mut values);
+        assert_eq!(values, [0.0, 2.0, 2.0, 0.0, -2.0, 127.0, -128.0]);
+        let mut values = [-1.0, 0.2, 12.8, 30.0];
+        activate(Activation::Round { scale: 0.1, zero_point: -128.0 }, &mut values);
+        assert_eq!(values, [0.0, 0.2, 12.8, 25.5]);
+    }
+
+    #[test]
     fn the_ends_of_the_range() {
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp(f32::MIN), 0.0);
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);
         assert!(exp(f32::NAN).is_nan());
         assert_eq!((tanh(100.0), tanh(-100.0)), (1.0, -1.0));
-        for function in [Activation::Relu, Activation::Gelu, Activation::Silu, Activation::Tanh, Activation::Clip { min: 0.0, max: 6.0 }] {
+        for function in [Activation::Relu, Activation::Gelu, Activation::Silu, Activation::Tanh, Activation::Clip { min: 0.0, max: 6.0 }, Activation::Round { scale: 0.1, zero_point: 3.0 }] {
             let mut value = [f32::NAN];
             activate(function, &mut value);
             assert!(value[0].is_nan(), "{function:?}");

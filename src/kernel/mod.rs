@@ -10,6 +10,8 @@ mod simd;
 pub mod activation;
 #[cfg(feature = "run")]
 pub mod attention;
+#[cfg(feature = "run")]
+pub mod bins;
 pub mod bitmask;
 pub mod compare;
 pub mod convert;

@@ -35,33 +35,39 @@ simd! {
 /// 1.5 · 2²³: adding it rounds a small float to an integer, half to even, and leaves that integer in the low bits.
 const ROUND: f32 = 12_582_912.0;
 
+/// The smallest and the largest integer that may be used.
+pub type Bounds = [f32; 2];
+
+/// All of int8.
+pub const FULL: Bounds = [-128.0, 127.0];
+
 #[inline(always)]
-fn level(value: f32, scale: f32, zero_point: f32) -> f32 {
+fn level(value: f32, scale: f32, zero_point: f32, [least, most]: Bounds) -> f32 {
     let q = value / scale + zero_point;
-    let q = if q >= -128.0 { q } else { -128.0 };
-    let q = if q <= 127.0 { q } else { 127.0 };
+    let q = if q >= least { q } else { least };
+    let q = if q <= most { q } else { most };
     if value.is_nan() { zero_point } else { q }
 }
 
 simd! {
     /// Quantizes to int8 (two's complement bytes). NaN becomes zero, infinities the ends of the range.
-    pub fn quantize[F: Float](input: &[u8], output: &mut [u8], scale: f32, zero_point: f32) {
+    pub fn quantize[F: Float](input: &[u8], output: &mut [u8], scale: f32, zero_point: f32, bounds: Bounds) {
         for (&e, out) in F::split(input).iter().zip(output) {
-            *out = (level(F::to_f32(e), scale, zero_point) + ROUND).to_bits() as u8;
+            *out = (level(F::to_f32(e), scale, zero_point, bounds) + ROUND).to_bits() as u8;
         }
     }
 }
 
 simd! {
     /// Sum of squared errors that quantizing with this scale makes on finite values.
-    pub fn squared_error[F: Float](bytes: &[u8], scale: f32, zero_point: f32) -> f64 {
+    pub fn squared_error[F: Float](bytes: &[u8], scale: f32, zero_point: f32, bounds: Bounds) -> f64 {
         let mut total = 0f64;
         for run in F::split(bytes).chunks(4096) {
             let mut sums = [0f32; LANES];
             let (blocks, tail) = run.as_chunks::<LANES>();
             let step = |e: F::Bytes| {
                 let value = F::to_f32(e);
-                let q = (level(value, scale, zero_point) + ROUND) - ROUND;
+                let q = (level(value, scale, zero_point, bounds) + ROUND) - ROUND;
                 // Counted in steps: the square of a tiny or a huge weight is no f32.
                 let error = (q - zero_point) - value / scale;
                 if value.abs() <= f32::MAX { error * error } else { 0.0 }
@@ -97,7 +103,7 @@ mod tests {
     fn quantized(values: &[f32], scale: f32, zero_point: f32) -> Vec<i8> {
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         let mut out = vec![0; values.len()];
-        quantize::<F32>(&bytes, &mut out, scale, zero_point);
+        quantize::<F32>(&bytes, &mut out, scale, zero_point, FULL);
         out.iter().map(|&b| b as i8).collect()
     }
 

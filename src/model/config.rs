@@ -116,9 +116,10 @@ impl Config {
                 return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             }
             let activations = match group.get("input_activations") {
-                None | Some(Value::Null) => Activations::None,
-                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Activations::DynamicToken,
-                Some(_) => return Err(unsupported("a static scale for activations".into())),
+                None | Some(Value::Null) => Said::Is(Activations::None),
+                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Said::Is(Activations::DynamicToken),
+                Some(args) if args.get("strategy").and_then(Value::as_str).unwrap_or("tensor") == "tensor" => Said::Static,
+                Some(args) => return Err(unsupported(format!("static scales for activations by {}", args["strategy"]))),
             };
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
@@ -137,11 +138,20 @@ impl Config {
     }
 }
 
+/// What happens to activations.
+#[derive(Debug, Clone, Copy)]
+enum Said {
+    /// This.
+    Is(Activations),
+    /// They are quantized by what is stored beside the weight.
+    Static,
+}
+
 /// What is said of the modules that a target matches.
 #[derive(Debug)]
 struct Scheme {
     target: String,
-    activations: Activations,
+    activations: Said,
     group: Option<usize>,
 }
 
@@ -152,14 +162,28 @@ pub(super) struct Schemes(Vec<Scheme>);
 impl Schemes {
     /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
     /// meant for groups as long as a row. An exact name counts before an expression, and that before a class.
-    pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) {
+    ///
+    /// # Errors
+    /// A scale that the configuration speaks of is not there.
+    pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) -> Result<()> {
         let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
         let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
-        let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return };
-        affine.activations = scheme.activations;
+        let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return Ok(()) };
+        affine.activations = match (scheme.activations, affine.activations) {
+            (Said::Is(activations), _) => activations,
+            (Said::Static, stored @ Activations::Static(_)) => stored,
+            (Said::Static, _) => {
+                return Err(Error::tensor(
+                    &format!("{module}.input_scale"),
+                    "is missing, and config.json says that this layer's input is quantized by it",
+                    "the checkpoint is not complete; write it again",
+                ));
+            }
+        };
         if affine.granularity == Granularity::Channel && scheme.group == Some(row) {
             affine.granularity = Granularity::Group(row);
         }
+        Ok(())
     }
 }
 

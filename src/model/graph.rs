@@ -3,8 +3,10 @@
 use super::Model;
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
+use crate::ir::ops::FakeQuantize;
+use crate::ir::quantizers::{self, Quantizers};
 use crate::ir::{Builder, Catalog, Graph, GraphFile, same};
-use crate::store::{Weights, select};
+use crate::store::{Activations, Affine, Encoding, Weight, Weights, select};
 
 impl Catalog for Weights {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -55,7 +57,20 @@ impl Model {
             });
         }
         let pooling = Pooling::open(&self.path)?;
-        arch::build(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))
+        let graph = arch::build(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
+        let quantizers = self.quantizers();
+        if quantizers.layers.is_empty() { Ok(graph) } else { quantizers::insert(&graph, &self.weights, &quantizers) }
+    }
+
+    /// Layers whose inputs are quantized by parameters that are stored with their weights.
+    fn quantizers(&self) -> Quantizers {
+        let of = |(name, weight): (&String, &Weight)| match &weight.encoding {
+            Encoding::Affine(Affine { activations: Activations::Static(by), .. }) => {
+                Some((name.clone(), FakeQuantize { scale: by.scale(), zero_point: by.zero_point.unwrap_or(0).into() }))
+            }
+            _ => None,
+        };
+        Quantizers { layers: self.weights.by_name.iter().filter_map(of).collect(), ..Quantizers::default() }
     }
 
     /// Weights that the graph does not use, by name.

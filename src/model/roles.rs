@@ -39,3 +39,12 @@ pub fn is_embedding(name: &str, weight: &Weight) -> bool {
     let named = ["embed", "wte.", "wpe.", "shared.weight"].iter().any(|part| name.contains(part));
     weight.shape.len() == 2 && name.ends_with(".weight") && weight.is_float() && weight.elements() > 0 && named
 }
+
+/// The class of PyTorch's module that holds the weight, as compressed-tensors names its targets.
+pub fn class(name: &str, weight: &Weight) -> &'static str {
+    match weight.shape.len() {
+        _ if is_embedding(name, weight) => "Embedding",
+        4 => "Conv2d",
+        _ => "Linear",
+    }
+}

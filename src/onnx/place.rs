@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::proto::DataType;
 use super::style::{Precision, Style};
 use crate::error::{Error, Result};
-use crate::ir::{Graph, Kind, Op, Value};
+use crate::ir::{Graph, Kind, Op, Value, ValueId};
 use crate::store::{Activations, Affine, Granularity};
 
 /// The first opset whose `DequantizeLinear` takes scales of groups.
@@ -23,7 +23,7 @@ pub struct Tensor {
 }
 
 /// A weight's place in the file.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Slot {
     /// Name in the checkpoint.
     pub weight: String,
@@ -35,25 +35,56 @@ pub struct Slot {
     pub tensors: Vec<Tensor>,
     /// What is not as the encoding of the weight asks for, in plain words.
     pub remark: Option<&'static str>,
+    /// For a bias that is added to sums of integers: the layer whose sums they are.
+    pub sums: Option<Sums>,
 }
 
-/// The weights of a graph: their places, by position of the value.
-pub(super) fn places(graph: &Graph, style: &Style, names: &[String], taken: &mut BTreeSet<String>) -> Result<BTreeMap<usize, Slot>> {
+/// A layer that multiplies integers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Sums {
+    /// Its weight, by the name in the checkpoint.
+    pub weight: String,
+    /// The scale of its input.
+    pub input_scale: f32,
+    /// Whether these are the scales of the sums, and not the bias.
+    pub scales: bool,
+}
+
+/// The weights of a graph: their places, by position of the value; the first holds the elements.
+pub(super) fn places(graph: &Graph, style: &Style, names: &[String], taken: &mut BTreeSet<String>) -> Result<BTreeMap<usize, Vec<Slot>>> {
     let uses = uses(graph);
     let mut places = BTreeMap::new();
     for (id, value) in graph.params() {
         let at = id.index();
         let uses = uses.get(&at).map_or(&[][..], Vec::as_slice);
         let integers = style.integers.get(&value.name);
-        let usable = integers.filter(|_| !uses.is_empty() && uses.iter().all(|u| u.layer().is_some() || u.is_table()));
+        let usable = integers.filter(|_| !uses.is_empty() && uses.iter().all(|u| u.layer().is_some() || u.is_table() || u.is_convolution()));
         let name = names[at].clone();
-        let slot = match usable {
-            None => floats(style, value, name, uses, integers.is_some()),
-            Some(affine) => quantized(style, value, name, affine, uses, taken)?,
+        let slots = match (usable, uses) {
+            (Some(affine), _) => vec![quantized(style, value, name, affine, uses, taken)?],
+            (None, [only]) if only.added_to(graph, style).is_some() => bias(only.added_to(graph, style), value, name, taken),
+            (None, _) => vec![floats(style, value, name, uses, integers.is_some())],
         };
-        places.insert(at, slot);
+        places.insert(at, slots);
     }
     Ok(places)
+}
+
+/// A bias as 32-bit integers, and their scales: those of the products that it is added to.
+fn bias(sums: Option<Sums>, value: &Value, name: String, taken: &mut BTreeSet<String>) -> Vec<Slot> {
+    let mut scale = format!("{name}_scale");
+    while !taken.insert(scale.clone()) {
+        scale.push('_');
+    }
+    let slot = |name: &str, data_type, scales| Slot {
+        weight: value.name.clone(),
+        transposed: false,
+        integers: None,
+        tensors: vec![Tensor { name: name.to_owned(), data_type, dims: sizes(value) }],
+        remark: None,
+        sums: sums.clone().map(|sums| Sums { scales, ..sums }),
+    };
+    vec![slot(&name, DataType::Int32, false), slot(&scale, DataType::Float, true)]
 }
 
 fn floats(style: &Style, value: &Value, name: String, uses: &[Use], quantized: bool) -> Slot {
@@ -68,6 +99,7 @@ fn floats(style: &Style, value: &Value, name: String, uses: &[Use], quantized: b
         transposed: matrices,
         integers: None,
         tensors: vec![Tensor { name, data_type: if wide { DataType::Float } else { DataType::Float16 }, dims }],
+        sums: None,
         remark: quantized.then_some("written as the floats that they stand for, because the graph uses them elsewhere than in a linear layer or an embedding"),
     }
 }
@@ -122,7 +154,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         ),
         _ => None,
     };
-    Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), tensors, remark })
+    Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), tensors, remark, sums: None })
 }
 
 fn sizes(value: &Value) -> Vec<usize> {
@@ -134,6 +166,8 @@ struct Use<'g> {
     op: &'g Op,
     /// Which of its inputs the parameter is.
     input: usize,
+    /// Its first input.
+    first: Option<ValueId>,
     /// Rank of its first input.
     rank: usize,
     /// How many layers before it read the same first input.
@@ -149,6 +183,23 @@ impl Use<'_> {
     fn layer(&self) -> Option<bool> {
         match self.op {
             Op::Linear(op) if self.input == 1 && !self.result => Some(op.input_major),
+            _ => None,
+        }
+    }
+
+    fn is_convolution(&self) -> bool {
+        matches!(self.op, Op::Conv(_)) && self.input == 1 && !self.result
+    }
+
+    /// The layer that multiplies integers and adds the parameter as its bias, if there is one.
+    fn added_to(&self, graph: &Graph, style: &Style) -> Option<Sums> {
+        let affine = style.integers.get(self.weight).filter(|affine| affine.symmetric && !matches!(affine.granularity, Granularity::Group(_)))?;
+        let layer = matches!(self.op, Op::Linear(op) if !op.input_major) || matches!(self.op, Op::Conv(_));
+        let Kind::Node(producer) = self.first.map(|id| graph.value(id).kind)? else { return None };
+        match &graph.nodes()[producer].op {
+            Op::FakeQuantize(op) if layer && self.input == 2 && !self.result && affine.activations != Activations::DynamicToken => {
+                Some(Sums { weight: self.weight.to_owned(), input_scale: op.scale, scales: false })
+            }
             _ => None,
         }
     }
@@ -182,7 +233,7 @@ fn uses(graph: &Graph) -> BTreeMap<usize, Vec<Use<'_>>> {
         }
         for (input, id) in node.inputs.iter().enumerate().filter(|(_, id)| graph.value(**id).kind == Kind::Param) {
             let at = id.index();
-            uses.entry(at).or_default().push(Use { op: &node.op, input, rank, sibling, weight, result: results.contains(&at) });
+            uses.entry(at).or_default().push(Use { op: &node.op, input, first: node.inputs.first().copied(), rank, sibling, weight, result: results.contains(&at) });
         }
     }
     uses

@@ -14,11 +14,13 @@ pub(super) struct Speller<'g> {
     pub opset: u32,
     /// Whether floats are 16 bits wide.
     pub half: bool,
+    /// Whether activations become int8, and not uint8.
+    pub signed: bool,
     /// Names of the graph's values, by position.
     pub names: Vec<String>,
     taken: BTreeSet<String>,
     /// How parameters are stored, by position.
-    pub places: BTreeMap<usize, Slot>,
+    pub places: BTreeMap<usize, Vec<Slot>>,
     pub nodes: Vec<NodeProto>,
     pub constants: Vec<TensorProto>,
     /// The nodes that read each value, by position.
@@ -29,7 +31,7 @@ pub(super) struct Speller<'g> {
 }
 
 impl<'g> Speller<'g> {
-    pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, taken: BTreeSet<String>, places: BTreeMap<usize, Slot>) -> Self {
+    pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, taken: BTreeSet<String>, places: BTreeMap<usize, Vec<Slot>>) -> Self {
         let mut readers = vec![Vec::new(); graph.values().len()];
         for node in graph.nodes() {
             node.inputs.iter().for_each(|id| readers[id.index()].push(&node.op));
@@ -38,6 +40,7 @@ impl<'g> Speller<'g> {
             graph,
             opset: style.opset,
             half: style.precision == Precision::Float16,
+            signed: style.signed,
             names,
             taken,
             places,
@@ -68,7 +71,12 @@ impl<'g> Speller<'g> {
 
     /// How the parameter behind an input is stored, if it is one.
     pub fn place(&self, index: usize) -> Option<&Slot> {
-        self.operand(index).and_then(|id| self.places.get(&id))
+        self.slots(index).first()
+    }
+
+    /// All that is stored for the parameter behind an input.
+    pub fn slots(&self, index: usize) -> &[Slot] {
+        self.operand(index).and_then(|id| self.places.get(&id)).map_or(&[], Vec::as_slice)
     }
 
     /// Whether the current node's value is read by one layer normalisation and nobody else.
@@ -228,6 +236,12 @@ impl<'g> Speller<'g> {
     /// A whole number.
     pub fn int(&mut self, value: i64) -> String {
         self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
+    }
+
+    /// The integer that stands for zero in quantized activations, given as int8.
+    pub fn zero_point(&mut self, value: i32) -> String {
+        let (kind, value) = if self.signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
+        self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
     }
 
     /// A number as wide as the model's floats.

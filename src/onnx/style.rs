@@ -30,10 +30,12 @@ pub struct Style {
     pub precision: Precision,
     /// Weights that are integers, by their names in the checkpoint.
     pub integers: BTreeMap<String, Affine>,
+    /// Whether activations become int8, as integer units of ARM and GPUs want them, and not uint8.
+    pub signed: bool,
 }
 
 impl Default for Style {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new() }
+        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new(), signed: false }
     }
 }

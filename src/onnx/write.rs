@@ -54,7 +54,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         speller.alias(value, &public);
     }
     let Speller { places, nodes, constants, .. } = speller;
-    let weights = places.into_values().collect();
+    let weights = places.into_values().flatten().collect();
     let body = GraphProto {
         node: nodes,
         name: Some("model".into()),

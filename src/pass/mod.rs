@@ -6,8 +6,11 @@
 
 mod amount;
 mod cast;
+mod integers;
 pub mod prune_unstructured;
 mod quantize_dynamic;
+#[cfg(feature = "run")]
+mod quantize_static;
 mod targets;
 mod threshold;
 
@@ -19,7 +22,10 @@ use serde_json::Value;
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
-pub use quantize_dynamic::{ActivationScheme, GranularityKind, Observer, QuantizeDynamic};
+pub use integers::Observer;
+pub use quantize_dynamic::{ActivationScheme, GranularityKind, QuantizeDynamic};
+#[cfg(feature = "run")]
+pub use quantize_static::{ActivationTarget, QuantizeStatic, Smooth};
 
 use crate::error::Result;
 use crate::model::Model;
@@ -125,6 +131,8 @@ passes! {
     "prune-unstructured" => PruneUnstructured,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
+    /// Store weights as int8 and quantize activations by scales found on calibration samples
+    "quantize-static" => QuantizeStatic if "run",
     /// Convert floats to another float format
     "cast" => Cast,
 }

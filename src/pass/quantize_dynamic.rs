@@ -8,17 +8,17 @@
 //!   - quantize-dynamic: { granularity: channel, observer: mse, ignore: ["*pooler*"] }
 //! ```
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::targets::{self, Chosen};
+use super::integers::{Integers, Observer};
 use super::{Pass, options_of};
 use crate::error::{Error, Result};
-use crate::kernel::{Float, convert, quantize, with_float};
 use crate::model::{self, Applied, Model};
-use crate::store::{Activations, Affine, Block, DType, Encoding, Granularity, Meter, Pattern, Sink, Source, View, Weight, least_common_multiple};
+use crate::store::{Activations, Affine, DType, Granularity, Meter, Pattern, Weight};
 
 /// How many weights share a scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,18 +44,6 @@ pub enum ActivationScheme {
     Token,
     /// Nothing: only weights are int8 (W8A16)
     None,
-}
-
-/// How the range of a scale is chosen.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum Observer {
-    /// From the smallest to the largest value
-    #[default]
-    Minmax,
-    /// The range, from 100 % down to 80 % of minmax, with the smallest squared error
-    Mse,
 }
 
 /// Store linear weights as int8.
@@ -175,16 +163,8 @@ impl Pass for QuantizeDynamic {
             let weight = weights.get(name)?;
             self.check_weight(name, weight)?;
             let affine = self.affine(weight, model::is_embedding(name, weight));
-            let source = Quantized {
-                name: (*name).to_owned(),
-                upstream: weight.clone(),
-                affine: affine.clone(),
-                observer: self.observer,
-                meter: meter.clone(),
-                shared: OnceLock::new(),
-            };
-            let dtype = affine.scale_dtype;
-            model.weights.by_name.insert((*name).to_owned(), weight.then(dtype, Encoding::Affine(affine), Arc::new(source)));
+            let integers = Integers::new(name, weight, affine, self.observer, &meter);
+            model.weights.by_name.insert((*name).to_owned(), integers.weight());
         }
         let count = names.len();
         model.history.push(Applied {
@@ -197,162 +177,5 @@ impl Pass for QuantizeDynamic {
             notes: Vec::new(),
         });
         Ok(model)
-    }
-}
-
-/// A weight as integers.
-struct Quantized {
-    name: String,
-    upstream: Weight,
-    affine: Affine,
-    observer: Observer,
-    meter: Arc<Meter>,
-    shared: OnceLock<(f32, f32)>,
-}
-
-/// Steps of the search by squared error, each one percent of the range.
-const MSE_STEPS: usize = 20;
-
-/// The 255th part of a range.
-fn step(low: f32, high: f32) -> f32 {
-    // The range can be wider than f32 reaches.
-    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
-}
-
-fn shrink(step: usize) -> f32 {
-    (1.0 - step as f64 / 100.0) as f32
-}
-
-impl Quantized {
-    /// Scale and zero point for a range, as a reader will see them.
-    fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
-        let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / 127.5 } else { step(low, high) };
-        // Zeros alone stay zero bits, so that a sparse layout drops them.
-        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
-        (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
-    }
-
-    fn observe<F: Float>(&self, values: &[u8]) -> (f32, f32) {
-        let (low, high) = quantize::range::<F>(values);
-        match self.observer {
-            Observer::Minmax => self.parameters((low, high)),
-            Observer::Mse => self.best((low, high), |scale, zero| quantize::squared_error::<F>(values, scale, zero)),
-        }
-    }
-
-    fn best(&self, (low, high): (f32, f32), error: impl Fn(f32, f32) -> f64) -> (f32, f32) {
-        let mut best = (f64::INFINITY, self.parameters((low, high)));
-        for step in 0..=MSE_STEPS {
-            let (scale, zero) = self.parameters((low * shrink(step), high * shrink(step)));
-            let error = error(scale, zero);
-            if error < best.0 {
-                best = (error, (scale, zero));
-            }
-        }
-        best.1
-    }
-
-    /// Range of the whole tensor, over sweeps of its own.
-    fn observe_all<F: Float>(&self) -> Result<(f32, f32)> {
-        if let Some(found) = self.shared.get() {
-            return Ok(*found);
-        }
-        let mut range = (0f32, 0f32);
-        self.upstream.visit(1, &mut |block| {
-            let (low, high) = self.meter.time(|| quantize::range::<F>(block.now.values));
-            range = (range.0.min(low), range.1.max(high));
-            Ok(())
-        })?;
-        let found = match self.observer {
-            Observer::Minmax => self.parameters(range),
-            Observer::Mse => {
-                let mut errors = [0f64; MSE_STEPS + 1];
-                self.upstream.visit(1, &mut |block| {
-                    self.meter.time(|| {
-                        for (step, error) in errors.iter_mut().enumerate() {
-                            let (scale, zero) = self.parameters((range.0 * shrink(step), range.1 * shrink(step)));
-                            *error += quantize::squared_error::<F>(block.now.values, scale, zero);
-                        }
-                    });
-                    Ok(())
-                })?;
-                let best = (0..errors.len()).reduce(|best, step| if errors[step] < errors[best] { step } else { best }).unwrap_or(0);
-                self.parameters((range.0 * shrink(best), range.1 * shrink(best)))
-            }
-        };
-        Ok(*self.shared.get_or_init(|| found))
-    }
-
-    /// Scales are f32 at most: a double that no f32 reaches would be clipped to what the others leave.
-    fn require_range<F: Float>(&self, values: &[u8]) -> Result<()> {
-        let outside = |e: &F::Bytes| F::magnitude(*e) < F::INFINITY && F::to_f32(*e).is_infinite();
-        match F::DTYPE == DType::F64 && F::split(values).iter().any(outside) {
-            false => Ok(()),
-            true => Err(Error::tensor(
-                &self.name,
-                "holds values past the end of f32, which its scales cannot cover",
-                "scale the weights down, or add the tensor to `ignore`",
-            )),
-        }
-    }
-
-    fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
-        let row = self.upstream.row();
-        let shared = if self.affine.granularity == Granularity::Tensor { Some(self.observe_all::<F>()?) } else { None };
-        let mut out = Output::default();
-        self.upstream.visit(least_common_multiple(unit, row), &mut |block: Block| {
-            let input = block.now.values;
-            self.require_range::<F>(input)?;
-            self.meter.time(|| {
-                out.clear(input.len() / F::SIZE);
-                let run = self.affine.granularity.run(row, input.len() / F::SIZE);
-                for (index, (values, integers)) in input.chunks(run * F::SIZE).zip(out.integers.chunks_mut(run)).enumerate() {
-                    let (scale, zero) = shared.unwrap_or_else(|| self.observe::<F>(values));
-                    quantize::quantize::<F>(values, integers, scale, zero);
-                    if shared.is_none() || index == 0 {
-                        out.scales.push(scale);
-                        out.zero_points.push(zero as i8 as u8);
-                    }
-                }
-                out.encode_scales(self.affine.scale_dtype);
-            });
-            let zero_points = if self.affine.symmetric { &[] } else { out.zero_points.as_slice() };
-            sink(block.becomes(View {
-                dtype: self.affine.scale_dtype,
-                values: &out.integers,
-                affine: Some((&self.affine, row)),
-                scales: &out.scale_bytes,
-                zero_points,
-            }))
-        })
-    }
-}
-
-#[derive(Default)]
-struct Output {
-    integers: Vec<u8>,
-    scales: Vec<f32>,
-    scale_bytes: Vec<u8>,
-    zero_points: Vec<u8>,
-}
-
-impl Output {
-    fn clear(&mut self, elements: usize) {
-        self.integers.resize(elements, 0);
-        self.scales.clear();
-        self.zero_points.clear();
-    }
-
-    fn encode_scales(&mut self, dtype: DType) {
-        self.scale_bytes.resize(self.scales.len() * dtype.bitsize() / 8, 0);
-        let encoded = convert::from_f32(dtype, &self.scales, &mut self.scale_bytes);
-        debug_assert!(encoded, "scales are stored in 32 bits or fewer");
-    }
-}
-
-impl Source for Quantized {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
-        with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
     }
 }

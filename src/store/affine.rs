@@ -35,8 +35,31 @@ impl Granularity {
 pub enum Activations {
     /// Int8 with a scale for each token, found while running.
     DynamicToken,
+    /// Eight bits with a scale and a zero point that are known beforehand.
+    Static(Static),
     /// Left as floats.
     None,
+}
+
+/// How activations are quantized by parameters that do not depend on them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Static {
+    /// The bits of the scale, so that equality is that of bytes.
+    scale: u32,
+    /// The int8 that stands for zero; none where it is 0 by agreement and not stored.
+    pub zero_point: Option<i8>,
+}
+
+impl Static {
+    /// Of a scale and a zero point.
+    pub fn new(scale: f32, zero_point: Option<i8>) -> Static {
+        Static { scale: scale.to_bits(), zero_point }
+    }
+
+    /// Distance of neighbouring values.
+    pub fn scale(&self) -> f32 {
+        f32::from_bits(self.scale)
+    }
 }
 
 /// `value = (integer - zero_point) * scale`, eight bits, rows of a matrix `[out, in]`.
@@ -53,6 +76,16 @@ pub struct Affine {
 }
 
 impl Affine {
+    /// The same without what differs from layer to layer: the parameters of static activations.
+    #[must_use]
+    pub fn scheme(&self) -> Affine {
+        let activations = match self.activations {
+            Activations::Static(by) => Activations::Static(Static::new(1.0, by.zero_point.map(|_| 0))),
+            other => other,
+        };
+        Affine { activations, ..self.clone() }
+    }
+
     /// How many scales a weight of this shape has, as the shape that they are stored in.
     pub fn scale_shape(&self, shape: &[usize]) -> Vec<usize> {
         let (rows, row) = (shape.first().copied().unwrap_or(1), row(shape));

@@ -36,6 +36,20 @@ pub trait Source: Send + Sync {
     fn visit(&self, unit: usize, sink: Sink) -> Result<()>;
 }
 
+/// A small tensor that is in memory.
+pub struct Bytes {
+    /// Format of the elements.
+    pub dtype: DType,
+    /// The elements.
+    pub bytes: Vec<u8>,
+}
+
+impl Source for Bytes {
+    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+        sink(Block::untouched(View::dense(self.dtype, &self.bytes)))
+    }
+}
+
 /// Elements in some encoding.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {

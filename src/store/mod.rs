@@ -4,6 +4,7 @@
 //! Knows no op, no architecture and no pass.
 
 mod affine;
+mod bias;
 mod block;
 pub mod checkpoint;
 pub mod compressed;
@@ -11,6 +12,7 @@ mod convert;
 pub mod hash;
 pub mod header;
 mod part_writer;
+mod scaled;
 pub mod select;
 pub mod sparse;
 mod spelling;
@@ -19,10 +21,12 @@ mod sweep;
 mod weight;
 pub mod writer;
 
-pub use affine::{Activations, Affine, Granularity, IntegerFile};
-pub use block::{BLOCK, Block, Sink, Source, View, block_elements, least_common_multiple};
+pub use affine::{Activations, Affine, Granularity, IntegerFile, Static};
+pub use bias::Bias;
+pub use block::{BLOCK, Block, Bytes, Sink, Source, View, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};
 pub use convert::{Decoded, Rescaled};
+pub use scaled::{Computed, Scaled, Turned};
 pub use select::{Pattern, Selection};
 pub use spelling::{Part, Spelling};
 pub(crate) use sweep::lock;

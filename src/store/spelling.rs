@@ -3,7 +3,7 @@
 //! | spelling | tensors of `x.weight` |
 //! | --- | --- |
 //! | plain | `x.weight` |
-//! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8 |
+//! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8; of static activations `x.input_scale`, `x.input_zero_point` I8 |
 //! | packed | `x.weight_packed` I32, `x.weight_scale`, `x.weight_shape` I64 |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
 //!
@@ -11,10 +11,11 @@
 
 use std::sync::Arc;
 
+use super::affine::row;
 use super::sparse::{self, IntegerValues, SparseFile};
-use super::{Activations, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Source, View, Weight, Weights};
+use super::{Activations, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Source, Static, View, Weight, Weights};
 use crate::error::{Error, Result};
-use crate::kernel::bitmask;
+use crate::kernel::{bitmask, convert};
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -317,7 +318,9 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
     let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
     let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
     let zero_points = checkpoint.tensors.remove(&zero_name);
-    let [rows, row] = shape[..] else { return Err(broken(format!("integers of shape {shape:?}, not a matrix"))) };
+    let (Some(&rows), row) = (shape.first().filter(|_| shape.len() > 1), row(&shape)) else {
+        return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
+    };
     let granularity = match scales.shape[..] {
         [] | [1] => Granularity::Tensor,
         [1, 1] if rows != 1 => Granularity::Tensor,
@@ -337,11 +340,42 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
     let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: Activations::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
-    let bytes = scales.bytes() + zero_points.as_ref().map_or(0, RawTensor::bytes);
+    let mut bytes = scales.bytes() + zero_points.as_ref().map_or(0, RawTensor::bytes);
+    let mut affine = affine;
+    if let Some((by, mut names, size)) = input(checkpoint, name)? {
+        affine.activations = Activations::Static(by);
+        stored_as.append(&mut names);
+        bytes += size;
+    }
     let dtype = scales.dtype;
     let source: Arc<dyn Source> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
     let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as;
     Ok(weight)
+}
+
+/// How the input of a layer is quantized, with the names of the tensors that say so and their bytes.
+fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<(Static, Vec<String>, u64)>> {
+    let module = name.strip_suffix("weight").unwrap_or(name);
+    let [scale_name, zero_name] = ["input_scale", "input_zero_point"].map(|part| format!("{module}{part}"));
+    let Some(scale) = checkpoint.tensors.get(&scale_name).filter(|t| t.elements() == 1 && t.dtype != DType::I8) else { return Ok(None) };
+    let broken = |name: &str, reason: &str| Err(Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors"));
+    let mut value = [0f32];
+    if !convert::decode(scale.dtype, &scale.read_all()?, &mut value) || !value[0].is_normal() || value[0] < 0.0 {
+        return broken(&scale_name, "is no positive number");
+    }
+    let mut bytes = scale.bytes();
+    let zero_point = match checkpoint.tensors.get(&zero_name) {
+        None => None,
+        Some(zero) if zero.dtype == DType::I8 && zero.elements() == 1 => {
+            bytes += zero.bytes();
+            zero.read_all()?.first().map(|byte| *byte as i8)
+        }
+        Some(_) => return broken(&zero_name, "is not one int8"),
+    };
+    checkpoint.tensors.remove(&scale_name);
+    let mut names = vec![scale_name];
+    names.extend(checkpoint.tensors.remove(&zero_name).map(|_| zero_name));
+    Ok(Some((Static::new(value[0], zero_point), names, bytes)))
 }

@@ -72,6 +72,22 @@ impl Weight {
         self.source.visit(unit, sink)
     }
 
+    /// All values, quantized ones as those that they stand for.
+    ///
+    /// # Errors
+    /// Reading fails, or they are no floats.
+    pub fn floats(&self, name: &str) -> Result<Vec<f32>> {
+        let mut values = vec![0f32; self.elements()];
+        let (mut at, mut floats) = (0, true);
+        self.visit(1, &mut |block| {
+            let count = block.now.elements();
+            floats &= block.now.decode(0, &mut values[at..at + count]);
+            at += count;
+            Ok(())
+        })?;
+        if floats { Ok(values) } else { Err(Error::tensor(name, format!("is {}, where floats are needed", self.dtype), "")) }
+    }
+
     /// Number of elements.
     pub fn elements(&self) -> usize {
         self.shape.iter().product()

@@ -40,6 +40,7 @@ pub fn cases() -> Vec<Case> {
         case(Sigmoid {}, &[&[2, 5]]),
         case(Tanh {}, &[&[2, 5]]),
         case(Clip { min: -0.5, max: 0.5 }, &[&[2, 5]]),
+        case(FakeQuantize { scale: 0.01, zero_point: -60 }, &[&[2, 5]]),
         case(Softmax {}, &[&[2, 3, 5]]),
         case(Add {}, &[&[2, 3, 5], &[2, 3, 5]]),
         case(Mul {}, &[&[2, 3, 5], &[2, 3, 5]]),

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
-use crate::model::{Model, is_embedding, is_linear};
+use crate::model::{Model, class, is_embedding, is_linear};
 use crate::store::writer::Item;
 use crate::store::{Activations, Affine, Encoding, Granularity};
 
@@ -18,7 +18,7 @@ const HEADS: [&str; 6] = ["lm_head", "cls.predictions.decoder", "predictions.dec
 #[derive(Debug, PartialEq)]
 struct Group<'a> {
     class: &'static str,
-    affine: &'a Affine,
+    affine: Affine,
     packed: bool,
     modules: Vec<&'a str>,
 }
@@ -40,6 +40,9 @@ impl Group<'_> {
         }
         let activations = match self.affine.activations {
             Activations::DynamicToken => json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true }),
+            Activations::Static(quantizer) => {
+                json!({ "num_bits": 8, "type": "int", "symmetric": quantizer.zero_point.is_none(), "strategy": "tensor", "dynamic": false })
+            }
             Activations::None => Value::Null,
         };
         json!({ "targets": targets, "weights": weights, "input_activations": activations, "output_activations": null, "format": self.format() })
@@ -54,9 +57,9 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for item in items {
         let Encoding::Affine(affine) = &item.weight.encoding else { continue };
-        let class = if is_embedding(&item.name, &item.weight) { "Embedding" } else { "Linear" };
+        let (class, affine) = (class(&item.name, &item.weight), affine.scheme());
         let packed = is_packed(&item.name, &item.weight);
-        match groups.iter_mut().find(|g| (g.class, g.affine, g.packed) == (class, affine, packed)) {
+        match groups.iter_mut().find(|g| (g.class, &g.affine, g.packed) == (class, &affine, packed)) {
             Some(group) => group.modules.push(module(&item.name)),
             None => groups.push(Group { class, affine, packed, modules: vec![module(&item.name)] }),
         }

@@ -95,3 +95,43 @@ activation!(
         max: f64 = 6.0,
     }, |op, x| Activation::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max)
 );
+activation!(
+    /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values within the
+    /// range goes straight through.
+    FakeQuantize {
+        /// Distance of neighbouring values.
+        scale: f32 = 1.0,
+        /// The integer that stands for zero, of -128 to 127.
+        zero_point: i32 = 0,
+    }, |op, x| Activation::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
+        let (low, high) = op.range();
+        let held = x.clamp(f64::from(low), f64::from(high))?;
+        let rounded = ((&held / f64::from(op.scale))?.round()? * f64::from(op.scale))?;
+        &held + (rounded - &held)?.detach()
+    }
+);
+
+impl FakeQuantize {
+    /// The smallest and the largest value that there is an integer for.
+    pub fn range(&self) -> (f32, f32) {
+        let zero = self.zero_point as f32;
+        ((-128.0 - zero) * self.scale, (127.0 - zero) * self.scale)
+    }
+
+    /// The quantizer whose 256 values reach from `low` to `high`, zero being one of them; of a range of nothing, steps of one.
+    pub fn of_range(low: f32, high: f32) -> FakeQuantize {
+        let (low, high) = (low.min(0.0), high.max(0.0));
+        let scale = high / 255.0 - low / 255.0;
+        if !(scale >= f32::MIN_POSITIVE) {
+            return FakeQuantize::default();
+        }
+        let zero_point = (-128.0 - low / scale).round_ties_even().clamp(-128.0, 127.0);
+        FakeQuantize { scale, zero_point: zero_point as i32 }
+    }
+
+    /// The same with zero in the middle: zero point 0.
+    pub fn symmetric(low: f32, high: f32) -> FakeQuantize {
+        let scale = low.abs().max(high.abs()) / 127.5;
+        if scale >= f32::MIN_POSITIVE { FakeQuantize { scale, zero_point: 0 } } else { FakeQuantize::default() }
+    }
+}

@@ -31,7 +31,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
-pub use activation::{Clip, Gelu, Relu, Sigmoid, Silu, Tanh};
+pub use activation::{Clip, FakeQuantize, Gelu, Relu, Sigmoid, Silu, Tanh};
 pub use attention::Attention;
 pub use batch_norm::BatchNorm;
 pub use conv::Conv;
@@ -157,7 +157,7 @@ macro_rules! ops {
 
 ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
-    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax,
+    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize,
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Tokens, Prepend, Select, Slice,

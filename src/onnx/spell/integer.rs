@@ -5,7 +5,7 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::Speller;
 use crate::error::Result;
-use crate::ir::ops::Linear;
+use crate::ir::ops::{FakeQuantize, Linear};
 use crate::store::{Activations, Affine, Granularity};
 
 /// The tensors of a weight, by name.
@@ -94,6 +94,12 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
     let mut weight = Integers::of(n)?;
     weight.input_major = op.input_major;
     let x = n.wide(&n.input(0))?;
+    if let Some(bias) = bias_of_sums(n) {
+        let (_, inputs) = product(weight, &x, n)?;
+        let product = n.emit("MatMul", "product", &[&inputs[0], &inputs[1]], vec![]);
+        n.finish_wide("Add", &[&product, &bias], vec![]);
+        return Ok(());
+    }
     // The bias of a layer is 32 bits wide unless something else reads it too.
     let bias = match (n.inputs() > 2).then(|| n.input(2)) {
         Some(bias) if n.place(2).is_none_or(|place| place.tensors[0].data_type != DataType::Float) => Some(n.wide(&bias)?),
@@ -111,6 +117,44 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
             n.finish_wide(add, &[&product, &bias], vec![]);
         }
     }
+    Ok(())
+}
+
+/// A bias that is stored as integers, as the floats that they stand for.
+fn bias_of_sums(n: &mut Speller) -> Option<String> {
+    let [integers, scales] = n.slots(2) else { return None };
+    let [integers, scales] = [integers, scales].map(|slot| slot.tensors[0].name.clone());
+    Some(n.emit("DequantizeLinear", "bias", &[&integers, &scales], vec![AttributeProto::int("axis", 0)]))
+}
+
+/// A convolution with int8 weights; between quantized values, ONNX Runtime runs it in integers.
+pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Speller) -> Result<()> {
+    let weight = Integers::of(n)?;
+    let x = n.wide(&n.input(0))?;
+    let axis = match weight.affine.granularity {
+        Granularity::Tensor => vec![],
+        _ => vec![AttributeProto::int("axis", 0)],
+    };
+    let mut parts = vec![weight.values.as_str(), &weight.scales];
+    parts.extend(weight.zero_points.as_deref());
+    let floats = n.share(&format!("{}/floats|", weight.values), |n| Ok(n.emit("DequantizeLinear", "value", &parts, axis)))?;
+    let mut inputs = vec![x, floats];
+    match bias_of_sums(n) {
+        Some(bias) => inputs.push(bias),
+        None if n.inputs() > 2 => inputs.push(n.wide(&n.input(2))?),
+        None => {}
+    }
+    n.finish_wide("Conv", &inputs.iter().map(String::as_str).collect::<Vec<_>>(), attributes);
+    Ok(())
+}
+
+/// A value that goes through eight bits: in this form, ONNX Runtime makes integer kernels of what stands between two of them.
+pub(super) fn fake_quantize(op: &FakeQuantize, n: &mut Speller) -> Result<()> {
+    let x = n.wide(&n.input(0))?;
+    let scale = n.float_wide(op.scale.into());
+    let zero_point = n.zero_point(op.zero_point);
+    let integers = n.emit("QuantizeLinear", "integers", &[&x, &scale, &zero_point], vec![]);
+    n.finish_wide("DequantizeLinear", &[&integers, &scale, &zero_point], vec![]);
     Ok(())
 }
 

@@ -37,8 +37,6 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
 }
 
 pub(super) fn conv(op: &Conv, n: &mut Speller) -> Result<()> {
-    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
-    let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
     let attributes = vec![
         AttributeProto::ints("kernel_shape", [n.fixed(1, 2)?, n.fixed(1, 3)?]),
         AttributeProto::ints("strides", [op.stride as i64; 2]),
@@ -46,6 +44,11 @@ pub(super) fn conv(op: &Conv, n: &mut Speller) -> Result<()> {
         AttributeProto::ints("dilations", [op.dilation as i64; 2]),
         AttributeProto::int("group", op.groups as i64),
     ];
+    if n.place(1).is_some_and(|place| place.integers.is_some()) {
+        return integer::conv(attributes, n);
+    }
+    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
+    let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
     n.finish("Conv", &inputs, attributes);
     Ok(())
 }

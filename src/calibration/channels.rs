@@ -1,0 +1,199 @@
+//! What each channel of a value is like.
+
+use super::histogram::{Histogram, exponent_of};
+use crate::kernel::bins::{add_row, extremes, number, number_row};
+
+/// Bins of a channel, half of them below zero.
+const BINS: usize = 256;
+const HALF: i32 = BINS as i32 / 2;
+
+/// Sums, extremes and, where wanted, a small histogram for each channel.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Channels {
+    low: Vec<f32>,
+    high: Vec<f32>,
+    sums: Vec<f64>,
+    squares: Vec<f64>,
+    count: u64,
+    bins: Option<Bins>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+struct Bins {
+    exponents: Vec<i32>,
+    counts: Vec<u32>,
+}
+
+impl Bins {
+    fn grow(&mut self, channel: usize, exponent: i32) {
+        let doublings = exponent - self.exponents[channel];
+        if doublings <= 0 {
+            return;
+        }
+        let counts = &mut self.counts[channel * BINS..(channel + 1) * BINS];
+        let mut wider = [0u32; BINS];
+        for (bin, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            wider[(((bin as i32 - HALF) >> doublings.min(20)) + HALF) as usize] += count;
+        }
+        counts.copy_from_slice(&wider);
+        self.exponents[channel] = exponent;
+    }
+}
+
+impl Channels {
+    /// Of this many channels; with histograms, 1 KiB each.
+    pub fn new(count: usize, histograms: bool) -> Channels {
+        Channels {
+            low: vec![f32::INFINITY; count],
+            high: vec![f32::NEG_INFINITY; count],
+            sums: vec![0.0; count],
+            squares: vec![0.0; count],
+            count: 0,
+            bins: histograms.then(|| Bins { exponents: vec![exponent_of(0.0); count], counts: vec![0; count * BINS] }),
+        }
+    }
+
+    /// Takes values of which each row holds one of every channel.
+    pub fn add_rows(&mut self, values: &[f32]) {
+        let width = self.low.len();
+        for row in values.chunks_exact(width.max(1)) {
+            add_row(row, &mut self.low, &mut self.high, &mut self.sums, &mut self.squares);
+        }
+        if let Some(bins) = &mut self.bins {
+            for (channel, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
+                bins.grow(channel, exponent_of(low.abs().max(high.abs())));
+            }
+            let inverses: Vec<f32> = bins.exponents.iter().map(|exponent| (f64::from(HALF) / 2f64.powi(*exponent)) as f32).collect();
+            let mut numbers = vec![0; width];
+            for row in values.chunks_exact(width.max(1)) {
+                number_row(row, &inverses, HALF, &mut numbers);
+                for (channel, bin) in numbers.iter().enumerate() {
+                    bins.counts[channel * BINS + *bin as usize] += 1;
+                }
+            }
+        }
+        self.count += (values.len() / width.max(1)) as u64;
+    }
+
+    /// Takes values that lie in planes of `size`, a plane for a channel, image after image.
+    pub fn add_planes(&mut self, values: &[f32], size: usize) {
+        let width = self.low.len();
+        for (plane, values) in values.chunks_exact(size.max(1)).enumerate() {
+            let at = plane % width;
+            let (low, high, _) = extremes(values);
+            (self.low[at], self.high[at]) = (self.low[at].min(low), self.high[at].max(high));
+            for value in values.iter().map(|x| f64::from(*x)) {
+                self.sums[at] += value;
+                self.squares[at] += value * value;
+            }
+        }
+        self.count += (values.len() / width.max(1)) as u64;
+        let Some(bins) = &mut self.bins else { return };
+        let mut numbers = [0; 256];
+        for (plane, values) in values.chunks_exact(size.max(1)).enumerate() {
+            let at = plane % width;
+            bins.grow(at, exponent_of(self.low[at].abs().max(self.high[at].abs())));
+            let inverse = (f64::from(HALF) / 2f64.powi(bins.exponents[at])) as f32;
+            for run in values.chunks(numbers.len()) {
+                number(run, inverse, HALF, &mut numbers);
+                numbers[..run.len()].iter().for_each(|bin| bins.counts[at * BINS + *bin as usize] += 1);
+            }
+        }
+    }
+
+    /// Number of channels.
+    pub fn channels(&self) -> usize {
+        self.low.len()
+    }
+
+    /// Number of values of each channel.
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// The middles of a channel's bins that hold something, with how much.
+    pub fn each_bin(&self, channel: usize, mut see: impl FnMut(f64, f64)) {
+        let Some(bins) = &self.bins else { return };
+        let width = 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
+        for (bin, count) in bins.counts[channel * BINS..(channel + 1) * BINS].iter().enumerate().filter(|(_, count)| **count > 0) {
+            see((f64::from(bin as i32 - HALF) + 0.5) * width, f64::from(*count));
+        }
+    }
+
+    /// Mean of each channel.
+    pub fn means(&self) -> Vec<f64> {
+        self.sums.iter().map(|sum| sum / self.count.max(1) as f64).collect()
+    }
+
+    /// Mean square of each channel.
+    pub fn mean_squares(&self) -> Vec<f64> {
+        self.squares.iter().map(|sum| sum / self.count.max(1) as f64).collect()
+    }
+
+    /// Largest magnitude of each channel.
+    pub fn largest(&self) -> Vec<f32> {
+        self.low.iter().zip(&self.high).map(|(low, high)| if *low > *high { 0.0 } else { low.abs().max(high.abs()) }).collect()
+    }
+
+    /// Every channel divided by a power of two of its own.
+    pub fn divide(&mut self, powers: &[i32]) {
+        for (channel, power) in powers.iter().enumerate() {
+            let by = 2f32.powi(-power);
+            self.low[channel] *= by;
+            self.high[channel] *= by;
+            self.sums[channel] *= f64::from(by);
+            self.squares[channel] *= f64::from(by) * f64::from(by);
+            if let Some(bins) = &mut self.bins {
+                bins.exponents[channel] -= power;
+            }
+        }
+    }
+
+    /// Whether there is a histogram for each channel.
+    pub fn has_histograms(&self) -> bool {
+        self.bins.is_some()
+    }
+
+    /// What one channel was like after a division by `2ᵖ`, in a histogram of all channels.
+    pub fn add_divided(&self, channel: usize, power: i32, to: &mut Histogram) {
+        let Some(bins) = &self.bins else { return };
+        if self.low[channel] > self.high[channel] {
+            return;
+        }
+        let by = 2f32.powi(-power);
+        let counts = &bins.counts[channel * BINS..(channel + 1) * BINS];
+        to.add_counts(bins.exponents[channel] - power, counts, self.low[channel] * by, self.high[channel] * by);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn channels_are_told_apart() {
+        let mut rows = Channels::new(2, true);
+        rows.add_rows(&[1.0, -8.0, 3.0, 0.5]);
+        assert_eq!((rows.means(), rows.mean_squares(), rows.largest()), (vec![2.0, -3.75], vec![5.0, 32.125], vec![3.0, 8.0]));
+        let mut planes = Channels::new(2, false);
+        planes.add_planes(&[1.0, 3.0, -8.0, 0.5], 2);
+        assert_eq!((planes.means(), planes.largest()), (rows.means(), rows.largest()));
+    }
+
+    #[test]
+    fn a_divided_channel_is_the_histogram_of_divided_values() {
+        let values = [0.3f32, -0.7, 0.9, 0.11, -0.02, 5.0];
+        let mut channels = Channels::new(1, true);
+        values.chunks(2).for_each(|batch| channels.add_rows(batch));
+        let mut divided = Histogram::default();
+        channels.add_divided(0, 2, &mut divided);
+        assert_eq!((divided.range(), divided.total()), ((-0.175, 1.25), 6));
+        // Every value lies within half a bin of the channel's.
+        let bin = 2.0 / 4.0 * 8.0 / 256.0;
+        for value in values {
+            let at = f64::from(value / 4.0);
+            let near = (0..super::super::BINS).any(|b| divided.counts()[b] > 0 && (divided.middle(b) - at).abs() <= bin);
+            assert!(near, "{value}");
+        }
+    }
+}

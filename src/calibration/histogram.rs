@@ -1,0 +1,172 @@
+//! Counts of values in equal bins around zero, over a range that grows in place.
+
+use crate::kernel::bins::{extremes, number};
+
+/// Number of bins, half of them below zero.
+pub const BINS: usize = 8192;
+const HALF: i32 = BINS as i32 / 2;
+
+/// The smallest range is from -2⁻¹⁰⁰ to 2⁻¹⁰⁰.
+const LEAST: i32 = -100;
+
+/// A histogram over `-2ᵉ..2ᵉ`, where `e` is the least that holds every value so far.
+///
+/// Bins of a wider range are unions of those of a narrower one, so that counts do not depend on the order of values or on how they
+/// came in batches.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Histogram {
+    exponent: i32,
+    counts: Vec<u64>,
+    low: f32,
+    high: f32,
+    total: u64,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self { exponent: LEAST, counts: vec![0; BINS], low: f32::INFINITY, high: f32::NEG_INFINITY, total: 0 }
+    }
+}
+
+/// The least `e` with every magnitude below `2ᵉ`.
+pub(super) fn exponent_of(largest: f32) -> i32 {
+    if largest < f32::MIN_POSITIVE { LEAST } else { ((largest.to_bits() >> 23) as i32 - 126).max(LEAST) }
+}
+
+impl Histogram {
+    /// Counts finite values; others are for the caller to refuse.
+    pub fn add(&mut self, values: &[f32]) {
+        let (low, high, _) = extremes(values);
+        self.add_within(values, low, high);
+    }
+
+    /// Counts values of which the smallest and the largest are known.
+    pub(super) fn add_within(&mut self, values: &[f32], low: f32, high: f32) {
+        if values.is_empty() {
+            return;
+        }
+        self.grow(exponent_of(low.abs().max(high.abs())));
+        (self.low, self.high) = (self.low.min(low), self.high.max(high));
+        self.total += values.len() as u64;
+        let inverse = 1.0 / self.width() as f32;
+        let mut numbers = [0i32; 1024];
+        for run in values.chunks(numbers.len()) {
+            number(run, inverse, HALF, &mut numbers);
+            for bin in &numbers[..run.len()] {
+                self.counts[*bin as usize] += 1;
+            }
+        }
+    }
+
+    fn grow(&mut self, exponent: i32) {
+        let doublings = exponent - self.exponent;
+        if doublings <= 0 {
+            return;
+        }
+        if self.total > 0 {
+            let shift = doublings.min(20);
+            let mut counts = vec![0; BINS];
+            for (bin, count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+                counts[(((bin as i32 - HALF) >> shift) + HALF) as usize] += count;
+            }
+            self.counts = counts;
+        }
+        self.exponent = exponent;
+    }
+
+    /// Adds what another has counted.
+    pub fn merge(&mut self, other: &Histogram) {
+        let mut other = other.clone();
+        let exponent = self.exponent.max(other.exponent);
+        self.grow(exponent);
+        other.grow(exponent);
+        self.counts.iter_mut().zip(&other.counts).for_each(|(a, b)| *a += b);
+        (self.low, self.high) = (self.low.min(other.low), self.high.max(other.high));
+        self.total += other.total;
+    }
+
+    /// Adds counts of bins over `-2ᵉ..2ᵉ` that were counted elsewhere, as many as divide [`BINS`].
+    pub(super) fn add_counts(&mut self, exponent: i32, counts: &[u32], low: f32, high: f32) {
+        self.grow(exponent);
+        let half = counts.len() as i32 / 2;
+        for (bin, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+            // The middle of the bin, in bins of this histogram.
+            let middle = (f64::from(bin as i32 - half) + 0.5) * 2f64.powi(exponent - self.exponent) * f64::from(HALF) / f64::from(half);
+            self.counts[(middle.floor() as i32 + HALF).clamp(0, BINS as i32 - 1) as usize] += u64::from(*count);
+            self.total += u64::from(*count);
+        }
+        (self.low, self.high) = (self.low.min(low), self.high.max(high));
+    }
+
+    /// Width of a bin.
+    pub fn width(&self) -> f64 {
+        2f64.powi(self.exponent) / f64::from(HALF)
+    }
+
+    /// Counts of all bins; the middle one begins at zero.
+    pub fn counts(&self) -> &[u64] {
+        &self.counts
+    }
+
+    /// How many values were counted.
+    pub fn total(&self) -> u64 {
+        self.total
+    }
+
+    /// The smallest and the largest value, zero included; of nothing, zeros.
+    pub fn range(&self) -> (f32, f32) {
+        if self.total == 0 { (0.0, 0.0) } else { (self.low.min(0.0), self.high.max(0.0)) }
+    }
+
+    /// The middle of a bin.
+    pub fn middle(&self, bin: usize) -> f64 {
+        (bin as f64 - f64::from(HALF) + 0.5) * self.width()
+    }
+
+    /// The bin of zero and of what lies just above.
+    pub fn zero_bin() -> usize {
+        HALF as usize
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn counted(batches: &[Vec<f32>]) -> Histogram {
+        let mut histogram = Histogram::default();
+        batches.iter().for_each(|batch| histogram.add(batch));
+        histogram
+    }
+
+    proptest! {
+        #[test]
+        fn order_and_batches_do_not_matter(mut values in prop::collection::vec(prop_oneof![-1e-3f32..1e-3, -2f32..2.0, -1e4f32..1e4, Just(0.0), Just(2.0)], 1..200), cut in 0usize..200) {
+            let whole = counted(&[values.clone()]);
+            let cut = cut.min(values.len());
+            prop_assert_eq!(&counted(&[values[..cut].to_vec(), values[cut..].to_vec()]), &whole);
+            values.reverse();
+            let singly: Vec<Vec<f32>> = values.iter().map(|v| vec![*v]).collect();
+            prop_assert_eq!(&counted(&singly), &whole);
+            let mut merged = counted(&[values[..cut].to_vec()]);
+            merged.merge(&counted(&[values[cut..].to_vec()]));
+            prop_assert_eq!(&merged, &whole);
+            prop_assert_eq!(whole.counts().iter().sum::<u64>(), values.len() as u64);
+        }
+    }
+
+    #[test]
+    fn values_lie_in_their_bins() {
+        let values = [-3.0f32, -0.5, 0.0, 1e-6, 0.75, 3.99];
+        let histogram = counted(&[values.to_vec()]);
+        assert_eq!((histogram.width(), histogram.range()), (4.0 / 4096.0, (-3.0, 3.99)));
+        for value in values {
+            let bin = (f64::from(value) / histogram.width()).floor() as i64 + 4096;
+            assert!(histogram.counts()[bin as usize] > 0, "{value}");
+        }
+        assert_eq!(Histogram::default().range(), (0.0, 0.0));
+        assert_eq!(counted(&[vec![3.0; 5]]).range(), (0.0, 3.0));
+    }
+}

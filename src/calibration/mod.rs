@@ -1,0 +1,12 @@
+//! What the values of a model are like, seen over samples: ranges, histograms, means. Nothing is kept of a sample but counts, so
+//! memory depends on the model's width and never on the number of samples.
+
+mod channels;
+mod histogram;
+mod observer;
+mod run;
+
+pub use channels::Channels;
+pub use histogram::{BINS, Histogram};
+pub use observer::{Averages, Observer, Weighted};
+pub use run::{Axis, Request, Seen, calibrate};

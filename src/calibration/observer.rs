@@ -1,0 +1,229 @@
+//! From what was seen to the range that eight bits are spread over.
+
+use serde::{Deserialize, Serialize};
+
+use super::histogram::BINS;
+use super::{Channels, Histogram, Seen};
+
+/// How the range of activations is chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Observer {
+    /// From the smallest to the largest value seen
+    Minmax,
+    /// Smallest and largest values of batches, averaged with a weight of 0.01 for each new batch
+    MovingAverage,
+    /// Without the outermost values: `percentile` says how many stay
+    Percentile,
+    /// The range whose 255 levels keep most of the distribution (Kullback and Leibler's divergence)
+    Entropy,
+    /// The range with the smallest squared error of what the layers make of the values
+    #[default]
+    Mse,
+}
+
+/// Running means of the extremes of batches.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Averages(Option<(f64, f64)>);
+
+/// Weight of a new batch.
+const NEW: f64 = 0.01;
+
+impl Averages {
+    /// Takes the extremes of a batch.
+    pub fn add(&mut self, low: f32, high: f32) {
+        let (low, high) = (f64::from(low), f64::from(high));
+        self.0 = Some(self.0.map_or((low, high), |(l, h)| (l + NEW * (low - l), h + NEW * (high - h))));
+    }
+
+    /// Follows a change of scale that took one range to another.
+    pub(super) fn scale(&mut self, before: (f32, f32), after: (f32, f32)) {
+        let ratio = |before: f32, after: f32| if before == 0.0 { 1.0 } else { f64::from(after) / f64::from(before) };
+        if let Some((low, high)) = &mut self.0 {
+            *low *= ratio(before.0, after.0);
+            *high *= ratio(before.1, after.1);
+        }
+    }
+
+    /// The means, zero included.
+    pub fn range(&self) -> (f32, f32) {
+        self.0.map_or((0.0, 0.0), |(low, high)| (low.min(0.0) as f32, high.max(0.0) as f32))
+    }
+}
+
+impl Observer {
+    /// The range for what was seen, zero included; never wider than from the smallest to the largest value. `weights` says how
+    /// much an error of each channel counts.
+    pub fn range(self, seen: &Seen, weights: Option<&[f64]>, percentile: f64) -> (f32, f32) {
+        let histogram = &seen.histogram;
+        let (low, high) = histogram.range();
+        let wide = (f64::from(low), f64::from(high));
+        let (low, high) = match self {
+            Observer::Minmax => wide,
+            Observer::MovingAverage => return seen.averages.range(),
+            Observer::Percentile => percentiles(histogram, wide, percentile),
+            Observer::Entropy => entropy(histogram, wide),
+            Observer::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels, weights)) {
+                Some(weighted) => search(wide, |range| weighted.error(range)),
+                None => squares(histogram, wide),
+            },
+        };
+        (low as f32, high as f32)
+    }
+}
+
+/// What errors cost, by value and by channel.
+pub struct Weighted {
+    /// Middles of bins, and the weight of what lies in them.
+    values: Vec<(f64, f64)>,
+    /// Mean square and weight of each channel.
+    channels: Vec<(f64, f64)>,
+}
+
+impl Weighted {
+    /// Of channels with histograms.
+    pub fn of(channels: &Channels, weights: &[f64]) -> Option<Weighted> {
+        if !channels.has_histograms() || weights.len() != channels.channels() {
+            return None;
+        }
+        let mut all = vec![0f64; BINS];
+        let mut grid = Histogram::default();
+        (0..weights.len()).for_each(|channel| channels.add_divided(channel, 0, &mut grid));
+        for (channel, weight) in weights.iter().enumerate() {
+            channels.each_bin(channel, |middle, count| {
+                let bin = (middle / grid.width()).floor() + BINS as f64 / 2.0;
+                all[bin.clamp(0.0, (BINS - 1) as f64) as usize] += weight * count;
+            });
+        }
+        let values = all.into_iter().enumerate().filter(|(_, weight)| *weight > 0.0).map(|(bin, weight)| (grid.middle(bin), weight)).collect();
+        let count = channels.count() as f64;
+        let channels = channels.mean_squares().into_iter().zip(weights).map(|(square, weight)| (square, weight * count)).collect();
+        Some(Weighted { values, channels })
+    }
+
+    /// What rounding to 256 levels of a range costs: a step's uniform noise within it, and what is cut off.
+    pub fn error(&self, (low, high): (f64, f64)) -> f64 {
+        let step = (high - low) / 255.0;
+        let noise = step * step / 12.0;
+        let rounded: f64 = self.channels.iter().map(|(square, weight)| weight * square.min(noise)).sum();
+        let outside = |value: f64| if value < low { low - value } else { (value - high).max(0.0) };
+        let cut: f64 = self.values.iter().map(|(value, weight)| weight * outside(*value) * outside(*value)).sum();
+        rounded + cut
+    }
+}
+
+/// The values at both ends of the middle part, interpolated within their bins.
+fn percentiles(seen: &Histogram, (low, high): (f64, f64), percentile: f64) -> (f64, f64) {
+    let outside = (1.0 - percentile / 100.0) / 2.0;
+    let at = |fraction: f64| {
+        let wanted = fraction * seen.total() as f64;
+        let mut before = 0.0;
+        for (bin, count) in seen.counts().iter().enumerate().filter(|(_, count)| **count > 0) {
+            let count = *count as f64;
+            if before + count >= wanted {
+                return seen.middle(bin) + ((wanted - before) / count - 0.5) * seen.width();
+            }
+            before += count;
+        }
+        high
+    };
+    (at(outside).clamp(low, 0.0), at(1.0 - outside).clamp(0.0, high))
+}
+
+/// Levels that a distribution is merged into.
+const LEVELS: usize = 255;
+/// Bins from one candidate to the next, and the least.
+const STRIDE: usize = 32;
+const FIRST: usize = 128;
+
+/// Clips both ends at the threshold whose merged distribution diverges least (Migacz, 8-bit inference with TensorRT, 2017).
+fn entropy(seen: &Histogram, (low, high): (f64, f64)) -> (f64, f64) {
+    let half = BINS / 2;
+    let largest = low.abs().max(high);
+    let last = ((largest / seen.width()).ceil() as usize).next_multiple_of(STRIDE).clamp(FIRST, half);
+    let mut best = (f64::INFINITY, (low, high));
+    for threshold in (FIRST..=last).step_by(STRIDE) {
+        let bound = threshold as f64 * seen.width();
+        let range = (low.max(-bound), high.min(bound));
+        let divergence = divergence(seen, range);
+        if divergence < best.0 {
+            best = (divergence, range);
+        }
+    }
+    best.1
+}
+
+fn divergence(seen: &Histogram, (low, high): (f64, f64)) -> f64 {
+    let half = BINS as f64 / 2.0;
+    let first = ((low / seen.width()).floor() + half).clamp(0.0, half) as usize;
+    let end = ((high / seen.width()).ceil() + half).clamp(half, BINS as f64) as usize;
+    let counts = seen.counts();
+    let inside = &counts[first..end];
+    let size = inside.len();
+    let total = seen.total() as f64;
+    if size == 0 || total == 0.0 {
+        return f64::INFINITY;
+    }
+    let mut p: Vec<f64> = inside.iter().map(|count| *count as f64).collect();
+    p[0] += counts[..first].iter().sum::<u64>() as f64;
+    p[size - 1] += counts[end..].iter().sum::<u64>() as f64;
+    let level = |bin: usize| if size < LEVELS { bin } else { bin * LEVELS / size };
+    let (mut sums, mut filled) = ([0f64; LEVELS], [0f64; LEVELS]);
+    for (bin, count) in inside.iter().enumerate().filter(|(_, count)| **count > 0) {
+        sums[level(bin)] += *count as f64;
+        filled[level(bin)] += 1.0;
+    }
+    let all: f64 = inside.iter().sum::<u64>() as f64;
+    let term = |(bin, p): (usize, &f64)| {
+        let p = p / total;
+        let q = if inside[bin] > 0 { sums[level(bin)] / filled[level(bin)] / all } else { 0.0 };
+        p * (p / if q > 0.0 { q } else { 1e-12 }).ln()
+    };
+    p.iter().enumerate().filter(|(_, p)| **p > 0.0).map(term).sum()
+}
+
+/// Steps of the search by squared error: 100 %, 98 %, … 20 % of an end.
+const STEPS: usize = 41;
+
+fn part(step: usize) -> f64 {
+    1.0 - 0.02 * step as f64
+}
+
+/// Of the histogram alone, every value as important as every other.
+fn squares(seen: &Histogram, wide: (f64, f64)) -> (f64, f64) {
+    let filled: Vec<(f64, f64)> =
+        seen.counts().iter().enumerate().filter(|(_, count)| **count > 0).map(|(bin, count)| (seen.middle(bin), *count as f64)).collect();
+    search(wide, |range| squared_error(&filled, range))
+}
+
+/// Shrinks both ends together, then each alone.
+fn search(wide: (f64, f64), error: impl Fn((f64, f64)) -> f64) -> (f64, f64) {
+    let mut best = (wide, error(wide));
+    let searches: [fn((f64, f64), f64) -> (f64, f64); 3] = [|r, p| (r.0 * p, r.1 * p), |r, p| (r.0 * p, r.1), |r, p| (r.0, r.1 * p)];
+    for shrink in searches {
+        let start = best.0;
+        for range in (0..STEPS).map(|step| shrink(start, part(step))) {
+            let error = error(range);
+            if error < best.1 {
+                best = (range, error);
+            }
+        }
+    }
+    best.0
+}
+
+/// What rounding to 256 levels of a range makes of weighted values.
+pub(super) fn squared_error(values: &[(f64, f64)], (low, high): (f64, f64)) -> f64 {
+    let scale = (high - low) / 255.0;
+    if !(scale > 0.0) {
+        return values.iter().map(|(value, count)| count * value * value).sum();
+    }
+    let zero = (-low / scale).round_ties_even().clamp(0.0, 255.0);
+    let error = |(value, count): &(f64, f64)| {
+        let level = ((value / scale).round_ties_even() + zero).clamp(0.0, 255.0);
+        let error = value - (level - zero) * scale;
+        count * error * error
+    };
+    values.iter().map(error).sum()
+}

@@ -1,0 +1,179 @@
+//! One sweep over samples.
+
+use std::collections::BTreeMap;
+
+use candle_core::{CpuStorage, Device, Storage, Tensor};
+
+use super::{Averages, Channels, Histogram};
+use crate::data::DataSet;
+use crate::error::{Error, Result};
+use crate::exec::{Executor, Inputs};
+use crate::kernel::bins::extremes;
+use crate::store::{Event, Sweep, Unit};
+
+/// Where the channels of a value are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Axis {
+    /// The last axis.
+    Last,
+    /// The second: images.
+    Second,
+}
+
+/// What is to be seen of a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Request {
+    /// Where its channels are.
+    pub axis: Axis,
+    /// Whether a histogram for each channel is wanted.
+    pub histograms: bool,
+}
+
+/// Rows of a value that are kept as they are, to try arithmetic on.
+const KEPT: usize = 64;
+
+/// What was seen of a value.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    /// All elements.
+    pub histogram: Histogram,
+    /// The extremes of batches.
+    pub averages: Averages,
+    /// Channel by channel.
+    pub channels: Channels,
+    /// A few rows, spread over the samples; for images, the channels of one place.
+    pub rows: Vec<Vec<f32>>,
+    batches: u64,
+}
+
+impl Seen {
+    /// What would have been seen, had every channel been divided by a power of two of its own.
+    pub fn divide(&mut self, powers: &[i32]) {
+        if powers.iter().all(|power| *power == 0) {
+            return;
+        }
+        let before = self.histogram.range();
+        self.channels.divide(powers);
+        if self.channels.has_histograms() {
+            self.histogram = Histogram::default();
+            (0..powers.len()).for_each(|channel| self.channels.add_divided(channel, 0, &mut self.histogram));
+        }
+        self.averages.scale(before, self.histogram.range());
+        for row in &mut self.rows {
+            row.iter_mut().zip(powers).for_each(|(x, power)| *x *= 2f32.powi(-power));
+        }
+    }
+
+    fn new(width: usize, request: Request) -> Seen {
+        let channels = Channels::new(width, request.histograms);
+        Seen { histogram: Histogram::default(), averages: Averages::default(), channels, rows: Vec::new(), batches: 0 }
+    }
+
+    fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis) -> Result<()> {
+        let (low, high, finite) = extremes(values);
+        if !finite {
+            let what = values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x);
+            return Err(Error::run(
+                format!("graph value `{name}`"),
+                format!("is {what} for a calibration sample"),
+                "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data tells more",
+            ));
+        }
+        self.histogram.add_within(values, low, high);
+        self.averages.add(low, high);
+        let width = self.channels.channels().max(1);
+        match axis {
+            Axis::Last => {
+                self.channels.add_rows(values);
+                let rows = values.len() / width;
+                // One row of a batch at first, then of every second, of every fourth batch.
+                if rows > 0 && self.batches.is_power_of_two() | (self.batches < 32) && self.rows.len() < KEPT {
+                    let at = (self.batches as usize * 7919) % rows;
+                    self.rows.push(values[at * width..(at + 1) * width].to_vec());
+                }
+            }
+            Axis::Second => {
+                let plane = shape.iter().skip(2).product::<usize>().max(1);
+                self.channels.add_planes(values, plane);
+                if self.rows.len() < KEPT && values.len() >= width * plane {
+                    let at = (self.batches as usize * 7919) % plane;
+                    self.rows.push((0..width).map(|channel| values[channel * plane + at]).collect());
+                }
+            }
+        }
+        self.batches += 1;
+        Ok(())
+    }
+}
+
+/// Runs the model over samples and looks at the values that are asked for, by name. Padding is left out.
+///
+/// # Errors
+/// Reading or running fails, a value is not finite, there is no sample, or the work is cancelled.
+pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, Seen>> {
+    let mut seen = BTreeMap::new();
+    sweep.progress.on(Event::Begin { stage: "Calibrating", total: data.samples().unwrap_or(0) as u64, unit: Unit::Samples });
+    let done = data.for_each(|batch| {
+        sweep.cancel.check()?;
+        let padding = Padding::of(&batch.inputs)?;
+        let mut look = |name: &str, value: &Tensor| match requests.get(name) {
+            Some(request) => watch(&mut seen, name, value, *request, &padding),
+            _ => Ok(()),
+        };
+        for (name, value) in &batch.inputs {
+            look(name, value)?;
+        }
+        executor.run_observed(&batch.inputs, &mut look)?;
+        sweep.advance(batch.samples as u64)
+    });
+    sweep.progress.on(Event::End);
+    done?;
+    Ok(seen)
+}
+
+fn watch(seen: &mut BTreeMap<String, Seen>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {
+    let shape = value.dims();
+    let width = match request.axis {
+        Axis::Last => shape.last(),
+        Axis::Second => shape.get(1),
+    };
+    let width = width.copied().unwrap_or(1);
+    if !seen.contains_key(name) {
+        seen.insert(name.to_owned(), Seen::new(width, request));
+    }
+    let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
+    let failed = |e: candle_core::Error| Error::run(format!("graph value `{name}`"), e, "");
+    let value = value.to_device(&Device::Cpu).and_then(|v| v.to_dtype(candle_core::DType::F32)).and_then(|v| v.contiguous()).map_err(failed)?;
+    let (storage, layout) = value.storage_and_layout();
+    let values = match &*storage {
+        Storage::Cpu(CpuStorage::F32(values)) => &values[layout.start_offset()..layout.start_offset() + value.elem_count()],
+        _ => return Ok(()),
+    };
+    match padding.kept(shape) {
+        Some(kept) if request.axis == Axis::Last => {
+            let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
+            so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis)
+        }
+        _ => so_far.add(name, values, shape, request.axis),
+    }
+}
+
+/// Which tokens of a batch are padding.
+struct Padding {
+    shape: Vec<usize>,
+    kept: Vec<bool>,
+}
+
+impl Padding {
+    fn of(inputs: &Inputs) -> Result<Padding> {
+        let Some(mask) = inputs.get("attention_mask") else { return Ok(Padding { shape: Vec::new(), kept: Vec::new() }) };
+        let read = || mask.to_dtype(candle_core::DType::I64)?.flatten_all()?.to_vec1::<i64>();
+        let kept: Vec<bool> = read().map_err(|e| Error::run("input `attention_mask`", e, ""))?.into_iter().map(|m| m != 0).collect();
+        Ok(Padding { shape: if kept.contains(&false) { mask.dims().to_vec() } else { Vec::new() }, kept })
+    }
+
+    /// For values with a row for each token: which of them are none of padding, where there is padding.
+    fn kept(&self, shape: &[usize]) -> Option<&[bool]> {
+        (shape.len() == 3 && !self.shape.is_empty() && shape[..2] == self.shape).then_some(&self.kept)
+    }
+}

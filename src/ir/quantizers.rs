@@ -1,0 +1,59 @@
+//! Quantizers of activations as nodes of a graph.
+
+use std::collections::BTreeMap;
+
+use super::graph::{Graph, ValueId};
+use super::ops::{FakeQuantize, Op};
+use super::rebuild::{Step, rebuild};
+use super::{Builder, Catalog};
+use crate::error::Result;
+
+/// What a graph has to round, and how.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Quantizers {
+    /// Values that all their readers see rounded, by name: inputs, and results of nodes.
+    pub values: BTreeMap<String, FakeQuantize>,
+    /// Layers that see their input rounded, by the name of their weight.
+    pub layers: BTreeMap<String, FakeQuantize>,
+}
+
+/// Puts quantizers into a graph. Layers that read the same value by the same parameters share one.
+///
+/// # Errors
+/// The graph does not fit the checkpoint.
+pub fn insert(graph: &Graph, catalog: &dyn Catalog, quantizers: &Quantizers) -> Result<Graph> {
+    let mut made: BTreeMap<(ValueId, u32, i32), ValueId> = BTreeMap::new();
+    let mut counts: BTreeMap<String, usize> = BTreeMap::new();
+    let mut quantized = |builder: &mut Builder, value: ValueId, name: &str, by: &FakeQuantize| -> Result<ValueId> {
+        let key = (value, by.scale.to_bits(), by.zero_point);
+        if let Some(id) = made.get(&key) {
+            return Ok(*id);
+        }
+        let count = counts.entry(name.to_owned()).or_default();
+        *count += 1;
+        let name = if *count == 1 { format!("{name}/quantized") } else { format!("{name}/quantized_{count}") };
+        let id = builder.node(&name, *by, &[value])?;
+        made.insert(key, id);
+        Ok(id)
+    };
+    rebuild(graph, catalog, &mut |mut step: Step| {
+        let old = step.node.inputs.clone();
+        let weight = layer_weight(graph, step.node);
+        for (at, id) in old.iter().enumerate() {
+            let name = &graph.value(*id).name;
+            let own = weight.filter(|_| at == 0).and_then(|weight| quantizers.layers.get(weight));
+            if let Some(by) = own.or_else(|| quantizers.values.get(name)) {
+                step.inputs[at] = quantized(step.builder, step.inputs[at], name, by)?;
+            }
+        }
+        step.keep()
+    })
+}
+
+/// The weight of a linear layer or a convolution, by name.
+pub fn layer_weight<'g>(graph: &'g Graph, node: &super::Node) -> Option<&'g str> {
+    match (&node.op, node.inputs.get(1)) {
+        (Op::Linear(_) | Op::Conv(_), Some(weight)) => Some(graph.value(*weight).name.as_str()),
+        _ => None,
+    }
+}

@@ -1,0 +1,230 @@
+//! Weights as int8, by rounding to nearest: what the passes that quantize share.
+//!
+//! The arithmetic is that of compressed-tensors: symmetric `scale = absmax / 127.5`, asymmetric
+//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used.
+
+use std::sync::{Arc, OnceLock};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::kernel::quantize::Bounds;
+use crate::kernel::{Float, convert, quantize, with_float};
+use crate::store::{Affine, Block, DType, Encoding, Granularity, Meter, Sink, Source, View, Weight, least_common_multiple};
+
+/// How the range of a scale is chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Observer {
+    /// From the smallest to the largest value
+    #[default]
+    Minmax,
+    /// The range, from 100 % down to 80 % of minmax, with the smallest squared error
+    Mse,
+}
+
+/// A weight as integers.
+pub(super) struct Integers {
+    name: String,
+    upstream: Weight,
+    affine: Affine,
+    observer: Observer,
+    /// The integers that may be used: all, or those that cannot saturate.
+    reduced: bool,
+    /// The least scale of each row (with a scale per channel) or of all, so that a bias in units of the products fits 32 bits.
+    least: Option<Vec<f32>>,
+    meter: Arc<Meter>,
+    shared: OnceLock<(f32, f32)>,
+}
+
+/// 255 · 64 · 2 is below 2¹⁵.
+const REDUCED: Bounds = [-64.0, 64.0];
+
+/// Steps of the search by squared error, each one percent of the range.
+const MSE_STEPS: usize = 20;
+
+/// The 255th part of a range.
+fn step(low: f32, high: f32) -> f32 {
+    // The range can be wider than f32 reaches.
+    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
+}
+
+fn shrink(step: usize) -> f32 {
+    (1.0 - step as f64 / 100.0) as f32
+}
+
+impl Integers {
+    pub fn new(name: &str, upstream: &Weight, affine: Affine, observer: Observer, meter: &Arc<Meter>) -> Self {
+        let (name, upstream, meter) = (name.to_owned(), upstream.clone(), meter.clone());
+        Self { name, upstream, affine, observer, reduced: false, least: None, meter, shared: OnceLock::new() }
+    }
+
+    /// Uses -64 to 64 alone, so that two products with unsigned activations fit 16 bits.
+    pub fn reduced(self, reduced: bool) -> Self {
+        Self { reduced, ..self }
+    }
+
+    /// Makes room for this bias, added to sums of products with an input of this scale.
+    pub fn for_sums(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
+        let least = |bias: f32| (f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32;
+        Self { least: bias.map(|bias| bias.into_iter().map(least).collect()), ..self }
+    }
+
+    /// The weight that the integers stand for.
+    pub fn weight(self) -> Weight {
+        let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
+        upstream.then(affine.scale_dtype, Encoding::Affine(affine), Arc::new(self))
+    }
+
+    fn bounds(&self) -> Bounds {
+        if self.reduced { REDUCED } else { quantize::FULL }
+    }
+
+    /// Scale and zero point for a range, as a reader will see them.
+    fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
+        let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
+        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / if self.reduced { REDUCED[1] } else { 127.5 } } else { step(low, high) };
+        // Zeros alone stay zero bits, so that a sparse layout drops them.
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
+        (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
+    }
+
+    fn observe<F: Float>(&self, values: &[u8]) -> (f32, f32) {
+        let (low, high) = quantize::range::<F>(values);
+        match self.observer {
+            Observer::Minmax => self.parameters((low, high)),
+            Observer::Mse => self.best((low, high), |scale, zero| quantize::squared_error::<F>(values, scale, zero, self.bounds())),
+        }
+    }
+
+    fn best(&self, (low, high): (f32, f32), error: impl Fn(f32, f32) -> f64) -> (f32, f32) {
+        let mut best = (f64::INFINITY, self.parameters((low, high)));
+        for step in 0..=MSE_STEPS {
+            let (scale, zero) = self.parameters((low * shrink(step), high * shrink(step)));
+            let error = error(scale, zero);
+            if error < best.0 {
+                best = (error, (scale, zero));
+            }
+        }
+        best.1
+    }
+
+    /// Range of the whole tensor, over sweeps of its own.
+    fn observe_all<F: Float>(&self) -> Result<(f32, f32)> {
+        if let Some(found) = self.shared.get() {
+            return Ok(*found);
+        }
+        let mut range = (0f32, 0f32);
+        self.upstream.visit(1, &mut |block| {
+            let (low, high) = self.meter.time(|| quantize::range::<F>(block.now.values));
+            range = (range.0.min(low), range.1.max(high));
+            Ok(())
+        })?;
+        let found = match self.observer {
+            Observer::Minmax => self.parameters(range),
+            Observer::Mse => {
+                let mut errors = [0f64; MSE_STEPS + 1];
+                self.upstream.visit(1, &mut |block| {
+                    self.meter.time(|| {
+                        for (step, error) in errors.iter_mut().enumerate() {
+                            let (scale, zero) = self.parameters((range.0 * shrink(step), range.1 * shrink(step)));
+                            *error += quantize::squared_error::<F>(block.now.values, scale, zero, self.bounds());
+                        }
+                    });
+                    Ok(())
+                })?;
+                let best = (0..errors.len()).reduce(|best, step| if errors[step] < errors[best] { step } else { best }).unwrap_or(0);
+                self.parameters((range.0 * shrink(best), range.1 * shrink(best)))
+            }
+        };
+        Ok(*self.shared.get_or_init(|| found))
+    }
+
+    /// Scales are f32 at most: a double that no f32 reaches would be clipped to what the others leave.
+    fn require_range<F: Float>(&self, values: &[u8]) -> Result<()> {
+        let outside = |e: &F::Bytes| F::magnitude(*e) < F::INFINITY && F::to_f32(*e).is_infinite();
+        match F::DTYPE == DType::F64 && F::split(values).iter().any(outside) {
+            false => Ok(()),
+            true => Err(Error::tensor(
+                &self.name,
+                "holds values past the end of f32, which its scales cannot cover",
+                "scale the weights down, or add the tensor to `ignore`",
+            )),
+        }
+    }
+
+    fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
+        let row = self.upstream.row();
+        let least = |row: Option<usize>| match (&self.least, row) {
+            (None, _) => 0.0,
+            (Some(least), Some(row)) => least.get(row).copied().unwrap_or(0.0),
+            (Some(least), None) => least.iter().copied().fold(0.0, f32::max),
+        };
+        let shared = if self.affine.granularity == Granularity::Tensor {
+            let (scale, zero) = self.observe_all::<F>()?;
+            Some((scale.max(least(None)), zero))
+        } else {
+            None
+        };
+        let mut runs = 0;
+        let mut out = Output::default();
+        self.upstream.visit(least_common_multiple(unit, row), &mut |block: Block| {
+            let input = block.now.values;
+            self.require_range::<F>(input)?;
+            self.meter.time(|| {
+                out.clear(input.len() / F::SIZE);
+                let run = self.affine.granularity.run(row, input.len() / F::SIZE);
+                for (index, (values, integers)) in input.chunks(run * F::SIZE).zip(out.integers.chunks_mut(run)).enumerate() {
+                    let (scale, zero) = shared.unwrap_or_else(|| {
+                        let (scale, zero) = self.observe::<F>(values);
+                        (scale.max(least(Some(runs))), zero)
+                    });
+                    runs += 1;
+                    quantize::quantize::<F>(values, integers, scale, zero, self.bounds());
+                    if shared.is_none() || index == 0 {
+                        out.scales.push(scale);
+                        out.zero_points.push(zero as i8 as u8);
+                    }
+                }
+                out.encode_scales(self.affine.scale_dtype);
+            });
+            let zero_points = if self.affine.symmetric { &[] } else { out.zero_points.as_slice() };
+            sink(block.becomes(View {
+                dtype: self.affine.scale_dtype,
+                values: &out.integers,
+                affine: Some((&self.affine, row)),
+                scales: &out.scale_bytes,
+                zero_points,
+            }))
+        })
+    }
+}
+
+#[derive(Default)]
+struct Output {
+    integers: Vec<u8>,
+    scales: Vec<f32>,
+    scale_bytes: Vec<u8>,
+    zero_points: Vec<u8>,
+}
+
+impl Output {
+    fn clear(&mut self, elements: usize) {
+        self.integers.resize(elements, 0);
+        self.scales.clear();
+        self.zero_points.clear();
+    }
+
+    fn encode_scales(&mut self, dtype: DType) {
+        self.scale_bytes.resize(self.scales.len() * dtype.bitsize() / 8, 0);
+        let encoded = convert::from_f32(dtype, &self.scales, &mut self.scale_bytes);
+        debug_assert!(encoded, "scales are stored in 32 bits or fewer");
+    }
+}
+
+impl Source for Integers {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
+    }
+}

@@ -1,0 +1,88 @@
+//! Factors of their own for values that no layer can rescale: what a normalisation gives to layers and to a residual stream alike.
+//! One multiplication for each value, taken only where it saves much.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::prepare::Prepared;
+use super::scaling::{Chain, is_factor};
+use super::sites::Sites;
+use super::walk::weight_input;
+use crate::calibration::Seen;
+use crate::error::Result;
+use crate::ir::ops::{Mul, Op};
+use crate::ir::{Graph, Step, ValueId, rebuild};
+use crate::store::{Bytes, DType, Encoding, Weight};
+
+/// End of the names of factors.
+const ENDING: &str = ".factors";
+
+/// Puts factors of one before quantized layers whose input no chain rescales.
+pub(super) fn insert(prepared: &mut Prepared, chains: &[Chain]) -> Result<()> {
+    let graph = &prepared.graph;
+    let rescaled: BTreeSet<ValueId> = chains.iter().flat_map(|chain| chain.values.iter().map(|(value, _)| *value)).collect();
+    let sites = Sites::of(graph, &prepared.layers);
+    let mut wanted: BTreeMap<ValueId, String> = BTreeMap::new();
+    for (id, site) in &sites.values {
+        let value = graph.value(*id);
+        if site.everyone || rescaled.contains(id) || value.ty.shape.len() != 3 {
+            continue;
+        }
+        let Some(width) = value.ty.shape.last().and_then(|d| d.fixed()) else { continue };
+        let name = format!("{}{ENDING}", value.name);
+        let bytes = 1f32.to_le_bytes().repeat(width);
+        let ones = Weight::new(DType::F32, vec![width], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
+        prepared.model.weights.by_name.insert(name.clone(), ones);
+        wanted.insert(*id, name);
+    }
+    let (layers, weights) = (&prepared.layers, &prepared.model.weights);
+    let mut made: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    let after = rebuild(graph, weights, &mut |mut step: Step| {
+        let layer = matches!(step.node.op, Op::Linear(_)) && layers.contains(weight_input(graph, step.node));
+        if let (true, Some(name)) = (layer, step.node.inputs.first().and_then(|id| wanted.get(id))) {
+            let value = step.inputs[0];
+            step.inputs[0] = match made.get(&value) {
+                Some(product) => *product,
+                None => {
+                    let factors = step.builder.param(name, &weights.get(name)?.shape)?;
+                    let product = step.builder.node(&format!("{}/scaled", graph.value(step.node.inputs[0]).name), Mul {}, &[value, factors])?;
+                    made.insert(value, product);
+                    product
+                }
+            };
+        }
+        step.keep()
+    })?;
+    prepared.graph = after;
+    Ok(())
+}
+
+/// Takes factors out again that have stayed one. What was seen of the products was seen of the values then.
+pub(super) fn remove_idle(prepared: &mut Prepared, changed: &BTreeSet<String>, seen: &mut BTreeMap<String, Seen>) -> Result<()> {
+    let graph = &prepared.graph;
+    let idle = |graph: &Graph, node: &crate::ir::Node| {
+        is_factor(graph, node) && graph.value(node.inputs[1]).name.ends_with(ENDING) && !changed.contains(&graph.value(node.output).name)
+    };
+    let nodes: Vec<_> = graph.nodes().iter().filter(|node| idle(graph, node)).collect();
+    for node in &nodes {
+        let [value, product] = [node.inputs[0], node.output].map(|id| graph.value(id).name.clone());
+        if let Some(same) = seen.remove(&product) {
+            seen.entry(value).or_insert(same);
+        }
+        prepared.model.weights.by_name.remove(&graph.value(node.inputs[1]).name);
+    }
+    let weights = &prepared.model.weights;
+    let unchanged: BTreeMap<String, crate::store::Weight> = nodes
+        .iter()
+        .map(|node| graph.value(node.inputs[1]))
+        .map(|value| (value.name.clone(), Weight::new(DType::F32, vec![1], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4] }))))
+        .collect();
+    let mut catalog = weights.clone();
+    catalog.by_name.extend(unchanged);
+    let after = rebuild(graph, &catalog, &mut |step: Step| if idle(graph, step.node) { Ok(step.inputs[0]) } else { step.keep() })?;
+    let kept = graph.nodes().iter().any(|node| is_factor(graph, node) && !idle(graph, node));
+    prepared.described &= !kept;
+    // Parameters that nobody reads any more are left out by building it again.
+    prepared.graph = rebuild(&after, &catalog, &mut |step: Step| step.keep())?;
+    Ok(())
+}

@@ -1,0 +1,158 @@
+//! From what was seen to a quantized model.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::{QuantizeStatic, scaling};
+use super::prepare::Prepared;
+use super::sites::Sites;
+use super::walk::weight_input;
+use crate::calibration::{Histogram, Seen};
+use crate::error::Result;
+use crate::ir::ops::{FakeQuantize, Op};
+use crate::ir::quantizers::{self, Quantizers};
+use crate::ir::{Graph, Node, ValueId};
+use crate::model::{self, Model};
+use crate::pass::integers::Integers;
+use crate::pass::{ActivationTarget, GranularityKind};
+use crate::store::{Activations, Affine, Computed, DType, Granularity, Meter, Scaled, Static, Weight};
+
+/// Quantizers of values by name, and whether everybody sees them.
+pub(super) type Found = BTreeMap<String, (FakeQuantize, bool)>;
+
+impl QuantizeStatic {
+    /// The quantizers of all sites; before anything was seen, steps of one.
+    ///
+    /// # Errors
+    /// A weight cannot be read.
+    pub(super) fn quantizers(&self, prepared: &Prepared, layers: &BTreeSet<String>, seen: Option<&BTreeMap<String, Seen>>) -> Result<Found> {
+        let graph = &prepared.graph;
+        let sites = Sites::of(graph, layers);
+        let mut found = Found::new();
+        let mut ranges: BTreeMap<ValueId, FakeQuantize> = BTreeMap::new();
+        for (value, site) in &sites.values {
+            let by = match (ranges.get(&site.like), seen.and_then(|seen| seen.get(&graph.value(site.like).name))) {
+                (Some(by), _) => *by,
+                (None, None) => FakeQuantize::default(),
+                (None, Some(seen)) => {
+                    let costs = self.costs(prepared, layers, site.like)?;
+                    let (low, high) = self.observer.range(seen, Some(&costs), self.percentile);
+                    if self.symmetric { FakeQuantize::symmetric(low, high) } else { FakeQuantize::of_range(low, high) }
+                }
+            };
+            ranges.insert(site.like, by);
+            found.insert(graph.value(*value).name.clone(), (by, site.everyone));
+        }
+        Ok(found)
+    }
+
+    /// What an error of each channel of a value costs, summed over the quantized layers that read it.
+    fn costs(&self, prepared: &Prepared, layers: &BTreeSet<String>, value: ValueId) -> Result<Vec<f64>> {
+        let graph = &prepared.graph;
+        let mut total: Vec<f64> = Vec::new();
+        for node in graph.nodes() {
+            let reads = matches!(node.op, Op::Linear(_) | Op::Conv(_)) && node.inputs[0] == value && layers.contains(weight_input(graph, node));
+            if !reads {
+                continue;
+            }
+            let costs = scaling::costs(&prepared.model, graph, node)?;
+            if total.is_empty() {
+                total = costs;
+            } else {
+                total.iter_mut().zip(costs).for_each(|(sum, cost)| *sum += cost);
+            }
+        }
+        Ok(total)
+    }
+
+    /// The model with these layers quantized.
+    pub(super) fn fit(&self, prepared: &Prepared, found: &Found, layers: &BTreeSet<String>, seen: Option<&BTreeMap<String, Seen>>, meter: &Arc<Meter>) -> Result<Model> {
+        let mut model = prepared.model.clone();
+        let mut inserted = Quantizers::default();
+        for (value, (by, everyone)) in found {
+            if *everyone {
+                inserted.values.insert(value.clone(), *by);
+            }
+        }
+        for node in prepared.graph.nodes() {
+            let weight = weight_input(&prepared.graph, node);
+            if !matches!(node.op, Op::Linear(_) | Op::Conv(_)) || !layers.contains(weight) {
+                continue;
+            }
+            let input = &prepared.graph.value(node.inputs[0]).name;
+            let Some((by, _)) = found.get(input) else { continue };
+            inserted.layers.insert(weight.to_owned(), *by);
+            self.layer(&mut model, prepared, node, *by, seen.and_then(|seen| seen.get(input)), meter)?;
+        }
+        if self.embeddings {
+            for (name, weight) in prepared.model.weights.by_name.iter().filter(|(name, w)| model::is_embedding(name, w) && !layers.contains(*name)) {
+                let integers = Integers::new(name, weight, self.affine(weight, Granularity::Channel, Activations::None), self.weight_observer, meter);
+                model.weights.by_name.insert(name.clone(), integers.weight());
+            }
+        }
+        let graph = quantizers::insert(&prepared.graph, &model.weights, &inserted)?;
+        model.changed_graph = Some(Arc::new(graph));
+        model.signed_activations |= self.target == ActivationTarget::Arm;
+        Ok(model)
+    }
+
+    fn affine(&self, weight: &Weight, granularity: Granularity, activations: Activations) -> Affine {
+        let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
+        Affine { granularity, symmetric: true, scale_dtype, activations }
+    }
+
+    /// Gives a layer its int8 weight, and a bias that takes up what the rounding does on average.
+    fn layer(&self, model: &mut Model, prepared: &Prepared, node: &Node, by: FakeQuantize, seen: Option<&Seen>, meter: &Arc<Meter>) -> Result<()> {
+        let graph = &prepared.graph;
+        let name = weight_input(graph, node).to_owned();
+        let weight = prepared.model.weights.get(&name)?.clone();
+        let granularity = if self.granularity == GranularityKind::Tensor { Granularity::Tensor } else { Granularity::Channel };
+        let zero_point = (!self.symmetric).then_some(by.zero_point as i8);
+        let activations = if prepared.described { Activations::Static(Static::new(by.scale, zero_point)) } else { Activations::None };
+        let integers = Integers::new(&name, &weight, self.affine(&weight, granularity, activations), self.weight_observer, meter)
+            .reduced(self.target == ActivationTarget::Portable)
+            .for_sums(if seen.is_some() { bias(graph, node, &prepared.model)? } else { None }, by.scale);
+        let quantized = integers.weight();
+        if let (true, Some(id), Some(seen)) = (self.bias_correction, node.inputs.get(2), seen) {
+            let bias_name = graph.value(*id).name.clone();
+            let old = prepared.model.weights.get(&bias_name)?.clone();
+            let (means, before, after, full) = (seen.channels.means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
+            let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means);
+            let dtype = prepared.model.weights.get(&bias_name)?.dtype;
+            let shape = prepared.model.weights.get(&bias_name)?.shape.clone();
+            let bias = Scaled { name: bias_name.clone(), upstream: Computed { values }.weight(shape), rows: None, columns: None }.weight(dtype);
+            model.weights.by_name.insert(bias_name, bias);
+        }
+        model.weights.by_name.insert(name, quantized);
+        Ok(())
+    }
+}
+
+/// The bias of a layer, if it has one.
+fn bias(graph: &Graph, node: &Node, model: &Model) -> Result<Option<Vec<f32>>> {
+    let name = node.inputs.get(2).map(|id| &graph.value(*id).name);
+    name.map(|name| model.weights.get(name)?.floats(name)).transpose()
+}
+
+/// `bias + (W - Ŵ) · mean(x)`: what weights lose on average (Nagel et al., Data-Free Quantization, 2019). Paddings count as if
+/// they were like everything else.
+fn corrected(mut bias: Vec<f32>, before: &[f32], after: &[f32], means: &[f64]) -> Result<Vec<f32>> {
+    let row = before.len() / bias.len().max(1);
+    let inner = (row / means.len().max(1)).max(1);
+    // Of a grouped convolution a row holds the channels of its group alone.
+    let groups = (means.len() * inner / row.max(1)).max(1);
+    let per_group = (bias.len() / groups).max(1);
+    for (output, bias) in bias.iter_mut().enumerate() {
+        let first = output / per_group * (row / inner);
+        let lost = |at: usize| f64::from(before[output * row + at]) - f64::from(after[output * row + at]);
+        let sum: f64 = (0..row).map(|at| lost(at) * means.get(first + at / inner).copied().unwrap_or(0.0)).sum();
+        *bias += sum as f32;
+    }
+    Ok(bias)
+}
+
+/// Values that nothing was seen of, or nothing but zeros: their quantizers mean nothing.
+pub(super) fn empty(found: &Found, seen: &BTreeMap<String, Seen>) -> Vec<String> {
+    let is_empty = |histogram: &Histogram| histogram.range() == (0.0, 0.0);
+    found.keys().filter(|name| seen.get(*name).is_none_or(|seen| is_empty(&seen.histogram))).cloned().collect()
+}

@@ -1,0 +1,294 @@
+//! Int8 weights and int8 activations with scales found beforehand, on calibration samples.
+//!
+//! The model runs over the samples once, in floats; histograms of fixed size see every value that is to be quantized. Before
+//! that, batch normalisations are folded; after it, range is moved from activations to weights where that costs nothing
+//! ([`scaling`]), ranges are chosen, weights rounded, and biases take up what the rounding does on average. Which values are
+//! quantized follows from what runtimes have integer kernels for ([`sites`]).
+//!
+//! ```yaml
+//! data:
+//!   calibration: { text: sentences.txt, samples: 128 }
+//! passes:
+//!   - quantize-static: { observer: mse }
+//! ```
+
+mod factors;
+mod fit;
+mod fold;
+mod prepare;
+mod saturation;
+mod scaling;
+mod sites;
+mod walk;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::str::FromStr;
+use std::sync::Arc;
+
+use candle_core::DType;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::{Context, GranularityKind, Observer as WeightObserver, Pass, Samples, options_of};
+use crate::calibration::{Observer, Seen, calibrate};
+use crate::data::{DataSet, Target};
+use crate::error::{Error, Result};
+use crate::exec::{Executor, Parameters, Residence};
+use crate::ir::Port;
+use crate::model::{Applied, Model};
+use crate::store::{Meter, Pattern};
+use prepare::Prepared;
+use scaling::Choice;
+
+/// The processors that a quantized model is for.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ActivationTarget {
+    /// Every x86: weights from -64 to 64, so that sums of two products never leave 16 bits
+    Portable,
+    /// x86 with VNNI (most since 2019) and GPUs: all of int8
+    #[default]
+    Vnni,
+    /// ARM: all of int8, activations with a sign
+    Arm,
+}
+
+/// How much of an activation's range goes over to the weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub enum Smooth {
+    /// For each layer as much as its error asks for; where no layer can take it over and much is gained, by a multiplication.
+    #[default]
+    Auto,
+    /// For each layer as much as its error asks for, where that costs nothing.
+    Free,
+    /// Nothing.
+    None,
+    /// This part, 0 to 1, for all layers.
+    Strength(f64),
+}
+
+impl FromStr for Smooth {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.parse::<f64>()) {
+            ("auto", _) => Ok(Smooth::Auto),
+            ("free", _) => Ok(Smooth::Free),
+            ("none", _) => Ok(Smooth::None),
+            (_, Ok(strength)) if (0.0..=1.0).contains(&strength) => Ok(Smooth::Strength(strength)),
+            _ => Err(format!("`{text}` is none of auto, free, none, or a number from 0 to 1")),
+        }
+    }
+}
+
+impl fmt::Display for Smooth {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Smooth::Auto => f.write_str("auto"),
+            Smooth::Free => f.write_str("free"),
+            Smooth::None => f.write_str("none"),
+            Smooth::Strength(strength) => write!(f, "{strength}"),
+        }
+    }
+}
+
+impl Serialize for Smooth {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Smooth::Strength(strength) => serializer.serialize_f64(*strength),
+            other => serializer.collect_str(other),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Smooth {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = match Value::deserialize(deserializer)? {
+            Value::String(text) => text,
+            Value::Null => "none".to_owned(),
+            other => other.to_string(),
+        };
+        text.parse().map_err(serde::de::Error::custom)
+    }
+}
+
+#[cfg(feature = "cli")]
+impl schemars::JsonSchema for Smooth {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "Smooth".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({ "oneOf": [{ "enum": ["auto", "free", "none"] }, { "type": "number", "minimum": 0, "maximum": 1 }] })
+    }
+}
+
+/// Store weights as int8 and quantize activations by scales found on calibration samples.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct QuantizeStatic {
+    /// How ranges of activations are chosen
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().observer))]
+    pub observer: Observer,
+    /// Percentage of values that stay within the range, with `observer: percentile`
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PERCENT", default_value_t = Self::default().percentile))]
+    pub percentile: f64,
+    /// Whether zero points of activations are fixed at zero
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().symmetric))]
+    pub symmetric: bool,
+    /// How many weights share a scale: tensor or channel
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().granularity))]
+    pub granularity: GranularityKind,
+    /// How ranges of weights are chosen
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().weight_observer))]
+    pub weight_observer: WeightObserver,
+    /// Store embedding tables as int8 too (weights only)
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().embeddings))]
+    pub embeddings: bool,
+    /// Processors that the result is for
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().target))]
+    pub target: ActivationTarget,
+    /// How much of an activation's range goes over to the weights: auto, free (where that costs nothing when the model runs), none, or 0 to 1
+    #[cfg_attr(feature = "cli", arg(long, value_name = "STRENGTH", default_value_t = Self::default().smooth))]
+    pub smooth: Smooth,
+    /// Whether biases take up what rounding the weights does on average
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().bias_correction))]
+    pub bias_correction: bool,
+    /// Weights to quantize: names with `*`, or `re:` and a regular expression [default: linear layers and convolutions]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Pattern>,
+    /// Weights to leave alone; their layers compute in floats
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<Pattern>,
+}
+
+impl Default for QuantizeStatic {
+    fn default() -> Self {
+        Self {
+            observer: Observer::default(),
+            percentile: 99.99,
+            symmetric: false,
+            granularity: GranularityKind::Channel,
+            weight_observer: WeightObserver::Mse,
+            embeddings: true,
+            target: ActivationTarget::default(),
+            smooth: Smooth::default(),
+            bias_correction: true,
+            targets: Vec::new(),
+            ignore: Vec::new(),
+        }
+    }
+}
+
+const NAME: &str = "quantize-static";
+
+impl QuantizeStatic {
+    /// Runs the model over the samples.
+    fn observe(&self, prepared: &Prepared, context: &Context) -> Result<BTreeMap<String, Seen>> {
+        let Some(options) = &context.data.calibration else {
+            return Err(Error::option(NAME, "needs samples to run the model on: add `data: { calibration: ... }`"));
+        };
+        let graph = &prepared.graph;
+        let requests = sites::Sites::of(graph, &prepared.layers).requests(graph);
+        let (inputs, outputs) = Port::of(graph);
+        let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
+        let data = DataSet::open(options, target)?;
+        let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.sweep)?;
+        let executor = Executor::new(graph, parameters, context.device.clone());
+        calibrate(&executor, &data, &requests, &context.sweep)
+    }
+
+    /// Brings the model into shape, runs it over the samples, and moves ranges.
+    fn study(&self, model: Model, context: &Context) -> Result<(Prepared, BTreeMap<String, Seen>, Vec<Choice>)> {
+        let mut prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+        let mut chains = match self.smooth {
+            Smooth::None => Vec::new(),
+            _ => scaling::chains(&prepared.graph, &prepared.layers),
+        };
+        if self.smooth == Smooth::Auto {
+            factors::insert(&mut prepared, &chains)?;
+            chains = scaling::chains(&prepared.graph, &prepared.layers);
+        }
+        let mut seen = self.observe(&prepared, context)?;
+        let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
+        let graph = prepared.graph.clone();
+        let choices = scaling::rescale(&chains, &graph, &mut prepared.model, &mut seen, fixed, self.observer, self.percentile)?;
+        if self.smooth == Smooth::Auto {
+            factors::remove_idle(&mut prepared, &choices.iter().map(|choice| choice.name.clone()).collect(), &mut seen)?;
+        }
+        Ok((prepared, seen, choices))
+    }
+
+    /// Puts what was done on record.
+    fn record(&self, mut model: Model, prepared: &Prepared, layers: &BTreeSet<String>, meter: Arc<Meter>, details: Value, notes: Vec<String>) -> Model {
+        let mut all = prepared.notes.clone();
+        all.extend(sites::left_in_floats(&prepared.graph, layers));
+        all.extend(notes);
+        model.history.push(Applied {
+            name: NAME,
+            options: self.options(),
+            tensors: layers.clone(),
+            rule: prepared.rule.clone(),
+            meter,
+            details: Arc::new(move || details.clone()),
+            notes: all,
+        });
+        model
+    }
+}
+
+impl Pass for QuantizeStatic {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        options_of(self)
+    }
+
+    fn check(&self) -> Result<()> {
+        if self.granularity == GranularityKind::Group {
+            return Err(Error::option(NAME, "`granularity` is tensor or channel: integer kernels have no scales for groups"));
+        }
+        if !(self.percentile > 50.0 && self.percentile <= 100.0) {
+            return Err(Error::option(NAME, format!("`percentile` {} is not above 50 and at most 100", self.percentile)));
+        }
+        Ok(())
+    }
+
+    fn runs_on(&self) -> Option<Samples> {
+        Some(Samples::Calibration)
+    }
+
+    fn apply(&self, model: Model) -> Result<Model> {
+        let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+        let meter = Arc::new(Meter::default());
+        let found = self.quantizers(&prepared, &prepared.layers, None)?;
+        let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
+        Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()))
+    }
+
+    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
+        let meter = Arc::new(Meter::default());
+        let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
+        let layers = prepared.layers.clone();
+        let found = self.quantizers(&prepared, &layers, Some(&seen))?;
+        let model = self.fit(&prepared, &found, &layers, Some(&seen), &meter)?;
+        let mut notes = Vec::new();
+        if let [first, ..] = fit::empty(&found, &seen).as_slice() {
+            notes.push(format!("`{first}` is zero for every calibration sample: its scale means nothing"));
+        }
+        notes.extend(saturation::notes(self, &prepared, &model, &found, &seen)?);
+        let details = json!({
+            "quantized": layers.len(),
+            "activations": found.len(),
+            "smoothed": choices.iter().map(|c| json!({ "name": c.name, "strength": c.strength, "error": c.gain, "multiplication": c.costly })).collect::<Vec<_>>(),
+        });
+        Ok(self.record(model, &prepared, &layers, meter, details, notes))
+    }
+}

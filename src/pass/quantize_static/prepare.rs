@@ -1,0 +1,77 @@
+//! What is done to a model before anything is seen of its values: normalisations folded, matrices turned.
+
+use std::collections::BTreeSet;
+
+use super::fold::{self, Folded};
+use super::sites::Sites;
+use super::walk::weight_input;
+use crate::error::{Error, Result};
+use crate::ir::ops::{Linear, Op};
+use crate::ir::{Graph, GraphFile, Step, rebuild};
+use crate::model::{self, Model};
+use crate::pass::targets::{self, Chosen};
+use crate::store::{Pattern, Turned};
+
+/// A model that is ready to be quantized.
+#[derive(Clone)]
+pub(super) struct Prepared {
+    pub model: Model,
+    pub graph: Graph,
+    /// Weights of the layers that are to be quantized.
+    pub layers: BTreeSet<String>,
+    /// How they were chosen.
+    pub rule: String,
+    /// Whether `config.json` still says what the model computes.
+    pub described: bool,
+    pub notes: Vec<String>,
+}
+
+const RULE: &str = "weights of linear layers and convolutions of the graph, but no output head, router or embedding";
+
+/// Chooses the layers and brings the model into the form in which they are quantized.
+pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore: &[Pattern]) -> Result<Prepared> {
+    let graph = model.graph()?;
+    let candidates: BTreeSet<&str> =
+        graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))).map(|node| weight_input(&graph, node)).collect();
+    let weights = model.weights.clone();
+    let eligible = |name: &str, weight: &crate::store::Weight| candidates.contains(name) && model::is_prunable(name, weight);
+    let Chosen { names, rule } = targets::choose(pass, &weights, targets, ignore, RULE, eligible)?;
+    let layers: BTreeSet<String> = names.into_iter().map(str::to_owned).collect();
+    for name in &layers {
+        targets::require_float(pass, name, weights.get(name)?)?;
+        if !candidates.contains(name.as_str()) {
+            return Err(Error::tensor(name, "is not the weight of a linear layer or a convolution of this model", "leave it out of `targets`"));
+        }
+    }
+    let mut described = model.changed_graph.is_none() && !model.path.join(GraphFile::NAME).is_file();
+    let (graph, Folded { count, left }) = fold::fold(&mut model, graph)?;
+    let mut notes = Vec::new();
+    if count > 0 {
+        notes.push(format!("{count} batch normalisations are folded into the layers beside them"));
+        described = false;
+    }
+    if let Some(first) = left.first() {
+        notes.push(format!("{} batch normalisations stay (the first: `{first}`): no layer beside them can take them over", left.len()));
+    }
+    let graph = turn(&mut model, graph, &layers, &mut described)?;
+    let convolutions = graph.nodes().iter().any(|node| matches!(node.op, Op::Conv(_)) && layers.contains(weight_input(&graph, node)));
+    described &= !convolutions && Sites::of(&graph, &layers).values.values().all(|site| !site.everyone);
+    Ok(Prepared { model, graph, layers, rule, described, notes })
+}
+
+/// Turns matrices that are stored as `[in, out]`, whose outputs could not have scales of their own otherwise.
+fn turn(model: &mut Model, graph: Graph, layers: &BTreeSet<String>, described: &mut bool) -> Result<Graph> {
+    let stored = |graph: &Graph, node: &crate::ir::Node| matches!(&node.op, Op::Linear(op) if op.input_major) && layers.contains(weight_input(graph, node));
+    let names: BTreeSet<&str> = graph.nodes().iter().filter(|node| stored(&graph, node)).map(|node| weight_input(&graph, node)).collect();
+    if names.is_empty() {
+        return Ok(graph);
+    }
+    for name in &names {
+        let upstream = model.weights.get(name)?.clone();
+        model.weights.by_name.insert((*name).to_owned(), Turned { name: (*name).to_owned(), upstream }.weight());
+    }
+    *described = false;
+    rebuild(&graph, &model.weights, &mut |step: Step| {
+        if stored(&graph, step.node) { step.builder.node(step.name, Linear { input_major: false }, &step.inputs) } else { step.keep() }
+    })
+}

@@ -1,0 +1,93 @@
+//! Sums that do not fit: x86 without VNNI adds two products of uint8 and int8 in 16 bits, and what is larger is cut off without a
+//! word. The kept rows of the calibration samples are multiplied here as such a processor does it.
+
+use std::collections::BTreeMap;
+
+use super::fit::Found;
+use super::prepare::Prepared;
+use super::walk::weight_input;
+use super::{ActivationTarget, QuantizeStatic};
+use crate::calibration::Seen;
+use crate::error::Result;
+use crate::ir::ops::{FakeQuantize, Op};
+use crate::model::Model;
+use crate::store::{Encoding, Weight};
+
+/// What is worth knowing of a model that uses all of int8.
+pub(super) fn notes(pass: &QuantizeStatic, prepared: &Prepared, model: &Model, found: &Found, seen: &BTreeMap<String, Seen>) -> Result<Vec<String>> {
+    if pass.target != ActivationTarget::Vnni {
+        return Ok(Vec::new());
+    }
+    let (mut saturating, mut layers): (Vec<(String, f64)>, usize) = (Vec::new(), 0);
+    for node in prepared.graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))) {
+        let (name, input) = (weight_input(&prepared.graph, node), &prepared.graph.value(node.inputs[0]).name);
+        let (Some((by, _)), Some(seen), Some(weight)) = (found.get(input), seen.get(input), model.weights.by_name.get(name)) else { continue };
+        if weight.encoding == Encoding::Dense {
+            continue;
+        }
+        layers += 1;
+        let part = saturated(weight, *by, &seen.rows)?;
+        if part > 0.0 {
+            saturating.push((name.to_owned(), part));
+        }
+    }
+    saturating.sort_by(|a, b| b.1.total_cmp(&a.1));
+    let Some((first, part)) = saturating.first() else { return Ok(Vec::new()) };
+    let names = saturating.iter().take(3).map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
+    let _ = first;
+    Ok(vec![format!(
+        "on x86 without VNNI, sums of {} of {layers} layers saturate for calibration samples ({names}; {:.2} % of the sums of the first): target: portable keeps them in range",
+        saturating.len(),
+        100.0 * part
+    )])
+}
+
+/// The part of sums in which two neighbouring products leave 16 bits.
+fn saturated(weight: &Weight, by: FakeQuantize, rows: &[Vec<f32>]) -> Result<f64> {
+    // Taps of a convolution are multiplied channel by channel, so that neighbours are channels of the same tap.
+    let inner = weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1);
+    let levels: Vec<Vec<i32>> = rows.iter().map(|row| row.iter().map(|x| level(*x, by)).collect()).collect();
+    let (mut sums, mut cut) = (0u64, 0u64);
+    let row = weight.row().max(1);
+    weight.visit(row, &mut |block| {
+        for weights in block.now.values.chunks_exact(row) {
+            for levels in levels.iter().filter(|levels| levels.len() * inner == row) {
+                sums += 1;
+                let over = |tap: usize| {
+                    let product = |channel: usize| levels[channel] * i32::from(weights[channel * inner + tap] as i8);
+                    (0..levels.len() / 2).any(|pair| i16::try_from(product(2 * pair) + product(2 * pair + 1)).is_err())
+                };
+                cut += u64::from((0..inner).any(over));
+            }
+        }
+        Ok(())
+    })?;
+    Ok(if sums == 0 { 0.0 } else { cut as f64 / sums as f64 })
+}
+
+/// The uint8 of a value.
+fn level(x: f32, by: FakeQuantize) -> i32 {
+    ((x / by.scale).round_ties_even() as i32 + by.zero_point + 128).clamp(0, 255)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::store::{Activations, Affine, DType, Granularity, Meter};
+
+    #[test]
+    fn two_large_products_of_one_sign_are_too_much() {
+        let bytes: Vec<u8> = [127f32, 127.0, 0.0, 127.0, -127.0, 64.0].iter().flat_map(|v| v.to_le_bytes()).collect();
+        let dense = Weight::new(DType::F32, vec![3, 2], Encoding::Dense, Arc::new(crate::store::Bytes { dtype: DType::F32, bytes }));
+        let affine = Affine { granularity: Granularity::Tensor, symmetric: true, scale_dtype: DType::F32, activations: Activations::None };
+        let integers = |reduced| {
+            crate::pass::integers::Integers::new("w", &dense, affine.clone(), crate::pass::Observer::Minmax, &Arc::new(Meter::default())).reduced(reduced).weight()
+        };
+        let by = FakeQuantize { scale: 1.0, zero_point: -128 };
+        assert_eq!(saturated(&integers(false), by, &[vec![255.0, 255.0]]).unwrap(), 1.0 / 3.0);
+        assert_eq!(saturated(&integers(false), by, &[vec![128.0, 128.0]]).unwrap(), 0.0);
+        assert_eq!(saturated(&integers(true), by, &[vec![255.0, 255.0]]).unwrap(), 0.0);
+    }
+}

@@ -1,0 +1,321 @@
+//! Moving range from activations to weights, at no cost when the model runs (Xiao et al., SmoothQuant, 2023; Nagel et al.,
+//! cross-layer equalization, 2019): the layer or normalisation that makes a value divides each channel by a number, the layers
+//! that read it multiply by the same. Numbers are powers of two, so that nothing is rounded, in any format.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::walk::{readers, weight_input};
+use crate::calibration::{Observer, Seen, Weighted};
+use crate::error::Result;
+use crate::ir::ops::Op;
+use crate::ir::{Graph, Kind, Node, ValueId};
+use crate::model::Model;
+use crate::store::Scaled;
+
+/// Channels that can be rescaled.
+#[derive(Debug)]
+pub(super) struct Chain {
+    /// Name of the node that makes them.
+    pub name: String,
+    /// Whether that node is there for the factors alone.
+    pub costly: bool,
+    /// How many.
+    width: usize,
+    /// Parameters that take the division over, along their first axis (or their second, when said so).
+    makers: Vec<(String, bool)>,
+    /// Values on the way, with the channel that each of their channels is.
+    pub values: Vec<(ValueId, Vec<usize>)>,
+    /// Layers that take the multiplication over: the value they read, their weight, and whether it is `[in, out]` or depthwise.
+    pub sinks: Vec<Sink>,
+}
+
+#[derive(Debug, Clone)]
+pub(super) struct Sink {
+    pub value: ValueId,
+    pub weight: String,
+    /// The channel of each index of the weight's axis of inputs.
+    index: Vec<usize>,
+    /// Whether that axis is the first one.
+    first: bool,
+}
+
+/// All chains of a graph whose sinks are among the quantized layers, at least one.
+pub(super) fn chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
+    graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| chain.sinks.iter().any(|sink| layers.contains(&sink.weight))).collect()
+}
+
+/// Whether a product is one with a number for each channel.
+pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
+    let factor = node.inputs.get(1).map(|id| graph.value(*id));
+    matches!(node.op, Op::Mul(_)) && factor.is_some_and(|value| value.kind == Kind::Param && value.ty.shape.len() == 1)
+}
+
+fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
+    let name = |at: usize| graph.value(node.inputs[at]).name.clone();
+    let width = match &node.op {
+        Op::Linear(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => graph.value(node.output).ty.shape.last()?.fixed()?,
+        Op::Mul(_) if is_factor(graph, node) => graph.value(node.output).ty.shape.last()?.fixed()?,
+        Op::Conv(_) | Op::BatchNorm(_) => graph.value(node.output).ty.shape.get(1)?.fixed()?,
+        _ => return None,
+    };
+    let makers: Vec<(String, bool)> = match &node.op {
+        Op::Linear(op) => (1..node.inputs.len()).map(|at| (name(at), at == 1 && op.input_major)).collect(),
+        Op::Conv(_) => (1..node.inputs.len()).map(|at| (name(at), false)).collect(),
+        _ => (1..node.inputs.len().min(3)).map(|at| (name(at), false)).collect(),
+    };
+    // A parameter that others read too cannot change.
+    if node.inputs[1..].iter().any(|id| readers(graph, *id) != (readers(graph, *id).0.into_iter().take(1).collect(), false)) {
+        return None;
+    }
+    let costly = is_factor(graph, node);
+    let mut chain = Chain { name: graph.value(node.output).name.clone(), costly, width, makers, values: Vec::new(), sinks: Vec::new() };
+    let index: Vec<usize> = (0..width).collect();
+    follow(graph, node.output, &index, &mut chain).then_some(chain).filter(|chain| !chain.sinks.is_empty())
+}
+
+/// Follows a value to the layers that read it; `false` where something on the way does not pass factors on.
+fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> bool {
+    let (nodes, result) = readers(graph, value);
+    if result || nodes.is_empty() || chain.values.iter().any(|(seen, _)| *seen == value) {
+        return false;
+    }
+    chain.values.push((value, index.to_vec()));
+    nodes.into_iter().all(|reader| {
+        let node = &graph.nodes()[reader];
+        let at = node.inputs.iter().position(|id| *id == value);
+        let sole = node.inputs.iter().filter(|id| **id == value).count() == 1;
+        let shape = |id: ValueId| &graph.value(id).ty.shape;
+        match (&node.op, at) {
+            (Op::Linear(_) | Op::Conv(_), Some(0)) if sole => sink(graph, node, index, chain),
+            (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::MergeHeads(_) | Op::Select(_), Some(0)) => {
+                follow(graph, node.output, index, chain)
+            }
+            (Op::MaskedMean(_), Some(0)) => follow(graph, node.output, index, chain),
+            (Op::Mul(_), Some(_)) if sole && node.inputs.iter().all(|id| shape(*id) == shape(value) && graph.value(*id).kind != Kind::Param) => {
+                follow(graph, node.output, index, chain)
+            }
+            (Op::Flatten(op), Some(0)) => {
+                let Some(width) = shape(node.output).last().and_then(|d| d.fixed()) else { return false };
+                let plane = width / index.len().max(1);
+                let spread: Vec<usize> = (0..width).map(|at| if op.channels_last { index[at % index.len()] } else { index[at / plane.max(1)] }).collect();
+                follow(graph, node.output, &spread, chain)
+            }
+            (Op::Attention(_), Some(2)) => {
+                let (Some(heads), Some(groups)) = (shape(node.inputs[0])[1].fixed(), shape(value)[1].fixed()) else { return false };
+                let (width, shared) = (index.len() / groups.max(1), heads / groups.max(1));
+                let spread: Vec<usize> = (0..heads * width).map(|at| index[at / width.max(1) / shared.max(1) * width + at % width.max(1)]).collect();
+                follow(graph, node.output, &spread, chain)
+            }
+            _ => false,
+        }
+    })
+}
+
+fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool {
+    let weight = weight_input(graph, node).to_owned();
+    let own = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
+    let first = match &node.op {
+        Op::Linear(op) => op.input_major,
+        // Of a depthwise convolution each output has one input, whose factor it takes over by its row.
+        Op::Conv(op) if op.groups > 1 => match graph.value(node.output).ty.shape.get(1).and_then(|d| d.fixed()) {
+            Some(channels) if channels == op.groups => true,
+            _ => return false,
+        },
+        _ => false,
+    };
+    chain.sinks.push(Sink { value: node.inputs[0], weight, index: index.to_vec(), first });
+    own
+}
+
+/// Strengths that are tried: how much of an activation's range goes over to the weights.
+const STRENGTHS: [f64; 6] = [0.3, 0.45, 0.6, 0.7, 0.8, 0.9];
+/// A chain is changed for a gain of so much of its error.
+const GAIN: f64 = 0.02;
+/// Where it takes a multiplication when the model runs, for a gain of so much.
+const COSTLY_GAIN: f64 = 0.25;
+
+/// What was chosen for a chain.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Choice {
+    pub name: String,
+    pub strength: f64,
+    /// Estimated squared error of the layers' outputs, after and before.
+    pub gain: f64,
+    /// Whether it takes a multiplication when the model runs.
+    pub costly: bool,
+}
+
+/// Rescales chains by what was seen of their values: the weights of the model, and what was seen, change alike.
+pub(super) fn rescale(
+    chains: &[Chain],
+    graph: &Graph,
+    model: &mut Model,
+    seen: &mut BTreeMap<String, Seen>,
+    fixed: Option<f64>,
+    observer: Observer,
+    percentile: f64,
+) -> Result<Vec<Choice>> {
+    let mut choices = Vec::new();
+    for chain in chains {
+        let Some(measure) = Measure::of(chain, graph, model, seen)? else { continue };
+        let still = vec![0; chain.width];
+        let before = measure.error(&still, observer, percentile);
+        let strengths: Vec<f64> = fixed.map_or(STRENGTHS.to_vec(), |strength| vec![strength]);
+        let tried = strengths.into_iter().map(|strength| {
+            let powers = measure.powers(strength);
+            (measure.error(&powers, observer, percentile), strength, powers)
+        });
+        let Some((error, strength, powers)) = tried.min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
+        let gain = if chain.costly { COSTLY_GAIN } else { GAIN };
+        if powers.iter().all(|p| *p == 0) || (fixed.is_none() && error > before * (1.0 - gain)) {
+            continue;
+        }
+        chain.apply(&powers, graph, model, seen)?;
+        choices.push(Choice { name: chain.name.clone(), strength, gain: error / before, costly: chain.costly });
+    }
+    Ok(choices)
+}
+
+impl Chain {
+    /// Divides channels by `2ᵖ` where they are made, and multiplies where they are read.
+    pub fn apply(&self, powers: &[i32], graph: &Graph, model: &mut Model, seen: &mut BTreeMap<String, Seen>) -> Result<()> {
+        let factor = |power: i32| 2f32.powi(power);
+        for (name, second) in &self.makers {
+            let divisors = Arc::new(powers.iter().map(|p| factor(-p)).collect());
+            scale(model, name, divisors, !*second)?;
+        }
+        for sink in &self.sinks {
+            let factors = Arc::new(sink.index.iter().map(|channel| factor(powers[*channel])).collect());
+            scale(model, &sink.weight, factors, sink.first)?;
+        }
+        for (value, index) in &self.values {
+            if let Some(seen) = seen.get_mut(&graph.value(*value).name) {
+                seen.divide(&index.iter().map(|channel| powers[*channel]).collect::<Vec<_>>());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn scale(model: &mut Model, name: &str, factors: Arc<Vec<f32>>, first: bool) -> Result<()> {
+    let weight = model.weights.get(name)?.clone();
+    let dtype = weight.dtype;
+    let (rows, columns) = if first { (Some(factors), None) } else { (None, Some(factors)) };
+    let scaled = Scaled { name: name.to_owned(), upstream: weight, rows, columns }.weight(dtype);
+    model.weights.by_name.insert(name.to_owned(), scaled);
+    Ok(())
+}
+
+/// What is needed to tell the error of a chain's layers from the powers.
+struct Measure<'s> {
+    width: usize,
+    sinks: Vec<(Layer, &'s Seen, &'s [usize])>,
+}
+
+/// What an error of each input of a layer costs: the squares of its weights.
+pub(super) fn costs(model: &Model, graph: &Graph, node: &Node) -> Result<Vec<f64>> {
+    let name = weight_input(graph, node);
+    let shape = &graph.value(node.inputs[0]).ty.shape;
+    let axis = if shape.len() == 4 { shape.get(1) } else { shape.last() };
+    let inputs = axis.and_then(|d| d.fixed()).unwrap_or(0);
+    let grouped = matches!(&node.op, Op::Conv(op) if op.groups > 1);
+    if grouped || inputs == 0 {
+        return Ok(Vec::new());
+    }
+    let first = matches!(&node.op, Op::Linear(op) if op.input_major);
+    let sink = Sink { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first };
+    Ok(Layer::of(model, &sink)?.squares)
+}
+
+/// What is needed of a weight `[out, in, ...]`, by channel of its input.
+struct Layer {
+    /// Largest magnitudes, `[out][in]`.
+    largest: Vec<f32>,
+    /// Squares of columns, summed over outputs.
+    squares: Vec<f64>,
+    inputs: usize,
+}
+
+impl Layer {
+    fn of(model: &Model, sink: &Sink) -> Result<Layer> {
+        let weight = model.weights.get(&sink.weight)?;
+        let values = weight.floats(&sink.weight)?;
+        let inputs = sink.index.len();
+        // Of `[in, out]`, a column is a row; of a depthwise weight, each row has one input.
+        let (inner, turned) = match weight.shape[..] {
+            [rows, columns] if sink.first && rows == inputs => (1, columns),
+            _ if sink.first => (weight.row(), 1),
+            _ => (weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1), 0),
+        };
+        let outputs = values.len() / (inputs * inner).max(1);
+        let mut layer = Layer { largest: vec![0.0; outputs.max(1) * inputs], squares: vec![0.0; inputs], inputs };
+        for (at, value) in values.iter().enumerate() {
+            let (output, input) = match turned {
+                0 => (at / (inputs * inner), at / inner % inputs),
+                _ => (at % (turned * inner) / inner.max(1), at / (turned * inner)),
+            };
+            let place = output * inputs + input;
+            if let Some(largest) = layer.largest.get_mut(place) {
+                *largest = largest.max(value.abs());
+            }
+            layer.squares[input] += f64::from(*value) * f64::from(*value);
+        }
+        Ok(layer)
+    }
+}
+
+impl<'s> Measure<'s> {
+    fn of(chain: &'s Chain, graph: &Graph, model: &Model, seen: &'s BTreeMap<String, Seen>) -> Result<Option<Measure<'s>>> {
+        let mut sinks = Vec::new();
+        for sink in &chain.sinks {
+            let Some(seen) = seen.get(&graph.value(sink.value).name) else { continue };
+            if seen.channels.has_histograms() && seen.channels.channels() == sink.index.len() {
+                sinks.push((Layer::of(model, sink)?, seen, sink.index.as_slice()));
+            }
+        }
+        Ok((!sinks.is_empty()).then_some(Measure { width: chain.width, sinks }))
+    }
+
+    /// `log2 (a^strength / w^(1 - strength))` for each channel, rounded, around zero.
+    fn powers(&self, strength: f64) -> Vec<i32> {
+        let (mut activations, mut weights) = (vec![0f64; self.width], vec![0f64; self.width]);
+        for (layer, seen, index) in &self.sinks {
+            let largest = seen.channels.largest();
+            for (input, channel) in index.iter().enumerate() {
+                activations[*channel] = activations[*channel].max(f64::from(largest[input]));
+                let column = (0..layer.largest.len() / layer.inputs).map(|o| layer.largest[o * layer.inputs + input]).fold(0f32, f32::max);
+                weights[*channel] = weights[*channel].max(f64::from(column));
+            }
+        }
+        let logs: Vec<f64> = activations.iter().zip(&weights).map(|(a, w)| if *a > 0.0 && *w > 0.0 { strength * a.log2() - (1.0 - strength) * w.log2() } else { f64::NAN }).collect();
+        let known: Vec<f64> = logs.iter().copied().filter(|l| l.is_finite()).collect();
+        let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
+        logs.iter().map(|l| if l.is_finite() { ((l - mean).round() as i32).clamp(-12, 12) } else { 0 }).collect()
+    }
+
+    /// Estimated squared error of the layers' outputs when channels are divided by `2ᵖ`.
+    fn error(&self, powers: &[i32], observer: Observer, percentile: f64) -> f64 {
+        let mut total = 0.0;
+        for (layer, seen, index) in &self.sinks {
+            let by = |input: usize| 2f64.powi(powers[index[input]]);
+            let mut divided = (*seen).clone();
+            divided.divide(&index.iter().map(|channel| powers[*channel]).collect::<Vec<_>>());
+            let columns: Vec<f64> = (0..layer.inputs).map(|input| layer.squares[input] * by(input) * by(input)).collect();
+            let range = observer.range(&divided, Some(&columns), percentile);
+            let Some(weighted) = Weighted::of(&divided.channels, &columns) else { continue };
+            let activations = weighted.error((range.0.into(), range.1.into())) / divided.channels.count().max(1) as f64;
+            let energy: f64 = divided.channels.mean_squares().iter().sum();
+            let rows = layer.largest.chunks_exact(layer.inputs.max(1));
+            let weights: f64 = rows
+                .map(|row| {
+                    let largest = row.iter().enumerate().map(|(input, w)| f64::from(*w) * by(input)).fold(0f64, f64::max);
+                    let step = largest / 127.5;
+                    step * step / 12.0 * energy
+                })
+                .sum();
+            total += activations + weights;
+        }
+        total
+    }
+}

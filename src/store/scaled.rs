@@ -1,0 +1,111 @@
+//! Weights whose rows and columns are multiplied, and weights that are computed when they are asked for.
+
+use std::sync::Arc;
+
+use super::{Block, DType, Encoding, Sink, Source, View, Weight};
+use crate::error::{Error, Result};
+use crate::kernel::convert;
+
+/// Another weight with factors on its axes.
+pub struct Scaled {
+    /// Name, for errors.
+    pub name: String,
+    /// Where the values come from; floats.
+    pub upstream: Weight,
+    /// One factor for each index of the first axis.
+    pub rows: Option<Arc<Vec<f32>>>,
+    /// One factor for each index of the second axis.
+    pub columns: Option<Arc<Vec<f32>>>,
+}
+
+impl Scaled {
+    /// The product as a weight of this format.
+    pub fn weight(self, dtype: DType) -> Weight {
+        let upstream = self.upstream.clone();
+        upstream.then(dtype, Encoding::Dense, Arc::new(Typed { scaled: self, dtype }))
+    }
+}
+
+struct Typed {
+    scaled: Scaled,
+    dtype: DType,
+}
+
+impl Source for Typed {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let Scaled { name, upstream, rows, columns } = &self.scaled;
+        let row = upstream.row().max(1);
+        // Elements under one index of the second axis.
+        let inner = upstream.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1);
+        let size = self.dtype.bitsize() / 8;
+        let (mut values, mut bytes) = (Vec::new(), Vec::new());
+        let mut at = 0;
+        upstream.visit(unit, &mut |block| {
+            let count = block.now.elements();
+            values.resize(count, 0f32);
+            bytes.resize(count * size, 0);
+            let floats = block.now.decode(0, &mut values);
+            for (index, value) in values.iter_mut().enumerate().map(|(index, value)| (at + index, value)) {
+                let factor = |factors: &Option<Arc<Vec<f32>>>, index: usize| factors.as_ref().and_then(|f| f.get(index)).copied().unwrap_or(1.0);
+                *value *= factor(rows, index / row) * factor(columns, index % row / inner);
+            }
+            at += count;
+            if !floats || !convert::from_f32(self.dtype, &values, &mut bytes) {
+                return Err(Error::tensor(name, format!("is {}, where floats are needed", upstream.dtype), ""));
+            }
+            sink(block.becomes(View::dense(self.dtype, &bytes)))
+        })
+    }
+}
+
+/// A small weight that is made when it is asked for.
+pub struct Computed<F> {
+    /// Makes the elements.
+    pub values: F,
+}
+
+impl<F: Fn() -> Result<Vec<f32>> + Send + Sync + 'static> Computed<F> {
+    /// The weight, of this shape and of 32-bit floats.
+    pub fn weight(self, shape: Vec<usize>) -> Weight {
+        Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(self))
+    }
+}
+
+impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> Source for Computed<F> {
+    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+        let bytes: Vec<u8> = (self.values)()?.iter().flat_map(|value| value.to_le_bytes()).collect();
+        sink(Block::untouched(View::dense(DType::F32, &bytes)))
+    }
+}
+
+/// A matrix with its axes exchanged; made as a whole.
+pub struct Turned {
+    /// Name, for errors.
+    pub name: String,
+    /// Where the values come from; floats.
+    pub upstream: Weight,
+}
+
+impl Turned {
+    /// The matrix `[b, a]` for one of `[a, b]`.
+    pub fn weight(self) -> Weight {
+        let mut weight = self.upstream.clone();
+        weight.shape.reverse();
+        let dtype = weight.dtype;
+        weight.then(dtype, Encoding::Dense, Arc::new(self))
+    }
+}
+
+impl Source for Turned {
+    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+        let columns = self.upstream.row().max(1);
+        let values = self.upstream.floats(&self.name)?;
+        let turned: Vec<f32> = (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect();
+        let dtype = self.upstream.dtype;
+        let mut bytes = vec![0; turned.len() * dtype.bitsize() / 8];
+        if !convert::from_f32(dtype, &turned, &mut bytes) {
+            return Err(Error::tensor(&self.name, format!("is {dtype}, where floats of 16 or 32 bits are needed"), ""));
+        }
+        sink(Block::untouched(View::dense(dtype, &bytes)))
+    }
+}
