@@ -1,7 +1,7 @@
 """The parts of scripts/static-peers that need the reference environment, each in a process of its own.
 
     static.py prepare MODEL FOLDER DATA SCRATCH N,N    float.onnx, and samples-N.npz for each N
-    static.py quantize FLOAT SAMPLES METHOD OPS OUT    quantize_static
+    static.py quantize FLOAT SAMPLES METHOD OPS OUT    quantize_static, of all ops when none are named
     static.py judge MODEL FOLDER DATA PATHS            figures of the files of a JSON object, as JSON
     static.py models FILE…                             which model each is of, as JSON
 """
@@ -74,9 +74,8 @@ def quantize(source, samples, method, ops, out):
             self.place += 1
             return {name.removeprefix(head): self.arrays[name] for name in self.arrays.files if name.startswith(head)} or None
 
-    types = ops.split(",") if "," in ops else None
     options = {"CalibPercentile": 99.99} if method == "Percentile" else {}
-    quantize_static(source, out, Reader(), op_types_to_quantize=types, per_channel=True, calibrate_method=CalibrationMethod[method], extra_options=options)
+    quantize_static(source, out, Reader(), op_types_to_quantize=ops.split(",") if ops else None, per_channel=True, calibrate_method=CalibrationMethod[method], extra_options=options)
 
 
 def cosines(one, other):
@@ -91,8 +90,7 @@ def answers(model, opened, folder, data):
         every = [onnx_bench.embeddings(opened, folder, first + second, size) for size in onnx_bench.SENTENCES]
         return [onnx_bench.correlation(vectors, scores) for vectors in every], numpy.concatenate(every)
     pixels, labels = pictures(model, data, "test")
-    name = opened.get_inputs()[0].name
-    logits = numpy.concatenate([opened.run(None, {name: pixels[start : start + 500]})[0] for start in range(0, len(pixels), 500)])
+    logits = numpy.concatenate([opened.run(None, {"pixels": pixels[start : start + 500]})[0] for start in range(0, len(pixels), 500)])
     return [float((logits.argmax(1) == labels).mean())], logits
 
 
@@ -118,13 +116,13 @@ def judge(model, folder, data, paths):
 
 
 def models(*paths):
-    def of(path):
+    def one(path):
         inputs = onnx_bench.session(path).get_inputs()
         if any(given.name == "input_ids" for given in inputs):
             return "minilm"
         return next((model for model, shape in SHAPES.items() if inputs[0].shape[1:] == shape), None)
 
-    print(json.dumps([of(path) for path in paths]))
+    print(json.dumps([one(path) for path in paths]))
 
 
 if __name__ == "__main__":
