@@ -1,7 +1,7 @@
 """The parts of scripts/static-peers that need the reference environment, each in a process of its own.
 
     static.py prepare MODEL FOLDER DATA SCRATCH N,N    float.onnx, and samples-N.npz for each N
-    static.py quantize FLOAT SAMPLES METHOD OPS OUT    quantize_static, of all ops when none are named
+    static.py quantize FLOAT SAMPLES METHOD OPS ACTIVATIONS OUT
     static.py judge MODEL FOLDER DATA PATHS            figures of the files of a JSON object, as JSON
     static.py models FILE…                             which model each is of, as JSON
 """
@@ -61,21 +61,42 @@ def prepare(model, folder, data, scratch, counts):
         numpy.savez(scratch / f"samples-{count}.npz", **arrays)
 
 
-def quantize(source, samples, method, ops, out):
-    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, quantize_static
+def quantize(source, samples, method, ops, activations, out):
+    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, QuantType, quantize_static
 
     class Reader(CalibrationDataReader):
         def __init__(self):
-            self.arrays = numpy.load(samples)
-            self.place = 0
+            arrays = numpy.load(samples)
+            self.feeds = [{} for _ in range(1 + max(int(name.split("/")[0]) for name in arrays.files))]
+            for name in arrays.files:
+                place, given = name.split("/")
+                self.feeds[int(place)][given] = arrays[name]
+            self.set_range(0, len(self.feeds))
+
+        def __len__(self):
+            return len(self.feeds)
+
+        def set_range(self, start_index, end_index):
+            self.places = iter(range(start_index, end_index))
 
         def get_next(self):
-            head = f"{self.place}/"
-            self.place += 1
-            return {name.removeprefix(head): self.arrays[name] for name in self.arrays.files if name.startswith(head)} or None
+            place = next(self.places, None)
+            return None if place is None else self.feeds[place]
 
-    options = {"CalibPercentile": 99.99} if method == "Percentile" else {}
-    quantize_static(source, out, Reader(), op_types_to_quantize=ops.split(",") if ops else None, per_channel=True, calibrate_method=CalibrationMethod[method], extra_options=options)
+    reader = Reader()
+    more = {"CalibPercentile": 99.99} if method == "Percentile" else {}
+    shapes = {array.shape[1:] for feed in reader.feeds for array in feed.values()}
+    if method != "MinMax" and len(shapes) > 1:
+        # Histograms of samples of different lengths are collected one at a time, or it fails.
+        more["CalibStridedMinMax"] = 1
+    options = {
+        "op_types_to_quantize": ops.split(",") if ops else None,
+        "per_channel": True,
+        "activation_type": QuantType[activations],
+        "calibrate_method": CalibrationMethod[method],
+        "extra_options": more,
+    }
+    quantize_static(source, out, reader, **options)
 
 
 def cosines(one, other):
