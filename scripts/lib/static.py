@@ -21,7 +21,7 @@ import numpy
 from lib import onnx_bench
 
 BATCH = 32
-ROUNDS = 40
+ROUNDS = 20
 SHAPES = {"cifar-10": [3, 32, 32], "fashion-mnist": [1, 28, 28]}
 
 
@@ -117,16 +117,15 @@ def answers(model, opened, folder, data):
 
 def judge(model, folder, data, paths):
     folder, data, paths = Path(folder), Path(data), json.loads(paths)
-    sessions = {name: onnx_bench.session(path) for name, path in paths.items()}
     feed = onnx_bench.tokens() if model == "minilm" else {"pixels": pictures(model, data, "test")[0][:BATCH]}
-    taken = onnx_bench.timings(sessions, ROUNDS, time.perf_counter, feed)
+    taken = onnx_bench.timings({name: onnx_bench.session(path, 1) for name, path in paths.items()}, ROUNDS, time.thread_time, feed)
     rows, plain = {}, None
-    for name, opened in sessions.items():
-        scores, found = answers(model, opened, folder, data)
+    for name, path in paths.items():
+        scores, found = answers(model, onnx_bench.session(path), folder, data)
         plain = found if plain is None else plain
         likeness = cosines(found, plain)
         rows[name] = {
-            "bytes": os.path.getsize(paths[name]),
+            "bytes": os.path.getsize(path),
             "scores": scores,
             "mean": float(likeness.mean()),
             "min": float(likeness.min()),
