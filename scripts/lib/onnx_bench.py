@@ -130,8 +130,8 @@ def session(path, threads=THREADS):
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
-def sentences(data):
-    rows = [line.rstrip("\n").split("\t") for line in (data / "sts-test.csv").read_text().splitlines()]
+def sentences(data, part="test"):
+    rows = [line.rstrip("\n").split("\t") for line in (data / f"sts-{part}.csv").read_text().splitlines()]
     return [row[5] for row in rows], [row[6] for row in rows], [float(row[4]) for row in rows]
 
 
@@ -163,6 +163,14 @@ def embeddings(opened, model, texts, size):
     return numpy.concatenate(found)
 
 
+def correlation(vectors, scores):
+    """Of the ranks of scores with those of the cosines of pairs, the second sentences behind all first ones."""
+    import numpy
+
+    similarity = (vectors[: len(scores)] * vectors[len(scores) :]).sum(1)
+    return float(numpy.corrcoef(ranks(similarity), ranks(scores))[0, 1])
+
+
 def ranks(values):
     """Places in order, those of equal values averaged."""
     import numpy
@@ -172,12 +180,15 @@ def ranks(values):
     return (last - (counts - 1) / 2)[inverse]
 
 
-def timings(sessions, rounds, clock):
+def tokens():
     import numpy
 
     random = numpy.random.default_rng(0)
     ids = random.integers(1000, 20_000, (BATCH, LENGTH)).astype(numpy.int64)
-    feeds = {"input_ids": ids, "attention_mask": numpy.ones_like(ids), "token_type_ids": numpy.zeros_like(ids)}
+    return {"input_ids": ids, "attention_mask": numpy.ones_like(ids), "token_type_ids": numpy.zeros_like(ids)}
+
+
+def timings(sessions, rounds, clock, feeds):
     taken = {name: [] for name in sessions}
     names = list(sessions)
     for opened in sessions.values():
@@ -208,9 +219,9 @@ def measure(scratch, model, data, rounds=60):
     files = {TORCH: scratch / "torch.onnx", ORT_INT8: scratch / "torch-int8.onnx", **{name: scratch / f"{name}.onnx" for name in EXPORTS}}
     export_torch(model, files[TORCH])
     quantize_dynamic(str(files[TORCH]), str(files[ORT_INT8]), per_channel=True, weight_type=QuantType.QInt8)
-    processor = timings({name: session(path, 1) for name, path in files.items()}, rounds // 2, time.thread_time)
+    processor = timings({name: session(path, 1) for name, path in files.items()}, rounds // 2, time.thread_time, tokens())
     sessions = {name: session(path) for name, path in files.items()}
-    taken = timings(sessions, rounds, time.perf_counter)
+    taken = timings(sessions, rounds, time.perf_counter, tokens())
     first, second, scores = sentences(data)
     rows, plain = {}, None
     for name, opened in sessions.items():
@@ -218,8 +229,7 @@ def measure(scratch, model, data, rounds=60):
         for size in SENTENCES:
             vectors = embeddings(opened, model, first + second, size)
             plain = vectors if plain is None else plain
-            similarity = (vectors[: len(first)] * vectors[len(first) :]).sum(1)
-            spearman.append(float(numpy.corrcoef(ranks(similarity), ranks(scores))[0, 1]))
+            spearman.append(correlation(vectors, scores))
             cosines.append((vectors * plain).sum(1))
         rows[name] = {
             "bytes": files[name].stat().st_size,

@@ -1,0 +1,39 @@
+"""What scripts take from the cache and put there."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SCRIPTS = Path(__file__).resolve().parent.parent
+
+
+def script(*command):
+    """The folders that another script prints; its failure is ours."""
+    done = subprocess.run([sys.executable, SCRIPTS / command[0], *command[1:]], stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(done.returncode)
+    return [Path(line) for line in done.stdout.splitlines()]
+
+
+def fetched(name):
+    (folder,) = script("fetch", name)
+    return folder
+
+
+def made(final, make):
+    """The folder `final`, which `make` fills when it is not there yet; it appears whole or not at all."""
+    if not final.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=final.parent, prefix="make-") as scratch:
+            folder = Path(scratch, final.name)
+            folder.mkdir()
+            make(folder)
+            try:
+                os.rename(folder, final)
+            except OSError:
+                # Another run may have been faster.
+                if not final.is_dir():
+                    raise
+    return final
