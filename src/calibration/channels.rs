@@ -21,6 +21,8 @@ pub struct Channels {
 #[derive(Debug, Clone, PartialEq)]
 struct Bins {
     exponents: Vec<i32>,
+    /// What each channel was multiplied by after it was counted.
+    factors: Vec<f64>,
     counts: Vec<u32>,
 }
 
@@ -49,7 +51,7 @@ impl Channels {
             sums: vec![0.0; count],
             squares: vec![0.0; count],
             count: 0,
-            bins: histograms.then(|| Bins { exponents: vec![exponent_of(0.0); count], counts: vec![0; count * BINS] }),
+            bins: histograms.then(|| Bins { exponents: vec![exponent_of(0.0); count], factors: vec![1.0; count], counts: vec![0; count * BINS] }),
         }
     }
 
@@ -101,6 +103,25 @@ impl Channels {
         }
     }
 
+    /// Adds what another has seen of the same channels.
+    pub fn merge(&mut self, other: &Channels) {
+        let mut other = other.clone();
+        for channel in 0..self.low.len() {
+            self.low[channel] = self.low[channel].min(other.low[channel]);
+            self.high[channel] = self.high[channel].max(other.high[channel]);
+            self.sums[channel] += other.sums[channel];
+            self.squares[channel] += other.squares[channel];
+            if let (Some(bins), Some(others)) = (&mut self.bins, &mut other.bins) {
+                let exponent = bins.exponents[channel].max(others.exponents[channel]);
+                bins.grow(channel, exponent);
+                others.grow(channel, exponent);
+                let range = channel * BINS..(channel + 1) * BINS;
+                bins.counts[range.clone()].iter_mut().zip(&others.counts[range]).for_each(|(a, b)| *a += b);
+            }
+        }
+        self.count += other.count;
+    }
+
     /// Number of channels.
     pub fn channels(&self) -> usize {
         self.low.len()
@@ -114,7 +135,7 @@ impl Channels {
     /// The middles of a channel's bins that hold something, with how much.
     pub fn each_bin(&self, channel: usize, mut see: impl FnMut(f64, f64)) {
         let Some(bins) = &self.bins else { return };
-        let width = 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
+        let width = bins.factors[channel] * 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
         for (bin, count) in bins.counts[channel * BINS..(channel + 1) * BINS].iter().enumerate().filter(|(_, count)| **count > 0) {
             see((f64::from(bin as i32 - HALF) + 0.5) * width, f64::from(*count));
         }
@@ -135,16 +156,15 @@ impl Channels {
         self.low.iter().zip(&self.high).map(|(low, high)| if *low > *high { 0.0 } else { low.abs().max(high.abs()) }).collect()
     }
 
-    /// Every channel divided by a power of two of its own.
-    pub fn divide(&mut self, powers: &[i32]) {
-        for (channel, power) in powers.iter().enumerate() {
-            let by = 2f32.powi(-power);
-            self.low[channel] *= by;
-            self.high[channel] *= by;
-            self.sums[channel] *= f64::from(by);
-            self.squares[channel] *= f64::from(by) * f64::from(by);
+    /// Every channel multiplied by a number of its own.
+    pub fn multiply(&mut self, factors: &[f64]) {
+        for (channel, by) in factors.iter().enumerate() {
+            self.low[channel] = (f64::from(self.low[channel]) * by) as f32;
+            self.high[channel] = (f64::from(self.high[channel]) * by) as f32;
+            self.sums[channel] *= by;
+            self.squares[channel] *= by * by;
             if let Some(bins) = &mut self.bins {
-                bins.exponents[channel] -= power;
+                bins.factors[channel] *= by;
             }
         }
     }
@@ -154,15 +174,14 @@ impl Channels {
         self.bins.is_some()
     }
 
-    /// What one channel was like after a division by `2ᵖ`, in a histogram of all channels.
-    pub fn add_divided(&self, channel: usize, power: i32, to: &mut Histogram) {
-        let Some(bins) = &self.bins else { return };
-        if self.low[channel] > self.high[channel] {
-            return;
+    /// All channels in one histogram, each value in the middle of its bin.
+    pub fn histogram(&self) -> Histogram {
+        let mut all = Histogram::default();
+        for channel in (0..self.low.len()).filter(|channel| self.low[*channel] <= self.high[*channel]) {
+            all.make_room(self.low[channel], self.high[channel]);
+            self.each_bin(channel, |middle, count| all.add_many(middle, count as u64));
         }
-        let by = 2f32.powi(-power);
-        let counts = &bins.counts[channel * BINS..(channel + 1) * BINS];
-        to.add_counts(bins.exponents[channel] - power, counts, self.low[channel] * by, self.high[channel] * by);
+        all
     }
 }
 
@@ -181,18 +200,29 @@ mod tests {
     }
 
     #[test]
-    fn a_divided_channel_is_the_histogram_of_divided_values() {
+    fn halves_make_a_whole() {
+        let values: Vec<f32> = (0..60).map(|i| ((i * 37) % 61) as f32 / 7.0 - 4.0 * (i % 3) as f32).collect();
+        let [mut whole, mut first, mut second] = [(); 3].map(|()| Channels::new(3, true));
+        whole.add_rows(&values);
+        first.add_rows(&values[..21]);
+        second.add_rows(&values[21..]);
+        first.merge(&second);
+        assert_eq!((first.histogram(), first.largest(), first.count()), (whole.histogram(), whole.largest(), whole.count()));
+    }
+
+    #[test]
+    fn a_multiplied_channel_is_the_histogram_of_multiplied_values() {
         let values = [0.3f32, -0.7, 0.9, 0.11, -0.02, 5.0];
         let mut channels = Channels::new(1, true);
         values.chunks(2).for_each(|batch| channels.add_rows(batch));
-        let mut divided = Histogram::default();
-        channels.add_divided(0, 2, &mut divided);
-        assert_eq!((divided.range(), divided.total()), ((-0.175, 1.25), 6));
+        channels.multiply(&[0.25]);
+        let all = channels.histogram();
+        assert_eq!((all.range(), all.total()), ((-0.175, 1.25), 6));
         // Every value lies within half a bin of the channel's.
-        let bin = 2.0 / 4.0 * 8.0 / 256.0;
+        let bin = 0.25 * 8.0 / 128.0;
         for value in values {
             let at = f64::from(value / 4.0);
-            let near = (0..super::super::BINS).any(|b| divided.counts()[b] > 0 && (divided.middle(b) - at).abs() <= bin);
+            let near = (0..super::super::BINS).any(|b| all.counts()[b] > 0 && (all.middle(b) - at).abs() <= bin);
             assert!(near, "{value}");
         }
     }

@@ -85,17 +85,17 @@ impl Histogram {
         self.total += other.total;
     }
 
-    /// Adds counts of bins over `-2ᵉ..2ᵉ` that were counted elsewhere, as many as divide [`BINS`].
-    pub(super) fn add_counts(&mut self, exponent: i32, counts: &[u32], low: f32, high: f32) {
-        self.grow(exponent);
-        let half = counts.len() as i32 / 2;
-        for (bin, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
-            // The middle of the bin, in bins of this histogram.
-            let middle = (f64::from(bin as i32 - half) + 0.5) * 2f64.powi(exponent - self.exponent) * f64::from(HALF) / f64::from(half);
-            self.counts[(middle.floor() as i32 + HALF).clamp(0, BINS as i32 - 1) as usize] += u64::from(*count);
-            self.total += u64::from(*count);
-        }
+    /// Makes room for values between these.
+    pub(super) fn make_room(&mut self, low: f32, high: f32) {
+        self.grow(exponent_of(low.abs().max(high.abs())));
         (self.low, self.high) = (self.low.min(low), self.high.max(high));
+    }
+
+    /// Counts a value many times.
+    pub(super) fn add_many(&mut self, value: f64, count: u64) {
+        let bin = (value / self.width()).floor() + f64::from(HALF);
+        self.counts[bin.clamp(0.0, (BINS - 1) as f64) as usize] += count;
+        self.total += count;
     }
 
     /// Width of a bin.

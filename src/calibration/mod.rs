@@ -8,5 +8,5 @@ mod run;
 
 pub use channels::Channels;
 pub use histogram::{BINS, Histogram};
-pub use observer::{Averages, Observer, Weighted};
+pub use observer::{Averages, Observer, Weighted, with_headroom};
 pub use run::{Axis, Request, Seen, calibrate};

@@ -64,13 +64,33 @@ impl Observer {
             Observer::MovingAverage => return seen.averages.range(),
             Observer::Percentile => percentiles(histogram, wide, percentile),
             Observer::Entropy => entropy(histogram, wide),
-            Observer::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels, weights)) {
+            Observer::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels(), weights)) {
                 Some(weighted) => search(wide, |range| weighted.error(range)),
                 None => squares(histogram, wide),
             },
         };
         (low as f32, high as f32)
     }
+}
+
+/// How much wider than what was seen a range may be.
+const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
+
+/// The range for what was seen, with room for what was not: as much as each half of the samples needs beyond what the other half
+/// asks for.
+pub fn with_headroom(observer: Observer, seen: &Seen, weights: &[f64], percentile: f64) -> (f32, f32) {
+    let (low, high) = observer.range(seen, Some(weights), percentile);
+    let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
+    let Some(halves) = seen.halves() else { return (low, high) };
+    let mut errors = [0f64; HEADROOM.len()];
+    for (train, test) in [(&halves[0], &halves[1]), (&halves[1], &halves[0])] {
+        let range = observer.range(train, Some(weights), percentile);
+        let Some(costs) = Weighted::of(&test.channels(), weights) else { return (low, high) };
+        errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += costs.error(wider(range, by)));
+    }
+    let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
+    let (low, high) = wider((low, high), HEADROOM[best]);
+    (low as f32, high as f32)
 }
 
 /// What errors cost, by value and by channel.
@@ -88,8 +108,7 @@ impl Weighted {
             return None;
         }
         let mut all = vec![0f64; BINS];
-        let mut grid = Histogram::default();
-        (0..weights.len()).for_each(|channel| channels.add_divided(channel, 0, &mut grid));
+        let grid = channels.histogram();
         for (channel, weight) in weights.iter().enumerate() {
             channels.each_bin(channel, |middle, count| {
                 let bin = (middle / grid.width()).floor() + BINS as f64 / 2.0;

@@ -39,34 +39,55 @@ pub struct Seen {
     pub histogram: Histogram,
     /// The extremes of batches.
     pub averages: Averages,
-    /// Channel by channel.
-    pub channels: Channels,
+    /// Channel by channel, of every second batch: what one half says can be held to the other.
+    halves: [Channels; 2],
     /// A few rows, spread over the samples; for images, the channels of one place.
     pub rows: Vec<Vec<f32>>,
     batches: u64,
 }
 
 impl Seen {
-    /// What would have been seen, had every channel been divided by a power of two of its own.
-    pub fn divide(&mut self, powers: &[i32]) {
-        if powers.iter().all(|power| *power == 0) {
+    /// What would have been seen, had every channel been multiplied by a number of its own.
+    pub fn multiply(&mut self, factors: &[f64]) {
+        if factors.iter().all(|factor| *factor == 1.0) {
             return;
         }
         let before = self.histogram.range();
-        self.channels.divide(powers);
-        if self.channels.has_histograms() {
-            self.histogram = Histogram::default();
-            (0..powers.len()).for_each(|channel| self.channels.add_divided(channel, 0, &mut self.histogram));
+        self.halves.iter_mut().for_each(|half| half.multiply(factors));
+        let channels = self.channels();
+        if channels.has_histograms() {
+            self.histogram = channels.histogram();
         }
         self.averages.scale(before, self.histogram.range());
         for row in &mut self.rows {
-            row.iter_mut().zip(powers).for_each(|(x, power)| *x *= 2f32.powi(-power));
+            row.iter_mut().zip(factors).for_each(|(x, factor)| *x = (f64::from(*x) * factor) as f32);
         }
     }
 
     fn new(width: usize, request: Request) -> Seen {
-        let channels = Channels::new(width, request.histograms);
-        Seen { histogram: Histogram::default(), averages: Averages::default(), channels, rows: Vec::new(), batches: 0 }
+        let halves = [(); 2].map(|()| Channels::new(width, request.histograms));
+        Seen { histogram: Histogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0 }
+    }
+
+    /// Channel by channel.
+    pub fn channels(&self) -> Channels {
+        let mut all = self.halves[0].clone();
+        all.merge(&self.halves[1]);
+        all
+    }
+
+    /// The halves of what was seen as if each were all of it, where both have something.
+    pub fn halves(&self) -> Option<[Seen; 2]> {
+        let half = |index: usize| {
+            let channels = &self.halves[index];
+            let mut averages = self.averages;
+            let histogram = channels.histogram();
+            averages.scale(self.histogram.range(), histogram.range());
+            let halves = [channels.clone(), Channels::new(channels.channels(), true)];
+            Seen { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2 }
+        };
+        let both = self.halves.iter().all(|half| half.has_histograms() && half.count() > 0);
+        both.then(|| [half(0), half(1)])
     }
 
     fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis) -> Result<()> {
@@ -81,10 +102,11 @@ impl Seen {
         }
         self.histogram.add_within(values, low, high);
         self.averages.add(low, high);
-        let width = self.channels.channels().max(1);
+        let half = (self.batches % 2) as usize;
+        let width = self.halves[half].channels().max(1);
         match axis {
             Axis::Last => {
-                self.channels.add_rows(values);
+                self.halves[half].add_rows(values);
                 let rows = values.len() / width;
                 // One row of a batch at first, then of every second, of every fourth batch.
                 if rows > 0 && self.batches.is_power_of_two() | (self.batches < 32) && self.rows.len() < KEPT {
@@ -94,7 +116,7 @@ impl Seen {
             }
             Axis::Second => {
                 let plane = shape.iter().skip(2).product::<usize>().max(1);
-                self.channels.add_planes(values, plane);
+                self.halves[half].add_planes(values, plane);
                 if self.rows.len() < KEPT && values.len() >= width * plane {
                     let at = (self.batches as usize * 7919) % plane;
                     self.rows.push((0..width).map(|channel| values[channel * plane + at]).collect());

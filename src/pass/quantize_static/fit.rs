@@ -7,7 +7,7 @@ use super::{QuantizeStatic, scaling};
 use super::prepare::Prepared;
 use super::sites::Sites;
 use super::walk::weight_input;
-use crate::calibration::{Histogram, Seen};
+use crate::calibration::{Histogram, Seen, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
 use crate::ir::quantizers::{self, Quantizers};
@@ -36,7 +36,7 @@ impl QuantizeStatic {
                 (None, None) => FakeQuantize::default(),
                 (None, Some(seen)) => {
                     let costs = self.costs(prepared, layers, site.like)?;
-                    let (low, high) = self.observer.range(seen, Some(&costs), self.percentile);
+                    let (low, high) = if self.headroom { with_headroom(self.observer, seen, &costs, self.percentile) } else { self.observer.range(seen, Some(&costs), self.percentile) };
                     if self.symmetric { FakeQuantize::symmetric(low, high) } else { FakeQuantize::of_range(low, high) }
                 }
             };
@@ -116,7 +116,7 @@ impl QuantizeStatic {
         if let (true, Some(id), Some(seen)) = (self.bias_correction, node.inputs.get(2), seen) {
             let bias_name = graph.value(*id).name.clone();
             let old = prepared.model.weights.get(&bias_name)?.clone();
-            let (means, before, after, full) = (seen.channels.means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
+            let (means, before, after, full) = (seen.channels().means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
             let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means);
             let dtype = prepared.model.weights.get(&bias_name)?.dtype;
             let shape = prepared.model.weights.get(&bias_name)?.shape.clone();

@@ -136,6 +136,9 @@ pub struct QuantizeStatic {
     /// Percentage of values that stay within the range, with `observer: percentile`
     #[cfg_attr(feature = "cli", arg(long, value_name = "PERCENT", default_value_t = Self::default().percentile))]
     pub percentile: f64,
+    /// Whether ranges get room for what was not seen, as much as one half of the samples needs beyond the other
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().headroom))]
+    pub headroom: bool,
     /// Whether zero points of activations are fixed at zero
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().symmetric))]
     pub symmetric: bool,
@@ -172,6 +175,7 @@ impl Default for QuantizeStatic {
         Self {
             observer: Observer::default(),
             percentile: 99.99,
+            headroom: true,
             symmetric: false,
             granularity: GranularityKind::Channel,
             weight_observer: WeightObserver::Mse,
