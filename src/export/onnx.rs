@@ -71,7 +71,12 @@ struct Prepared {
 impl Onnx {
     fn prepare(&self, model: &Model) -> Result<Prepared> {
         let graph = model.graph()?;
-        let mut style = Style { opset: self.opset, precision: self.precision, signed: self.activations == Integers::Int8 || (self.activations == Integers::Auto && model.signed_activations), ..Style::default() };
+        let mut style = Style {
+            opset: self.opset,
+            precision: self.precision,
+            signed: self.activations == Integers::Int8 || (self.activations == Integers::Auto && model.signed_activations),
+            ..Style::default()
+        };
         for (_, value) in graph.params() {
             if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding {
                 style.integers.insert(value.name.clone(), affine.clone());
@@ -89,7 +94,8 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
     let name = slot.weight.clone();
     let weight = weights.get(&name)?;
     if let Some(sums) = &slot.sums {
-        let of = Bias { name: name.clone(), values: weight.clone(), weight: weights.get(&sums.weight)?.clone(), input_scale: sums.input_scale, scales: sums.scales };
+        let of =
+            Bias { name: name.clone(), values: weight.clone(), weight: weights.get(&sums.weight)?.clone(), input_scale: sums.input_scale, scales: sums.scales };
         let name = if sums.scales { format!("{name}_scale") } else { name };
         return Ok(Item { name, weight: of.weight(), spelling: Spelling::Plain });
     }

@@ -220,7 +220,9 @@ fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
         Encoding::Affine(_) if is_embedding(name, weight) => false,
-        Encoding::Affine(affine) => weight.shape.len() == 2 && affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor,
+        Encoding::Affine(affine) => {
+            weight.shape.len() == 2 && affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor
+        }
     }
 }
 

@@ -164,7 +164,14 @@ mod tests {
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);
         assert!(exp(f32::NAN).is_nan());
         assert_eq!((tanh(100.0), tanh(-100.0)), (1.0, -1.0));
-        for function in [Activation::Relu, Activation::Gelu, Activation::Silu, Activation::Tanh, Activation::Clip { min: 0.0, max: 6.0 }, Activation::Round { scale: 0.1, zero_point: 3.0 }] {
+        for function in [
+            Activation::Relu,
+            Activation::Gelu,
+            Activation::Silu,
+            Activation::Tanh,
+            Activation::Clip { min: 0.0, max: 6.0 },
+            Activation::Round { scale: 0.1, zero_point: 3.0 },
+        ] {
             let mut value = [f32::NAN];
             activate(function, &mut value);
             assert!(value[0].is_nan(), "{function:?}");

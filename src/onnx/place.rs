@@ -233,7 +233,15 @@ fn uses(graph: &Graph) -> BTreeMap<usize, Vec<Use<'_>>> {
         }
         for (input, id) in node.inputs.iter().enumerate().filter(|(_, id)| graph.value(**id).kind == Kind::Param) {
             let at = id.index();
-            uses.entry(at).or_default().push(Use { op: &node.op, input, first: node.inputs.first().copied(), rank, sibling, weight, result: results.contains(&at) });
+            uses.entry(at).or_default().push(Use {
+                op: &node.op,
+                input,
+                first: node.inputs.first().copied(),
+                rank,
+                sibling,
+                weight,
+                result: results.contains(&at),
+            });
         }
     }
     uses

@@ -21,8 +21,8 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use integers::Observer;
+pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationScheme, GranularityKind, QuantizeDynamic};
 #[cfg(feature = "run")]
 pub use quantize_static::{ActivationTarget, QuantizeStatic, Smooth};

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::targets::{self, Chosen};
 use super::integers::{Integers, Observer};
+use super::targets::{self, Chosen};
 use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Applied, Model};

@@ -3,10 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::{QuantizeStatic, scaling};
 use super::prepare::Prepared;
 use super::sites::Sites;
 use super::walk::weight_input;
+use super::{QuantizeStatic, scaling};
 use crate::calibration::{Histogram, Seen, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
@@ -36,7 +36,11 @@ impl QuantizeStatic {
                 (None, None) => FakeQuantize::default(),
                 (None, Some(seen)) => {
                     let costs = self.costs(prepared, layers, site.like)?;
-                    let (low, high) = if self.headroom { with_headroom(self.observer, seen, &costs, self.percentile) } else { self.observer.range(seen, Some(&costs), self.percentile) };
+                    let (low, high) = if self.headroom {
+                        with_headroom(self.observer, seen, &costs, self.percentile)
+                    } else {
+                        self.observer.range(seen, Some(&costs), self.percentile)
+                    };
                     if self.symmetric { FakeQuantize::symmetric(low, high) } else { FakeQuantize::of_range(low, high) }
                 }
             };
@@ -66,7 +70,14 @@ impl QuantizeStatic {
     }
 
     /// The model with these layers quantized.
-    pub(super) fn fit(&self, prepared: &Prepared, found: &Found, layers: &BTreeSet<String>, seen: Option<&BTreeMap<String, Seen>>, meter: &Arc<Meter>) -> Result<Model> {
+    pub(super) fn fit(
+        &self,
+        prepared: &Prepared,
+        found: &Found,
+        layers: &BTreeSet<String>,
+        seen: Option<&BTreeMap<String, Seen>>,
+        meter: &Arc<Meter>,
+    ) -> Result<Model> {
         let mut model = prepared.model.clone();
         let mut inserted = Quantizers::default();
         for (value, (by, everyone)) in found {

@@ -68,6 +68,7 @@ pub(super) fn fold(model: &mut Model, graph: Graph) -> Result<(Graph, Folded)> {
                 continue;
             }
         };
+        let line = if matches!(into, Way::After { .. }) { into_maker(&graph, node, model, line)? } else { line };
         let bias = into.apply(&graph, model, line)?;
         biases.push((layer, bias));
         gone.push(node.output);
@@ -121,6 +122,26 @@ fn place(graph: &Graph, node: &Node, taken: impl Fn(usize) -> bool) -> Option<Wa
     }
     let layer = only_reader(graph, value)?;
     (!taken(layer) && is_own(graph, layer)).then_some(Way::After { layer, flatten })
+}
+
+/// Gives the factors of a normalisation behind a ReLU to the layer before that, where each has a row of its own: positive factors pass
+/// through. What is left is the shift.
+fn into_maker(graph: &Graph, node: &Node, model: &mut Model, line: Line) -> Result<Line> {
+    let producer = |value: ValueId| graph.nodes().iter().position(|n| n.output == value).filter(|_| only_reader(graph, value).is_some());
+    let maker = producer(node.inputs[0]).and_then(|relu| match &graph.nodes()[relu] {
+        relu if matches!(relu.op, Op::Relu(_)) => producer(relu.inputs[0]),
+        _ => None,
+    });
+    let rows = |layer: &usize| matches!(&graph.nodes()[*layer].op, Op::Conv(_)) || matches!(&graph.nodes()[*layer].op, Op::Linear(op) if !op.input_major);
+    let Some(maker) = maker.filter(rows).filter(|layer| is_own(graph, *layer)) else { return Ok(line) };
+    let scale = Arc::new(line.scale);
+    for id in &graph.nodes()[maker].inputs[1..] {
+        let name = graph.value(*id).name.clone();
+        let upstream = model.weights.get(&name)?.clone();
+        let scaled = Scaled { name: name.clone(), upstream, rows: Some(scale.clone()), columns: None }.weight(DType::F32);
+        model.weights.by_name.insert(name, scaled);
+    }
+    Ok(Line { scale: vec![1.0; scale.len()], shift: line.shift })
 }
 
 /// Whether nobody else uses a layer's weight and bias.

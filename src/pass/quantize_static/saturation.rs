@@ -83,7 +83,9 @@ mod tests {
         let dense = Weight::new(DType::F32, vec![3, 2], Encoding::Dense, Arc::new(crate::store::Bytes { dtype: DType::F32, bytes }));
         let affine = Affine { granularity: Granularity::Tensor, symmetric: true, scale_dtype: DType::F32, activations: Activations::None };
         let integers = |reduced| {
-            crate::pass::integers::Integers::new("w", &dense, affine.clone(), crate::pass::Observer::Minmax, &Arc::new(Meter::default())).reduced(reduced).weight()
+            crate::pass::integers::Integers::new("w", &dense, affine.clone(), crate::pass::Observer::Minmax, &Arc::new(Meter::default()))
+                .reduced(reduced)
+                .weight()
         };
         let by = FakeQuantize { scale: 1.0, zero_point: -128 };
         assert_eq!(saturated(&integers(false), by, &[vec![255.0, 255.0]]).unwrap(), 1.0 / 3.0);

@@ -132,6 +132,8 @@ fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool 
     own
 }
 
+/// Part of the largest channel below which a channel counts as silent.
+const SILENT: f64 = 1e-3;
 /// Steps from one power of two to the next where nothing stands against it.
 const FINE: f64 = 4.0;
 /// Strengths that are tried: how much of an activation's range goes over to the weights.
@@ -301,7 +303,16 @@ impl<'s> Measure<'s> {
                 weights[*channel] = weights[*channel].max(f64::from(layer.columns[input]));
             }
         }
-        let log = |(a, w): (&f64, &f64)| if *a > 0.0 && *w > 0.0 { strength * a.log2() - (1.0 - strength) * w.log2() } else { f64::NAN };
+        // A channel that was nearly always zero is taken for a small one: its weights must not set the scale of all.
+        let floor = activations.iter().copied().fold(0.0, f64::max) * SILENT;
+        let log = |(a, w): (&f64, &f64)| {
+            if floor > 0.0 && *w > 0.0 {
+                let a = a.max(floor);
+                strength * a.log2() - (1.0 - strength) * w.log2()
+            } else {
+                f64::NAN
+            }
+        };
         let logs: Vec<f64> = activations.iter().zip(&weights).map(log).collect();
         let known: Vec<f64> = logs.iter().copied().filter(|l| l.is_finite()).collect();
         let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
