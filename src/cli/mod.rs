@@ -2,6 +2,8 @@
 //!
 //! stdout is data, stderr is talk. Exit codes: 0 done, 1 failed, 2 misuse.
 
+#[cfg(feature = "run")]
+mod analyze;
 mod args;
 mod chain;
 mod completions;
@@ -61,6 +63,9 @@ enum Command {
     /// Measure how good a model's answers are: accuracy, perplexity, likeness to another model
     #[cfg(feature = "run")]
     Eval(Box<eval::Args>),
+    /// Say what quantizing each layer does to the model's answers, and write a mixed recipe
+    #[cfg(feature = "run")]
+    Analyze(analyze::Args),
     /// Show the tensors of a model
     Inspect(inspect::Args),
     /// Compare two models weight by weight
@@ -126,6 +131,8 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),
+        #[cfg(feature = "run")]
+        Command::Analyze(args) => args.run(global),
         #[cfg(feature = "run")]
         Command::Eval(args) => args.run(global),
         Command::Inspect(args) => args.run(global),

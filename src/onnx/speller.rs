@@ -244,6 +244,12 @@ impl<'g> Speller<'g> {
         self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
     }
 
+    /// One zero of int8, or a vector of them.
+    pub fn int8_zeros(&mut self, count: Option<usize>) -> String {
+        let dims: Vec<i64> = count.into_iter().map(|count| count as i64).collect();
+        self.constant(&format!("int8_zeros/{}", count.unwrap_or(0)), DataType::Int8, &dims, vec![0; count.unwrap_or(1)])
+    }
+
     /// A number as wide as the model's floats.
     pub fn float(&mut self, value: f64) -> String {
         if !self.half {

@@ -25,7 +25,7 @@ pub use integers::Observer;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationScheme, GranularityKind, QuantizeDynamic};
 #[cfg(feature = "run")]
-pub use quantize_static::{ActivationTarget, QuantizeStatic, Smooth};
+pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 
 use crate::error::Result;
 use crate::model::Model;

@@ -95,6 +95,11 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
     weight.input_major = op.input_major;
     let x = n.wide(&n.input(0))?;
     if let Some(bias) = bias_of_sums(n) {
+        if weight.affine.symmetric && n.ty(0)?.shape.len() == 2 {
+            // Of matrices, ONNX Runtime makes integer kernels only with zero points that are written out.
+            let count = if weight.affine.granularity == Granularity::Tensor { None } else { Some(n.fixed(1, 0)? as usize) };
+            weight.zero_points = Some(n.int8_zeros(count));
+        }
         let (_, inputs) = product(weight, &x, n)?;
         let product = n.emit("MatMul", "product", &[&inputs[0], &inputs[1]], vec![]);
         n.finish_wide("Add", &[&product, &bias], vec![]);

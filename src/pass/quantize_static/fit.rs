@@ -107,7 +107,7 @@ impl QuantizeStatic {
         Ok(model)
     }
 
-    fn affine(&self, weight: &Weight, granularity: Granularity, activations: Activations) -> Affine {
+    pub(super) fn affine(&self, weight: &Weight, granularity: Granularity, activations: Activations) -> Affine {
         let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
         Affine { granularity, symmetric: true, scale_dtype, activations }
     }

@@ -15,9 +15,11 @@
 mod factors;
 mod fit;
 mod fold;
+mod goal;
 mod prepare;
 mod saturation;
 mod scaling;
+mod sensitivity;
 mod sites;
 mod walk;
 
@@ -38,8 +40,10 @@ use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Port;
 use crate::model::{Applied, Model};
 use crate::store::{Meter, Pattern};
+pub use goal::Goal;
 use prepare::Prepared;
 use scaling::Choice;
+pub use sensitivity::{Damage, worth_keeping};
 
 /// The processors that a quantized model is for.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -160,6 +164,10 @@ pub struct QuantizeStatic {
     /// Whether biases take up what rounding the weights does on average
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().bias_correction))]
     pub bias_correction: bool,
+    /// How good the result has to be, like {max_drop: 0.01} or {min_cosine: 0.99}: sensitive layers stay in floats until it is
+    #[cfg_attr(feature = "cli", arg(long, value_name = "GOAL"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub accuracy_goal: Option<Goal>,
     /// Weights to quantize: names with `*`, or `re:` and a regular expression [default: linear layers and convolutions]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -183,6 +191,7 @@ impl Default for QuantizeStatic {
             target: ActivationTarget::default(),
             smooth: Smooth::default(),
             bias_correction: true,
+            accuracy_goal: None,
             targets: Vec::new(),
             ignore: Vec::new(),
         }
@@ -262,7 +271,7 @@ impl Pass for QuantizeStatic {
         if !(self.percentile > 50.0 && self.percentile <= 100.0) {
             return Err(Error::option(NAME, format!("`percentile` {} is not above 50 and at most 100", self.percentile)));
         }
-        Ok(())
+        self.accuracy_goal.as_ref().map_or(Ok(()), Goal::check)
     }
 
     fn runs_on(&self) -> Option<Samples> {
@@ -279,11 +288,23 @@ impl Pass for QuantizeStatic {
 
     fn perform(&self, model: Model, context: &Context) -> Result<Model> {
         let meter = Arc::new(Meter::default());
+        let original = model.clone();
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
-        let layers = prepared.layers.clone();
+        let mut layers = prepared.layers.clone();
+        let (mut notes, mut goal) = (Vec::new(), Value::Null);
+        let model = match &self.accuracy_goal {
+            None => {
+                let found = self.quantizers(&prepared, &layers, Some(&seen))?;
+                self.fit(&prepared, &found, &layers, Some(&seen), &meter)?
+            }
+            Some(wanted) => {
+                let outcome = self.pursue(wanted, &original, &prepared, &seen, context, &meter)?;
+                notes.push(outcome.note);
+                (layers, goal) = (outcome.layers, outcome.table);
+                outcome.model
+            }
+        };
         let found = self.quantizers(&prepared, &layers, Some(&seen))?;
-        let model = self.fit(&prepared, &found, &layers, Some(&seen), &meter)?;
-        let mut notes = Vec::new();
         if let [first, ..] = fit::empty(&found, &seen).as_slice() {
             notes.push(format!("`{first}` is zero for every calibration sample: its scale means nothing"));
         }
@@ -292,6 +313,7 @@ impl Pass for QuantizeStatic {
             "quantized": layers.len(),
             "activations": found.len(),
             "smoothed": choices.iter().map(|c| json!({ "name": c.name, "strength": c.strength, "error": c.gain, "multiplication": c.costly })).collect::<Vec<_>>(),
+            "accuracy_goal": goal,
         });
         Ok(self.record(model, &prepared, &layers, meter, details, notes))
     }

@@ -1,0 +1,93 @@
+//! `compress analyze`
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::args::Global;
+use super::{output, run};
+use crate::data::DataSet;
+use crate::error::{Error, Result};
+use crate::evaluation::Subject;
+use crate::model::Model;
+use crate::pass::{Context, Damage, QuantizeStatic, Step, worth_keeping};
+use crate::recipe::Recipe;
+use crate::report::format::decibels;
+use crate::report::terminal::table;
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress analyze recipe.yaml                 what each layer loses, the most sensitive first
+  compress analyze recipe.yaml -o mixed.yaml   and a recipe that leaves the most sensitive ones in floats
+
+The recipe names the model, `data: { calibration: ... }` (without it only weights are looked at), and may hold a
+quantize-static pass, whose options count.")]
+pub(super) struct Args {
+    /// The recipe
+    recipe: PathBuf,
+    /// Write a recipe that leaves the most sensitive layers in floats
+    #[arg(long, short, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Change a value of the recipe, as in `compress run`
+    #[arg(long, value_name = "KEY=VALUE", value_parser = run::parse_set)]
+    set: Vec<(String, String)>,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let mut recipe = Recipe::open(&self.recipe, &self.set)?;
+        let at = recipe.passes.iter().position(|step| matches!(step, Step::QuantizeStatic(_)));
+        let pass = match at.map(|at| &recipe.passes[at]) {
+            Some(Step::QuantizeStatic(pass)) => pass.clone(),
+            _ => QuantizeStatic::default(),
+        };
+        if self.output.as_ref().is_some_and(|path| path.exists()) {
+            return Err(Error::option("analyze", format!("{} exists; name another file", self.output.unwrap_or_default().display())));
+        }
+        let model = Model::open(&recipe.model)?;
+        if let Some(options) = &recipe.data.calibration {
+            DataSet::open(options, Subject::of(model.clone())?.target())?;
+        }
+        let device = global.device.open()?;
+        let (seed, data) = (recipe.seed, recipe.data.clone());
+        let damages = global.sweep(|sweep| {
+            let sweep = crate::store::Sweep { threads: sweep.threads, progress: sweep.progress, cancel: sweep.cancel };
+            pass.analyze(model, &Context { sweep, seed, data: &data, device })
+        })?;
+        let kept = worth_keeping(&damages);
+        if let Some(path) = &self.output {
+            let mut mixed = pass;
+            for name in &kept {
+                mixed.ignore.push(name.parse().map_err(|e| Error::option("analyze", e))?);
+            }
+            match at {
+                Some(at) => recipe.passes[at] = mixed.into(),
+                None => recipe.passes.push(mixed.into()),
+            }
+            std::fs::write(path, recipe.to_yaml()).map_err(Error::io("write", path))?;
+        }
+        if global.json {
+            return output::json(&json!({ "layers": damages, "worth_keeping": kept }));
+        }
+        output::print(&self.text(&damages, &kept))
+    }
+
+    fn text(&self, damages: &[Damage], kept: &[String]) -> String {
+        let lost = |cosine: Option<f64>| cosine.map_or("-".to_owned(), |c| format!("{:.2e}", 1.0 - c));
+        let rows = damages.iter().map(|d| {
+            let bar = damages.first().map_or(0.0, |first| d.lost() / first.lost().max(f64::MIN_POSITIVE));
+            vec![d.name.clone(), decibels(d.weight_sqnr_db), lost(d.weights), lost(d.dynamic), lost(d.quantized), "#".repeat((20.0 * bar).round() as usize)]
+        });
+        let mut table = table(&["layer, quantized alone", "weight SQNR", "int8 weights", "dynamic", "static", ""], rows);
+        if let Some(column) = table.column_mut(5) {
+            column.set_cell_alignment(comfy_table::CellAlignment::Left);
+        }
+        let mut text = format!("{table}\n\nColumns are 1 - the mean cosine of the model's answers to the original's.\n");
+        match (kept.len(), &self.output) {
+            (0, _) => text += "No layer stands out: quantize them all.\n",
+            (count, Some(path)) => text += &format!("{} leaves {count} layers in floats.\n", path.display()),
+            (count, None) => text += &format!("{count} layers do half of the damage: {}\n", kept.join(", ")),
+        }
+        text
+    }
+}

@@ -1,0 +1,162 @@
+//! What quantizing each layer alone does to the model's answers.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use super::QuantizeStatic;
+use super::prepare::Prepared;
+use crate::calibration::Seen;
+use crate::data::{Batch, DataSet};
+use crate::error::{Error, Result};
+use crate::evaluation::{self, Fidelity, Subject};
+use crate::kernel::compare;
+use crate::model::Model;
+use crate::pass::Context;
+use crate::pass::integers::Integers;
+use crate::store::{Activations, Event, Granularity, Meter, Unit};
+
+/// The damage that one layer does.
+#[derive(Debug, Clone, Serialize)]
+pub struct Damage {
+    /// Its weight.
+    pub name: String,
+    /// Signal to noise of the weight as int8, in decibels.
+    pub weight_sqnr_db: Option<f64>,
+    /// Mean cosine to the original's answers with this layer's weight as int8 and activations in floats.
+    pub weights: Option<f64>,
+    /// The same with activations quantized for each token while the model runs.
+    pub dynamic: Option<f64>,
+    /// The same with activations quantized by scales found on the calibration samples.
+    pub quantized: Option<f64>,
+    /// Mean Kullback-Leibler divergence of the last, for logits.
+    pub kl: Option<f64>,
+}
+
+impl Damage {
+    /// How much of the answers is lost; without samples, how much of the weight.
+    pub fn lost(&self) -> f64 {
+        match (self.quantized, self.weight_sqnr_db) {
+            (Some(cosine), _) => 1.0 - cosine,
+            (None, Some(db)) => 10f64.powf(-db / 10.0),
+            _ => 0.0,
+        }
+    }
+}
+
+/// Layers, the most sensitive first, each quantized alone.
+pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap<String, Seen>, context: &Context) -> Result<Vec<Damage>> {
+    let trial = Trial::new(prepared, context)?;
+    let alone = QuantizeStatic { embeddings: false, ..pass.clone() };
+    each(prepared, context, |name| {
+        let layers = BTreeSet::from([name.to_owned()]);
+        let meter = Arc::new(Meter::default());
+        let found = alone.quantizers(prepared, &layers, Some(seen))?;
+        let fidelity = trial.run(alone.fit(prepared, &found, &layers, Some(seen), &meter)?, context)?;
+        Ok(Damage { name: name.to_owned(), weight_sqnr_db: None, weights: None, dynamic: None, quantized: Some(fidelity.cosine), kl: fidelity.kl })
+    })
+}
+
+fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result<Damage>) -> Result<Vec<Damage>> {
+    context.sweep.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: Unit::Samples });
+    let measured = prepared.layers.iter().map(|name| {
+        context.sweep.cancel.check()?;
+        let damage = measure(name)?;
+        context.sweep.advance(1)?;
+        Ok(damage)
+    });
+    let damages: Result<Vec<Damage>> = measured.collect();
+    context.sweep.progress.on(Event::End);
+    let mut damages = damages?;
+    damages.sort_by(|a, b| b.lost().total_cmp(&a.lost()));
+    Ok(damages)
+}
+
+/// A batch of calibration samples and the model to compare with.
+struct Trial<'p> {
+    original: &'p Model,
+    graph: &'p crate::ir::Graph,
+    batch: Batch,
+}
+
+impl<'p> Trial<'p> {
+    fn new(prepared: &'p Prepared, context: &Context) -> Result<Trial<'p>> {
+        let Some(options) = &context.data.calibration else { return Err(Error::option(super::NAME, "needs calibration samples")) };
+        let subject = Subject::of(prepared.model.clone())?;
+        let batch = DataSet::open(options, subject.target())?.first()?;
+        Ok(Trial { original: &prepared.model, graph: &prepared.graph, batch })
+    }
+
+    fn run(&self, model: Model, context: &Context) -> Result<Fidelity> {
+        let mut original = self.original.clone();
+        original.changed_graph = Some(Arc::new(self.graph.clone()));
+        let (mut before, mut after) = (Subject::of(original)?, Subject::of(model)?);
+        let silent = crate::store::Sweep { progress: &crate::store::Silent, ..context.sweep };
+        let mut runners = [before.load(&context.device, &silent)?, after.load(&context.device, &silent)?];
+        evaluation::compare(&self.batch, &mut runners)
+    }
+}
+
+impl QuantizeStatic {
+    /// What quantizing each layer alone does: to its weight, and where there are calibration samples, to the model's answers under
+    /// each scheme. The most sensitive layer comes first.
+    ///
+    /// # Errors
+    /// As those of the pass.
+    pub fn analyze(&self, model: Model, context: &Context) -> Result<Vec<Damage>> {
+        let alone = QuantizeStatic { embeddings: false, ..self.clone() };
+        if context.data.calibration.is_none() {
+            let prepared = super::prepare::prepare(super::NAME, model, &self.targets, &self.ignore)?;
+            return each(&prepared, context, |name| alone.of_weight(&prepared, name));
+        }
+        let plain = super::prepare::prepare(super::NAME, model.clone(), &self.targets, &self.ignore)?;
+        let (prepared, seen, _) = alone.study(model, context)?;
+        let (trial, plain_trial) = (Trial::new(&prepared, context)?, Trial::new(&plain, context)?);
+        each(&prepared, context, |name| {
+            let mut damage = alone.of_weight(&plain, name)?;
+            let layers = BTreeSet::from([name.to_owned()]);
+            let meter = Arc::new(Meter::default());
+            let found = alone.quantizers(&prepared, &layers, Some(&seen))?;
+            let fidelity = trial.run(alone.fit(&prepared, &found, &layers, Some(&seen), &meter)?, context)?;
+            (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
+            damage.weights = Some(plain_trial.run(alone.with_weight(&plain, name, Activations::None)?, context)?.cosine);
+            damage.dynamic = Some(plain_trial.run(alone.with_weight(&plain, name, Activations::DynamicToken)?, context)?.cosine);
+            Ok(damage)
+        })
+    }
+
+    /// The model with one weight as int8.
+    fn with_weight(&self, prepared: &Prepared, name: &str, activations: Activations) -> Result<Model> {
+        let mut model = prepared.model.clone();
+        let weight = model.weights.get(name)?.clone();
+        let affine = self.affine(&weight, Granularity::Channel, activations);
+        let integers = Integers::new(name, &weight, affine, self.weight_observer, &Arc::new(Meter::default()));
+        model.weights.by_name.insert(name.to_owned(), integers.weight());
+        model.changed_graph = Some(Arc::new(prepared.graph.clone()));
+        Ok(model)
+    }
+
+    fn of_weight(&self, prepared: &Prepared, name: &str) -> Result<Damage> {
+        let before = prepared.model.weights.get(name)?.floats(name)?;
+        let after = self.with_weight(prepared, name, Activations::None)?.weights.get(name)?.floats(name)?;
+        let weight_sqnr_db = compare::compare(&before, &after).sqnr_db();
+        Ok(Damage { name: name.to_owned(), weight_sqnr_db, weights: None, dynamic: None, quantized: None, kl: None })
+    }
+}
+
+/// Layers that should stay in floats: from the most sensitive on, until those that are left do at most half of the damage of all,
+/// but never more than a quarter of the layers.
+pub fn worth_keeping(damages: &[Damage]) -> Vec<String> {
+    let all: f64 = damages.iter().map(Damage::lost).sum();
+    let mut left = all;
+    let mut kept = Vec::new();
+    for damage in damages.iter().take(damages.len() / 4) {
+        if left <= all / 2.0 {
+            break;
+        }
+        left -= damage.lost();
+        kept.push(damage.name.clone());
+    }
+    kept
+}
