@@ -176,11 +176,15 @@ fn entropy(seen: &Histogram, (low, high): (f64, f64)) -> (f64, f64) {
 fn divergence(seen: &Histogram, (low, high): (f64, f64)) -> f64 {
     let half = BINS as f64 / 2.0;
     let first = ((low / seen.width()).floor() + half).clamp(0.0, half) as usize;
-    let end = ((high / seen.width()).ceil() + half).clamp(half, BINS as f64) as usize;
+    let end = ((high / seen.width()).floor() + half + 1.0).clamp(half + 1.0, BINS as f64) as usize;
     let counts = seen.counts();
-    let inside = &counts[first..end];
+    // What an activation cuts off is zero, exact in any range, and would outweigh everything else.
+    let mut inside = counts[first..end].to_vec();
+    if let Some(zeros) = inside.get_mut(Histogram::zero_bin() - first) {
+        *zeros = 0;
+    }
     let size = inside.len();
-    let total = seen.total() as f64;
+    let total = (seen.total() - counts[Histogram::zero_bin()]) as f64;
     if size == 0 || total == 0.0 {
         return f64::INFINITY;
     }
@@ -245,4 +249,69 @@ pub(super) fn squared_error(values: &[(f64, f64)], (low, high): (f64, f64)) -> f
         count * error * error
     };
     values.iter().map(error).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The samples of `scripts/goldens-observers`.
+    fn samples(name: &str, seed: u64, count: usize) -> Vec<f32> {
+        let mut state = seed;
+        let mut u = move || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f64 / f64::from(1u32 << 24)
+        };
+        let mut n = |u: &mut dyn FnMut() -> f64| (0..12).fold(0.0, |sum, _| sum + u()) - 6.0;
+        let mut sample = || match name {
+            "normal" => n(&mut u),
+            "gelu" => {
+                let m = n(&mut u) * 2.0;
+                m * (0.5 + 0.3 * m).clamp(0.0, 1.0)
+            }
+            "heavy" => {
+                let m = n(&mut u);
+                m * m * m * if u() < 0.001 { 30.0 } else { 1.0 }
+            }
+            "relu" => n(&mut u).max(0.0),
+            "uniform" => (u() * 2.0 - 1.0) * 0.0001,
+            "zero" => 0.0,
+            _ => 3.0,
+        };
+        (0..count).map(|_| sample() as f32).collect()
+    }
+
+    #[test]
+    fn ranges_are_those_of_the_reference() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/observers.json");
+        let golden: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+        let mut checked = 0;
+        for case in golden["cases"].as_array().unwrap() {
+            let name = case["name"].as_str().unwrap();
+            let values = samples(name, case["seed"].as_u64().unwrap(), case["count"].as_u64().unwrap() as usize);
+            for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
+                assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
+            }
+            let mut seen = Seen::plain();
+            values.chunks(1000).for_each(|batch| seen.take(batch));
+            let bin = case["radius"].as_f64().unwrap() / 4096.0;
+            for (observer, wanted) in case["ranges"].as_object().unwrap() {
+                let (kind, percentile) = match observer.as_str() {
+                    "minmax" => (Observer::Minmax, 0.0),
+                    "moving-average" => (Observer::MovingAverage, 0.0),
+                    "percentile" => (Observer::Percentile, 99.99),
+                    "percentile-99.9" => (Observer::Percentile, 99.9),
+                    "entropy" => (Observer::Entropy, 0.0),
+                    _ => (Observer::Mse, 0.0),
+                };
+                let (low, high) = kind.range(&seen, None, percentile);
+                let (widest_low, widest_high) = Observer::Minmax.range(&seen, None, 0.0);
+                assert!(low >= widest_low && high <= widest_high && low <= 0.0 && high >= 0.0, "{name} {observer}");
+                let near = |ours: f32, theirs: &serde_json::Value| (f64::from(ours) - theirs.as_f64().unwrap()).abs() <= 1e-6 * bin.max(f64::from(ours.abs()));
+                assert!(near(low, &wanted[0]) && near(high, &wanted[1]), "{name} {observer}: {low} {high}, not {wanted}");
+                checked += 1;
+            }
+        }
+        assert_eq!(checked, 42);
+    }
 }

@@ -69,6 +69,16 @@ impl Seen {
         Seen { histogram: Histogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0 }
     }
 
+    #[cfg(test)]
+    pub(super) fn plain() -> Seen {
+        Seen::new(1, Request { axis: Axis::Last, histograms: false })
+    }
+
+    #[cfg(test)]
+    pub(super) fn take(&mut self, batch: &[f32]) {
+        self.add("x", batch, &[batch.len(), 1], Axis::Last).unwrap();
+    }
+
     /// Channel by channel.
     pub fn channels(&self) -> Channels {
         let mut all = self.halves[0].clone();

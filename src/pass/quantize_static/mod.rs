@@ -318,3 +318,54 @@ impl Pass for QuantizeStatic {
         Ok(self.record(model, &prepared, &layers, meter, details, notes))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::{Device, Tensor};
+
+    use super::*;
+    use crate::data::{Data, DataSets};
+    use crate::exec::Inputs;
+    use crate::ir::Graph;
+    use crate::store::{Cancel, Silent, Sweep};
+
+    fn outputs(graph: &Graph, model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
+        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+        Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
+    }
+
+    /// Folding, turning and rescaling, at every strength, change no answer of the float model.
+    #[test]
+    fn preparation_changes_no_answer() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+        let (mut folded, mut rescaled) = (0, 0);
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let place = entry.unwrap().path();
+            let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
+            let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
+            let scratch = tempfile::tempdir().unwrap();
+            let path = scratch.path().join("samples.safetensors");
+            candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
+            let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
+            let model = Model::open(&place).unwrap();
+            let before = outputs(&model.graph().unwrap(), &model, &inputs);
+            for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
+                let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+                let context = Context { sweep, seed: 0, data: &data, device: Device::Cpu };
+                let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
+                folded += prepared.notes.len();
+                rescaled += choices.len();
+                let after = outputs(&prepared.graph, &prepared.model, &inputs);
+                for (name, tensor) in &before {
+                    let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
+                    let distance: f32 = (tensor - &after[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
+                    assert!(distance <= 1e-4 * largest.max(1.0), "{} {name} at {smooth}: {distance}", place.display());
+                }
+            }
+        }
+        assert!(folded > 10 && rescaled > 30, "{folded} models folded, {rescaled} chains rescaled");
+    }
+}

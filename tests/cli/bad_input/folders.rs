@@ -158,8 +158,8 @@ fn configurations() {
         quantization("eight-bit floats", group(json!({ "weights": { "num_bits": 8, "type": "float" } })), "weights of 8 bits, type \"float\" is not supported"),
         quantization(
             "static activations",
-            group(json!({ "weights": { "num_bits": 8, "type": "int" }, "input_activations": { "num_bits": 8, "dynamic": false } })),
-            "in/config.json: a static scale for activations is not supported",
+            group(json!({ "weights": { "num_bits": 8, "type": "int" }, "input_activations": { "num_bits": 8, "dynamic": false, "strategy": "channel" } })),
+            "in/config.json: static scales for activations by \"channel\" is not supported",
         ),
     ]);
 }

@@ -1,0 +1,192 @@
+//! Static int8: every golden model, calibrated on its golden inputs, written, opened again, and run in ONNX Runtime.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use compress::data::Data;
+use compress::exec::{Executor, Inputs, Parameters, Residence};
+use compress::export::{Export, Layout, Onnx, Safetensors};
+use compress::onnx::file;
+use compress::onnx::proto::{DataType, ModelProto};
+use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
+use compress::report::Report;
+use compress::runtime::{Options, Session, library};
+use compress::store::{Activations, Cancel, Encoding, Silent, Sweep};
+use compress::{Model, Pipeline};
+use prost::Message;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+fn inputs(name: &str) -> Inputs {
+    let golden = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+    golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect()
+}
+
+/// The golden inputs as a data set.
+fn calibration(name: &str, folder: &Path) -> Data {
+    let path = folder.join("samples.safetensors");
+    candle_core::safetensors::save(&inputs(name).into_iter().collect(), &path).unwrap();
+    Data { arrays: Some(path), ..Data::default() }
+}
+
+struct Written {
+    folder: tempfile::TempDir,
+    report: Report,
+}
+
+impl Written {
+    fn out(&self) -> PathBuf {
+        self.folder.path().join("out")
+    }
+}
+
+fn quantized(name: &str, pass: QuantizeStatic, exports: Vec<Export>) -> compress::Result<Written> {
+    let folder = tempfile::tempdir().unwrap();
+    let mut pipeline = Pipeline::builder().pass(pass).calibration(calibration(name, folder.path()));
+    for export in exports {
+        pipeline = pipeline.export(export);
+    }
+    let report = pipeline.build()?.run(Model::open(golden(name))?, folder.path().join("out"))?;
+    Ok(Written { folder, report })
+}
+
+fn run(model: &Model, inputs: &Inputs) -> std::collections::BTreeMap<String, Tensor> {
+    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let graph = model.graph().unwrap();
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
+}
+
+/// Cosine of all numbers.
+fn cosine(a: &Tensor, b: &Tensor) -> f64 {
+    let product = |a: &Tensor, b: &Tensor| (a * b).unwrap().to_dtype(DType::F64).unwrap().sum_all().unwrap().to_scalar::<f64>().unwrap();
+    product(a, b) / (product(a, a) * product(b, b)).sqrt()
+}
+
+fn names() -> Vec<String> {
+    let folder = golden("");
+    let mut names: Vec<String> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+/// Models whose layers compressed-tensors can express are described by config.json alone.
+fn is_described(name: &str) -> bool {
+    !["gpt2", "resnet", "mobilenet", "vit"].iter().any(|family| name.contains(family))
+}
+
+#[test]
+fn every_family_is_close_to_its_floats_and_opens_again() {
+    let ready = library().is_ok();
+    for name in names() {
+        let mut exports: Vec<Export> = vec![if is_described(&name) { Safetensors::default() } else { Safetensors::layout(Layout::Sparse) }.into()];
+        if ready {
+            exports.push(Onnx::default().into());
+        }
+        // Factors of their own are for ONNX: with them, config.json describes no encoder.
+        let pass = QuantizeStatic { smooth: Smooth::Free, ..QuantizeStatic::default() };
+        let written = quantized(&name, pass, exports).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let model = Model::open(written.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(written.out().join("graph.json").exists(), !is_described(&name), "{name}");
+        assert!(model.graph().unwrap().to_string().contains("FakeQuantize"), "{name}");
+        let inputs = inputs(&name);
+        let (before, after) = (run(&Model::open(golden(&name)).unwrap(), &inputs), run(&model, &inputs));
+        for (output, tensor) in &before {
+            let cosine = cosine(tensor, &after[output]);
+            assert!(cosine > 0.95, "{name} {output}: {cosine}");
+        }
+        if !ready {
+            eprintln!("ONNX Runtime is not there: {name} was not run in it");
+            continue;
+        }
+        let theirs = Session::open(&written.out().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
+        for (output, tensor) in &after {
+            let cosine = self::cosine(tensor, &theirs[output]);
+            assert!(cosine > 0.999, "{name} {output}: {cosine} between the executor and ONNX Runtime");
+        }
+    }
+}
+
+#[test]
+fn stored_scales_are_those_of_the_graph() {
+    let written = quantized("llama-grouped-tied", QuantizeStatic::default(), vec![Safetensors::default().into()]).unwrap();
+    let model = Model::open(written.out()).unwrap();
+    let mut scales = BTreeSet::new();
+    for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| name.ends_with("proj.weight")) {
+        let Encoding::Affine(affine) = &weight.encoding else { panic!("{name} is not quantized") };
+        let Activations::Static(by) = affine.activations else { panic!("{name} has no static activations") };
+        scales.insert(by.scale().to_bits());
+    }
+    let text = model.graph().unwrap().to_string();
+    assert_eq!(text.matches(" = FakeQuantize").count(), scales.len());
+    let config = std::fs::read_to_string(written.out().join("config.json")).unwrap();
+    assert!(config.contains("\"dynamic\": false") && config.contains("\"strategy\": \"tensor\""), "{config}");
+    // q, k and v share their input, and consumers that fuse them need one scale.
+    let scale = |name: &str| match &model.weights.by_name[&format!("model.layers.0.self_attn.{name}_proj.weight")].encoding {
+        Encoding::Affine(affine) => affine.activations,
+        Encoding::Dense => panic!(),
+    };
+    assert!(scale("q") == scale("k") && scale("k") == scale("v"));
+}
+
+#[test]
+fn onnx_holds_integers_and_signs_as_asked() {
+    let nodes = |pass: QuantizeStatic| {
+        let written = quantized("resnet-basic", pass, vec![Onnx::default().into()]).unwrap();
+        let bytes = std::fs::read(written.out().join(file::MODEL)).unwrap();
+        ModelProto::decode(bytes.as_slice()).unwrap().graph.unwrap()
+    };
+    let zero_points = |graph: &compress::onnx::proto::GraphProto| {
+        let names: BTreeSet<&str> = graph.node.iter().filter(|n| n.op_type() == "QuantizeLinear").map(|n| n.input[2].as_str()).collect();
+        graph.initializer.iter().filter(|t| names.contains(t.name())).map(|t| t.data_type()).collect::<BTreeSet<_>>()
+    };
+    let graph = nodes(QuantizeStatic::default());
+    assert!(graph.node.iter().all(|node| node.op_type() != "BatchNormalization"));
+    let convolutions = graph.node.iter().filter(|n| n.op_type() == "Conv").count();
+    let biases = graph.initializer.iter().filter(|t| t.data_type() == DataType::Int32).count();
+    assert!(convolutions > 5 && biases == convolutions, "{convolutions} convolutions, {biases} biases of 32-bit integers");
+    assert_eq!(zero_points(&graph), BTreeSet::from([DataType::Uint8]));
+    assert_eq!(zero_points(&nodes(QuantizeStatic { target: ActivationTarget::Arm, ..QuantizeStatic::default() })), BTreeSet::from([DataType::Int8]));
+    let reduced = nodes(QuantizeStatic { target: ActivationTarget::Portable, ..QuantizeStatic::default() });
+    let integers = reduced.initializer.iter().filter(|t| t.data_type() == DataType::Int8 && t.dims.len() > 1);
+    assert!(integers.flat_map(|t| t.raw_data()).all(|b| (-64..=64).contains(&(*b as i8))));
+}
+
+#[test]
+fn a_goal_keeps_layers_in_floats_and_always_gives_a_model() {
+    let with = |text: &str| QuantizeStatic { accuracy_goal: Some(text.parse().unwrap()), ..QuantizeStatic::default() };
+    let goal = |text: &str| quantized("bert-sequence-classification", with(text), vec![Safetensors::default().into()]);
+    let easy = goal("{ min_cosine: 0.5 }").unwrap();
+    assert!(easy.report.notes.iter().any(|note| note.contains("goal met after 1 trials")), "{:?}", easy.report.notes);
+    let hard = goal("{ min_cosine: 1.0, max_trials: 3 }").unwrap();
+    assert!(hard.report.notes.iter().any(|note| note.contains("NOT met after 3 trials")), "{:?}", hard.report.notes);
+    let tried = hard.report.passes[0].details["accuracy_goal"]["tried"].as_array().unwrap();
+    assert_eq!(tried.iter().map(|t| t["in_floats"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1, 2]);
+    let error = goal("{ min_cosine: 1.0, max_trials: 2, strict: true }").err().unwrap();
+    assert!(error.to_string().contains("goal is not met") && !error.is_misuse(), "{error}");
+}
+
+#[test]
+fn what_cannot_be_calibrated_is_said() {
+    let refused = |name: &str, pass: QuantizeStatic| quantized(name, pass, vec![Safetensors::default().into()]).err().unwrap().to_string();
+    assert!(refused("bert", QuantizeStatic { percentile: 20.0, ..QuantizeStatic::default() }).contains("`percentile`"));
+    assert!(refused("bert", QuantizeStatic { ignore: vec!["*".parse().unwrap()], ..QuantizeStatic::default() }).contains("no weight is selected"));
+    let without = Pipeline::builder().pass(QuantizeStatic::default()).build().err().unwrap();
+    assert!(without.to_string().contains("calibration") && without.is_misuse(), "{without}");
+    // A sample that is not a number is said with the value that it reaches.
+    let folder = tempfile::tempdir().unwrap();
+    let name = "torchvision-resnet18";
+    let path = folder.path().join("nan.safetensors");
+    let bad: std::collections::HashMap<String, Tensor> = inputs(name).into_iter().map(|(k, t)| (k, (t * f64::NAN).unwrap())).collect();
+    candle_core::safetensors::save(&bad, &path).unwrap();
+    let data = Data { arrays: Some(path), ..Data::default() };
+    let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).calibration(data).build().unwrap();
+    let error = pipeline.run(Model::open(golden(name)).unwrap(), folder.path().join("out")).unwrap_err().to_string();
+    assert!(error.contains("NaN for a calibration sample") && error.contains("graph value"), "{error}");
+    assert!(!folder.path().join("out").exists());
+}
