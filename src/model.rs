@@ -73,6 +73,8 @@ pub struct Model {
     pub changed_graph: Option<Arc<crate::ir::Graph>>,
     /// Whether quantized activations are meant for runtimes that want them as int8, and not uint8.
     pub signed_activations: bool,
+    /// Whether the sizes of weights are a guess, since only the work itself can tell.
+    pub estimated: bool,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -114,6 +116,7 @@ impl Model {
             #[cfg(feature = "run")]
             changed_graph: None,
             signed_activations: false,
+            estimated: false,
             notes: Vec::new(),
         })
     }

@@ -89,7 +89,7 @@ fn every_config_runs_and_sparse_int8_is_the_smallest() {
         ratios.push((report.size.ratio, name));
     }
     ratios.sort_by(|a, b| a.0.total_cmp(&b.0));
-    assert_eq!(ratios.len(), 7);
+    assert_eq!(ratios.len(), 8);
     assert_eq!(ratios.last().unwrap().1, "sparse-int8", "{ratios:?}");
 }
 

@@ -1,7 +1,15 @@
 //! What can be said of a graph without running it.
 
+mod atoms;
+mod axes;
 mod cost;
+mod group_text;
+mod groups;
+mod layers;
 mod live;
 
+pub use atoms::Place;
 pub use cost::{cost, usual_sizes};
+pub use groups::{Group, Groups, Held, Member, Role, Unit, groups};
+pub use layers::{Layer, Layers, layers, number};
 pub use live::{dead_after, node_by_node};

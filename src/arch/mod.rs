@@ -9,12 +9,14 @@ mod gpt2;
 mod llama;
 mod mobilenet;
 mod parts;
+mod resize;
 mod resnet;
 mod roberta;
 mod sentence;
 mod vit;
 
 pub use config::Settings;
+pub use resize::{Shapes, heads_fill_the_stream, layers_key, one_width, resized};
 pub use sentence::Pooling;
 
 use crate::error::{Error, Result};

@@ -23,6 +23,10 @@ pub(super) struct Args {
     #[cfg(feature = "run")]
     #[arg(long)]
     graph: bool,
+    /// Show what could be taken out together: heads, neurons, channels, the width of a residual stream; and what could not
+    #[cfg(feature = "run")]
+    #[arg(long, conflicts_with = "graph")]
+    groups: bool,
 }
 
 impl Args {
@@ -31,6 +35,10 @@ impl Args {
         #[cfg(feature = "run")]
         if self.graph {
             return show_graph(&model, global);
+        }
+        #[cfg(feature = "run")]
+        if self.groups {
+            return show_groups(&model, global);
         }
         let mut weights: Vec<(&String, &Weight)> = model.weights.by_name.iter().collect();
         weights.sort_by(|a, b| output::natural(a.0, b.0));
@@ -96,6 +104,15 @@ fn show_graph(model: &Model, global: &Global) -> Result<()> {
         output::print(&format!("# not used: {}\n", unused.join(", ")))?;
     }
     Ok(())
+}
+
+#[cfg(feature = "run")]
+fn show_groups(model: &Model, global: &Global) -> Result<()> {
+    let found = crate::analysis::groups(&model.graph()?)?;
+    if global.json {
+        return output::json(&json!({ "groups": found.groups, "held": found.held }));
+    }
+    output::print(&found.to_string())
 }
 
 /// Values that are zero; none for types that are not floats.

@@ -21,27 +21,33 @@ const IMAGE: usize = 64;
 /// # Errors
 /// A size of an input is neither known nor one of the usual names.
 pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
+    let sizes = [("batch", SAMPLES), ("sequence", LONG), ("height", IMAGE), ("width", IMAGE)];
+    made_up_of(graph, seed, &sizes.map(|(name, size)| (name.to_owned(), size)).into())
+}
+
+/// The same with named sizes of one's own.
+///
+/// # Errors
+/// As [`made_up`].
+pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
     let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
     let mut next = move || {
         let mut bytes = [0; 4];
         random.fill(&mut bytes);
         u32::from_le_bytes(bytes)
     };
-    let mut sizes = Bindings::new();
-    for (name, size) in [("batch", SAMPLES), ("sequence", LONG), ("height", IMAGE), ("width", IMAGE)] {
-        sizes.insert(name.to_owned(), size);
-    }
     let mut inputs = BTreeMap::new();
     for (id, value) in graph.inputs() {
         let size = |dim: &crate::ir::Dim| {
-            dim.evaluate(&sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
+            dim.evaluate(sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
         };
         let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
         let count: usize = shape.iter().product();
         let tensor = match value.ty.element {
             Element::Float => Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu),
             Element::Int if value.name.contains("mask") => {
-                let real = |place: usize| i64::from(place < LONG || place % LONG < SHORT);
+                let length = sizes.get("sequence").copied().unwrap_or(LONG);
+                let real = |place: usize| i64::from(place < length || place % length < SHORT);
                 Tensor::from_vec((0..count).map(real).collect::<Vec<_>>(), shape, &Device::Cpu)
             }
             Element::Int => {
@@ -51,7 +57,7 @@ pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
         };
         inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
     }
-    Ok(Batch { inputs, truth: Truth::None, samples: SAMPLES })
+    Ok(Batch { inputs, truth: Truth::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
 }
 
 /// Rows of the smallest table that is looked up by an input.

@@ -22,7 +22,7 @@ use std::path::Path;
 use candle_core::Tensor;
 use serde_json::{Map, Value};
 
-pub use made_up::made_up;
+pub use made_up::{made_up, made_up_of};
 pub use options::{Column, Data, DataSets, Task};
 
 use crate::error::{Error, Result};

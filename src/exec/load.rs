@@ -19,7 +19,7 @@ pub enum Residence {
 }
 
 /// The parameters of a graph on a device.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Parameters {
     tensors: BTreeMap<String, Tensor>,
     /// Weights whose layers have their inputs rounded.
@@ -55,8 +55,18 @@ impl Parameters {
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
     }
 
+    /// The same with another tensor in the place of one.
+    #[must_use]
+    pub fn with(mut self, name: &str, tensor: Tensor) -> Parameters {
+        self.tensors.insert(name.to_owned(), tensor);
+        self
+    }
+
     /// A parameter in the precision of the computation.
-    pub(super) fn get(&self, name: &str) -> candle_core::Result<Tensor> {
+    ///
+    /// # Errors
+    /// It was not loaded, or the device runs out of memory.
+    pub fn get(&self, name: &str) -> candle_core::Result<Tensor> {
         self.kept(name)?.to_dtype(self.compute)
     }
 

@@ -23,6 +23,7 @@ pub struct Executor<'g> {
     parameters: Parameters,
     device: Device,
     rounding: Rounding,
+    mode: Mode,
     /// Every node by itself, for observers.
     single: Vec<Step>,
     /// Nodes that are computed together, where nobody looks.
@@ -32,13 +33,19 @@ pub struct Executor<'g> {
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
-        Self { graph, parameters, device, rounding: Rounding::Token, single: plan::single(graph), chained: plan::chained(graph) }
+        Self { graph, parameters, device, rounding: Rounding::Token, mode: Mode::Infer, single: plan::single(graph), chained: plan::chained(graph) }
     }
 
     /// Rounds inputs of layers with int8 weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
+    }
+
+    /// Computes with primitives that have gradients, node by node; parameters that are variables gather them.
+    #[must_use]
+    pub fn for_training(self) -> Self {
+        Self { mode: Mode::Train, chained: plan::single(self.graph), ..self }
     }
 
     /// The graph.
@@ -130,7 +137,7 @@ impl<'g> Executor<'g> {
         if let (Op::Embedding(_), [indices, table]) = (&node.op, operands.as_slice()) {
             inputs::require_rows(self.graph, node, indices, table)?;
         }
-        let result = node.op.spec().eval(&operands, Mode::Infer);
+        let result = node.op.spec().eval(&operands, self.mode);
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
     }

@@ -163,7 +163,7 @@ impl Format for Onnx {
         Ok(Forecast {
             files: layout.iter().map(|(name, _)| name.clone()).collect(),
             bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
-            exact: true,
+            exact: !model.estimated,
             tensors: draft.tensors(),
         })
     }

@@ -257,7 +257,7 @@ impl Format for Safetensors {
     fn forecast(&self, model: &Model) -> Result<Forecast> {
         let items = self.items(model, |_, weight| Ok(weight.elements() as u64))?;
         let layout = self.layout_of(&items, model)?;
-        Ok(Forecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse, tensors: layout.tensors() })
+        Ok(Forecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !model.estimated, tensors: layout.tensors() })
     }
 
     fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {

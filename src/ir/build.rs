@@ -14,6 +14,16 @@ pub trait Catalog {
     fn nearest(&self, name: &str) -> Option<String>;
 }
 
+impl Catalog for BTreeMap<String, Vec<usize>> {
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        self.get(name).cloned()
+    }
+
+    fn nearest(&self, _name: &str) -> Option<String> {
+        None
+    }
+}
+
 /// Wires nodes.
 pub struct Builder<'c> {
     graph: Graph,

@@ -53,6 +53,18 @@ impl GraphFile {
         serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
     }
 
+    /// The graph without some nodes, and with other names: `refer` says which value stands for one that is named.
+    #[must_use]
+    pub fn edited(self, drops: &dyn Fn(&str) -> bool, refer: &dyn Fn(&str) -> String) -> GraphFile {
+        let node = |node: NodeFile| NodeFile { name: refer(&node.name), op: node.op, inputs: node.inputs.iter().map(|name| refer(name)).collect() };
+        let output = |(name, value): (String, Json)| (name, value.as_str().map_or(Json::Null, |value| Json::String(refer(value))));
+        GraphFile {
+            inputs: self.inputs,
+            nodes: self.nodes.into_iter().filter(|node| !drops(&node.name)).map(node).collect(),
+            outputs: self.outputs.into_iter().map(output).collect(),
+        }
+    }
+
     /// Builds the graph over the tensors of a checkpoint.
     ///
     /// # Errors

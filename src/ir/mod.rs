@@ -15,6 +15,7 @@ pub mod quantizers;
 mod rebuild;
 mod text;
 
+pub use axes::{Axes, Axis, Hold};
 pub use build::{Builder, Catalog};
 pub use check::check;
 pub use dim::{Bindings, Dim};

@@ -28,6 +28,8 @@ pub mod rows;
 pub mod scan;
 #[cfg(feature = "run")]
 mod scratch;
+#[cfg(feature = "run")]
+pub mod solve;
 
 pub(crate) use float::with_float;
 pub use float::{Bf16, F16, F32, F64, Float};

@@ -40,6 +40,14 @@ impl Model {
         Ok((!described).then(|| GraphFile::from(&**graph)))
     }
 
+    /// Whether `config.json` describes what the model computes.
+    pub fn is_described(&self) -> bool {
+        match &self.changed_graph {
+            Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
+            None => !self.path.join(GraphFile::NAME).is_file(),
+        }
+    }
+
     fn stored_graph(&self) -> Result<Graph> {
         let file = self.path.join(GraphFile::NAME);
         if file.is_file() {

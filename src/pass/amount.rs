@@ -38,6 +38,14 @@ impl Amount {
         Amount::Fraction(Fraction(if value.is_nan() { 0.0 } else { value.clamp(0.0, 1.0) }))
     }
 
+    /// The part of everything, where it is one.
+    pub fn share(self) -> f64 {
+        match self {
+            Amount::Fraction(Fraction(f)) => f,
+            Amount::Count(_) => 0.0,
+        }
+    }
+
     /// The count for this many weights, or `None` when there are fewer than the count.
     pub fn of(self, weights: u64) -> Option<u64> {
         match self {

@@ -7,6 +7,8 @@
 mod amount;
 mod cast;
 mod integers;
+#[cfg(feature = "run")]
+pub mod prune_structured;
 pub mod prune_unstructured;
 mod quantize_dynamic;
 #[cfg(feature = "run")]
@@ -22,6 +24,8 @@ use serde_json::Value;
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use integers::Observer;
+#[cfg(feature = "run")]
+pub use prune_structured::PruneStructured;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationScheme, GranularityKind, QuantizeDynamic};
 #[cfg(feature = "run")]
@@ -129,6 +133,8 @@ macro_rules! passes {
 passes! {
     /// Zero the weights that are smallest in absolute value
     "prune-unstructured" => PruneUnstructured,
+    /// Take heads, neurons, channels, width or layers out of a model: smaller tensors, less to compute
+    "prune-structured" => PruneStructured if "run",
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples

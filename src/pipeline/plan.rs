@@ -91,7 +91,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         output_exact: forecasts.iter().all(|f| f.exact),
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block),
         peak_vram_bytes: 0,
-        notes: after.notes,
+        notes: after.notes.iter().chain(after.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
     })
 }
 

@@ -12,6 +12,7 @@ mod convert;
 pub mod hash;
 pub mod header;
 mod part_writer;
+mod pick;
 mod scaled;
 pub mod select;
 pub mod sparse;

@@ -9,6 +9,8 @@ mod options;
 mod outputs;
 mod recipes;
 mod spellings;
+#[cfg(feature = "run")]
+mod structured;
 
 use std::path::Path;
 

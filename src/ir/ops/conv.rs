@@ -65,7 +65,13 @@ impl OpSpec for Conv {
         let bias = if inputs > 2 { ", o" } else { "" };
         match self.groups {
             1 => format!("b k _ _, o k _ _{bias} -> b o _ _"),
-            _ => format!("b (g! c) _ _, (g! o) c _ _{} -> b (g! o) _ _", if inputs > 2 { ", (g! o)" } else { "" }),
+            g => format!("b (g={g} c) _ _, (g={g} o) c _ _{} -> b (g={g} o) _ _", if inputs > 2 { format!(", (g={g} o)") } else { String::new() }),
+        }
+    }
+
+    fn resize(&mut self, size: &dyn Fn(&str) -> usize) {
+        if self.groups > 1 {
+            self.groups = size("g");
         }
     }
 

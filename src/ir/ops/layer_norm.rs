@@ -38,7 +38,7 @@ impl OpSpec for LayerNorm {
     }
 
     fn axes(&self, _inputs: usize) -> String {
-        "* c!, c!, c! -> * c!".into()
+        "* c~, c~, c~ -> * c~".into()
     }
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {

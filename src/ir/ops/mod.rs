@@ -76,6 +76,8 @@ pub trait OpSpec: fmt::Debug {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String>;
     /// How the axes of this many inputs correspond; see [`axes`](super::axes).
     fn axes(&self, inputs: usize) -> String;
+    /// Follows letters to new sizes where an attribute repeats one.
+    fn resize(&mut self, _size: &dyn Fn(&str) -> usize) {}
     /// The values of the output.
     ///
     /// # Errors
@@ -118,6 +120,16 @@ macro_rules! ops {
                 match self {
                     $(Op::$name(op) => op,)+
                 }
+            }
+
+            /// The op for axes of other sizes, by letter.
+            #[must_use]
+            pub fn resized(&self, size: &dyn Fn(&str) -> usize) -> Op {
+                let mut op = self.clone();
+                match &mut op {
+                    $(Op::$name(op) => op.resize(size),)+
+                }
+                op
             }
 
             /// Name of the op.

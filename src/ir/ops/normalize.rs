@@ -26,7 +26,7 @@ impl OpSpec for Normalize {
     }
 
     fn axes(&self, _inputs: usize) -> String {
-        "* c! -> * c!".into()
+        "* c~ -> * c~".into()
     }
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {

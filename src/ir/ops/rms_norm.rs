@@ -37,7 +37,7 @@ impl OpSpec for RmsNorm {
     }
 
     fn axes(&self, _inputs: usize) -> String {
-        "* c!, c! -> * c!".into()
+        "* c~, c~ -> * c~".into()
     }
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {

@@ -45,7 +45,11 @@ impl OpSpec for Slice {
     }
 
     fn axes(&self, _inputs: usize) -> String {
-        "* _ -> * _".into()
+        format!("* (a={}+k={}+b) -> * k", self.start, self.length)
+    }
+
+    fn resize(&mut self, size: &dyn Fn(&str) -> usize) {
+        (self.start, self.length) = (size("a"), size("k"));
     }
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {

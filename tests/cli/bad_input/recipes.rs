@@ -36,7 +36,7 @@ fn keys_and_names() {
         recipe(
             "an unknown pass",
             "model: in\npasses:\n  - prune: {}\n",
-            "line 3 column 5: unknown name `prune`, expected one of `prune-unstructured`, `quantize-dynamic`, `cast`",
+            "line 3 column 5: unknown name `prune`, expected one of `prune-unstructured`, `prune-structured`, `quantize-dynamic`",
         ),
         recipe("an unknown pass by name alone", "model: in\npasses: [prune]\n", "line 2 column 10: unknown name `prune`, expected one of `prune-unstructured`"),
         recipe("an unknown format", "model: in\nexport: [onxx]\n", "line 2 column 10: unknown name `onxx`, expected one of `safetensors`"),

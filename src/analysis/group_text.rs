@@ -1,0 +1,53 @@
+//! Groups as text that a person can read.
+//!
+//! ```text
+//! mlp 128 fc1: fc1.weight[0], fc1.bias[0], fc2.weight[1]
+//! channels 8 conv: conv.weight[0], fc1.weight[1] 16 a unit
+//! held 10 fc2.weight[0]: output `logits`
+//! ```
+
+use std::fmt;
+
+use super::{Group, Groups, Held, Member, Place};
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.offset > 0 {
+            write!(f, " from {}", self.offset)?;
+        }
+        if self.block > 1 {
+            write!(f, " {} a unit", self.block)?;
+        }
+        self.repeats.iter().try_for_each(|(count, stride)| write!(f, " {count} times every {stride}"))
+    }
+}
+
+impl fmt::Display for Member {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{}]{}", self.param, self.axis, self.place)
+    }
+}
+
+impl fmt::Display for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let members = self.members.iter().map(Member::to_string).collect::<Vec<_>>().join(", ");
+        write!(f, "{} {} {}: {members}", self.unit, self.size, self.name)?;
+        if let Some(output) = &self.output {
+            write!(f, ", output `{output}`")?;
+        }
+        if self.normalised { write!(f, " (normalised over)") } else { Ok(()) }
+    }
+}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "held {} {}[{}]: {}", self.size, self.param, self.axis, self.reason)
+    }
+}
+
+impl fmt::Display for Groups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.groups.iter().try_for_each(|group| writeln!(f, "{group}"))?;
+        self.held.iter().try_for_each(|held| writeln!(f, "{held}"))
+    }
+}

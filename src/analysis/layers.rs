@@ -1,0 +1,76 @@
+//! Layers that repeat: numbered nodes between two values of one type, with attention inside.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::ir::{Graph, Kind, Node, Op, ValueId};
+
+/// One of several layers that have the same form.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layer {
+    /// The value that goes through it.
+    pub input: String,
+    /// The value that it gives.
+    pub output: String,
+    /// Its nodes.
+    pub nodes: BTreeSet<String>,
+}
+
+/// Layers by number, and what stands before the number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layers {
+    /// In the names of nodes: `encoder.layer.`.
+    pub nodes: String,
+    /// In the names of tensors: `bert.encoder.layer.`.
+    pub tensors: String,
+    /// In order.
+    pub layers: Vec<Layer>,
+}
+
+/// The number behind a prefix, where it is a component of its own.
+pub fn number(name: &str, prefix: &str) -> Option<usize> {
+    let rest = name.strip_prefix(prefix)?;
+    rest.split('.').next()?.parse().ok()
+}
+
+/// Finds the layers of a transformer.
+pub fn layers(graph: &Graph) -> Option<Layers> {
+    let name = |id: ValueId| graph.value(id).name.as_str();
+    let attention = graph.nodes().iter().find(|node| matches!(node.op, Op::Attention(_)))?;
+    let prefix = before_number(name(attention.output))?;
+    let mut nodes: BTreeMap<usize, Vec<&Node>> = BTreeMap::new();
+    for node in graph.nodes() {
+        if let Some(number) = number(name(node.output), prefix) {
+            nodes.entry(number).or_default().push(node);
+        }
+    }
+    let param = nodes.values().flatten().flat_map(|node| &node.inputs).find(|id| graph.value(**id).kind == Kind::Param)?;
+    let tensors = before_number(name(*param))?.to_owned();
+    let count = nodes.len();
+    let layers: Option<Vec<Layer>> = nodes.into_iter().enumerate().map(|(at, (number, nodes))| layer(graph, &nodes).filter(|_| at == number)).collect();
+    layers.filter(|_| count > 1).map(|layers| Layers { nodes: prefix.to_owned(), tensors, layers })
+}
+
+/// A name up to its first component that is a number.
+fn before_number(name: &str) -> Option<&str> {
+    let mut at = 0;
+    for part in name.split('.') {
+        if !part.is_empty() && part.chars().all(|c| c.is_ascii_digit()) {
+            return Some(&name[..at]);
+        }
+        at += part.len() + 1;
+    }
+    None
+}
+
+fn layer(graph: &Graph, nodes: &[&Node]) -> Option<Layer> {
+    let own: BTreeSet<ValueId> = nodes.iter().map(|node| node.output).collect();
+    let read = nodes.iter().flat_map(|node| &node.inputs).filter(|id| !own.contains(id) && matches!(graph.value(**id).kind, Kind::Node(_)));
+    let inputs: BTreeSet<ValueId> = read.copied().collect();
+    let outside = graph.nodes().iter().filter(|node| !own.contains(&node.output)).flat_map(|node| &node.inputs);
+    let outputs: BTreeSet<ValueId> = outside.chain(graph.outputs().iter().map(|(_, id)| id)).filter(|id| own.contains(id)).copied().collect();
+    let [input, output] = [inputs, outputs].map(|ids| ids.into_iter().collect::<Vec<_>>());
+    let ([input], [output]) = (input.as_slice(), output.as_slice()) else { return None };
+    let name = |id: ValueId| graph.value(id).name.clone();
+    let same = graph.value(*input).ty == graph.value(*output).ty;
+    same.then(|| Layer { input: name(*input), output: name(*output), nodes: own.into_iter().map(name).collect() })
+}

@@ -1,0 +1,91 @@
+//! Taking units out of the weights, and saying what the model is now.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use crate::analysis::{Group, Groups};
+use crate::arch;
+use crate::error::{Error, Result};
+use crate::ir::{Graph, GraphFile, Op};
+use crate::model::Model;
+use crate::store::Meter;
+
+/// Elements that stay, by tensor and axis.
+pub(super) type Kept = BTreeMap<(String, usize), Vec<usize>>;
+
+/// What stays of all tensors that carry the units of groups, by position, that go.
+///
+/// # Errors
+/// A tensor is missing.
+pub(super) fn kept(model: &Model, groups: &Groups, gone: &BTreeMap<usize, Vec<usize>>) -> Result<Kept> {
+    let mut kept: BTreeMap<(String, usize), Vec<bool>> = BTreeMap::new();
+    for (index, units) in gone {
+        for member in &groups.groups[*index].members {
+            let size = model.weights.get(&member.param)?.shape[member.axis];
+            let kept = kept.entry((member.param.clone(), member.axis)).or_insert_with(|| vec![true; size]);
+            for unit in units {
+                member.place.blocks(*unit, &mut |at| kept[at..at + member.place.block].fill(false));
+            }
+        }
+    }
+    let places = |kept: Vec<bool>| kept.iter().enumerate().filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
+    Ok(kept.into_iter().map(|(axis, kept)| (axis, places(kept))).collect())
+}
+
+/// Takes everything else out of the tensors; answers their names.
+///
+/// # Errors
+/// A tensor is quantized, or nothing would be left of it.
+pub(super) fn cut(model: &mut Model, kept: &Kept, meter: &Arc<Meter>) -> Result<BTreeSet<String>> {
+    let mut changed = BTreeSet::new();
+    for ((name, axis), kept) in kept {
+        if kept.is_empty() {
+            return Err(Error::tensor(name, "would be left without elements", "take out less"));
+        }
+        let weight = model.weights.get(name)?.pick(name, *axis, kept, meter.clone())?;
+        model.weights.by_name.insert(name.clone(), weight);
+        changed.insert(name.clone());
+    }
+    Ok(changed)
+}
+
+/// Builds the graph over the smaller weights, and has `config.json` say so where it can; answers in plain words which it is.
+///
+/// # Errors
+/// The graph does not fit the weights.
+pub(super) fn describe(model: &mut Model, graph: &Graph, groups: &Groups, gone: &BTreeMap<usize, Vec<usize>>) -> Result<Vec<String>> {
+    let left = |group: &Group| {
+        let index = groups.groups.iter().position(|other| std::ptr::eq(other, group));
+        group.size - index.and_then(|index| gone.get(&index)).map_or(0, Vec::len)
+    };
+    let smaller = groups.rebuild(graph, &model.weights, &left)?;
+    settle(model, smaller, Vec::new())
+}
+
+/// Makes a graph the model's own, and has `config.json` describe it where it can.
+///
+/// # Errors
+/// The graph does not fit the weights.
+pub(super) fn settle(model: &mut Model, graph: Graph, more: Vec<(String, Value)>) -> Result<Vec<String>> {
+    let head_dim = graph.nodes().iter().find_map(|node| match &node.op {
+        Op::SplitHeads(op) => Some(op.head_dim),
+        _ => None,
+    });
+    let shape = |name: &str| model.weights.by_name.get(name).map(|weight| weight.shape.clone());
+    let resized = arch::resized(model.config.values(), head_dim, &shape).into_iter().map(|(key, value)| (key.to_owned(), value));
+    let values: Vec<(String, Value)> = resized.chain(more).collect();
+    let before = model.config.clone();
+    let keys: Vec<&str> = values.iter().map(|(key, _)| key.as_str()).collect();
+    values.iter().for_each(|(key, value)| model.config.set(key, value.clone()));
+    model.changed_graph = Some(Arc::new(graph));
+    if model.graph_file()?.is_none() {
+        return Ok(match keys.is_empty() {
+            true => Vec::new(),
+            false => vec![format!("config.json describes the result: {}", keys.join(", "))],
+        });
+    }
+    model.config = before;
+    Ok(vec![format!("config.json cannot describe the result, {} does: `compress` and its ONNX export read it, transformers does not", GraphFile::NAME)])
+}

@@ -1,0 +1,61 @@
+//! How long a graph takes in the built-in executor, whatever its weights are.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use candle_core::DType;
+
+use crate::analysis;
+use crate::data;
+use crate::error::Result;
+use crate::exec::{Executor, Parameters, Residence};
+use crate::ir::Graph;
+use crate::pass::Context;
+use crate::store::{self, Block, Encoding, Sink, Source, View, Weight, Weights};
+
+/// Runs of which the median counts.
+const RUNS: usize = 7;
+
+/// Small numbers, all the same.
+struct Constant(usize);
+
+impl Source for Constant {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let block = store::block_elements(unit).min(self.0.max(1));
+        let bytes: Vec<u8> = std::iter::repeat_n(0.01f32.to_le_bytes(), block).flatten().collect();
+        let mut left = self.0;
+        while left > 0 {
+            let count = left.min(block);
+            sink(Block::untouched(View::dense(store::DType::F32, &bytes[..4 * count])))?;
+            left -= count;
+        }
+        Ok(())
+    }
+}
+
+/// Seconds for one made-up sample of the usual size, the median of several runs.
+///
+/// # Errors
+/// Memory runs out, or the work is cancelled.
+pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
+    let weight = |shape: Vec<usize>| {
+        let elements = shape.iter().product();
+        Weight::new(store::DType::F32, shape, Encoding::Dense, Arc::new(Constant(elements)))
+    };
+    let shape = |value: &crate::ir::Value| value.ty.shape.iter().map(|dim| dim.fixed().unwrap_or(1)).collect();
+    let by_name = graph.params().map(|(_, value)| (value.name.clone(), weight(shape(value)))).collect();
+    let weights = Weights { by_name, metadata: BTreeMap::new() };
+    let parameters = Parameters::load(graph, &weights, &context.device, DType::F32, Residence::Computed, &context.sweep)?;
+    let inputs = data::made_up_of(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
+    let executor = Executor::new(graph, parameters, context.device.clone());
+    let mut times = Vec::with_capacity(RUNS);
+    for _ in 0..RUNS {
+        context.sweep.cancel.check()?;
+        let start = Instant::now();
+        executor.run(&inputs)?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[RUNS / 2])
+}

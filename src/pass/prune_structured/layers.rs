@@ -1,0 +1,167 @@
+//! Taking out whole layers: those that change what goes through them least.
+//!
+//! With calibration data, the influence of a layer is one less the mean cosine between a token's vector before and after
+//! it (Men et al., *ShortGPT*, 2024, <https://arxiv.org/abs/2403.03853>). Without, layers go from the last but one
+//! backwards (Gromov et al., *The Unreasonable Ineffectiveness of the Deeper Layers*, 2024,
+//! <https://arxiv.org/abs/2403.17887>).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{D, Tensor};
+use serde_json::{Value, json};
+
+use super::calibrate::{self, computed};
+use super::{NAME, cut};
+use crate::analysis::{self, Layers};
+use crate::arch;
+use crate::error::{Error, Result};
+use crate::exec::Executor;
+use crate::ir::{Graph, GraphFile};
+use crate::model::Model;
+use crate::pass::{Amount, Context};
+
+/// What came of it.
+pub(super) struct Removed {
+    /// Tensors that are gone or have another name.
+    pub tensors: BTreeSet<String>,
+    pub notes: Vec<String>,
+    pub details: Value,
+}
+
+/// Takes layers out of a model.
+///
+/// # Errors
+/// The model has no layers that repeat, none would be left, or running it fails.
+pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context>) -> Result<Removed> {
+    let graph = model.graph()?;
+    let Some(found) = analysis::layers(&graph) else {
+        return Err(Error::option(format!("{NAME}: dims"), "the model has no layers that repeat, each with attention and of one form"));
+    };
+    let all = found.layers.len();
+    let wanted = amount.of(all as u64).map_or(all, |count| count as usize);
+    if wanted >= all {
+        let list = (1..all).map(|count| format!("{:.4}", count as f64 / all as f64).trim_end_matches('0').to_owned()).collect::<Vec<_>>().join(", ");
+        return Err(Error::option(format!("{NAME}: amount"), format!("{amount} of {all} layers leaves none; it can take {list}")));
+    }
+    let influence = match context.filter(|context| context.data.calibration.is_some() && wanted > 0) {
+        Some(context) => Some(influence(model, &graph, &found, context)?),
+        None => None,
+    };
+    let mut order: Vec<usize> = match &influence {
+        Some(influence) => {
+            let mut order: Vec<usize> = (0..all).collect();
+            order.sort_by(|a, b| influence[*a].total_cmp(&influence[*b]).then(b.cmp(a)));
+            order
+        }
+        None => (0..all - 1).rev().chain([all - 1]).collect(),
+    };
+    order.truncate(wanted);
+    let gone: BTreeSet<usize> = order.into_iter().collect();
+    let tensors = take_out(model, &graph, &found, &gone)?;
+    let how = if influence.is_some() { "of the least influence on calibration data" } else { "from the last but one backwards, without calibration data" };
+    let list = gone.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    let mut notes = vec![format!("layers taken out, {how}: {}", if list.is_empty() { "none".to_owned() } else { list })];
+    if !gone.is_empty() {
+        notes.extend(settle(model, &found, &gone)?);
+    }
+    Ok(Removed { tensors, notes, details: json!({ "before": all, "gone": gone, "influence": influence }) })
+}
+
+/// One less the mean cosine between what goes into each layer and what comes out.
+fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) -> Result<Vec<f64>> {
+    let executor = Executor::new(graph, calibrate::parameters(graph, model, context)?, context.device.clone());
+    let wanted: BTreeSet<&str> = found.layers.iter().flat_map(|layer| [layer.input.as_str(), layer.output.as_str()]).collect();
+    let mut sums = vec![0f64; found.layers.len()];
+    let mut count = 0f64;
+    calibrate::for_each("Observing", model, context, |batch| {
+        let mut seen: BTreeMap<String, Tensor> = BTreeMap::new();
+        let linear = crate::ir::ops::Linear::default().into();
+        executor.run_observed(&batch.inputs, &mut |name, tensor| {
+            if wanted.contains(name) {
+                seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch)?);
+            }
+            Ok(())
+        })?;
+        for (layer, sum) in found.layers.iter().zip(&mut sums) {
+            let (Some(before), Some(after)) = (seen.get(&layer.input), seen.get(&layer.output)) else { continue };
+            *sum += cosines(before, after).map_err(computed)?;
+        }
+        count += seen.values().next().map_or(0, |rows| rows.dims()[0]) as f64;
+        Ok(())
+    })?;
+    Ok(sums.into_iter().map(|sum| 1.0 - sum / count.max(1.0)).collect())
+}
+
+/// The sum of the cosines of rows.
+fn cosines(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
+    let norm = |x: &Tensor| x.sqr()?.sum(D::Minus1)?.sqrt();
+    let cosine = ((a * b)?.sum(D::Minus1)? / ((norm(a)? * norm(b)?)? + 1e-12)?)?;
+    Ok(f64::from(cosine.sum_all()?.to_scalar::<f32>()?))
+}
+
+/// The number that a layer has afterwards.
+fn renumbered(number: usize, gone: &BTreeSet<usize>) -> usize {
+    number - gone.range(..number).count()
+}
+
+/// A name with the number that its layer has afterwards.
+fn renamed(name: &str, prefix: &str, gone: &BTreeSet<usize>) -> String {
+    match analysis::number(name, prefix) {
+        Some(number) => {
+            let rest = &name[prefix.len() + number.to_string().len()..];
+            format!("{prefix}{}{rest}", renumbered(number, gone))
+        }
+        None => name.to_owned(),
+    }
+}
+
+/// Renumbers the weights and rebuilds the graph without the layers.
+fn take_out(model: &mut Model, graph: &Graph, found: &Layers, gone: &BTreeSet<usize>) -> Result<BTreeSet<String>> {
+    let mut changed = BTreeSet::new();
+    let weights = std::mem::take(&mut model.weights.by_name);
+    for (name, weight) in weights {
+        let number = analysis::number(&name, &found.tensors);
+        let new = renamed(&name, &found.tensors, gone);
+        if number.is_some_and(|number| gone.contains(&number)) {
+            changed.insert(name);
+            continue;
+        }
+        if new != name {
+            changed.insert(name);
+        }
+        model.weights.by_name.insert(new, weight);
+    }
+    let mut through: BTreeMap<&str, &str> = BTreeMap::new();
+    gone.iter().map(|number| &found.layers[*number]).for_each(|layer| {
+        through.insert(&layer.output, &layer.input);
+    });
+    let refer = |name: &str| {
+        let mut name = name;
+        while let Some(before) = through.get(name) {
+            name = before;
+        }
+        let node = renamed(name, &found.nodes, gone);
+        if node == name { renamed(name, &found.tensors, gone) } else { node }
+    };
+    let drops = |name: &str| gone.iter().any(|number| found.layers[*number].nodes.contains(name));
+    let file = GraphFile::from(graph).edited(&drops, &refer);
+    model.changed_graph = Some(std::sync::Arc::new(file.build(&model.weights)?));
+    Ok(changed)
+}
+
+/// Has `config.json` say how many layers there are.
+fn settle(model: &mut Model, found: &Layers, gone: &BTreeSet<usize>) -> Result<Vec<String>> {
+    let all = found.layers.len();
+    let mut values: Vec<(String, Value)> = Vec::new();
+    if let Some(key) = arch::layers_key(model.config.model_type()) {
+        values.push((key.to_owned(), json!(all - gone.len())));
+    }
+    for (key, value) in model.config.values() {
+        if let Some(list) = value.as_array().filter(|list| key == "layer_types" && list.len() == all) {
+            let kept: Vec<&Value> = list.iter().enumerate().filter(|(at, _)| !gone.contains(at)).map(|(_, value)| value).collect();
+            values.push((key.clone(), json!(kept)));
+        }
+    }
+    let smaller = model.graph()?;
+    cut::settle(model, smaller, values)
+}

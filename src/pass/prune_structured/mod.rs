@@ -1,0 +1,241 @@
+//! Structured pruning: heads, neurons, channels, the width of the residual stream or whole layers are taken out, so that
+//! tensors get smaller and the model gets faster.
+//!
+//! What goes together is found by [`analysis::groups`](crate::analysis::groups). Units are ranked by the size of their
+//! weights (Li et al., *Pruning Filters for Efficient ConvNets*, 2017, <https://arxiv.org/abs/1608.08710>; over whole
+//! groups as in Fang et al., *DepGraph*, 2023, <https://arxiv.org/abs/2301.12900>), by the first-order change of the loss
+//! (Molchanov et al., *Importance Estimation for Neural Network Pruning*, 2019, <https://arxiv.org/abs/1906.10771>), or by
+//! the values that meet their weights (as in Sun et al., *Wanda*, 2023, <https://arxiv.org/abs/2306.11695>).
+//!
+//! ```yaml
+//! passes:
+//!   - prune-structured:
+//!       dims: [heads, mlp]
+//!       target: { macs: 0.5 }
+//!       importance: taylor
+//!       repair: least-squares
+//! ```
+
+mod calibrate;
+mod cut;
+mod latency;
+mod layers;
+mod options;
+mod repair;
+mod scores;
+mod selection;
+mod sensitivity;
+mod widths;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+pub use options::{Amounts, Importance, Part, Repair, Target};
+
+use super::{Context, Pass, Samples, Scope, options_of};
+use crate::error::{Error, Result};
+use crate::model::{Applied, Model};
+use crate::pass::Amount;
+use crate::store::{Meter, Pattern};
+use selection::Selection;
+
+/// Take heads, neurons, channels, width or layers out of a model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct PruneStructured {
+    /// What to take out [default: heads, mlp and channels, as far as the model has them]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub dims: Vec<Part>,
+    /// How much of each group to take out: a fraction like 0.25 or a number of units, or by part: heads=0.25,mlp=0.5 [default: 0.25]
+    #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub amount: Option<Amounts>,
+    /// What must be left of the cost instead of an amount: macs=0.5, params=0.5 or latency=0.5
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COST=FRACTION"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub target: Option<Target>,
+    /// Which units go first
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
+    pub importance: Importance,
+    /// Every group loses the same part, or groups are ranked against each other [default: tensor; global for a target]
+    #[cfg_attr(feature = "cli", arg(long, value_enum))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub scope: Option<Scope>,
+    /// Widths are multiples of this; heads are whole heads
+    #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().round_to))]
+    pub round_to: usize,
+    /// Fewest units that stay in a group [default: one head, else `round_to`]
+    #[cfg_attr(feature = "cli", arg(long))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub minimum: Option<usize>,
+    /// Whether all layers keep one width [default: where config.json can only say one]
+    #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub uniform: Option<bool>,
+    /// What is done to the layers that read what was taken out
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().repair))]
+    pub repair: Repair,
+    /// Tensors whose units may go: names with `*`, or `re:` and a regular expression [default: all]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Pattern>,
+    /// Tensors that keep all their units
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<Pattern>,
+}
+
+impl Default for PruneStructured {
+    fn default() -> Self {
+        Self {
+            dims: Vec::new(),
+            amount: None,
+            target: None,
+            importance: Importance::default(),
+            scope: None,
+            round_to: 8,
+            minimum: None,
+            uniform: None,
+            repair: Repair::default(),
+            targets: Vec::new(),
+            ignore: Vec::new(),
+        }
+    }
+}
+
+const NAME: &str = "prune-structured";
+
+impl PruneStructured {
+    fn scope(&self) -> Scope {
+        self.scope.unwrap_or(if self.target.is_some() { Scope::Global } else { Scope::Tensor })
+    }
+
+    /// What goes of a part.
+    fn amount(&self, part: Part) -> Amount {
+        match &self.amount {
+            None => Amount::fraction(0.25),
+            Some(amounts) => amounts.of(part).unwrap_or(Amount::Count(0)),
+        }
+    }
+
+    /// Whether whole layers go.
+    fn takes_layers(&self) -> bool {
+        match (&self.amount, self.dims.is_empty()) {
+            (Some(Amounts::Each(amounts)), true) => amounts.contains_key(&Part::Layers),
+            _ => self.dims.contains(&Part::Layers),
+        }
+    }
+
+    /// Whether anything but layers goes.
+    fn takes_units(&self) -> bool {
+        match (&self.amount, self.dims.is_empty()) {
+            (Some(Amounts::Each(amounts)), true) => amounts.keys().any(|part| *part != Part::Layers),
+            _ => self.dims.is_empty() || self.dims.iter().any(|part| *part != Part::Layers),
+        }
+    }
+
+    /// The model without what goes; which units these are is only known in `context`.
+    fn prune(&self, mut model: Model, context: Option<&Context>) -> Result<Model> {
+        let meter = Arc::new(Meter::default());
+        let mut applied = Applied {
+            name: NAME,
+            options: self.options(),
+            tensors: BTreeSet::new(),
+            rule: String::new(),
+            meter: meter.clone(),
+            details: Arc::new(|| Value::Null),
+            notes: Vec::new(),
+        };
+        let mut details = Map::new();
+        if self.takes_layers() {
+            let removed = layers::remove(&mut model, self.amount(Part::Layers), context)?;
+            applied.tensors.extend(removed.tensors);
+            applied.notes.extend(removed.notes);
+            applied.rule = "whole layers".to_owned();
+            details.insert("layers".to_owned(), removed.details);
+        }
+        if self.takes_units() {
+            let graph = model.graph()?;
+            let selection = Selection::new(self, &model, &graph)?;
+            let scores = context.map(|context| selection.scores(self, &graph, &model, context)).transpose()?;
+            let kept = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
+            let gone = selection.gone(&kept, scores.as_ref());
+            applied.notes.extend(selection.notes(&kept));
+            let before = model.clone();
+            let places = cut::kept(&model, &selection.groups, &gone)?;
+            applied.tensors.extend(cut::cut(&mut model, &places, &meter)?);
+            if !gone.is_empty() {
+                applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &gone)?);
+            }
+            if let Some(context) = context.filter(|_| self.repair != Repair::None && !gone.is_empty()) {
+                let mending = repair::Mending { before: &before, graph: &graph, after: &mut model, kept: &places, repair: self.repair };
+                let (layers, normalisations) = mending.run(context)?;
+                applied.notes.push(format!("repaired on calibration data: {layers} layers, {normalisations} batch normalisations"));
+            }
+            details.insert("groups".to_owned(), selection.details(&kept).into());
+            applied.rule = [applied.rule.as_str(), selection.rule.as_str()].into_iter().filter(|rule| !rule.is_empty()).collect::<Vec<_>>().join("; ");
+            model.estimated |= context.is_none() && self.scope() == Scope::Global;
+        }
+        let details = Value::Object(details);
+        applied.details = Arc::new(move || details.clone());
+        model.history.push(applied);
+        Ok(model)
+    }
+}
+
+impl Pass for PruneStructured {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        let mut full = self.clone();
+        full.scope = Some(self.scope());
+        if self.target.is_none() && self.amount.is_none() {
+            full.amount = Some(Amounts::All(Amount::fraction(0.25)));
+        }
+        options_of(&full)
+    }
+
+    fn check(&self) -> Result<()> {
+        let wrong = |what: &str, reason: String| Err(Error::option(format!("{NAME}: {what}"), reason));
+        if self.round_to == 0 {
+            return wrong("round_to", "must be at least 1".into());
+        }
+        if let Some(target) = self.target {
+            if self.amount.is_some() {
+                return wrong("target", "excludes `amount`: a target finds the amounts".into());
+            }
+            if !(target.fraction() > 0.0 && target.fraction() < 1.0) {
+                return wrong("target", format!("{} {} is not between 0 and 1: it says what part is left", target.name(), target.fraction()));
+            }
+        }
+        if self.target.is_some() && self.takes_layers() {
+            return wrong("target", "cannot say how many layers go: take them out in a pass of their own, with an `amount`".into());
+        }
+        if let Some(Amounts::Each(amounts)) = &self.amount
+            && let Some(part) = amounts.keys().find(|part| !self.dims.is_empty() && !self.dims.contains(part))
+        {
+            return wrong("amount", format!("names {part}, which is not among `dims`"));
+        }
+        Ok(())
+    }
+
+    fn apply(&self, model: Model) -> Result<Model> {
+        self.prune(model, None)
+    }
+
+    fn runs_on(&self) -> Option<Samples> {
+        let looks = matches!(self.importance, Importance::Taylor | Importance::Activation) || self.repair != Repair::None;
+        Some(if looks { Samples::Calibration } else { Samples::None })
+    }
+
+    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
+        self.prune(model, Some(context))
+    }
+}

@@ -1,0 +1,240 @@
+//! Options of structured pruning, as they stand in a recipe and on the command line.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+
+use serde::de::{self, Deserializer, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
+
+use crate::analysis::Unit;
+use crate::pass::Amount;
+
+/// What can be taken out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Part {
+    /// Heads of attention; heads that share keys and values go together
+    Heads,
+    /// Neurons between two linear layers
+    Mlp,
+    /// Channels of convolutions
+    Channels,
+    /// The width of the residual stream
+    Hidden,
+    /// Whole layers of a transformer
+    Layers,
+}
+
+impl Part {
+    /// The units of groups that it means; none for layers.
+    pub fn unit(self) -> Option<Unit> {
+        match self {
+            Part::Heads => Some(Unit::Heads),
+            Part::Mlp => Some(Unit::Mlp),
+            Part::Channels => Some(Unit::Channels),
+            Part::Hidden => Some(Unit::Hidden),
+            Part::Layers => None,
+        }
+    }
+}
+
+impl fmt::Display for Part {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.unit() {
+            Some(unit) => unit.fmt(f),
+            None => f.write_str("layers"),
+        }
+    }
+}
+
+impl FromStr for Part {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parts = [Part::Heads, Part::Mlp, Part::Channels, Part::Hidden, Part::Layers];
+        parts.into_iter().find(|part| part.to_string() == text).ok_or_else(|| format!("`{text}` is none of heads, mlp, channels, hidden, layers"))
+    }
+}
+
+/// How much of each group goes: one amount for everything, or one for each part.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(untagged)]
+pub enum Amounts {
+    /// The same of everything.
+    All(Amount),
+    /// By part.
+    Each(BTreeMap<Part, Amount>),
+}
+
+impl Amounts {
+    /// The amount of a part, if there is one.
+    pub fn of(&self, part: Part) -> Option<Amount> {
+        match self {
+            Amounts::All(amount) => Some(*amount),
+            Amounts::Each(amounts) => amounts.get(&part).copied(),
+        }
+    }
+}
+
+impl FromStr for Amounts {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if !text.contains('=') {
+            return text.parse().map(Amounts::All);
+        }
+        let pair = |pair: &str| {
+            let (part, amount) = pair.split_once('=').ok_or_else(|| format!("`{pair}` is not PART=AMOUNT"))?;
+            Ok::<_, String>((part.trim().parse()?, amount.trim().parse()?))
+        };
+        text.split(',').map(pair).collect::<Result<_, _>>().map(Amounts::Each)
+    }
+}
+
+impl<'de> Deserialize<'de> for Amounts {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Form;
+        impl<'de> Visitor<'de> for Form {
+            type Value = Amounts;
+
+            fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+                f.write_str("a fraction from 0.0 to 1.0, a whole number of units, or one for each part, like { heads: 0.25, mlp: 0.5 }")
+            }
+
+            fn visit_u64<E: de::Error>(self, value: u64) -> Result<Amounts, E> {
+                Amount::deserialize(de::value::U64Deserializer::new(value)).map(Amounts::All)
+            }
+
+            fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amounts, E> {
+                Amount::deserialize(de::value::I64Deserializer::new(value)).map(Amounts::All)
+            }
+
+            fn visit_f64<E: de::Error>(self, value: f64) -> Result<Amounts, E> {
+                Amount::deserialize(de::value::F64Deserializer::new(value)).map(Amounts::All)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Amounts, A::Error> {
+                BTreeMap::deserialize(de::value::MapAccessDeserializer::new(map)).map(Amounts::Each)
+            }
+        }
+        deserializer.deserialize_any(Form)
+    }
+}
+
+/// What must be left of the model's cost, as a fraction of the whole.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Target {
+    /// Multiply-accumulates of one sample: a text of 128 tokens, an image of 224 x 224 where the size is open
+    Macs(f64),
+    /// Parameters
+    Params(f64),
+    /// Time of the built-in executor on made-up samples
+    Latency(f64),
+}
+
+impl Target {
+    /// The fraction.
+    pub fn fraction(self) -> f64 {
+        let (Target::Macs(fraction) | Target::Params(fraction) | Target::Latency(fraction)) = self;
+        fraction
+    }
+
+    /// What is counted.
+    pub fn name(self) -> &'static str {
+        match self {
+            Target::Macs(_) => "macs",
+            Target::Params(_) => "params",
+            Target::Latency(_) => "latency",
+        }
+    }
+}
+
+impl FromStr for Target {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("target `{text}` is not macs=F, params=F or latency=F with F between 0 and 1");
+        let (name, fraction) = text.split_once('=').ok_or_else(wrong)?;
+        let fraction = fraction.trim().parse().map_err(|_| wrong())?;
+        match name.trim() {
+            "macs" => Ok(Target::Macs(fraction)),
+            "params" => Ok(Target::Params(fraction)),
+            "latency" => Ok(Target::Latency(fraction)),
+            _ => Err(wrong()),
+        }
+    }
+}
+
+/// What decides which units go: those of the smallest importance.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Importance {
+    /// Sum of absolute weights of a unit, in every layer that writes or reads it
+    #[default]
+    L1,
+    /// Sum of squares
+    L2,
+    /// How much the loss on calibration data would change, to first order
+    Taylor,
+    /// How large the values are that calibration data brings to the layers that read a unit, times their weights
+    Activation,
+}
+
+/// What is done to the layers that read what was taken out.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Repair {
+    /// Nothing
+    #[default]
+    None,
+    /// What is missing on average goes into the bias; statistics of batch normalisation are taken again
+    Bias,
+    /// What is left stands in for what is missing, by least squares; statistics of batch normalisation are taken again
+    LeastSquares,
+}
+
+#[cfg(feature = "cli")]
+mod schema {
+    use super::{Amount, Amounts};
+    use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+
+    impl JsonSchema for Amounts {
+        fn schema_name() -> std::borrow::Cow<'static, str> {
+            "Amounts".into()
+        }
+        fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+            let amount = generator.subschema_for::<Amount>();
+            let part = || amount.clone();
+            json_schema!({ "anyOf": [part(), {
+                "type": "object",
+                "properties": { "heads": part(), "mlp": part(), "channels": part(), "hidden": part(), "layers": part() },
+                "additionalProperties": false
+            }] })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_and_yaml() {
+        let each = Amounts::Each([(Part::Heads, Amount::fraction(0.25)), (Part::Mlp, Amount::Count(8))].into());
+        assert_eq!("heads=0.25,mlp=8".parse::<Amounts>().unwrap(), each);
+        assert_eq!(serde_saphyr::from_str::<Amounts>("{ heads: 0.25, mlp: 8 }").unwrap(), each);
+        assert_eq!(serde_saphyr::from_str::<Amounts>("0.5").unwrap(), Amounts::All(Amount::fraction(0.5)));
+        assert_eq!(serde_saphyr::from_str::<Target>("{ macs: 0.5 }").unwrap(), Target::Macs(0.5));
+        assert_eq!("params=0.6".parse::<Target>().unwrap(), Target::Params(0.6));
+        for text in ["heads", "legs=0.5", "heads=2.5", "heads=0.5,"] {
+            assert!(text.parse::<Amounts>().is_err(), "{text}");
+        }
+        assert!("macs".parse::<Target>().is_err() && "time=1".parse::<Target>().is_err());
+    }
+}

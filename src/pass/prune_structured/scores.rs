@@ -1,0 +1,130 @@
+//! Importance by weights: one sweep, block by block.
+
+use std::collections::BTreeMap;
+
+use super::Importance;
+use crate::analysis::{Group, Member, Role};
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::store::{Sweep, Weight};
+
+/// For each group, the importance of each unit.
+pub(super) type Scores = Vec<Vec<f64>>;
+
+/// Ranks by the sizes of weights.
+///
+/// # Errors
+/// A weight is not of floats, reading fails, or the work is cancelled.
+pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importance, sweep: &Sweep) -> Result<Scores> {
+    let counts = |member: &&Member| member.role != Role::Goes;
+    let mut axes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for member in groups.iter().flat_map(|group| &group.members).filter(counts) {
+        let axes = axes.entry(member.param.as_str()).or_default();
+        if !axes.contains(&member.axis) {
+            axes.push(member.axis);
+        }
+    }
+    let jobs: Vec<(&str, &Weight, Vec<usize>)> =
+        axes.into_iter().map(|(name, axes)| model.weights.get(name).map(|weight| (name, weight, axes))).collect::<Result<_>>()?;
+    let square = importance == Importance::L2;
+    let sums = sweep.run("Ranking", &jobs, |(_, weight, _)| weight.stored_bytes, |(name, weight, axes)| sums(name, weight, axes, square, sweep))?;
+    let mut by_axis: BTreeMap<(&str, usize), Vec<f64>> = BTreeMap::new();
+    for ((name, _, axes), sums) in jobs.iter().zip(sums) {
+        by_axis.extend(axes.iter().map(|axis| (*name, *axis)).zip(sums));
+    }
+    let of_member = |member: &Member, size: usize| {
+        let elements = by_axis.get(&(member.param.as_str(), member.axis)).map(Vec::as_slice).unwrap_or_default();
+        let mut units = vec![0.0; size];
+        for (unit, sum) in units.iter_mut().enumerate() {
+            member.place.blocks(unit, &mut |at| *sum += elements.iter().skip(at).take(member.place.block).sum::<f64>());
+        }
+        units
+    };
+    let total = |group: &&Group| {
+        let mut total = vec![0.0; group.size];
+        for member in group.members.iter().filter(counts) {
+            total.iter_mut().zip(of_member(member, group.size)).for_each(|(sum, unit)| *sum += unit);
+        }
+        total
+    };
+    Ok(groups.iter().map(total).collect())
+}
+
+/// The average of several members' judgements, each in units of its own mean.
+pub(super) fn average(members: impl Iterator<Item = Vec<f64>>, size: usize) -> Vec<f64> {
+    let mut total = vec![0.0; size];
+    for units in members {
+        let mean = units.iter().sum::<f64>() / size.max(1) as f64;
+        if mean > 0.0 {
+            total.iter_mut().zip(&units).for_each(|(sum, unit)| *sum += unit / mean);
+        }
+    }
+    total
+}
+
+/// Sums of magnitudes or squares over everything but one axis, for several axes.
+fn sums(name: &str, weight: &Weight, axes: &[usize], square: bool, sweep: &Sweep) -> Result<Vec<Vec<f64>>> {
+    let mut found: Vec<Vec<f64>> = axes.iter().map(|axis| vec![0.0; weight.shape[*axis]]).collect();
+    let shapes: Vec<(usize, usize)> = axes.iter().map(|axis| (weight.shape[*axis], weight.shape[axis + 1..].iter().product())).collect();
+    let mut floats = Vec::new();
+    let mut at = 0;
+    weight.visit(1, &mut |block| {
+        floats.resize(block.now.elements(), 0.0);
+        if !block.now.decode(0, &mut floats) {
+            return Err(Error::tensor(name, format!("is {}, pruning ranks floats", weight.dtype), "add it to `ignore`"));
+        }
+        floats.iter_mut().for_each(|x| *x = if square { *x * *x } else { x.abs() });
+        for (sums, (size, inner)) in found.iter_mut().zip(&shapes) {
+            add(sums, *size, *inner, at, &floats);
+        }
+        at += floats.len();
+        sweep.advance(block.before.values.len() as u64)
+    })?;
+    Ok(found)
+}
+
+/// Adds elements `from..` of a tensor to the sums of an axis.
+fn add(sums: &mut [f64], size: usize, inner: usize, from: usize, values: &[f32]) {
+    let mut at = 0;
+    while at < values.len() {
+        let (index, inside) = ((from + at) / inner % size, (from + at) % inner);
+        if inner == 1 {
+            let count = (size - index).min(values.len() - at);
+            sums[index..index + count].iter_mut().zip(&values[at..at + count]).for_each(|(sum, value)| *sum += f64::from(*value));
+            at += count;
+        } else {
+            let count = (inner - inside).min(values.len() - at);
+            sums[index] += lanes(&values[at..at + count]);
+            at += count;
+        }
+    }
+}
+
+/// A sum in a fixed number of lanes.
+fn lanes(values: &[f32]) -> f64 {
+    let mut lanes = [0f32; 16];
+    let (chunks, tail) = values.as_chunks::<16>();
+    for chunk in chunks {
+        lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value);
+    }
+    lanes.iter().chain(tail).map(|value| f64::from(*value)).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_do_not_depend_on_where_blocks_end() {
+        let values: Vec<f32> = (0..24).map(|n| n as f32).collect();
+        for (axis, expected) in [(0, vec![66.0, 210.0]), (1, vec![60.0, 92.0, 124.0]), (2, vec![60.0, 66.0, 72.0, 78.0])] {
+            let shape = [2usize, 3, 4];
+            let inner = shape[axis + 1..].iter().product();
+            for chunk in [1, 5, 24] {
+                let mut sums = vec![0.0; shape[axis]];
+                values.chunks(chunk).enumerate().for_each(|(index, part)| add(&mut sums, shape[axis], inner, index * chunk, part));
+                assert_eq!(sums, expected);
+            }
+        }
+    }
+}

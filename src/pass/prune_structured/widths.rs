@@ -1,0 +1,171 @@
+//! How many units stay in each group.
+
+use super::scores::Scores;
+use crate::analysis::{Group, Unit};
+use crate::error::{Error, Result};
+use crate::pass::Amount;
+
+/// Groups whose widths are in one proportion.
+#[derive(Debug, Clone)]
+pub(super) struct Bundle {
+    /// What the units of the largest group are.
+    pub unit: Unit,
+    /// Groups by position in the selection.
+    pub groups: Vec<usize>,
+    /// Units of the largest group.
+    pub size: usize,
+    /// Widths of the largest group that all groups can follow, falling from the whole.
+    pub widths: Vec<usize>,
+}
+
+impl Bundle {
+    /// Bundles groups; `round_to` and `minimum` do not hold for heads, which are as coarse as they are.
+    pub fn new(unit: Unit, members: Vec<usize>, groups: &[&Group], round_to: usize, minimum: Option<usize>) -> Bundle {
+        let size = members.iter().map(|index| groups[*index].size).max().unwrap_or(0);
+        let fits = |width: &usize| {
+            members.iter().map(|index| groups[*index]).all(|group| {
+                let (step, least) = match group.unit {
+                    Unit::Heads => (1, 1),
+                    _ => (round_to, minimum.unwrap_or(round_to)),
+                };
+                let kept = group.size * width / size;
+                (group.size * width).is_multiple_of(size) && kept.is_multiple_of(step) && kept >= least.max(1)
+            })
+        };
+        let widths = std::iter::once(size).chain((1..size).rev().filter(fits)).collect();
+        Bundle { unit, groups: members, size, widths }
+    }
+
+    /// The width that a group has when the largest has this one.
+    pub fn of(&self, group: &Group, width: usize) -> usize {
+        group.size * width / self.size.max(1)
+    }
+
+    /// The place of the width next to what an amount leaves.
+    ///
+    /// # Errors
+    /// Everything would go, the group has not so many units, or heads do not divide so.
+    pub fn leave(&self, name: &str, amount: Amount) -> Result<usize> {
+        let wrong = |reason: String| Err(Error::option("prune-structured: amount", reason));
+        let size = self.size;
+        let exact = match amount {
+            Amount::Count(count) => count as f64,
+            Amount::Fraction(_) => amount.share() * size as f64,
+        };
+        let list = || self.widths.iter().map(|width| format!("{:.4}", 1.0 - *width as f64 / size as f64)).collect::<Vec<_>>();
+        let listed = || {
+            let all = list();
+            let shown = all.iter().take(16).map(|text| text.trim_end_matches('0').trim_end_matches('.').to_owned()).collect::<Vec<_>>().join(", ");
+            if all.len() > 16 { format!("{shown}, ...") } else { shown }
+        };
+        if exact >= size as f64 {
+            return wrong(format!("{amount} of {size} {} of `{name}` leaves none; it can take {}", self.unit, listed()));
+        }
+        if self.unit == Unit::Heads && (exact - exact.round()).abs() > 0.05 {
+            return wrong(format!("{amount} of {size} heads of `{name}` is {exact:.2} heads, and a head goes as a whole; it can take {}", listed()));
+        }
+        let wanted = size as f64 - exact;
+        let distance = |width: usize| (width as f64 - wanted).abs();
+        let nearest = (0..self.widths.len()).min_by(|a, b| distance(self.widths[*a]).total_cmp(&distance(self.widths[*b])));
+        Ok(nearest.unwrap_or(0))
+    }
+}
+
+/// Steps from width to width of all bundles, in the order in which they are taken.
+pub(super) fn steps(bundles: &[Bundle], groups: &[&Group], scores: Option<&Scores>) -> Vec<usize> {
+    let mut steps: Vec<(f64, usize, usize)> = Vec::new();
+    for (index, bundle) in bundles.iter().enumerate() {
+        let mut key = 0f64;
+        for (step, pair) in bundle.widths.windows(2).enumerate() {
+            let part = |width: usize| 1.0 - width as f64 / bundle.size as f64;
+            key = match scores {
+                None => part(pair[1]),
+                // Never less than before, so that steps of a bundle come in order.
+                Some(scores) => key.max(cost(bundle, groups, scores, part(pair[0]), part(pair[1]))),
+            };
+            steps.push((key, index, step));
+        }
+    }
+    steps.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)).then(a.2.cmp(&b.2)));
+    steps.into_iter().map(|(_, bundle, _)| bundle).collect()
+}
+
+/// Mean importance of what goes between two parts of all groups, each in units of its group's mean.
+fn cost(bundle: &Bundle, groups: &[&Group], scores: &Scores, from: f64, to: f64) -> f64 {
+    let mut total = 0.0;
+    for index in &bundle.groups {
+        let size = groups[*index].size;
+        let mut sorted = scores[*index].clone();
+        sorted.sort_by(f64::total_cmp);
+        let mean = sorted.iter().sum::<f64>() / size.max(1) as f64;
+        let first = ((from * size as f64).round() as usize).min(size.saturating_sub(1));
+        let last = ((to * size as f64).round() as usize).clamp(first + 1, size.max(first + 1));
+        let gone = &sorted[first..last.min(size)];
+        total += gone.iter().sum::<f64>() / gone.len().max(1) as f64 / mean.max(f64::MIN_POSITIVE);
+    }
+    total / bundle.groups.len().max(1) as f64
+}
+
+/// Takes steps until a measure is next to a target; answers how many steps each bundle has taken.
+///
+/// # Errors
+/// The measure fails, or stays above the target whatever is taken.
+pub(super) fn meet(bundles: usize, steps: &[usize], target: f64, what: &str, measure: &mut dyn FnMut(&[usize]) -> Result<f64>) -> Result<Vec<usize>> {
+    let taken = |count: usize| {
+        let mut taken = vec![0; bundles];
+        steps[..count].iter().for_each(|bundle| taken[*bundle] += 1);
+        taken
+    };
+    let least = measure(&taken(steps.len()))?;
+    if least > target {
+        return Err(Error::option(
+            "prune-structured: target",
+            format!("{what} {target} cannot be met: with everything at its narrowest {least:.3} is left; name more `dims`, or lower `minimum` or `round_to`"),
+        ));
+    }
+    let (mut above, mut below) = (0, steps.len());
+    while below - above > 1 {
+        let middle = above.midpoint(below);
+        if measure(&taken(middle))? > target { above = middle } else { below = middle }
+    }
+    // The step over the target may be a large one: smaller ones that come later fill the gap.
+    let mut best = taken(above);
+    let mut left = measure(&best)?;
+    let over = taken(below);
+    let overshot = measure(&over)?;
+    if (overshot - target).abs() < EXACT {
+        return Ok(over);
+    }
+    let mut blocked = vec![false; bundles];
+    for &bundle in &steps[above..] {
+        if blocked[bundle] || left - target < EXACT {
+            continue;
+        }
+        let mut next = best.clone();
+        next[bundle] += 1;
+        let now = measure(&next)?;
+        blocked[bundle] = target - now > EXACT;
+        if !blocked[bundle] {
+            (best, left) = (next, now);
+        }
+    }
+    Ok(if (overshot - target).abs() < (left - target).abs() { over } else { best })
+}
+
+/// How near to a target is near enough.
+const EXACT: f64 = 0.005;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_are_taken_until_the_target_is_near() {
+        // Two bundles: ten small steps of 0.01 and three large of 0.2.
+        let steps = [0, 1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0];
+        let mut measure = |taken: &[usize]| Ok(1.0 - 0.01 * taken[0] as f64 - 0.2 * taken[1] as f64);
+        let taken = meet(2, &steps, 0.75, "macs", &mut measure).unwrap();
+        assert!((measure(&taken).unwrap() - 0.75).abs() < 0.011, "{taken:?}");
+        assert!(meet(2, &steps, 0.1, "macs", &mut measure).unwrap_err().to_string().contains("0.300 is left"));
+    }
+}

@@ -1,0 +1,168 @@
+//! Part of a weight: some elements of one axis.
+
+use std::sync::Arc;
+
+use super::{Block, Encoding, Meter, Sink, Source, View, Weight, block_elements};
+use crate::error::{Error, Result};
+
+/// A weight of which only some elements of an axis are left.
+struct Picked {
+    upstream: Weight,
+    /// Elements of the axis.
+    size: usize,
+    /// Elements behind one element of the axis.
+    inner: usize,
+    /// Runs of the axis that stay: first element and number.
+    runs: Vec<(usize, usize)>,
+    meter: Arc<Meter>,
+}
+
+/// Below this many elements in a row, runs are gathered from whole lines of the axis.
+const SHORT: usize = 64;
+
+impl Weight {
+    /// The weight with these elements of an axis alone, in rising order.
+    ///
+    /// # Errors
+    /// It is quantized, has no such axis or not so many elements, or elements are not a byte or more wide.
+    pub fn pick(&self, name: &str, axis: usize, kept: &[usize], meter: Arc<Meter>) -> Result<Weight> {
+        if self.encoding != Encoding::Dense || self.dtype.bitsize() < 8 {
+            return Err(Error::tensor(
+                name,
+                format!("is {} already, and parts of it cannot be taken out", self.describe()),
+                "quantize last, or run `compress densify` first",
+            ));
+        }
+        let size = *self.shape.get(axis).ok_or_else(|| Error::tensor(name, format!("has no axis {axis}, shape {:?}", self.shape), ""))?;
+        if kept.iter().any(|index| *index >= size) || kept.windows(2).any(|pair| pair[0] >= pair[1]) {
+            return Err(Error::tensor(name, format!("has {size} elements on axis {axis}, and others are asked for"), ""));
+        }
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for &index in kept {
+            match runs.last_mut() {
+                Some((first, count)) if *first + *count == index => *count += 1,
+                _ => runs.push((index, 1)),
+            }
+        }
+        let inner = self.shape[axis + 1..].iter().product();
+        let source = Picked { upstream: self.clone(), size, inner, runs, meter };
+        let mut weight = self.then(self.dtype, Encoding::Dense, Arc::new(source));
+        weight.shape[axis] = kept.len();
+        Ok(weight)
+    }
+}
+
+/// What was gathered and not handed on yet.
+#[derive(Default)]
+struct Gathered {
+    now: Vec<u8>,
+    before: Vec<u8>,
+    /// Whether the stages before have changed anything.
+    changed: bool,
+}
+
+impl Picked {
+    /// Copies what stays of elements `from..` of the weight.
+    fn gather(&self, from: usize, values: &[u8], width: usize, output: &mut Vec<u8>) {
+        let (line, count) = (self.size * self.inner, values.len() / width);
+        let mut at = from;
+        let end = from + count;
+        while at < end {
+            let start = at / line * line;
+            let first = self.runs.partition_point(|(run, length)| start + (run + length) * self.inner <= at);
+            for (run, length) in &self.runs[first..] {
+                let (begin, stop) = ((start + run * self.inner).max(at), (start + (run + length) * self.inner).min(end));
+                if begin >= stop {
+                    break;
+                }
+                output.extend_from_slice(&values[(begin - from) * width..(stop - from) * width]);
+            }
+            at = start + line;
+        }
+    }
+
+    /// Hands on whole units; everything, when it is the end.
+    fn hand_on(&self, gathered: &mut Gathered, unit: usize, end: bool, sink: Sink) -> Result<()> {
+        let width = self.upstream.dtype.bitsize() / 8;
+        let block = block_elements(unit) * width;
+        while gathered.now.len() >= block || (end && !gathered.now.is_empty()) {
+            let length = gathered.now.len().min(block);
+            let now = View::dense(self.upstream.dtype, &gathered.now[..length]);
+            if gathered.changed {
+                sink(Block { now, before: View::dense(self.upstream.dtype, &gathered.before[..length]) })?;
+                gathered.before.drain(..length);
+            } else {
+                sink(Block::untouched(now))?;
+            }
+            gathered.now.drain(..length);
+        }
+        Ok(())
+    }
+}
+
+impl Source for Picked {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let width = self.upstream.dtype.bitsize() / 8;
+        let line = self.size * self.inner;
+        // Short runs are many: whole lines keep the search for the first one rare.
+        let upstream_unit = if self.inner < SHORT { line } else { 1 };
+        let mut gathered = Gathered::default();
+        let mut at = 0;
+        self.upstream.visit(upstream_unit.max(1), &mut |block: Block| {
+            let elements = block.now.elements();
+            self.meter.time(|| {
+                if !block.now.is(&block.before) && !gathered.changed {
+                    gathered.changed = true;
+                    gathered.before.clone_from(&gathered.now);
+                }
+                self.gather(at, block.now.values, width, &mut gathered.now);
+                let comparable = block.before.affine.is_none() && block.before.dtype == block.now.dtype;
+                if gathered.changed {
+                    let before = if comparable { block.before.values } else { block.now.values };
+                    self.gather(at, before, width, &mut gathered.before);
+                }
+            });
+            at += elements;
+            self.hand_on(&mut gathered, unit, false, sink)
+        })?;
+        self.hand_on(&mut gathered, unit, true, sink)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::DType;
+    use super::*;
+
+    struct Numbers(Vec<u8>, usize);
+
+    impl Source for Numbers {
+        fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+            self.0.chunks(unit.max(self.1) / unit * unit * 2).try_for_each(|part| sink(Block::untouched(View::dense(DType::U16, part))))
+        }
+    }
+
+    fn values(weight: &Weight) -> Vec<u8> {
+        let mut found = Vec::new();
+        weight
+            .visit(1, &mut |block| {
+                found.extend(block.now.values.iter().step_by(2));
+                Ok(())
+            })
+            .unwrap();
+        found
+    }
+
+    #[test]
+    fn elements_of_any_axis_are_picked_whatever_the_blocks() {
+        let numbers: Vec<u8> = (0..24u8).flat_map(|n| [n, 0]).collect();
+        for chunk in [1, 5, 24] {
+            let weight = Weight::new(DType::U16, vec![2, 3, 4], Encoding::Dense, Arc::new(Numbers(numbers.clone(), chunk)));
+            let pick = |axis, kept: &[usize]| values(&weight.pick("w", axis, kept, Arc::default()).unwrap());
+            assert_eq!(pick(0, &[1]), (12..24).collect::<Vec<u8>>());
+            assert_eq!(pick(1, &[0, 2]), [0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23]);
+            assert_eq!(pick(2, &[1, 3]), [1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23]);
+            assert!(weight.pick("w", 3, &[0], Arc::default()).is_err() && weight.pick("w", 0, &[2], Arc::default()).is_err());
+        }
+    }
+}

@@ -1,0 +1,151 @@
+//! Structured pruning that cannot be.
+
+use super::{Case, case, check};
+use crate::support::{METADATA, f32s, file, golden_model, model};
+
+fn family(name: &'static str, golden: &'static str, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
+    case(name, move |folder| golden_model(folder, golden, &[("labelled.csv", "texts.csv")]), args, code, message, hint)
+}
+
+#[test]
+fn amounts() {
+    check([
+        family(
+            "everything",
+            "bert",
+            "prune-structured in -o out --amount 1.0",
+            2,
+            "1.0 of 2 heads of `encoder.layer.0.attention.self.query` leaves none; it can take 0, 0.5",
+            "",
+        ),
+        family(
+            "all neurons",
+            "bert",
+            "prune-structured in -o out --amount mlp=1.0",
+            2,
+            "1.0 of 28 mlp of …leaves none; it can take 0, 0.1429, 0.4286, 0.7143",
+            "",
+        ),
+        family("more units than there are", "bert", "prune-structured in -o out --amount heads=3", 2, "3 of 2 heads of …leaves none", ""),
+        family(
+            "part of a head",
+            "bert",
+            "prune-structured in -o out --amount 0.3",
+            2,
+            "0.3 of 2 heads of …is 0.60 heads, and a head goes as a whole; it can take 0, 0.5",
+            "",
+        ),
+        family(
+            "part of a shared head",
+            "llama-grouped-tied",
+            "prune-structured in -o out --dims heads --amount 0.25",
+            2,
+            "0.25 of 2 heads of …a head goes as a whole; it can take 0, 0.5",
+            "",
+        ),
+        family("all layers", "bert", "prune-structured in -o out --dims layers --amount 1.0", 2, "1.0 of 2 layers leaves none; it can take 0.5", ""),
+        family("above one", "bert", "prune-structured in -o out --amount 1.5", 2, "`1.5` is not a fraction from 0.0 to 1.0", ""),
+        family(
+            "an amount for what is not taken",
+            "bert",
+            "prune-structured in -o out --dims heads --amount mlp=0.5",
+            2,
+            "amount): names mlp, which is not among `dims`",
+            "",
+        ),
+    ]);
+}
+
+#[test]
+fn targets() {
+    check([
+        family("all of it", "bert", "prune-structured in -o out --target macs=1.0", 2, "macs 1 is not between 0 and 1", ""),
+        family("nothing of it", "bert", "prune-structured in -o out --target macs=0", 2, "macs 0 is not between 0 and 1", ""),
+        family("out of reach", "bert", "prune-structured in -o out --target macs=0.01", 2, "macs 0.01 cannot be met: with everything at its narrowest 0.", ""),
+        family("of an unknown kind", "bert", "prune-structured in -o out --target flops=0.5", 2, "target `flops=0.5` is not macs=F", ""),
+        family("and an amount", "bert", "prune-structured in -o out --target macs=0.5 --amount 0.5", 2, "target): excludes `amount`", ""),
+        family("and layers", "bert", "prune-structured in -o out --target macs=0.5 --dims layers", 2, "target): cannot say how many layers go", ""),
+        family("round_to of zero", "bert", "prune-structured in -o out --round-to 0", 2, "round_to): must be at least 1", ""),
+    ]);
+}
+
+#[test]
+fn models() {
+    let foreign = r#"{ "inputs": { "x": { "element": "float", "shape": ["batch", 4] } },
+        "nodes": [{ "name": "y", "op": "Foo", "inputs": ["x", "w"] }], "outputs": { "logits": "y" } }"#;
+    check([
+        family(
+            "channels of a transformer",
+            "bert",
+            "prune-structured in -o out --dims channels",
+            2,
+            "dims: the model has no channels to take out; it has heads, mlp, hidden",
+            "",
+        ),
+        family(
+            "heads of a network of convolutions",
+            "resnet-basic",
+            "prune-structured in -o out --dims heads",
+            2,
+            "the model has no heads to take out; it has channels; held: ",
+            "",
+        ),
+        family(
+            "layers of a network of convolutions",
+            "resnet-basic",
+            "prune-structured in -o out --dims layers --amount 1",
+            2,
+            "the model has no layers that repeat",
+            "",
+        ),
+        family("an unknown part", "bert", "prune-structured in -o out --dims legs", 2, "legs", ""),
+        family(
+            "a pattern without a match",
+            "bert",
+            "prune-structured in -o out --ignore *decoder*",
+            2,
+            "`ignore` pattern `*decoder*` matches no tensor",
+            "`compress inspect` lists all names",
+        ),
+        family("nothing left", "bert", "prune-structured in -o out --ignore *", 2, "no group is selected", ""),
+        family(
+            "no calibration data",
+            "bert",
+            "prune-structured in -o out --importance taylor",
+            2,
+            "prune-structured: needs samples to run the model on: add `data: { calibration: ... }`",
+            "",
+        ),
+        family("no data for a repair", "bert", "prune-structured in -o out --repair least-squares", 2, "needs samples to run the model on", ""),
+        case(
+            "a model of no known family",
+            |folder| file(&folder.join("in"), METADATA, &[f32s("w", &[2, 2], &[1.0; 4])]),
+            "prune-structured in -o out",
+            1,
+            "running a model without graph.json and without a model_type",
+            "add a config.json",
+        ),
+        case(
+            "an unknown op",
+            move |folder| {
+                model(&folder.join("in"));
+                std::fs::write(folder.join("in/graph.json"), foreign).unwrap();
+            },
+            "prune-structured in -o out",
+            1,
+            "unknown op `Foo`, there are Linear",
+            "",
+        ),
+        case(
+            "a quantized model",
+            |folder| {
+                golden_model(folder, "bert", &[]);
+                crate::support::ok(folder, "quantize-dynamic in -o int8");
+            },
+            "prune-structured int8 -o out --amount 0.5",
+            1,
+            "is int8 channel already, and parts of it cannot be taken out",
+            "quantize last",
+        ),
+    ]);
+}

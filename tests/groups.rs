@@ -1,0 +1,130 @@
+//! Groups of every family: as text that was checked by hand, and by the law that taking units out equals making them zero.
+//!
+//! `COMPRESS_ACCEPT=1 cargo test --test groups` writes the texts anew.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use compress::Model;
+use compress::analysis::{Group, Groups, Unit, groups};
+use compress::data::made_up;
+use compress::exec::{Executor, Inputs, Parameters, Residence};
+use compress::ir::Graph;
+use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
+
+fn models() -> Vec<(String, PathBuf)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let mut found: Vec<_> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();
+    found.sort();
+    found.into_iter().map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), path)).collect()
+}
+
+#[test]
+fn groups_are_those_that_were_checked_by_hand() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/groups");
+    let mut failures = Vec::new();
+    for (name, path) in models() {
+        let text = groups(&Model::open(&path).unwrap().graph().unwrap()).unwrap().to_string();
+        let golden = folder.join(format!("{name}.txt"));
+        if std::env::var_os("COMPRESS_ACCEPT").is_some() {
+            std::fs::write(&golden, &text).unwrap();
+        }
+        if std::fs::read_to_string(&golden).ok().as_deref() != Some(&text) {
+            failures.push(format!("{name}:\n{text}"));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+/// Floats in memory.
+struct Floats(Vec<u8>);
+
+impl Source for Floats {
+    fn visit(&self, _unit: usize, sink: Sink) -> compress::Result<()> {
+        sink(Block::untouched(View::dense(store::DType::F32, &self.0)))
+    }
+}
+
+fn weights(tensors: &BTreeMap<String, Tensor>) -> Weights {
+    let weight = |tensor: &Tensor| {
+        let values: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        Weight::new(store::DType::F32, tensor.dims().to_vec(), Encoding::Dense, Arc::new(Floats(bytes)))
+    };
+    Weights { by_name: tensors.iter().map(|(name, tensor)| (name.clone(), weight(tensor))).collect(), metadata: BTreeMap::new() }
+}
+
+fn run(graph: &Graph, tensors: &BTreeMap<String, Tensor>, inputs: &Inputs) -> BTreeMap<String, Tensor> {
+    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(graph, &weights(tensors), &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
+}
+
+/// The tensors without some units of a group, and with zeros in their place.
+fn cut(tensors: &BTreeMap<String, Tensor>, group: &Group, gone: &[usize]) -> [BTreeMap<String, Tensor>; 2] {
+    let [mut without, mut zeroed] = [tensors.clone(), tensors.clone()];
+    let mut axes: BTreeMap<(&str, usize), Vec<bool>> = BTreeMap::new();
+    for member in &group.members {
+        let size = tensors[&member.param].dims()[member.axis];
+        let keep = axes.entry((member.param.as_str(), member.axis)).or_insert_with(|| vec![true; size]);
+        gone.iter().for_each(|unit| member.place.blocks(*unit, &mut |at| keep[at..at + member.place.block].fill(false)));
+    }
+    for ((param, axis), keep) in axes {
+        let kept: Vec<u32> = (0..keep.len() as u32).filter(|i| keep[*i as usize]).collect();
+        let index = Tensor::from_vec(kept.clone(), kept.len(), &Device::Cpu).unwrap();
+        let tensor = without.get_mut(param).unwrap();
+        *tensor = tensor.index_select(&index, axis).unwrap();
+        let tensor = zeroed.get_mut(param).unwrap();
+        let mut shape = vec![1; tensor.rank()];
+        shape[axis] = keep.len();
+        let mask: Vec<f32> = keep.iter().map(|keep| f32::from(u8::from(*keep))).collect();
+        *tensor = tensor.broadcast_mul(&Tensor::from_vec(mask, shape, &Device::Cpu).unwrap()).unwrap();
+    }
+    [without, zeroed]
+}
+
+fn distance(a: &Tensor, b: &Tensor) -> f32 {
+    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+fn law(graph: &Graph, tensors: &BTreeMap<String, Tensor>, found: &Groups, group: &Group, inputs: &Inputs) -> f32 {
+    let gone: Vec<usize> = if group.size > 2 { vec![0, group.size - 1] } else { vec![0] };
+    let [without, zeroed] = cut(tensors, group, &gone);
+    let kept = |other: &Group| other.size - if other == group { gone.len() } else { 0 };
+    let smaller = found.rebuild(graph, &weights(&without), &kept).unwrap();
+    let shapes = found.shapes(graph, &kept);
+    assert!(without.iter().all(|(name, tensor)| shapes.get(name).is_none_or(|shape| shape == tensor.dims())), "{}", group.name);
+    let (ours, expected) = (run(&smaller, &without, inputs), run(graph, &zeroed, inputs));
+    // Features that are given beside an answer may have become fewer.
+    let same: Vec<f32> =
+        expected.iter().filter(|(name, tensor)| ours[*name].dims() == tensor.dims()).map(|(name, tensor)| distance(&ours[name], tensor)).collect();
+    assert!(!same.is_empty(), "{}", group.name);
+    same.into_iter().fold(0.0, f32::max)
+}
+
+#[test]
+fn taking_units_out_equals_making_them_zero() {
+    let mut held: BTreeMap<Unit, usize> = BTreeMap::new();
+    for (name, path) in models() {
+        let model = Model::open(&path).unwrap();
+        let graph = model.graph().unwrap();
+        let stored = candle_core::safetensors::load(path.join("model.safetensors"), &Device::Cpu).unwrap();
+        let tensors: BTreeMap<String, Tensor> =
+            stored.into_iter().filter(|(_, t)| t.dtype().is_float()).map(|(name, t)| (name, t.to_dtype(DType::F32).unwrap())).collect();
+        let inputs = made_up(&graph, 7).unwrap().inputs;
+        let found = groups(&graph).unwrap();
+        // Taking a unit out of what is divided by a statistic changes the statistic, and features that are given become fewer.
+        for group in found.groups.iter().filter(|group| !group.normalised && group.output.is_none()) {
+            let worst = law(&graph, &tensors, &found, group, &inputs);
+            assert!(worst < 1e-5, "{name}: {group}: {worst:e}");
+            *held.entry(group.unit).or_default() += 1;
+        }
+    }
+    for (unit, least) in [(Unit::Heads, 50), (Unit::Mlp, 50), (Unit::Channels, 50)] {
+        assert!(held[&unit] >= least, "{held:?}");
+    }
+}

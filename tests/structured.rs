@@ -1,0 +1,213 @@
+//! Structured pruning, from a folder to a folder.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use compress::data::{Data, made_up};
+use compress::exec::{Executor, Parameters, Residence};
+use compress::export::Onnx;
+use compress::pass::prune_structured::{Amounts, Importance, Part, Repair, Target};
+use compress::pass::{Amount, PruneStructured, PruneUnstructured, QuantizeDynamic, Scope};
+use compress::pipeline::Builder;
+use compress::{Model, Pipeline, Report};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+fn half(dims: &[Part]) -> PruneStructured {
+    PruneStructured { dims: dims.to_vec(), amount: Some(Amounts::All(Amount::fraction(0.5))), round_to: 2, ..Default::default() }
+}
+
+struct Done {
+    folder: tempfile::TempDir,
+    report: Report,
+}
+
+fn run(name: &str, builder: Builder) -> Done {
+    let folder = tempfile::tempdir().unwrap();
+    let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), folder.path().join("out")).unwrap();
+    Done { folder, report }
+}
+
+impl Done {
+    fn model(&self) -> Model {
+        Model::open(self.folder.path().join("out")).unwrap()
+    }
+
+    fn config(&self, key: &str) -> u64 {
+        self.model().config.get(key).and_then(serde_json::Value::as_u64).unwrap_or(0)
+    }
+
+    fn described(&self) -> bool {
+        !self.folder.path().join("out/graph.json").exists()
+    }
+
+    fn macs(&self) -> f64 {
+        let compute = self.report.compute.as_ref().unwrap();
+        compute.after.macs as f64 / compute.before.macs as f64
+    }
+}
+
+/// Outputs on made-up samples of the original.
+fn outputs(model: &Model, like: &Model) -> BTreeMap<String, Tensor> {
+    outputs_of(model, &made_up(&like.graph().unwrap(), 3).unwrap().inputs)
+}
+
+fn outputs_of(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
+    let graph = model.graph().unwrap();
+    let parameters = common::sweep(|sweep| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, sweep)).unwrap();
+    Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
+}
+
+fn error(done: &Done, name: &str, inputs: &BTreeMap<String, Tensor>) -> f64 {
+    let original = Model::open(golden(name)).unwrap();
+    let (before, after) = (outputs_of(&original, inputs), outputs_of(&done.model(), inputs));
+    let (key, expected) = before.iter().next().unwrap();
+    f64::from((&after[key] - expected).unwrap().sqr().unwrap().mean_all().unwrap().to_scalar::<f32>().unwrap())
+}
+
+#[test]
+fn config_json_is_rewritten_where_it_can_describe_the_result() {
+    for (name, dims, keys) in [
+        ("bert", vec![Part::Mlp], vec![("intermediate_size", 14)]),
+        ("bert-masked-lm", vec![Part::Heads, Part::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
+        ("roberta-sequence-classification", vec![Part::Heads, Part::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
+        ("distilbert-sequence-classification", vec![Part::Heads, Part::Hidden, Part::Mlp], vec![("dim", 8), ("n_heads", 1)]),
+        ("gpt2", vec![Part::Mlp], vec![("n_inner", 32)]),
+        ("gpt2", vec![Part::Heads, Part::Hidden], vec![("n_embd", 8), ("n_head", 1)]),
+        ("llama-grouped-tied", vec![Part::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1), ("head_dim", 4)]),
+        ("mistral", vec![Part::Heads, Part::Mlp], vec![]),
+        ("qwen2", vec![Part::Heads, Part::Mlp, Part::Hidden], vec![("hidden_size", 8)]),
+        ("qwen3", vec![Part::Heads], vec![]),
+        ("vit-image-classification", vec![Part::Heads, Part::Hidden], vec![("hidden_size", 8)]),
+        ("resnet-basic", vec![Part::Channels], vec![]),
+        ("resnet-bottleneck", vec![Part::Channels], vec![]),
+        ("torchvision-mobilenet-v2", vec![Part::Channels], vec![]),
+        ("bert", vec![Part::Layers], vec![("num_hidden_layers", 1)]),
+        ("gpt2", vec![Part::Layers], vec![("n_layer", 1)]),
+        ("llama", vec![Part::Layers], vec![("num_hidden_layers", 1)]),
+    ] {
+        let done = run(name, Pipeline::builder().pass(half(&dims)));
+        assert!(done.described(), "{name} {dims:?}: {:?}", done.report.notes);
+        for (key, value) in keys {
+            assert_eq!(done.config(key), value, "{name} {dims:?}: {key}");
+        }
+        assert!(done.macs() < 0.95, "{name} {dims:?}: {}", done.macs());
+        outputs(&done.model(), &Model::open(golden(name)).unwrap());
+    }
+}
+
+#[test]
+fn graph_json_describes_the_rest() {
+    for (name, dims) in [
+        ("bert", Part::Heads),
+        ("gpt2", Part::Heads),
+        ("vit", Part::Heads),
+        ("torchvision-resnet18", Part::Channels),
+        ("gpt2-inverse-layer-scale", Part::Layers),
+    ] {
+        let done = run(name, Pipeline::builder().pass(half(&[dims])));
+        let said = done.report.notes.iter().any(|note| note.contains("graph.json does"));
+        // Of the last but one layer and the first, the first goes: what is left scales as the second did.
+        assert!(!done.described() && said, "{name}: {:?}", done.report.notes);
+        outputs(&done.model(), &Model::open(golden(name)).unwrap());
+        // And it can be pruned again.
+        let again = tempfile::tempdir().unwrap();
+        if dims != Part::Layers {
+            let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(0))), ..half(&[]) };
+            Pipeline::builder().pass(pass).build().unwrap().run(done.model(), again.path().join("out")).unwrap();
+        }
+    }
+}
+
+#[test]
+fn an_amount_of_nothing_changes_nothing() {
+    let pass = PruneStructured { amount: Some(Amounts::All(Amount::fraction(0.0))), ..half(&[]) };
+    let done = run("llama", Pipeline::builder().pass(pass));
+    let read = |path: &Path| std::fs::read(path.join("model.safetensors")).unwrap();
+    assert_eq!(read(&done.folder.path().join("out")), read(&golden("llama")));
+    assert!(done.report.notes.iter().any(|note| note.contains("nothing was taken out")));
+}
+
+#[test]
+fn passes_compose_and_the_result_is_exported() {
+    for name in ["bert", "llama", "vit", "torchvision-resnet18"] {
+        let builder = Pipeline::builder().pass(PruneUnstructured::default()).pass(half(&[])).pass(QuantizeDynamic::default()).export(Onnx::default());
+        let done = run(name, builder.export(compress::export::Safetensors::default()));
+        assert!(done.folder.path().join("out/model.onnx").exists());
+        assert_eq!(done.report.passes.len(), 3);
+        outputs(&done.model(), &Model::open(golden(name)).unwrap());
+    }
+}
+
+#[test]
+fn the_same_options_give_the_same_bytes() {
+    let bytes = || {
+        let done = run("resnet-basic", Pipeline::builder().pass(half(&[Part::Channels])).threads(3));
+        std::fs::read(done.folder.path().join("out/model.safetensors")).unwrap()
+    };
+    assert_eq!(bytes(), bytes());
+}
+
+#[test]
+fn a_target_is_met_and_a_global_ranking_gives_layers_widths_of_their_own() {
+    for (name, target) in [("torchvision-resnet18", 0.5), ("torchvision-mobilenet-v2", 0.6)] {
+        for scope in [Scope::Tensor, Scope::Global] {
+            let pass = PruneStructured { target: Some(Target::Macs(target)), scope: Some(scope), round_to: 1, ..Default::default() };
+            let done = run(name, Pipeline::builder().pass(pass));
+            assert!((done.macs() - target).abs() < 0.05, "{name} {scope:?}: {}", done.macs());
+        }
+    }
+    let pass = PruneStructured { target: Some(Target::Params(0.7)), ..half(&[]) };
+    let done = run("llama", Pipeline::builder().pass(PruneStructured { amount: None, ..pass }));
+    let part = done.report.size.after.parameters as f64 / done.report.size.before.parameters as f64;
+    assert!((part - 0.7).abs() < 0.06, "{part}");
+}
+
+/// Pixels with labels for a network of 3 x 32 x 32.
+fn pictures(folder: &Path) -> Data {
+    let values: Vec<f32> = (0..16 * 3 * 32 * 32u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32).collect();
+    let pixels = Tensor::from_vec(values, (16, 3, 32, 32), &Device::Cpu).unwrap();
+    let labels = Tensor::from_vec((0..16i64).map(|i| i % 5).collect::<Vec<_>>(), 16, &Device::Cpu).unwrap();
+    let path = folder.join("pictures.safetensors");
+    candle_core::safetensors::save(&[("pixel_values".to_owned(), pixels), ("labels".to_owned(), labels)].into(), &path).unwrap();
+    Data::at(&path)
+}
+
+#[test]
+fn data_ranks_and_repairs() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = pictures(folder.path());
+    let name = "torchvision-resnet18";
+    for importance in [Importance::Taylor, Importance::Activation] {
+        let pass = PruneStructured { importance, ..half(&[Part::Channels]) };
+        run(name, Pipeline::builder().calibration(data.clone()).pass(pass));
+    }
+    let seen = candle_core::safetensors::load(folder.path().join("pictures.safetensors"), &Device::Cpu).unwrap().into_iter().collect();
+    let with =
+        |repair| error(&run(name, Pipeline::builder().calibration(data.clone()).pass(PruneStructured { repair, ..half(&[Part::Channels]) })), name, &seen);
+    let (none, least) = (with(Repair::None), with(Repair::LeastSquares));
+    assert!(least < none, "{none} {least}");
+}
+
+#[test]
+fn layers_go_by_their_influence() {
+    let folder = tempfile::tempdir().unwrap();
+    let ids: Vec<i64> = (0..64).map(|i| i * 7 % 40).collect();
+    let ids = Tensor::from_vec(ids, (8, 8), &Device::Cpu).unwrap();
+    let path = folder.path().join("tokens.safetensors");
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
+    let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[Part::Layers]) };
+    let done = run("llama", Pipeline::builder().calibration(Data::at(&path)).pass(pass));
+    let influence = done.report.passes[0].details["layers"]["influence"].as_array().unwrap().clone();
+    assert_eq!(influence.len(), 2);
+    let gone = done.report.passes[0].details["layers"]["gone"][0].as_u64().unwrap() as usize;
+    assert!(influence[gone].as_f64() <= influence[1 - gone].as_f64());
+    assert!(done.described());
+}
