@@ -223,10 +223,11 @@ fn squares(seen: &Histogram, wide: (f64, f64)) -> (f64, f64) {
 /// Shrinks both ends together, then each alone.
 fn search(wide: (f64, f64), error: impl Fn((f64, f64)) -> f64) -> (f64, f64) {
     let mut best = (wide, error(wide));
-    let searches: [fn((f64, f64), f64) -> (f64, f64); 3] = [|r, p| (r.0 * p, r.1 * p), |r, p| (r.0 * p, r.1), |r, p| (r.0, r.1 * p)];
-    for shrink in searches {
+    // Which ends a search moves.
+    for (low, high) in [(true, true), (true, false), (false, true)] {
         let start = best.0;
-        for range in (0..STEPS).map(|step| shrink(start, part(step))) {
+        let moved = |end: f64, moves: bool, step: usize| if moves { end * part(step) } else { end };
+        for range in (0..STEPS).map(|step| (moved(start.0, low, step), moved(start.1, high, step))) {
             let error = error(range);
             if error < best.1 {
                 best = (range, error);
@@ -239,7 +240,7 @@ fn search(wide: (f64, f64), error: impl Fn((f64, f64)) -> f64) -> (f64, f64) {
 /// What rounding to 256 levels of a range makes of weighted values.
 pub(super) fn squared_error(values: &[(f64, f64)], (low, high): (f64, f64)) -> f64 {
     let scale = (high - low) / 255.0;
-    if !(scale > 0.0) {
+    if scale <= 0.0 || scale.is_nan() {
         return values.iter().map(|(value, count)| count * value * value).sum();
     }
     let zero = (-low / scale).round_ties_even().clamp(0.0, 255.0);
@@ -262,7 +263,7 @@ mod tests {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (state >> 40) as f64 / f64::from(1u32 << 24)
         };
-        let mut n = |u: &mut dyn FnMut() -> f64| (0..12).fold(0.0, |sum, _| sum + u()) - 6.0;
+        let n = |u: &mut dyn FnMut() -> f64| (0..12).fold(0.0, |sum, _| sum + u()) - 6.0;
         let mut sample = || match name {
             "normal" => n(&mut u),
             "gelu" => {

@@ -113,8 +113,16 @@ pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(u
 /// Running fails.
 pub fn compare(batch: &Batch, models: &mut [Box<dyn Runner + '_>; 2]) -> Result<Fidelity> {
     let [before, after] = models;
+    closeness(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)
+}
+
+/// How close answers to one batch are to others.
+///
+/// # Errors
+/// They share no output, or their shapes differ.
+pub fn closeness(batch: &Batch, before: &Outputs, after: &Outputs) -> Result<Fidelity> {
     let mut sums = fidelity::Sums::default();
-    sums.add(batch, &before.run(&batch.inputs)?, &after.run(&batch.inputs)?)?;
+    sums.add(batch, before, after)?;
     Ok(sums.finish())
 }
 

@@ -29,7 +29,7 @@ pub use latency::latency;
 #[cfg(feature = "run")]
 use measure::{Metric, answer, computed};
 #[cfg(feature = "run")]
-pub use measure::{Outcome, Outcomes, Outputs, compare, evaluate};
+pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
 pub use options::Evaluate;
 #[cfg(feature = "run")]
 pub use runner::{Candle, OnnxRuntime, Runner};

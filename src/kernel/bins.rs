@@ -11,7 +11,7 @@ simd! {
                 let x = block[lane];
                 low[lane] = if x < low[lane] { x } else { low[lane] };
                 high[lane] = if x > high[lane] { x } else { high[lane] };
-                odd[lane] |= u32::from(!(x.abs() <= f32::MAX));
+                odd[lane] |= u32::from(x.abs() > f32::MAX) | u32::from(x.is_nan());
             }
         }
         let least = |a: f32, b: f32| if b < a { b } else { a };

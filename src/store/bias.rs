@@ -58,7 +58,7 @@ impl Source for Bias {
         let mut bytes = Vec::with_capacity(4 * values.len());
         for (value, scale) in values.iter().zip(&scales) {
             let units = (f64::from(*value) / f64::from(*scale)).round_ties_even();
-            if !(units.abs() <= f64::from(i32::MAX)) {
+            if units.is_nan() || units.abs() > f64::from(i32::MAX) {
                 return Err(Error::tensor(
                     &self.name,
                     format!("holds {value:e}, too large beside sums in steps of {scale:e}"),

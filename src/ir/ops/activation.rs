@@ -122,7 +122,7 @@ impl FakeQuantize {
     pub fn of_range(low: f32, high: f32) -> FakeQuantize {
         let (low, high) = (low.min(0.0), high.max(0.0));
         let scale = high / 255.0 - low / 255.0;
-        if !(scale >= f32::MIN_POSITIVE) {
+        if scale.is_nan() || scale < f32::MIN_POSITIVE {
             return FakeQuantize::default();
         }
         let zero_point = (-128.0 - low / scale).round_ties_even().clamp(-128.0, 127.0);

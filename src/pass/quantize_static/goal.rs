@@ -60,7 +60,7 @@ impl Goal {
             (Some(drop), _) if !(drop.is_finite() && drop >= 0.0) => wrong("`max_drop` must be a number from 0 on"),
             (_, Some(cosine)) if !(0.0..=1.0).contains(&cosine) => wrong("`min_cosine` must be from 0 to 1"),
             _ if self.max_trials == 0 => wrong("`max_trials` must be at least 1"),
-            _ if self.max_minutes.is_some_and(|minutes| !(minutes > 0.0)) => wrong("`max_minutes` must be more than 0"),
+            _ if self.max_minutes.is_some_and(|minutes| minutes <= 0.0 || minutes.is_nan()) => wrong("`max_minutes` must be more than 0"),
             _ => Ok(()),
         }
     }
@@ -118,7 +118,7 @@ impl QuantizeStatic {
         let most = order.len();
         let late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
         let mut next = Some(0);
-        while let Some(kept) = next.filter(|_| trials.len() < goal.max_trials && !(late() && !trials.is_empty())) {
+        while let Some(kept) = next.filter(|_| trials.len() < goal.max_trials && (trials.is_empty() || !late())) {
             let figure = judge.figure(self.with_kept(prepared, &order, kept, seen, meter)?.0, context)?;
             trials.push(Trial { kept, figure });
             let margin = goal.margin(figure);

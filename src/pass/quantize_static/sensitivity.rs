@@ -10,12 +10,12 @@ use super::prepare::Prepared;
 use crate::calibration::Seen;
 use crate::data::{Batch, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Fidelity, Subject};
+use crate::evaluation::{self, Fidelity, Outputs, Subject};
 use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::integers::Integers;
-use crate::store::{Activations, Event, Granularity, Meter, Unit};
+use crate::store::{Activations, Event, Granularity, Meter, Silent, Sweep, Unit};
 
 /// The damage that one layer does.
 #[derive(Debug, Clone, Serialize)]
@@ -74,28 +74,30 @@ fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result
 }
 
 /// A batch of calibration samples and the model to compare with.
-struct Trial<'p> {
-    original: &'p Model,
-    graph: &'p crate::ir::Graph,
+struct Trial {
+    answers: Outputs,
     batch: Batch,
 }
 
-impl<'p> Trial<'p> {
-    fn new(prepared: &'p Prepared, context: &Context) -> Result<Trial<'p>> {
+impl Trial {
+    fn new(prepared: &Prepared, context: &Context) -> Result<Trial> {
         let Some(options) = &context.data.calibration else { return Err(Error::option(super::NAME, "needs calibration samples")) };
-        let subject = Subject::of(prepared.model.clone())?;
+        let mut original = prepared.model.clone();
+        original.changed_graph = Some(Arc::new(prepared.graph.clone()));
+        let subject = Subject::of(original.clone())?;
         let batch = DataSet::open(options, subject.target())?.first()?;
-        Ok(Trial { original: &prepared.model, graph: &prepared.graph, batch })
+        Ok(Trial { answers: answers(original, &batch, context)?, batch })
     }
 
     fn run(&self, model: Model, context: &Context) -> Result<Fidelity> {
-        let mut original = self.original.clone();
-        original.changed_graph = Some(Arc::new(self.graph.clone()));
-        let (mut before, mut after) = (Subject::of(original)?, Subject::of(model)?);
-        let silent = crate::store::Sweep { progress: &crate::store::Silent, ..context.sweep };
-        let mut runners = [before.load(&context.device, &silent)?, after.load(&context.device, &silent)?];
-        evaluation::compare(&self.batch, &mut runners)
+        evaluation::closeness(&self.batch, &self.answers, &answers(model, &self.batch, context)?)
     }
+}
+
+fn answers(model: Model, batch: &Batch, context: &Context) -> Result<Outputs> {
+    let mut subject = Subject::of(model)?;
+    let silent = Sweep { progress: &Silent, ..context.sweep };
+    subject.load(&context.device, &silent)?.run(&batch.inputs)
 }
 
 impl QuantizeStatic {
