@@ -21,6 +21,7 @@ pub(super) fn run(global: &Global) -> Result<()> {
         ("cores", machine.cores.to_string()),
         ("memory", machine.memory_bytes.map_or_else(unknown, bytes)),
         ("kernels", machine.simd),
+        ("int8 products", if machine.int8 == "none" { "none: 16-bit sums, which saturate".into() } else { machine.int8 }),
         ("ONNX Runtime", onnxruntime()),
     ];
     output::print(&format!("{}\n", table(&["", ""], rows.map(|(name, value)| vec![name.to_owned(), value]))))

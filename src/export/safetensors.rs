@@ -116,9 +116,10 @@ impl Safetensors {
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
         let described = integers.then(|| quantization::describe(items, model));
-        // Others know int8 in linear layers and embeddings only, and would compute something else without a word.
+        // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
+        // without a word.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
-        if sparse || convolutions {
+        if sparse || (integers && (convolutions || needs_graph(model))) {
             let own = crate::model::OWN_METHOD;
             let layout = if sparse { "sparse" } else { "integers" };
             config.set("quantization_config", json!({ "quant_method": own, "layout": layout, (own): described }));
@@ -166,6 +167,17 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
         let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
         (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, spelling: Spelling::Plain })
     })
+}
+
+/// Whether `config.json` does not describe what the model computes after the passes.
+#[cfg(feature = "run")]
+fn needs_graph(model: &Model) -> bool {
+    model.graph_file().is_ok_and(|file| file.is_some())
+}
+
+#[cfg(not(feature = "run"))]
+fn needs_graph(_model: &Model) -> bool {
+    false
 }
 
 /// What static activations are quantized by, one scale and zero point for each layer.

@@ -21,6 +21,10 @@ pub struct Environment {
     pub onnxruntime: Option<String>,
     /// Instruction set of the kernels.
     pub simd: String,
+    /// What multiplies int8 on this processor: `avx512-vnni`, `avx-vnni`, `dotprod`, or `none` where products of two bytes are
+    /// added in 16 bits and saturate.
+    #[serde(default)]
+    pub int8: String,
 }
 
 impl Environment {
@@ -33,7 +37,20 @@ impl Environment {
             gpu: None,
             onnxruntime: None,
             simd: kernel::instruction_set().into(),
+            int8: int8().into(),
         }
+    }
+}
+
+/// The instructions that runtimes multiply bytes with, as the system names them.
+fn int8() -> &'static str {
+    let flags = field("/proc/cpuinfo", "flags").or_else(|| field("/proc/cpuinfo", "Features")).unwrap_or_default();
+    let has = |name: &str| flags.split_whitespace().any(|flag| flag == name);
+    match () {
+        () if has("avx512_vnni") => "avx512-vnni",
+        () if has("avx_vnni") => "avx-vnni",
+        () if has("asimddp") => "dotprod",
+        () => "none",
     }
 }
 
