@@ -254,6 +254,7 @@ pub(super) fn squared_error(values: &[(f64, f64)], (low, high): (f64, f64)) -> f
 
 #[cfg(test)]
 mod tests {
+    use super::super::{Axis, Request};
     use super::*;
 
     /// The samples of `scripts/goldens-observers`.
@@ -293,8 +294,8 @@ mod tests {
             for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
-            let mut seen = Seen::plain();
-            values.chunks(1000).for_each(|batch| seen.take(batch));
+            let mut seen = Seen::new(1, Request { axis: Axis::Last, histograms: false });
+            values.chunks(1000).for_each(|batch| seen.add("x", batch, &[batch.len(), 1], Axis::Last).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, wanted) in case["ranges"].as_object().unwrap() {
                 let (kind, percentile) = match observer.as_str() {

@@ -64,19 +64,9 @@ impl Seen {
         }
     }
 
-    fn new(width: usize, request: Request) -> Seen {
+    pub(super) fn new(width: usize, request: Request) -> Seen {
         let halves = [(); 2].map(|()| Channels::new(width, request.histograms));
         Seen { histogram: Histogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0 }
-    }
-
-    #[cfg(test)]
-    pub(super) fn plain() -> Seen {
-        Seen::new(1, Request { axis: Axis::Last, histograms: false })
-    }
-
-    #[cfg(test)]
-    pub(super) fn take(&mut self, batch: &[f32]) {
-        self.add("x", batch, &[batch.len(), 1], Axis::Last).unwrap();
     }
 
     /// Channel by channel.
@@ -100,7 +90,7 @@ impl Seen {
         both.then(|| [half(0), half(1)])
     }
 
-    fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis) -> Result<()> {
+    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis) -> Result<()> {
         let (low, high, finite) = extremes(values);
         if !finite {
             let what = values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x);
