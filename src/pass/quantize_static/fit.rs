@@ -41,7 +41,9 @@ impl QuantizeStatic {
                     } else {
                         self.observer.range(seen, Some(&costs), self.percentile)
                     };
-                    if self.symmetric { FakeQuantize::symmetric(low, high) } else { FakeQuantize::of_range(low, high) }
+                    // Behind an activation, integer kernels want zero at the bottom.
+                    let half = low == 0.0;
+                    if self.symmetric && !half { FakeQuantize::symmetric(low, high) } else { FakeQuantize::of_range(low, high) }
                 }
             };
             ranges.insert(site.like, by);
@@ -118,7 +120,7 @@ impl QuantizeStatic {
         let name = weight_input(graph, node).to_owned();
         let weight = prepared.model.weights.get(&name)?.clone();
         let granularity = if self.granularity == GranularityKind::Tensor { Granularity::Tensor } else { Granularity::Channel };
-        let zero_point = (!self.symmetric).then_some(by.zero_point as i8);
+        let zero_point = (!self.symmetric || by.zero_point != 0).then_some(by.zero_point as i8);
         let activations = if prepared.described { Activations::Static(Static::new(by.scale, zero_point)) } else { Activations::None };
         let integers = Integers::new(&name, &weight, self.affine(&weight, granularity, activations), self.weight_observer, meter)
             .reduced(self.target == ActivationTarget::Portable)

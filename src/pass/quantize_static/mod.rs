@@ -143,7 +143,7 @@ pub struct QuantizeStatic {
     /// Whether ranges get room for what was not seen, as much as one half of the samples needs beyond the other
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().headroom))]
     pub headroom: bool,
-    /// Whether zero points of activations are fixed at zero
+    /// Whether zero points of activations are fixed at zero, but for values that are never negative
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().symmetric))]
     pub symmetric: bool,
     /// How many weights share a scale: tensor or channel
