@@ -9,7 +9,7 @@ use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Inputs};
 use crate::kernel::bins::extremes;
-use crate::store::{Event, Sweep, Unit};
+use crate::store::Sweep;
 
 /// Where the channels of a value are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,9 +134,7 @@ impl Seen {
 /// Reading or running fails, a value is not finite, there is no sample, or the work is cancelled.
 pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, Seen>> {
     let mut seen = BTreeMap::new();
-    sweep.progress.on(Event::Begin { stage: "Calibrating", total: data.samples().unwrap_or(0) as u64, unit: Unit::Samples });
-    let done = data.for_each(|batch| {
-        sweep.cancel.check()?;
+    data.sweep("Calibrating", sweep, |batch| {
         let padding = Padding::of(&batch.inputs)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),
@@ -145,11 +143,8 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
         for (name, value) in &batch.inputs {
             look(name, value)?;
         }
-        executor.run_observed(&batch.inputs, &mut look)?;
-        sweep.advance(batch.samples as u64)
-    });
-    sweep.progress.on(Event::End);
-    done?;
+        executor.run_observed(&batch.inputs, &mut look).map(drop)
+    })?;
     Ok(seen)
 }
 

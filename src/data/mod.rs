@@ -27,6 +27,7 @@ pub use options::{Column, Data, DataSets, Task};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
+use crate::store::{Event, Sweep, Unit};
 
 /// The model that data must fit.
 #[derive(Debug, Clone, Copy)]
@@ -132,6 +133,22 @@ impl DataSet {
             consume(batch)
         })?;
         if any { Ok(()) } else { Err(Error::malformed(Path::new(&self.description), "holds no samples")) }
+    }
+
+    /// As [`for_each`](DataSet::for_each), with progress for a stage and the wish to stop.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
+    pub fn sweep(&self, stage: &str, sweep: &Sweep, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        sweep.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: Unit::Samples });
+        let done = self.for_each(|batch| {
+            sweep.cancel.check()?;
+            let samples = batch.samples as u64;
+            consume(batch)?;
+            sweep.advance(samples)
+        });
+        sweep.progress.on(Event::End);
+        done
     }
 
     /// The first batch.

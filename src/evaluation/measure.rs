@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::{Fidelity, Runner, Score, classification, embedding, fidelity, language_modelling};
 use crate::data::{Batch, DataSet, Task};
 use crate::error::{Error, Result};
-use crate::store::{Event, Sweep, Unit};
+use crate::store::Sweep;
 
 /// Named outputs of a model.
 pub type Outputs = BTreeMap<String, Tensor>;
@@ -96,14 +96,7 @@ impl Sums {
 /// Reading or running fails, an output that the task needs is missing, or the work is cancelled.
 pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], sweep: &Sweep) -> Result<Outcomes> {
     let mut sums = Sums::new(data.task(), models.len(), pairs);
-    sweep.progress.on(Event::Begin { stage: "Evaluating", total: data.samples().unwrap_or(0) as u64, unit: Unit::Samples });
-    let done = data.for_each(|batch| {
-        sweep.cancel.check()?;
-        sums.add(&batch, models)?;
-        sweep.advance(batch.samples as u64)
-    });
-    sweep.progress.on(Event::End);
-    done?;
+    data.sweep("Evaluating", sweep, |batch| sums.add(&batch, models))?;
     sums.finish(data.task())
 }
 

@@ -11,7 +11,6 @@ use crate::exec::{Parameters, Residence};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::Context;
-use crate::store::{Event, Unit};
 
 use super::NAME;
 
@@ -19,18 +18,11 @@ use super::NAME;
 ///
 /// # Errors
 /// There is none, it does not fit the model, or the consumer fails.
-pub(super) fn for_each(stage: &str, model: &Model, context: &Context, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
     let options = context.data.calibration.as_ref().ok_or_else(|| Error::option(NAME, "needs calibration data"))?;
     let subject = Subject::of(model.clone())?;
     let data = DataSet::open(options, subject.target())?;
-    context.sweep.progress.on(Event::Begin { stage, total: data.samples().unwrap_or(0) as u64, unit: Unit::Samples });
-    let done = data.for_each(|batch| {
-        let samples = batch.samples as u64;
-        consume(batch)?;
-        context.sweep.advance(samples)
-    });
-    context.sweep.progress.on(Event::End);
-    done
+    data.sweep(stage, &context.sweep, consume)
 }
 
 /// The parameters of a graph, as floats in 32 bits.

@@ -63,26 +63,23 @@ pub(super) fn remove_idle(prepared: &mut Prepared, changed: &BTreeSet<String>, s
     let idle = |graph: &Graph, node: &crate::ir::Node| {
         is_factor(graph, node) && graph.value(node.inputs[1]).name.ends_with(ENDING) && !changed.contains(&graph.value(node.output).name)
     };
-    let nodes: Vec<_> = graph.nodes().iter().filter(|node| idle(graph, node)).collect();
-    for node in &nodes {
+    let weights = &prepared.model.weights;
+    let after = rebuild(graph, weights, &mut |step: Step| if idle(graph, step.node) { Ok(step.inputs[0]) } else { step.keep() })?;
+    // Parameters that nobody reads any more are left out by building it again.
+    let after = rebuild(&after, weights, &mut |step: Step| step.keep())?;
+    let mut kept = false;
+    for node in graph.nodes().iter().filter(|node| is_factor(graph, node)) {
+        if !idle(graph, node) {
+            kept = true;
+            continue;
+        }
         let [value, product] = [node.inputs[0], node.output].map(|id| graph.value(id).name.clone());
         if let Some(same) = seen.remove(&product) {
             seen.entry(value).or_insert(same);
         }
         prepared.model.weights.by_name.remove(&graph.value(node.inputs[1]).name);
     }
-    let weights = &prepared.model.weights;
-    let unchanged: BTreeMap<String, crate::store::Weight> = nodes
-        .iter()
-        .map(|node| graph.value(node.inputs[1]))
-        .map(|value| (value.name.clone(), Weight::new(DType::F32, vec![1], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4] }))))
-        .collect();
-    let mut catalog = weights.clone();
-    catalog.by_name.extend(unchanged);
-    let after = rebuild(graph, &catalog, &mut |step: Step| if idle(graph, step.node) { Ok(step.inputs[0]) } else { step.keep() })?;
-    let kept = graph.nodes().iter().any(|node| is_factor(graph, node) && !idle(graph, node));
     prepared.described &= !kept;
-    // Parameters that nobody reads any more are left out by building it again.
-    prepared.graph = rebuild(&after, &catalog, &mut |step: Step| step.keep())?;
+    prepared.graph = after;
     Ok(())
 }

@@ -129,10 +129,9 @@ impl QuantizeStatic {
         if let (true, Some(id), Some(seen)) = (self.bias_correction, node.inputs.get(2), seen) {
             let bias_name = graph.value(*id).name.clone();
             let old = prepared.model.weights.get(&bias_name)?.clone();
+            let (dtype, shape) = (old.dtype, old.shape.clone());
             let (means, before, after, full) = (seen.channels().means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
             let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means);
-            let dtype = prepared.model.weights.get(&bias_name)?.dtype;
-            let shape = prepared.model.weights.get(&bias_name)?.shape.clone();
             let bias = Scaled { name: bias_name.clone(), upstream: Computed { values }.weight(shape), rows: None, columns: None }.weight(dtype);
             model.weights.by_name.insert(bias_name, bias);
         }

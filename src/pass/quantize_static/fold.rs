@@ -77,13 +77,12 @@ pub(super) fn fold(model: &mut Model, graph: Graph) -> Result<(Graph, Folded)> {
     if gone.is_empty() {
         return Ok((graph, folded));
     }
-    let index_of = |node: &Node| graph.nodes().iter().position(|n| n.output == node.output);
     let weights = &model.weights;
     let after = rebuild(&graph, weights, &mut |step: Step| {
         if gone.contains(&step.node.output) {
             return Ok(step.inputs[0]);
         }
-        let own = index_of(step.node).and_then(|index| biases.iter().find(|(layer, _)| *layer == index));
+        let own = biases.iter().find(|(layer, _)| graph.nodes()[*layer].output == step.node.output);
         let Some((_, bias)) = own else { return step.keep() };
         let mut inputs = step.inputs[..2].to_vec();
         inputs.push(step.builder.param(bias, &weights.get(bias)?.shape)?);

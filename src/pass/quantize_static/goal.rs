@@ -88,7 +88,6 @@ struct Trial {
 
 /// What came of it.
 pub(super) struct Outcome {
-    pub model: Model,
     /// Layers that are quantized.
     pub layers: BTreeSet<String>,
     pub table: Value,
@@ -119,7 +118,7 @@ impl QuantizeStatic {
         let late = || goal.max_minutes.is_some_and(|minutes| start.elapsed().as_secs_f64() > 60.0 * minutes);
         let mut next = Some(0);
         while let Some(kept) = next.filter(|_| trials.len() < goal.max_trials && (trials.is_empty() || !late())) {
-            let figure = judge.figure(self.with_kept(prepared, &order, kept, seen, meter)?.0, context)?;
+            let figure = judge.figure(self.with_kept(prepared, &order, kept, seen, meter)?, context)?;
             trials.push(Trial { kept, figure });
             let margin = goal.margin(figure);
             let better = |(other, count): (f64, usize)| if margin >= 0.0 && other >= 0.0 { kept < count } else { margin > other };
@@ -139,7 +138,6 @@ impl QuantizeStatic {
             };
         }
         let (margin, kept) = best.unwrap_or((f64::NEG_INFINITY, 0));
-        let (model, layers) = self.with_kept(prepared, &order, kept, seen, meter)?;
         let figure = trials.iter().find(|trial| trial.kept == kept).map_or(f64::NAN, |trial| trial.figure);
         let names = order.iter().take(kept).map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         let left = if kept == 0 { "no layer has to stay in floats".to_owned() } else { format!("{kept} of {most} layers stay in floats: {names}") };
@@ -154,21 +152,14 @@ impl QuantizeStatic {
         let note = format!("accuracy goal {outcome} after {} trials: {} {figure:.4}; {left}", trials.len(), goal.name());
         let rows: Vec<Value> = trials.iter().map(|t| json!({ "in_floats": t.kept, (goal.name()): t.figure, "met": goal.margin(t.figure) >= 0.0 })).collect();
         let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..kept] });
-        Ok(Outcome { model, layers, table, note })
+        Ok(Outcome { layers: order[kept..].iter().cloned().collect(), table, note })
     }
 
     /// The model with the first so many layers in floats.
-    fn with_kept(
-        &self,
-        prepared: &Prepared,
-        order: &[String],
-        kept: usize,
-        seen: &BTreeMap<String, Seen>,
-        meter: &Arc<Meter>,
-    ) -> Result<(Model, BTreeSet<String>)> {
+    fn with_kept(&self, prepared: &Prepared, order: &[String], kept: usize, seen: &BTreeMap<String, Seen>, meter: &Arc<Meter>) -> Result<Model> {
         let layers: BTreeSet<String> = order[kept..].iter().cloned().collect();
         let found = self.quantizers(prepared, &layers, Some(seen))?;
-        Ok((self.fit(prepared, &found, &layers, Some(seen), meter)?, layers))
+        self.fit(prepared, &found, &layers, Some(seen), meter)
     }
 }
 
@@ -201,7 +192,7 @@ impl<'m> Judge<'m> {
 
     /// The drop of the score, or the mean cosine.
     fn figure(&self, model: Model, context: &Context) -> Result<f64> {
-        let (mut before, mut after) = (Subject::of(self.original.clone())?, Subject::of(model)?);
+        let mut after = Subject::of(model)?;
         match &self.score {
             Some(score) => {
                 let mut runner = [after.load(&context.device, &context.sweep)?];
@@ -209,6 +200,7 @@ impl<'m> Judge<'m> {
                 Ok(outcomes.models.first().and_then(|o| o.score.as_ref()).map_or(f64::INFINITY, |now| score.drop_to(now)))
             }
             None => {
+                let mut before = Subject::of(self.original.clone())?;
                 let mut runners = [before.load(&context.device, &context.sweep)?, after.load(&context.device, &context.sweep)?];
                 let outcomes = evaluation::evaluate(&self.data, &mut runners, &[(0, 1)], &context.sweep)?;
                 Ok(outcomes.pairs.first().map_or(0.0, |fidelity| fidelity.cosine))

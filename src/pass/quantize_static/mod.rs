@@ -292,19 +292,13 @@ impl Pass for QuantizeStatic {
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
         let mut layers = prepared.layers.clone();
         let (mut notes, mut goal) = (Vec::new(), Value::Null);
-        let model = match &self.accuracy_goal {
-            None => {
-                let found = self.quantizers(&prepared, &layers, Some(&seen))?;
-                self.fit(&prepared, &found, &layers, Some(&seen), &meter)?
-            }
-            Some(wanted) => {
-                let outcome = self.pursue(wanted, &original, &prepared, &seen, context, &meter)?;
-                notes.push(outcome.note);
-                (layers, goal) = (outcome.layers, outcome.table);
-                outcome.model
-            }
-        };
+        if let Some(wanted) = &self.accuracy_goal {
+            let outcome = self.pursue(wanted, &original, &prepared, &seen, context, &meter)?;
+            notes.push(outcome.note);
+            (layers, goal) = (outcome.layers, outcome.table);
+        }
         let found = self.quantizers(&prepared, &layers, Some(&seen))?;
+        let model = self.fit(&prepared, &found, &layers, Some(&seen), &meter)?;
         if let [first, ..] = fit::empty(&found, &seen).as_slice() {
             notes.push(format!("`{first}` is zero for every calibration sample: its scale means nothing"));
         }

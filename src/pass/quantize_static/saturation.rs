@@ -32,9 +32,8 @@ pub(super) fn notes(pass: &QuantizeStatic, prepared: &Prepared, model: &Model, f
         }
     }
     saturating.sort_by(|a, b| b.1.total_cmp(&a.1));
-    let Some((first, part)) = saturating.first() else { return Ok(Vec::new()) };
+    let Some((_, part)) = saturating.first() else { return Ok(Vec::new()) };
     let names = saturating.iter().take(3).map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
-    let _ = first;
     Ok(vec![format!(
         "on x86 without VNNI, sums of {} of {layers} layers saturate for calibration samples ({names}; {:.2} % of the sums of the first): target: portable keeps them in range",
         saturating.len(),

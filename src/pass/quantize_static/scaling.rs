@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use super::walk::{readers, weight_input};
+use super::walk::{only_reader, readers, weight_input};
 use crate::calibration::{Observer, Seen, Weighted};
 use crate::error::Result;
 use crate::ir::ops::Op;
@@ -68,7 +68,7 @@ fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
         _ => (1..node.inputs.len().min(3)).map(|at| (name(at), false)).collect(),
     };
     // A parameter that others read too cannot change.
-    if node.inputs[1..].iter().any(|id| readers(graph, *id) != (readers(graph, *id).0.into_iter().take(1).collect(), false)) {
+    if node.inputs[1..].iter().any(|id| only_reader(graph, *id).is_none()) {
         return None;
     }
     let costly = is_factor(graph, node);

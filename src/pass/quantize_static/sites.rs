@@ -82,6 +82,7 @@ fn behind_activation(graph: &Graph, value: ValueId) -> ValueId {
 
 /// Nodes that compute in floats although their inputs could be quantized, and why: a line for each kind.
 pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<String> {
+    let sites = Sites::of(graph, layers);
     let mut kinds: BTreeMap<(&'static str, &'static str), (usize, String)> = BTreeMap::new();
     for node in graph.nodes() {
         let why = match &node.op {
@@ -90,16 +91,11 @@ pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<St
             Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Normalize(_) => "statistics need floats",
             Op::BatchNorm(_) => "cannot be folded into a layer beside it",
             Op::Linear(_) | Op::Conv(_) if !layers.contains(weight_input(graph, node)) => "left out by name",
-            Op::Add(_) | Op::Mul(_) if in_floats(graph, node, layers) => "residual streams and gates keep full precision",
+            Op::Add(_) | Op::Mul(_) if !node.inputs.iter().all(|id| sites.is_everyone(*id)) => "residual streams and gates keep full precision",
             _ => continue,
         };
         let entry = kinds.entry((node.op.name(), why)).or_insert_with(|| (0, graph.value(node.output).name.clone()));
         entry.0 += 1;
     }
     kinds.into_iter().map(|((op, why), (count, first))| format!("{count} {op} stay in floats: {why} (the first: `{first}`)")).collect()
-}
-
-fn in_floats(graph: &Graph, node: &Node, layers: &BTreeSet<String>) -> bool {
-    let sites = Sites::of(graph, layers);
-    !node.inputs.iter().all(|id| sites.is_everyone(*id))
 }
