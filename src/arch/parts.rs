@@ -109,5 +109,5 @@ pub(super) fn batch_norm(b: &mut Builder, module: &str, x: ValueId, channels: us
     for part in ["weight", "bias", "running_mean", "running_var"] {
         inputs.push(b.param(&format!("{module}.{part}"), &[channels])?);
     }
-    b.node(module, BatchNorm { epsilon: 1e-5 }, &inputs)
+    b.node(module, BatchNorm { epsilon: 1e-5, batch: false }, &inputs)
 }

@@ -31,6 +31,7 @@ pub fn cases() -> Vec<Case> {
         case(conv(2, 2, 0), &[&[2, 4, 7, 6], &[6, 2, 3, 3], &[6]]),
         case(conv(4, 1, 1), &[&[2, 4, 5, 5], &[4, 1, 3, 3]]),
         case(BatchNorm::default(), &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
+        case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
         case(LayerNorm::default(), &[&[2, 3, 6], &[6], &[6]]),
         case(RmsNorm::default(), &[&[2, 3, 6], &[6]]),
         case(Relu {}, &[&[2, 5]]),

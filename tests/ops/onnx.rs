@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use compress::ir::Builder;
-use compress::ir::ops::Mode;
+use compress::ir::{Builder, Op};
+use compress::ir::ops::{BatchNorm, Mode};
 use compress::onnx::{Style, draft, file};
 use compress::runtime::{Options, Session, library};
 use compress::store::writer::Piece;
 
+use super::cases::Case;
 use super::{cases, distance, tensors, types};
 
 #[test]
@@ -18,7 +19,8 @@ fn every_op_is_written_as_what_it_computes() {
     }
     let folder = tempfile::tempdir().unwrap();
     let mut failures = Vec::new();
-    for (index, case) in cases().iter().enumerate() {
+    let of_inference = |case: &&Case| !matches!(case.op, Op::BatchNorm(BatchNorm { batch: true, .. }));
+    for (index, case) in cases().iter().filter(of_inference).enumerate() {
         let given = tensors(case);
         let mut builder = Builder::unchecked();
         let ids: Vec<_> = types(&given).into_iter().enumerate().map(|(i, ty)| builder.input(&format!("x{i}"), ty).unwrap()).collect();

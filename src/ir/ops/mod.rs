@@ -7,6 +7,7 @@ mod conv;
 mod elementwise;
 mod embedding;
 mod flatten;
+mod gradient;
 mod heads;
 mod host;
 mod layer_norm;
@@ -38,6 +39,7 @@ pub use conv::Conv;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use flatten::Flatten;
+pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
 pub use host::After;
 pub use layer_norm::LayerNorm;
@@ -90,6 +92,21 @@ pub trait OpSpec: fmt::Debug {
     /// As [`eval`](OpSpec::eval).
     fn eval_then(&self, _inputs: &[Tensor], _after: &[After]) -> candle_core::Result<Option<Tensor>> {
         Ok(None)
+    }
+    /// Gradients with respect to the inputs, `None` where none is wanted or there is none.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        gradient::replay(&|inputs| self.eval(inputs, Mode::Train), backward)
+    }
+    /// Whether [`backward`](OpSpec::backward) reads the elements of this input, not its shape alone.
+    fn reads_input(&self, _input: usize) -> bool {
+        true
+    }
+    /// Whether [`backward`](OpSpec::backward) reads the elements of the output.
+    fn reads_output(&self) -> bool {
+        false
     }
     /// Whether `eval` takes this input in 16 bits beside others in 32, and converts no more of it than it needs.
     fn takes_kept(&self, _input: usize) -> bool {

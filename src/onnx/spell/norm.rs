@@ -6,6 +6,9 @@ use crate::error::Result;
 use crate::ir::ops::{BatchNorm, LayerNorm, RmsNorm};
 
 pub(super) fn batch_norm(op: &BatchNorm, n: &mut Speller) -> Result<()> {
+    if op.batch {
+        return Err(n.wrong("normalizes by the statistics of the batch, as in training; a file for inference needs fixed ones".into()));
+    }
     let [x, weight, bias, mean, variance] = [0, 1, 2, 3, 4].map(|i| n.input(i));
     n.finish("BatchNormalization", &[&x, &weight, &bias, &mean, &variance], vec![AttributeProto::float("epsilon", op.epsilon)]);
     Ok(())
