@@ -83,6 +83,30 @@ pub enum Error {
         /// What to do about it.
         hint: String,
     },
+    /// Memory that was not there.
+    #[error("{what}: out of memory: {reason}")]
+    OutOfMemory {
+        /// What was to be put into it.
+        what: String,
+        /// What is known about it.
+        reason: String,
+    },
+    /// A training whose numbers have left what floats can hold.
+    #[error("training stopped at step {step}: {reason}")]
+    Diverged {
+        /// Counted from 1.
+        step: u64,
+        /// Where it was seen first, and what is left.
+        reason: String,
+    },
+    /// A training that was interrupted and can go on.
+    #[error("interrupted after step {step}; everything is saved in {}", path.display())]
+    Paused {
+        /// Steps that are done.
+        step: u64,
+        /// The file to go on from.
+        path: PathBuf,
+    },
     /// A recipe that does not parse; the text carries line, column and a snippet.
     #[error("{}: {message}", path.display())]
     Recipe {
@@ -154,6 +178,21 @@ impl Error {
         Error::Run { what: what.to_string(), reason: reason.to_string(), hint: hint.to_string() }
     }
 
+    /// What a device could not compute; recognizes that its memory was too small.
+    #[cfg(feature = "run")]
+    pub fn computed(what: impl fmt::Display, e: candle_core::Error) -> Error {
+        let reason = e.to_string();
+        if reason.to_ascii_lowercase().replace('_', " ").contains("out of memory") {
+            return Error::OutOfMemory { what: what.to_string(), reason };
+        }
+        Error::run(what, reason, "")
+    }
+
+    /// Whether memory was too small, so that less at a time may do.
+    pub fn is_out_of_memory(&self) -> bool {
+        matches!(self, Error::OutOfMemory { .. })
+    }
+
     /// Whether the request itself was wrong, so that trying again cannot help.
     pub fn is_misuse(&self) -> bool {
         matches!(self, Error::Option { .. } | Error::Recipe { .. } | Error::NoMatch { .. })
@@ -165,6 +204,9 @@ impl Error {
             Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } | Error::Run { hint, .. } => {
                 (!hint.is_empty()).then(|| hint.clone())
             }
+            Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, gradient_checkpointing: blocks, or an optimizer with less state".into()),
+            Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
+            Error::Paused { .. } => Some("run the same command with --resume to go on".into()),
             Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),

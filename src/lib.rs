@@ -27,6 +27,8 @@ pub mod report;
 #[cfg(feature = "run")]
 pub mod runtime;
 pub mod store;
+#[cfg(feature = "run")]
+pub mod train;
 
 #[cfg(feature = "cli")]
 pub mod cli;

@@ -7,7 +7,7 @@ mod files;
 mod graph;
 mod roles;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use serde_json::Value;
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 pub use files::carried_files;
-pub use roles::{LINEAR_RULE, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable};
+pub use roles::{LINEAR_RULE, PRUNABLE_RULE, Part, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
 use crate::store::{Checkpoint, Encoding, Meter, Sweep, Weights};
@@ -75,6 +75,10 @@ pub struct Model {
     pub signed_activations: bool,
     /// Whether the sizes of weights are a guess, since only the work itself can tell.
     pub estimated: bool,
+    /// Memory that passes need beyond what weights take on their way, in bytes, as far as it is known beforehand.
+    pub memory: u64,
+    /// Small files that a pass has made, by name.
+    pub attached: BTreeMap<String, Arc<Vec<u8>>>,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -117,6 +121,8 @@ impl Model {
             changed_graph: None,
             signed_activations: false,
             estimated: false,
+            memory: 0,
+            attached: BTreeMap::new(),
             notes: Vec::new(),
         })
     }

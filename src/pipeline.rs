@@ -5,8 +5,12 @@ mod builder;
 mod evaluate;
 mod plan;
 mod run;
+#[cfg(feature = "run")]
+mod starter;
 mod verify;
 
 pub use builder::{Builder, Pipeline};
 pub use plan::{PassPlan, Plan};
+#[cfg(feature = "run")]
+pub use starter::starter;
 pub use verify::{Check, verify};

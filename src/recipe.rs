@@ -2,6 +2,7 @@
 
 pub(crate) mod message;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -45,7 +46,22 @@ pub struct Recipe {
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub output: Option<PathBuf>,
+    /// Values to try, by the key that `--set` takes: a run for each, or for each combination, in a folder of its own
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sweep: BTreeMap<String, Vec<Value>>,
 }
+
+/// One of the recipes that a sweep stands for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Variant {
+    /// Which values it has: `amount=0.3`; a name for a folder. Empty where nothing is swept.
+    pub name: String,
+    /// The recipe with these values.
+    pub recipe: Recipe,
+}
+
+/// Runs of a sweep at most.
+const VARIANTS: usize = 1000;
 
 /// Values that aliases may add to a recipe.
 const ALIASED: usize = 10_000;
@@ -68,6 +84,7 @@ impl Recipe {
             evaluate: None,
             export: default_export(),
             output: None,
+            sweep: BTreeMap::new(),
         }
     }
 
@@ -87,21 +104,69 @@ impl Recipe {
     /// # Errors
     /// It cannot be read or parsed, or a key does not exist.
     pub fn open(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
+        Ok(Recipe::read(path, set)?.resolved(path))
+    }
+
+    /// The same for a recipe that sweeps over values, in the file or here: one recipe for each combination of them.
+    ///
+    /// # Errors
+    /// As [`open`](Recipe::open); no value is given for a key, or one that it cannot have.
+    pub fn open_variants(path: &Path, set: &[(String, String)], sweep: &[(String, Vec<Value>)]) -> Result<Vec<Variant>> {
+        let mut recipe = Recipe::read(path, set)?;
+        recipe.sweep.extend(sweep.iter().cloned());
+        let sweep = std::mem::take(&mut recipe.sweep);
+        let mut variants = vec![Variant { name: String::new(), recipe }];
+        for (key, values) in &sweep {
+            if values.is_empty() || variants.len().saturating_mul(values.len()) > VARIANTS {
+                return Err(Error::option(format!("sweep {key}"), format!("has no value, or makes more than {VARIANTS} runs")));
+            }
+            let mut more = Vec::with_capacity(variants.len() * values.len());
+            for variant in &variants {
+                for value in values {
+                    let recipe = variant.recipe.with(key, value, "sweep")?;
+                    let parts = [variant.name.clone(), format!("{key}={}", plain(value))];
+                    more.push(Variant { name: parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(","), recipe });
+                }
+            }
+            variants = more;
+        }
+        for (index, variant) in variants.iter().enumerate() {
+            if variants[..index].iter().any(|other| other.name == variant.name) {
+                return Err(Error::option("sweep", format!("`{}` would be two runs in one folder", variant.name)));
+            }
+        }
+        Ok(variants.into_iter().map(|variant| Variant { recipe: variant.recipe.resolved(path), ..variant }).collect())
+    }
+
+    /// Paths as they are written.
+    fn read(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         let mut recipe = Recipe::parse(&text, path)?;
         for (key, value) in set {
-            let wrong = |e: serde_json::Error| Error::option(format!("--set {key}={value}"), e);
-            // Defaults are written out here, so that they can be set whether the file names them or not.
-            let mut values = serde_json::to_value(&recipe).map_err(wrong)?;
-            overrule(&mut values, key, value)?;
-            recipe = serde_json::from_value(values).map_err(wrong)?;
+            let parsed = serde_saphyr::from_str(value).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, value)))?;
+            recipe = recipe.with(key, &parsed, "--set")?;
         }
-        let folder = path.parent().unwrap_or(Path::new(""));
-        recipe.model = folder.join(&recipe.model);
-        #[cfg(feature = "run")]
-        recipe.data.resolve(folder);
-        recipe.output = recipe.output.map(|output| folder.join(output));
         Ok(recipe)
+    }
+
+    /// Paths relative to the folder of the recipe.
+    fn resolved(mut self, path: &Path) -> Recipe {
+        let folder = path.parent().unwrap_or(Path::new(""));
+        self.model = folder.join(&self.model);
+        #[cfg(feature = "run")]
+        self.data.resolve(folder);
+        self.passes.iter_mut().for_each(|step| step.resolve(folder));
+        self.output = self.output.map(|output| folder.join(output));
+        self
+    }
+
+    /// The recipe with another value.
+    fn with(&self, key: &str, value: &Value, flag: &str) -> Result<Recipe> {
+        let wrong = |e: serde_json::Error| Error::option(format!("{flag} {key}={}", plain(value)), e);
+        // Defaults are written out here, so that they can be set whether the file names them or not.
+        let mut values = serde_json::to_value(self).map_err(wrong)?;
+        overrule(&mut values, key, value).map_err(|reason| Error::option(format!("{flag} {key}"), reason))?;
+        serde_json::from_value(values).map_err(wrong)
     }
 
     /// The recipe as YAML, defaults written out.
@@ -114,13 +179,19 @@ fn located(path: &Path, error: serde_saphyr::Error) -> Error {
     Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy()) }
 }
 
-/// Sets `a.b.0.c=value`. Names of passes and formats stand for their entry in the list:
-/// `prune-unstructured.amount=0.3` needs no number.
-fn overrule(values: &mut Value, key: &str, text: &str) -> Result<()> {
-    let value: Value = serde_saphyr::from_str(text).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, text)))?;
-    let wrong = |reason: String| Error::option(format!("--set {key}"), reason);
+/// A value in a few letters, fit for the name of a folder.
+fn plain(value: &Value) -> String {
+    let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+    text.chars().map(|c| if c.is_alphanumeric() || "._-+:".contains(c) { c } else { '_' }).collect()
+}
+
+/// Sets `a.b.0.c` to a value. Names of passes and formats stand for their entry in the list: `prune-unstructured.amount` needs no
+/// number; and an option that only one of them has stands for itself: `amount`.
+fn overrule(values: &mut Value, key: &str, value: &Value) -> Result<(), String> {
+    let option = if values.get(key).is_some() { None } else { option_of(values, key)? };
+    let key = option.as_deref().unwrap_or(key);
     let parts: Vec<&str> = key.split('.').collect();
-    let Some((last, parents)) = parts.split_last() else { return Err(wrong("no key".into())) };
+    let Some((last, parents)) = parts.split_last() else { return Err("no key".into()) };
     let mut parts = parents.to_vec();
     if let Some(list) =
         parents.first().and_then(|first| ["passes", "export"].into_iter().find(|list| values.get(first).is_none() && find(values.get(list), first).is_some()))
@@ -131,27 +202,39 @@ fn overrule(values: &mut Value, key: &str, text: &str) -> Result<()> {
     for part in parts {
         if let Value::Array(items) = at {
             let index = part.parse().ok().filter(|i| *i < items.len()).or_else(|| items.iter().position(|item| item.get(part).is_some()));
-            let index = index.ok_or_else(|| wrong(format!("`{part}` is no entry of the list")))?;
+            let index = index.ok_or_else(|| format!("`{part}` is no entry of the list"))?;
             at = &mut items[index];
             if part.parse::<usize>().is_err() {
-                at = at.get_mut(part).ok_or_else(|| wrong(format!("no `{part}`")))?;
+                at = at.get_mut(part).ok_or_else(|| format!("no `{part}`"))?;
             }
         } else {
-            at = at.get_mut(part).ok_or_else(|| wrong(format!("the recipe has no `{part}`")))?;
+            at = at.get_mut(part).ok_or_else(|| format!("the recipe has no `{part}`"))?;
         }
     }
     if at.is_null() {
         *at = Value::Object(serde_json::Map::new());
     }
     match at {
-        Value::Object(map) => drop(map.insert((*last).to_owned(), value)),
+        Value::Object(map) => drop(map.insert((*last).to_owned(), value.clone())),
         Value::Array(items) => {
-            let slot = last.parse::<usize>().ok().and_then(|i| items.get_mut(i)).ok_or_else(|| wrong(format!("`{last}` is no entry of the list")))?;
-            *slot = value;
+            let slot = last.parse::<usize>().ok().and_then(|i| items.get_mut(i)).ok_or_else(|| format!("`{last}` is no entry of the list"))?;
+            *slot = value.clone();
         }
-        _ => return Err(wrong(format!("`{last}` would be inside a plain value"))),
+        _ => return Err(format!("`{last}` would be inside a plain value")),
     }
     Ok(())
+}
+
+/// Where an option is that one pass or format has.
+fn option_of(values: &Value, key: &str) -> Result<Option<String>, String> {
+    let mut found = Vec::new();
+    for list in ["passes", "export"] {
+        for (index, entry) in values.get(list).and_then(Value::as_array).into_iter().flatten().enumerate() {
+            let held = entry.as_object().into_iter().flatten().filter(|(_, options)| options.get(key).is_some());
+            found.extend(held.map(|(name, _)| format!("{list}.{index}.{name}.{key}")));
+        }
+    }
+    if found.len() > 1 { Err(format!("is an option of several: {}", found.join(", "))) } else { Ok(found.pop()) }
 }
 
 fn find<'v>(list: Option<&'v Value>, name: &str) -> Option<&'v Value> {
@@ -211,5 +294,30 @@ mod tests {
         assert!(set(&[("passes.7.cast.to", "f16")]).is_err());
         assert!(set(&[("seed", "x")]).is_err());
         assert!(set(&[("sed", "1")]).unwrap_err().to_string().contains("sed"));
+        assert!(set(&[("amount", "0.75")]).unwrap().to_yaml().contains("0.75"));
+    }
+
+    #[test]
+    fn sweeps_stand_for_recipes() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("r.yaml");
+        std::fs::write(&path, format!("{TEXT}sweep: {{ amount: [0.25, 0.75] }}\n")).unwrap();
+        let sweep = |key: &str, values: &[&str]| (key.to_owned(), values.iter().map(|v| serde_saphyr::from_str(v).unwrap()).collect::<Vec<Value>>());
+        let names = |variants: &[Variant]| variants.iter().map(|variant| variant.name.clone()).collect::<Vec<_>>();
+        let variants = Recipe::open_variants(&path, &[], &[]).unwrap();
+        assert_eq!(names(&variants), ["amount=0.25", "amount=0.75"]);
+        assert!(variants.iter().all(|v| v.recipe.sweep.is_empty() && v.recipe.model == folder.path().join("m")));
+        assert!(variants[1].recipe.to_yaml().contains("0.75"));
+        let variants = Recipe::open_variants(&path, &[], &[sweep("cast.to", &["f16", "bf16"])]).unwrap();
+        assert_eq!(names(&variants), ["amount=0.25,cast.to=f16", "amount=0.25,cast.to=bf16", "amount=0.75,cast.to=f16", "amount=0.75,cast.to=bf16"]);
+        let one = Recipe::open_variants(&path, &[], &[sweep("amount", &["0.5"])]).unwrap();
+        assert_eq!(names(&one), ["amount=0.5"]);
+        let refused = |key: &str, values: &[&str]| Recipe::open_variants(&path, &[], &[sweep(key, values)]).unwrap_err().to_string();
+        assert!(refused("amount", &[]).contains("has no value"));
+        assert!(refused("amount", &["2.5"]).starts_with("sweep amount=2.5: "));
+        assert!(refused("amount", &["0.5", "0.5"]).contains("two runs in one folder"));
+        assert!(refused("nothing.at", &["1"]).contains("no `nothing`"));
+        std::fs::write(&path, "model: m\npasses: [cast: {}, cast: {}]\n").unwrap();
+        assert!(refused("to", &["f16"]).contains("several: passes.0.cast.to, passes.1.cast.to"));
     }
 }

@@ -6,10 +6,11 @@ use std::fs;
 use std::path::Path;
 
 /// Top to bottom: a line uses the lines below it.
-const LAYERS: [&[&str]; 8] = [
+const LAYERS: [&[&str]; 9] = [
     &["cli"],
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
+    &["train"],
     &["evaluation", "calibration"],
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],

@@ -45,9 +45,8 @@ pub fn layers(graph: &Graph) -> Option<Layers> {
     }
     let param = nodes.values().flatten().flat_map(|node| &node.inputs).find(|id| graph.value(**id).kind == Kind::Param)?;
     let tensors = before_number(name(*param))?.to_owned();
-    let count = nodes.len();
     let layers: Option<Vec<Layer>> = nodes.into_iter().enumerate().map(|(at, (number, nodes))| layer(graph, &nodes).filter(|_| at == number)).collect();
-    layers.filter(|_| count > 1).map(|layers| Layers { nodes: prefix.to_owned(), tensors, layers })
+    layers.map(|layers| Layers { nodes: prefix.to_owned(), tensors, layers })
 }
 
 /// A name up to its first component that is a number.

@@ -28,6 +28,9 @@ pub(super) struct Args {
     /// Write a recipe that leaves the most sensitive layers in floats
     #[arg(long, short, value_name = "FILE")]
     output: Option<PathBuf>,
+    /// Replace the file if it exists
+    #[arg(long)]
+    force: bool,
     /// Change a value of the recipe, as in `compress run`
     #[arg(long, value_name = "KEY=VALUE", value_parser = run::parse_set)]
     set: Vec<(String, String)>,
@@ -41,8 +44,8 @@ impl Args {
             Some(Step::QuantizeStatic(pass)) => pass.clone(),
             _ => QuantizeStatic::default(),
         };
-        if self.output.as_ref().is_some_and(|path| path.exists()) {
-            return Err(Error::option("analyze", format!("{} exists; name another file", self.output.unwrap_or_default().display())));
+        if let Some(path) = &self.output {
+            output::free(path, self.force)?;
         }
         let model = Model::open(&recipe.model)?;
         if let Some(options) = &recipe.data.calibration {
@@ -52,7 +55,7 @@ impl Args {
         let (seed, data) = (recipe.seed, recipe.data.clone());
         let damages = global.sweep(|sweep| {
             let sweep = crate::store::Sweep { threads: sweep.threads, progress: sweep.progress, cancel: sweep.cancel };
-            pass.analyze(model, &Context { sweep, seed, data: &data, device })
+            pass.analyze(model, &Context { sweep, seed, data: &data, device, workplace: None, resume: false })
         })?;
         let kept = worth_keeping(&damages);
         if let Some(path) = &self.output {
@@ -64,7 +67,7 @@ impl Args {
                 Some(at) => recipe.passes[at] = mixed.into(),
                 None => recipe.passes.push(mixed.into()),
             }
-            std::fs::write(path, recipe.to_yaml()).map_err(Error::io("write", path))?;
+            output::new_file(path, self.force, &recipe.to_yaml())?;
         }
         if global.json {
             return output::json(&json!({ "layers": damages, "worth_keeping": kept }));

@@ -1,5 +1,7 @@
 //! Flags that several commands share.
 
+use std::sync::OnceLock;
+
 use clap::{Args, ValueEnum};
 
 use crate::error::Result;
@@ -67,12 +69,17 @@ impl Global {
     }
 }
 
+/// The handle that Ctrl-C pulls, the same for everything that runs.
 fn cancel_on_interrupt() -> Cancel {
-    let cancel = Cancel::default();
-    let handle = cancel.clone();
-    // A second handler is refused; the first one still stops the run.
-    let _ = ctrlc::set_handler(move || handle.cancel());
-    cancel
+    static CANCEL: OnceLock<Cancel> = OnceLock::new();
+    let install = || {
+        let cancel = Cancel::default();
+        let handle = cancel.clone();
+        // Where no handler can be set, Ctrl-C ends the process.
+        let _ = ctrlc::set_handler(move || handle.cancel());
+        cancel
+    };
+    CANCEL.get_or_init(install).clone()
 }
 
 // No doc comment: clap would take it for the description of the command that flattens it.

@@ -6,7 +6,7 @@ use super::args::Global;
 use super::output;
 use crate::error::Result;
 use crate::model::{Model, diff};
-use crate::report::format::{bytes, decibels, percent};
+use crate::report::format::{bytes, decibels, natural, percent};
 use crate::report::terminal::table;
 
 #[derive(Debug, clap::Args)]
@@ -24,7 +24,7 @@ impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let (before, after) = (Model::open(&self.before)?, Model::open(&self.after)?);
         let mut found = global.sweep(|sweep| diff(&before, &after, sweep))?;
-        found.weights.sort_by(|a, b| output::natural(&a.name, &b.name));
+        found.weights.sort_by(|a, b| natural(&a.name, &b.name));
         if global.json {
             return output::json(&found);
         }

@@ -8,7 +8,7 @@ use super::args::Global;
 use super::output;
 use crate::error::Result;
 use crate::model::Model;
-use crate::report::format::{bytes, count, percent, shape};
+use crate::report::format::{bytes, count, natural, percent, shape};
 use crate::report::terminal::table;
 use crate::store::{Encoding, Weight};
 
@@ -41,7 +41,7 @@ impl Args {
             return show_groups(&model, global);
         }
         let mut weights: Vec<(&String, &Weight)> = model.weights.by_name.iter().collect();
-        weights.sort_by(|a, b| output::natural(a.0, b.0));
+        weights.sort_by(|a, b| natural(a.0, b.0));
         let zeros = if self.header_only {
             vec![None; weights.len()]
         } else {

@@ -6,17 +6,21 @@
 mod analyze;
 mod args;
 mod chain;
+mod check;
 mod completions;
 mod densify;
 mod diff;
 mod doctor;
 #[cfg(feature = "run")]
 mod eval;
+#[cfg(feature = "run")]
+mod init;
 mod inspect;
 mod output;
 mod pass;
 mod plan;
 mod progress;
+mod report;
 mod run;
 mod schema;
 mod verify;
@@ -33,11 +37,14 @@ use args::Global;
 const EXAMPLES: &str = "\
 Examples:
   compress inspect ./minilm
+  compress init ./minilm -o recipe.yaml
   compress quantize-dynamic ./minilm -o out/minilm-int8
   compress chain ./minilm -o out/small -- prune-unstructured --amount 0.5 -- quantize-dynamic
   compress plan recipe.yaml
   compress run recipe.yaml -o out/small
   compress diff ./minilm out/small
+  compress check out/small --max-bytes 25MB
+  compress report out/small out/minilm-int8
   compress eval out/small --data sentences.txt --against ./minilm
 
 Passes are commands too; `compress PASS --help` explains each.";
@@ -54,6 +61,9 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    /// Look at a model and write a first recipe for it, with the reason for every line
+    #[cfg(feature = "run")]
+    Init(init::Args),
     /// Run a recipe, whole
     Run(run::Args),
     /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
@@ -70,6 +80,10 @@ enum Command {
     Inspect(inspect::Args),
     /// Compare two models weight by weight
     Diff(diff::Args),
+    /// Show a report again, make a page of it, or compare several runs
+    Report(report::Args),
+    /// Hold a report to budgets: bytes, drop of accuracy, speed; fails when one is exceeded
+    Check(check::Args),
     /// Hold an output folder to its report: reopen every file, recompute its hash, run an ONNX file
     Verify(verify::Args),
     /// Write a model back as plain dense safetensors
@@ -128,6 +142,8 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         return args.run(vec![step], global);
     }
     match Cli::from_arg_matches(matches).unwrap_or_else(|e| e.exit()).command {
+        #[cfg(feature = "run")]
+        Command::Init(args) => args.run(global),
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),
@@ -137,6 +153,8 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Eval(args) => args.run(global),
         Command::Inspect(args) => args.run(global),
         Command::Diff(args) => args.run(global),
+        Command::Report(args) => args.run(global),
+        Command::Check(args) => args.run(global),
         Command::Verify(args) => args.run(global),
         Command::Densify(args) => args.run(global),
         Command::Schema => schema::run(),

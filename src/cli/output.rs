@@ -1,7 +1,7 @@
 //! Printing.
 
 use std::borrow::Cow;
-use std::cmp::Ordering;
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
 use crate::pipeline::Plan;
 use crate::report::Report;
-use crate::report::format::{bytes, count};
+use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::table;
 
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
@@ -55,6 +55,16 @@ pub(super) fn error(error: &Error, global: &Global) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
+/// Says on stderr which of several runs begins.
+pub(super) fn begins(name: &str, global: &Global) {
+    let text = match global.log_format {
+        _ if global.quiet => return,
+        LogFormat::Text => format!("{}\n", printable(name)),
+        LogFormat::Json => format!("{}\n", json!({ "event": "run", "name": name })),
+    };
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
 pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {
     if global.json {
         return json(report);
@@ -62,14 +72,40 @@ pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<
     print(&format!("{}\n written and verified: {}\n", report.to_terminal(), folder.display()))
 }
 
+/// Refuses to take the place of a file, unless it may be replaced.
+pub(super) fn free(path: &Path, force: bool) -> Result<()> {
+    if !force && path.exists() {
+        return Err(Error::Output { path: path.to_owned(), reason: "exists".into(), hint: "name another file, or replace it with --force".into() });
+    }
+    Ok(())
+}
+
+/// Writes a small file of text.
+pub(super) fn new_file(path: &Path, force: bool, text: &str) -> Result<()> {
+    free(path, force)?;
+    std::fs::write(path, text).map_err(Error::io("write", path))
+}
+
 /// Names listed for a pass before they are cut short.
 const LISTED: usize = 8;
 
-pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
-    if global.json {
-        return json(plan);
+/// The plans of one recipe, or of all that a sweep stands for.
+pub(super) fn plans(plans: &[(String, Plan)], global: &Global) -> Result<()> {
+    match plans {
+        [(name, plan)] if name.is_empty() => {
+            if global.json {
+                json(plan)
+            } else {
+                print(&plan_text(plan))
+            }
+        }
+        _ if global.json => json(&plans.iter().map(|(name, plan)| (name, plan)).collect::<BTreeMap<_, _>>()),
+        _ => plans.iter().try_for_each(|(name, plan)| print(&format!("== {name}\n{}\n", plan_text(plan)))),
     }
-    let mut out = format!("{}: {} parameters, {}\n", model.display(), count(plan.parameters), bytes(plan.input_bytes));
+}
+
+fn plan_text(plan: &Plan) -> String {
+    let mut out = format!("{}: {} parameters, {}\n", plan.model, count(plan.parameters), bytes(plan.input_bytes));
     for (index, pass) in plan.passes.iter().enumerate() {
         out += &format!(
             "\n{}. {} {}\n   takes {}: {} weights, {} parameters\n",
@@ -97,7 +133,7 @@ pub(super) fn plan(plan: &Plan, model: &Path, global: &Global) -> Result<()> {
     for note in &plan.notes {
         out += &format!(" note: {note}\n");
     }
-    print(&out)
+    out
 }
 
 fn names(indent: &str, names: &[String]) -> String {
@@ -110,12 +146,6 @@ fn names(indent: &str, names: &[String]) -> String {
     out
 }
 
-/// The order in which people number things: `layer.2` before `layer.10`.
-pub(super) fn natural(a: &str, b: &str) -> Ordering {
-    let key = |text: &str| text.split('.').map(|part| (part.parse::<u64>().ok(), part.to_owned())).collect::<Vec<_>>();
-    key(a).cmp(&key(b))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -124,12 +154,5 @@ mod tests {
     fn names_cannot_steer_the_terminal() {
         assert_eq!(printable("a\tb\n"), "a\tb\n");
         assert_eq!(printable("a\u{1b}[31m\rb"), "a\\u{1b}[31m\\rb");
-    }
-
-    #[test]
-    fn natural_order() {
-        let mut names = ["l.10.w", "l.9.w", "l.9.b", "embed", "l.x"];
-        names.sort_by(|a, b| natural(a, b));
-        assert_eq!(names, ["embed", "l.x", "l.9.b", "l.9.w", "l.10.w"]);
     }
 }

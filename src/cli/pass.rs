@@ -26,6 +26,14 @@ pub(super) struct Args {
     #[cfg(feature = "run")]
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     calibration: Option<crate::data::Data>,
+    /// Samples for passes that train, as for `--eval`
+    #[cfg(feature = "run")]
+    #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
+    train: Option<crate::data::Data>,
+    /// Go on with a training that was interrupted
+    #[cfg(feature = "run")]
+    #[arg(long, help_heading = "Output")]
+    resume: bool,
 }
 
 #[cfg(feature = "run")]
@@ -49,6 +57,14 @@ impl Args {
         #[cfg(feature = "run")]
         if let Some(data) = self.calibration {
             builder = builder.calibration(data);
+        }
+        #[cfg(feature = "run")]
+        if let Some(data) = self.train {
+            builder = builder.train(data);
+        }
+        #[cfg(feature = "run")]
+        {
+            builder = builder.resume(self.resume);
         }
         let pipeline = builder.build()?;
         let report = pipeline.run(Model::open(&self.model)?, &self.output)?;

@@ -6,7 +6,7 @@ use super::args::Global;
 use super::{output, run};
 use crate::error::Result;
 use crate::model::Model;
-use crate::recipe::Recipe;
+use crate::recipe::{Recipe, Variant};
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
@@ -19,9 +19,11 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let recipe = Recipe::open(&self.recipe, &self.set)?;
-        let pipeline = global.builder().recipe(&recipe).build()?;
-        let plan = pipeline.plan(&Model::open(&recipe.model)?)?;
-        output::plan(&plan, &recipe.model, global)
+        let mut plans = Vec::new();
+        for Variant { name, recipe } in Recipe::open_variants(&self.recipe, &self.set, &[])? {
+            let pipeline = global.builder().recipe(&recipe).build()?;
+            plans.push((name, pipeline.plan(&Model::open(&recipe.model)?)?));
+        }
+        output::plans(&plans, global)
     }
 }

@@ -13,6 +13,7 @@ use crate::store::{Event, Progress, Unit, lock};
 /// Stages shorter than this leave no line behind.
 const WORTH_A_LINE: Duration = Duration::from_secs(1);
 const SAMPLES: &str = "{msg:<15} [{bar:32}] {pos:>10} of {len:<10} {per_sec:>12}  {eta:>4} left";
+const STEPS: &str = "{msg:<15} [{bar:32}] {pos:>6} of {len:<6} {prefix}  {eta:>4} left";
 const UNCOUNTED: &str = "{msg:<15} {spinner} {pos:>10} {per_sec:>12}";
 const BYTES: &str = "{msg:<15} [{bar:32}] {bytes:>10} of {total_bytes:<10} {bytes_per_sec:>12}  {eta:>4} left";
 
@@ -37,6 +38,7 @@ impl Progress for Bars {
                     (_, 0) => UNCOUNTED,
                     (Unit::Bytes, _) => BYTES,
                     (Unit::Samples, _) => SAMPLES,
+                    (Unit::Steps, _) => STEPS,
                 };
                 let bar = io::stderr().is_terminal().then(|| {
                     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
@@ -53,6 +55,11 @@ impl Progress for Bars {
                     bar.inc(bytes);
                 }
             }
+            Event::Message(text) => {
+                if let Some(bar) = stage.as_ref().and_then(|stage| stage.bar.as_ref()) {
+                    bar.set_prefix(text.to_owned());
+                }
+            }
             Event::End => {
                 let Some(Stage { name, unit, done, start, bar }) = stage.take() else { return };
                 if let Some(bar) = bar {
@@ -64,6 +71,7 @@ impl Progress for Bars {
                     let (amount, rate) = match unit {
                         Unit::Bytes => (bytes(done), bytes(rate as u64)),
                         Unit::Samples => (format!("{done} samples"), format!("{rate:.1}")),
+                        Unit::Steps => (format!("{done} steps"), format!("{rate:.2}")),
                     };
                     let _ = writeln!(io::stderr().lock(), "{name}: {amount} in {}, {rate}/s", seconds(elapsed.as_secs_f64()));
                 }
@@ -91,7 +99,11 @@ impl Progress for JsonLines {
         let mut state = lock(&self.0);
         let line = match event {
             Event::Begin { stage, total, unit } => {
-                let unit = if unit == Unit::Bytes { "bytes" } else { "samples" };
+                let unit = match unit {
+                    Unit::Bytes => "bytes",
+                    Unit::Samples => "samples",
+                    Unit::Steps => "steps",
+                };
                 *state = Some(Counter { done: 0, total, unit, told: Instant::now() });
                 json!({ "event": "begin", "stage": stage, unit: total })
             }
@@ -103,6 +115,12 @@ impl Progress for JsonLines {
                 }
                 counter.told = Instant::now();
                 json!({ "event": "progress", "done": counter.done, counter.unit: counter.total })
+            }
+            Event::Message(text) => {
+                if state.as_ref().is_none_or(|counter| counter.told.elapsed() < EVERY) {
+                    return;
+                }
+                json!({ "event": "message", "text": text })
             }
             Event::End => json!({ "event": "end" }),
         };

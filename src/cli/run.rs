@@ -1,14 +1,24 @@
 //! `compress run`
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
 
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::recipe::Recipe;
+use crate::pipeline::{Pipeline, Plan};
+use crate::recipe::{Recipe, Variant};
+use crate::report::{Comparison, forget_peak_rss};
 
 #[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress run recipe.yaml -o out/small
+  compress run recipe.yaml --set amount=0.3
+  compress run recipe.yaml -o out/tried --sweep amount=0.3,0.5,0.7     three runs, out/tried/amount=0.3 and so on
+
+A sweep ends with a table of all its runs, and comparison.html beside them: size against answers.")]
 pub(super) struct Args {
     /// The recipe
     recipe: PathBuf,
@@ -18,9 +28,16 @@ pub(super) struct Args {
     /// Change a value of the recipe: `seed=1`, `prune-unstructured.amount=0.3`, `passes.0.cast.to=f16`
     #[arg(long, value_name = "KEY=VALUE", value_parser = parse_set)]
     set: Vec<(String, String)>,
+    /// Try several values, each in a folder of its own inside the output folder: `amount=0.3,0.5,0.7`; with more than one of these,
+    /// every combination
+    #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_sweep)]
+    sweep: Vec<(String, Vec<Value>)>,
     /// Replace the output folder if it exists
     #[arg(long)]
     force: bool,
+    /// Go on with a training that was interrupted
+    #[arg(long)]
+    resume: bool,
     /// Only say what would be done
     #[arg(long)]
     dry_run: bool,
@@ -30,18 +47,70 @@ pub(super) fn parse_set(text: &str) -> Result<(String, String), String> {
     text.split_once('=').map(|(key, value)| (key.to_owned(), value.to_owned())).ok_or_else(|| format!("`{text}` is not KEY=VALUE"))
 }
 
+fn parse_sweep(text: &str) -> Result<(String, Vec<Value>), String> {
+    let (key, values) = parse_set(text)?;
+    let list = format!("[{}]", values.trim().strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(&values));
+    serde_saphyr::from_str(&list).map(|values| (key, values)).map_err(|_| format!("`{values}` is not a list of values like 0.3,0.5,0.7"))
+}
+
+/// One run of one or several.
+struct Job {
+    name: String,
+    pipeline: Pipeline,
+    model: Model,
+    output: PathBuf,
+}
+
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let recipe = Recipe::open(&self.recipe, &self.set)?;
-        let output = self.output.or(recipe.output.clone());
-        let pipeline = global.builder().recipe(&recipe).force(self.force).build()?;
+        let variants = Recipe::open_variants(&self.recipe, &self.set, &self.sweep)?;
+        // Whatever can be known to be wrong with any run is said before the first.
+        let jobs = variants.into_iter().map(|variant| self.job(variant, global)).collect::<Result<Vec<Job>>>()?;
+        if self.dry_run {
+            return output::plans(&self.foreseen(&jobs)?, global);
+        }
+        #[cfg(feature = "run")]
+        if crate::train::communicator::Place::from_environment()?.is_some_and(|place| place.rank > 0) {
+            return jobs.iter().try_for_each(|job| job.pipeline.follow(&job.model, &job.output));
+        }
+        match jobs.as_slice() {
+            [job] if job.name.is_empty() => output::report(&job.pipeline.run(job.model.clone(), &job.output)?, &job.output, global),
+            _ => self.compared(jobs, global),
+        }
+    }
+
+    fn job(&self, variant: Variant, global: &Global) -> Result<Job> {
+        let Variant { name, recipe } = variant;
+        let output = self.output.clone().or(recipe.output.clone());
+        let pipeline = global.builder().recipe(&recipe).force(self.force).resume(self.resume).build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`; name a folder there or with -o"))?;
         let model = Model::open(&recipe.model)?;
-        if self.dry_run {
-            crate::store::staging::check_place(&output, self.force, &recipe.model)?;
-            return output::plan(&pipeline.plan(&model)?, &recipe.model, global);
+        let output = if name.is_empty() { output } else { output.join(&name) };
+        Ok(Job { name, pipeline, model, output })
+    }
+
+    /// What every run would do, and that there is a place for it.
+    fn foreseen(&self, jobs: &[Job]) -> Result<Vec<(String, Plan)>> {
+        let foresee = |job: &Job| {
+            crate::store::staging::check_place(&job.output, self.force, &job.model.path)?;
+            Ok((job.name.clone(), job.pipeline.plan(&job.model)?))
+        };
+        jobs.iter().map(foresee).collect()
+    }
+
+    /// Runs everything, one after another, and shows it side by side.
+    fn compared(&self, jobs: Vec<Job>, global: &Global) -> Result<()> {
+        self.foreseen(&jobs)?;
+        let mut reports = Vec::with_capacity(jobs.len());
+        let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
+        for job in jobs {
+            output::begins(&job.name, global);
+            forget_peak_rss();
+            reports.push((job.name, job.pipeline.run(job.model, &job.output)?));
         }
-        let report = pipeline.run(model, &output)?;
-        output::report(&report, &output, global)
+        let comparison = Comparison::of(&reports);
+        let page = folder.join("comparison.html");
+        output::new_file(&page, true, &comparison.to_html())?;
+        if global.json { output::json(&comparison) } else { output::print(&format!("\n{}\n written: {}\n", comparison.to_terminal(), page.display())) }
     }
 }

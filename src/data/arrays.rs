@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use flate2::read::DeflateDecoder;
 use half::{bf16, f16};
-use npyz::{Endianness, NpyHeader, Order, TypeChar};
+use npyz::{Endianness, NpyHeader, TypeChar};
 
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, Port, Source, Target, Truth, Works, in_ranges, shaped};
+use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::header::byte_count;
@@ -79,7 +79,7 @@ fn numpy(path: &Path) -> Result<Vec<Rows>> {
             other => return Err(wrong(&format!("array `{name}` is packed by {other}"))),
         };
         let header = NpyHeader::from_reader(&mut rest).map_err(|e| wrong(&format!("array `{name}`: {e}")))?;
-        if header.order() != Order::C {
+        if header.order() != npyz::Order::C {
             return Err(wrong(&format!("array `{name}` is stored column by column; save it with numpy.ascontiguousarray")));
         }
         let dtype = dtype(&header).ok_or_else(|| wrong(&format!("array `{name}` has elements {}, which are not read", header.dtype().descr())))?;
@@ -147,6 +147,13 @@ fn floats(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
 
 fn integers(bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
     Ok(decode!(bytes, dtype, i64))
+}
+
+/// One row of every array.
+struct Sample {
+    index: usize,
+    inputs: Vec<(DType, Vec<u8>)>,
+    label: Option<(DType, Vec<u8>)>,
 }
 
 pub(super) struct Arrays {
@@ -230,9 +237,11 @@ impl Arrays {
         })
     }
 
-    fn batch(&self, count: usize, first: usize, inputs: Vec<(DType, Vec<u8>)>, labels: Option<(DType, Vec<u8>)>) -> Result<Batch> {
-        let mut named = std::collections::BTreeMap::new();
-        for ((port, _, sample), (dtype, bytes)) in self.inputs.iter().zip(inputs) {
+    fn batch(&self, samples: &[Sample]) -> Result<Batch> {
+        let (mut named, count) = (std::collections::BTreeMap::new(), samples.len());
+        for (at, (port, _, sample)) in self.inputs.iter().enumerate() {
+            let dtype = samples[0].inputs[at].0;
+            let bytes: Vec<u8> = samples.iter().flat_map(|sample| &sample.inputs[at].1).copied().collect();
             let shape: Vec<usize> = [count].iter().chain(sample).copied().collect();
             let tensor = if port.element == Element::Int {
                 Tensor::from_vec(integers(&bytes, dtype)?, shape, &Device::Cpu)
@@ -246,10 +255,13 @@ impl Arrays {
             };
             named.insert(port.name.clone(), tensor.map_err(shaped)?);
         }
-        let truth = match labels {
-            Some((dtype, bytes)) => self.classes.truth(integers(&bytes, dtype)?, &self.path, first)?,
-            None => Truth::None,
-        };
+        let mut labels = Vec::new();
+        for sample in samples {
+            if let Some((dtype, bytes)) = &sample.label {
+                labels.extend(integers(bytes, *dtype)?.into_iter().map(|label| (sample.index, label)));
+            }
+        }
+        let truth = if self.labels.is_some() { self.classes.truth(labels, &self.path)? } else { Truth::None };
         Ok(Batch { inputs: named, truth, samples: count })
     }
 }
@@ -268,18 +280,19 @@ fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
 }
 
 impl Source for Arrays {
-    fn works(&self) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<Works<'_>> {
         let mut arrays = open(&self.path)?;
-        let mut take = move |name: &str, count: usize| {
+        let mut take = move |name: &str| {
             let gone = || Error::malformed(&self.path, format!("array `{name}` is gone"));
             let rows = arrays.iter_mut().find(|rows| rows.name == name).ok_or_else(gone)?;
-            Ok((rows.dtype, rows.take(count)?))
+            Ok((rows.dtype, rows.take(1)?))
         };
-        Ok(in_ranges(self.count, self.batch, move |first, count| {
-            let inputs = self.inputs.iter().map(|(_, name, _)| take(name, count)).collect::<Result<Vec<_>>>()?;
-            let labels = self.labels.as_ref().map(|name| take(name, count)).transpose()?;
-            Ok(Box::new(move || self.batch(count, first, inputs, labels)))
-        }))
+        let bytes: usize = self.inputs.iter().map(|(_, _, sample)| sample.iter().product::<usize>() * size_of::<f32>()).sum();
+        let read = move |index| {
+            let inputs = self.inputs.iter().map(|(_, name, _)| take(name)).collect::<Result<Vec<_>>>()?;
+            Ok(Sample { index, inputs, label: self.labels.as_ref().map(|name| take(name)).transpose()? })
+        };
+        Ok(in_batches((0..self.count).map(read), self.batch, bytes, order, |samples| self.batch(samples)))
     }
 
     fn samples(&self) -> Option<usize> {

@@ -11,7 +11,7 @@ use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Port, Source, Target, Truth, Works, in_ranges, shaped};
+use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 
 /// Element code of unsigned bytes, the only one that images come in.
@@ -55,8 +55,17 @@ impl Reader {
     }
 }
 
+/// One image as it is stored.
+struct Sample {
+    index: usize,
+    pixels: Vec<u8>,
+    label: Option<u8>,
+}
+
 pub(super) struct Idx {
     images: PathBuf,
+    /// Of one image.
+    sizes: Vec<usize>,
     labels: Option<PathBuf>,
     count: usize,
     batch: usize,
@@ -81,16 +90,24 @@ impl Idx {
         };
         let count = images.sizes[0].min(options.samples.unwrap_or(usize::MAX));
         let pixels = Pixels::open(options, &target, Pixels::unit())?;
-        Ok(Idx { images: path.to_owned(), labels, count, batch: options.batch(task), classes: Classes::of(&target), pixels, port })
+        Ok(Idx {
+            images: path.to_owned(),
+            sizes: images.sizes[1..].to_vec(),
+            labels,
+            count,
+            batch: options.batch(task),
+            classes: Classes::of(&target),
+            pixels,
+            port,
+        })
     }
 
-    fn batch(&self, sizes: &[usize], bytes: Vec<u8>, labels: Option<Vec<u8>>, first: usize) -> Result<Batch> {
-        let row: usize = sizes.iter().product();
-        let count = bytes.len() / row.max(1);
+    fn batch(&self, sizes: &[usize], samples: &[Sample]) -> Result<Batch> {
+        let count = samples.len();
         let (channels, height, width) = if let [channels, height, width] = *sizes { (channels, height, width) } else { (1, sizes[0], sizes[1]) };
-        let mut numbers = Vec::with_capacity(bytes.len());
+        let mut numbers = Vec::with_capacity(count * sizes.iter().product::<usize>());
         let (mut high, mut wide) = (height, width);
-        for image in bytes.chunks_exact(row.max(1)) {
+        for image in samples.iter().map(|sample| &sample.pixels) {
             if channels == 1 {
                 let image = image::GrayImage::from_raw(width as u32, height as u32, image.to_vec())
                     .ok_or_else(|| Error::malformed(&self.images, "its samples have no size"))?;
@@ -105,23 +122,22 @@ impl Idx {
         }
         pixels::require_size(&self.port, (channels, high, wide), &self.images)?;
         let tensor = Tensor::from_vec(numbers, shape(&self.port, count, channels, high, wide), &Device::Cpu).map_err(shaped)?;
-        let truth = match (labels, &self.labels) {
-            (Some(labels), Some(path)) => self.classes.truth(labels.into_iter().map(i64::from), path, first)?,
-            _ => Truth::None,
-        };
+        let labels = || samples.iter().filter_map(|sample| Some((sample.index, i64::from(sample.label?))));
+        let truth = self.labels.as_ref().map_or(Ok(Truth::None), |path| self.classes.truth(labels(), path))?;
         Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: count })
     }
 }
 
 impl Source for Idx {
-    fn works(&self) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<Works<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
         let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;
-        Ok(in_ranges(self.count, self.batch, move |first, count| {
-            let (sizes, bytes) = (images.sizes[1..].to_vec(), images.take(count)?);
-            let labels = labels.as_mut().map(|labels| labels.take(count)).transpose()?;
-            Ok(Box::new(move || self.batch(&sizes, bytes, labels, first)))
-        }))
+        let read = move |index| {
+            let label = labels.as_mut().map(|labels| labels.take(1)).transpose()?;
+            Ok(Sample { index, pixels: images.take(1)?, label: label.and_then(|label| label.first().copied()) })
+        };
+        let sample: usize = self.sizes.iter().product();
+        Ok(in_batches((0..self.count).map(read), self.batch, sample, order, |samples| self.batch(&self.sizes, samples)))
     }
 
     fn samples(&self) -> Option<usize> {

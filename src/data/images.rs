@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Port, Source, Target, Truth, Work, Works, shaped};
+use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 
 const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
@@ -53,7 +53,7 @@ impl ClassFolders {
         Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port })
     }
 
-    fn batch(&self, files: &[(PathBuf, usize)]) -> Result<Batch> {
+    fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
         let (channels, _, _) = pixels::plane(&self.port, &files[0].0)?;
         let mut numbers = Vec::new();
         let mut first = None;
@@ -75,8 +75,8 @@ impl ClassFolders {
 }
 
 impl Source for ClassFolders {
-    fn works(&self) -> Result<Works<'_>> {
-        Ok(Box::new(self.files.chunks(self.batch).map(|files| Ok(Box::new(|| self.batch(files)) as Work))))
+    fn works(&self, order: Order) -> Result<Works<'_>> {
+        Ok(in_batches(self.files.iter().map(Ok), self.batch, size_of::<&(PathBuf, usize)>(), order, |files| self.batch(files)))
     }
 
     fn samples(&self) -> Option<usize> {

@@ -44,10 +44,10 @@ impl Classes {
         }
     }
 
-    /// The classes of consecutive samples by number, the first of which is `first` in its file.
-    pub fn truth(&self, numbers: impl IntoIterator<Item = i64>, path: &Path, first: usize) -> Result<Truth> {
-        let class = |(index, number): (usize, i64)| self.find(&number.to_string(), path, &format!("label {}", first + index));
-        numbers.into_iter().enumerate().map(class).collect::<Result<_>>().map(Truth::Classes)
+    /// The classes of samples by number; the first of each pair is the sample's place in its file.
+    pub fn truth(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<Truth> {
+        let class = |(index, number): (usize, i64)| self.find(&number.to_string(), path, &format!("label {index}"));
+        numbers.into_iter().map(class).collect::<Result<_>>().map(Truth::Classes)
     }
 
     /// Classes for the names of folders: those that the model knows, else their order.

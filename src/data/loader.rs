@@ -1,5 +1,6 @@
 //! Preparing batches ahead of the model, in order.
 
+use std::ops::ControlFlow;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
@@ -18,7 +19,7 @@ type Promise = Receiver<Result<Batch>>;
 type Job<'s> = (Work<'s>, SyncSender<Result<Batch>>);
 
 /// Reads in one thread, prepares in others, and hands batches over in the order in which they were read.
-pub(super) fn prefetch(works: Works, workers: usize, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+pub(super) fn prefetch(works: Works, workers: usize, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
     std::thread::scope(|scope| {
         let (promise, promises) = sync_channel::<Result<Promise>>(AHEAD);
         let (job, jobs) = sync_channel::<Job>(AHEAD);
@@ -32,7 +33,11 @@ pub(super) fn prefetch(works: Works, workers: usize, mut consume: impl FnMut(Bat
         drop(jobs);
         for promise in promises {
             match promise?.recv() {
-                Ok(batch) => consume(batch?)?,
+                Ok(batch) => {
+                    if consume(batch?)?.is_break() {
+                        break;
+                    }
+                }
                 // A worker that is gone left no word.
                 Err(_) => return Err(Error::option("data", "a thread that prepares samples has failed")),
             }
@@ -96,7 +101,7 @@ mod tests {
         let mut seen = Vec::new();
         prefetch(works(50, None), 3, |batch| {
             seen.push(batch.samples);
-            Ok(())
+            Ok(ControlFlow::Continue(()))
         })
         .unwrap();
         assert_eq!(seen, (0..50).collect::<Vec<_>>());
@@ -107,11 +112,17 @@ mod tests {
         let mut seen = 0;
         let error = prefetch(works(50, Some(20)), 3, |_| {
             seen += 1;
-            Ok(())
+            Ok(ControlFlow::Continue(()))
         });
         assert!(error.unwrap_err().to_string().contains("sample: 20"));
         assert_eq!(seen, 20);
-        let error = prefetch(works(50, None), 2, |batch| if batch.samples == 3 { Err(Error::Cancelled) } else { Ok(()) });
+        let error = prefetch(works(50, None), 2, |batch| if batch.samples == 3 { Err(Error::Cancelled) } else { Ok(ControlFlow::Continue(())) });
         assert!(matches!(error, Err(Error::Cancelled)));
+        let mut seen = 0;
+        let enough = prefetch(works(50, None), 2, |_| {
+            seen += 1;
+            Ok(if seen == 7 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        });
+        assert!(enough.is_ok() && seen == 7);
     }
 }

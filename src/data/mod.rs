@@ -10,6 +10,7 @@ mod labels;
 mod loader;
 mod made_up;
 mod options;
+mod order;
 mod pixels;
 mod records;
 mod text;
@@ -17,6 +18,7 @@ mod tokens;
 mod windows;
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::Path;
 
 use candle_core::Tensor;
@@ -24,6 +26,7 @@ use serde_json::{Map, Value};
 
 pub use made_up::{made_up, made_up_of};
 pub use options::{Column, Data, DataSets, Task};
+pub use order::Order;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
@@ -66,6 +69,23 @@ pub struct Batch {
     pub samples: usize,
 }
 
+impl Batch {
+    /// Some of the samples, of a batch without pairs.
+    ///
+    /// # Errors
+    /// There are not so many.
+    pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
+        let inputs = self.inputs.iter().map(|(name, tensor)| Ok((name.clone(), tensor.narrow(0, from, count)?))).collect::<candle_core::Result<_>>();
+        let truth = match &self.truth {
+            Truth::None => Truth::None,
+            Truth::Classes(classes) => Truth::Classes(classes[from..from + count].to_vec()),
+            Truth::Scores(scores) => Truth::Scores(scores[from..from + count].to_vec()),
+            Truth::Next(ranges) => Truth::Next(ranges[from..from + count].to_vec()),
+        };
+        Ok(Batch { inputs: inputs.map_err(shaped)?, truth, samples: count })
+    }
+}
+
 /// What remains to be done for a batch once its part of the files was read.
 type Work<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 
@@ -75,7 +95,7 @@ type Works<'s> = Box<dyn Iterator<Item = Result<Work<'s>>> + Send + 's>;
 /// Something that samples come from.
 trait Source: Send + Sync {
     /// Begins to read.
-    fn works(&self) -> Result<Works<'_>>;
+    fn works(&self, order: Order) -> Result<Works<'_>>;
     /// How many samples there are, as far as that can be said without reading everything.
     fn samples(&self) -> Option<usize>;
 }
@@ -126,9 +146,18 @@ impl DataSet {
     ///
     /// # Errors
     /// Those of reading and preparing, of `consume`, and when there is no sample at all.
-    pub fn for_each(&self, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
-        let mut any = false;
-        loader::prefetch(self.source.works()?, loader::WORKERS, |batch| {
+    pub fn for_each(&self, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        let mut consume = consume;
+        self.for_each_in(Order::default(), |batch| consume(batch).map(ControlFlow::Continue))
+    }
+
+    /// As [`for_each`](DataSet::for_each), in another order and until `consume` has enough.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each).
+    pub fn for_each_in(&self, order: Order, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
+        let mut any = order.skip > 0;
+        loader::prefetch(self.source.works(order)?, loader::WORKERS, |batch| {
             any = true;
             consume(batch)
         })?;
@@ -151,37 +180,50 @@ impl DataSet {
         done
     }
 
+    /// How many batches there are in an order, counted by reading where it cannot be said otherwise.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn batches(&self, order: Order) -> Result<usize> {
+        match (self.samples(), order.batch) {
+            (Some(samples), Some(batch)) => Ok(samples.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1)),
+            _ => self.source.works(order)?.try_fold(0, |count, work| work.map(|_| count + 1)),
+        }
+    }
+
     /// The first batch.
     ///
     /// # Errors
     /// As [`for_each`](DataSet::for_each).
     pub fn first(&self) -> Result<Batch> {
-        match self.source.works()?.next() {
+        match self.source.works(Order::default())?.next() {
             Some(work) => work?(),
             None => Err(Error::malformed(Path::new(&self.description), "holds no samples")),
         }
     }
 }
 
-/// Works of up to `size` items each.
+/// Works over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an
+/// item takes in memory.
 fn in_batches<'s, T: Send + 's>(
-    mut items: impl Iterator<Item = Result<T>> + Send + 's,
+    items: impl Iterator<Item = Result<T>> + Send + 's,
     size: usize,
+    bytes: usize,
+    order: Order,
     make: impl Fn(&[T]) -> Result<Batch> + Send + Copy + 's,
 ) -> Works<'s> {
-    Box::new(std::iter::from_fn(move || {
+    let mut items = order.shuffled(items, bytes);
+    let size = order.batch.unwrap_or(size);
+    let batches = std::iter::from_fn(move || {
         let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
         match batch {
             Ok(batch) if batch.is_empty() => None,
             Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Work)),
             Err(e) => Some(Err(e)),
         }
-    }))
-}
-
-/// Works over `count` samples in order, up to `size` each; `read` is told the first and how many.
-fn in_ranges<'s>(count: usize, size: usize, mut read: impl FnMut(usize, usize) -> Result<Work<'s>> + Send + 's) -> Works<'s> {
-    Box::new((0..count).step_by(size).map(move |first| read(first, size.min(count - first))))
+    });
+    let (part, parts) = order.part;
+    Box::new(batches.skip(part + order.skip * parts).step_by(parts))
 }
 
 /// An error of a tensor that could not be put together.

@@ -6,8 +6,11 @@ use super::labels::Classes;
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Source, Target, Truth, Works, in_batches};
+use super::{Batch, Order, Source, Target, Truth, Works, in_batches};
 use crate::error::{Error, Result};
+
+/// About what a record takes in memory.
+const RECORD: usize = 512;
 
 pub(super) struct Sentences {
     options: Data,
@@ -57,9 +60,9 @@ impl Sentences {
 }
 
 impl Source for Sentences {
-    fn works(&self) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<Works<'_>> {
         let records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(in_batches(records, self.options.batch(self.task), |records| self.batch(records)))
+        Ok(in_batches(records, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
     }
 
     fn samples(&self) -> Option<usize> {

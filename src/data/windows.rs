@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::options::{self, Data, Task};
 use super::records::{self, Layout};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Source, Target, Truth, Works, in_batches};
+use super::{Batch, Order, Source, Target, Truth, Works, in_batches};
 use crate::error::{Error, Result};
 
 /// Window when neither the data nor the model asks for a shorter one.
@@ -67,13 +67,13 @@ impl Windows {
 }
 
 impl Source for Windows {
-    fn works(&self) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<Works<'_>> {
         let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
             Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
             Err(e) => vec![Err(e)],
         });
         let windows = windows.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(in_batches(windows, self.options.batch(Task::LanguageModelling), |windows| self.batch(windows)))
+        Ok(in_batches(windows, self.options.batch(Task::LanguageModelling), self.cut.room * size_of::<i64>(), order, |windows| self.batch(windows)))
     }
 
     fn samples(&self) -> Option<usize> {

@@ -40,6 +40,11 @@ impl<'g> Candle<'g> {
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
     }
 
+    /// An executor that is ready.
+    pub fn of(executor: Executor<'g>) -> Candle<'g> {
+        Candle { executor }
+    }
+
     /// The same with inputs of int8 layers rounded in another way.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {

@@ -33,7 +33,14 @@ impl Parameters {
     /// # Errors
     /// Reading fails, or the device runs out of memory.
     pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, sweep: &Sweep) -> Result<Parameters> {
-        let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
+        Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, sweep)
+    }
+
+    /// Loads parameters by name.
+    ///
+    /// # Errors
+    /// As [`load`](Parameters::load).
+    pub fn load_named(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence, sweep: &Sweep) -> Result<Parameters> {
         let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
         let tensors = sweep.run(
             "Loading",
@@ -53,6 +60,16 @@ impl Parameters {
         let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == Activations::DynamicToken);
         let rounding = jobs.iter().filter(|(_, weight)| rounds(weight)).map(|(name, _)| (*name).clone()).collect();
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
+    }
+
+    /// Parameters that are tensors already.
+    pub fn of(tensors: BTreeMap<String, Tensor>, compute: DType) -> Parameters {
+        Parameters { tensors, rounding: BTreeSet::new(), compute }
+    }
+
+    /// Bytes that they take.
+    pub fn bytes(&self) -> u64 {
+        self.tensors.values().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
     }
 
     /// The same with another tensor in the place of one.

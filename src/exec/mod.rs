@@ -2,12 +2,16 @@
 
 mod device;
 mod inputs;
+mod ledger;
 mod load;
 mod plan;
 mod rounding;
 mod run;
+mod tape;
 
 pub use device::Choice;
+pub use ledger::{Ledger, Purpose};
 pub use load::{Parameters, Residence};
 pub use rounding::Rounding;
 pub use run::{Executor, Inputs};
+pub use tape::{Forward, Sink, Tape, Watch};

@@ -194,7 +194,7 @@ impl Values {
     }
 }
 
-fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
+pub(super) fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     let name = name.to_owned();
-    move |e| Error::run(format!("graph node `{name}`"), e, "")
+    move |e| Error::computed(format!("graph node `{name}`"), e)
 }

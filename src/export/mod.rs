@@ -3,7 +3,6 @@
 #[cfg(feature = "run")]
 mod onnx;
 mod safetensors;
-mod sizes;
 
 use std::fmt;
 use std::path::Path;
@@ -14,7 +13,7 @@ use serde_json::Value;
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
-pub use self::sizes::ByteSize;
+pub use crate::store::ByteSize;
 
 use crate::error::Result;
 use crate::model::{Config, Model};

@@ -98,6 +98,11 @@ pub struct Graph {
 
 impl Graph {
     /// All values, by position.
+    pub fn ids(&self) -> impl Iterator<Item = ValueId> + use<> {
+        (0..self.values.len() as u32).map(ValueId)
+    }
+
+    /// All values, by position.
     pub fn values(&self) -> &[Value] {
         &self.values
     }

@@ -61,6 +61,37 @@ pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) 
     builder.finish()
 }
 
+/// A graph's own parameters, in the shapes that it has for them.
+struct Own<'g>(&'g Graph);
+
+impl Catalog for Own<'_> {
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        let (_, value) = self.0.params().find(|(_, value)| value.name == name)?;
+        value.ty.shape.iter().map(super::Dim::fixed).collect()
+    }
+
+    fn nearest(&self, _name: &str) -> Option<String> {
+        None
+    }
+}
+
+/// The part of a graph that some of its values depend on, which become its outputs under their own names; `op` says what
+/// each node's op becomes.
+///
+/// # Errors
+/// A value does not exist, or another op does not fit.
+pub fn part(graph: &Graph, values: &[String], op: &dyn Fn(&super::Op) -> super::Op) -> Result<Graph> {
+    let mut smaller = graph.clone();
+    smaller.outputs = values
+        .iter()
+        .map(|name| match graph.ids().find(|id| graph.value(*id).name == *name) {
+            Some(id) => Ok((name.clone(), id)),
+            None => Err(Error::graph(format!("graph value `{name}`"), "does not exist")),
+        })
+        .collect::<Result<_>>()?;
+    rebuild(&smaller, &Own(graph), &mut |step| step.builder.node(step.name, op(&step.node.op), &step.inputs))
+}
+
 /// A tensor of the checkpoint in the shape that it has there.
 fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result<ValueId> {
     match catalog.shape(name) {

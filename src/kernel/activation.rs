@@ -67,7 +67,7 @@ pub(super) fn apply(function: Activation, values: &mut [f32]) {
 }
 
 /// `sqrt(2 / π)`
-const GELU_INNER: f32 = 0.797_884_6;
+pub(super) const GELU_INNER: f32 = 0.797_884_6;
 
 #[inline(always)]
 fn each(values: &mut [f32], function: impl Fn(f32) -> f32) {
@@ -96,12 +96,12 @@ pub(super) fn exp(x: f32) -> f32 {
 }
 
 #[inline(always)]
-fn sigmoid(x: f32) -> f32 {
+pub(super) fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
 #[inline(always)]
-fn tanh(x: f32) -> f32 {
+pub(super) fn tanh(x: f32) -> f32 {
     let size = x.abs();
     let decay = exp(-2.0 * size);
     let large = ((1.0 - decay) / (1.0 + decay)).copysign(x);
@@ -111,13 +111,19 @@ fn tanh(x: f32) -> f32 {
     if size < 0.25 { small } else { large }
 }
 
-/// Abramowitz and Stegun, 7.1.26.
 #[inline(always)]
 fn erf(x: f32) -> f32 {
+    erf_and_decay(x).0
+}
+
+/// The error function (Abramowitz and Stegun, 7.1.26), and `exp(-x²)` that it is made with.
+#[inline(always)]
+pub(super) fn erf_and_decay(x: f32) -> (f32, f32) {
     let size = x.abs();
     let t = 1.0 / (1.0 + 0.327_591_1 * size);
     let polynomial = t * (0.254_829_6 + t * (-0.284_496_74 + t * (1.421_413_7 + t * (-1.453_152 + t * 1.061_405_4))));
-    (1.0 - polynomial * exp(-size * size)).copysign(x)
+    let decay = exp(-size * size);
+    ((1.0 - polynomial * decay).copysign(x), decay)
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use super::rows::{rotate, softmax_row};
 use super::scratch::Scratch;
 
 /// Queries of one head that are worked on at a time.
-const QUERIES: usize = 8 * BLOCK;
+pub(super) const QUERIES: usize = 8 * BLOCK;
 
 /// Elements of `[batch, heads, rows, width]`, the last axis contiguous.
 #[derive(Clone, Copy)]
@@ -21,7 +21,7 @@ pub struct Heads<'a> {
 }
 
 impl<'a> Heads<'a> {
-    fn head(&self, batch: usize, head: usize) -> &'a [f32] {
+    pub(super) fn head(&self, batch: usize, head: usize) -> &'a [f32] {
         &self.values[batch * self.strides[0] + head * self.strides[1]..]
     }
 }
@@ -70,7 +70,7 @@ impl Attention<'_> {
     }
 
     /// Keys that a query sees as far as order goes.
-    fn visible(&self, query: usize) -> Range<usize> {
+    pub(super) fn visible(&self, query: usize) -> Range<usize> {
         if !self.causal {
             return 0..self.keys;
         }
@@ -78,23 +78,35 @@ impl Attention<'_> {
         self.window.map_or(0, |w| end.saturating_sub(w))..end
     }
 
-    fn block(&self, first: usize, left: &Left, keys: &[f32], values: &[f32], padding: Option<&[bool]>, output: &mut [f32]) {
-        let count = output.len() / self.out;
-        let blocks = 0..count.div_ceil(BLOCK);
-        // Of keys that no query of the block sees nothing is computed; a query that sees only padding looks everywhere.
-        let seen = match padding {
+    /// Keys that are computed for a block of queries, from the beginning of a panel on: of those that none of them sees nothing
+    /// is; a query that sees only padding looks everywhere.
+    pub(super) fn seen(&self, first: usize, count: usize, padding: Option<&[bool]>) -> Range<usize> {
+        match padding {
             Some(_) => 0..self.keys,
             None => self.visible(first).start / PANEL * PANEL..self.visible(first + count - 1).end,
-        };
+        }
+    }
+
+    /// How strongly each of a block of queries looks at the keys that are seen.
+    pub(super) fn probabilities(&self, first: usize, left: &Left, count: usize, keys: &[f32], seen: &Range<usize>, padding: Option<&[bool]>) -> Scratch {
         let panels = &keys[seen.start * self.width..seen.end.next_multiple_of(PANEL) * self.width];
         let span = seen.len();
         let mut scores = Scratch::new(count * span);
-        multiply(left, blocks.clone(), panels, 0, &[], &mut scores, span, span);
+        multiply(left, 0..count.div_ceil(BLOCK), panels, 0, &[], &mut scores, span, span);
         for (row, scores) in scores.chunks_exact_mut(span).enumerate() {
             let visible = self.visible(first + row);
             let visible = visible.start - seen.start..visible.end - seen.start;
             softmax_row(scores, self.scale, visible, padding);
         }
+        scores
+    }
+
+    fn block(&self, first: usize, left: &Left, keys: &[f32], values: &[f32], padding: Option<&[bool]>, output: &mut [f32]) {
+        let count = output.len() / self.out;
+        let blocks = 0..count.div_ceil(BLOCK);
+        let seen = self.seen(first, count, padding);
+        let span = seen.len();
+        let scores = self.probabilities(first, left, count, keys, &seen, padding);
         let weights = Left::pack(&scores, count, span, span);
         for (index, panel) in values.chunks_exact(PANEL * self.keys).enumerate() {
             let panel = &panel[seen.start * PANEL..seen.end * PANEL];
@@ -104,7 +116,7 @@ impl Attention<'_> {
 }
 
 /// All panels of a small matrix.
-fn pack(right: &impl Right, columns: usize, inner: usize) -> Scratch {
+pub(super) fn pack(right: &impl Right, columns: usize, inner: usize) -> Scratch {
     let mut packed = Scratch::new(columns.next_multiple_of(PANEL) * inner);
     for (index, panel) in packed.chunks_exact_mut((PANEL * inner).max(1)).enumerate() {
         right.pack(index * PANEL, panel);

@@ -1,8 +1,9 @@
-//! Windows over images: the right matrix of a convolution, made as it is read, and pooling.
+//! Windows over images: convolutions of each channel by itself, and pooling.
+//!
+//! Planes come channel by channel: all images of the first channel, then all of the second.
 
 use rayon::prelude::*;
 
-use super::matmul::{PANEL, Right};
 use super::scratch::Scratch;
 
 /// Planes `[height, width]` of an image, and how a window moves over them.
@@ -51,64 +52,6 @@ impl Window {
     }
 }
 
-/// The windows of a batch as a matrix: a column for each image and position, a row for each channel and tap.
-pub struct Windows {
-    padded: Scratch,
-    images: usize,
-    /// Where a tap lies from the first.
-    taps: Vec<usize>,
-    window: Window,
-}
-
-impl Windows {
-    /// Windows over some channels of some images; `planes` has all images of the first channel, then the second.
-    pub fn new(planes: &[&[f32]], images: usize, window: Window) -> Windows {
-        let channels = planes.len() / images.max(1);
-        let [height, width] = window.kernel;
-        let mut taps = Vec::with_capacity(channels * height * width);
-        for channel in 0..channels {
-            for row in 0..height {
-                for column in 0..width {
-                    taps.push(channel * images * window.padded_plane() + window.dilation * (row * window.padded_width() + column));
-                }
-            }
-        }
-        Windows { padded: window.pad(planes, 0.0), images, taps, window }
-    }
-
-    /// Number of columns.
-    pub fn columns(&self) -> usize {
-        let [height, width] = self.window.positions();
-        self.images * height * width
-    }
-}
-
-impl Right for Windows {
-    fn pack(&self, first: usize, panel: &mut [f32]) {
-        let [height, width] = self.window.positions();
-        let last = (first + PANEL).min(self.columns());
-        let mut at = first;
-        // Columns that lie in one row of one image are read as one run.
-        while at < last {
-            let (image, row, column) = (at / (height * width), at / width % height, at % width);
-            let run = (width - column).min(last - at);
-            let image = &self.padded[image * self.window.padded_plane()..];
-            let start = self.window.stride * (row * self.window.padded_width() + column);
-            let into = at - first;
-            let groups = panel.as_chunks_mut::<PANEL>().0.iter_mut();
-            match (self.window.stride, run) {
-                (1, PANEL) => groups.zip(&self.taps).for_each(|(group, tap)| group.copy_from_slice(&image[start + tap..][..PANEL])),
-                (1, _) => groups.zip(&self.taps).for_each(|(group, tap)| group[into..into + run].copy_from_slice(&image[start + tap..][..run])),
-                (stride, _) => groups.zip(&self.taps).for_each(|(group, tap)| {
-                    let values = image[start + tap..].iter().step_by(stride);
-                    group[into..into + run].iter_mut().zip(values).for_each(|(out, x)| *out = *x);
-                }),
-            }
-            at += run;
-        }
-    }
-}
-
 simd! {
     /// The windows' sums over one padded plane with one weight for each tap.
     fn slide(padded: &[f32], weight: &[f32], window: Window, out: &mut [f32]) {
@@ -130,7 +73,7 @@ simd! {
     }
 }
 
-/// A convolution of each channel with a window of its own, added to `output`; planes as for [`Windows`].
+/// A convolution of each channel with a window of its own, added to `output`.
 pub fn depthwise(planes: &[&[f32]], images: usize, weight: &[f32], window: Window, output: &mut [f32]) {
     let taps = window.kernel[0] * window.kernel[1];
     let size: usize = window.positions().iter().product();

@@ -75,7 +75,35 @@ impl Left {
         Left { rows, inner, values: packed }
     }
 
-    fn block(&self, index: usize) -> &[f32] {
+    /// Packs rows that lie in memory as columns: the elements of one inner index begin `stride` after those of the one before.
+    pub fn pack_transposed(values: &[f32], rows: usize, inner: usize, stride: usize) -> Left {
+        let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
+        let fill = |(index, block): (usize, &mut [f32])| {
+            let first = index * BLOCK;
+            let count = BLOCK.min(rows - first);
+            for (step, group) in block.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+                let values = &values[step * stride + first..];
+                match values.first_chunk::<BLOCK>() {
+                    // A copy of known length, also where what follows belongs to no row.
+                    Some(values) => *group = *values,
+                    None => group[..count].copy_from_slice(&values[..count]),
+                }
+            }
+        };
+        if packed.len() < 1 << 15 {
+            packed.chunks_mut((BLOCK * inner).max(1)).enumerate().for_each(fill);
+        } else {
+            packed.par_chunks_mut((BLOCK * inner).max(1)).enumerate().for_each(fill);
+        }
+        Left { rows, inner, values: packed }
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub(super) fn block(&self, index: usize) -> &[f32] {
         &self.values[index * BLOCK * self.inner..][..BLOCK * self.inner]
     }
 }
@@ -147,6 +175,8 @@ pub enum Finish<'a> {
     Multiply(&'a [f32]),
     /// Applies a function.
     Activate(Activation),
+    /// Adds what the result held before; the last step.
+    Accumulate,
 }
 
 impl<'a> Finish<'a> {
@@ -157,7 +187,7 @@ impl<'a> Finish<'a> {
             Finish::MultiplyRows(values) => Finish::MultiplyRows(&values[row..]),
             Finish::Add(values) => Finish::Add(&values[row * width..]),
             Finish::Multiply(values) => Finish::Multiply(&values[row * width..]),
-            Finish::AddToColumns(_) | Finish::Activate(_) => self,
+            Finish::AddToColumns(_) | Finish::Activate(_) | Finish::Accumulate => self,
         }
     }
 }
@@ -170,7 +200,7 @@ fn combine(out: &mut [f32], other: &[f32], function: impl Fn(f32, f32) -> f32) {
 }
 
 #[inline(always)]
-fn finish_row(steps: &[Finish], out: &mut [f32], row: usize, column: usize, width: usize) {
+pub(super) fn finish_row(steps: &[Finish], out: &mut [f32], row: usize, column: usize, width: usize) {
     for step in steps {
         match step {
             Finish::AddToColumns(values) => combine(out, &values[column..], |a, b| a + b),
@@ -179,11 +209,12 @@ fn finish_row(steps: &[Finish], out: &mut [f32], row: usize, column: usize, widt
             Finish::Add(values) => combine(out, &values[row * width + column..], |a, b| a + b),
             Finish::Multiply(values) => combine(out, &values[row * width + column..], |a, b| a * b),
             Finish::Activate(function) => activation::apply(*function, out),
+            Finish::Accumulate => {}
         }
     }
 }
 
-type Tile = [[f32; PANEL]; BLOCK];
+pub(super) type Tile = [[f32; PANEL]; BLOCK];
 
 /// `R × C` of a tile, from row `top` and column `left` on.
 #[inline(always)]
@@ -235,6 +266,7 @@ simd! {
         let size = PANEL * left.inner;
         let mut tile = [[0f32; PANEL]; BLOCK];
         let level = simd::level();
+        let accumulate = matches!(steps.last(), Some(Finish::Accumulate));
         for (number, panel) in panels.chunks_exact(size.max(1)).enumerate() {
             let column = column + number * PANEL;
             let columns = PANEL.min(width - column);
@@ -249,7 +281,12 @@ simd! {
                 for (lane, values) in tile[..rows].iter_mut().enumerate() {
                     let values = &mut values[..columns];
                     finish_row(steps, values, first + lane, column, width);
-                    out[(first - blocks.start * BLOCK + lane) * stride + column..][..columns].copy_from_slice(values);
+                    let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + column..][..columns];
+                    if accumulate {
+                        combine(out, values, |a, b| a + b);
+                    } else {
+                        out.copy_from_slice(values);
+                    }
                 }
             }
         }
@@ -302,8 +339,14 @@ fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Finish], o
         )
         .collect();
     for (row, out) in out.chunks_exact_mut(width).enumerate() {
+        let accumulate = matches!(steps.last(), Some(Finish::Accumulate));
         for (tile, out) in tiles.iter().zip(out.chunks_mut(PANEL)) {
-            out.copy_from_slice(&tile[row * out.len()..][..out.len()]);
+            let tile = &tile[row * out.len()..][..out.len()];
+            if accumulate {
+                combine(out, tile, |a, b| a + b);
+            } else {
+                out.copy_from_slice(tile);
+            }
         }
         finish(steps, out, row, width);
     }

@@ -9,7 +9,7 @@ use super::activation::exp;
 const LANES: usize = 32;
 
 #[inline(always)]
-fn sum(row: &[f32], term: impl Fn(f32) -> f32) -> f32 {
+pub(super) fn sum(row: &[f32], term: impl Fn(f32) -> f32) -> f32 {
     let mut lanes = [0f32; LANES];
     let (blocks, tail) = row.as_chunks::<LANES>();
     for block in blocks {

@@ -229,4 +229,8 @@ impl Source for Integers {
     fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
         with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
     }
+
+    fn unrounded(&self) -> Option<&Weight> {
+        Some(&self.upstream)
+    }
 }

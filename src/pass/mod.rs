@@ -6,6 +6,10 @@
 
 mod amount;
 mod cast;
+#[cfg(feature = "run")]
+mod distill;
+#[cfg(feature = "run")]
+mod finetune;
 mod integers;
 #[cfg(feature = "run")]
 pub mod prune_structured;
@@ -17,12 +21,17 @@ mod targets;
 mod threshold;
 
 use std::fmt;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
+#[cfg(feature = "run")]
+pub use distill::{Distill, Student};
+#[cfg(feature = "run")]
+pub use finetune::Finetune;
 pub use integers::Observer;
 #[cfg(feature = "run")]
 pub use prune_structured::PruneStructured;
@@ -50,6 +59,9 @@ pub trait Pass: fmt::Debug + Send + Sync {
     fn check(&self) -> Result<()> {
         Ok(())
     }
+
+    /// Makes paths among the options relative to a folder.
+    fn resolve(&mut self, _folder: &Path) {}
 
     /// The model after the pass. Quick: bytes are made when the model is written. Of a pass that runs the model, only as far as
     /// that can be told without running it: names, shapes, encodings.
@@ -95,6 +107,10 @@ pub struct Context<'a> {
     /// Where models run.
     #[cfg(feature = "run")]
     pub device: candle_core::Device,
+    /// Where unfinished work is kept, so that it can go on.
+    pub workplace: Option<PathBuf>,
+    /// Whether to go on with unfinished work.
+    pub resume: bool,
 }
 
 /// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
@@ -120,6 +136,15 @@ macro_rules! passes {
             }
         }
 
+        impl Step {
+            /// Makes paths among the options relative to a folder.
+            pub(crate) fn resolve(&mut self, folder: &Path) {
+                match self {
+                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass.resolve(folder),)+
+                }
+            }
+        }
+
         crate::entry::entry!(Step, "pass", PASSES, $($(#[cfg(feature = $feature)])? $name => $pass),+);
 
         $($(#[cfg(feature = $feature)])? impl From<$pass> for Step {
@@ -139,6 +164,10 @@ passes! {
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples
     "quantize-static" => QuantizeStatic if "run",
+    /// Train a student to answer as a teacher does
+    "distill" => Distill if "run",
+    /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers
+    "finetune" => Finetune if "run",
     /// Convert floats to another float format
     "cast" => Cast,
 }

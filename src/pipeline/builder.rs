@@ -32,6 +32,7 @@ pub struct Pipeline {
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
     pub(super) force: bool,
+    pub(super) resume: bool,
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
@@ -56,6 +57,7 @@ impl Pipeline {
             seed: 0,
             allow_nonfinite: false,
             force: false,
+            resume: false,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
             cancel: Cancel::default(),
@@ -68,6 +70,16 @@ impl Pipeline {
     /// Whatever can be known to fail before the first tensor is read.
     pub fn plan(&self, model: &Model) -> Result<plan::Plan> {
         plan::plan(self, model)
+    }
+
+    /// Does the part of another process in a run: the same work on the model, and nothing is written.
+    ///
+    /// # Errors
+    /// Anything that goes wrong.
+    #[cfg(feature = "run")]
+    pub fn follow(&self, model: &Model, output: impl AsRef<Path>) -> Result<()> {
+        self.check_data(model)?;
+        self.perform(model, &run::workplace(output.as_ref())).map(drop)
     }
 
     /// Runs everything and writes the output folder, which appears whole or not at all.
@@ -89,11 +101,13 @@ impl Pipeline {
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
-    pub(super) fn perform(&self, model: &Model) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, model: &Model, workplace: &Path) -> Result<Option<Model>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
-        let context = Context {
+        let mut context = Context {
+            workplace: None,
+            resume: self.resume,
             sweep: self.sweep(),
             seed: self.seed,
             #[cfg(feature = "run")]
@@ -102,10 +116,11 @@ impl Pipeline {
             device: self.device.open()?,
         };
         let mut after = model.clone();
-        for step in &self.steps {
+        for (number, step) in self.steps.iter().enumerate() {
             if step.pass().runs_on().is_some() {
                 after.prepare(&context.sweep)?;
             }
+            context.workplace = Some(workplace.join(format!("{}-{}", number + 1, step.pass().name())));
             after = step.pass().perform(after, &context)?;
         }
         after.settle_ties(model)?;
@@ -122,12 +137,20 @@ impl Pipeline {
             allow_nonfinite: self.allow_nonfinite,
             #[cfg(feature = "run")]
             data: self.data.absolute(),
-            passes: self.steps.clone(),
+            passes: self.steps_at(&std::env::current_dir().unwrap_or_default()),
             #[cfg(feature = "run")]
             evaluate: self.evaluate.clone(),
             export: self.export.clone(),
             output: Some(".".into()),
+            sweep: std::collections::BTreeMap::new(),
         }
+    }
+
+    /// The steps, with paths that hold wherever the recipe is.
+    fn steps_at(&self, folder: &Path) -> Vec<Step> {
+        let mut steps = self.steps.clone();
+        steps.iter_mut().for_each(|step| step.resolve(folder));
+        steps
     }
 
     pub(super) fn sweep(&self) -> Sweep<'_> {
@@ -180,6 +203,13 @@ impl Builder {
         self
     }
 
+    /// Passes that train learn from these samples.
+    #[cfg(feature = "run")]
+    pub fn train(mut self, data: Data) -> Self {
+        self.0.data.train = Some(data);
+        self
+    }
+
     /// How to measure before and after.
     #[cfg(feature = "run")]
     pub fn evaluate(mut self, evaluate: Evaluate) -> Self {
@@ -209,6 +239,12 @@ impl Builder {
     /// Replaces an output folder that exists.
     pub fn force(mut self, force: bool) -> Self {
         self.0.force = force;
+        self
+    }
+
+    /// Goes on with what an interrupted run has left beside the output folder.
+    pub fn resume(mut self, resume: bool) -> Self {
+        self.0.resume = resume;
         self
     }
 

@@ -28,6 +28,8 @@ pub struct PassPlan {
 /// What a run would do and need.
 #[derive(Debug, Clone, Serialize)]
 pub struct Plan {
+    /// The input, folder or file.
+    pub model: String,
     /// Bytes of the input files' tensors.
     pub input_bytes: u64,
     /// Elements of all weights.
@@ -82,6 +84,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         })
         .collect();
     Ok(Plan {
+        model: model.path.to_string_lossy().into_owned(),
         input_bytes: model.stored_bytes(),
         parameters: model.weights.parameters(),
         passes,
@@ -89,7 +92,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
         output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
         output_exact: forecasts.iter().all(|f| f.exact),
-        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block),
+        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block) + after.memory,
         peak_vram_bytes: 0,
         notes: after.notes.iter().chain(after.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
     })

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Latency};
 use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
-use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified};
+use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
 use crate::store::compressed::compressed_size;
 use crate::store::staging::Staging;
@@ -34,7 +34,9 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;
-    if let Some(done) = pipeline.perform(&model)? {
+    let workplace = workplace(staging.target());
+    require_no_rest(pipeline, &workplace)?;
+    if let Some(done) = pipeline.perform(&model, &workplace)? {
         after = done;
     }
     after.prepare(&sweep)?;
@@ -83,17 +85,49 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         accuracy: measured.accuracy,
         latency: measured.latency,
         layers: layers(&model, &after, first),
+        histograms: Vec::new(),
         outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
         notes: notes(&after, &exports).into_iter().chain(measured.notes).collect(),
         totals: Totals::default(),
     };
+    report.histograms = histograms(&report, first);
     write_text(&staging.path().join("recipe.yaml"), &recipe.to_yaml())?;
     report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: report::peak_rss_bytes() };
     write_text(&staging.path().join(report::FILE), &report.to_json())?;
     write_text(&staging.path().join("report.md"), &report.to_markdown())?;
+    write_text(&staging.path().join("report.html"), &report.to_html())?;
+    for (name, bytes) in &after.attached {
+        let path = staging.path().join(name);
+        fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
+    }
     sweep.cancel.check()?;
     staging.commit()?;
+    if workplace.exists() {
+        fs::remove_dir_all(&workplace).map_err(Error::io("remove", &workplace))?;
+    }
     Ok(report)
+}
+
+/// Where a run keeps what it can go on from, beside the output folder.
+pub(super) fn workplace(output: &Path) -> PathBuf {
+    let mut name = output.file_name().unwrap_or_default().to_owned();
+    name.push(".unfinished");
+    output.with_file_name(name)
+}
+
+/// Refuses to begin over what an interrupted run has left.
+fn require_no_rest(pipeline: &Pipeline, workplace: &Path) -> Result<()> {
+    if pipeline.resume || !workplace.exists() {
+        return Ok(());
+    }
+    if pipeline.force {
+        return fs::remove_dir_all(workplace).map_err(Error::io("remove", workplace));
+    }
+    Err(Error::Output {
+        path: workplace.to_owned(),
+        reason: "is what an interrupted run has left".into(),
+        hint: "go on with it by --resume, or begin again with --force".into(),
+    })
 }
 
 /// Refuses before the first byte what cannot fit.
@@ -218,6 +252,18 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
     };
     let stored = exported.weights.iter().zip(&exported.encodings);
     stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
+}
+
+/// Weights whose values are pictured.
+const PICTURED: usize = 8;
+
+fn histograms(report: &Report, exported: &Exported) -> Vec<WeightHistogram> {
+    let seen: BTreeMap<&str, &Seen> = exported.weights.iter().map(|(name, seen)| (name.as_str(), seen)).collect();
+    let picture = |layer: &&Layer| {
+        let found = seen.get(layer.name.as_str())?.histogram.clone()?;
+        Some(WeightHistogram { name: layer.name.clone(), low: found.low, high: found.high, before: found.before, after: found.after })
+    };
+    report.most_changed().iter().filter_map(picture).take(PICTURED).collect()
 }
 
 fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {

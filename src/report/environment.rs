@@ -59,6 +59,12 @@ pub fn peak_rss_bytes() -> Option<u64> {
     kilobytes("/proc/self/status", "VmHWM")
 }
 
+/// Begins to count anew, where the system allows it: what was resident in an earlier run of this process is not of the next one.
+pub fn forget_peak_rss() {
+    // Without it the figure is too high, never too low.
+    let _ = fs::write("/proc/self/clear_refs", "5");
+}
+
 fn field(path: &str, key: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(key))?;

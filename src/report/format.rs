@@ -1,5 +1,7 @@
 //! Numbers for people.
 
+use std::cmp::Ordering;
+
 /// Bytes in decimal units, three digits: `91.0 MB`.
 pub fn bytes(bytes: u64) -> String {
     scaled(bytes as f64, &["B", "kB", "MB", "GB", "TB"])
@@ -46,14 +48,32 @@ pub fn shape(shape: &[usize]) -> String {
     if shape.is_empty() { "scalar".into() } else { shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ") }
 }
 
+/// Milliseconds, three digits and more: `0.91 ms`, `35.2 ms`.
+pub fn milliseconds(value: f64) -> String {
+    if value < 10.0 { format!("{value:.2} ms") } else { format!("{value:.1} ms") }
+}
+
 /// Decibels, or a dash.
 pub fn decibels(value: Option<f64>) -> String {
     value.map_or("-".into(), |db| format!("{db:.1} dB"))
 }
 
+/// The order in which people number things: `layer.2` before `layer.10`.
+pub fn natural(a: &str, b: &str) -> Ordering {
+    let key = |text: &str| text.split('.').map(|part| (part.parse::<u64>().ok(), part.to_owned())).collect::<Vec<_>>();
+    key(a).cmp(&key(b))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn natural_order() {
+        let mut names = ["l.10.w", "l.9.w", "l.9.b", "embed", "l.x"];
+        names.sort_by(|a, b| natural(a, b));
+        assert_eq!(names, ["embed", "l.x", "l.9.b", "l.9.w", "l.10.w"]);
+    }
 
     #[test]
     fn numbers_keep_three_digits() {

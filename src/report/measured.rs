@@ -1,34 +1,14 @@
 //! Figures that were measured by running the models, as rows: what, before, after.
 
 use super::Report;
-use super::format::{bytes, count, decibels};
+use super::format::{bytes, count, decibels, milliseconds};
+use crate::evaluation::Accuracy;
 
 /// The rows, none when nothing was run.
 pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
     let mut rows = Vec::new();
     if let Some(accuracy) = &report.accuracy {
-        let metric = accuracy.metric.as_deref().unwrap_or("");
-        for (runtime, before) in &accuracy.before {
-            let after = accuracy.after.get(runtime).map_or("-".into(), |v| format!("{v:.4}"));
-            rows.push([format!("{metric}, {runtime}"), format!("{before:.4}"), after]);
-        }
-        if let Some([before, after]) = accuracy.ci95 {
-            let interval = |[low, high]: [f64; 2]| format!("{low:.4} .. {high:.4}");
-            rows.push([format!("{metric}, 95 % interval"), interval(before), interval(after)]);
-        }
-        for (name, [before, after]) in accuracy.more.iter().filter(|(_, [before, after])| before.fract() != 0.0 || before != after) {
-            rows.push([name.replace('_', " "), format!("{before:.4}"), format!("{after:.4}")]);
-        }
-        if let Some(fidelity) = &accuracy.fidelity {
-            let mut add = |name: &str, value: String| rows.push([format!("{name} of `{}`", fidelity.output), "-".into(), value]);
-            add("cosine, mean", format!("{:.4}", fidelity.cosine));
-            add("cosine, least", format!("{:.4}", fidelity.cosine_min));
-            add("SQNR", decibels(fidelity.sqnr_db));
-            if let (Some(kl), Some(top1)) = (fidelity.kl, fidelity.top1_agreement) {
-                add("divergence", format!("{kl:.4}"));
-                add("same top class", format!("{:.1} %", 100.0 * top1));
-            }
-        }
+        rows.extend(accuracy_rows(accuracy));
     }
     if let Some(latency) = &report.latency {
         let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ");
@@ -44,6 +24,30 @@ pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
     rows
 }
 
-fn milliseconds(value: f64) -> String {
-    if value < 10.0 { format!("{value:.2} ms") } else { format!("{value:.1} ms") }
+/// Those of accuracy.
+pub(super) fn accuracy_rows(accuracy: &Accuracy) -> Vec<[String; 3]> {
+    let mut rows = Vec::new();
+    let metric = accuracy.metric.as_deref().unwrap_or("");
+    for (runtime, before) in &accuracy.before {
+        let after = accuracy.after.get(runtime).map_or("-".into(), |v| format!("{v:.4}"));
+        rows.push([format!("{metric}, {runtime}"), format!("{before:.4}"), after]);
+    }
+    if let Some([before, after]) = accuracy.ci95 {
+        let interval = |[low, high]: [f64; 2]| format!("{low:.4} .. {high:.4}");
+        rows.push([format!("{metric}, 95 % interval"), interval(before), interval(after)]);
+    }
+    for (name, [before, after]) in accuracy.more.iter().filter(|(_, [before, after])| before.fract() != 0.0 || before != after) {
+        rows.push([name.replace('_', " "), format!("{before:.4}"), format!("{after:.4}")]);
+    }
+    if let Some(fidelity) = &accuracy.fidelity {
+        let mut add = |name: &str, value: String| rows.push([format!("{name} of `{}`", fidelity.output), "-".into(), value]);
+        add("cosine, mean", format!("{:.4}", fidelity.cosine));
+        add("cosine, least", format!("{:.4}", fidelity.cosine_min));
+        add("SQNR", decibels(fidelity.sqnr_db));
+        if let (Some(kl), Some(top1)) = (fidelity.kl, fidelity.top1_agreement) {
+            add("divergence", format!("{kl:.4}"));
+            add("same top class", format!("{:.1} %", 100.0 * top1));
+        }
+    }
+    rows
 }

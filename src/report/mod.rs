@@ -2,8 +2,11 @@
 //!
 //! The keys of [`Report`] are those of `report.json`; they are added to, never renamed.
 
+mod budget;
+mod compare;
 mod environment;
 pub mod format;
+mod html;
 mod markdown;
 mod measured;
 mod sections;
@@ -15,8 +18,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-pub use environment::{Environment, peak_rss_bytes};
-pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified};
+pub use budget::{Budgets, Finding};
+pub use compare::{Comparison, Differing, Summary};
+pub use environment::{Environment, forget_peak_rss, peak_rss_bytes};
+pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Latency};
@@ -56,6 +61,9 @@ pub struct Report {
     pub latency: Option<Latency>,
     /// Weight by weight.
     pub layers: Vec<Layer>,
+    /// How values lie, of the weights that changed most.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub histograms: Vec<WeightHistogram>,
     /// Files that were written and read back.
     pub outputs: Vec<OutputFile>,
     /// Plain words: what gave no size or no speed, what was skipped and why.
@@ -65,12 +73,12 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reads `report.json` of an output folder.
+    /// Reads a report, or `report.json` of an output folder.
     ///
     /// # Errors
     /// It is missing or not a report of this schema.
-    pub fn open(folder: &Path) -> Result<Report> {
-        let path = folder.join(FILE);
+    pub fn open(path: &Path) -> Result<Report> {
+        let path = if path.is_dir() { path.join(FILE) } else { path.to_owned() };
         let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
         serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a report of schema {SCHEMA}: {e}")))
     }
@@ -78,6 +86,18 @@ impl Report {
     /// The text of `report.json`.
     pub fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).map(|text| text + "\n").unwrap_or_default()
+    }
+
+    /// The weights that changed, those that lost most first.
+    pub fn most_changed(&self) -> Vec<&Layer> {
+        let mut changed: Vec<_> = self.layers.iter().filter_map(|layer| Some((layer.sqnr_db?, layer))).collect();
+        changed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        changed.into_iter().map(|(_, layer)| layer).collect()
+    }
+
+    /// The text of `report.html`.
+    pub fn to_html(&self) -> String {
+        html::render(self)
     }
 
     /// The text of `report.md`.

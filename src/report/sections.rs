@@ -101,6 +101,21 @@ pub struct Layer {
     pub sqnr_db: Option<f64>,
 }
 
+/// How the values of a weight lie before and after: counts of a sample, in bins of equal width.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct WeightHistogram {
+    /// Name in the checkpoint.
+    pub name: String,
+    /// Where the first bin begins; values below count in it.
+    pub low: f32,
+    /// Where the last bin ends; values above count in it.
+    pub high: f32,
+    /// Counts of the input's values.
+    pub before: Vec<u32>,
+    /// Counts of the written values.
+    pub after: Vec<u32>,
+}
+
 /// A file of the output.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct OutputFile {

@@ -52,8 +52,7 @@ impl Report {
                 self.passes.iter().map(|p| vec![p.name.clone(), p.tensors_changed.to_string(), seconds(p.seconds), p.peak_rss_bytes.map_or("-".into(), bytes)]);
             out += &format!("\n{}\n", table(&["pass", "tensors", "time", "peak memory"], rows));
         }
-        let mut worst: Vec<_> = self.layers.iter().filter(|l| l.sqnr_db.is_some()).collect();
-        worst.sort_by(|a, b| a.sqnr_db.unwrap_or(f64::MAX).total_cmp(&b.sqnr_db.unwrap_or(f64::MAX)));
+        let worst = self.most_changed();
         if !worst.is_empty() {
             let rows = worst.iter().take(WORST).map(|l| {
                 let elements = l.shape.iter().product::<usize>() as u64;
@@ -62,7 +61,7 @@ impl Report {
             let changed = worst.len();
             out += &format!("\n{}\n", table(&["weights that changed most", "shape", "encoding", "zeros", "SQNR"], rows));
             if changed > WORST {
-                out += &format!(" {changed} weights changed; all are in report.md\n");
+                out += &format!(" {changed} weights changed; all are in report.html\n");
             }
         }
         if !self.notes.is_empty() {

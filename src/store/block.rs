@@ -34,6 +34,11 @@ pub trait Source: Send + Sync {
     /// # Errors
     /// Reading fails, a value cannot be represented, or the sink says so.
     fn visit(&self, unit: usize, sink: Sink) -> Result<()>;
+
+    /// Of a stage that rounds: the weight before.
+    fn unrounded(&self) -> Option<&super::Weight> {
+        None
+    }
 }
 
 /// A small tensor that is in memory.

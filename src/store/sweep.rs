@@ -32,6 +32,8 @@ pub enum Unit {
     Bytes,
     /// Samples of a data set.
     Samples,
+    /// Steps of a training.
+    Steps,
 }
 
 /// What happens while a pipeline runs.
@@ -48,6 +50,8 @@ pub enum Event<'a> {
     },
     /// This much more is done.
     Advance(u64),
+    /// A few words about how it is going.
+    Message(&'a str),
     /// The stage is over.
     End,
 }

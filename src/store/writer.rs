@@ -10,11 +10,12 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::hash::hash_file;
 use super::header::Header;
+use super::measure::{Histogram, Measure};
 use super::part_writer::{PartWriter, Stretch, Target};
 use super::spelling::Emitter;
-use super::{Block, DType, Part, Spelling, Sweep, Weight, checkpoint};
+use super::{Block, Part, Spelling, Sweep, Weight, checkpoint};
 use crate::error::{Error, Result};
-use crate::kernel::{compare::Difference, scan, with_float};
+use crate::kernel::compare::Difference;
 
 /// A weight to be written.
 #[derive(Debug, Clone)]
@@ -40,6 +41,8 @@ pub struct Seen {
     pub input_hash: Option<blake3::Hash>,
     /// Bytes that the weight takes in the output.
     pub bytes: u64,
+    /// How its values lie, when they changed.
+    pub histogram: Option<Histogram>,
 }
 
 /// A written file.
@@ -290,7 +293,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
 fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<Seen> {
     let mut hasher = blake3::Hasher::new();
     let mut seen = Seen::default();
-    let mut measure = Measure::default();
+    let mut measure = Measure::new(item.weight.elements());
     let mut emitter = Emitter::new(item.spelling, &item.weight);
     let total = item.weight.stored_bytes;
     let mut told = 0;
@@ -311,49 +314,8 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
     sweep.advance(total - told)?;
     seen.input_hash = Some(hasher.finalize());
     seen.bytes = writers.iter().map(|w| w.length).sum();
+    seen.histogram = measure.histogram();
     Ok(seen)
-}
-
-/// Compares a weight with its input, in runs that fit the first-level cache.
-#[derive(Default)]
-struct Measure {
-    before: Vec<f32>,
-    after: Vec<f32>,
-}
-
-impl Measure {
-    fn add(&mut self, block: &Block, seen: &mut Seen) {
-        let (now, before) = (&block.now, &block.before);
-        // Integers are finite, their scales need not be.
-        let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
-        seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
-        if now.is(before) && now.affine.is_none() {
-            let zeros = now.zeros();
-            seen.difference.zeros_before += zeros;
-            seen.difference.zeros_after += zeros;
-            return;
-        }
-        seen.changed |= !now.is(before);
-        let counted = (seen.difference.zeros_before, seen.difference.zeros_after);
-        let run = super::convert::RUN;
-        self.before.resize(run, 0.0);
-        self.after.resize(run, 0.0);
-        let elements = now.elements();
-        for start in (0..elements).step_by(run) {
-            let count = run.min(elements - start);
-            let (a, b) = (&mut self.before[..count], &mut self.after[..count]);
-            if before.decode(start, a) && now.decode(start, b) {
-                seen.difference.add(a, b);
-            }
-        }
-        // Small doubles are zero as the f32 that they are compared in.
-        if before.affine.is_none() && before.dtype == DType::F64 {
-            seen.difference.zeros_before = counted.0 + before.zeros();
-            if now.dtype == DType::F64 {
-                seen.difference.zeros_after = counted.1 + now.zeros();
-            }
-        }
-    }
 }
 
 /// Reads a written file again: the header must parse to the same, every stretch must hash to the same.
@@ -401,7 +363,7 @@ fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<bl
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Checkpoint, Silent, Weights};
+    use super::super::{Cancel, Checkpoint, DType, Silent, Weights};
     use super::*;
 
     fn written(folder: &Path) -> (Vec<Written>, Layout) {

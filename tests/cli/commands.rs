@@ -6,16 +6,20 @@ mod help;
 mod passes;
 mod reading;
 mod recipes;
+mod reports;
 mod streams;
 
 /// Everything that can stand after `compress`.
-const COMMANDS: [&str; 14] = [
+const COMMANDS: [&str; 17] = [
+    "init",
     "run",
     "chain",
     "plan",
     "eval",
     "inspect",
     "diff",
+    "report",
+    "check",
     "verify",
     "densify",
     "schema",

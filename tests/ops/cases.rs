@@ -67,6 +67,46 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
+/// Sizes at which kernels take other ways: many threads, several blocks, spread axes, steps that leave pixels over.
+pub fn larger_cases() -> Vec<Case> {
+    let conv = |groups, stride, padding| Conv { groups, stride, padding, dilation: 1 };
+    let attention = |causal, window| Attention { scale: 0.3, causal, window };
+    vec![
+        case(Linear { input_major: false }, &[&[9, 130, 70], &[50, 70], &[50]]),
+        case(Linear { input_major: true }, &[&[1200, 40], &[40, 64], &[64]]),
+        case(Linear { input_major: false }, &[&[3, 300, 260], &[260, 260], &[260]]),
+        case(conv(1, 1, 1), &[&[16, 16, 14, 14], &[20, 16, 3, 3], &[20]]),
+        case(conv(1, 2, 1), &[&[4, 5, 14, 15], &[8, 5, 3, 3], &[8]]),
+        case(conv(1, 2, 1), &[&[4, 5, 15, 15], &[8, 5, 3, 3]]),
+        case(conv(1, 2, 0), &[&[4, 40, 9, 9], &[16, 40, 1, 1]]),
+        case(conv(1, 1, 0), &[&[4, 16, 9, 9], &[40, 16, 1, 1], &[40]]),
+        case(conv(6, 2, 1), &[&[4, 6, 16, 33], &[6, 1, 3, 3], &[6]]),
+        case(conv(6, 1, 1), &[&[4, 6, 33, 17], &[6, 1, 3, 3], &[6]]),
+        case(conv(2, 2, 1), &[&[3, 8, 13, 13], &[12, 4, 3, 3], &[12]]),
+        case(conv(1, 4, 0), &[&[2, 3, 16, 16], &[24, 3, 4, 4], &[24]]),
+        case(Conv { groups: 2, stride: 1, padding: 2, dilation: 2 }, &[&[2, 8, 13, 13], &[4, 4, 3, 3]]),
+        case(BatchNorm::default(), &[&[32, 9, 14, 14], &[9], &[9], &[9], &[9]]),
+        case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[32, 9, 14, 14], &[9], &[9], &[9], &[9]]),
+        case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[32, 9], &[9], &[9], &[9], &[9]]),
+        case(LayerNorm::default(), &[&[2, 300, 190], &[190], &[190]]),
+        case(RmsNorm::default(), &[&[2, 300, 190], &[190]]),
+        case(Gelu { tanh: false }, &[&[3, 200, 190]]),
+        case(Relu {}, &[&[3, 200, 190]]),
+        case(Softmax {}, &[&[3, 200, 77]]),
+        case(Add {}, &[&[7, 60, 90], &[90]]),
+        case(Add {}, &[&[1, 60, 90], &[7, 60, 90]]),
+        case(Add {}, &[&[2, 3, 4], &[2, 1, 4]]),
+        case(Mul {}, &[&[7, 60, 90], &[60, 1]]),
+        case(Mul {}, &[&[90], &[7, 60, 90]]),
+        with_ints(case(Embedding {}, &[&[30, 40], &[50, 36]]), &[0]),
+        case(attention(false, None), &[&[2, 4, 110, 32], &[2, 2, 110, 32], &[2, 2, 110, 40]]),
+        case(attention(true, None), &[&[1, 4, 110, 32], &[1, 4, 110, 32], &[1, 4, 110, 32]]),
+        with_ints(case(attention(true, Some(7)), &[&[2, 4, 110, 20], &[2, 1, 110, 20], &[2, 1, 110, 20], &[2, 110]]), &[3]),
+        case(MaxPool { kernel: 3, stride: 2, padding: 1 }, &[&[4, 6, 15, 16]]),
+        case(GlobalAveragePool {}, &[&[16, 20, 7, 7]]),
+    ]
+}
+
 /// Numbers between 0.1 and 1.1, and for whole numbers zeros and ones; always the same.
 pub fn tensors(case: &Case) -> Vec<Tensor> {
     let mut state = 1u64;

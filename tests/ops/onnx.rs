@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use compress::ir::{Builder, Op};
 use compress::ir::ops::{BatchNorm, Mode};
+use compress::ir::{Builder, Op};
 use compress::onnx::{Style, draft, file};
 use compress::runtime::{Options, Session, library};
 use compress::store::writer::Piece;

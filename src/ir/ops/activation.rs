@@ -5,13 +5,15 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::host::activated;
-use super::{Mode, OpSpec, require, require_arity};
+use super::gradient::wide;
+use super::host::{activated, combined, laid_like, readable};
+use super::{Backward, Mode, OpSpec, require, require_arity};
 use crate::ir::{Element, TensorType};
 use crate::kernel::activation::Activation;
+use crate::kernel::activation_gradient::slope;
 
 macro_rules! activation {
-    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr) => {
+    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr, $slope:expr) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -50,6 +52,26 @@ macro_rules! activation {
                 let _ = $op;
                 $eval
             }
+
+            fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+                let kept = if self.kernel().slope_is_of_result() { backward.output } else { &backward.inputs[0] }.tensor()?;
+                let of_input = backward.of(0, || {
+                    through(self.kernel(), kept, backward.gradient, |$x| {
+                        let $op = self;
+                        let _ = $op;
+                        $slope
+                    })
+                })?;
+                Ok(vec![of_input])
+            }
+
+            fn reads_input(&self, _input: usize) -> bool {
+                !self.kernel().slope_is_of_result()
+            }
+
+            fn reads_output(&self) -> bool {
+                self.kernel().slope_is_of_result()
+            }
         }
 
         impl $name {
@@ -63,28 +85,54 @@ macro_rules! activation {
     };
 }
 
+/// A gradient times a function's slope, which is made of what was kept: the argument, or the result.
+fn through(function: Activation, kept: &Tensor, gradient: &Tensor, slope_of: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Tensor> {
+    if readable([kept, gradient])
+        && let Some(product) = combined(kept, &laid_like(gradient, kept)?, |x, g, out| slope(function, x, g, out))
+    {
+        return product;
+    }
+    (slope_of(&wide(kept)?)? * wide(gradient)?)?.to_dtype(gradient.dtype())
+}
+
+/// One where both bounds are kept, else zero.
+fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
+    (low * high)?.to_dtype(like.dtype())
+}
+
 activation!(
     /// `max(x, 0)`
-    Relu {}, |op, x| Activation::Relu, x.relu()
+    Relu {}, |op, x| Activation::Relu, x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
 );
 activation!(
     /// `x Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, 2016).
     Gelu {
         /// Whether Φ is approximated by a hyperbolic tangent.
         tanh: bool = false,
-    }, |op, x| if op.tanh { Activation::GeluTanh } else { Activation::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }
+    }, |op, x| if op.tanh { Activation::GeluTanh } else { Activation::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
+        let inner = (std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2, 0.044_715);
+        let tanh = ((x + (x.powf(3.0)? * inner.1)?)? * inner.0)?.tanh()?;
+        let steepness = ((x * (1.0 - tanh.sqr()?)?)? * (((x.sqr()? * (3.0 * inner.1))? + 1.0)? * inner.0)?)?;
+        ((tanh + 1.0)? + steepness)? * 0.5
+    } else {
+        let density = ((x.sqr()? * -0.5)?.exp()? * (0.5 * std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2))?;
+        (((x * std::f64::consts::FRAC_1_SQRT_2)?.erf()? + 1.0)? * 0.5)? + (x * density)?
+    }
 );
 activation!(
     /// `x · sigmoid(x)`
-    Silu {}, |op, x| Activation::Silu, x.silu()
+    Silu {}, |op, x| Activation::Silu, x.silu(), {
+        let sigmoid = candle_nn::ops::sigmoid(x)?;
+        &sigmoid * ((x * (1.0 - &sigmoid)?)? + 1.0)?
+    }
 );
 activation!(
     /// `1 / (1 + exp(-x))`
-    Sigmoid {}, |op, x| Activation::Sigmoid, candle_nn::ops::sigmoid(x)
+    Sigmoid {}, |op, x| Activation::Sigmoid, candle_nn::ops::sigmoid(x), x * (1.0 - x)?
 );
 activation!(
     /// Hyperbolic tangent.
-    Tanh {}, |op, x| Activation::Tanh, x.tanh()
+    Tanh {}, |op, x| Activation::Tanh, x.tanh(), 1.0 - x.sqr()?
 );
 activation!(
     /// Values held between two bounds; 0 and 6 make a ReLU6.
@@ -93,7 +141,7 @@ activation!(
         min: f64 = 0.0,
         /// Upper bound.
         max: f64 = 6.0,
-    }, |op, x| Activation::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max)
+    }, |op, x| Activation::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
 );
 activation!(
     /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values within the
@@ -108,6 +156,9 @@ activation!(
         let held = x.clamp(f64::from(low), f64::from(high))?;
         let rounded = ((&held / f64::from(op.scale))?.round()? * f64::from(op.scale))?;
         &held + (rounded - &held)?.detach()
+    }, {
+        let (low, high) = op.range();
+        between(x.ge(f64::from(low))?, x.le(f64::from(high))?, x)
     }
 );
 

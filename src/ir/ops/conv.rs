@@ -5,11 +5,13 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::conv_gradient;
 use super::host::{Host, Steps, channels_first, planes};
-use super::{After, Mode, OpSpec, elements, require, require_arity, require_rank, require_vector};
+use super::{After, Backward, Mode, OpSpec, elements, require, require_arity, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
-use crate::kernel::convolution::{Window, Windows, depthwise};
-use crate::kernel::matmul::{Finish, Left, finish_rows, product};
+use crate::kernel::convolution::{Window, depthwise};
+use crate::kernel::matmul::{Finish, Left, finish_rows};
+use crate::kernel::shifted::convolve;
 
 /// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`; the bias may be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,7 +95,7 @@ impl OpSpec for Conv {
         let (x, weight) = (&inputs[0], inputs[1].contiguous()?);
         let (images, _, height, width) = x.dims4()?;
         let (channels, inner, kernel_height, kernel_width) = weight.dims4()?;
-        let window = Window { height, width, kernel: [kernel_height, kernel_width], stride: self.stride, padding: self.padding, dilation: self.dilation };
+        let window = self.window([height, width], [kernel_height, kernel_width]);
         let [rows, columns] = window.positions();
         let shape = [images, channels, rows, columns];
         let fits = |like: &Tensor| like.dims() == shape && like.transpose(0, 1).is_ok_and(|t| t.is_contiguous());
@@ -123,11 +125,19 @@ impl OpSpec for Conv {
             for (index, (planes, y)) in parts.enumerate() {
                 let left = Left::pack(&weight[index * group * taps..], group, taps, taps);
                 let steps: Vec<Finish> = finish.iter().map(|step| step.from_row(index * group, size)).collect();
-                product(&left, &Windows::new(planes, images, window), size, &steps, y);
+                convolve(planes, images, &left, window, &steps, y);
             }
             Some(y)
         };
         compute().map(|values| channels_first(values, shape)).transpose()
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        conv_gradient::backward(self, backward)
+    }
+
+    fn reads_input(&self, input: usize) -> bool {
+        input < 2
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
@@ -137,6 +147,11 @@ impl OpSpec for Conv {
 }
 
 impl Conv {
+    /// How the weight's windows move over an image.
+    pub(super) fn window(&self, [height, width]: [usize; 2], kernel: [usize; 2]) -> Window {
+        Window { height, width, kernel, stride: self.stride, padding: self.padding, dilation: self.dilation }
+    }
+
     /// The image and its padding, so that the last windows leave equally much over in both directions: candle's
     /// gradient takes what is left over in height for both.
     fn evenly(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<(Tensor, usize)> {

@@ -5,13 +5,14 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::gradient::summed_to;
 use super::host::combined;
-use super::{Mode, OpSpec, require, require_arity};
+use super::{Backward, Mode, OpSpec, require, require_arity};
 use crate::ir::{Dim, Element, TensorType};
 use crate::kernel::rows;
 
 macro_rules! elementwise {
-    ($(#[$meta:meta])* $name:ident, $kernel:path, $function:ident) => {
+    ($(#[$meta:meta])* $name:ident, $kernel:path, $function:ident, $reads:literal, $back:path) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -39,18 +40,35 @@ macro_rules! elementwise {
                 }
                 inputs[0].$function(&inputs[1])
             }
+
+            fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+                let of = |input: usize| backward.of(input, || summed_to(&$back(backward, 1 - input)?, backward.inputs[input].dims()));
+                Ok(vec![of(0)?, of(1)?])
+            }
+
+            fn reads_input(&self, _input: usize) -> bool {
+                $reads
+            }
         }
     };
 }
 
 elementwise!(
     /// Sum; an axis of one element stands for as many as the other has.
-    Add, rows::add, broadcast_add
+    Add, rows::add, broadcast_add, false, through_sum
 );
 elementwise!(
     /// Product, like [`Add`].
-    Mul, rows::multiply, broadcast_mul
+    Mul, rows::multiply, broadcast_mul, true, through_product
 );
+
+fn through_sum(backward: &Backward, _other: usize) -> candle_core::Result<Tensor> {
+    Ok(backward.gradient.clone())
+}
+
+fn through_product(backward: &Backward, other: usize) -> candle_core::Result<Tensor> {
+    Mul {}.eval(&[backward.gradient.clone(), backward.inputs[other].tensor()?.clone()], Mode::Infer)
+}
 
 fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {
     require(a, Element::Float, "the first input")?;

@@ -2,11 +2,14 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::gradient::wide;
+use super::host::{Host, readable};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
+use crate::kernel::rows_gradient::scatter_rows;
 
 /// The rows of `table: [rows, width]` that whole numbers name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -37,6 +40,29 @@ impl OpSpec for Embedding {
         let mut shape = indices.dims().to_vec();
         shape.push(table.dim(1)?);
         rows.reshape(shape)
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let table = backward.inputs[1].dims();
+        let of_table = backward.of(1, || {
+            let indices = backward.inputs[0].tensor()?.flatten_all()?;
+            let rows = backward.gradient.reshape((indices.elem_count(), table[1]))?;
+            if readable([&rows]) {
+                let (rows, indices) = (rows.contiguous()?, indices.to_dtype(DType::I64)?.to_vec1::<i64>()?);
+                let mut sums = vec![0.0; table.iter().product()];
+                if let Some(values) = Host::of(&rows).as_ref().and_then(Host::floats) {
+                    scatter_rows(&indices, values, table[1], &mut sums);
+                    return Tensor::from_vec(sums, table, rows.device());
+                }
+            }
+            let rows = wide(&rows)?;
+            Tensor::zeros(table, rows.dtype(), rows.device())?.index_add(&indices, &rows, 0)?.to_dtype(backward.gradient.dtype())
+        })?;
+        Ok(vec![None, of_table])
+    }
+
+    fn reads_input(&self, input: usize) -> bool {
+        input == 0
     }
 
     fn takes_kept(&self, input: usize) -> bool {

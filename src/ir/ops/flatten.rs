@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, channels · height · width]`; with `channels_last`, to
@@ -37,5 +37,21 @@ impl OpSpec for Flatten {
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
         if self.channels_last { inputs[0].permute((0, 2, 3, 1))?.flatten_from(1) } else { inputs[0].flatten_from(1) }
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let dims = backward.inputs[0].dims();
+        let of_input = backward.of(0, || {
+            if self.channels_last {
+                backward.gradient.reshape((dims[0], dims[2], dims[3], dims[1]))?.permute((0, 3, 1, 2))
+            } else {
+                backward.gradient.reshape(dims)
+            }
+        })?;
+        Ok(vec![of_input])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }

@@ -1,6 +1,8 @@
 //! Gradients, op by op: what the walk backwards over a graph asks of each node.
 
-use candle_core::{Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor, Var};
+
+use super::host::column_sums;
 
 /// An input, or the output, of a node as it is remembered for the way back.
 #[derive(Debug, Clone)]
@@ -48,6 +50,43 @@ pub struct Backward<'a> {
     pub gradient: &'a Tensor,
     /// For which inputs a gradient is wanted.
     pub wanted: &'a [bool],
+}
+
+impl Backward<'_> {
+    /// The gradient of one input, if it is wanted.
+    pub(super) fn of(&self, input: usize, gradient: impl FnOnce() -> Result<Tensor>) -> Result<Option<Tensor>> {
+        if self.wants(input) { gradient().map(Some) } else { Ok(None) }
+    }
+
+    /// Whether the gradient of this input is wanted.
+    pub(super) fn wants(&self, input: usize) -> bool {
+        self.wanted.get(input).is_some_and(|wanted| *wanted)
+    }
+}
+
+/// The tensor in 32 bits if it has 16: sums, exponents and roots need them.
+pub(super) fn wide(tensor: &Tensor) -> Result<Tensor> {
+    if is_half(tensor) { tensor.to_dtype(DType::F32) } else { Ok(tensor.clone()) }
+}
+
+/// Whether elements have 16 bits.
+pub(super) fn is_half(tensor: &Tensor) -> bool {
+    matches!(tensor.dtype(), DType::BF16 | DType::F16)
+}
+
+/// The gradient of a tensor of these sizes that was spread over the gradient's axes.
+pub(super) fn summed_to(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
+    if gradient.dims() == dims {
+        return Ok(gradient.clone());
+    }
+    let lead = gradient.rank().saturating_sub(dims.len());
+    let kept = dims.iter().rev().zip(gradient.dims().iter().rev()).take_while(|(a, b)| a == b).count();
+    if dims[..dims.len() - kept].iter().all(|size| *size == 1) {
+        let width = dims.iter().product::<usize>();
+        return column_sums(&gradient.reshape((gradient.elem_count() / width.max(1), width))?)?.reshape(dims);
+    }
+    let spread: Vec<usize> = (0..gradient.rank()).filter(|&axis| axis < lead || dims[axis - lead] != gradient.dims()[axis]).collect();
+    wide(gradient)?.sum_keepdim(spread)?.to_dtype(gradient.dtype())?.reshape(dims)
 }
 
 /// Gradients with respect to the inputs, by computing the node once more with `eval`, whose primitives have gradients.

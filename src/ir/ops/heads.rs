@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, heads};
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Dim, Element, TensorType};
 use crate::kernel::attention::merge_heads;
 
@@ -52,6 +52,14 @@ impl OpSpec for SplitHeads {
         // The kernels that follow take heads where they lie.
         if mode == Mode::Infer { Ok(heads) } else { heads.contiguous() }
     }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        Ok(vec![backward.of(0, || MergeHeads {}.eval(std::slice::from_ref(backward.gradient), Mode::Infer))?])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
+    }
 }
 
 /// `[batch, heads, sequence, head_dim]` to `[batch, sequence, heads · head_dim]`.
@@ -79,12 +87,23 @@ impl OpSpec for MergeHeads {
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let (batch, heads, sequence, width) = inputs[0].dims4()?;
+        let rows = inputs[0].transpose(1, 2)?;
         if mode == Mode::Infer
+            && !rows.is_contiguous()
             && let Some(y) = merged(&inputs[0])
         {
             return y;
         }
-        inputs[0].transpose(1, 2)?.reshape((batch, sequence, heads * width))
+        rows.reshape((batch, sequence, heads * width))
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let head_dim = backward.inputs[0].dims()[3];
+        Ok(vec![backward.of(0, || SplitHeads { head_dim }.eval(std::slice::from_ref(backward.gradient), Mode::Infer))?])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }
 

@@ -3,12 +3,15 @@
 //! A function here answers `None` where a tensor is on another device or is not f32; the op then falls back to
 //! candle's primitives.
 
-use candle_core::{CpuStorage, D, Device, Result, Storage, StorageRef, Tensor};
+use candle_core::{CpuStorage, D, DType, Device, Result, Storage, StorageRef, Tensor};
 use rayon::prelude::*;
 
+use super::gradient::{Backward, wide};
 use crate::kernel::activation::{Activation, activate};
 use crate::kernel::attention::Heads;
 use crate::kernel::matmul::Finish;
+use crate::kernel::matmul_gradient::add_up;
+use crate::kernel::rows_gradient;
 
 /// Elements of one job of a loop over single elements.
 const CHUNK: usize = 1 << 14;
@@ -52,6 +55,11 @@ impl<'t> Host<'t> {
     }
 }
 
+/// Whether kernels can read all of these.
+pub(super) fn readable<const N: usize>(tensors: [&Tensor; N]) -> bool {
+    tensors.iter().all(|tensor| matches!(tensor.device(), Device::Cpu) && tensor.dtype() == DType::F32)
+}
+
 /// The axes from the outermost to the innermost as elements lie in memory, if they lie there without gaps.
 fn order(tensor: &Tensor) -> Option<Vec<usize>> {
     let mut order: Vec<usize> = (0..tensor.rank()).collect();
@@ -70,11 +78,41 @@ fn order(tensor: &Tensor) -> Option<Vec<usize>> {
 /// A tensor whose elements lie in this order of axes.
 fn in_order(values: Vec<f32>, dims: &[usize], order: &[usize]) -> Result<Tensor> {
     let lying: Vec<usize> = order.iter().map(|&axis| dims[axis]).collect();
-    let mut back = vec![0; order.len()];
+    Tensor::from_vec(values, lying, &Device::Cpu)?.permute(inverse(order))
+}
+
+/// Where each axis stands in an order.
+fn inverse(order: &[usize]) -> Vec<usize> {
+    let mut places = vec![0; order.len()];
     for (place, &axis) in order.iter().enumerate() {
-        back[axis] = place;
+        places[axis] = place;
     }
-    Tensor::from_vec(values, lying, &Device::Cpu)?.permute(back)
+    places
+}
+
+/// A tensor of the same sizes, its elements lying as those of another do.
+pub(super) fn laid_like(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
+    match order(like) {
+        Some(order) if !alike(tensor, like) => tensor.permute(order.as_slice())?.contiguous()?.permute(inverse(&order)),
+        _ => Ok(tensor.clone()),
+    }
+}
+
+/// Images, channel by channel and without gaps.
+pub(super) fn by_channel(x: &Tensor) -> Result<Tensor> {
+    x.transpose(0, 1)?.contiguous()?.transpose(0, 1)
+}
+
+/// The channels of images that lie [`by_channel`].
+pub(super) fn channels<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
+    let count = x.elem_count();
+    Some(host.floats()?.get(..count)?.chunks_exact((count / x.dim(1).ok()?.max(1)).max(1)).collect())
+}
+
+/// Images that [`planes`] can read.
+pub(super) fn with_planes(x: &Tensor) -> Result<Tensor> {
+    let (_, _, _, width) = x.dims4()?;
+    if x.stride()[2..] == [width, 1] { Ok(x.clone()) } else { by_channel(x) }
 }
 
 /// Whether two tensors have the same sizes and lie in memory the same way.
@@ -96,12 +134,18 @@ pub(super) fn activated(x: &Tensor, function: Activation) -> Option<Result<Tenso
 }
 
 /// A function of two tensors that lie the same way, element by element.
-pub(super) fn combined(a: &Tensor, b: &Tensor, function: fn(&[f32], &[f32], &mut [f32])) -> Option<Result<Tensor>> {
+pub(super) fn combined(a: &Tensor, b: &Tensor, function: impl Fn(&[f32], &[f32], &mut [f32]) + Sync) -> Option<Result<Tensor>> {
+    combined_rows(a, b, 1, function)
+}
+
+/// [`combined`], whole rows of `width` elements as they lie in memory in a call.
+pub(super) fn combined_rows(a: &Tensor, b: &Tensor, width: usize, function: impl Fn(&[f32], &[f32], &mut [f32]) + Sync) -> Option<Result<Tensor>> {
     let order = order(a).filter(|_| alike(a, b))?;
     let (first, second) = (Host::of(a)?, Host::of(b)?);
     let (first, second) = (&first.floats()?[..a.elem_count()], &second.floats()?[..a.elem_count()]);
     let mut output = vec![0.0; first.len()];
-    output.par_chunks_mut(CHUNK).zip(first.par_chunks(CHUNK)).zip(second.par_chunks(CHUNK)).for_each(|((out, a), b)| function(a, b, out));
+    let chunk = CHUNK.next_multiple_of(width.max(1));
+    output.par_chunks_mut(chunk).zip(first.par_chunks(chunk)).zip(second.par_chunks(chunk)).for_each(|((out, a), b)| function(a, b, out));
     Some(in_order(output, a.dims(), &order))
 }
 
@@ -122,6 +166,56 @@ pub(super) fn by_rows<const N: usize>(x: &Tensor, vectors: [&Tensor; N], functio
     let chunk = CHUNK.div_ceil(width) * width;
     output.par_chunks_mut(chunk).zip(input.par_chunks(chunk)).for_each(|(out, x)| function(&x[..out.len()], out, slices));
     Tensor::from_vec(output, x.dims(), x.device()).map(Some)
+}
+
+/// Gradients of a normalisation over rows: of its input, its weight, and a bias if there is one. The kernel writes those of
+/// some rows' inputs, and adds those of vectors, one behind the other.
+pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f32], &mut [f32], &mut [f32]) + Sync) -> Result<Option<Vec<Option<Tensor>>>> {
+    let (x, weight) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
+    if !readable([x, weight, backward.gradient]) {
+        return Ok(None);
+    }
+    let (x, weight, gradient) = (x.contiguous()?, weight.contiguous()?, backward.gradient.contiguous()?);
+    let (width, vectors) = (weight.elem_count(), backward.inputs.len() - 1);
+    let width_of_sums = if (1..=vectors).any(|input| backward.wants(input)) { vectors * width } else { 0 };
+    let compute = || {
+        let hosts = [Host::of(&x)?, Host::of(&gradient)?, Host::of(&weight)?];
+        let [input, gradient, weight] = [&hosts[0].floats()?[..x.elem_count()], &hosts[1].floats()?[..x.elem_count()], &hosts[2].floats()?[..width]];
+        let mut output = vec![0.0; if backward.wants(0) { input.len() } else { 0 }];
+        let chunk = rows_gradient::rows_of_job(width) * width.max(1);
+        let jobs = input.len().div_ceil(chunk);
+        let mut parts = vec![0f32; jobs * width_of_sums];
+        // Jobs without anything to write have empty pieces.
+        let mut pieces: Vec<&mut [f32]> = output.chunks_mut(chunk).collect();
+        pieces.resize_with(jobs, Default::default);
+        let mut sums: Vec<&mut [f32]> = parts.chunks_mut(width_of_sums.max(1)).collect();
+        sums.resize_with(jobs, Default::default);
+        let rows = input.par_chunks(chunk).zip(gradient.par_chunks(chunk));
+        rows.zip(pieces.into_par_iter().zip(sums)).for_each(|((x, g), (out, sums))| kernel(x, g, weight, out, sums));
+        let mut total = vec![0.0; width_of_sums];
+        add_up(&parts.chunks(width_of_sums.max(1)).collect::<Vec<_>>(), &mut total);
+        Some((output, total))
+    };
+    let Some((output, total)) = compute() else { return Ok(None) };
+    let mut gradients = vec![backward.of(0, || Tensor::from_vec(output, x.dims(), x.device()))?];
+    for input in 1..=vectors {
+        gradients.push(backward.of(input, || Tensor::from_slice(&total[(input - 1) * width..input * width], width, x.device()))?);
+    }
+    Ok(Some(gradients))
+}
+
+/// The sum of each column of a matrix, in the matrix's type.
+pub(super) fn column_sums(x: &Tensor) -> Result<Tensor> {
+    let (_, width) = x.dims2()?;
+    if readable([x]) {
+        let x = x.contiguous()?;
+        let mut sums = vec![0.0; width];
+        if let Some(values) = Host::of(&x).as_ref().and_then(Host::floats) {
+            rows_gradient::column_sums(&values[..x.elem_count()], &mut sums);
+            return Tensor::from_vec(sums, width, x.device());
+        }
+    }
+    wide(x)?.sum(0)?.to_dtype(x.dtype())
 }
 
 /// The planes of `[batch, channels, height, width]`, all images of the first channel first; and their floats.

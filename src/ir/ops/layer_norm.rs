@@ -2,13 +2,14 @@
 
 use std::ops::Range;
 
-use candle_core::{D, Tensor};
+use candle_core::{D, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::host::by_rows;
-use super::{Mode, OpSpec, last, require, require_arity, require_vector};
+use super::gradient::{is_half, summed_to, wide};
+use super::host::{by_rows, norm_back};
+use super::{Backward, Mode, OpSpec, last, require, require_arity, require_vector};
 use crate::ir::{Element, TensorType};
-use crate::kernel::rows;
+use crate::kernel::{rows, rows_gradient};
 
 /// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -43,6 +44,9 @@ impl OpSpec for LayerNorm {
 
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let [x, weight, bias] = inputs else { candle_core::bail!("LayerNorm takes three inputs") };
+        if is_half(x) && (mode == Mode::Train || matches!(x.device(), Device::Cpu)) {
+            return self.eval(&[wide(x)?, wide(weight)?, wide(bias)?], mode)?.to_dtype(x.dtype());
+        }
         if mode == Mode::Infer {
             let epsilon = self.epsilon as f32;
             if let Some(y) = by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon))? {
@@ -54,5 +58,30 @@ impl OpSpec for LayerNorm {
         let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
         let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
         centred.broadcast_div(&(variance + self.epsilon)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let (x, weight) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
+        let epsilon = self.epsilon as f32;
+        let kernel = |x: &[f32], g: &[f32], weight: &[f32], out: &mut [f32], sums: &mut [f32]| rows_gradient::layer_norm(x, g, weight, epsilon, out, sums);
+        if let Some(gradients) = norm_back(backward, kernel)? {
+            return Ok(gradients);
+        }
+        let (wide_x, gradient) = (wide(x)?, wide(backward.gradient)?);
+        let centred = wide_x.broadcast_sub(&wide_x.mean_keepdim(D::Minus1)?)?;
+        let scale = (centred.sqr()?.mean_keepdim(D::Minus1)? + self.epsilon)?.sqrt()?.recip()?;
+        let normal = centred.broadcast_mul(&scale)?;
+        let of_input = backward.of(0, || {
+            let weighted = gradient.broadcast_mul(&wide(weight)?)?;
+            let along = (&weighted * &normal)?.mean_keepdim(D::Minus1)?;
+            let rest = weighted.broadcast_sub(&weighted.mean_keepdim(D::Minus1)?)? - normal.broadcast_mul(&along)?;
+            rest?.broadcast_mul(&scale)?.to_dtype(x.dtype())
+        })?;
+        let summed = |rows: &Tensor| summed_to(rows, weight.dims())?.to_dtype(weight.dtype());
+        Ok(vec![of_input, backward.of(1, || summed(&(&gradient * &normal)?))?, backward.of(2, || summed(&gradient))?])
+    }
+
+    fn reads_input(&self, input: usize) -> bool {
+        input < 2
     }
 }

@@ -5,10 +5,11 @@ use std::ops::Range;
 use candle_core::{CpuStorage, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::host::{Host, Steps};
-use super::{After, Mode, OpSpec, elements, last, require, require_arity, require_rank, require_vector};
+use super::host::{Host, Steps, column_sums, readable};
+use super::{After, Backward, Mode, OpSpec, elements, last, require, require_arity, require_rank, require_vector};
 use crate::ir::{Bindings, Element, TensorType};
 use crate::kernel::matmul::{Columns, Finish, Kept, Left, Rows, product};
+use crate::kernel::matmul_gradient::long_product;
 
 /// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias may be left out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -106,6 +107,28 @@ impl OpSpec for Linear {
         compute().map(|values| Tensor::from_vec(values, shape.as_slice(), x.device())).transpose()
     }
 
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let (gradient, weight) = (backward.gradient, backward.inputs[1].dims());
+        let out = if self.input_major { weight[1] } else { weight[0] };
+        let by_row = |x: &Tensor, width: usize| x.reshape((x.elem_count() / width.max(1), width));
+        let gradient_rows = by_row(gradient, out)?;
+        let of_input = backward.of(0, || {
+            // The way back is the layer with its weight turned.
+            Linear { input_major: !self.input_major }.eval(&[gradient.clone(), backward.inputs[1].tensor()?.clone()], Mode::Infer)
+        })?;
+        let of_weight = backward.of(1, || {
+            let x = by_row(backward.inputs[0].tensor()?, if self.input_major { weight[0] } else { weight[1] })?;
+            let product = if self.input_major { transposed_product(&x, &gradient_rows) } else { transposed_product(&gradient_rows, &x) };
+            product?.to_dtype(backward.inputs[1].tensor()?.dtype())
+        })?;
+        let of_bias = backward.of(2, || column_sums(&gradient_rows))?;
+        Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
+    }
+
+    fn reads_input(&self, input: usize) -> bool {
+        input < 2
+    }
+
     fn takes_kept(&self, input: usize) -> bool {
         input == 1
     }
@@ -129,4 +152,26 @@ impl Linear {
         }
         Some(y)
     }
+}
+
+/// `aᵀ b` of two matrices with the same rows.
+fn transposed_product(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
+    let ((inner, rows), (_, width)) = (a.dims2()?, b.dims2()?);
+    if !readable([a, b]) {
+        return a.t()?.matmul(b);
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let compute = || {
+        let (left, right) = (Host::of(&a)?, Host::of(&b)?);
+        let (left, right) = (left.floats()?, right.floats()?);
+        let mut y = vec![0.0; rows * width];
+        long_product(
+            [rows, inner, width],
+            |range: Range<usize>| Left::pack_transposed(&left[range.start * rows..], rows, range.len(), rows),
+            |range: Range<usize>| Rows { values: &right[range.start * width..], count: width, stride: width },
+            &mut y,
+        );
+        Some(y)
+    };
+    compute().map_or_else(|| a.t()?.matmul(&b), |values| Tensor::from_vec(values, (rows, width), a.device()))
 }

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::gradient::wide;
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
 
 /// `[batch, sequence, width]` and a mask `[batch, sequence]` to `[batch, width]`.
@@ -34,8 +35,28 @@ impl OpSpec for MaskedMean {
     }
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
-        let mask = inputs[1].to_dtype(inputs[0].dtype())?.unsqueeze(2)?;
-        let sum = inputs[0].broadcast_mul(&mask)?.sum(1)?;
-        sum.broadcast_div(&mask.sum(1)?.clamp(1e-9, f64::MAX)?)
+        let x = wide(&inputs[0])?;
+        let (mask, count) = counted(&inputs[1], x.dtype())?;
+        x.broadcast_mul(&mask)?.sum(1)?.broadcast_div(&count)?.to_dtype(inputs[0].dtype())
     }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let of_input = backward.of(0, || {
+            let gradient = wide(backward.gradient)?;
+            let (mask, count) = counted(backward.inputs[1].tensor()?, gradient.dtype())?;
+            gradient.broadcast_div(&count)?.unsqueeze(1)?.broadcast_mul(&mask)?.to_dtype(backward.gradient.dtype())
+        })?;
+        Ok(vec![of_input, None])
+    }
+
+    fn reads_input(&self, input: usize) -> bool {
+        input == 1
+    }
+}
+
+/// The mask beside a width, and how many tokens of each row are none of padding.
+fn counted(mask: &Tensor, dtype: DType) -> candle_core::Result<(Tensor, Tensor)> {
+    let mask = mask.to_dtype(dtype)?.unsqueeze(2)?;
+    let count = mask.sum(1)?.clamp(1e-9, f64::MAX)?;
+    Ok((mask, count))
 }

@@ -4,6 +4,7 @@ mod activation;
 mod attention;
 mod batch_norm;
 mod conv;
+mod conv_gradient;
 mod elementwise;
 mod embedding;
 mod flatten;

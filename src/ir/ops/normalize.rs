@@ -5,7 +5,8 @@ use std::ops::Range;
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, last, require, require_arity};
+use super::gradient::wide;
+use super::{Backward, Mode, OpSpec, last, require, require_arity};
 use crate::ir::{Element, TensorType};
 
 /// `x / max(‖x‖₂, 1e-12)` over the last axis.
@@ -30,7 +31,23 @@ impl OpSpec for Normalize {
     }
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
-        let norm = inputs[0].sqr()?.sum_keepdim(D::Minus1)?.sqrt()?;
-        inputs[0].broadcast_div(&norm.clamp(1e-12, f64::MAX)?)
+        let x = wide(&inputs[0])?;
+        x.broadcast_div(&norm(&x)?)?.to_dtype(inputs[0].dtype())
     }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let of_input = backward.of(0, || {
+            let x = backward.inputs[0].tensor()?;
+            let (x, gradient, dtype) = (wide(x)?, wide(backward.gradient)?, x.dtype());
+            let norm = norm(&x)?;
+            let direction = x.broadcast_div(&norm)?;
+            let along = (&direction * &gradient)?.sum_keepdim(D::Minus1)?;
+            (gradient - direction.broadcast_mul(&along)?)?.broadcast_div(&norm)?.to_dtype(dtype)
+        })?;
+        Ok(vec![of_input])
+    }
+}
+
+fn norm(x: &Tensor) -> candle_core::Result<Tensor> {
+    x.sqr()?.sum_keepdim(D::Minus1)?.sqrt()?.clamp(1e-12, f64::MAX)
 }

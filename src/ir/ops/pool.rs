@@ -5,10 +5,13 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::host::{Host, channels_first, planes};
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::gradient::replay;
+use super::host::{Host, by_channel, channels_first, planes, readable, with_planes};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
+use crate::kernel::channels::filled;
 use crate::kernel::convolution::{Window, max_pool};
+use crate::kernel::convolution_gradient::max_pool_gradient;
 use crate::kernel::rows::means;
 
 /// The largest value of each window.
@@ -89,17 +92,43 @@ impl OpSpec for MaxPool {
         }
         best.ok_or_else(|| candle_core::Error::Msg("MaxPool with an empty window".into()))
     }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let x = backward.inputs[0].tensor()?;
+        if !backward.wants(0) {
+            return Ok(vec![None]);
+        }
+        if readable([x, backward.gradient])
+            && let Some(of_input) = self.fast_back(x, backward.gradient)
+        {
+            return Ok(vec![Some(of_input?)]);
+        }
+        replay(&|inputs| self.eval(inputs, Mode::Train), backward)
+    }
 }
 
 impl MaxPool {
     fn fast(&self, x: &Tensor) -> Option<candle_core::Result<Tensor>> {
         let (images, channels, height, width) = x.dims4().ok()?;
-        let window = Window { height, width, kernel: [self.kernel; 2], stride: self.stride, padding: self.padding, dilation: 1 };
+        let window = self.window([height, width]);
         let [rows, columns] = window.positions();
         let host = Host::of(x)?;
         let mut y = vec![0.0; images * channels * rows * columns];
         max_pool(&planes(x, &host)?, window, &mut y);
         Some(channels_first(y, [images, channels, rows, columns]))
+    }
+
+    fn window(&self, [height, width]: [usize; 2]) -> Window {
+        Window { height, width, kernel: [self.kernel; 2], stride: self.stride, padding: self.padding, dilation: 1 }
+    }
+
+    fn fast_back(&self, x: &Tensor, gradient: &Tensor) -> Option<candle_core::Result<Tensor>> {
+        let (images, channels, height, width) = x.dims4().ok()?;
+        let (x, gradient) = (with_planes(x).ok()?, by_channel(gradient).ok()?);
+        let (host, gradient) = (Host::of(&x)?, Host::of(&gradient)?);
+        let mut y = vec![0.0; x.elem_count()];
+        max_pool_gradient(&planes(&x, &host)?, gradient.floats()?, self.window([height, width]), &mut y);
+        Some(channels_first(y, [images, channels, height, width]))
     }
 }
 
@@ -131,6 +160,25 @@ impl OpSpec for GlobalAveragePool {
             return y;
         }
         inputs[0].mean((2, 3))
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let dims = backward.inputs[0].dims();
+        let &[images, channels, height, width] = dims else { candle_core::bail!("images have four axes") };
+        let of_input = backward.of(0, || {
+            let share = (backward.gradient / (height * width) as f64)?;
+            if readable([&share]) {
+                let mut y = vec![0.0; dims.iter().product()];
+                filled(&share.t()?.flatten_all()?.to_vec1::<f32>()?, &mut y);
+                return channels_first(y, [images, channels, height, width]);
+            }
+            share.reshape((images, channels, 1, 1))?.broadcast_as(dims)?.contiguous()
+        })?;
+        Ok(vec![of_input])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }
 

@@ -5,7 +5,8 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::gradient::summed_to;
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `token: [1, n, width]` put before every row of `[batch, sequence, width]`; inputs token, sequence.
@@ -40,5 +41,15 @@ impl OpSpec for Prepend {
         let (_, count, width) = inputs[0].dims3()?;
         let token = inputs[0].broadcast_as((inputs[1].dim(0)?, count, width))?.contiguous()?;
         Tensor::cat(&[&token, &inputs[1]], 1)
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let (token, sequence) = (backward.inputs[0].dims(), backward.inputs[1].dims());
+        let of_token = backward.of(0, || summed_to(&backward.gradient.narrow(1, 0, token[1])?.contiguous()?, token))?;
+        Ok(vec![of_token, backward.of(1, || backward.gradient.narrow(1, token[1], sequence[1])?.contiguous())?])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }

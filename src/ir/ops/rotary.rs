@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, heads};
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
 use crate::kernel::attention::rotate_heads;
 
@@ -177,17 +177,34 @@ impl OpSpec for Rotary {
     fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
         let (_, _, sequence, width) = inputs[0].dims4()?;
         let (cos, sin) = self.tables(width, sequence, inputs[0].device())?;
-        if mode == Mode::Infer
-            && let Some(y) = fast(&inputs[0], &cos, &sin)
-        {
-            return y;
-        }
-        let x = inputs[0].contiguous()?;
-        let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
-        match mode {
-            Mode::Infer => candle_nn::rotary_emb::rope(&x, &cos, &sin),
-            Mode::Train => candle_nn::rotary_emb::rope_slow(&x, &cos, &sin),
-        }
+        turned(&inputs[0], &cos, &sin, mode)
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let of_input = backward.of(0, || {
+            let (_, _, sequence, width) = backward.gradient.dims4()?;
+            let (cos, sin) = self.tables(width, sequence, backward.gradient.device())?;
+            turned(backward.gradient, &cos, &sin.neg()?, Mode::Infer)
+        })?;
+        Ok(vec![of_input])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
+    }
+}
+
+fn turned(x: &Tensor, cos: &Tensor, sin: &Tensor, mode: Mode) -> candle_core::Result<Tensor> {
+    if mode == Mode::Infer
+        && let Some(y) = fast(x, cos, sin)
+    {
+        return y;
+    }
+    let x = x.contiguous()?;
+    let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
+    match mode {
+        Mode::Infer => candle_nn::rotary_emb::rope(&x, &cos, &sin),
+        Mode::Train => candle_nn::rotary_emb::rope_slow(&x, &cos, &sin),
     }
 }
 

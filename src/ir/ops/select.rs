@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Element, TensorType};
 
 /// `[batch, sequence, width]` to `[batch, width]`: the token at `index`.
@@ -38,5 +38,14 @@ impl OpSpec for Select {
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
         inputs[0].narrow(1, self.index, 1)?.squeeze(1)?.contiguous()
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let length = backward.inputs[0].dims()[1];
+        Ok(vec![backward.of(0, || backward.gradient.unsqueeze(1)?.pad_with_zeros(1, self.index, length - self.index - 1))?])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }

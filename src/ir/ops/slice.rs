@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, last, require, require_arity};
+use super::{Backward, Mode, OpSpec, last, require, require_arity};
 use crate::ir::{Dim, Element, TensorType};
 
 /// Elements `start .. start + length` of the last axis.
@@ -54,5 +54,14 @@ impl OpSpec for Slice {
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
         inputs[0].narrow(D::Minus1, self.start, self.length)?.contiguous()
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let width = backward.inputs[0].dims().last().copied().unwrap_or(0);
+        Ok(vec![backward.of(0, || backward.gradient.pad_with_zeros(D::Minus1, self.start, width - self.start - self.length))?])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, height · width, channels]`.
@@ -33,5 +33,13 @@ impl OpSpec for Tokens {
 
     fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
         inputs[0].flatten_from(2)?.transpose(1, 2)?.contiguous()
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        Ok(vec![backward.of(0, || backward.gradient.transpose(1, 2)?.reshape(backward.inputs[0].dims()))?])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }

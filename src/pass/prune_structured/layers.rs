@@ -115,6 +115,15 @@ fn renamed(name: &str, prefix: &str, gone: &BTreeSet<usize>) -> String {
     }
 }
 
+/// Takes layers out by number; answers in plain words what describes the result.
+///
+/// # Errors
+/// The graph does not fit the weights.
+pub(in crate::pass) fn keep_layers(model: &mut Model, graph: &Graph, found: &Layers, gone: &BTreeSet<usize>) -> Result<Vec<String>> {
+    take_out(model, graph, found, gone)?;
+    if gone.is_empty() { Ok(Vec::new()) } else { settle(model, found, gone) }
+}
+
 /// Renumbers the weights and rebuilds the graph without the layers.
 fn take_out(model: &mut Model, graph: &Graph, found: &Layers, gone: &BTreeSet<usize>) -> Result<BTreeSet<String>> {
     let mut changed = BTreeSet::new();

@@ -33,6 +33,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+pub(super) use layers::keep_layers;
 pub use options::{Amounts, Importance, Part, Repair, Target};
 
 use super::{Context, Pass, Samples, Scope, options_of};

@@ -6,8 +6,6 @@
 //! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). Layers behind see what came of it. Batch
 //! normalisation gets statistics with which it gives values of the same mean and variance as before. Only sums of products of features are kept.
 
-use std::sync::Arc;
-
 use candle_core::{D, Device, Tensor};
 
 use super::calibrate::{self, computed, numbers};
@@ -16,10 +14,9 @@ use super::{NAME, Repair};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters};
 use crate::ir::{Graph, Node, Op};
-use crate::kernel::{convert, solve};
+use crate::kernel::solve;
 use crate::model::Model;
 use crate::pass::Context;
-use crate::store::{Block, DType, Encoding, Sink, Source, View, block_elements};
 
 /// What is added to squares at least, in parts of their mean: keeps weights near what they were where data says little. With
 /// few rows it is features by rows.
@@ -342,28 +339,11 @@ impl Sums {
     }
 }
 
-/// Bytes in memory.
-struct Held {
-    dtype: DType,
-    bytes: Vec<u8>,
-}
-
-impl Source for Held {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
-        let block = block_elements(unit) * (self.dtype.bitsize() / 8).max(1);
-        self.bytes.chunks(block).try_for_each(|part| sink(Block::untouched(View::dense(self.dtype, part))))
-    }
-}
-
 /// Puts a tensor in the place of a weight, in the weight's own format.
 fn hold(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
     let weight = model.weights.get(name)?.clone();
     let values: Vec<f32> = tensor.to_device(&Device::Cpu).and_then(|t| t.flatten_all()?.to_vec1()).map_err(computed)?;
-    let mut bytes = vec![0; values.len() * weight.dtype.bitsize() / 8];
-    if weight.elements() != values.len() || !convert::from_f32(weight.dtype, &values, &mut bytes) {
-        return Err(Error::tensor(name, format!("is {}, repaired weights are F32, F16 or BF16", weight.dtype), "set repair: none"));
-    }
-    let held = weight.then(weight.dtype, Encoding::Dense, Arc::new(Held { dtype: weight.dtype, bytes }));
+    let held = weight.with_values(name, &values)?;
     model.weights.by_name.insert(name.to_owned(), held);
     Ok(())
 }

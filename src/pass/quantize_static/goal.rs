@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::prepare::Prepared;
-use super::{NAME, QuantizeStatic, sensitivity};
+use super::{Damage, NAME, QuantizeStatic, sensitivity};
 use crate::calibration::Seen;
 use crate::data::DataSet;
 use crate::error::{Error, Result};
@@ -91,6 +91,8 @@ pub(super) struct Outcome {
     /// Layers that are quantized.
     pub layers: BTreeSet<String>,
     pub table: Value,
+    /// What each layer alone does, the most sensitive first.
+    pub damages: Vec<Damage>,
     pub note: String,
 }
 
@@ -109,7 +111,8 @@ impl QuantizeStatic {
         meter: &Arc<Meter>,
     ) -> Result<Outcome> {
         let start = Instant::now();
-        let order: Vec<String> = sensitivity::ranked(self, prepared, seen, context)?.into_iter().map(|found| found.name).collect();
+        let damages = sensitivity::ranked(self, prepared, seen, context)?;
+        let order: Vec<String> = damages.iter().map(|found| found.name.clone()).collect();
         let judge = Judge::new(goal, original, context)?;
         let mut trials: Vec<Trial> = Vec::new();
         let mut best: Option<(f64, usize)> = None;
@@ -152,7 +155,7 @@ impl QuantizeStatic {
         let note = format!("accuracy goal {outcome} after {} trials: {} {figure:.4}; {left}", trials.len(), goal.name());
         let rows: Vec<Value> = trials.iter().map(|t| json!({ "in_floats": t.kept, (goal.name()): t.figure, "met": goal.margin(t.figure) >= 0.0 })).collect();
         let table = json!({ "met": margin >= 0.0, "tried": rows, "in_floats": order[..kept] });
-        Ok(Outcome { layers: order[kept..].iter().cloned().collect(), table, note })
+        Ok(Outcome { layers: order[kept..].iter().cloned().collect(), table, damages, note })
     }
 
     /// The model with the first so many layers in floats.

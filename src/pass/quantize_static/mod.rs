@@ -291,11 +291,11 @@ impl Pass for QuantizeStatic {
         let original = model.clone();
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
         let mut layers = prepared.layers.clone();
-        let (mut notes, mut goal) = (Vec::new(), Value::Null);
+        let (mut notes, mut goal, mut damages) = (Vec::new(), Value::Null, Vec::new());
         if let Some(wanted) = &self.accuracy_goal {
             let outcome = self.pursue(wanted, &original, &prepared, &seen, context, &meter)?;
             notes.push(outcome.note);
-            (layers, goal) = (outcome.layers, outcome.table);
+            (layers, goal, damages) = (outcome.layers, outcome.table, outcome.damages);
         }
         let found = self.quantizers(&prepared, &layers, Some(&seen))?;
         let model = self.fit(&prepared, &found, &layers, Some(&seen), &meter)?;
@@ -308,6 +308,7 @@ impl Pass for QuantizeStatic {
             "activations": found.len(),
             "smoothed": choices.iter().map(|c| json!({ "name": c.name, "strength": c.strength, "error": c.gain, "multiplication": c.costly })).collect::<Vec<_>>(),
             "accuracy_goal": goal,
+            "sensitivity": damages,
         });
         Ok(self.record(model, &prepared, &layers, meter, details, notes))
     }
@@ -348,7 +349,7 @@ mod tests {
             let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
                 let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context { sweep, seed: 0, data: &data, device: Device::Cpu };
+                let context = Context { sweep, seed: 0, data: &data, device: Device::Cpu, workplace: None, resume: false };
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();

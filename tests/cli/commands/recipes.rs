@@ -26,7 +26,7 @@ output: out
 
 pub const SHORT: &str = "model: in\npasses: [cast, prune-unstructured: { pattern: \"2:4\" }]\nexport: [safetensors]\noutput: out\n";
 
-const FILES: [&str; 7] = ["1_Pooling", "config.json", "model.safetensors", "recipe.yaml", "report.json", "report.md", "tokenizer.json"];
+const FILES: [&str; 8] = ["1_Pooling", "config.json", "model.safetensors", "recipe.yaml", "report.html", "report.json", "report.md", "tokenizer.json"];
 
 /// A folder with a model `in` and a recipe.
 fn prepared(recipe: &str) -> tempfile::TempDir {
@@ -103,7 +103,7 @@ fn a_report_has_every_key() {
 /// A folder's content without what tells time.
 fn same_but_reports(folder: &Path) -> std::collections::BTreeMap<std::path::PathBuf, String> {
     let mut content = snapshot(folder);
-    for report in ["report.json", "report.md"] {
+    for report in ["report.json", "report.md", "report.html"] {
         assert!(content.remove(Path::new(report)).is_some());
     }
     content

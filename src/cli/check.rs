@@ -1,0 +1,52 @@
+//! `compress check`
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::args::Global;
+use super::output;
+use crate::error::{Error, Result};
+use crate::report::terminal::table;
+use crate::report::{Budgets, Report};
+
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:
+  compress check out/int8 --max-bytes 25MB --max-drop 0.01
+  compress check out/static/report.json --min-cosine 0.99 --min-speedup 1.5 --json
+
+Exit code 0: every budget is kept. 1: one is not; the error names each with what was measured and what is allowed.
+2: the report lacks a figure; the error says what to add to the recipe.")]
+pub(super) struct Args {
+    /// An output folder, or its report.json
+    report: PathBuf,
+    #[command(flatten)]
+    budgets: Budgets,
+}
+
+impl Args {
+    pub(super) fn run(self, global: &Global) -> Result<()> {
+        let found = self.budgets.check(&Report::open(&self.report)?)?;
+        let exceeded: Vec<_> = found.iter().filter(|finding| !finding.ok).collect();
+        if global.json {
+            output::json(&json!({ "ok": exceeded.is_empty(), "budgets": found }))?;
+        } else {
+            let rows = found.iter().map(|finding| {
+                let [measured, allowed] = finding.words();
+                vec![finding.budget.to_owned(), measured, allowed, if finding.ok { "ok" } else { "EXCEEDED" }.into()]
+            });
+            output::print(&format!("{}\n", table(&["budget", "measured", "allowed", ""], rows)))?;
+        }
+        if exceeded.is_empty() {
+            return Ok(());
+        }
+        let told: Vec<String> = exceeded
+            .iter()
+            .map(|finding| {
+                let [measured, allowed] = finding.words();
+                format!("--{} allows {allowed}, measured {measured}", finding.budget)
+            })
+            .collect();
+        Err(Error::Verification { path: self.report, reason: told.join("; ") })
+    }
+}

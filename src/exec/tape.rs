@@ -1,0 +1,399 @@
+//! A graph walked forwards and backwards: reverse-mode differentiation over its nodes (Griewank and Walther, *Evaluating
+//! Derivatives*, 2008), with values kept no longer than somebody reads them.
+//!
+//! The nodes are cut into segments. Of a segment that is computed again, only what later segments read is kept on the
+//! way forwards; on the way back it runs once more (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016).
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+
+use candle_core::{Device, Tensor};
+
+use super::{Inputs, Ledger, Parameters, Purpose, inputs, run};
+use crate::error::{Error, Result};
+use crate::ir::ops::{Add, Backward, Mode, Op, OpSpec, Saved};
+use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
+
+/// A graph with a plan of what is kept when.
+#[derive(Debug)]
+pub struct Tape<'g> {
+    graph: &'g Graph,
+    device: Device,
+    segments: Vec<Segment>,
+    /// By value: whether a gradient goes through it.
+    reached: Vec<bool>,
+    taps: BTreeSet<ValueId>,
+    /// By node: values that nobody reads after it on the way forwards.
+    dead: Vec<Vec<ValueId>>,
+    /// By node: values that no node before it reads on the way back.
+    done: Vec<Vec<ValueId>>,
+    /// By node: its inputs that the way back reads, and whether it reads the output.
+    reads: Vec<(Vec<bool>, bool)>,
+}
+
+#[derive(Debug, Clone)]
+struct Segment {
+    nodes: Range<usize>,
+    again: bool,
+}
+
+/// What the way forwards leaves.
+#[derive(Debug)]
+pub struct Forward {
+    values: Vec<Option<Tensor>>,
+    /// Shapes, which outlive the values.
+    dims: Vec<Vec<usize>>,
+    taps: BTreeMap<ValueId, Tensor>,
+}
+
+impl Forward {
+    /// The values that were asked for.
+    pub fn taps(&self) -> &BTreeMap<ValueId, Tensor> {
+        &self.taps
+    }
+}
+
+/// Is told gradients of parameters.
+pub type Sink<'s> = &'s mut dyn FnMut(&str, Tensor) -> Result<()>;
+
+/// Is told a node, what it reads, and what it computes.
+type Seen<'s> = &'s mut dyn FnMut(&Node, &[Tensor], &Tensor) -> Result<()>;
+
+/// Is told what nodes read as they are computed for the first time.
+pub type Watch<'w> = &'w mut dyn FnMut(&Node, &[Tensor]) -> Result<()>;
+
+impl<'g> Tape<'g> {
+    /// Plans for gradients of some parameters, by name, and for values that are asked for. `cuts` are the positions of
+    /// nodes at which segments begin that are computed again; without any, everything is kept.
+    pub fn new(graph: &'g Graph, device: Device, taps: BTreeSet<ValueId>, trained: &dyn Fn(&str) -> bool, cuts: &[usize]) -> Tape<'g> {
+        let nodes = graph.nodes();
+        let mut reached: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Param && trained(&value.name)).collect();
+        for node in nodes {
+            reached[node.output.index()] = node.inputs.iter().any(|id| reached[id.index()]);
+        }
+        let mut segments: Vec<Segment> = Vec::new();
+        let mut from = 0;
+        for to in cuts.iter().copied().filter(|cut| *cut > 0 && *cut < nodes.len()).chain([nodes.len()]) {
+            segments.push(Segment { nodes: from..to, again: to < nodes.len() });
+            from = to;
+        }
+        let reads = |node: &Node| {
+            let on = reached[node.output.index()];
+            let spec = node.op.spec();
+            ((0..node.inputs.len()).map(|index| on && spec.reads_input(index)).collect(), on && spec.reads_output())
+        };
+        let reads = nodes.iter().map(reads).collect();
+        let mut tape = Tape { graph, device, segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads };
+        tape.plan();
+        tape
+    }
+
+    /// Finds when values are needed last.
+    fn plan(&mut self) {
+        let nodes = self.graph.nodes();
+        let count = self.graph.values().len();
+        let segment_of = |node: usize| self.segments.iter().position(|segment| segment.nodes.contains(&node)).unwrap_or(0);
+        let segments: Vec<usize> = (0..nodes.len()).map(segment_of).collect();
+        let mut maker = vec![None; count];
+        nodes.iter().enumerate().for_each(|(index, node)| maker[node.output.index()] = Some(index));
+        // On the way forwards within a segment: the last node of it that reads the value.
+        let mut last = vec![None; count];
+        // On the way back: the first node that reads the value, or the start of a segment that is computed from it.
+        let mut first: Vec<Option<usize>> = vec![None; count];
+        let mut stays = vec![false; count];
+        for (index, node) in nodes.iter().enumerate() {
+            let segment = &self.segments[segments[index]];
+            let (inputs, output) = &self.reads[index];
+            for (id, read) in node.inputs.iter().zip(inputs) {
+                let at = id.index();
+                last[at] = Some(index);
+                let made = maker[at].map(|maker| segments[maker]);
+                let outside = made != Some(segments[index]);
+                if outside && segment.again {
+                    first[at].get_or_insert(segment.nodes.start);
+                    stays[at] = true;
+                } else if *read {
+                    first[at].get_or_insert(index);
+                    stays[at] |= outside || !segment.again;
+                }
+            }
+            let at = node.output.index();
+            last[at].get_or_insert(index);
+            if *output {
+                first[at] = Some(first[at].map_or(index, |first| first.min(index)));
+                stays[at] |= !segment.again;
+            }
+        }
+        self.dead = vec![Vec::new(); nodes.len()];
+        self.done = vec![Vec::new(); nodes.len()];
+        for id in self.graph.ids() {
+            let at = id.index();
+            if self.graph.value(id).kind == Kind::Param {
+                continue;
+            }
+            if let Some(last) = last[at].filter(|_| !stays[at]) {
+                self.dead[last].push(id);
+            }
+            if let Some(first) = first[at] {
+                self.done[first].push(id);
+            }
+        }
+    }
+
+    /// The graph.
+    pub fn graph(&self) -> &'g Graph {
+        self.graph
+    }
+
+    /// Computes the graph and keeps what the way back needs.
+    ///
+    /// # Errors
+    /// An input is missing or does not fit, or memory runs out.
+    pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, ledger: &Ledger, mut watch: Option<Watch>) -> Result<Forward> {
+        let count = self.graph.values().len();
+        let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
+        for (id, value) in self.graph.inputs() {
+            let tensor = inputs::take(value, inputs, &self.device, parameters.compute())?;
+            if self.taps.contains(&id) {
+                forward.taps.insert(id, tensor.clone());
+            }
+            forward.dims[id.index()] = tensor.dims().to_vec();
+            ledger.take(Purpose::Data, bytes(&tensor))?;
+            forward.values[id.index()] = Some(tensor);
+        }
+        for segment in &self.segments {
+            let (dims, taps) = (&mut forward.dims, &mut forward.taps);
+            let first = self.compute(segment, parameters, &mut forward.values, ledger, false, &mut |node, operands, result| {
+                dims[node.output.index()] = result.dims().to_vec();
+                if self.taps.contains(&node.output) {
+                    taps.insert(node.output, result.clone());
+                }
+                watch.as_mut().map_or(Ok(()), |watch| watch(node, operands))
+            });
+            if let Err(e) = first {
+                self.release_all(&mut forward.values, ledger);
+                return Err(e);
+            }
+        }
+        Ok(forward)
+    }
+
+    fn compute(&self, segment: &Segment, parameters: &Parameters, values: &mut [Option<Tensor>], ledger: &Ledger, again: bool, seen: Seen) -> Result<()> {
+        for index in segment.nodes.clone() {
+            let node = &self.graph.nodes()[index];
+            if again && values[node.output.index()].is_some() {
+                continue;
+            }
+            let operands = self.operands(node, parameters, values)?;
+            if let (Op::Embedding(_), [indices, table], false) = (&node.op, operands.as_slice(), again) {
+                inputs::require_rows(self.graph, node, indices, table)?;
+            }
+            let result = node.op.spec().eval(&operands, Mode::Infer);
+            let compute = parameters.compute();
+            let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
+            seen(node, &operands, &result)?;
+            drop(operands);
+            ledger.take(Purpose::Activations, bytes(&result))?;
+            values[node.output.index()] = Some(result);
+            for id in &self.dead[index] {
+                // Computed again, it is needed on the way back now.
+                let needed = again && self.read_back(*id, segment);
+                if !needed {
+                    self.release(values, *id, ledger);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the way back through a segment reads a value that was made in it.
+    fn read_back(&self, id: ValueId, segment: &Segment) -> bool {
+        self.done[segment.nodes.clone()].iter().flatten().any(|done| *done == id)
+    }
+
+    /// Walks back from gradients of the values that were asked for; every gradient of a parameter goes to `sink`, that of
+    /// a parameter with several readers in several parts.
+    ///
+    /// # Errors
+    /// Memory runs out, or the sink fails.
+    pub fn backward(&self, forward: Forward, from: BTreeMap<ValueId, Tensor>, parameters: &Parameters, ledger: &Ledger, sink: Sink) -> Result<()> {
+        let Forward { mut values, dims, taps } = forward;
+        drop(taps);
+        let mut gradients = Gradients { by_value: vec![None; values.len()], ledger };
+        let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
+        let done = done.and_then(|()| self.walk_back(&mut values, &dims, &mut gradients, parameters, ledger, sink));
+        self.release_all(&mut values, ledger);
+        gradients.clear();
+        done
+    }
+
+    fn walk_back(
+        &self,
+        values: &mut [Option<Tensor>],
+        dims: &[Vec<usize>],
+        gradients: &mut Gradients,
+        parameters: &Parameters,
+        ledger: &Ledger,
+        sink: Sink,
+    ) -> Result<()> {
+        let goes_back = |node: &Node| self.reached[node.output.index()];
+        for segment in self.segments.iter().rev() {
+            let nodes = &self.graph.nodes()[segment.nodes.clone()];
+            if segment.again && nodes.iter().any(goes_back) {
+                self.compute(segment, parameters, values, ledger, true, &mut |_, _, _| Ok(()))?;
+            }
+            for (index, node) in segment.nodes.clone().zip(nodes).rev() {
+                if let Some(gradient) = gradients.take(node.output).filter(|_| goes_back(node)) {
+                    self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
+                }
+                for id in &self.done[index] {
+                    self.release(values, *id, ledger);
+                }
+            }
+            nodes.iter().for_each(|node| self.release(values, node.output, ledger));
+        }
+        Ok(())
+    }
+
+    fn back_through(
+        &self,
+        index: usize,
+        gradient: &Tensor,
+        parameters: &Parameters,
+        (values, dims): (&[Option<Tensor>], &[Vec<usize>]),
+        gradients: &mut Gradients,
+        sink: Sink,
+    ) -> Result<()> {
+        let node = &self.graph.nodes()[index];
+        let failed = |e: candle_core::Error| run::failed(self.name(node))(e);
+        let (reads, reads_output) = &self.reads[index];
+        let mut inputs = Vec::with_capacity(node.inputs.len());
+        for (id, read) in node.inputs.iter().zip(reads) {
+            let value = self.graph.value(*id);
+            inputs.push(match (value.kind == Kind::Param, read) {
+                (true, _) => Saved::whole(parameters.get(&value.name).map_err(failed)?),
+                (false, true) => Saved::whole(self.read(values, *id)?),
+                (false, false) => Saved::shape(&dims[id.index()]),
+            });
+        }
+        let output = if *reads_output { Saved::whole(self.read(values, node.output)?) } else { Saved::shape(gradient.dims()) };
+        let wanted: Vec<bool> = node.inputs.iter().map(|id| self.reached[id.index()]).collect();
+        let backward = Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted };
+        let found = node.op.spec().backward(&backward).map_err(failed)?;
+        for ((id, found), wanted) in node.inputs.iter().zip(found).zip(&wanted) {
+            let Some(found) = found.filter(|_| *wanted) else { continue };
+            let value = self.graph.value(*id);
+            if value.kind == Kind::Param {
+                sink(&value.name, found)?;
+                continue;
+            }
+            gradients.add(*id, found).map_err(failed)??;
+        }
+        Ok(())
+    }
+
+    /// The most that values and their gradients will take, given what a value of a type takes: the walks without the work.
+    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64) -> u64 {
+        let of = |id: ValueId| size(&self.graph.value(id).ty);
+        let kept = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
+        let (mut there, mut now, mut most) = (vec![false; self.graph.values().len()], 0u64, 0u64);
+        let mut add = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
+            if !std::mem::replace(&mut there[id.index()], true) {
+                *now += of(id);
+                most = most.max(*now);
+            }
+        };
+        let drop = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
+            if std::mem::replace(&mut there[id.index()], false) {
+                *now -= of(id);
+            }
+        };
+        let nodes = self.graph.nodes();
+        for (index, node) in nodes.iter().enumerate() {
+            add(&mut there, &mut now, node.output);
+            self.dead[index].iter().filter(|id| kept(id)).for_each(|id| drop(&mut there, &mut now, *id));
+        }
+        // Gradients have places behind those of the values.
+        let mut gradients = vec![false; there.len()];
+        for id in &self.taps {
+            add(&mut gradients, &mut now, *id);
+        }
+        for segment in self.segments.iter().rev() {
+            if segment.again {
+                for index in segment.nodes.clone() {
+                    add(&mut there, &mut now, nodes[index].output);
+                    self.dead[index].iter().filter(|id| kept(id) && !self.read_back(**id, segment)).for_each(|id| drop(&mut there, &mut now, *id));
+                }
+            }
+            for index in segment.nodes.clone().rev() {
+                let node = &nodes[index];
+                if gradients[node.output.index()] {
+                    let back = node.inputs.iter().filter(|id| self.reached[id.index()] && self.graph.value(**id).kind != Kind::Param);
+                    back.for_each(|id| add(&mut gradients, &mut now, *id));
+                    drop(&mut gradients, &mut now, node.output);
+                }
+                self.done[index].iter().filter(|id| kept(id)).for_each(|id| drop(&mut there, &mut now, *id));
+            }
+            segment.nodes.clone().for_each(|index| drop(&mut there, &mut now, nodes[index].output));
+        }
+        most
+    }
+
+    fn operands(&self, node: &Node, parameters: &Parameters, values: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+        let operand = |id: &ValueId| {
+            let value = self.graph.value(*id);
+            if value.kind == Kind::Param { parameters.get(&value.name).map_err(run::failed(&value.name)) } else { self.read(values, *id) }
+        };
+        node.inputs.iter().map(operand).collect()
+    }
+
+    fn read(&self, values: &[Option<Tensor>], id: ValueId) -> Result<Tensor> {
+        values[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", self.graph.value(id).name), "is read when it is not there"))
+    }
+
+    fn name(&self, node: &Node) -> &str {
+        &self.graph.value(node.output).name
+    }
+
+    fn release(&self, values: &mut [Option<Tensor>], id: ValueId, ledger: &Ledger) {
+        if let Some(tensor) = values[id.index()].take() {
+            let purpose = if self.graph.value(id).kind == Kind::Input { Purpose::Data } else { Purpose::Activations };
+            ledger.give(purpose, bytes(&tensor));
+        }
+    }
+
+    fn release_all(&self, values: &mut [Option<Tensor>], ledger: &Ledger) {
+        self.graph.ids().for_each(|id| self.release(values, id, ledger));
+    }
+}
+
+/// Gradients that wait for the nodes which made their values.
+struct Gradients<'l> {
+    by_value: Vec<Option<Tensor>>,
+    ledger: &'l Ledger,
+}
+
+impl Gradients<'_> {
+    fn add(&mut self, id: ValueId, found: Tensor) -> candle_core::Result<Result<()>> {
+        let sum = match self.take(id) {
+            Some(other) => Add {}.eval(&[other, found], Mode::Infer)?,
+            None => found,
+        };
+        let kept = self.ledger.take(Purpose::Activations, bytes(&sum));
+        self.by_value[id.index()] = Some(sum);
+        Ok(kept)
+    }
+
+    fn take(&mut self, id: ValueId) -> Option<Tensor> {
+        let gradient = self.by_value[id.index()].take();
+        gradient.inspect(|gradient| self.ledger.give(Purpose::Activations, bytes(gradient)))
+    }
+
+    fn clear(&mut self) {
+        self.by_value.iter_mut().filter_map(Option::take).for_each(|gradient| self.ledger.give(Purpose::Activations, bytes(&gradient)));
+    }
+}
+
+fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
+}

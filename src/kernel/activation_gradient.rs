@@ -1,0 +1,84 @@
+//! Slopes of the functions of [`activation`](super::activation), times a gradient.
+
+use super::activation::{Activation, GELU_INNER, erf_and_decay, sigmoid, tanh};
+
+impl Activation {
+    /// Whether the slope is read off the function's result; else it is read off the argument.
+    pub fn slope_is_of_result(self) -> bool {
+        matches!(self, Activation::Relu | Activation::Sigmoid | Activation::Tanh | Activation::Clip { .. })
+    }
+}
+
+simd! {
+    /// The gradient times the slope; `values` are results or arguments, see [`Activation::slope_is_of_result`].
+    pub fn slope(function: Activation, values: &[f32], gradient: &[f32], out: &mut [f32]) {
+        match function {
+            Activation::Relu => each(values, gradient, out, |y, g| if y > 0.0 { g } else { 0.0 }),
+            Activation::Gelu => each(values, gradient, out, |x, g| {
+                let (erf, decay) = erf_and_decay(x * std::f32::consts::FRAC_1_SQRT_2);
+                g * (0.5 * (1.0 + erf) + x * decay * DENSITY)
+            }),
+            Activation::GeluTanh => each(values, gradient, out, |x, g| {
+                let t = tanh(GELU_INNER * (x + 0.044_715 * x * x * x));
+                g * 0.5 * (1.0 + t + x * (1.0 - t * t) * GELU_INNER * (1.0 + 0.134_145 * x * x))
+            }),
+            Activation::Silu => each(values, gradient, out, |x, g| {
+                let s = sigmoid(x);
+                g * s * (1.0 + x * (1.0 - s))
+            }),
+            Activation::Sigmoid => each(values, gradient, out, |y, g| g * y * (1.0 - y)),
+            Activation::Tanh => each(values, gradient, out, |y, g| g * (1.0 - y * y)),
+            Activation::Clip { min, max } => each(values, gradient, out, |y, g| if y > min && y < max { g } else { 0.0 }),
+            Activation::Round { scale, zero_point } => {
+                let (least, most) = ((-128.0 - zero_point) * scale, (127.0 - zero_point) * scale);
+                each(values, gradient, out, |x, g| if x >= least && x <= most { g } else { 0.0 });
+            }
+        }
+    }
+}
+
+/// `1 / sqrt(2 π)`
+const DENSITY: f32 = 0.398_942_3;
+
+#[inline(always)]
+fn each(values: &[f32], gradient: &[f32], out: &mut [f32], function: impl Fn(f32, f32) -> f32) {
+    for ((out, x), g) in out.iter_mut().zip(values).zip(gradient) {
+        *out = function(*x, *g);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::activation::activate;
+    use super::*;
+
+    #[test]
+    fn slopes_are_differences() {
+        for function in [
+            Activation::Relu,
+            Activation::Gelu,
+            Activation::GeluTanh,
+            Activation::Silu,
+            Activation::Sigmoid,
+            Activation::Tanh,
+            Activation::Clip { min: -1.0, max: 6.0 },
+        ] {
+            for step in -160..160 {
+                let (x, h) = (step as f32 / 20.0 + 0.013, 1e-2);
+                let at = |x: f32| {
+                    let mut value = [x];
+                    activate(function, &mut value);
+                    value[0]
+                };
+                let difference = (at(x + h) - at(x - h)) / (2.0 * h);
+                let mut ours = [0.0];
+                slope(function, &[if function.slope_is_of_result() { at(x) } else { x }], &[2.0], &mut ours);
+                let kink = matches!(function, Activation::Relu | Activation::Clip { .. }) && [-1.0, 0.0, 6.0].iter().any(|k: &f32| (k - x).abs() <= h);
+                assert!(kink || (ours[0] / 2.0 - difference).abs() < 2e-4, "{function:?} at {x}: {} for {difference}", ours[0] / 2.0);
+            }
+        }
+        let mut ours = [0.0; 3];
+        slope(Activation::Round { scale: 0.1, zero_point: -128.0 }, &[-0.1, 3.0, 25.6], &[1.0; 3], &mut ours);
+        assert_eq!(ours, [0.0, 1.0, 0.0]);
+    }
+}

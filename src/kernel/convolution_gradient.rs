@@ -1,0 +1,392 @@
+//! The way back through convolutions and pooling; planes lie as in [`convolution`](super::convolution).
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::convolution::{Window, depthwise};
+use super::matmul::{BLOCK, Left, PANEL, Rows, product_here};
+use super::matmul_gradient::{add_up, in_parts, is_large, stretches};
+use super::scratch::Scratch;
+use super::shifted::{convolve, tile};
+use super::simd;
+
+/// A convolution's sizes.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// Images of the batch.
+    pub images: usize,
+    /// Channels of the input.
+    pub inputs: usize,
+    /// Channels of the output.
+    pub outputs: usize,
+    /// Groups of channels.
+    pub groups: usize,
+    /// Planes of the input, and how the window moves over them.
+    pub window: Window,
+}
+
+impl Sizes {
+    fn is_depthwise(&self) -> bool {
+        self.inputs == self.groups && self.outputs == self.groups
+    }
+
+    /// Inputs and outputs of a group, and taps of a channel.
+    fn group(&self) -> [usize; 3] {
+        [self.inputs / self.groups, self.outputs / self.groups, self.window.kernel[0] * self.window.kernel[1]]
+    }
+
+    fn positions(&self) -> usize {
+        self.window.positions().iter().product()
+    }
+
+    /// The convolution that takes gradients back, if it is one: of the gradient with the weight turned around.
+    fn back(&self) -> Option<Window> {
+        let [height, width] = self.window.positions();
+        let kernel = self.window.kernel;
+        let padding = (self.window.dilation * (kernel[0] - 1)).checked_sub(self.window.padding)?;
+        (self.window.stride == 1 && kernel[0] == kernel[1]).then_some(Window { height, width, padding, ..self.window })
+    }
+}
+
+/// The gradient of the input, channel by channel, out of the gradient of the output; `gradient` has no gaps.
+pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &mut [f32]) {
+    let [inner, group, taps] = sizes.group();
+    let (positions, plane) = (sizes.positions(), sizes.window.height * sizes.window.width);
+    let planes: Vec<&[f32]> = gradient.chunks_exact(positions.max(1)).collect();
+    if sizes.is_depthwise() {
+        match sizes.back() {
+            Some(back) => {
+                let turned: Vec<f32> = weight.chunks_exact(taps).flat_map(|w| w.iter().rev().copied()).collect();
+                output.fill(0.0);
+                depthwise(&planes, sizes.images, &turned, back, output);
+            }
+            None => output.par_chunks_mut(plane.max(1)).zip(&planes).enumerate().for_each(|(index, (out, gradient))| {
+                out.fill(0.0);
+                for (tap, weight) in weight[index / sizes.images * taps..][..taps].iter().enumerate() {
+                    spread(gradient, *weight, tap, sizes.window, out);
+                }
+            }),
+        }
+        return;
+    }
+    let images = sizes.images;
+    let outputs = output.chunks_exact_mut((inner * images * plane).max(1));
+    for (index, output) in outputs.enumerate() {
+        let weight = &weight[index * group * inner * taps..][..group * inner * taps];
+        let planes = &planes[index * group * images..][..group * images];
+        if let Some(back) = sizes.back() {
+            let mut turned = Scratch::new(inner * group * taps);
+            for (at, turned) in turned.iter_mut().enumerate() {
+                let (channel, out, tap) = (at / (group * taps), at / taps % group, at % taps);
+                *turned = weight[(out * inner + channel) * taps + taps - 1 - tap];
+            }
+            let left = Left::pack(&turned, inner, group * taps, group * taps);
+            convolve(planes, images, &left, back, &[], output);
+            continue;
+        }
+        let left = Left::pack_transposed(weight, inner * taps, group, inner * taps);
+        let gradient = &gradient[index * group * images * positions..][..group * images * positions];
+        let mut by_image: Vec<Vec<&mut [f32]>> = (0..images).map(|_| Vec::with_capacity(inner)).collect();
+        for (plane, out) in output.chunks_exact_mut(plane.max(1)).enumerate() {
+            by_image[plane % images].push(out);
+        }
+        by_image.into_par_iter().enumerate().for_each(|(image, planes)| {
+            let mut columns = Scratch::new(inner * taps * positions);
+            let right = Rows { values: &gradient[image * positions..], count: positions, stride: images * positions };
+            product_here(&left, &right, positions, &[], &mut columns, positions);
+            for (out, columns) in planes.into_iter().zip(columns.chunks_exact((taps * positions).max(1))) {
+                out.fill(0.0);
+                columns.chunks_exact(positions.max(1)).enumerate().for_each(|(tap, values)| spread(values, 1.0, tap, sizes.window, out));
+            }
+        });
+    }
+}
+
+/// Positions from which a tap lies inside an axis of the image.
+fn inside(size: usize, positions: usize, offset: usize, window: Window) -> Range<usize> {
+    let first = window.padding.saturating_sub(offset).div_ceil(window.stride);
+    let end = (size + window.padding).saturating_sub(offset).div_ceil(window.stride).min(positions);
+    first.min(end)..end
+}
+
+simd! {
+    /// Adds the values of one tap's positions to the pixels that it lay on.
+    fn spread(values: &[f32], factor: f32, tap: usize, window: Window, out: &mut [f32]) {
+        let [rows, columns] = window.positions();
+        let (down, along) = (tap / window.kernel[1] * window.dilation, tap % window.kernel[1] * window.dilation);
+        let inside_row = inside(window.width, columns, along, window);
+        if inside_row.is_empty() {
+            return;
+        }
+        for row in inside(window.height, rows, down, window) {
+            let start = (row * window.stride + down - window.padding) * window.width + inside_row.start * window.stride + along - window.padding;
+            let values = &values[row * columns..][inside_row.clone()];
+            let out = &mut out[start..];
+            if window.stride == 1 {
+                out.iter_mut().zip(values).for_each(|(out, x)| *out += factor * x);
+            } else {
+                out.iter_mut().step_by(window.stride).zip(values).for_each(|(out, x)| *out += factor * x);
+            }
+        }
+    }
+}
+
+/// The gradient of the weight, `[out, in / groups, height, width]`; `gradient` has no gaps.
+pub fn weight_gradient(sizes: Sizes, planes: &[&[f32]], gradient: &[f32], output: &mut [f32]) {
+    let [inner, group, taps] = sizes.group();
+    let (images, positions) = (sizes.images, sizes.positions());
+    if sizes.is_depthwise() {
+        let mut parts = vec![0f32; planes.len() * taps];
+        parts.par_chunks_mut(taps.max(1)).zip(planes).zip(gradient.par_chunks(positions.max(1))).for_each(|((sums, plane), gradient)| {
+            (0..taps).for_each(|tap| sums[tap] = meeting(plane, gradient, tap, sizes.window));
+        });
+        for (out, parts) in output.chunks_exact_mut(taps.max(1)).zip(parts.chunks_exact((images * taps).max(1))) {
+            add_up(&parts.chunks_exact(taps.max(1)).collect::<Vec<_>>(), out);
+        }
+        return;
+    }
+    let mut sums = Scratch::new(group * inner * taps);
+    for (index, output) in output.chunks_exact_mut((group * inner * taps).max(1)).enumerate() {
+        let windows = Across::new(&planes[index * inner * images..][..inner * images], images, sizes.window);
+        let (inner_size, width) = (images * positions, inner * taps);
+        let gradient = &gradient[index * group * inner_size..][..group * inner_size];
+        let add = |first: usize, range: Range<usize>, sums: &mut [f32]| {
+            let rows = sums.len() / width.max(1);
+            let left = Left::pack(&gradient[first * inner_size + range.start..], rows, range.len(), inner_size);
+            windows.add_products(&left, range, sums, width);
+        };
+        if is_large(group * width) {
+            sums.fill(0.0);
+            sums.par_chunks_mut((4 * BLOCK * width).max(1)).enumerate().for_each(|(job, sums)| {
+                stretches(0..inner_size).for_each(|range| add(4 * BLOCK * job, range, sums));
+            });
+        } else {
+            in_parts(inner_size, |range, sums| add(0, range, sums), &mut sums);
+        }
+        // The windows have their channels last.
+        for (at, out) in output.iter_mut().enumerate() {
+            let (row, channel, tap) = (at / (inner * taps), at / taps % inner, at % taps);
+            *out = sums[(row * taps + tap) * inner + channel];
+        }
+    }
+}
+
+simd! {
+    /// The sum of one tap's pixels times the gradients of the positions where it lay on them.
+    fn meeting(plane: &[f32], gradient: &[f32], tap: usize, window: Window) -> f32 {
+        const LANES: usize = 16;
+        let [rows, columns] = window.positions();
+        let (down, along) = (tap / window.kernel[1] * window.dilation, tap % window.kernel[1] * window.dilation);
+        let inside_row = inside(window.width, columns, along, window);
+        let mut lanes = [0f32; LANES];
+        if inside_row.is_empty() {
+            return 0.0;
+        }
+        for row in inside(window.height, rows, down, window) {
+            let start = (row * window.stride + down - window.padding) * window.width + inside_row.start * window.stride + along - window.padding;
+            let gradient = &gradient[row * columns..][inside_row.clone()];
+            if window.stride == 1 {
+                let (pixels, pixels_tail) = plane[start..][..gradient.len()].as_chunks::<LANES>();
+                let (gradients, gradient_tail) = gradient.as_chunks::<LANES>();
+                for (x, g) in pixels.iter().zip(gradients) {
+                    for lane in 0..LANES {
+                        lanes[lane] += x[lane] * g[lane];
+                    }
+                }
+                for (lane, (x, g)) in lanes.iter_mut().zip(pixels_tail.iter().zip(gradient_tail)) {
+                    *lane += x * g;
+                }
+            } else {
+                for (at, (x, g)) in plane[start..].iter().step_by(window.stride).zip(gradient).enumerate() {
+                    lanes[at % LANES] += x * g;
+                }
+            }
+        }
+        lanes.iter().sum()
+    }
+}
+
+/// The windows of a batch with a row for each image and position, a column for each tap and channel: channels vary
+/// fastest, so that a row of a window is one run in memory.
+struct Across {
+    padded: Scratch,
+    channels: usize,
+    window: Window,
+}
+
+impl Across {
+    fn new(planes: &[&[f32]], images: usize, window: Window) -> Across {
+        let channels = planes.len() / images.max(1);
+        let (height, width) = (window.height + 2 * window.padding, window.width + 2 * window.padding);
+        // A panel more, so that runs can be read whole.
+        let mut padded = Scratch::new(images * height * width * channels + PANEL);
+        let end = padded.len() - PANEL;
+        padded[end..].fill(0.0);
+        padded[..end].par_chunks_mut((height * width * channels).max(1)).enumerate().for_each(|(image, padded)| {
+            if window.padding > 0 {
+                padded.fill(0.0);
+            }
+            for row in 0..window.height {
+                let out = &mut padded[((row + window.padding) * width + window.padding) * channels..][..window.width * channels];
+                for (channel, plane) in planes.iter().skip(image).step_by(images).enumerate() {
+                    let values = &plane[row * window.width..][..window.width];
+                    out[channel..].iter_mut().step_by(channels).zip(values).for_each(|(out, x)| *out = *x);
+                }
+            }
+        });
+        Across { padded, channels, window }
+    }
+
+    /// Where the windows of some positions begin.
+    fn starts(&self, positions: Range<usize>) -> Vec<usize> {
+        let [height, width] = self.window.positions();
+        let (padded_height, padded_width) = (self.window.height + 2 * self.window.padding, self.window.width + 2 * self.window.padding);
+        let start = |position: usize| {
+            let (image, row, column) = (position / (height * width), position / width % height, position % width);
+            ((image * padded_height + row * self.window.stride) * padded_width + column * self.window.stride) * self.channels
+        };
+        positions.map(start).collect()
+    }
+
+    /// Stretches of columns that lie side by side: the first column, where it begins in a window, and how many there are.
+    fn pieces(&self) -> Vec<(usize, usize, usize)> {
+        let padded_width = self.window.width + 2 * self.window.padding;
+        let [height, width] = self.window.kernel;
+        let (runs, taps) = if self.window.dilation == 1 { (1, width) } else { (width, 1) };
+        let mut pieces = Vec::new();
+        for row in 0..height {
+            for run in 0..runs {
+                let (column, length) = ((row * width + run) * self.channels, taps * self.channels);
+                let offset = self.window.dilation * (row * padded_width + run) * self.channels;
+                pieces.extend((0..length).step_by(PANEL).map(|at| (column + at, offset + at, PANEL.min(length - at))));
+            }
+        }
+        pieces
+    }
+
+    /// Adds the products of some rows over some positions with their windows to `sums`.
+    fn add_products(&self, left: &Left, positions: Range<usize>, sums: &mut [f32], width: usize) {
+        let (starts, level) = (self.starts(positions), simd::level());
+        let pieces = self.pieces();
+        let mut products = [[0f32; PANEL]; BLOCK];
+        for index in 0..left.rows().div_ceil(BLOCK) {
+            let first = index * BLOCK;
+            let count = BLOCK.min(left.rows() - first);
+            for (column, offset, length) in &pieces {
+                tile(level, left.block(index), &self.padded[*offset..], &starts, [count, *length], &mut products);
+                for (lane, products) in products[..count].iter().enumerate() {
+                    let sums = &mut sums[(first + lane) * width + column..][..*length];
+                    sums.iter_mut().zip(products).for_each(|(sum, x)| *sum += x);
+                }
+            }
+        }
+    }
+}
+
+/// Gives the gradient of each window's largest value to the first pixel that has it.
+pub fn max_pool_gradient(planes: &[&[f32]], gradient: &[f32], window: Window, output: &mut [f32]) {
+    let size: usize = window.positions().iter().product();
+    let plane = window.height * window.width;
+    output.par_chunks_mut(plane.max(1)).zip(planes).zip(gradient.par_chunks(size.max(1))).for_each(|((out, plane), gradient)| {
+        out.fill(0.0);
+        let [_, columns] = window.positions();
+        for (at, g) in gradient.iter().enumerate() {
+            let (row, column) = (at / columns * window.stride, at % columns * window.stride);
+            let span = |from: usize, kernel: usize, size: usize| from.saturating_sub(window.padding)..(from + kernel - window.padding).min(size);
+            let mut best = (f32::NEG_INFINITY, None);
+            for y in span(row, window.kernel[0], window.height) {
+                for x in span(column, window.kernel[1], window.width) {
+                    let value = plane[y * window.width + x];
+                    if value > best.0 || value.is_nan() || best.1.is_none() {
+                        best = (value, Some(y * window.width + x));
+                    }
+                }
+            }
+            if let Some(at) = best.1 {
+                out[at] += g;
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(count: usize, seed: u32) -> Vec<f32> {
+        (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 97) >> 20) as f32 - 2048.0) / 2048.0).collect()
+    }
+
+    /// Both gradients as they are defined.
+    fn plain(sizes: Sizes, x: &[f32], weight: &[f32], gradient: &[f32]) -> [Vec<f64>; 2] {
+        let ([inner, group, taps], window) = (sizes.group(), sizes.window);
+        let [rows, columns] = window.positions();
+        let (mut dx, mut dw) = (vec![0.0; x.len()], vec![0.0; weight.len()]);
+        for (at, along) in gradient.iter().enumerate() {
+            let (out, image, row, column) = (at / (sizes.images * rows * columns), at / (rows * columns) % sizes.images, at / columns % rows, at % columns);
+            for step in 0..inner * taps {
+                let (channel, tap) = (step / taps, step % taps);
+                let y = (row * window.stride + tap / window.kernel[1] * window.dilation).wrapping_sub(window.padding);
+                let x_at = (column * window.stride + tap % window.kernel[1] * window.dilation).wrapping_sub(window.padding);
+                if y < window.height && x_at < window.width {
+                    let pixel = (((out / group * inner + channel) * sizes.images + image) * window.height + y) * window.width + x_at;
+                    dx[pixel] += f64::from(weight[out * inner * taps + step]) * f64::from(*along);
+                    dw[out * inner * taps + step] += f64::from(x[pixel]) * f64::from(*along);
+                }
+            }
+        }
+        [dx, dw]
+    }
+
+    #[test]
+    fn gradients_are_as_defined_and_the_same_with_any_number_of_threads() {
+        let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: 1, padding: 1, dilation: 1 };
+        let shapes = [
+            (3, 5, 7, 1, square(6)),
+            (40, 16, 20, 1, square(9)),
+            (2, 5, 7, 1, Window { stride: 2, ..square(7) }),
+            (2, 5, 7, 1, Window { stride: 2, width: 9, ..square(8) }),
+            (2, 6, 4, 2, Window { stride: 2, padding: 0, ..square(8) }),
+            (2, 6, 4, 2, Window { dilation: 2, padding: 2, ..square(8) }),
+            (2, 6, 6, 6, square(8)),
+            (2, 6, 6, 6, Window { stride: 2, width: 33, ..square(8) }),
+            (2, 6, 6, 6, Window { stride: 2, dilation: 2, ..square(9) }),
+            (2, 40, 4, 1, Window { kernel: [1, 1], padding: 0, stride: 2, ..square(7) }),
+            (2, 4, 40, 1, Window { kernel: [1, 1], padding: 0, ..square(7) }),
+            (2, 3, 8, 1, Window { kernel: [4, 4], padding: 0, stride: 4, ..square(12) }),
+            (2, 3, 8, 1, Window { kernel: [1, 5], padding: 3, ..square(12) }),
+            (1, 1, 1, 1, Window { kernel: [1, 1], padding: 2, stride: 3, ..square(4) }),
+        ];
+        for (images, inputs, outputs, groups, window) in shapes {
+            let sizes = Sizes { images, inputs, outputs, groups, window };
+            let [inner, _, taps] = sizes.group();
+            let (x, weight) = (numbers(inputs * images * window.height * window.width, 1), numbers(outputs * inner * taps, 2));
+            let gradient = numbers(outputs * images * sizes.positions(), 3);
+            let planes: Vec<&[f32]> = x.chunks_exact(window.height * window.width).collect();
+            let compute = |threads| {
+                let (mut dx, mut dw) = (vec![f32::NAN; x.len()], vec![f32::NAN; weight.len()]);
+                rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| {
+                    input_gradient(sizes, &weight, &gradient, &mut dx);
+                    weight_gradient(sizes, &planes, &gradient, &mut dw);
+                });
+                [dx, dw]
+            };
+            let ours = compute(1);
+            assert_eq!(ours, compute(2), "{sizes:?}");
+            for (which, (ours, wanted)) in ours.iter().zip(plain(sizes, &x, &weight, &gradient)).enumerate() {
+                for (ours, wanted) in ours.iter().zip(wanted) {
+                    assert!((f64::from(*ours) - wanted).abs() < 2e-4 * (1.0 + wanted.abs()), "{which} of {sizes:?}: {ours} for {wanted}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_of_the_largest_gets_the_gradient() {
+        let mut output = [0.0; 9];
+        let window = Window { height: 3, width: 3, kernel: [2, 2], stride: 1, padding: 0, dilation: 1 };
+        max_pool_gradient(&[&[1.0, 5.0, 2.0, 0.0, 5.0, 2.0, 7.0, 0.0, 0.0]], &[1.0, 2.0, 3.0, 4.0], window, &mut output);
+        assert_eq!(output, [0.0, 3.0, 0.0, 0.0, 4.0, 0.0, 3.0, 0.0, 0.0]);
+    }
+}

@@ -1,0 +1,110 @@
+//! Products with a long inner axis, as gradients of weights are: sums over all rows of a batch.
+//!
+//! The inner axis is cut into stretches of fixed length, so that what is packed stays in the second-level cache. Where
+//! the result is large, threads share it; where it is small, they share the stretches, and their sums are added in
+//! order. Which of both, and how stretches are grouped, depends on sizes alone.
+
+use std::ops::Range;
+
+use rayon::prelude::*;
+
+use super::matmul::{Finish, Left, Right, product, product_here};
+use super::scratch::Scratch;
+
+/// Inner indices of a stretch.
+const STRETCH: usize = 512;
+/// Most sums that are made side by side.
+const PARTS: usize = 16;
+/// Elements from which a result is shared by threads.
+const LARGE: usize = 1 << 16;
+
+/// The product of two matrices that are given stretch by stretch of their inner axis; rows of `out` are contiguous.
+pub fn long_product<R: Right>(
+    [rows, inner, width]: [usize; 3],
+    left: impl Fn(Range<usize>) -> Left + Sync,
+    right: impl Fn(Range<usize>) -> R + Sync,
+    out: &mut [f32],
+) {
+    let steps = |range: &Range<usize>| if range.start == 0 { &[][..] } else { &[Finish::Accumulate][..] };
+    if inner == 0 {
+        return out.fill(0.0);
+    }
+    if is_large(rows * width) || inner <= STRETCH {
+        for range in stretches(0..inner) {
+            product(&left(range.clone()), &right(range.clone()), width, steps(&range), out);
+        }
+        return;
+    }
+    in_parts(inner, |range, sum| product_here(&left(range.clone()), &right(range), width, &[Finish::Accumulate], sum, width), out);
+}
+
+/// Inner indices, stretch by stretch.
+pub(super) fn stretches(inner: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    let end = inner.end;
+    inner.step_by(STRETCH).map(move |start| start..(start + STRETCH).min(end))
+}
+
+/// Whether threads share a result of this size, not the stretches.
+pub(super) fn is_large(size: usize) -> bool {
+    size >= LARGE
+}
+
+/// A sum over stretches, each of which is added to what it is given; some are summed side by side.
+pub(super) fn in_parts(inner: usize, add: impl Fn(Range<usize>, &mut [f32]) + Sync, out: &mut [f32]) {
+    let length = out.len();
+    let each = inner.div_ceil(STRETCH).div_ceil(PARTS).max(1) * STRETCH;
+    let sums: Vec<Scratch> = (0..inner.div_ceil(each))
+        .into_par_iter()
+        .map(|part| {
+            let mut sum = Scratch::new(length);
+            sum.fill(0.0);
+            stretches(part * each..((part + 1) * each).min(inner)).for_each(|range| add(range, &mut sum));
+            sum
+        })
+        .collect();
+    add_up(&sums.iter().map(|sum| &**sum).collect::<Vec<_>>(), out);
+}
+
+simd! {
+    /// Sums of vectors of one length, in their order.
+    pub fn add_up(vectors: &[&[f32]], out: &mut [f32]) {
+        out.fill(0.0);
+        for vector in vectors {
+            for (out, x) in out.iter_mut().zip(*vector) {
+                *out += x;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::matmul::Rows;
+    use super::*;
+
+    fn numbers(count: usize, seed: u32) -> Vec<f32> {
+        (0..count as u32).map(|i| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 97) >> 20) as f32 - 2048.0) / 1024.0).collect()
+    }
+
+    #[test]
+    fn long_sums_are_the_same_with_any_number_of_threads() {
+        for (rows, inner, width) in [(3, 5, 7), (20, 1500, 33), (16, 20_000, 40), (300, 1100, 260)] {
+            let (a, b) = (numbers(rows * inner, 1), numbers(inner * width, 2));
+            let compute = |threads| {
+                let mut out = vec![f32::NAN; rows * width];
+                let left = |range: Range<usize>| Left::pack_transposed(&a[range.start * rows..], rows, range.len(), rows);
+                let right = |range: Range<usize>| Rows { values: &b[range.start * width..], count: width, stride: width };
+                rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| long_product([rows, inner, width], left, right, &mut out));
+                out
+            };
+            let ours = compute(1);
+            assert_eq!(ours, compute(2), "{rows} {inner} {width}");
+            assert_eq!(ours, compute(5), "{rows} {inner} {width}");
+            for (at, have) in ours.iter().enumerate().step_by(7) {
+                let (row, column) = (at / width, at % width);
+                let want: f64 = (0..inner).map(|k| f64::from(a[k * rows + row]) * f64::from(b[k * width + column])).sum();
+                assert!((f64::from(*have) - want).abs() < 1e-4 * (inner as f64).sqrt() * (1.0 + want.abs()), "{rows} {inner} {width}: {have} for {want}");
+            }
+        }
+    }
+}

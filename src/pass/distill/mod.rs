@@ -1,0 +1,102 @@
+//! Distillation: a student learns to answer as a teacher does (Hinton et al., *Distilling the Knowledge in a Neural
+//! Network*, 2015, <https://arxiv.org/abs/1503.02531>).
+//!
+//! ```yaml
+//! data:
+//!   train: { text: sentences.txt, max_length: 64 }
+//! passes:
+//!   - distill:
+//!       student: { layers: [0, 2, 4] }
+//!       losses: { embedding: 1.0, hidden: 1.0 }
+//!       max_steps: 2000
+//! ```
+
+mod student;
+mod training;
+mod vocabulary;
+
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+pub use student::Student;
+pub(super) use training::{planned, train};
+
+use super::{Context, Pass, Samples, options_of};
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::store::{ByteSize, Pattern};
+use crate::train::losses::Losses;
+use crate::train::optimizer::Kind;
+use crate::train::schedule::Schedule;
+use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, Training, training_pass};
+
+training_pass! {
+    /// Train a student to answer as a teacher does.
+    Distill {
+        /// The model to learn from [default: the input model as it is before all passes]
+        #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        teacher: Option<PathBuf>,
+        /// The model that learns: layers=0,2,4, every=2, model=FOLDER or config=FILE (fresh weights) [default: the model as it is]
+        #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        student: Option<Student>,
+    }
+}
+
+const NAME: &str = "distill";
+
+impl Distill {
+    fn teacher(&self, model: &Model) -> Result<Model> {
+        match &self.teacher {
+            Some(path) => Model::open(path),
+            // What the recipe began with: passes since then have made the student.
+            None => Model::open(&model.path),
+        }
+        .map_err(|e| match e {
+            Error::Io { .. } => Error::option(format!("{NAME}: teacher"), e),
+            other => other,
+        })
+    }
+
+    fn student(&self, model: Model, seed: u64) -> Result<Model> {
+        match &self.student {
+            Some(student) => student.of(model, seed),
+            None => Ok(model),
+        }
+    }
+}
+
+impl Pass for Distill {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        options_of(self)
+    }
+
+    fn check(&self) -> Result<()> {
+        self.training().check(NAME)
+    }
+
+    fn resolve(&mut self, folder: &std::path::Path) {
+        let paths = self.teacher.iter_mut().chain(self.student.as_mut().and_then(Student::path));
+        paths.for_each(|path| *path = folder.join(&*path));
+    }
+
+    fn apply(&self, model: Model) -> Result<Model> {
+        let teacher = self.teacher(&model)?;
+        planned(NAME, self.student(model, 0)?, self.options(), &self.training(), Some(&teacher))
+    }
+
+    fn runs_on(&self) -> Option<Samples> {
+        Some(Samples::Train)
+    }
+
+    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
+        let teacher = self.teacher(&model)?;
+        train(NAME, self.student(model, context.seed)?, self.options(), &self.training(), Some(&teacher), context)
+    }
+}

@@ -1,0 +1,220 @@
+//! What `distill` and `finetune` do: they put a model, its data and its losses together and train.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::Device;
+use serde_json::{Value, json};
+
+use super::vocabulary;
+use crate::analysis;
+use crate::data::{Data, DataSet, Task};
+use crate::error::{Error, Result};
+use crate::evaluation::{self, Candle, Runner, Score, Subject};
+use crate::exec::{Executor, Ledger, Purpose};
+use crate::ir::ops::BatchNorm as Norm;
+use crate::ir::{Bindings, Element, Graph, Op, part};
+use crate::model::{Applied, Model};
+use crate::pass::Context;
+use crate::store::Meter;
+use crate::train::{BatchNorm, BatchSize, Objective, Offload, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
+
+/// The model as it will be, as far as that can be told without training.
+///
+/// # Errors
+/// Losses that the models do not allow.
+pub(in crate::pass) fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
+    let graph = model.graph()?;
+    let their_graph = teacher.map(Model::graph).transpose()?;
+    if let Some(teacher) = teacher {
+        vocabulary::require_same(&model.path, &teacher.path)?;
+    }
+    let token = graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3);
+    let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), if token { Task::LanguageModelling } else { Task::Classification })?;
+    let small = smaller(&graph, &objective, training)?;
+    let sizes = bindings(&small, batch(&graph, training), None);
+    let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
+    let mut applied = applied(name, options);
+    applied.tensors = graph.params().map(|(_, value)| value.name.clone()).collect();
+    applied.rule = "all floats that losses depend on".to_owned();
+    applied.notes =
+        vec![format!("training takes about {} MB for {} samples at a time: {}", forecast.total() >> 20, batch(&graph, training), forecast.describe())];
+    model.history.push(applied);
+    model.memory = model.memory.max(forecast.total());
+    Ok(model)
+}
+
+fn applied(name: &'static str, options: Value) -> Applied {
+    Applied {
+        name,
+        options,
+        tensors: std::collections::BTreeSet::new(),
+        rule: String::new(),
+        meter: Arc::new(Meter::default()),
+        details: Arc::new(|| Value::Null),
+        notes: Vec::new(),
+    }
+}
+
+/// The part of a graph that losses depend on, as it trains.
+fn smaller(graph: &Graph, objective: &Objective, training: &Training) -> Result<Graph> {
+    let of_batch = training.batch_norm == BatchNorm::Batch;
+    part(graph, &objective.student_values(), &|op| match op {
+        Op::BatchNorm(norm) => Norm { batch: of_batch, ..*norm }.into(),
+        other => other.clone(),
+    })
+}
+
+/// Samples that are read together.
+fn batch(graph: &Graph, training: &Training) -> usize {
+    let images = graph.inputs().any(|(_, value)| value.ty.element == Element::Float);
+    let tokens = graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3);
+    match training.batch_size {
+        BatchSize::Samples(count) => count,
+        BatchSize::Auto if images => 128,
+        BatchSize::Auto if tokens => 8,
+        BatchSize::Auto => 32,
+    }
+}
+
+/// Named sizes: of real samples, or of those that figures are told for.
+fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_core::Tensor>>) -> Bindings {
+    let mut sizes = analysis::usual_sizes(graph);
+    if let Some(inputs) = real {
+        for (_, value) in graph.inputs() {
+            let Some(tensor) = inputs.get(&value.name) else { continue };
+            for (dim, size) in value.ty.shape.iter().zip(tensor.dims()) {
+                if let crate::ir::Dim::Named(name) = dim {
+                    sizes.insert(name.clone(), *size);
+                }
+            }
+        }
+    }
+    sizes.insert("batch".to_owned(), batch);
+    sizes
+}
+
+/// What is trained, on what, and how.
+fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
+    let mut hasher = blake3::Hasher::new();
+    let stamp = |path: &Path| {
+        let file = std::fs::metadata(path).ok();
+        (path.to_owned(), file.as_ref().map(std::fs::Metadata::len), file.and_then(|file| file.modified().ok()))
+    };
+    let files: Vec<_> =
+        model.weight_files.iter().chain([&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten()).map(|p| stamp(p)).collect();
+    let history: Vec<_> = model.history.iter().map(|applied| (applied.name, &applied.options)).collect();
+    let text = format!("{} {seed} {options} {data:?} {files:?} {history:?}\n{graph}", env!("CARGO_PKG_VERSION"));
+    hasher.update(text.as_bytes());
+    hasher.finalize().to_string()
+}
+
+/// The model after it has learned.
+///
+/// # Errors
+/// Samples or losses do not fit, numbers leave what floats can hold, memory is too small, or the work is interrupted.
+pub(in crate::pass) fn train(
+    name: &'static str,
+    mut model: Model,
+    options: Value,
+    training: &Training,
+    teacher: Option<&Model>,
+    context: &Context,
+) -> Result<Model> {
+    let meter = Arc::new(Meter::default());
+    let mut applied = Applied { meter: meter.clone(), ..applied(name, options.clone()) };
+    let done: Result<()> = meter.time(|| {
+        let graph = model.graph()?;
+        let their_graph = teacher.map(Model::graph).transpose()?;
+        if let Some(teacher) = teacher {
+            vocabulary::require_same(&model.path, &teacher.path)?;
+        }
+        let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs samples to learn from: `data: { train: ... }`"))?;
+        let subject = Subject::of(model.clone())?;
+        let samples = DataSet::open(data, subject.target())?;
+        let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
+        let small = smaller(&graph, &objective, training)?;
+        let device = &context.device;
+        let team = Team::from_environment(device)?;
+        let ledger = Ledger::with_budget(training.memory_limit.map(|size| size.0));
+        let compute = training.precision.dtype();
+        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &ledger, &context.sweep)?;
+        for (name, matrix) in objective.projections(context.seed)? {
+            weights.add(&name, &matrix, device)?;
+        }
+        let their_values = objective.teacher_values();
+        let teacher = match (teacher, &their_graph) {
+            (Some(teacher), Some(graph)) if !their_values.is_empty() => {
+                let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
+                let compute = if on.is_cpu() { candle_core::DType::F32 } else { compute };
+                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &ledger, &context.sweep)?)
+            }
+            _ => None,
+        };
+        let batch = batch(&graph, training);
+        let first = samples.first()?;
+        let sizes = bindings(&small, batch, Some(&first.inputs));
+        let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
+        let evaluation = context.data.evaluation.as_ref().map(|data| DataSet::open(data, subject.target())).transpose()?;
+        let score = |weights: &Weights, state: &BTreeMap<String, candle_core::Tensor>| -> Result<Option<Score>> {
+            let Some(evaluation) = &evaluation else { return Ok(None) };
+            let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
+            let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
+            let quiet = crate::store::Sweep { progress: &crate::store::Silent, ..context.sweep };
+            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &quiet)?;
+            Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
+        };
+        let around = Surroundings {
+            sweep: context.sweep,
+            seed: context.seed,
+            folder: context.workplace.clone(),
+            resume: context.resume,
+            identity: identity(&model, &graph, &options, data, context.seed),
+            evaluate: Some(&score),
+        };
+        let (zeros, masked, rounded) = weights.held().map_err(|e| Error::computed(name, e))?;
+        let trainer = Trainer {
+            options: training,
+            graph: &small,
+            teacher: teacher.as_ref(),
+            objective: &objective,
+            data: &samples,
+            batch,
+            device,
+            ledger: &ledger,
+            team: &team,
+            around,
+        };
+        let trained = trainer.run(&mut weights)?;
+        applied.tensors = weights.put(&trained.state, &mut model)?;
+        applied.rule = "all floats that losses depend on".to_owned();
+        applied.notes = trained.notes;
+        if masked > 0 {
+            applied.notes.push(format!("{zeros} weights of {masked} tensors were zero and have stayed zero"));
+        }
+        if rounded > 0 {
+            applied.notes.push(format!("{rounded} weights were trained as the integers that they are written as"));
+        }
+        let peaks = ledger.peaks();
+        let phases: Vec<Value> = peaks
+            .0
+            .iter()
+            .map(|(purpose, bytes)| json!({ "name": purpose.name(), "predicted_bytes": forecast.of(*purpose), "measured_bytes": bytes }))
+            .collect();
+        let table = context.workplace.as_ref().map(|folder| folder.join("training.csv"));
+        if let Some(text) = table.and_then(|path| std::fs::read(path).ok()) {
+            model.attached.insert(format!("{name}.csv"), Arc::new(text));
+        }
+        let details = json!({
+            "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations },
+            "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points },
+        });
+        applied.details = Arc::new(move || details.clone());
+        ledger.give(Purpose::Weights, u64::MAX);
+        Ok(())
+    });
+    done?;
+    model.history.push(applied);
+    Ok(model)
+}

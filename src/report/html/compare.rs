@@ -1,0 +1,134 @@
+//! Several runs on one page.
+
+use maud::{Markup, html};
+
+use super::chart::{Axis, Frame, SIZE, dot};
+use super::{page, section, table};
+use crate::evaluation::lower_is_better;
+use crate::report::compare::{Comparison, Summary, words};
+use crate::report::format::bytes;
+
+/// Renders the page.
+pub(in crate::report) fn render(comparison: &Comparison) -> String {
+    let title = format!("{} runs compared", comparison.runs.len());
+    let body = html! {
+        header {
+            p.eyebrow { "compress " (env!("CARGO_PKG_VERSION")) " \u{b7} comparison" }
+            h1 { (title) }
+        }
+        main {
+            (plot(comparison))
+            (runs(comparison))
+            (differing(comparison))
+        }
+    };
+    page(&title, &body)
+}
+
+/// `A`, `B`, … `Z`, `A1`, …
+fn letter(index: usize) -> String {
+    let letter = char::from(b'A' + (index % 26) as u8);
+    if index < 26 { letter.to_string() } else { format!("{letter}{}", index / 26) }
+}
+
+fn runs(comparison: &Comparison) -> Markup {
+    let (head, rows) = comparison.cells();
+    let rows: Vec<Vec<Markup>> = rows
+        .into_iter()
+        .zip(&comparison.runs)
+        .enumerate()
+        .map(|(index, (row, run))| {
+            let mut cells: Vec<Markup> = row.into_iter().map(|cell| html! { (cell.replace(" x", "\u{d7}")) }).collect();
+            cells[0] = html! { span.letter.front[run.front].beaten[comparison.metric.is_some() && !run.front] { (letter(index)) } (run.name) };
+            cells
+        })
+        .collect();
+    let lead = if comparison.metric.is_some() {
+        ""
+    } else {
+        "These runs share no measure of their answers; with `data: { evaluation: \u{2026} }` in the recipes there is a plot of it against size."
+    };
+    section("runs", "Runs", lead, &table(&head.iter().map(String::as_str).collect::<Vec<_>>(), &rows))
+}
+
+fn differing(comparison: &Comparison) -> Markup {
+    if comparison.differing.is_empty() {
+        return html! {};
+    }
+    let letters: Vec<String> = (0..comparison.runs.len()).map(letter).collect();
+    let head: Vec<&str> = std::iter::once("option").chain(letters.iter().map(String::as_str)).collect();
+    let rows: Vec<Vec<Markup>> = comparison
+        .differing
+        .iter()
+        .map(|option| std::iter::once(html! { code { (option.option) } }).chain(option.values.iter().map(|value| html! { (words(value.as_ref())) })).collect())
+        .collect();
+    section("options", "What tells the recipes apart", "Options that are not the same in all of them.", &table(&head, &rows))
+}
+
+/// Labels of points that would lie upon each other are joined.
+struct Label {
+    x: f64,
+    y: f64,
+    text: String,
+    front: bool,
+}
+
+fn plot(comparison: &Comparison) -> Markup {
+    let points: Vec<(usize, &Summary, f64)> = comparison.runs.iter().enumerate().filter_map(|(i, run)| Some((i, run, run.value?))).collect();
+    let Some(metric) = comparison.metric.as_ref().filter(|_| !points.is_empty()) else { return html! {} };
+    let original = points.iter().find_map(|(_, run, _)| Some((run.bytes_before, run.value_before?)));
+    let x = Axis::over(points.iter().map(|(_, run, _)| run.bytes).chain(original.map(|o| o.0)).chain([0]).map(|b| b as f64 / 1e6), 4);
+    let y = Axis::over(points.iter().map(|(_, _, value)| *value).chain(original.map(|o| o.1)), 4);
+    let place = |size: u64, value: f64| (x.x(size as f64 / 1e6), y.y(value));
+    let mut front: Vec<(f64, f64)> = points.iter().filter(|(_, run, _)| run.front).map(|(_, run, value)| place(run.bytes, *value)).collect();
+    front.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut labels: Vec<Label> = Vec::new();
+    for (index, run, value) in &points {
+        let (left, top) = place(run.bytes, *value);
+        match labels.iter_mut().find(|label| (label.x - left).abs() < SIZE * 0.05 && (label.y - top).abs() < SIZE * 0.08) {
+            Some(label) => {
+                label.text += &format!(" {}", letter(*index));
+                label.front |= run.front;
+            }
+            None => labels.push(Label { x: left, y: top, text: letter(*index), front: run.front }),
+        }
+    }
+    let tip = |name: &str, size: u64, value: f64| format!("{name}: {}, {metric} {value:.4}", bytes(size));
+    let marks = html! {
+        path.front d=(stairs(&front)) {}
+        @if let Some((size, value)) = original {
+            @let (left, top) = place(size, value);
+            g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip("original", size, value)) { path.dot.large.before d=(dot(0.0, top)) {} }
+        }
+        @for (index, run, value) in &points {
+            @let (left, top) = place(run.bytes, *value);
+            g.mark transform=(format!("translate({left:.1} 0)")) data-tip=(tip(&letter(*index), run.bytes, *value)) {
+                path.dot.large.(if run.front { "after" } else { "beaten" }) d=(dot(0.0, top)) {}
+            }
+        }
+    };
+    let size = |v: f64| bytes((v * 1e6) as u64);
+    let frame = Frame { height: 300, title: "size against answers", x: Some((&x, &size)), y: Some((&y, &|v| y.plain(v))), nearest: true };
+    let better = if lower_is_better(metric) { "lower" } else { "higher" };
+    let lead = format!("Further left is smaller, {better} is better by {metric}. Runs on the line are beaten by no other run in both.");
+    let content = html! {
+        figure.pareto {
+            (frame.draw_with(&marks, &html! {
+                @for label in &labels {
+                    span.point.front[label.front] style=(format!("left:{:.2}%;top:{:.2}%", label.x / 10.0, label.y / 10.0)) { (label.text) }
+                }
+            }))
+            figcaption { @if original.is_some() { span.key.before {} " the original " } span.key.after {} " beaten by none " span.key.beaten {} " beaten" }
+        }
+    };
+    section("pareto", &format!("Size and {metric}"), &lead, &content)
+}
+
+/// The border of what is reached, in steps from the smallest run to the best.
+fn stairs(front: &[(f64, f64)]) -> String {
+    let mut path = String::new();
+    for (index, (x, y)) in front.iter().enumerate() {
+        path += &if index == 0 { format!("M{x:.1} {y:.1}") } else { format!("H{x:.1}V{y:.1}") };
+    }
+    path
+}

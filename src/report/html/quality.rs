@@ -1,0 +1,61 @@
+//! How good the answers are, and how fast.
+
+use maud::{Markup, html};
+
+use super::chart::{Axis, Track, dot, tracks};
+use super::{section, table};
+use crate::report::format::milliseconds;
+use crate::report::{Report, measured};
+
+pub(super) fn accuracy(report: &Report) -> Markup {
+    let Some(accuracy) = &report.accuracy else { return html! {} };
+    let metric = accuracy.metric.as_deref().unwrap_or("");
+    let mut points = Vec::new();
+    for (index, (runtime, before)) in accuracy.before.iter().enumerate() {
+        let interval = accuracy.ci95.filter(|_| index == 0);
+        points.push((format!("before, {runtime}"), "before", *before, interval.map(|i| i[0])));
+        if let Some(after) = accuracy.after.get(runtime) {
+            points.push((format!("after, {runtime}"), "after", *after, interval.map(|i| i[1])));
+        }
+    }
+    let axis = Axis::over(points.iter().flat_map(|p| p.3.unwrap_or([p.2; 2]).into_iter().chain([p.2])), 4);
+    let lines: Vec<Track> = points
+        .iter()
+        .map(|(label, class, value, interval)| Track {
+            label: html! { (label) },
+            marks: html! {
+                @if let Some([low, high]) = interval { path.interval.(class) d=(format!("M{:.1} 500H{:.1}", axis.x(*low), axis.x(*high))) {} }
+                path.dot.(class) d=(dot(axis.x(*value), 500.0)) {}
+            },
+            value: format!("{value:.4}"),
+        })
+        .collect();
+    let rows: Vec<Vec<Markup>> = measured::accuracy_rows(accuracy).into_iter().map(|row| row.into_iter().map(|cell| super::prose(&cell)).collect()).collect();
+    let lead = format!("{} on {} samples of {}. Lines are 95 % intervals.", accuracy.task, accuracy.samples, accuracy.data);
+    let content = html! {
+        @if !lines.is_empty() { (tracks(metric, &axis, &|v| axis.plain(v), &lines)) }
+        (table(&["", "before", "after"], &rows))
+    };
+    section("accuracy", "Accuracy", &lead, &content)
+}
+
+pub(super) fn latency(report: &Report) -> Markup {
+    let Some(latency) = &report.latency else { return html! {} };
+    let axis = Axis::over([0.0, latency.before_ms.p95, latency.after_ms.p95, latency.before_ms.p50, latency.after_ms.p50], 4);
+    let track = |label: &str, times: &crate::evaluation::Quantiles| Track {
+        label: html! { (label) },
+        marks: html! {
+            path.beam.faint.(label) d=(format!("M0 500H{:.1}", axis.x(times.p95))) {}
+            path.beam.(label) d=(format!("M0 500H{:.1}", axis.x(times.p50))) {}
+        },
+        value: format!("{}, p95 {}", milliseconds(times.p50), milliseconds(times.p95)),
+    };
+    let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" \u{d7} ");
+    let lead = format!(
+        "One batch of {sizes} in {} on {} threads, {} runs of each model in turns: the median, and in the lighter colour what 95 of 100 runs stay below.",
+        latency.runtime, latency.threads, latency.runs
+    );
+    let words = |v: f64| format!("{} ms", axis.plain(v));
+    let lines = [track("before", &latency.before_ms), track("after", &latency.after_ms)];
+    section("latency", &format!("Latency: {:.2}\u{d7} as fast", latency.speedup), &lead, &tracks("latency", &axis, &words, &lines))
+}

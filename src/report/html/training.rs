@@ -1,0 +1,136 @@
+//! Curves of training and of memory, where a pass has left them in its details.
+
+use maud::{Markup, html};
+use serde_json::Value;
+
+use super::chart::{Axis, Frame, dot, line, short};
+use super::{section as section_of, table};
+use crate::report::Report;
+use crate::report::format::{bytes, seconds};
+
+/// Points of a curve; longer ones are thinned.
+const POINTS: usize = 400;
+/// Keys of a curve's points that are no figures of their own.
+const CURVES: [(&str, &str); 3] = [("loss", "loss"), ("learning_rate", "learning rate"), ("samples_per_second", "samples a second")];
+
+/// Units of time, the largest first.
+const UNITS: [(f64, &str); 3] = [(3600.0, "h"), (60.0, "min"), (1.0, "s")];
+
+/// A named curve of points.
+struct Curve {
+    title: String,
+    points: Vec<(f64, f64)>,
+}
+
+pub(super) fn section(report: &Report) -> Markup {
+    html! {
+        @for pass in &report.passes {
+            (section_of("training", &format!("Training: {}", pass.name), "Point at a curve for its values.", &training(&pass.details)))
+            (section_of("memory", &format!("Memory: {}", pass.name), "", &memory(&pass.details)))
+        }
+    }
+}
+
+fn numbers(list: &[Value], x: &str, y: &str) -> Vec<(f64, f64)> {
+    let points: Vec<(f64, f64)> = list.iter().filter_map(|point| Some((point.get(x)?.as_f64()?, point.get(y)?.as_f64()?))).collect();
+    let every = points.len().div_ceil(POINTS).max(1);
+    let last = points.len().saturating_sub(1);
+    points.into_iter().enumerate().filter(|(index, _)| index % every == 0 || *index == last).map(|(_, point)| point).collect()
+}
+
+fn array<'v>(details: &'v Value, pointer: &str) -> &'v [Value] {
+    details.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+}
+
+fn training(details: &Value) -> Markup {
+    let curve = array(details, "/training/curve");
+    let mut curves: Vec<Curve> = CURVES.iter().map(|(key, title)| Curve { title: (*title).to_owned(), points: numbers(curve, "step", key) }).collect();
+    let evaluations = array(details, "/training/evaluations");
+    let mut metrics: Vec<&str> = evaluations.iter().filter_map(|e| e.get("metric")?.as_str()).collect();
+    metrics.sort_unstable();
+    metrics.dedup();
+    for metric in metrics {
+        let of: Vec<Value> = evaluations.iter().filter(|e| e.get("metric").and_then(Value::as_str) == Some(metric)).cloned().collect();
+        curves.push(Curve { title: format!("{metric} on evaluation data"), points: numbers(&of, "step", "value") });
+    }
+    curves.retain(|curve| !curve.points.is_empty());
+    if curves.is_empty() {
+        return html! {};
+    }
+    html! { div.curves { @for curve in &curves { (drawn(curve)) } } }
+}
+
+fn drawn(curve: &Curve) -> Markup {
+    let x = Axis::over(curve.points.iter().map(|p| p.0), 4);
+    let y = Axis::over(curve.points.iter().map(|p| p.1), 3);
+    let marks = html! {
+        path.curve d=(line(curve.points.iter().map(|p| (x.x(p.0), y.y(p.1))))) {}
+        @for (step, value) in &curve.points {
+            g.mark.hidden transform=(format!("translate({:.1} 0)", x.x(*step))) data-tip={ "step " (short_step(*step)) ": " (short(*value)) } { path.dot d=(dot(0.0, y.y(*value))) {} }
+        }
+    };
+    let frame = Frame { height: 150, title: &curve.title, x: Some((&x, &short_step)), y: Some((&y, &|v| y.plain(v))), nearest: true };
+    html! { figure { figcaption { (curve.title) } (frame.draw(&marks)) } }
+}
+
+fn short_step(step: f64) -> String {
+    if step.fract() == 0.0 && step.abs() < 1e15 { format!("{step:.0}") } else { short(step) }
+}
+
+/// Memory over time with the phases under it, and what was foreseen against what came.
+fn memory(details: &Value) -> Markup {
+    let timeline = array(details, "/memory/timeline");
+    let host = numbers(timeline, "seconds", "rss_bytes");
+    let device: Vec<(f64, f64)> = numbers(timeline, "seconds", "device_bytes");
+    let device = if device.iter().any(|p| p.1 > 0.0) { device } else { Vec::new() };
+    let phases = array(details, "/memory/phases");
+    let figure = |phase: &Value, key: &str| phase.get(key).and_then(Value::as_u64).map_or("\u{2013}".into(), bytes);
+    let rows: Vec<Vec<Markup>> = phases
+        .iter()
+        .map(|phase| {
+            let name = phase.get("name").and_then(Value::as_str).unwrap_or("");
+            let part = |key: &str| phase.get(key).and_then(Value::as_f64);
+            let ratio = part("measured_bytes").zip(part("predicted_bytes").filter(|p| *p > 0.0)).map_or("\u{2013}".into(), |(m, p)| format!("{:.2}", m / p));
+            vec![html! { (name) }, html! { (figure(phase, "predicted_bytes")) }, html! { (figure(phase, "measured_bytes")) }, html! { (ratio) }]
+        })
+        .collect();
+    html! {
+        @if !host.is_empty() || !device.is_empty() { (lines(timeline, &host, &device)) }
+        @if !rows.is_empty() { (table(&["phase", "predicted", "measured", "ratio"], &rows)) }
+    }
+}
+
+fn lines(timeline: &[Value], host: &[(f64, f64)], device: &[(f64, f64)]) -> Markup {
+    let all = || host.iter().chain(device);
+    let last = all().map(|p| p.0).fold(0.0, f64::max);
+    let (unit, name) = UNITS.into_iter().find(|(unit, _)| last > 3.0 * unit).unwrap_or((1.0, "s"));
+    let x = Axis::over([0.0, last / unit], 5);
+    let time = |v: f64| format!("{} {name}", x.plain(v));
+    let y = Axis::over(all().map(|p| p.1 / 1e6).chain([0.0]), 3);
+    let phases: Vec<(f64, &str)> = timeline.iter().filter_map(|entry| Some((entry.get("seconds")?.as_f64()?, entry.get("phase")?.as_str()?))).collect();
+    let phase_at = |at: f64| {
+        let next = phases.partition_point(|(time, _)| *time <= at);
+        next.checked_sub(1).map_or(String::new(), |last| format!(", {}", phases[last].1))
+    };
+    let place = |point: &(f64, f64)| (x.x(point.0 / unit), y.y(point.1 / 1e6));
+    let marks = html! {
+        @for (class, words, points) in [("after", "memory", host), ("device", "device memory", device)] {
+            path.curve.(class) d=(line(points.iter().map(place))) {}
+            @for point in points {
+                g.mark.hidden.(class) transform=(format!("translate({:.1} 0)", place(point).0)) data-tip={ (seconds(point.0)) ": " (words) " " (bytes(point.1 as u64)) (phase_at(point.0)) } {
+                    path.dot d=(dot(0.0, place(point).1)) {}
+                }
+            }
+        }
+    };
+    let frame = Frame { height: 180, title: "memory over time", x: Some((&x, &time)), y: Some((&y, &|v| bytes((v * 1e6) as u64))), nearest: true };
+    html! {
+        figure {
+            figcaption {
+                @if !host.is_empty() { span.key.after {} " memory of the process " }
+                @if !device.is_empty() { span.key.device {} " device memory" }
+            }
+            (frame.draw(&marks))
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Weights that are in memory: what a pass has computed and no file holds.
+
+use std::sync::Arc;
+
+use super::{Affine, Block, DType, Encoding, Granularity, Sink, Source, View, Weight, block_elements, least_common_multiple};
+use crate::error::{Error, Result};
+use crate::kernel::convert;
+
+/// Bytes of floats.
+struct Held {
+    dtype: DType,
+    bytes: Vec<u8>,
+}
+
+impl Source for Held {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let block = block_elements(unit) * (self.dtype.bitsize() / 8).max(1);
+        self.bytes.chunks(block).try_for_each(|part| sink(Block::untouched(View::dense(self.dtype, part))))
+    }
+}
+
+/// Integers with their scales.
+struct HeldIntegers {
+    dtype: DType,
+    affine: Affine,
+    row: usize,
+    integers: Vec<u8>,
+    scales: Vec<u8>,
+    zero_points: Vec<u8>,
+}
+
+impl Source for HeldIntegers {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        let block = block_elements(least_common_multiple(unit, self.row));
+        let run = self.affine.granularity.run(self.row, self.integers.len());
+        let size = self.affine.scale_dtype.bitsize() / 8;
+        for (number, integers) in self.integers.chunks(block).enumerate() {
+            let (from, to) = match self.affine.granularity {
+                Granularity::Tensor => (0, 1),
+                _ => (number * block / run, (number * block + integers.len()) / run),
+            };
+            let zero_points = if self.affine.symmetric { &[][..] } else { &self.zero_points[from..to] };
+            sink(Block::untouched(View {
+                dtype: self.dtype,
+                values: integers,
+                affine: Some((&self.affine, self.row)),
+                scales: &self.scales[from * size..to * size],
+                zero_points,
+            }))?;
+        }
+        Ok(())
+    }
+}
+
+/// Scales and zero points of a quantized weight, one for each run of elements under one scale.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Scales {
+    /// Elements under one scale.
+    pub run: usize,
+    /// The scales.
+    pub scales: Vec<f32>,
+    /// The integers that stand for zero.
+    pub zero_points: Vec<f32>,
+}
+
+impl Weight {
+    /// The same weight with these values, in its own format.
+    ///
+    /// # Errors
+    /// There are not as many, or the format is no float that is narrower than 64 bits.
+    pub fn with_values(&self, name: &str, values: &[f32]) -> Result<Weight> {
+        let mut bytes = vec![0; values.len() * self.dtype.bitsize() / 8];
+        if self.elements() != values.len() || !convert::from_f32(self.dtype, values, &mut bytes) {
+            return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
+        }
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(Held { dtype: self.dtype, bytes })))
+    }
+
+    /// The scales of a quantized weight; nothing when it is dense.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn scales(&self) -> Result<Option<Scales>> {
+        let Encoding::Affine(affine) = &self.encoding else { return Ok(None) };
+        let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new() };
+        self.visit(self.row(), &mut |block| {
+            let count = if affine.granularity == Granularity::Tensor { usize::from(found.scales.is_empty()) } else { block.now.elements() / found.run };
+            for (scale, zero) in (0..count).map(|index| block.now.parameters(affine, index)) {
+                found.scales.push(scale);
+                found.zero_points.push(zero);
+            }
+            Ok(())
+        })?;
+        Ok(Some(found))
+    }
+
+    /// The same quantized weight with other integers and scales.
+    ///
+    /// # Errors
+    /// The weight is not quantized, or there are not as many.
+    pub fn with_integers(&self, name: &str, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
+        let Encoding::Affine(affine) = &self.encoding else { return Err(Error::tensor(name, "is not quantized", "")) };
+        let mut bytes = vec![0; scales.scales.len() * affine.scale_dtype.bitsize() / 8];
+        if integers.len() != self.elements() || !convert::from_f32(affine.scale_dtype, &scales.scales, &mut bytes) {
+            return Err(Error::tensor(name, "has another number of elements, or scales in another format", ""));
+        }
+        let source = HeldIntegers {
+            dtype: self.dtype,
+            affine: affine.clone(),
+            row: self.row(),
+            integers: integers.into_iter().map(|integer| integer as u8).collect(),
+            scales: bytes,
+            zero_points: scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect(),
+        };
+        Ok(self.then(self.dtype, self.encoding.clone(), Arc::new(source)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Activations;
+
+    #[test]
+    fn integers_come_back_with_their_scales() {
+        for granularity in [Granularity::Tensor, Granularity::Channel, Granularity::Group(50)] {
+            for symmetric in [true, false] {
+                let affine = Affine { granularity, symmetric, scale_dtype: DType::F32, activations: Activations::None };
+                let (rows, row) = (3000, 100);
+                let empty = Held { dtype: DType::F32, bytes: Vec::new() };
+                let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Affine(affine), Arc::new(empty));
+                let run = granularity.run(row, rows * row);
+                let count = rows * row / run;
+                let zero = |i: usize| if symmetric { 0.0 } else { (i % 11) as f32 - 5.0 };
+                let scales = Scales { run, scales: (1..=count).map(|i| i as f32 / 64.0).collect(), zero_points: (0..count).map(zero).collect() };
+                let integers: Vec<i8> = (0..rows * row).map(|i| (i * 31 % 255) as u8 as i8).collect();
+                let held = weight.with_integers("w", integers.clone(), &scales).unwrap();
+                assert_eq!(held.scales().unwrap().unwrap(), scales);
+                let values = held.floats("w").unwrap();
+                for (i, value) in values.iter().enumerate() {
+                    assert_eq!(*value, (f32::from(integers[i]) - scales.zero_points[i / run]) * scales.scales[i / run]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn values_come_back_rounded_to_the_format() {
+        let weight = Weight::new(DType::BF16, vec![2], Encoding::Dense, Arc::new(Held { dtype: DType::BF16, bytes: Vec::new() }));
+        assert_eq!(weight.with_values("w", &[1.0, 1.0 + 1.0 / 512.0]).unwrap().floats("w").unwrap(), [1.0, 1.0]);
+        assert!(weight.with_values("w", &[1.0]).is_err());
+    }
+}

@@ -1,0 +1,157 @@
+//! Comparing a weight with its input while it is written, and a coarse picture of how its values lie.
+
+use super::convert::RUN;
+use super::writer::Seen;
+use super::{Block, DType};
+use crate::kernel::{scan, with_float};
+
+/// Values that the picture of a weight is made of: a fixed number, so that it costs the same for any weight.
+const SAMPLE: usize = 16 * 1024;
+/// Places in a weight that they come from.
+const PLACES: usize = 64;
+/// Bins of the picture.
+const BINS: usize = 64;
+/// Standard deviations to either side that it shows; what lies beyond counts in the outermost bins.
+const SPREAD: f64 = 4.0;
+
+/// Counts of a sample of a weight's values in bins of equal width, before and after.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Histogram {
+    /// Where the first bin begins.
+    pub low: f32,
+    /// Where the last bin ends.
+    pub high: f32,
+    /// Counts of the input's values.
+    pub before: Vec<u32>,
+    /// Counts of the written values.
+    pub after: Vec<u32>,
+}
+
+impl Histogram {
+    /// Bins around the mean of what was; nothing where all values are the same.
+    fn of(before: &[f32], after: &[f32]) -> Option<Histogram> {
+        let finite = || before.iter().filter(|v| v.is_finite()).map(|v| f64::from(*v));
+        let (mut count, mut sum, mut squares, mut least, mut most) = (0.0, 0.0, 0.0, f64::INFINITY, f64::NEG_INFINITY);
+        for value in finite() {
+            (count, sum, squares) = (count + 1.0, sum + value, squares + value * value);
+            (least, most) = (least.min(value), most.max(value));
+        }
+        let mean = sum / count;
+        let spread = SPREAD * (squares / count - mean * mean).max(0.0).sqrt();
+        let (low, high) = (least.max(mean - spread) as f32, most.min(mean + spread) as f32);
+        let scale = BINS as f32 / (high - low);
+        if !(low < high && scale.is_finite()) {
+            return None;
+        }
+        let counts = |values: &[f32]| {
+            let mut counts = vec![0u32; BINS];
+            for value in values.iter().filter(|v| !v.is_nan()) {
+                counts[(((value - low) * scale).max(0.0) as usize).min(BINS - 1)] += 1;
+            }
+            counts
+        };
+        Some(Histogram { low, high, before: counts(before), after: counts(after) })
+    }
+}
+
+/// Goes over the blocks of a weight, in runs that fit the first-level cache.
+pub(super) struct Measure {
+    before: Vec<f32>,
+    after: Vec<f32>,
+    /// Every so many runs, so many values are kept.
+    every: usize,
+    take: usize,
+    runs: usize,
+    sample: [Vec<f32>; 2],
+}
+
+impl Measure {
+    /// For a weight of so many elements.
+    pub(super) fn new(elements: usize) -> Measure {
+        let runs = elements.div_ceil(RUN).max(1);
+        let every = runs.div_ceil(PLACES);
+        let take = (SAMPLE / runs.div_ceil(every)).min(RUN);
+        Measure { before: Vec::new(), after: Vec::new(), every, take, runs: 0, sample: Default::default() }
+    }
+
+    /// The picture, of what was added.
+    pub(super) fn histogram(&self) -> Option<Histogram> {
+        let [before, after] = &self.sample;
+        Histogram::of(before, after)
+    }
+
+    pub(super) fn add(&mut self, block: &Block, seen: &mut Seen) {
+        let (now, before) = (&block.now, &block.before);
+        // Integers are finite, their scales need not be.
+        let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
+        seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
+        if now.is(before) && now.affine.is_none() {
+            let zeros = now.zeros();
+            seen.difference.zeros_before += zeros;
+            seen.difference.zeros_after += zeros;
+            return;
+        }
+        let changed = !now.is(before);
+        seen.changed |= changed;
+        let counted = (seen.difference.zeros_before, seen.difference.zeros_after);
+        self.before.resize(RUN, 0.0);
+        self.after.resize(RUN, 0.0);
+        let elements = now.elements();
+        for start in (0..elements).step_by(RUN) {
+            let count = RUN.min(elements - start);
+            let (a, b) = (&mut self.before[..count], &mut self.after[..count]);
+            if before.decode(start, a) && now.decode(start, b) {
+                seen.difference.add(a, b);
+                if changed && self.runs.is_multiple_of(self.every) && self.sample[0].len() < SAMPLE {
+                    let take = self.take.min(count);
+                    self.sample[0].extend_from_slice(&a[..take]);
+                    self.sample[1].extend_from_slice(&b[..take]);
+                }
+                self.runs += 1;
+            }
+        }
+        // Small doubles are zero as the f32 that they are compared in.
+        if before.affine.is_none() && before.dtype == DType::F64 {
+            seen.difference.zeros_before = counted.0 + before.zeros();
+            if now.dtype == DType::F64 {
+                seen.difference.zeros_after = counted.1 + now.zeros();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::View;
+    use super::*;
+
+    #[test]
+    fn the_picture_is_of_a_bounded_sample_from_everywhere() {
+        for elements in [1000, 20_000, 5_000_000] {
+            let before: Vec<f32> = (0..elements).map(|i| i as f32 / elements as f32).collect();
+            let after: Vec<f32> = before.iter().map(|v| if *v < 0.5 { 0.0 } else { *v }).collect();
+            let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
+            let (before, after) = (bytes(&before), bytes(&after));
+            let (mut measure, mut seen) = (Measure::new(elements), Seen::default());
+            for (before, after) in before.chunks(4 << 17).zip(after.chunks(4 << 17)) {
+                measure.add(&Block { now: View::dense(DType::F32, after), before: View::dense(DType::F32, before) }, &mut seen);
+            }
+            let picture = measure.histogram().unwrap();
+            let total = picture.before.iter().sum::<u32>() as usize;
+            assert!(total <= SAMPLE + RUN && total >= elements.min(SAMPLE / 2), "{total} of {elements}");
+            assert_eq!(picture.after.iter().sum::<u32>() as usize, total);
+            assert!(picture.low.abs() < 0.01 && picture.high > 0.98, "{picture:?}");
+            assert!(picture.before.iter().all(|count| *count as usize <= total / BINS + RUN), "{picture:?}");
+            assert!(picture.after[0] as usize >= total * 9 / 20 && picture.after[1] == 0, "{picture:?}");
+        }
+    }
+
+    #[test]
+    fn odd_values_give_a_picture_or_none() {
+        assert_eq!(Histogram::of(&[], &[]), None);
+        assert_eq!(Histogram::of(&[2.0; 9], &[2.0; 9]), None);
+        assert_eq!(Histogram::of(&[f32::NAN; 3], &[0.0; 3]), None);
+        let picture = Histogram::of(&[-1.0, 1.0, f32::INFINITY, f32::NAN], &[-9.0, 9.0, f32::NEG_INFINITY, 0.0]).unwrap();
+        assert_eq!((picture.before.iter().sum::<u32>(), picture.after[0], picture.after[BINS - 1]), (3, 2, 1));
+    }
+}

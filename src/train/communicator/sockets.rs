@@ -1,0 +1,475 @@
+//! Processes over TCP, all connected to rank 0, which adds in the order of ranks: every rank gets the same bits, whoever was first.
+//!
+//! A message is a byte that says what it is, its length, and that many bytes. A rank that fails says why to the others before it
+//! hangs up.
+
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use candle_core::{Device, Tensor};
+
+use super::super::floats;
+use super::{Communicator, Place};
+use crate::error::{Error, Result};
+
+const GREETING: &[u8; 8] = b"compress";
+/// Bytes that are read or written at once.
+const PIECE: usize = 1 << 18;
+/// The most bytes that are taken from a rank which says how many they are.
+const MOST: u64 = 1 << 30;
+/// Time for a connection to say what it is; others wait meanwhile.
+const INTRODUCTION: Duration = Duration::from_secs(5);
+
+const SUM: u8 = 1;
+const BROADCAST: u8 = 2;
+const GATHER: u8 = 3;
+const FAILURE: u8 = 4;
+
+/// One connection.
+struct Peer {
+    rank: usize,
+    address: String,
+    stream: TcpStream,
+    patience: Duration,
+}
+
+impl Peer {
+    fn failed(&self, reason: impl ToString) -> Error {
+        Error::run(format!("rank {} at {}", self.rank, self.address), reason.to_string(), "look at what that process has written last")
+    }
+
+    fn broken(&self, error: &io::Error) -> Error {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.failed(format!("said nothing for {} s", self.patience.as_secs_f64())),
+            io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted | io::ErrorKind::BrokenPipe => {
+                self.failed("has gone")
+            }
+            _ => self.failed(error),
+        }
+    }
+
+    fn send_header(&mut self, kind: u8, length: u64) -> Result<()> {
+        let mut header = [kind; 9];
+        header[1..].copy_from_slice(&length.to_le_bytes());
+        self.send(&header)
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<()> {
+        let Err(error) = self.stream.write_all(bytes) else { return Ok(()) };
+        let silent = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
+        // What it said before it went is the better reason.
+        Err(if silent { self.broken(&error) } else { self.header().err().unwrap_or_else(|| self.broken(&error)) })
+    }
+
+    /// Says why it hangs up; whether that arrives no longer matters.
+    fn refuse(&mut self, reason: &str) {
+        let message = [&[FAILURE], &(reason.len() as u64).to_le_bytes()[..], reason.as_bytes()].concat();
+        let _ = self.stream.set_write_timeout(Some(INTRODUCTION));
+        let _ = self.stream.write_all(&message);
+    }
+
+    fn send_floats(&mut self, floats: &[f32]) -> Result<()> {
+        let mut bytes = Vec::with_capacity(PIECE);
+        for piece in floats.chunks(PIECE / 4) {
+            bytes.clear();
+            bytes.extend(piece.iter().flat_map(|x| x.to_le_bytes()));
+            self.send(&bytes)?;
+        }
+        Ok(())
+    }
+
+    fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
+        let read = self.stream.read_exact(bytes);
+        read.map_err(|e| self.broken(&e))
+    }
+
+    fn header(&mut self) -> Result<(u8, u64)> {
+        let mut header = [0; 9];
+        self.read(&mut header)?;
+        let length = u64::from_le_bytes(std::array::from_fn(|i| header[i + 1]));
+        if header[0] == FAILURE {
+            let reason = self.bytes(length.min(4096))?;
+            return Err(self.failed(format!("has stopped: {}", String::from_utf8_lossy(&reason))));
+        }
+        Ok((header[0], length))
+    }
+
+    fn bytes(&mut self, length: u64) -> Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        let read = (&mut self.stream).take(length).read_to_end(&mut bytes);
+        match read {
+            Err(e) => Err(self.broken(&e)),
+            Ok(read) if (read as u64) < length => Err(self.failed("has gone")),
+            Ok(_) => Ok(bytes),
+        }
+    }
+
+    /// The header of the message that is due.
+    fn due(&mut self, kind: u8, length: Option<u64>) -> Result<u64> {
+        let (other, bytes) = self.header()?;
+        if other != kind || length.is_some_and(|length| length != bytes) || bytes > length.unwrap_or(MOST) {
+            let due = length.map_or(String::new(), |length| format!(" of {length} bytes"));
+            return Err(self.failed(format!("sent {} of {bytes} bytes where {}{due} is due", name(other), name(kind))));
+        }
+        Ok(bytes)
+    }
+
+    /// Reads as many floats and does something with each and its place.
+    fn each_float(&mut self, floats: &mut [f32], each: impl Fn(&mut f32, f32)) -> Result<()> {
+        let mut bytes = vec![0; PIECE.min(4 * floats.len())];
+        for piece in floats.chunks_mut(PIECE / 4) {
+            let bytes = &mut bytes[..4 * piece.len()];
+            self.read(bytes)?;
+            let (words, _) = bytes.as_chunks::<4>();
+            piece.iter_mut().zip(words).for_each(|(own, word)| each(own, f32::from_le_bytes(*word)));
+        }
+        Ok(())
+    }
+}
+
+fn name(kind: u8) -> &'static str {
+    match kind {
+        SUM => "a sum",
+        BROADCAST => "a broadcast",
+        GATHER => "a gathering",
+        _ => "something unknown",
+    }
+}
+
+/// A rank of several that are connected by TCP.
+pub struct Sockets {
+    rank: usize,
+    size: usize,
+    /// Of rank 0 all others, in order; of others rank 0.
+    peers: Vec<Peer>,
+}
+
+fn prepared(stream: &TcpStream, patience: Duration) -> io::Result<()> {
+    stream.set_nonblocking(false)?;
+    stream.set_nodelay(true)?;
+    stream.set_read_timeout(Some(patience))?;
+    stream.set_write_timeout(Some(patience))
+}
+
+impl Sockets {
+    /// Waits for the other ranks, as rank 0, or looks for rank 0, for as long as `patience`; which is also how long a rank may say
+    /// nothing when something of it is due.
+    ///
+    /// # Errors
+    /// Ranks that have not come, by number; an address that cannot be used.
+    pub fn open(place: &Place, patience: Duration) -> Result<Sockets> {
+        let address = (place.address.as_str(), place.port);
+        if place.rank > 0 {
+            return Sockets::join(address, place.rank, place.size, patience);
+        }
+        // The name may be that of a service in front of this machine, which cannot be listened on.
+        let listener = TcpListener::bind(address).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, place.port)));
+        let refused = |e| Error::run(format!("port {} of rank 0", place.port), format!("cannot be listened on: {e}"), "choose another MASTER_PORT");
+        Sockets::host(&listener.map_err(refused)?, place.size, patience)
+    }
+
+    /// Rank 0 behind a listener.
+    ///
+    /// # Errors
+    /// Ranks that have not come in time, by number.
+    pub fn host(listener: &TcpListener, size: usize, patience: Duration) -> Result<Sockets> {
+        let failed = |e: io::Error| Error::run("rank 0", format!("cannot listen: {e}"), "");
+        listener.set_nonblocking(true).map_err(failed)?;
+        let start = Instant::now();
+        let mut found: Vec<Option<Peer>> = (1..size).map(|_| None).collect();
+        while found.iter().any(Option::is_none) {
+            match listener.accept() {
+                Ok((stream, address)) => {
+                    // Whoever else has found the port is not waited for.
+                    if let Some(mut peer) = welcomed(stream, address, size, patience) {
+                        match &mut found[peer.rank - 1] {
+                            Some(_) => peer.refuse(&format!("rank {} is there already", peer.rank)),
+                            place => *place = Some(peer),
+                        }
+                    }
+                }
+                Err(_) if start.elapsed() < patience => sleep(Duration::from_millis(10)),
+                Err(_) => {
+                    let missing: Vec<String> = (1..size).filter(|rank| found[rank - 1].is_none()).map(|rank| rank.to_string()).collect();
+                    let address = listener.local_addr().map_or(String::new(), |address| format!(" to {address}"));
+                    let reason = format!("of {size} have not come{address} within {} s", patience.as_secs_f64());
+                    return Err(Error::run(format!("ranks {}", missing.join(", ")), reason, "start all processes with the same MASTER_ADDR and MASTER_PORT"));
+                }
+            }
+        }
+        let mut host = Sockets { rank: 0, size, peers: found.into_iter().flatten().collect() };
+        host.barrier()?;
+        Ok(host)
+    }
+
+    /// Another rank, which looks for rank 0.
+    ///
+    /// # Errors
+    /// Rank 0 is not there in time, or does not take this rank.
+    pub fn join(address: impl ToSocketAddrs + std::fmt::Debug, rank: usize, size: usize, patience: Duration) -> Result<Sockets> {
+        let start = Instant::now();
+        loop {
+            let found = address.to_socket_addrs().and_then(|mut addresses| {
+                addresses.find_map(|a| TcpStream::connect_timeout(&a, INTRODUCTION).ok()).ok_or(io::ErrorKind::ConnectionRefused.into())
+            });
+            let failed = |e: &io::Error| {
+                let reason = format!("is not there after {} s: {e}", patience.as_secs_f64());
+                Error::run(format!("rank 0 at {address:?}"), reason, "start all processes with the same MASTER_ADDR and MASTER_PORT")
+            };
+            let stream = match found {
+                Ok(stream) => stream,
+                Err(_) if start.elapsed() < patience => {
+                    sleep(Duration::from_millis(50));
+                    continue;
+                }
+                Err(e) => return Err(failed(&e)),
+            };
+            prepared(&stream, patience).map_err(|e| failed(&e))?;
+            let address = stream.peer_addr().map_or(String::new(), |address| address.to_string());
+            let mut host = Peer { rank: 0, address, stream, patience };
+            host.send(GREETING)?;
+            host.send(&(rank as u64).to_le_bytes())?;
+            host.send(&(size as u64).to_le_bytes())?;
+            let mut joined = Sockets { rank, size, peers: vec![host] };
+            joined.barrier()?;
+            return Ok(joined);
+        }
+    }
+
+    /// Where rank 0 is seen, and where it sees the others.
+    pub fn addresses(&self) -> impl Iterator<Item = &str> {
+        self.peers.iter().map(|peer| peer.address.as_str())
+    }
+
+    /// Hangs up after an error, and says why, so that no rank waits for what will not come.
+    fn or_stop<T>(&mut self, done: Result<T>) -> Result<T> {
+        if let Err(error) = &done {
+            let text = error.to_string();
+            for mut peer in self.peers.drain(..) {
+                peer.refuse(&text);
+            }
+        }
+        done
+    }
+
+    fn check(&self) -> Result<()> {
+        match self.peers.is_empty() && self.size > 1 {
+            true => Err(Error::run(format!("rank {}", self.rank), "has lost the others before", "")),
+            false => Ok(()),
+        }
+    }
+
+    fn summed(&mut self, floats: &mut [f32]) -> Result<()> {
+        self.check()?;
+        let length = 4 * floats.len() as u64;
+        if self.rank == 0 {
+            for peer in &mut self.peers {
+                peer.due(SUM, Some(length))?;
+                peer.each_float(floats, |own, other| *own += other)?;
+            }
+        }
+        for peer in &mut self.peers {
+            peer.send_header(SUM, length)?;
+            peer.send_floats(floats)?;
+        }
+        if self.rank > 0 {
+            let host = &mut self.peers[0];
+            host.due(SUM, Some(length))?;
+            host.each_float(floats, |own, other| *own = other)?;
+        }
+        Ok(())
+    }
+
+    fn told(&mut self, floats: &mut [f32], from: usize) -> Result<()> {
+        self.check()?;
+        if from >= self.size {
+            return Err(Error::run(format!("rank {from}"), format!("is none of {}", self.size), ""));
+        }
+        let length = 4 * floats.len() as u64;
+        let own = self.rank;
+        for peer in self.peers.iter_mut().filter(|peer| own != from && (own > 0 || peer.rank == from)) {
+            peer.due(BROADCAST, Some(length))?;
+            peer.each_float(floats, |own, other| *own = other)?;
+        }
+        for peer in self.peers.iter_mut().filter(|peer| own == from || (own == 0 && peer.rank != from)) {
+            peer.send_header(BROADCAST, length)?;
+            peer.send_floats(floats)?;
+        }
+        Ok(())
+    }
+
+    fn gathered(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.check()?;
+        let mut all = Vec::with_capacity(self.size);
+        if self.rank == 0 {
+            all.push(bytes.to_vec());
+            for peer in &mut self.peers {
+                let length = peer.due(GATHER, None)?;
+                all.push(peer.bytes(length)?);
+            }
+            for peer in &mut self.peers {
+                for bytes in &all {
+                    peer.send_header(GATHER, bytes.len() as u64)?;
+                    peer.send(bytes)?;
+                }
+            }
+        } else {
+            let host = &mut self.peers[0];
+            host.send_header(GATHER, bytes.len() as u64)?;
+            host.send(bytes)?;
+            for _ in 0..self.size {
+                let length = host.due(GATHER, None)?;
+                all.push(host.bytes(length)?);
+            }
+        }
+        Ok(all)
+    }
+
+    /// A tensor whose elements a function has replaced.
+    fn replaced(&mut self, tensor: &Tensor, function: impl FnOnce(&mut Sockets, &mut [f32]) -> Result<()>) -> Result<Tensor> {
+        let failed = |e: candle_core::Error| Error::run("a tensor between ranks", e, "");
+        let mut floats = floats::on_host(tensor).and_then(|host| floats::read(&host, |floats| Ok(floats.to_vec()))).map_err(failed)?;
+        let done = function(self, &mut floats);
+        self.or_stop(done)?;
+        let result = || Tensor::from_vec(floats, tensor.dims(), &Device::Cpu)?.to_dtype(tensor.dtype())?.to_device(tensor.device());
+        result().map_err(failed)
+    }
+}
+
+/// The connection of a rank that has introduced itself.
+fn welcomed(stream: TcpStream, address: SocketAddr, size: usize, patience: Duration) -> Option<Peer> {
+    prepared(&stream, INTRODUCTION.min(patience)).ok()?;
+    let mut peer = Peer { rank: 0, address: address.to_string(), stream, patience };
+    let mut introduction = [0; 24];
+    peer.read(&mut introduction).ok()?;
+    let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| introduction[at + i])) as usize;
+    peer.rank = number(8);
+    if introduction[..8] != GREETING[..] || number(16) != size || !(1..size).contains(&peer.rank) {
+        peer.refuse(&format!("it waits for ranks 1 to {} of {size}", size - 1));
+        return None;
+    }
+    prepared(&peer.stream, patience).ok()?;
+    Some(peer)
+}
+
+impl Communicator for Sockets {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn sum(&mut self, tensor: &Tensor) -> Result<Tensor> {
+        self.replaced(tensor, Sockets::summed)
+    }
+
+    fn broadcast(&mut self, tensor: &Tensor, from: usize) -> Result<Tensor> {
+        self.replaced(tensor, |sockets, floats| sockets.told(floats, from))
+    }
+
+    fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let done = self.gathered(bytes);
+        self.or_stop(done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{SECOND, together, together_within};
+    use super::*;
+    use std::thread;
+
+    fn numbers(rank: usize) -> Tensor {
+        let values: Vec<f32> = (0..200_000).map(|i| ((i * 7919 + rank * 104_729) % 1000) as f32 / 7.0 - 70.0).collect();
+        Tensor::from_vec(values, (2, 100_000), &Device::Cpu).unwrap()
+    }
+
+    #[test]
+    fn every_rank_gets_the_same_bits() {
+        for size in [2, 3] {
+            let all = together(size, |mut sockets| {
+                sleep(Duration::from_millis(7 * (size - sockets.rank()) as u64));
+                sockets.sum(&numbers(sockets.rank()))
+            });
+            let mut expected = numbers(0);
+            (1..size).for_each(|rank| expected = (&expected + numbers(rank)).unwrap());
+            for sum in all {
+                assert_eq!(sum.unwrap().to_vec2::<f32>().unwrap(), expected.to_vec2::<f32>().unwrap());
+            }
+        }
+    }
+
+    #[test]
+    fn tensors_and_bytes_reach_all() {
+        let all = together(3, |mut sockets| {
+            let own = numbers(sockets.rank());
+            let told = (0..3).map(|from| sockets.broadcast(&own, from)).collect::<Result<Vec<_>>>()?;
+            sockets.barrier()?;
+            Ok((told, sockets.gather_bytes(&vec![b'x'; sockets.rank()])?))
+        });
+        for one in all {
+            let (told, bytes) = one.unwrap();
+            for (from, tensor) in told.iter().enumerate() {
+                assert_eq!(tensor.to_vec2::<f32>().unwrap(), numbers(from).to_vec2::<f32>().unwrap());
+            }
+            assert_eq!(bytes, [&b""[..], b"x", b"xx"]);
+        }
+    }
+
+    #[test]
+    fn a_rank_that_goes_is_named_to_all() {
+        let all = together(3, |mut sockets| {
+            if sockets.rank() == 2 {
+                return Ok(());
+            }
+            let error = sockets.sum(&numbers(0)).unwrap_err();
+            assert!(sockets.barrier().is_err());
+            Err(error)
+        });
+        for error in all.into_iter().take(2) {
+            let text = error.unwrap_err().to_string();
+            assert!(text.contains("rank 2 at 127.0.0.1:") && text.contains("has gone"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_silent_rank_is_named() {
+        let all = together_within(SECOND, 2, |mut sockets| {
+            if sockets.rank() == 1 {
+                sleep(SECOND + SECOND / 2);
+                return Ok(());
+            }
+            sockets.barrier()
+        });
+        let text = all.into_iter().next().unwrap().unwrap_err().to_string();
+        assert!(text.contains("rank 1 at") && text.contains("nothing for 1 s"), "{text}");
+    }
+
+    #[test]
+    fn ranks_out_of_step_are_named() {
+        let all = together(2, |mut sockets| if sockets.rank() == 1 { sockets.barrier() } else { sockets.sum(&numbers(0)).map(drop) });
+        let texts: Vec<String> = all.into_iter().map(|error| error.unwrap_err().to_string()).collect();
+        assert!(texts[0].contains("rank 1 at") && texts[0].contains("a gathering of 0 bytes where a sum of 800000 bytes"), "{texts:?}");
+        assert!(texts[1].contains("rank 0 at") && texts[1].contains("a sum"), "{texts:?}");
+    }
+
+    #[test]
+    fn who_does_not_come_is_named() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        // A stranger is not taken for a rank, nor is one of another run.
+        let mut stranger = TcpStream::connect(address).unwrap();
+        stranger.write_all(&[0; 24]).unwrap();
+        let other = thread::spawn(move || Sockets::join(address, 1, 5, SECOND).err().unwrap().to_string());
+        let text = Sockets::host(&listener, 3, SECOND).err().unwrap().to_string();
+        assert!(text.contains("ranks 1, 2") && text.contains(&address.to_string()), "{text}");
+        assert!(other.join().unwrap().contains("ranks 1 to 2 of 3"));
+        drop(listener);
+        let text = Sockets::join(address, 1, 2, SECOND / 10).err().unwrap().to_string();
+        assert!(text.contains("rank 0 at") && text.contains(&address.to_string()), "{text}");
+    }
+}

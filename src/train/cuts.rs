@@ -1,0 +1,28 @@
+//! Where segments begin that are computed again on the way back.
+
+use std::collections::BTreeMap;
+
+use super::Checkpointing;
+use crate::analysis;
+use crate::ir::{Graph, Op};
+
+/// Positions of nodes: the beginnings of layers that repeat, or of residual blocks where there is no attention.
+pub(super) fn cuts(graph: &Graph, which: Checkpointing) -> Vec<usize> {
+    let every = match which {
+        Checkpointing::None => return Vec::new(),
+        Checkpointing::Blocks => 1,
+        Checkpointing::Every(layers) => layers.max(1),
+    };
+    blocks(graph).into_iter().step_by(every).collect()
+}
+
+fn blocks(graph: &Graph) -> Vec<usize> {
+    let nodes = graph.nodes();
+    if let Some(layers) = analysis::layers(graph) {
+        let place: BTreeMap<&str, usize> = nodes.iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
+        let first = |layer: &analysis::Layer| layer.nodes.iter().filter_map(|name| place.get(name.as_str()).copied()).min();
+        return layers.layers.iter().filter_map(first).collect();
+    }
+    // Behind each sum of two branches only the sum is read.
+    nodes.iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Add(_))).map(|(index, _)| index + 1).filter(|index| *index < nodes.len()).collect()
+}

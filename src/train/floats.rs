@@ -1,0 +1,114 @@
+//! Tensors in host memory as slices that are read and changed where they lie.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use rayon::prelude::*;
+
+/// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
+pub(super) const CHUNK: usize = 1 << 14;
+
+/// A type of elements that are changed in place.
+pub(super) trait Element: Sized {
+    fn of(storage: &mut CpuStorage) -> Option<&mut [Self]>;
+}
+
+impl Element for f32 {
+    fn of(storage: &mut CpuStorage) -> Option<&mut [f32]> {
+        if let CpuStorage::F32(values) = storage { Some(values) } else { None }
+    }
+}
+
+impl Element for u8 {
+    fn of(storage: &mut CpuStorage) -> Option<&mut [u8]> {
+        if let CpuStorage::U8(values) = storage { Some(values) } else { None }
+    }
+}
+
+struct Change<T, F> {
+    function: Cell<Option<F>>,
+    element: PhantomData<T>,
+}
+
+impl<T: Element, F: FnOnce(&mut [T]) -> Result<()>> InplaceOp1 for Change<T, F> {
+    fn name(&self) -> &'static str {
+        "change"
+    }
+
+    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+        let values = layout.contiguous_offsets().and_then(|(start, end)| T::of(storage)?.get_mut(start..end));
+        match (values, self.function.take()) {
+            (Some(values), Some(function)) => function(values),
+            _ => bail!("it does not lie in one piece, or is of another type"),
+        }
+    }
+}
+
+/// Calls a function with the elements of a tensor in host memory. Others that share the memory see the change.
+///
+/// # Errors
+/// The tensor is on another device, has another type or gaps; or the function's.
+pub(super) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+    tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
+}
+
+/// Calls a function with the elements of an f32 tensor in host memory that has no gaps.
+///
+/// # Errors
+/// The tensor is none of that; or the function's.
+pub(super) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    let (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
+        bail!("not f32 in one piece of host memory")
+    };
+    match values.get(start..end) {
+        Some(values) => function(values),
+        None => bail!("it is longer than its memory"),
+    }
+}
+
+/// The tensor as f32 in one piece of host memory; itself where it is that.
+pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
+}
+
+/// Puts other elements into a tensor, on whichever device.
+pub(super) fn assign(tensor: &Tensor, value: &Tensor) -> Result<()> {
+    if tensor.dims() != value.dims() || !tensor.is_contiguous() {
+        bail!("{:?} cannot take the place of {:?}", value.dims(), tensor.dims());
+    }
+    let value = value.to_device(tensor.device())?.to_dtype(tensor.dtype())?;
+    tensor.flatten_all()?.slice_set(&value.flatten_all()?.contiguous()?, 0, 0)
+}
+
+/// Sum of squares; the same with any number of threads.
+pub(super) fn squares(values: &[f32]) -> f64 {
+    values.par_chunks(CHUNK).map(crate::kernel::update::squares).collect::<Vec<_>>().iter().sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_stay() {
+        let tensor = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
+        let rows = tensor.narrow(0, 1, 1).unwrap();
+        let fill = |values: &mut [f32]| {
+            values.fill(2.0);
+            Ok(())
+        };
+        change(&rows, fill).unwrap();
+        assert_eq!(tensor.to_vec2::<f32>().unwrap(), [[0.0; 3], [2.0; 3]]);
+        assert_eq!(read(&tensor, |values| Ok(squares(values))).unwrap(), 12.0);
+        assert!(change(&tensor.t().unwrap(), fill).is_err());
+        assert!(change::<u8>(&tensor, |_| Ok(())).is_err());
+        assign(&tensor, &tensor.ones_like().unwrap()).unwrap();
+        assert_eq!(read(&rows, |values| Ok(values.to_vec())).unwrap(), [1.0; 3]);
+        assert!(assign(&tensor, &rows).is_err());
+        let scalar = Tensor::new(1f32, &Device::Cpu).unwrap();
+        assign(&scalar, &Tensor::new(3f32, &Device::Cpu).unwrap()).unwrap();
+        assert_eq!(scalar.to_scalar::<f32>().unwrap(), 3.0);
+    }
+}

@@ -1,0 +1,264 @@
+//! Soft targets (Hinton et al., *Distilling the Knowledge in a Neural Network*, 2015) and hard ones, over logits that may
+//! never be whole in memory: where a linear layer makes them, they are made, used and forgotten a few rows at a time.
+
+use std::collections::BTreeMap;
+
+use candle_core::{D, DType, Device, Tensor};
+
+use super::{Said, mask};
+use crate::data::{Batch, Truth};
+use crate::error::{Error, Result};
+use crate::exec::Parameters;
+use crate::ir::ops::{Backward, Linear, Mode, OpSpec, Saved};
+
+/// Logits that are in memory at a time.
+const CHUNK: usize = 1 << 24;
+
+/// A linear layer that makes logits.
+#[derive(Debug, Clone)]
+pub struct Head {
+    /// The value that it reads, `[batch, sequence, width]`.
+    pub input: String,
+    /// Its weight and its bias.
+    pub parameters: Vec<String>,
+    /// How the weight lies.
+    pub op: Linear,
+}
+
+/// Where logits come from.
+#[derive(Debug, Clone)]
+pub enum Source {
+    /// A value of the graph.
+    Value(String),
+    /// A layer that is computed row by row.
+    Head(Head),
+}
+
+impl Source {
+    /// The value of the graph that is read.
+    pub fn value(&self) -> &String {
+        match self {
+            Source::Value(name) => name,
+            Source::Head(head) => &head.input,
+        }
+    }
+
+    /// Logits of rows.
+    fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
+        match self {
+            Source::Value(_) => Ok(rows.clone()),
+            Source::Head(head) => head.op.eval(&head.operands(rows, parameters)?, Mode::Infer),
+        }
+    }
+}
+
+impl Head {
+    fn operands(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Vec<Tensor>> {
+        std::iter::once(Ok(rows.clone())).chain(self.parameters.iter().map(|name| parameters.get(name))).collect()
+    }
+}
+
+/// Losses over logits.
+#[derive(Debug, Clone)]
+pub struct Logits {
+    /// Weight and temperature.
+    pub soft: Option<(f64, f64)>,
+    /// Weight and label smoothing.
+    pub hard: Option<(f64, f64)>,
+    /// The student's logits.
+    pub student: Source,
+    /// The teacher's.
+    pub teacher: Option<Source>,
+    /// Columns that both have.
+    pub classes: usize,
+    /// Whether every token has logits.
+    pub by_token: bool,
+}
+
+/// Rows of logits that count, and the class of each.
+struct Rows {
+    indices: Vec<u32>,
+    targets: Vec<u32>,
+}
+
+impl Logits {
+    /// How many rows the samples hold.
+    ///
+    /// # Errors
+    /// The samples have no labels where they are needed.
+    pub fn items(&self, batch: &Batch) -> Result<f64> {
+        Ok(self.rows(batch)?.indices.len() as f64)
+    }
+
+    fn rows(&self, batch: &Batch) -> Result<Rows> {
+        let missing = |what: &str| Error::option("losses: hard", format!("needs {what}"));
+        if !self.by_token {
+            let targets = match (&batch.truth, self.hard) {
+                (Truth::Classes(classes), Some(_)) => classes.iter().map(|class| *class as u32).collect(),
+                (_, Some(_)) => return Err(missing("the class of every sample: name `label_column`, or the file of `labels`")),
+                (_, None) => Vec::new(),
+            };
+            if let Some(class) = targets.iter().find(|class| **class as usize >= self.classes) {
+                return Err(Error::option("losses: hard", format!("class {class} is out of range, the model tells {} apart", self.classes)));
+            }
+            return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets });
+        }
+        let ids = batch.inputs.get("input_ids").ok_or_else(|| missing("the model's `input_ids`"))?;
+        let read = || ids.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec2::<i64>();
+        let ids = read().map_err(|e| Error::computed("input `input_ids`", e))?;
+        let sequence = ids.first().map_or(0, Vec::len);
+        let place = |sample: usize, at: usize| (sample * sequence + at) as u32;
+        let mut rows = Rows { indices: Vec::new(), targets: Vec::new() };
+        if let Truth::Next(ranges) = &batch.truth {
+            for (sample, range) in ranges.iter().enumerate() {
+                for at in range.clone() {
+                    rows.indices.push(place(sample, at - 1));
+                    rows.targets.push(ids[sample][at] as u32);
+                }
+            }
+            return Ok(rows);
+        }
+        if self.hard.is_some() {
+            return Err(missing("tokens to predict: `task: language-modelling`"));
+        }
+        let kept = mask::of(batch, &Device::Cpu).and_then(|mask| mask.map(|mask| mask.to_vec2::<f32>()).transpose());
+        let kept = kept.map_err(|e| Error::computed("input `attention_mask`", e))?;
+        for sample in 0..ids.len() {
+            rows.indices.extend((0..sequence).filter(|at| kept.as_ref().is_none_or(|kept| kept[sample][*at] != 0.0)).map(|at| place(sample, at)));
+        }
+        Ok(rows)
+    }
+
+    /// Adds what the losses say; `items` are those of the whole step, `scale` multiplies gradients only.
+    ///
+    /// # Errors
+    /// Labels are missing or out of range, or memory runs out.
+    #[allow(clippy::too_many_arguments)]
+    pub fn add(
+        &self,
+        said: &mut Said,
+        student: (&BTreeMap<String, Tensor>, &Parameters),
+        teacher: (&BTreeMap<String, Tensor>, Option<&Parameters>),
+        batch: &Batch,
+        trained: &dyn Fn(&str) -> bool,
+        (items, scale): (f64, f64),
+    ) -> Result<()> {
+        let rows = self.rows(batch)?;
+        let missing = |name: &str| Error::graph(format!("graph value `{name}`"), "is not among the outputs");
+        let ours = student.0.get(self.student.value()).ok_or_else(|| missing(self.student.value()))?;
+        let theirs = match &self.teacher {
+            Some(source) if self.soft.is_some() => Some((source, teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?)),
+            _ => None,
+        };
+        let mut compute = || {
+            let flat = |value: &Tensor| value.contiguous()?.flatten_to(value.rank() - 2);
+            let (values, theirs) = (flat(ours)?, theirs.map(|(source, value)| Ok::<_, candle_core::Error>((source, flat(value)?))).transpose()?);
+            let count = (CHUNK / self.classes.max(1)).max(1);
+            let mut gradient = values.zeros_like()?;
+            let mut weights: Vec<(String, Tensor)> = Vec::new();
+            for (number, indices) in rows.indices.chunks(count).enumerate() {
+                let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
+                let whole = indices.len() == values.dim(0)?;
+                let places = Tensor::new(indices, values.device())?;
+                let pick = |from: &Tensor| if whole { Ok(from.clone()) } else { from.index_select(&places, 0) };
+                let hidden = pick(&values)?;
+                let logits = self.student.logits(&hidden, student.1)?;
+                let soft = match (&theirs, teacher.1) {
+                    (Some((source, value)), Some(parameters)) => {
+                        let rows = pick(value)?;
+                        // Another teacher's value may be 16 bits wide.
+                        Some(source.logits(&rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)?)
+                    }
+                    _ => None,
+                };
+                let along = self.gradient(said, &logits, soft.as_ref(), targets, items)?;
+                let along = (along * scale)?.to_dtype(values.dtype())?;
+                let back = match &self.student {
+                    Source::Value(_) => along,
+                    Source::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
+                };
+                gradient = if whole { back } else { gradient.index_add(&places, &back, 0)? };
+            }
+            said.parameters.append(&mut weights);
+            said.add_value(self.student.value(), gradient.reshape(ours.dims())?)
+        };
+        compute().map_err(|e: candle_core::Error| Error::computed("losses over logits", e))
+    }
+
+    /// The gradient of the losses with respect to logits `[rows, columns]`.
+    fn gradient(&self, said: &mut Said, logits: &Tensor, teacher: Option<&Tensor>, targets: &[u32], items: f64) -> candle_core::Result<Tensor> {
+        let columns = logits.dim(1)?;
+        let wide = logits.to_dtype(DType::F32)?;
+        let known = wide.narrow(1, 0, self.classes)?.contiguous()?;
+        let items = items.max(1.0);
+        let mut sum: Option<Tensor> = None;
+        let mut add = |part: Tensor| {
+            sum = Some(match sum.take() {
+                Some(other) => (other + part)?,
+                None => part,
+            });
+            Ok::<_, candle_core::Error>(())
+        };
+        if let (Some((weight, temperature)), Some(teacher)) = (self.soft, teacher) {
+            let ours = log_softmax(&(&known / temperature)?)?;
+            let theirs = log_softmax(&(teacher / temperature)?)?;
+            let target = theirs.exp()?;
+            let loss = (&target * (theirs - &ours)?)?.sum_all()?.to_scalar::<f32>()?;
+            let squared = temperature * temperature;
+            *said.losses.entry("soft").or_default() += f64::from(loss) * squared / items;
+            add(((ours.exp()? - target)? * (weight * temperature / items))?)?;
+        }
+        if let Some((weight, smoothing)) = self.hard {
+            let ours = log_softmax(&known)?;
+            let places = Tensor::new(targets, logits.device())?.unsqueeze(1)?;
+            let chosen = ours.gather(&places, 1)?;
+            let even = smoothing / self.classes as f64;
+            let loss = f64::from(chosen.sum_all()?.to_scalar::<f32>()?) * (1.0 - smoothing) + f64::from(ours.sum_all()?.to_scalar::<f32>()?) * even;
+            *said.losses.entry("hard").or_default() -= loss / items;
+            let at = Tensor::full((1.0 - smoothing) as f32, places.shape(), logits.device())?;
+            let wanted = Tensor::full(even as f32, known.shape(), logits.device())?.scatter_add(&places, &at, 1)?;
+            add(((ours.exp()? - wanted)? * (weight / items))?)?;
+        }
+        let gradient = match sum {
+            Some(gradient) => gradient,
+            None => known.zeros_like()?,
+        };
+        if self.classes == columns { Ok(gradient) } else { gradient.pad_with_zeros(1, 0, columns - self.classes) }
+    }
+}
+
+/// Logarithms of probabilities, row by row.
+fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
+    let moved = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?;
+    let sums = moved.exp()?.sum_keepdim(D::Minus1)?.log()?;
+    moved.broadcast_sub(&sums)
+}
+
+impl Head {
+    /// The gradient with respect to the rows that the layer reads; those of its parameters are added up.
+    fn back(
+        &self,
+        rows: &Tensor,
+        gradient: &Tensor,
+        parameters: &Parameters,
+        trained: &dyn Fn(&str) -> bool,
+        sums: &mut Vec<(String, Tensor)>,
+    ) -> candle_core::Result<Tensor> {
+        let inputs: Vec<Saved> = self.operands(rows, parameters)?.into_iter().map(Saved::whole).collect();
+        let wanted: Vec<bool> = std::iter::once(true).chain(self.parameters.iter().map(|name| trained(name))).collect();
+        let output = Saved::shape(gradient.dims());
+        let mut found = self.op.backward(&Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted })?.into_iter();
+        let back = found.next().flatten();
+        for (name, gradient) in self.parameters.iter().zip(found) {
+            let Some(gradient) = gradient else { continue };
+            match sums.iter_mut().find(|(other, _)| other == name) {
+                Some((_, sum)) => *sum = (&*sum + gradient)?,
+                None => sums.push((name.clone(), gradient)),
+            }
+        }
+        match back {
+            Some(back) => Ok(back),
+            None => candle_core::bail!("a linear layer gave no gradient"),
+        }
+    }
+}

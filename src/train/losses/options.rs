@@ -1,0 +1,235 @@
+//! Losses as they stand in a recipe: a number is a weight.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::str::FromStr;
+
+use serde::de::{self, Deserializer, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How far two vectors are apart.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Distance {
+    /// Mean of squared differences
+    #[default]
+    Mse,
+    /// One less the cosine
+    Cosine,
+}
+
+/// What of an attention layer is compared.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum AttentionTarget {
+    /// Who looks where, head by head
+    #[default]
+    Maps,
+    /// Relations among queries, among keys and among values of the last layer (MiniLMv2)
+    Relations,
+}
+
+macro_rules! losses {
+    ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* })+) => {
+        $(
+            $(#[$doc])*
+            #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+            #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+            #[serde(deny_unknown_fields, default)]
+            pub struct $name {
+                /// What the loss is multiplied with
+                pub weight: f64,
+                $($(#[$field_doc])* pub $field: $type,)*
+            }
+
+            impl Default for $name {
+                fn default() -> Self {
+                    Self { weight: 1.0, $($field: $default,)* }
+                }
+            }
+
+            impl From<f64> for $name {
+                fn from(weight: f64) -> Self {
+                    Self { weight, ..Self::default() }
+                }
+            }
+        )+
+    };
+}
+
+losses! {
+    /// Soft targets: the teacher's distribution over classes or tokens.
+    SoftLoss {
+        /// What logits are divided by
+        temperature: f64 = 2.0,
+    }
+    /// Hard targets: labels, or the next token.
+    HardLoss {
+        /// Part of the probability that goes to all classes evenly
+        label_smoothing: f64 = 0.0,
+    }
+    /// Hidden states, layer by layer.
+    HiddenLoss {
+        /// How far is far
+        distance: Distance = Distance::Mse,
+        /// Pairs of layers, the student's and the teacher's, from 0 [default: evenly spread, last to last]
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        layers: Vec<(usize, usize)> = Vec::new(),
+        /// Pairs of values of the two graphs, by name, where there are no layers that repeat
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        values: Vec<(String, String)> = Vec::new(),
+    }
+    /// Attention, layer by layer, or relations of the last layer.
+    AttentionLoss {
+        /// What is compared
+        target: AttentionTarget = AttentionTarget::Maps,
+        /// Pairs of layers, the student's and the teacher's, from 0 [default: evenly spread; relations: the last ones]
+        #[serde(skip_serializing_if = "Vec::is_empty")]
+        layers: Vec<(usize, usize)> = Vec::new(),
+        /// Heads that relations are split into [default: as many as the teacher has]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        relation_heads: Option<usize> = None,
+    }
+    /// Embeddings of whole samples.
+    EmbeddingLoss {
+        /// How far is far
+        distance: Distance = Distance::Cosine,
+        /// The output that is the embedding [default: the only one that is a vector for each sample]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        output: Option<String> = None,
+    }
+}
+
+/// Losses and their weights: a number alone is a weight.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Losses {
+    /// The teacher's distribution over classes or tokens
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Form<SoftLoss>>"))]
+    pub soft: Option<SoftLoss>,
+    /// Labels, or the next token
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Form<HardLoss>>"))]
+    pub hard: Option<HardLoss>,
+    /// Hidden states
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Form<HiddenLoss>>"))]
+    pub hidden: Option<HiddenLoss>,
+    /// Attention
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Form<AttentionLoss>>"))]
+    pub attention: Option<AttentionLoss>,
+    /// Embeddings of whole samples
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "weighted")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Form<EmbeddingLoss>>"))]
+    pub embedding: Option<EmbeddingLoss>,
+}
+
+impl Losses {
+    /// Whether none is named.
+    pub fn is_empty(&self) -> bool {
+        *self == Losses::default()
+    }
+
+    /// Holds the values to what they may be.
+    ///
+    /// # Errors
+    /// The first that cannot be.
+    pub fn check(&self) -> Result<()> {
+        let wrong = |name: &str, reason: &str| Err(Error::option(format!("losses: {name}"), reason));
+        let weights = [
+            ("soft", self.soft.as_ref().map(|l| l.weight)),
+            ("hard", self.hard.as_ref().map(|l| l.weight)),
+            ("hidden", self.hidden.as_ref().map(|l| l.weight)),
+            ("attention", self.attention.as_ref().map(|l| l.weight)),
+            ("embedding", self.embedding.as_ref().map(|l| l.weight)),
+        ];
+        if let Some((name, _)) = weights.iter().find(|(_, weight)| weight.is_some_and(|weight| !(weight.is_finite() && weight >= 0.0))) {
+            return wrong(name, "the weight must be a number from 0 on");
+        }
+        if self.soft.as_ref().is_some_and(|soft| !(soft.temperature.is_finite() && soft.temperature > 0.0)) {
+            return wrong("soft", "the temperature must be a number above 0");
+        }
+        if self.hard.as_ref().is_some_and(|hard| !(0.0..1.0).contains(&hard.label_smoothing)) {
+            return wrong("hard", "`label_smoothing` must be from 0 to 1, 1 left out");
+        }
+        if self.attention.as_ref().is_some_and(|attention| attention.relation_heads == Some(0)) {
+            return wrong("attention", "`relation_heads` must be at least 1");
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for Losses {
+    type Err = String;
+
+    /// As in a recipe, `{ soft: 0.5, hard: 0.5 }`, or `soft=0.5,hard=0.5`.
+    fn from_str(text: &str) -> std::result::Result<Self, String> {
+        let yaml = if text.contains('{') { text.to_owned() } else { format!("{{ {} }}", text.replace('=', ": ")) };
+        serde_saphyr::from_str(&yaml).map_err(|e| e.to_string())
+    }
+}
+
+/// A number, or a map.
+#[cfg(feature = "cli")]
+#[derive(schemars::JsonSchema)]
+#[serde(untagged)]
+#[allow(dead_code)]
+enum Form<T> {
+    Weight(f64),
+    Options(T),
+}
+
+fn weighted<'de, T: Deserialize<'de> + From<f64>, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Option<T>, D::Error> {
+    struct Either<T>(PhantomData<T>);
+    impl<'de, T: Deserialize<'de> + From<f64>> Visitor<'de> for Either<T> {
+        type Value = Option<T>;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str("a weight, or the options of the loss")
+        }
+
+        fn visit_f64<E: de::Error>(self, value: f64) -> std::result::Result<Self::Value, E> {
+            Ok(Some(T::from(value)))
+        }
+
+        fn visit_u64<E: de::Error>(self, value: u64) -> std::result::Result<Self::Value, E> {
+            Ok(Some(T::from(value as f64)))
+        }
+
+        fn visit_i64<E: de::Error>(self, value: i64) -> std::result::Result<Self::Value, E> {
+            Ok(Some(T::from(value as f64)))
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, map: A) -> std::result::Result<Self::Value, A::Error> {
+            T::deserialize(de::value::MapAccessDeserializer::new(map)).map(Some)
+        }
+    }
+    deserializer.deserialize_any(Either(PhantomData))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_is_a_weight() {
+        let losses: Losses = serde_saphyr::from_str("{ soft: { weight: 0.5, temperature: 4 }, hard: 1, hidden: { layers: [[0, 1], [2, 5]] } }").unwrap();
+        assert_eq!(losses.soft, Some(SoftLoss { weight: 0.5, temperature: 4.0 }));
+        assert_eq!(losses.hard, Some(HardLoss::from(1.0)));
+        assert_eq!(losses.hidden.unwrap().layers, [(0, 1), (2, 5)]);
+        assert_eq!("soft=0.5,embedding=2".parse::<Losses>().unwrap().embedding, Some(EmbeddingLoss::from(2.0)));
+        for text in ["{ sort: 1 }", "{ soft: { heat: 1 } }", "{ soft: hot }"] {
+            assert!(text.parse::<Losses>().is_err(), "{text}");
+        }
+        for text in ["soft=-1", "{ soft: { temperature: 0 } }", "{ hard: { label_smoothing: 1 } }"] {
+            assert!(text.parse::<Losses>().unwrap().check().is_err(), "{text}");
+        }
+    }
+}

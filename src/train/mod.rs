@@ -1,0 +1,32 @@
+//! Training: a student learns from a teacher, from labels, or from both, in one process or several.
+
+pub mod average;
+pub mod checkpoint;
+pub mod clip;
+pub mod communicator;
+mod cuts;
+mod floats;
+mod forecast;
+mod log;
+pub mod losses;
+mod memory;
+mod objective;
+pub mod optimizer;
+mod options;
+mod run;
+pub mod schedule;
+mod step;
+mod teacher;
+mod team;
+mod weights;
+
+pub use forecast::{Forecast, forecast};
+pub use objective::Objective;
+pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, Training};
+#[cfg(feature = "cli")]
+pub(crate) use options::{batch_size_schema, losses_or_none};
+pub(crate) use options::{training_fields, training_pass};
+pub use run::{Evaluation, Row, Surroundings, Trained, Trainer};
+pub use teacher::Teacher;
+pub use team::Team;
+pub use weights::Weights;

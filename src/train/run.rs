@@ -1,0 +1,435 @@
+//! The loop: batches in, steps of the optimizer, checkpoints and evaluations in between.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use super::average::Average;
+use super::checkpoint::{self, Position, Tensors};
+use super::memory::Timeline;
+use super::optimizer::{self, Optimizer};
+use super::step::{Step, Stepper};
+use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
+use crate::data::{Batch, DataSet, Order};
+use crate::error::{Error, Result};
+use crate::evaluation::{Score, lower_is_better};
+use crate::exec::{Ledger, Purpose};
+use crate::ir::Graph;
+use crate::store::{Event, Sweep, Unit};
+
+/// Figures of one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// Counted from 1.
+    pub step: u64,
+    /// Times that the data had been gone through.
+    pub epoch: u64,
+    /// The weighted sum of losses.
+    pub loss: f64,
+    /// Each loss alone.
+    pub losses: BTreeMap<String, f64>,
+    /// Of this step.
+    pub learning_rate: f64,
+    /// Of all gradients, before they were clipped; none where they were too large for 16-bit floats and the step was left out.
+    pub gradient_norm: Option<f64>,
+    /// Including all waiting.
+    pub samples_per_second: f64,
+    /// Part of the time that the step waited for its samples.
+    pub waited: f64,
+}
+
+/// A score on the way.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Steps that were done.
+    pub step: u64,
+    /// What was measured.
+    pub metric: String,
+    /// Its value.
+    pub value: f64,
+}
+
+/// Scores weights.
+pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
+
+/// What training needs from outside.
+pub struct Surroundings<'a> {
+    /// Progress and the wish to stop.
+    pub sweep: Sweep<'a>,
+    /// Start of every random choice.
+    pub seed: u64,
+    /// Where checkpoints lie, if anywhere.
+    pub folder: Option<PathBuf>,
+    /// Whether to go on from a checkpoint.
+    pub resume: bool,
+    /// What is trained, on what, and how: a hash.
+    pub identity: String,
+    /// Scores weights on the evaluation data, if there is any.
+    pub evaluate: Option<Evaluate<'a>>,
+}
+
+/// A training, ready to run.
+pub struct Trainer<'a> {
+    /// How it goes.
+    pub options: &'a Training,
+    /// The part of the student's graph that losses depend on.
+    pub graph: &'a Graph,
+    /// What it learns from.
+    pub teacher: Option<&'a Teacher>,
+    /// What it makes small.
+    pub objective: &'a Objective,
+    /// Its samples.
+    pub data: &'a DataSet,
+    /// Samples that are read together.
+    pub batch: usize,
+    /// Where it runs.
+    pub device: &'a Device,
+    /// Accounts of memory.
+    pub ledger: &'a Ledger,
+    /// Other processes that train with this one.
+    pub team: &'a Team,
+    /// Everything else.
+    pub around: Surroundings<'a>,
+}
+
+/// What came of it.
+pub struct Trained {
+    /// Weights to write.
+    pub state: Tensors,
+    /// Figures of all steps, thinned out.
+    pub curve: Vec<Row>,
+    /// Scores on the way.
+    pub evaluations: Vec<Evaluation>,
+    /// Memory over time.
+    pub timeline: Timeline,
+    /// Steps taken.
+    pub steps: u64,
+    /// Plain words for the report.
+    pub notes: Vec<String>,
+}
+
+/// Rows of the curve that the report keeps.
+const ROWS: usize = 400;
+/// Checkpoints when nothing is said.
+const USUAL: Every = Every::Minutes(10.0);
+
+struct State<'a> {
+    position: Position,
+    weights: &'a mut Weights,
+    optimizer: Box<dyn Optimizer>,
+    average: Option<Average>,
+    best: Option<Tensors>,
+    total: u64,
+    /// Batches of this process in one go through the data.
+    batches: usize,
+    saved: Instant,
+    waited: Duration,
+    busy: Duration,
+    log: Option<super::log::Log>,
+}
+
+impl Trainer<'_> {
+    /// Trains.
+    ///
+    /// # Errors
+    /// Samples do not fit, the loss is not finite, memory is too small for a single sample, or the work is interrupted; then
+    /// it can go on from the last checkpoint.
+    pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
+        let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
+        let home = if self.options.offload.contains(&Offload::Optimizer) { Device::Cpu } else { self.device.clone() };
+        self.team.agree(&self.around.identity)?;
+        let order = Order { batch: Some(self.batch), ..Order::default() };
+        // Processes that train together go through equally many batches.
+        let batches = if self.options.max_steps.is_none() || self.team.size() > 1 { self.team.part_of(self.data.batches(order)?.max(1))? } else { usize::MAX };
+        let total = match (self.options.max_steps, self.options.epochs) {
+            (Some(steps), _) => steps,
+            (None, epochs) => (batches as u64 * epochs.unwrap_or(1)).div_ceil(self.options.gradient_accumulation as u64).max(1),
+        };
+        if self.options.shard_optimizer && self.team.size() > 1 {
+            self.team.share_out(&weights.trained);
+        }
+        let mut state = State {
+            batches,
+            position: Position { identity: self.around.identity.clone(), scale: (super::step::FIRST_SCALE, 0), ..Position::default() },
+            optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
+            average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
+            weights,
+            best: None,
+            total,
+            saved: Instant::now(),
+            waited: Duration::ZERO,
+            busy: Duration::ZERO,
+            log: None,
+        };
+        self.restore(&mut state)?;
+        if let Some(folder) = self.around.folder.as_ref().filter(|_| self.team.rank() == 0) {
+            state.log = Some(super::log::Log::open(folder, state.position.step)?);
+        }
+        let mut timeline = Timeline::new();
+        let mut stepper = Stepper::new(self, state.position.part);
+        self.around.sweep.progress.on(Event::Begin { stage: "Training", total, unit: Unit::Steps });
+        self.around.sweep.advance(state.position.step)?;
+        let done = self.epochs(&mut state, &mut stepper, &mut timeline);
+        self.around.sweep.progress.on(Event::End);
+        done?;
+        self.finish(state, stepper, timeline)
+    }
+
+    fn epochs(&self, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
+        let mut pending: Vec<Batch> = Vec::new();
+        while state.position.step < state.total {
+            let shuffle = self.around.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(state.position.epoch);
+            let order = Order { batch: Some(self.batch), shuffle: Some(shuffle), skip: state.position.batches, part: (self.team.rank(), self.team.size()) };
+            let before = state.position.step;
+            let mut any = false;
+            let mut asked = Instant::now();
+            self.data.for_each_in(order, |batch| {
+                any = true;
+                state.waited += asked.elapsed();
+                let start = Instant::now();
+                state.position.batches += 1;
+                // A single sample has no statistics of a batch.
+                if batch.samples > 1 || self.batch == 1 || before == state.position.step {
+                    pending.push(batch);
+                }
+                if pending.len() == self.options.gradient_accumulation {
+                    self.step(state, stepper, &std::mem::take(&mut pending))?;
+                    timeline.add("training", state.position.step, self.ledger.all());
+                }
+                state.busy += start.elapsed();
+                asked = Instant::now();
+                let over = self.team.size() > 1 && state.position.batches >= state.batches;
+                Ok(if over || self.enough(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+            })?;
+            if self.enough(state) {
+                break;
+            }
+            if !any && state.position.batches == 0 {
+                return Err(Error::option("data: train", "holds no samples"));
+            }
+            state.position.epoch += 1;
+            state.position.batches = 0;
+        }
+        Ok(())
+    }
+
+    fn enough(&self, state: &State) -> bool {
+        state.position.step >= state.total || self.options.patience.is_some_and(|patience| state.position.waited >= patience)
+    }
+
+    fn step(&self, state: &mut State, stepper: &mut Stepper, batches: &[Batch]) -> Result<()> {
+        let start = Instant::now();
+        let number = state.position.step + 1;
+        let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
+        let Step { losses, mut gradients, statistics, overflow } =
+            stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
+        let mut norm = None;
+        if !overflow {
+            state.weights.mask(&mut gradients)?;
+            let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
+            norm = Some(clip::clip(&mut gradients, most).map_err(|e| self.explain(e, state))?);
+            for (name, gradient) in &gradients {
+                if let Some(parameter) = state.weights.trained.get(name).filter(|_| self.team.owns(name)) {
+                    state.optimizer.update(name, parameter, gradient, rate, number)?;
+                }
+            }
+            self.team.share(&state.weights.trained)?;
+            for (name, statistic) in &statistics {
+                state.weights.follow(name, statistic)?;
+            }
+            if let Some(average) = &mut state.average {
+                average.update(&state.weights.trained)?;
+            }
+        }
+        drop(gradients);
+        self.ledger.set(Purpose::Gradients, 0)?;
+        self.ledger.set(Purpose::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
+        state.position.step = number;
+        state.position.part = stepper.part();
+        let samples: usize = batches.iter().map(|batch| batch.samples).sum();
+        let loss = self.objective.total(&losses);
+        let waited = state.waited.as_secs_f64();
+        let row = Row {
+            step: number,
+            epoch: state.position.epoch,
+            loss,
+            losses: losses.into_iter().map(|(name, loss)| (name.to_owned(), loss)).collect(),
+            learning_rate: rate,
+            gradient_norm: norm,
+            samples_per_second: samples as f64 / (start.elapsed().as_secs_f64() + 1e-9),
+            waited: waited / (waited + (state.busy + start.elapsed()).as_secs_f64() + 1e-9),
+        };
+        if let Some(log) = &mut state.log {
+            log.add(&row)?;
+        }
+        self.around.sweep.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
+        state.position.curve.push(row);
+        if state.position.curve.len() >= 2 * ROWS {
+            let last = state.position.curve.pop();
+            state.position.curve = state.position.curve.iter().step_by(2).cloned().chain(last).collect();
+        }
+        self.around.sweep.progress.on(Event::Advance(1));
+        if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
+            self.evaluate(state)?;
+        }
+        let due = match self.options.checkpoint_every.unwrap_or(USUAL) {
+            Every::Steps(steps) => number.is_multiple_of(steps),
+            Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
+        };
+        let interrupted = self.team.stopped(self.around.sweep.cancel)?;
+        if (due && number < state.total) || interrupted {
+            self.save(state)?;
+        }
+        match (interrupted, &self.around.folder) {
+            (false, _) => Ok(()),
+            (true, Some(folder)) => Err(Error::Paused { step: number, path: checkpoint::path(folder, 0) }),
+            (true, None) => Err(Error::Cancelled),
+        }
+    }
+
+    /// Says what can still be gone on from.
+    fn explain(&self, error: Error, state: &State) -> Error {
+        if !matches!(error, Error::Diverged { .. } | Error::Tensor { .. }) {
+            return error;
+        }
+        let kept = match (&self.around.folder, state.position.step) {
+            (Some(folder), 1..) if checkpoint::path(folder, 0).exists() => format!("; the last good state is in {}", checkpoint::path(folder, 0).display()),
+            _ => String::new(),
+        };
+        let what = error.to_string();
+        Error::Diverged { step: state.position.step + 1, reason: format!("{what}{kept}") }
+    }
+
+    /// Weights that count: the average where there is one.
+    fn current(&self, state: &State) -> Tensors {
+        let mut current = state.weights.state(self.graph);
+        if let Some(average) = &state.average {
+            current.extend(average.parameters().iter().map(|(name, tensor)| (name.clone(), tensor.clone())));
+        }
+        current
+    }
+
+    fn evaluate(&self, state: &mut State) -> Result<()> {
+        let Some(evaluate) = self.around.evaluate else { return Ok(()) };
+        let current = self.current(state);
+        let Some(score) = evaluate(state.weights, &current)? else { return Ok(()) };
+        let better = |value: f64, other: f64| if lower_is_better(&score.metric) { value < other } else { value > other };
+        let best = state.position.evaluations.iter().all(|other| better(score.value, other.value));
+        state.position.evaluations.push(Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value });
+        state.position.waited = if best { 0 } else { state.position.waited + 1 };
+        if best {
+            let copies = current.into_iter().map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?.copy()?)));
+            state.best = Some(copies.collect::<candle_core::Result<_>>().map_err(|e| Error::computed("the best weights", e))?);
+        }
+        self.around.sweep.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
+        Ok(())
+    }
+
+    fn save(&self, state: &mut State) -> Result<()> {
+        let Some(folder) = &self.around.folder else { return Ok(()) };
+        state.saved = Instant::now();
+        let optimizer = checkpoint::prefixed(state.optimizer.state(), "optimizer/");
+        if self.team.rank() > 0 {
+            // The others hold the same weights; state that is shared out is this process's alone.
+            return if self.options.shard_optimizer { checkpoint::save(folder, self.team.rank(), &state.position, &optimizer.collect()) } else { Ok(()) };
+        }
+        let mut tensors: Tensors = checkpoint::prefixed(state.weights.state(self.graph), "weight/").collect();
+        tensors.extend(optimizer);
+        if let Some(average) = &state.average {
+            tensors.extend(checkpoint::prefixed(average.state()?, "average/"));
+        }
+        if let Some(best) = &state.best {
+            tensors.extend(checkpoint::prefixed(best.clone(), "best/"));
+        }
+        checkpoint::save(folder, 0, &state.position, &tensors)
+    }
+
+    fn restore(&self, state: &mut State) -> Result<()> {
+        let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) else { return Ok(()) };
+        let Some((position, mut tensors)) = checkpoint::load(folder, 0)? else { return Ok(()) };
+        require_same(&position, &self.around.identity, folder)?;
+        state.weights.restore(&checkpoint::under(&tensors, "weight/"))?;
+        if self.options.shard_optimizer && self.team.rank() > 0 {
+            tensors.retain(|name, _| !name.starts_with("optimizer/"));
+            tensors.extend(checkpoint::load(folder, self.team.rank())?.map(|(_, own)| own).unwrap_or_default());
+        }
+        state.optimizer.restore(checkpoint::under(&tensors, "optimizer/"))?;
+        if let Some(average) = &mut state.average {
+            average.restore(checkpoint::under(&tensors, "average/"))?;
+        }
+        state.best = Some(checkpoint::under(&tensors, "best/")).filter(|best| !best.is_empty());
+        state.position = position;
+        Ok(())
+    }
+
+    fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
+        let mut notes = self.objective.notes.clone();
+        notes.extend(stepper.notes(self.batch));
+        let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
+        notes.push(format!(
+            "{} steps in {:.0} s; waited for samples {:.1} % of the time",
+            state.position.step,
+            busy + waited,
+            100.0 * waited / (busy + waited + 1e-9)
+        ));
+        if let Some((bytes, steps)) = timeline.growth() {
+            notes.push(format!("memory of the process grew by {} MB over {steps} steps while the tensors of training did not: a leak", bytes >> 20));
+        }
+        let current = self.current(&state);
+        if self.options.patience.is_some_and(|patience| state.position.waited >= patience) {
+            notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.position.step, state.position.waited));
+        }
+        if let (Some(best), Some(score)) = (&state.best, best(&state.position.evaluations)) {
+            notes.push(format!("the weights of step {} are kept, {} {:.4}", score.step, score.metric, score.value));
+            let state_of = best.clone();
+            return Ok(self.trained(state_of, &mut state, timeline, notes));
+        }
+        Ok(self.trained(current, &mut state, timeline, notes))
+    }
+
+    fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Trained {
+        let position = std::mem::take(&mut state.position);
+        Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, notes }
+    }
+}
+
+fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
+    let lower = lower_is_better(&evaluations.first()?.metric);
+    evaluations.iter().reduce(|best, other| if (other.value < best.value) == lower && other.value != best.value { other } else { best })
+}
+
+fn require_same(position: &Position, identity: &str, folder: &Path) -> Result<()> {
+    if position.identity == identity {
+        return Ok(());
+    }
+    Err(Error::Output {
+        path: checkpoint::path(folder, 0),
+        reason: "is of a training with other options, data or weights".into(),
+        hint: "restore the recipe that began it, or start over without --resume (add --force)".into(),
+    })
+}
+
+/// A type that masters have.
+pub(super) const MASTER: DType = DType::F32;
+
+/// The sum of gradients, each in f32.
+pub(super) fn add_up(sums: &mut BTreeMap<String, Tensor>, name: &str, gradient: &Tensor) -> Result<u64> {
+    use crate::ir::ops::{Add, Mode, OpSpec};
+    let mut add = || {
+        let gradient = gradient.to_dtype(MASTER)?;
+        let (sum, new) = match sums.remove(name) {
+            Some(other) => (Add {}.eval(&[other, gradient], Mode::Infer)?, 0),
+            None => {
+                let bytes = 4 * gradient.elem_count() as u64;
+                (gradient, bytes)
+            }
+        };
+        sums.insert(name.to_owned(), sum);
+        Ok(new)
+    };
+    add().map_err(|e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e))
+}

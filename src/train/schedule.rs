@@ -1,0 +1,81 @@
+//! Learning rates over the steps of a run.
+
+use serde::{Deserialize, Serialize};
+
+/// How the rate falls after the warm-up.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Curve {
+    /// Half a wave of a cosine
+    #[default]
+    Cosine,
+    /// A straight line
+    Linear,
+    /// Not at all
+    Constant,
+}
+
+/// Rates that rise from zero and fall again, as transformers' `get_cosine_schedule_with_warmup`,
+/// `get_linear_schedule_with_warmup` and `get_constant_schedule_with_warmup` compute them.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct Schedule {
+    /// How the rate falls
+    pub kind: Curve,
+    /// Steps until the full rate is reached
+    pub warmup_steps: u64,
+    /// Where the rate ends, as a fraction of the full one
+    pub min_rate: f64,
+}
+
+impl Schedule {
+    /// The rate of a step, of which there are `total` in a run, counted from 0: how many are already done. With a warm-up, that of
+    /// the first is 0.
+    pub fn rate(&self, step: u64, total: u64, base: f64) -> f64 {
+        if step < self.warmup_steps {
+            return base * step as f64 / self.warmup_steps as f64;
+        }
+        let falling = total.saturating_sub(self.warmup_steps).max(1) as f64;
+        let progress = ((step - self.warmup_steps) as f64 / falling).min(1.0);
+        let left = match self.kind {
+            Curve::Constant => return base,
+            Curve::Linear => 1.0 - progress,
+            Curve::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+        };
+        base * (left * (1.0 - self.min_rate) + self.min_rate)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_rise_and_fall() {
+        let rates = |kind, min_rate| -> Vec<f64> {
+            let schedule = Schedule { kind, warmup_steps: 2, min_rate };
+            [0, 1, 2, 4, 6, 9].into_iter().map(|step| schedule.rate(step, 6, 2.0)).collect()
+        };
+        assert_eq!(rates(Curve::Constant, 0.5), [0.0, 1.0, 2.0, 2.0, 2.0, 2.0]);
+        assert_eq!(rates(Curve::Linear, 0.0), [0.0, 1.0, 2.0, 1.0, 0.0, 0.0]);
+        assert_eq!(rates(Curve::Linear, 0.5), [0.0, 1.0, 2.0, 1.5, 1.0, 1.0]);
+        let cosine = rates(Curve::Cosine, 0.0);
+        assert!(cosine.iter().zip([0.0, 1.0, 2.0, 1.0, 0.0, 0.0]).all(|(ours, expected)| (ours - expected).abs() < 1e-12), "{cosine:?}");
+    }
+
+    #[test]
+    fn a_run_that_is_all_warm_up() {
+        let schedule = Schedule { warmup_steps: 10, ..Schedule::default() };
+        assert_eq!((schedule.rate(5, 5, 1.0), schedule.rate(10, 5, 1.0), schedule.rate(11, 5, 1.0)), (0.5, 1.0, 0.0));
+        assert_eq!(Schedule::default().rate(0, 0, 1.0), 1.0);
+    }
+
+    #[test]
+    fn schedules_are_read() {
+        let schedule: Schedule = serde_json::from_str(r#"{"kind": "linear", "warmup_steps": 3}"#).unwrap();
+        assert_eq!(schedule, Schedule { kind: Curve::Linear, warmup_steps: 3, min_rate: 0.0 });
+        assert!(serde_json::from_str::<Schedule>(r#"{"warmup": 3}"#).is_err());
+    }
+}

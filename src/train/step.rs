@@ -1,0 +1,225 @@
+//! One step: losses and gradients of some batches, in parts that fit into memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{DType, Tensor};
+
+use super::objective::Items;
+use super::run::{Trainer, add_up};
+use super::{Precision, Weights};
+use crate::data::Batch;
+use crate::error::{Error, Result};
+use crate::exec::{Parameters, Purpose, Tape};
+use crate::ir::ops::BatchNorm;
+use crate::ir::{Op, ValueId};
+
+/// Factor on the loss at the beginning, for 16-bit floats.
+pub(super) const FIRST_SCALE: f64 = 65536.0;
+/// Steps without an overflow after which the factor doubles (Micikevicius et al., *Mixed Precision Training*, 2018).
+const PATIENCE: u64 = 2000;
+
+/// What a step found.
+pub(super) struct Step {
+    /// Each loss, by name.
+    pub losses: BTreeMap<&'static str, f64>,
+    /// Gradients of everything that trains, in f32.
+    pub gradients: BTreeMap<String, Tensor>,
+    /// Statistics of batches, by the name of the parameter that follows them.
+    pub statistics: Vec<(String, Tensor)>,
+    /// Whether gradients were too large for 16-bit floats, and the step must be left out.
+    pub overflow: bool,
+}
+
+/// Makes steps.
+pub(super) struct Stepper<'t> {
+    trainer: &'t Trainer<'t>,
+    /// Values that losses read, by name.
+    taps: BTreeMap<String, ValueId>,
+    cuts: Vec<usize>,
+    part: Option<usize>,
+    /// Times that memory was too small.
+    retries: usize,
+}
+
+impl<'t> Stepper<'t> {
+    pub fn new(trainer: &'t Trainer<'t>, part: Option<usize>) -> Stepper<'t> {
+        let taps = trainer.graph.outputs().iter().cloned().collect();
+        let cuts = super::cuts::cuts(trainer.graph, trainer.options.gradient_checkpointing);
+        Stepper { trainer, taps, cuts, part, retries: 0 }
+    }
+
+    /// Samples that fit at a time, where that is fewer than a batch.
+    pub fn part(&self) -> Option<usize> {
+        self.part
+    }
+
+    /// What was found out about memory, in plain words.
+    pub fn notes(&self, batch: usize) -> Option<String> {
+        let part = self.part?;
+        Some(format!(
+            "memory holds {part} of the {batch} samples of a batch: they were done in parts, gradients added up ({} tries were too large)",
+            self.retries
+        ))
+    }
+
+    /// Losses and gradients; memory that is too small costs another try with half the samples at a time.
+    ///
+    /// # Errors
+    /// A single sample does not fit, or the loss is not finite.
+    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<Step> {
+        loop {
+            let largest = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
+            match self.attempt(weights, batches, scale.0) {
+                Ok(mut step) => {
+                    self.trainer.team.average(&mut step.gradients)?;
+                    step.losses = self.trainer.team.losses(step.losses)?;
+                    self.rescale(&mut step, scale)?;
+                    return Ok(step);
+                }
+                Err(e) if e.is_out_of_memory() => {
+                    self.trainer.ledger.give(Purpose::Gradients, u64::MAX);
+                    let part = self.part.map_or(largest, |part| part.min(largest));
+                    if part <= 1 {
+                        return Err(e);
+                    }
+                    self.part = Some(part.div_ceil(2));
+                    self.retries += 1;
+                }
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Takes the factor on the loss out of the gradients, and moves it.
+    fn rescale(&self, step: &mut Step, (scale, steps): &mut (f64, u64)) -> Result<()> {
+        if self.trainer.options.precision != Precision::F16 {
+            return Ok(());
+        }
+        for (name, gradient) in &mut step.gradients {
+            let unscaled = || {
+                let finite = gradient.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
+                Ok::<_, candle_core::Error>((gradient.affine(1.0 / *scale, 0.0)?, finite))
+            };
+            let (unscaled, most) = unscaled().map_err(|e| Error::computed(format!("gradient of `{name}`"), e))?;
+            step.overflow |= !most.is_finite();
+            *gradient = unscaled;
+        }
+        *steps += 1;
+        if step.overflow {
+            (*scale, *steps) = ((*scale / 2.0).max(1.0), 0);
+        } else if *steps >= PATIENCE {
+            (*scale, *steps) = (*scale * 2.0, 0);
+        }
+        Ok(())
+    }
+
+    fn attempt(&self, weights: &Weights, batches: &[Batch], scale: f64) -> Result<Step> {
+        let trainer = self.trainer;
+        let mut items = Items::new();
+        for batch in batches {
+            for (name, count) in trainer.objective.items(batch)? {
+                *items.entry(name).or_default() += count;
+            }
+        }
+        let items = trainer.team.items(items)?;
+        let scale = if trainer.options.precision == Precision::F16 { scale } else { 1.0 };
+        let parameters = weights.parameters()?;
+        let trained = |name: &str| weights.trains(name);
+        let taps: BTreeSet<ValueId> = self.taps.values().copied().collect();
+        let tape = Tape::new(trainer.graph, trainer.device.clone(), taps, &trained, &self.cuts);
+        let mut step = Step { losses: BTreeMap::new(), gradients: BTreeMap::new(), statistics: Vec::new(), overflow: false };
+        for batch in batches {
+            let part = self.part.unwrap_or(batch.samples).max(1);
+            for from in (0..batch.samples).step_by(part) {
+                let part = batch.narrow(from, part.min(batch.samples - from))?;
+                self.part_of(&tape, weights, &parameters, &part, (&items, scale), &mut step)?;
+            }
+        }
+        Ok(step)
+    }
+
+    fn part_of(&self, tape: &Tape, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut Step) -> Result<()> {
+        let trainer = self.trainer;
+        let teacher = trainer.teacher.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs, trainer.device)?, teacher.parameters()))).transpose()?;
+        let statistics = &mut step.statistics;
+        let forward = tape.forward(
+            parameters,
+            &batch.inputs,
+            trainer.ledger,
+            Some(&mut |node, operands| {
+                if let (Op::BatchNorm(op), [x, ..]) = (&node.op, operands)
+                    && op.batch
+                {
+                    statistics.extend(moments(trainer, node, x)?);
+                }
+                Ok(())
+            }),
+        )?;
+        let values: BTreeMap<String, Tensor> = self.taps.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
+        let trained = |name: &str| weights.trains(name);
+        let theirs = teacher.as_ref().map(|(values, parameters)| (values, *parameters));
+        let said = trainer.objective.say((&values, parameters), theirs, &weights.trained, batch, &trained, (items, scale))?;
+        drop((values, teacher));
+        for (name, loss) in &said.losses {
+            *step.losses.entry(name).or_default() += loss;
+            if !loss.is_finite() {
+                drop(forward);
+                return Err(self.diverged(tape, parameters, batch, name));
+            }
+        }
+        let from = said.values.into_iter().filter_map(|(name, gradient)| Some((*self.taps.get(&name)?, gradient)));
+        let from = from.map(|(id, gradient)| Ok((id, gradient.to_dtype(parameters.compute())?))).collect::<candle_core::Result<_>>();
+        let from = from.map_err(|e| Error::computed("the losses", e))?;
+        let gradients = &mut step.gradients;
+        let mut sink = |name: &str, gradient: Tensor| {
+            let bytes = add_up(gradients, name, &gradient)?;
+            trainer.ledger.take(Purpose::Gradients, bytes)
+        };
+        for (name, gradient) in said.parameters {
+            sink(&name, gradient)?;
+        }
+        tape.backward(forward, from, parameters, trainer.ledger, &mut sink)
+    }
+
+    /// Which value was the first that is not finite.
+    fn diverged(&self, tape: &Tape, parameters: &Parameters, batch: &Batch, loss: &str) -> Error {
+        let mut first = None;
+        let graph = tape.graph();
+        let looked = tape.forward(
+            parameters,
+            &batch.inputs,
+            self.trainer.ledger,
+            Some(&mut |node, operands| {
+                for (id, operand) in node.inputs.iter().zip(operands) {
+                    let finite = operand.dtype() == DType::I64 || largest(operand).is_ok_and(f32::is_finite);
+                    if !finite && first.is_none() {
+                        first = Some((graph.value(*id).name.clone(), graph.value(node.output).name.clone()));
+                    }
+                }
+                Ok(())
+            }),
+        );
+        drop(looked);
+        let reason = match first {
+            Some((value, node)) => format!("loss `{loss}` is not finite: `{value}`, which layer `{node}` reads, holds NaN or infinite values"),
+            None => format!("loss `{loss}` is not finite, while all values of the model are"),
+        };
+        Error::Diverged { step: 0, reason }
+    }
+}
+
+fn largest(tensor: &Tensor) -> candle_core::Result<f32> {
+    // NaN does not survive a maximum everywhere; a sum keeps it.
+    tensor.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()
+}
+
+/// Mean and unbiased variance of what a normalisation reads, by the names of the parameters that follow them.
+fn moments(trainer: &Trainer, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
+    let name = |at: usize| node.inputs.get(at).map(|id| trainer.graph.value(*id).name.clone()).unwrap_or_default();
+    let compute = || {
+        let (mean, variance) = BatchNorm::moments(x)?;
+        let count = (x.elem_count() / x.dim(1)?.max(1)) as f64;
+        Ok(vec![(name(3), mean.detach()), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?.detach())])
+    };
+    compute().map_err(|e: candle_core::Error| Error::computed("statistics of a batch", e))
+}

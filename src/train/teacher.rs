@@ -1,0 +1,55 @@
+//! The model that is learned from: run without gradients, asked for values inside it.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::error::Result;
+use crate::exec::{Executor, Inputs, Ledger, Parameters, Purpose, Residence};
+use crate::ir::{Graph, Op, part};
+use crate::model::Model;
+use crate::store::Sweep;
+
+/// A teacher that answers with some of its values.
+pub struct Teacher {
+    graph: Graph,
+    parameters: Parameters,
+    device: Device,
+}
+
+impl Teacher {
+    /// Loads the part of a teacher that its `values` depend on, and `more` parameters that losses read.
+    ///
+    /// # Errors
+    /// Reading fails, or memory runs out.
+    pub fn load(
+        model: &Model,
+        graph: &Graph,
+        (values, more): (&[String], &[String]),
+        device: &Device,
+        compute: DType,
+        ledger: &Ledger,
+        sweep: &Sweep,
+    ) -> Result<Teacher> {
+        let graph = part(graph, values, &Op::clone)?;
+        let names = graph.params().map(|(_, value)| &value.name).chain(more).collect();
+        let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, sweep)?;
+        ledger.set(Purpose::Teacher, parameters.bytes())?;
+        Ok(Teacher { graph, parameters, device: device.clone() })
+    }
+
+    /// The values for some samples, by name, on a device.
+    ///
+    /// # Errors
+    /// Inputs do not fit, or memory runs out.
+    pub fn values(&self, inputs: &Inputs, device: &Device) -> Result<BTreeMap<String, Tensor>> {
+        let found = Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)?;
+        let moved = |(name, tensor): (String, Tensor)| tensor.to_device(device).map(|tensor| (name, tensor));
+        found.into_iter().map(moved).collect::<candle_core::Result<_>>().map_err(|e| crate::error::Error::computed("the teacher", e))
+    }
+
+    /// Its parameters.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+}

@@ -1,0 +1,138 @@
+//! Several processes that make one step together.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
+use super::objective::Items;
+use crate::error::{Error, Result};
+use crate::store::Cancel;
+
+/// This process among others; most often there are none.
+pub struct Team {
+    communicator: RefCell<Box<dyn Communicator>>,
+    /// Who keeps the optimizer's state of which parameter, where it is shared out.
+    owners: RefCell<BTreeMap<String, usize>>,
+}
+
+impl Team {
+    /// The processes that the environment names, or this one alone.
+    ///
+    /// # Errors
+    /// Variables contradict each other, or processes do not come.
+    pub fn from_environment(device: &Device) -> Result<Team> {
+        let place = Place::from_environment()?;
+        Ok(Team::of(match place {
+            Some(place) => communicator::open(&place, device, PATIENCE)?,
+            None => Box::new(Alone),
+        }))
+    }
+
+    /// Over a connection that is there.
+    pub fn of(communicator: Box<dyn Communicator>) -> Team {
+        Team { communicator: RefCell::new(communicator), owners: RefCell::default() }
+    }
+
+    /// Number of this process, from 0.
+    pub fn rank(&self) -> usize {
+        self.communicator.borrow().rank()
+    }
+
+    /// How many there are.
+    pub fn size(&self) -> usize {
+        self.communicator.borrow().size()
+    }
+
+    /// Holds all processes to the same training.
+    ///
+    /// # Errors
+    /// Another process trains something else.
+    pub fn agree(&self, identity: &str) -> Result<()> {
+        communicator::agree(&mut **self.communicator.borrow_mut(), "model, data or options", identity.as_bytes())
+    }
+
+    /// Items of all processes, divided by how many processes there are: what the mean of their gradients is a mean over.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn items(&self, items: Items) -> Result<Items> {
+        let mut communicator = self.communicator.borrow_mut();
+        if communicator.size() == 1 {
+            return Ok(items);
+        }
+        let counts: Vec<u8> = items.values().flat_map(|count| count.to_le_bytes()).collect();
+        let all = communicator.gather_bytes(&counts)?;
+        let mut sums = vec![0.0; items.len()];
+        for bytes in &all {
+            for (sum, bytes) in sums.iter_mut().zip(bytes.as_chunks::<8>().0) {
+                *sum += f64::from_le_bytes(*bytes);
+            }
+        }
+        Ok(items.into_keys().zip(sums).map(|(name, sum)| (name, sum / all.len() as f64)).collect())
+    }
+
+    /// Means of losses over all processes.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn losses(&self, losses: BTreeMap<&'static str, f64>) -> Result<BTreeMap<&'static str, f64>> {
+        self.items(losses)
+    }
+
+    /// Means of gradients over all processes.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn average(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
+        communicator::average_gradients(&mut **self.communicator.borrow_mut(), gradients)
+    }
+
+    /// Whether any process has been told to stop.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn stopped(&self, cancel: &Cancel) -> Result<bool> {
+        let here = cancel.check().is_err();
+        let mut communicator = self.communicator.borrow_mut();
+        if communicator.size() == 1 {
+            return Ok(here);
+        }
+        Ok(communicator.gather_bytes(&[u8::from(here)])?.iter().any(|bytes| bytes.first() == Some(&1)))
+    }
+
+    /// Shares the optimizer's state out.
+    pub fn share_out(&self, parameters: &BTreeMap<String, Tensor>) {
+        let bytes = parameters.iter().map(|(name, tensor)| (name.clone(), tensor.elem_count() as u64)).collect();
+        *self.owners.borrow_mut() = communicator::owners(&bytes, self.size());
+    }
+
+    /// Whether this process changes a parameter.
+    pub fn owns(&self, name: &str) -> bool {
+        self.owners.borrow().get(name).is_none_or(|owner| *owner == self.rank())
+    }
+
+    /// Gives every process what the owners of parameters have made of them.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn share(&self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
+        let owners = self.owners.borrow();
+        if owners.is_empty() {
+            return Ok(());
+        }
+        communicator::share_parameters(&mut **self.communicator.borrow_mut(), parameters, &owners)
+    }
+
+    /// Batches of each process, of so many in all.
+    ///
+    /// # Errors
+    /// There are fewer than processes.
+    pub fn part_of(&self, batches: usize) -> Result<usize> {
+        match batches / self.size() {
+            0 => Err(Error::option("data: train", format!("{batches} batches are too few for {} processes", self.size()))),
+            part => Ok(part),
+        }
+    }
+}

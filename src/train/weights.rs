@@ -1,0 +1,255 @@
+//! The student's weights while it trains: f32 masters, what the graph sees of them, and what is written in the end.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{DType, Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::exec::{Ledger, Parameters, Purpose, Residence};
+use crate::ir::{Graph, Op};
+use crate::model::Model;
+use crate::store::{Pattern, Scales, Sweep, Weight, select};
+
+/// Weights that train and weights that do not.
+pub struct Weights {
+    /// In f32; changed in place.
+    pub trained: BTreeMap<String, Tensor>,
+    /// In the precision of the computation.
+    fixed: BTreeMap<String, Tensor>,
+    /// 0 where a pruned weight stays zero.
+    masks: BTreeMap<String, Tensor>,
+    /// Weights whose layers see them rounded to integers.
+    rounded: BTreeMap<String, Rounding>,
+    compute: DType,
+}
+
+/// Rounding to integers that gradients do not see (Bengio et al., *Estimating or Propagating Gradients Through Stochastic
+/// Neurons*, 2013; Jacob et al., *Quantization and Training of Neural Networks*, 2018).
+struct Rounding {
+    scales: Scales,
+    /// One row for each run of elements under one scale.
+    scale: Tensor,
+    zero: Tensor,
+}
+
+impl Rounding {
+    fn new(scales: Scales, device: &Device) -> candle_core::Result<Rounding> {
+        let column = |values: &[f32]| Tensor::from_slice(values, (values.len(), 1), device);
+        Ok(Rounding { scale: column(&scales.scales)?, zero: column(&scales.zero_points)?, scales })
+    }
+
+    /// Integers, as floats, `[runs, elements of a run]`.
+    fn integers(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        let rows = weight.reshape((self.scales.scales.len(), self.scales.run))?;
+        rows.broadcast_div(&self.scale)?.round()?.broadcast_add(&self.zero)?.clamp(-128f32, 127f32)
+    }
+
+    fn apply(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        self.integers(weight)?.broadcast_sub(&self.zero)?.broadcast_mul(&self.scale)?.reshape(weight.dims())
+    }
+}
+
+fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
+    let what = format!("tensor `{name}`");
+    move |e| Error::computed(what, e)
+}
+
+/// Parameters that are statistics and not weights.
+fn statistics(graph: &Graph) -> BTreeSet<&str> {
+    let norms = graph.nodes().iter().filter(|node| matches!(node.op, Op::BatchNorm(_)));
+    norms.flat_map(|node| node.inputs.get(3..).unwrap_or(&[])).map(|id| graph.value(*id).name.as_str()).collect()
+}
+
+impl Weights {
+    /// Loads the weights of a graph.
+    ///
+    /// # Errors
+    /// A pattern matches nothing, nothing is left to train, reading fails, or memory runs out.
+    pub fn load(
+        graph: &Graph,
+        model: &Model,
+        (targets, ignore): (&[Pattern], &[Pattern]),
+        device: &Device,
+        compute: DType,
+        ledger: &Ledger,
+        sweep: &Sweep,
+    ) -> Result<Weights> {
+        let statistics = statistics(graph);
+        let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
+        select::check("targets", targets, names.iter().copied())?;
+        select::check("ignore", ignore, names.iter().copied())?;
+        let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+        let selected = |name: &str| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name);
+        // Masters are what was there before rounding, where that is known.
+        let mut unrounded = model.weights.clone();
+        for (name, weight) in &mut unrounded.by_name {
+            if let Some(before) = weight.source().unrounded().filter(|_| selected(name)) {
+                *weight = before.clone();
+            }
+        }
+        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, sweep)?;
+        let mut weights = Weights { trained: BTreeMap::new(), fixed: BTreeMap::new(), masks: BTreeMap::new(), rounded: BTreeMap::new(), compute };
+        for name in names {
+            let weight = model.weights.get(name)?;
+            let tensor = loaded.get(name).map_err(failed(name))?;
+            let keep = statistics.contains(name.as_str());
+            if !selected(name) {
+                let tensor = if keep { Ok(tensor) } else { tensor.to_dtype(compute) };
+                weights.fixed.insert(name.clone(), tensor.map_err(failed(name))?);
+                continue;
+            }
+            if let Some(scales) = weight.scales()? {
+                weights.rounded.insert(name.clone(), Rounding::new(scales, device).map_err(failed(name))?);
+            }
+            if let Some(mask) = mask(&tensor).map_err(failed(name))? {
+                weights.masks.insert(name.clone(), mask);
+            }
+            weights.trained.insert(name.clone(), tensor);
+        }
+        if weights.trained.is_empty() {
+            return Err(Error::option("targets", "leaves nothing to train"));
+        }
+        let size = |tensor: &Tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
+        let mut bytes = weights.trained.values().chain(weights.fixed.values()).chain(weights.masks.values()).map(size).sum::<u64>();
+        if compute != DType::F32 {
+            bytes += weights.trained.values().map(|tensor| (tensor.elem_count() * compute.size_in_bytes()) as u64).sum::<u64>();
+        }
+        ledger.set(Purpose::Weights, bytes)?;
+        Ok(weights)
+    }
+
+    /// Adds a matrix that trains beside the model.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn add(&mut self, name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
+        self.trained.insert(name.to_owned(), tensor.to_device(device).map_err(failed(name))?);
+        Ok(())
+    }
+
+    /// Whether a parameter trains.
+    pub fn trains(&self, name: &str) -> bool {
+        self.trained.contains_key(name)
+    }
+
+    /// How many weights stay zero, of how many tensors, and how many tensors are seen rounded.
+    pub fn held(&self) -> candle_core::Result<(u64, usize, usize)> {
+        let mut zeros = 0;
+        for mask in self.masks.values() {
+            zeros += mask.elem_count() as u64 - f64::from(mask.sum_all()?.to_scalar::<f32>()?) as u64;
+        }
+        Ok((zeros, self.masks.len(), self.rounded.len()))
+    }
+
+    /// What the graph computes with in this step.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn parameters(&self) -> Result<Parameters> {
+        self.parameters_of(&self.trained)
+    }
+
+    /// The same with other masters: their average, or the best so far.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn parameters_of(&self, masters: &BTreeMap<String, Tensor>) -> Result<Parameters> {
+        let mut tensors = self.fixed.clone();
+        for (name, master) in masters {
+            let seen = match self.rounded.get(name) {
+                Some(rounding) => rounding.apply(master).and_then(|t| t.to_dtype(self.compute)),
+                None => master.to_dtype(self.compute),
+            };
+            tensors.insert(name.clone(), seen.map_err(failed(name))?);
+        }
+        Ok(Parameters::of(tensors, self.compute))
+    }
+
+    /// Takes out of gradients what would move weights that stay zero.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn mask(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
+        for (name, mask) in &self.masks {
+            if let Some(gradient) = gradients.get_mut(name) {
+                *gradient = (&*gradient * mask).map_err(failed(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves stored statistics of a normalisation towards those of a batch.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn follow(&mut self, name: &str, batch: &Tensor) -> Result<()> {
+        if let Some(stored) = self.fixed.get_mut(name) {
+            let moved = || (stored.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(stored.dtype())?.affine(MOMENTUM, 0.0)?)?.detach().contiguous();
+            *stored = moved().map_err(failed(name))?;
+        }
+        Ok(())
+    }
+
+    /// Statistics and masters, for a file that training goes on from.
+    pub fn state(&self, graph: &Graph) -> BTreeMap<String, Tensor> {
+        let statistics = statistics(graph);
+        let kept = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str()));
+        self.trained.iter().chain(kept).map(|(name, tensor)| (name.clone(), tensor.clone())).collect()
+    }
+
+    /// Takes masters and statistics from such a file.
+    ///
+    /// # Errors
+    /// One is missing or has another shape.
+    pub fn restore(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
+        for (name, tensor) in state {
+            let place = self.trained.get_mut(name).or_else(|| self.fixed.get_mut(name));
+            let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(name, "is not part of this training", ""))?;
+            let restore = || tensor.to_device(place.device())?.to_dtype(place.dtype())?.force_contiguous();
+            *place = restore().map_err(failed(name))?;
+        }
+        Ok(())
+    }
+
+    /// Puts weights into a model: in their own formats, rounded ones as integers with their scales.
+    ///
+    /// # Errors
+    /// A weight cannot be held in its format.
+    pub fn put(&self, state: &BTreeMap<String, Tensor>, model: &mut Model) -> Result<BTreeSet<String>> {
+        let mut changed = BTreeSet::new();
+        for (name, tensor) in state {
+            let Some(weight) = model.weights.by_name.get(name) else { continue };
+            let new = self.weight(name, tensor, weight)?;
+            model.weights.by_name.insert(name.clone(), new);
+            changed.insert(name.clone());
+        }
+        Ok(changed)
+    }
+
+    fn weight(&self, name: &str, tensor: &Tensor, weight: &Weight) -> Result<Weight> {
+        let floats = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+        match self.rounded.get(name) {
+            Some(rounding) => {
+                let integers = rounding.integers(tensor).and_then(|t| floats(&t)).map_err(failed(name))?;
+                weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &rounding.scales)
+            }
+            None => weight.with_values(name, &floats(tensor).map_err(failed(name))?),
+        }
+    }
+}
+
+/// Part of a batch's statistics that goes into the stored ones, as in PyTorch.
+const MOMENTUM: f64 = 0.1;
+
+/// Zeros below this part are no pruning: the row of a padding token, or chance.
+const LEAST: f64 = 0.005;
+
+/// A mask of a matrix that some pass has zeroed weights of: it holds zeros, and not only zeros.
+fn mask(tensor: &Tensor) -> candle_core::Result<Option<Tensor>> {
+    if tensor.rank() < 2 {
+        return Ok(None);
+    }
+    let mask = tensor.ne(0f32)?.to_dtype(DType::F32)?;
+    let kept = f64::from(mask.sum_all()?.to_scalar::<f32>()?);
+    Ok((kept > 0.0 && kept < (1.0 - LEAST) * tensor.elem_count() as f64).then_some(mask))
+}

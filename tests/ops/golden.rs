@@ -1,0 +1,59 @@
+//! Ways back of single ops against PyTorch's, which `scripts/goldens-gradients` wrote.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use compress::ir::Op;
+use compress::ir::ops::{Backward, Mode, Saved};
+use serde::Deserialize;
+
+use super::{distance, largest};
+
+#[derive(Deserialize)]
+struct Goldens {
+    cases: Vec<Golden>,
+}
+
+#[derive(Deserialize)]
+struct Golden {
+    name: String,
+    op: String,
+    inputs: usize,
+    gradients: Vec<usize>,
+}
+
+/// The weights of the loss, by the script's formula.
+fn weights(output: &Tensor) -> Tensor {
+    let weight = |i: u64| ((7919 * i % 2003) as f64 / 2003.0 - 0.5) as f32;
+    Tensor::from_vec((0..output.elem_count() as u64).map(weight).collect::<Vec<_>>(), output.dims(), &Device::Cpu).unwrap()
+}
+
+#[test]
+fn gradients_are_those_of_pytorch() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gradients");
+    let goldens: Goldens = serde_json::from_slice(&std::fs::read(folder.join("ops.json")).unwrap()).unwrap();
+    let tensors = candle_core::safetensors::load(folder.join("ops.safetensors"), &Device::Cpu).unwrap();
+    let mut failures = Vec::new();
+    for golden in &goldens.cases {
+        let op: Op = golden.op.parse().unwrap();
+        let inputs: Vec<Tensor> = (0..golden.inputs).map(|index| tensors[&format!("{}/in/{index}", golden.name)].clone()).collect();
+        let output = op.spec().eval(&inputs, Mode::Infer).unwrap();
+        let gradient = weights(&output);
+        let wanted: Vec<bool> = (0..golden.inputs).map(|index| golden.gradients.contains(&index)).collect();
+        // By the kernels, and by what other devices and types take.
+        for dtype in [DType::F32, DType::F64] {
+            let convert = |t: &Tensor| if t.dtype().is_float() { t.to_dtype(dtype).unwrap() } else { t.clone() };
+            let saved: Vec<Saved> = inputs.iter().map(|t| Saved::whole(convert(t))).collect();
+            let backward = Backward { inputs: &saved, output: &Saved::whole(convert(&output)), gradient: &convert(&gradient), wanted: &wanted };
+            let found = op.spec().backward(&backward).unwrap_or_else(|e| panic!("{op}: {e}"));
+            for &index in &golden.gradients {
+                let expected = &tensors[&format!("{}/gradient/{index}", golden.name)];
+                let off = found[index].as_ref().map_or(f32::NAN, |found| distance(found, expected));
+                if off.is_nan() || off > 1e-4 * largest(expected) {
+                    failures.push(format!("{op} ({}), input {index}, in {dtype:?}: {off:e}", golden.name));
+                }
+            }
+        }
+    }
+    assert!(goldens.cases.len() > 30 && failures.is_empty(), "{}", failures.join("\n"));
+}

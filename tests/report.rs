@@ -1,0 +1,196 @@
+//! The page: one file that needs nothing else, whatever a report holds.
+
+#![allow(clippy::unwrap_used)]
+
+use compress::report::{Comparison, Report};
+use serde_json::{Value, json};
+
+/// What a hostile checkpoint could be called.
+const HOSTILE: &str = r#"<script>alert(1)</script>"'&--><img src=x onerror=alert(2)>.weight"#;
+
+/// A report of a Llama-shaped model with so many weights, every optional part in it.
+fn report(weights: usize) -> Report {
+    let parts = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
+    let mut layers: Vec<Value> = (0..weights - 1)
+        .map(|i| {
+            let name = format!("model.layers.{}.{}.weight", i / parts.len(), parts[i % parts.len()]);
+            let bytes = 33_554_432 + i;
+            json!({ "name": name, "shape": [4096, 4096], "encoding": "int8 channel", "bytes_before": bytes, "bytes_after": bytes / 2, "zeros": i, "sqnr_db": 30.0 + (i * 7 % 13) as f64 })
+        })
+        .collect();
+    layers.push(json!({ "name": HOSTILE, "shape": [8], "encoding": HOSTILE, "bytes_before": 32, "bytes_after": 32, "zeros": 0, "sqnr_db": null }));
+    let counts: Vec<u32> = (0..64u32).map(|i| 100 - i.abs_diff(32)).collect();
+    let histogram = |name: &str| json!({ "name": name, "low": -0.1, "high": 0.1, "before": counts, "after": counts });
+    let curve: Vec<Value> =
+        (0..5000).map(|step| json!({ "step": step, "loss": 4.0 / (1.0 + f64::from(step)), "learning_rate": 3e-4, "samples_per_second": 400.0 })).collect();
+    let timeline: Vec<Value> = (0..600).map(|t| json!({ "seconds": t, "rss_bytes": 1_000_000 * t, "device_bytes": 2_000_000 * t, "phase": HOSTILE })).collect();
+    let details = json!({
+        "quantized": 7, "table": [{ HOSTILE: HOSTILE }], "accuracy_goal": { "met": true, "in_floats": [HOSTILE] },
+        "sensitivity": [{ "name": HOSTILE, "quantized": 0.99 }, { "name": "other", "quantized": 0.999 }],
+        "training": { "curve": curve, "evaluations": [{ "step": 0, "metric": HOSTILE, "value": 0.5 }, { "step": 9, "metric": HOSTILE, "value": 0.6 }] },
+        "memory": { "timeline": timeline, "phases": [{ "name": HOSTILE, "predicted_bytes": 100, "measured_bytes": 90 }] },
+    });
+    let size = |bytes: u64| json!({ "parameters": 7_000_000_000u64, "nonzero": 6_900_000_000u64, "tensors": weights, "bytes": bytes, "bytes_zstd": bytes, "bytes_zstd_sampled": true });
+    serde_json::from_value(json!({
+        "schema": 1,
+        "tool": { "name": "compress", "version": HOSTILE, "commit": HOSTILE },
+        "environment": { "cpu": HOSTILE, "cores": 2, "memory_bytes": 1, "gpu": HOSTILE, "onnxruntime": null, "simd": HOSTILE, "int8": HOSTILE },
+        "model": { "source": format!("/models/{HOSTILE}"), "architecture": HOSTILE, "blake3": HOSTILE },
+        "seed": 0,
+        "recipe": { "model": HOSTILE, "passes": [{ "quantize-dynamic": { HOSTILE: HOSTILE } }] },
+        "passes": [{ "name": HOSTILE, "options": { HOSTILE: [HOSTILE, { "a": HOSTILE }] }, "seconds": 1.5, "peak_rss_bytes": 1, "peak_vram_bytes": 2, "tensors_changed": 3, "details": details }],
+        "size": { "before": size(14_000_000_000), "after": size(7_000_000_000), "ratio": 2.0 },
+        "accuracy": {
+            "task": HOSTILE, "metric": HOSTILE, "data": HOSTILE, "samples": 9, "before": { "candle": 0.8, "onnxruntime": 0.8 }, "after": { "candle": 0.79, "onnxruntime": 0.79 },
+            "ci95": [[0.7, 0.9], [0.69, 0.89]], "drop": 0.01, "more": { HOSTILE: [0.5, 0.6] },
+            "fidelity": { "output": HOSTILE, "cosine": 0.99, "cosine_min": 0.9, "sqnr_db": 20.0, "kl": 0.1, "top1_agreement": 0.9, "max_abs_error": 1.0, "largest": 2.0 },
+        },
+        "latency": { "runtime": HOSTILE, "threads": 2, "batch": [1, 2], "runs": 3, "before_ms": { "p50": 10.0, "p95": 12.0 }, "after_ms": { "p50": 5.0, "p95": 7.0 }, "speedup": 2.0 },
+        "layers": layers,
+        "histograms": [histogram(HOSTILE), histogram("model.layers.0.self_attn.q_proj.weight")],
+        "outputs": [{ "format": HOSTILE, "path": HOSTILE, "bytes": 1, "blake3": HOSTILE, "verified": { "how": HOSTILE, "max_abs_error": 0.0, "ok": false } }],
+        "notes": [HOSTILE, format!("`{HOSTILE}`")],
+        "totals": { "seconds": 3.0, "peak_rss_bytes": 5 },
+    }))
+    .unwrap()
+}
+
+fn pages() -> Vec<String> {
+    let (small, other) = (report(291), report(30));
+    let comparison = Comparison::of(&[(HOSTILE.to_owned(), small.clone()), ("b".to_owned(), other)]);
+    vec![small.to_html(), comparison.to_html()]
+}
+
+#[test]
+fn pages_need_nothing_else() {
+    for page in pages() {
+        for reference in ["http://", "https://", " src=", " href=", "url(", "@import", "<link", "<iframe", "<object", "fetch(", "XMLHttpRequest", "import("] {
+            let found: Vec<&str> = page.match_indices(reference).map(|(at, _)| &page[at.saturating_sub(40)..page.len().min(at + 40)]).collect();
+            // Text of the report may hold anything; as text it has no effect.
+            assert!(found.iter().all(|found| found.contains("&lt;img src=x")), "{reference}: {found:?}");
+        }
+        assert!(page.contains("Content-Security-Policy") && page.contains("default-src 'none'"));
+        assert!(page.contains("prefers-color-scheme: dark") && page.contains("@media print") && page.contains("width=device-width"));
+    }
+}
+
+#[test]
+fn whatever_a_report_says_stays_text() {
+    for page in pages() {
+        assert!(page.contains("&lt;script&gt;alert(1)"));
+        assert_eq!((page.matches("<script").count(), page.matches("</script").count()), (1, 1), "only the page's own script");
+        assert!(!page.contains("<img"));
+        // The quote of the name must not have ended an attribute.
+        assert!(!page.contains("onerror=alert(2)>"));
+    }
+}
+
+#[test]
+fn drawings_are_well_formed() {
+    let mut drawings = 0;
+    for page in pages() {
+        for (at, _) in page.match_indices("<svg") {
+            let end = at + page[at..].find("</svg>").unwrap() + 6;
+            let drawing = roxmltree::Document::parse(&page[at..end]).unwrap_or_else(|e| panic!("{e}\n{}", &page[at..end.min(at + 2000)]));
+            for path in drawing.descendants().filter(|node| node.has_tag_name("path")) {
+                let d = path.attribute("d").unwrap();
+                assert!(d.chars().all(|c| c.is_ascii_digit() || "MLHVhZ.- ".contains(c)), "{d}");
+            }
+            drawings += 1;
+        }
+    }
+    // Intervals, latency, two charts of weights, two histograms, sensitivity, four curves, memory; the comparison's plot.
+    assert!(drawings >= 15, "{drawings}");
+}
+
+#[test]
+fn tags_close_in_order() {
+    const VOID: [&str; 4] = ["meta", "input", "wbr", "br"];
+    for page in pages() {
+        let (before, rest) = page.split_once("<style>").unwrap();
+        let body = rest.split_once("</style>").unwrap().1;
+        let body = &body[..body.find("<script>").unwrap()];
+        let mut open: Vec<&str> = Vec::new();
+        let html = format!("{before}{body}");
+        for tag in html.split('<').skip(1) {
+            let name = tag.split(|c: char| c.is_whitespace() || c == '>').next().unwrap();
+            match name.strip_prefix('/') {
+                Some(closed) => assert_eq!(open.pop(), Some(closed)),
+                None if name.starts_with('!') || VOID.contains(&name) => {}
+                None => open.push(name),
+            }
+        }
+        assert_eq!(open, ["html", "body"]);
+    }
+}
+
+#[test]
+fn the_page_of_a_large_model_is_small() {
+    let page = report(2000).to_html();
+    assert!(page.len() < 3_000_000, "{}", page.len());
+    assert_eq!(page.matches("<tr ").count(), 2000);
+    // Beyond what anybody reads, rows are left out and the page says so.
+    let page = report(40_000).to_html();
+    assert!(page.len() < 5_000_000, "{}", page.len());
+    assert!(page.contains("37000 smaller weights that changed less are only in report.json"));
+}
+
+#[test]
+fn what_was_not_measured_is_not_drawn() {
+    let mut bare = report(5);
+    (bare.accuracy, bare.latency, bare.compute) = (None, None, None);
+    bare.histograms.clear();
+    bare.passes[0].details = Value::Null;
+    let page = bare.to_html();
+    for section in ["accuracy", "latency", "values", "sensitivity", "training", "memory"] {
+        assert!(!page.contains(&format!("<section id=\"{section}\"")), "{section}");
+    }
+    assert!(page.contains("not measured") && page.contains("<section id=\"weights\""));
+    bare.layers.clear();
+    bare.passes.clear();
+    assert!(!bare.to_html().contains("<section id=\"weights\""));
+}
+
+#[test]
+fn odd_figures_do_not_break_a_page() {
+    let mut odd = report(5);
+    for (layer, value) in odd.layers.iter_mut().zip([1e308, -1e308, 0.0, 1e-300, 4.0]) {
+        (layer.sqnr_db, layer.shape) = (Some(value), vec![usize::MAX, usize::MAX]);
+        (layer.bytes_before, layer.bytes_after) = (u64::MAX / 8, 0);
+    }
+    odd.histograms[0].before.clear();
+    odd.histograms[0].after = vec![0; 3];
+    odd.passes[0].details =
+        json!({ "training": { "curve": [{ "step": "x" }, 3, { "step": 1e308, "loss": -1e308 }] }, "memory": { "timeline": 5, "phases": [null] } });
+    let page = odd.to_html();
+    assert!(!page.contains("NaN") && !page.contains("inf "), "{:?}", page.find("NaN").map(|at| &page[at.saturating_sub(200)..at + 10]));
+}
+
+#[test]
+fn runs_that_nobody_beats_are_marked_and_recipes_told_apart() {
+    let run = |bytes: u64, score: f64, amount: f64| {
+        let mut run = report(3);
+        run.size.after.bytes = bytes;
+        let accuracy = run.accuracy.as_mut().unwrap();
+        accuracy.metric = Some("accuracy".into());
+        accuracy.after.values_mut().for_each(|value| *value = score);
+        run.recipe = json!({ "model": "m", "seed": 0, "passes": [{ "prune-unstructured": { "amount": amount, "scope": "tensor" } }] });
+        run
+    };
+    let runs =
+        [("a", run(100, 0.9, 0.1)), ("b", run(50, 0.8, 0.5)), ("c", run(60, 0.7, 0.6)), ("d", run(100, 0.9, 0.2))].map(|(name, run)| (name.to_owned(), run));
+    let comparison = Comparison::of(&runs);
+    assert_eq!(comparison.runs.iter().map(|run| run.front).collect::<Vec<_>>(), [true, true, false, true]);
+    assert_eq!(comparison.metric.as_deref(), Some("accuracy"));
+    assert_eq!(comparison.differing.len(), 1);
+    assert_eq!(comparison.differing[0].option, "prune-unstructured.amount");
+    let mut lower = runs.clone();
+    lower.iter_mut().for_each(|(_, run)| run.accuracy.as_mut().unwrap().metric = Some("perplexity".into()));
+    assert_eq!(Comparison::of(&lower).runs.iter().map(|run| run.front).collect::<Vec<_>>(), [false, true, true, false]);
+    let mut mixed = runs.clone();
+    mixed[1].1.accuracy.as_mut().unwrap().metric = None;
+    assert_eq!(Comparison::of(&mixed).metric.as_deref(), Some("cosine"));
+    mixed[1].1.accuracy = None;
+    let none = Comparison::of(&mixed);
+    assert!(none.metric.is_none() && none.runs.iter().all(|run| !run.front) && !none.to_html().contains("<section id=\"pareto\""));
+}

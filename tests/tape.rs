@@ -1,0 +1,177 @@
+//! Gradients of whole models: the tape against candle's own, with and without computing segments again.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor, Var};
+use compress::Model;
+use compress::exec::{Executor, Inputs, Ledger, Parameters, Purpose, Residence, Tape};
+use compress::ir::Graph;
+use compress::store::{Cancel, Silent, Sweep};
+
+/// A different weight for each element.
+fn weights(like: &Tensor) -> Tensor {
+    let values: Vec<f32> = (0..like.elem_count()).map(|i| (1.7 * i as f32 + 0.3).sin()).collect();
+    Tensor::from_vec(values, like.dims(), &Device::Cpu).unwrap()
+}
+
+/// Parameters as variables, and what candle finds for them.
+fn reference(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> BTreeMap<String, Tensor> {
+    let mut variables = BTreeMap::new();
+    let mut trained = parameters.clone();
+    for (_, value) in graph.params() {
+        let variable = Var::from_tensor(&parameters.get(&value.name).unwrap()).unwrap();
+        trained = trained.with(&value.name, variable.as_tensor().clone());
+        variables.insert(value.name.clone(), variable);
+    }
+    let outputs = Executor::new(graph, trained, Device::Cpu).for_training().run(inputs).unwrap();
+    let losses: Vec<Tensor> = outputs.values().map(|output| (output * weights(output)).unwrap().sum_all().unwrap()).collect();
+    let loss = losses.iter().skip(1).fold(losses[0].clone(), |sum, loss| (sum + loss).unwrap());
+    let gradients = loss.backward().unwrap();
+    variables.into_iter().filter_map(|(name, variable)| Some((name, gradients.get(&variable)?.clone()))).collect()
+}
+
+/// What the tape finds for a loss with these gradients of the outputs, and the most that activations took.
+fn walked_from(
+    graph: &Graph,
+    parameters: &Parameters,
+    inputs: &Inputs,
+    cuts: &[usize],
+    weights: &dyn Fn(&str, &Tensor) -> Tensor,
+) -> (BTreeMap<String, Tensor>, u64) {
+    let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
+    let tape = Tape::new(graph, Device::Cpu, taps, &|_| true, cuts);
+    let ledger = Ledger::default();
+    let forward = tape.forward(parameters, inputs, &ledger, None).unwrap();
+    let mut from = BTreeMap::new();
+    for (name, id) in graph.outputs() {
+        let gradient = weights(name, &forward.taps()[id]);
+        from.entry(*id).and_modify(|other: &mut Tensor| *other = (&*other + &gradient).unwrap()).or_insert(gradient);
+    }
+    let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
+    tape.backward(forward, from, parameters, &ledger, &mut |name, gradient| {
+        let sum = found.get(name).map_or_else(|| gradient.clone(), |other| (other + &gradient).unwrap());
+        found.insert(name.to_owned(), sum);
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!((ledger.now(Purpose::Activations), ledger.now(Purpose::Data)), (0, 0), "something is still on the books");
+    let peaks = ledger.peaks().0;
+    (found, peaks.iter().find(|(purpose, _)| *purpose == Purpose::Activations).unwrap().1)
+}
+
+fn walked(graph: &Graph, parameters: &Parameters, inputs: &Inputs, cuts: &[usize]) -> (BTreeMap<String, Tensor>, u64) {
+    walked_from(graph, parameters, inputs, cuts, &|_, output| weights(output))
+}
+
+/// Weights of a loss by the formula of `scripts/goldens-gradients`.
+fn formula(count: usize, series: usize) -> Vec<f32> {
+    (0..count).map(|i| (((7919 * i + 104_729 * series) % 2003) as f64 / 2003.0 - 0.5) as f32).collect()
+}
+
+struct Golden {
+    graph: Graph,
+    parameters: Parameters,
+    inputs: Inputs,
+    outputs: Vec<String>,
+    mask: Option<Tensor>,
+}
+
+fn golden(name: &str) -> Golden {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let model = Model::open(&folder).unwrap();
+    let graph = model.graph().unwrap();
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    let stored = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let named = |prefix: &str| stored.iter().filter_map(|(name, t)| Some((name.strip_prefix(prefix)?.to_owned(), t.clone()))).collect::<BTreeMap<_, _>>();
+    let mask = stored.get("in/attention_mask").cloned();
+    Golden { graph, parameters, inputs: named("in/"), outputs: named("out/").into_keys().collect(), mask }
+}
+
+fn names() -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let mut names: Vec<_> = std::fs::read_dir(&folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn whole_models_have_the_gradients_of_pytorch() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gradients/models.safetensors");
+    let stored = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    let (mut failures, mut compared) = (Vec::new(), 0);
+    for name in names() {
+        let golden = golden(&name);
+        let weights = |output: &str, value: &Tensor| {
+            let Some(series) = golden.outputs.iter().position(|other| other == output) else { return value.zeros_like().unwrap() };
+            let weights = Tensor::from_vec(formula(value.elem_count(), series), value.dims(), &Device::Cpu).unwrap();
+            match golden.mask.as_ref().filter(|mask| value.rank() == 3 && mask.dims() == &value.dims()[..2]) {
+                Some(mask) => weights.broadcast_mul(&mask.ne(0i64).unwrap().to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap()).unwrap(),
+                None => weights,
+            }
+        };
+        let (found, _) = walked_from(&golden.graph, &golden.parameters, &golden.inputs, &[], &weights);
+        let prefix = format!("{name}/");
+        let expected: BTreeMap<&str, Vec<f32>> =
+            stored.iter().filter_map(|(key, tensor)| Some((key.strip_prefix(&prefix)?, tensor.to_vec1().unwrap()))).collect();
+        let largest = expected.values().map(|numbers| numbers[0]).fold(0.0, f32::max);
+        for (param, expected) in expected {
+            let Some(gradient) = found.get(param) else {
+                failures.push(format!("{name}: no gradient of {param}"));
+                continue;
+            };
+            let gradient: Vec<f32> = gradient.flatten_all().unwrap().to_vec1().unwrap();
+            let norm = gradient.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt() as f32;
+            let dot = gradient.iter().zip(formula(gradient.len(), 1000)).map(|(g, w)| f64::from(*g) * f64::from(w)).sum::<f64>() as f32;
+            let ours: Vec<f32> = [norm, dot].into_iter().chain(gradient.iter().copied().take(8)).collect();
+            let size = expected[0].max(1e-2 * largest);
+            // The sum is over as many terms as there are elements.
+            let room = |at: usize| 1e-4 * size * if at == 1 { (gradient.len() as f32).sqrt().max(1.0) } else { 1.0 };
+            for (at, (ours, theirs)) in ours.iter().zip(&expected).enumerate() {
+                compared += 1;
+                if (ours - theirs).abs() > room(at) || ours.is_nan() {
+                    failures.push(format!("{name}, {param}, number {at}: {ours} for {theirs}"));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}:\n{}", failures.len(), failures.join("\n"));
+    assert!(compared > 10_000, "only {compared} numbers were compared");
+}
+
+fn furthest(a: &Tensor, b: &Tensor) -> f32 {
+    // Gradients that are zero but for rounding (biases of keys) have no size of their own.
+    let largest = b.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap().max(0.5);
+    (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap() / largest
+}
+
+#[test]
+fn whole_models_have_the_gradients_of_primitives() {
+    let mut failures = Vec::new();
+    let names = names();
+    for name in &names {
+        let Golden { graph, parameters, inputs, .. } = golden(name);
+        let expected = reference(&graph, &parameters, &inputs);
+        let nodes = graph.nodes().len();
+        let (_, most) = walked(&graph, &parameters, &inputs, &[]);
+        for cuts in [vec![], vec![nodes / 2], (1..nodes).step_by(7).collect(), (1..nodes).collect::<Vec<_>>()] {
+            let (found, peak) = walked(&graph, &parameters, &inputs, &cuts);
+            // Very short segments keep more at their ends than they save within.
+            assert!(cuts.len() > 1 || peak <= most, "{name}: {} segments took {peak} bytes, one took {most}", cuts.len() + 1);
+            if found.keys().ne(expected.keys()) {
+                failures.push(format!("{name}: gradients of {:?}, not of {:?}", found.keys(), expected.keys()));
+                continue;
+            }
+            for (param, gradient) in &found {
+                let worst = furthest(gradient, &expected[param]);
+                if worst.is_nan() || worst > 1e-4 {
+                    failures.push(format!("{name} in {} segments, {param}: {worst:e}", cuts.len() + 1));
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), names.len(), failures.join("\n"));
+}

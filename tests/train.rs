@@ -1,0 +1,367 @@
+//! Training on pico models: losses fall, steps in parts are the same steps, zeros stay, interrupted runs go on.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use candle_core::{DType, Device, Tensor};
+use compress::data::Data;
+use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeStatic, Student};
+use compress::report::Report;
+use compress::store::{ByteSize, Cancel, Event};
+use compress::train::losses::Losses;
+use compress::train::optimizer::Kind;
+use compress::train::schedule::Schedule;
+use compress::train::{BatchSize, Checkpointing, Every, Precision};
+use compress::{Error, Model, Pipeline};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+/// Numbers from 0 to 1 that look random.
+fn numbers(count: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let next = |_| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32
+    };
+    (0..count).map(next).collect()
+}
+
+/// Samples for a model: token ids with padding, or images; and classes.
+fn samples(name: &str, folder: &Path, count: usize, classes: usize) -> Data {
+    let inputs = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+    let mut arrays: HashMap<String, Tensor> = HashMap::new();
+    for (name, like) in inputs.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t))) {
+        let mut dims = like.dims().to_vec();
+        dims[0] = count;
+        let elements = dims.iter().product();
+        let values = numbers(elements, 7);
+        let tensor = if like.dtype().is_float() {
+            Tensor::from_vec(values, dims, &Device::Cpu).unwrap()
+        } else {
+            let whole: Vec<i64> = match name.as_str() {
+                "input_ids" => values.iter().map(|v| 3 + (v * 20.0) as i64).collect(),
+                "attention_mask" => (0..elements).map(|i| i64::from(i % dims[1] < 3 + i / dims[1] % (dims[1] - 2))).collect(),
+                _ => vec![0; elements],
+            };
+            Tensor::from_vec(whole, dims, &Device::Cpu).unwrap()
+        };
+        arrays.insert(name, tensor);
+    }
+    if classes > 0 {
+        let labels: Vec<i64> = (0..count as i64).map(|i| i * 7 % 5 % classes as i64).collect();
+        arrays.insert("labels".into(), Tensor::from_vec(labels, count, &Device::Cpu).unwrap());
+    }
+    let path = folder.join(format!("{name}-{count}-{classes}.safetensors"));
+    candle_core::safetensors::save(&arrays, &path).unwrap();
+    Data { arrays: Some(path), ..Data::default() }
+}
+
+struct Run {
+    folder: tempfile::TempDir,
+}
+
+impl Run {
+    fn new() -> Run {
+        Run { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn out(&self) -> PathBuf {
+        self.folder.path().join("out")
+    }
+
+    fn train(&self, name: &str, data: Data, pass: impl Into<compress::pass::Step>) -> compress::Result<Report> {
+        Pipeline::builder().pass(pass).train(data).seed(3).force(true).build()?.run(Model::open(golden(name))?, self.out())
+    }
+
+    fn weights(&self) -> BTreeMap<String, Vec<f32>> {
+        weights(&self.out())
+    }
+}
+
+fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
+    let model = Model::open(folder).unwrap();
+    model.weights.by_name.iter().map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
+}
+
+fn furthest(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
+    assert!(a.keys().eq(b.keys()));
+    a.values().zip(b.values()).flat_map(|(a, b)| a.iter().zip(b)).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+/// Loss of the first and of the last step.
+fn ends(report: &Report) -> (f64, f64) {
+    let curve = report.passes.last().unwrap().details["training"]["curve"].as_array().unwrap().clone();
+    (curve[0]["loss"].as_f64().unwrap(), curve[curve.len() - 1]["loss"].as_f64().unwrap())
+}
+
+fn losses(text: &str) -> Losses {
+    text.parse().unwrap()
+}
+
+fn constant() -> Schedule {
+    serde_json::from_str(r#"{ "kind": "constant" }"#).unwrap()
+}
+
+fn finetune(steps: u64) -> Finetune {
+    Finetune { max_steps: Some(steps), batch_size: BatchSize::Samples(8), learning_rate: 3e-3, schedule: constant(), ..Finetune::default() }
+}
+
+fn distill(steps: u64, terms: &str) -> Distill {
+    Distill {
+        losses: losses(terms),
+        max_steps: Some(steps),
+        batch_size: BatchSize::Samples(8),
+        learning_rate: 3e-3,
+        schedule: constant(),
+        ..Distill::default()
+    }
+}
+
+const CLASSIFIERS: [&str; 3] = ["bert-sequence-classification", "resnet-basic", "vit-image-classification"];
+
+fn classes(name: &str) -> usize {
+    let config: serde_json::Value = serde_json::from_slice(&std::fs::read(golden(name).join("config.json")).unwrap()).unwrap();
+    config.get("id2label").and_then(|labels| labels.as_object()).map_or(2, serde_json::Map::len)
+}
+
+#[test]
+fn classifiers_learn_a_batch_by_heart() {
+    for name in ["bert-sequence-classification", "vit-image-classification", "torchvision-resnet18"] {
+        let run = Run::new();
+        let report = run.train(name, samples(name, run.folder.path(), 8, classes(name)), finetune(30)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (first, last) = ends(&report);
+        assert!(last < 0.5 * first, "{name}: the loss went from {first} to {last}");
+        assert!(run.out().join("finetune.csv").exists() && !run.folder.path().join("out.unfinished").exists());
+    }
+}
+
+#[test]
+fn students_come_close_to_their_teachers() {
+    let cases = [
+        ("llama-grouped-tied", "soft=1", Some(Student::Layers(vec![0]))),
+        ("gpt2", "{ soft: { temperature: 1 }, hidden: 0.1 }", Some(Student::Every(2))),
+        ("sentence-mean", "{ embedding: 1, hidden: { distance: cosine } }", Some(Student::Layers(vec![1]))),
+        ("bert", "{ attention: 1, hidden: 1 }", Some(Student::Layers(vec![1]))),
+        ("distilbert", "{ attention: { target: relations }, hidden: 1 }", Some(Student::Layers(vec![0]))),
+    ];
+    for (name, terms, student) in cases {
+        let run = Run::new();
+        let pass = Distill { student, ..distill(30, terms) };
+        let report = run.train(name, samples(name, run.folder.path(), 8, 0), pass).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (first, last) = ends(&report);
+        assert!(last < 0.8 * first, "{name}: the loss went from {first} to {last}");
+        assert!(report.size.after.parameters < report.size.before.parameters, "{name}");
+    }
+}
+
+/// A teacher's own weights have nothing to learn: gradients are those of rounding.
+#[test]
+fn a_student_that_is_the_teacher_has_no_loss() {
+    for (name, terms) in
+        [("llama", "soft=1"), ("bert", "{ hidden: 1, attention: 1 }"), ("sentence-cls", "embedding=1"), ("bert", "{ attention: { target: relations } }")]
+    {
+        let run = Run::new();
+        let report = run.train(name, samples(name, run.folder.path(), 8, 0), distill(1, terms)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert!(ends(&report).0.abs() < 1e-6, "{name}: {:?}", ends(&report));
+    }
+}
+
+#[test]
+fn a_step_in_parts_is_the_same_step() {
+    let cases: [(&str, Distill); 3] = [
+        ("bert-sequence-classification", distill(2, "{ soft: 1, hard: 1, hidden: 1 }")),
+        ("llama-grouped-tied", distill(2, "{ soft: 1, hidden: 1, attention: 1 }")),
+        ("vit-image-classification", distill(2, "{ soft: 1, hard: { label_smoothing: 0.1 } }")),
+    ];
+    for (name, pass) in cases {
+        // Another teacher, so that there is something to learn.
+        let teacher = Run::new();
+        let data = |run: &Run, count| samples(name, run.folder.path(), count, if name.starts_with("llama") { 0 } else { classes(name) });
+        let noisy = Distill { losses: losses("{}"), ..pass.clone() };
+        drop(noisy);
+        let perturbed = PruneUnstructured { amount: Some("0.3".parse().unwrap()), ..PruneUnstructured::default() };
+        Pipeline::builder().pass(perturbed).build().unwrap().run(Model::open(golden(name)).unwrap(), teacher.out()).unwrap();
+        let pass = Distill { teacher: Some(teacher.out()), optimizer: Kind::Sgd, learning_rate: 0.1, ..pass };
+        let whole = Run::new();
+        let report = whole.train(name, data(&whole, 16), pass.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let details = &report.passes[0].details["memory"];
+        let peak = details["peak_bytes"].as_u64().unwrap();
+        let phase = |at: &str| details["phases"].as_array().unwrap().iter().find(|p| p["name"] == at).unwrap()["measured_bytes"].as_u64().unwrap();
+        let variants = [
+            ("accumulation", Distill { batch_size: BatchSize::Samples(4), gradient_accumulation: 2, ..pass.clone() }),
+            ("blocks", Distill { gradient_checkpointing: Checkpointing::Blocks, ..pass.clone() }),
+            ("every 2", Distill { gradient_checkpointing: Checkpointing::Every(2), ..pass.clone() }),
+            ("little memory", Distill { memory_limit: Some(ByteSize(peak - phase("activations") / 2)), ..pass.clone() }),
+        ];
+        for (variant, pass) in variants {
+            let run = Run::new();
+            let report = run.train(name, data(&run, 16), pass).unwrap_or_else(|e| panic!("{name}, {variant}: {e}"));
+            let apart = furthest(&whole.weights(), &run.weights());
+            assert!(apart < 1e-5, "{name}, {variant}: {apart}");
+            if variant == "little memory" {
+                assert!(report.notes.iter().any(|note| note.contains("in parts")), "{name}: {:?}", report.notes);
+            }
+        }
+    }
+}
+
+#[test]
+fn zeros_of_pruned_weights_stay() {
+    for optimizer in [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Sgd] {
+        let name = "bert-sequence-classification";
+        let run = Run::new();
+        let data = samples(name, run.folder.path(), 16, classes(name));
+        let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
+        let only = Run::new();
+        Pipeline::builder().pass(prune.clone()).build().unwrap().run(Model::open(golden(name)).unwrap(), only.out()).unwrap();
+        let pass = Finetune { optimizer, ..finetune(5) };
+        let pipeline = Pipeline::builder().pass(prune).pass(pass).train(data).build().unwrap();
+        let report = pipeline.run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
+        assert!(report.notes.iter().any(|note| note.contains("stayed zero")), "{:?}", report.notes);
+        let (before, after) = (only.weights(), run.weights());
+        let mut zeros = 0;
+        for (name, values) in before.iter().filter(|(name, _)| name.ends_with("dense.weight")) {
+            for (before, after) in values.iter().zip(&after[name]).filter(|(before, _)| **before == 0.0) {
+                assert!(*after == 0.0, "{optimizer:?}, {name}: {before} became {after}");
+                zeros += 1;
+            }
+        }
+        assert!(zeros > 100 && furthest(&before, &after) > 1e-4);
+    }
+}
+
+#[test]
+fn an_interrupted_run_ends_as_one_that_was_not() {
+    for (optimizer, average) in [(Kind::AdamW, Some(0.9)), (Kind::AdamW8bit, None), (Kind::Sgd, None)] {
+        let name = "bert-sequence-classification";
+        let pass = Finetune { optimizer, average, checkpoint_every: Some(Every::Steps(2)), ..finetune(11) };
+        let (whole, parts) = (Run::new(), Run::new());
+        whole.train(name, samples(name, whole.folder.path(), 40, classes(name)), pass.clone()).unwrap();
+        let data = samples(name, whole.folder.path(), 40, classes(name));
+        for stop in [3, 2] {
+            let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
+            let handle = cancel.clone();
+            let watch = move |event: Event| {
+                if let Event::Message(text) = event
+                    && text.contains("loss")
+                    && steps.fetch_add(1, Ordering::Relaxed) == stop
+                {
+                    handle.cancel();
+                }
+            };
+            let builder = Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3).resume(true).progress(watch).cancel(cancel);
+            let error = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
+            assert!(matches!(error, Error::Paused { .. } | Error::Cancelled), "{error}");
+            assert!(!parts.out().exists());
+        }
+        let again = Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3).build().unwrap();
+        let error = again.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
+        assert!(error.hint().unwrap().contains("--resume"), "{error}");
+        let other = Finetune { learning_rate: 1e-3, ..pass.clone() };
+        let other = Pipeline::builder().pass(other).train(data.clone()).seed(3).resume(true).build().unwrap();
+        assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("other options"));
+        let rest = Pipeline::builder().pass(pass).train(data).seed(3).resume(true).build().unwrap();
+        rest.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
+        let (a, b) = (whole.weights(), parts.weights());
+        for (name, values) in &a {
+            let same = values.iter().zip(&b[name]).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(same, "{optimizer:?}: {name} differs");
+        }
+        let table = std::fs::read_to_string(parts.out().join("finetune.csv")).unwrap();
+        assert_eq!(table.lines().count(), 12, "{table}");
+    }
+}
+
+#[test]
+fn numbers_out_of_range_stop_the_run_by_name() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let pass = Finetune { learning_rate: 1e30, clip_norm: 0.0, optimizer: Kind::Sgd, checkpoint_every: Some(Every::Steps(1)), ..finetune(20) };
+    let error = run.train(name, samples(name, run.folder.path(), 16, classes(name)), pass).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::Diverged { .. }) && text.contains("step") && text.contains("checkpoint"), "{text}");
+    assert!(!run.out().exists());
+}
+
+#[test]
+fn data_that_does_not_do_is_refused() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    // Shorter than a batch: one short batch a time.
+    let report = run.train(name, samples(name, run.folder.path(), 3, classes(name)), finetune(4)).unwrap();
+    assert!(ends(&report).1.is_finite());
+    let error = run.train(name, samples(name, run.folder.path(), 0, classes(name)), finetune(4)).unwrap_err();
+    assert!(error.to_string().contains("no samples"), "{error}");
+    let error = run.train(name, samples(name, run.folder.path(), 5, classes(name) + 2), finetune(4)).unwrap_err();
+    assert!(error.to_string().contains("class") && error.to_string().contains("label"), "{error}");
+    let error = run.train(name, samples(name, run.folder.path(), 8, 0), finetune(4)).unwrap_err();
+    assert!(error.to_string().contains("hard"), "{error}");
+    let error = run.train(name, samples(name, run.folder.path(), 8, 0), Finetune { losses: losses("soft=1"), ..finetune(4) }).unwrap_err();
+    assert!(error.to_string().contains("teacher"), "{error}");
+    let error = run.train("bert", samples("bert", run.folder.path(), 8, 0), distill(1, "soft=1")).unwrap_err();
+    assert!(error.to_string().contains("`logits`"), "{error}");
+    let error = run.train("bert", samples("bert", run.folder.path(), 8, 0), distill(1, "{ hidden: { layers: [[9, 9]] } }")).unwrap_err();
+    assert!(error.to_string().contains("[9, 9]"), "{error}");
+    let pass = Distill { student: Some(Student::Layers(vec![5])), ..distill(1, "hidden=1") };
+    assert!(run.train("bert", samples("bert", run.folder.path(), 8, 0), pass).unwrap_err().to_string().contains("layer 5"));
+    let pass = Finetune { memory_limit: Some(ByteSize(1000)), ..finetune(1) };
+    let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
+    assert!(error.is_out_of_memory(), "{error}");
+}
+
+#[test]
+fn quantized_models_train_as_they_are_written() {
+    for name in CLASSIFIERS {
+        let run = Run::new();
+        let name = if name == "resnet-basic" { "torchvision-resnet18" } else { name };
+        let data = samples(name, run.folder.path(), 8, classes(name));
+        let pass = Finetune { learning_rate: 1e-3, ..finetune(20) };
+        let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).pass(pass).calibration(data.clone()).train(data);
+        let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let (first, last) = ends(&report);
+        assert!(last < 0.9 * first, "{name}: the loss went from {first} to {last}");
+        assert!(report.notes.iter().any(|note| note.contains("as the integers")), "{name}: {:?}", report.notes);
+        let model = Model::open(run.out()).unwrap();
+        assert!(model.weights.by_name.values().any(|weight| weight.describe().contains("int8")), "{name}");
+        assert!(model.graph().unwrap().to_string().contains("FakeQuantize"), "{name}");
+    }
+}
+
+#[test]
+fn every_precision_and_optimizer_learns() {
+    let name = "bert-sequence-classification";
+    for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+        for optimizer in [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Sgd] {
+            let run = Run::new();
+            let learning_rate = if optimizer == Kind::Sgd { 0.1 } else { 3e-3 };
+            let pass = Finetune { precision, optimizer, learning_rate, ..finetune(25) };
+            let report =
+                run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_or_else(|e| panic!("{precision:?}, {optimizer:?}: {e}"));
+            let (first, last) = ends(&report);
+            assert!(last < 0.8 * first, "{precision:?}, {optimizer:?}: the loss went from {first} to {last}");
+        }
+    }
+}
+
+#[test]
+fn what_a_plan_says_is_about_what_is_measured() {
+    for name in ["bert-sequence-classification", "torchvision-resnet18"] {
+        for gradient_checkpointing in [Checkpointing::None, Checkpointing::Blocks] {
+            let run = Run::new();
+            let pass = Finetune { gradient_checkpointing, ..finetune(2) };
+            let report = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap();
+            for phase in report.passes[0].details["memory"]["phases"].as_array().unwrap() {
+                let (predicted, measured) = (phase["predicted_bytes"].as_f64().unwrap(), phase["measured_bytes"].as_f64().unwrap());
+                let near = (predicted - measured).abs() <= 0.1 * measured.max(predicted) || phase["name"] == "data";
+                assert!(near, "{name}, {gradient_checkpointing:?}, {}: {predicted} and {measured}", phase["name"]);
+            }
+        }
+    }
+    assert!(DType::F32.is_float());
+}
