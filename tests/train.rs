@@ -212,6 +212,33 @@ fn a_step_in_parts_is_the_same_step() {
 }
 
 #[test]
+fn cached_answers_teach_the_same() {
+    for (name, top) in [("llama-grouped-tied", 200), ("vit-image-classification", 64)] {
+        let classes = if name.starts_with("llama") { 0 } else { classes(name) };
+        let (asked, kept) = (Run::new(), Run::new());
+        let student = Some(Student::Layers(vec![0]));
+        let pass = Distill { student, optimizer: Kind::Sgd, learning_rate: 0.1, ..distill(6, "soft=1") };
+        asked.train(name, samples(name, asked.folder.path(), 16, classes), pass.clone()).unwrap();
+        let cache = kept.folder.path().join("answers");
+        let with = Distill { teacher_cache: Some(cache.clone()), teacher_top: Some(top), ..pass };
+        kept.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        // Answers have 16 bits.
+        assert!(furthest(&asked.weights(), &kept.weights()) < 2e-3, "{name}: {}", furthest(&asked.weights(), &kept.weights()));
+        let size = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
+        let before = size(&cache);
+        let again = Run::new();
+        again.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap();
+        assert!(before > 1000 && size(&cache) == before, "{name}: {before} bytes became {}", size(&cache));
+        assert!(furthest(&again.weights(), &kept.weights()) < 2e-3);
+        let other = Distill { losses: losses("soft=1,hidden=1"), ..with };
+        if classes == 0 {
+            let error = again.train(name, samples(name, kept.folder.path(), 16, classes), other).unwrap_err();
+            assert!(error.to_string().contains("teacher_cache"), "{error}");
+        }
+    }
+}
+
+#[test]
 fn zeros_of_pruned_weights_stay() {
     for optimizer in [Kind::AdamW, Kind::AdamW8bit, Kind::Adafactor, Kind::Sgd] {
         let name = "bert-sequence-classification";

@@ -48,6 +48,6 @@ impl Pass for Finetune {
     }
 
     fn perform(&self, model: Model, context: &Context) -> Result<Model> {
-        distill::train(NAME, model, self.options(), &self.training(), None, context)
+        distill::train(NAME, model, self.options(), &self.training(), (None, None), context)
     }
 }

@@ -24,6 +24,8 @@ pub struct Objective {
 /// Items that each loss counts in some samples.
 pub type Items = BTreeMap<&'static str, f64>;
 
+pub use super::losses::Answers as Theirs;
+
 /// Values of a graph, by name, and parameters.
 pub type Side<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
 
@@ -157,6 +159,19 @@ impl Objective {
         unique(logits.chain(self.terms.iter().flat_map(|term| term.loss.teacher())))
     }
 
+    /// Whether nothing of the teacher is read but its logits.
+    pub fn reads_logits_alone(&self) -> bool {
+        self.terms.iter().all(|term| term.loss.teacher().is_empty()) && self.logits.as_ref().is_some_and(|logits| logits.teacher.is_some())
+    }
+
+    /// How many rows of logits each sample holds.
+    ///
+    /// # Errors
+    /// The samples lack what the losses need.
+    pub fn rows_of_samples(&self, batch: &Batch) -> Result<Vec<usize>> {
+        self.logits.as_ref().map_or(Ok(Vec::new()), |logits| logits.rows_of_samples(batch))
+    }
+
     /// Parameters that are read beside the graph's: those of heads, of the student and of the teacher.
     pub fn heads(&self) -> (Vec<String>, Vec<String>) {
         let of = |source: Option<&losses::Source>| match source {
@@ -204,17 +219,20 @@ impl Objective {
     pub fn say(
         &self,
         student: Side,
-        teacher: Option<Side>,
+        teacher: Theirs,
         projections: &BTreeMap<String, Tensor>,
         batch: &Batch,
         trained: &dyn Fn(&str) -> bool,
         (items, scale): (&Items, f64),
     ) -> Result<Said> {
         let (mut said, nothing) = (Said::default(), BTreeMap::new());
-        let theirs = teacher.map_or(&nothing, |(values, _)| values);
+        let theirs = match &teacher {
+            Theirs::Values(values, ..) => values,
+            _ => &nothing,
+        };
         let of = |name: &str| items.get(name).copied().unwrap_or(0.0);
         if let Some(logits) = &self.logits {
-            logits.add(&mut said, student, (theirs, teacher.map(|(_, parameters)| parameters)), batch, trained, (of("logits"), scale))?;
+            logits.add(&mut said, student, teacher, batch, trained, (of("logits"), scale))?;
         }
         for term in &self.terms {
             term.add(&mut said, student.0, theirs, projections, batch, (of(term.loss.name()), scale))?;

@@ -1,5 +1,6 @@
 //! The loop: batches in, steps of the optimizer, checkpoints and evaluations in between.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -9,6 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::average::Average;
+use super::cache::Cache;
 use super::checkpoint::{self, Position, Tensors};
 use super::memory::Timeline;
 use super::optimizer::{self, Optimizer};
@@ -80,6 +82,8 @@ pub struct Trainer<'a> {
     pub graph: &'a Graph,
     /// What it learns from.
     pub teacher: Option<&'a Teacher>,
+    /// Answers that the teacher has given before.
+    pub cache: Option<&'a RefCell<Cache>>,
     /// What it makes small.
     pub objective: &'a Objective,
     /// Its samples.

@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Tensor};
 
-use super::objective::Items;
+use super::cache;
+use super::objective::{Items, Theirs};
 use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
 use crate::data::Batch;
@@ -140,7 +141,13 @@ impl<'t> Stepper<'t> {
 
     fn part_of(&self, tape: &Tape, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut Step) -> Result<()> {
         let trainer = self.trainer;
-        let teacher = trainer.teacher.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs, trainer.device)?, teacher.parameters()))).transpose()?;
+        let keys = trainer.cache.map(|_| cache::keys(batch)).transpose()?;
+        let known = match (trainer.cache, &keys) {
+            (Some(cache), Some(keys)) => cache.borrow().get(keys)?,
+            _ => None,
+        };
+        let asked = trainer.teacher.filter(|_| known.is_none());
+        let teacher = asked.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs, trainer.device)?, teacher.parameters()))).transpose()?;
         let statistics = &mut step.statistics;
         let forward = tape.forward(
             parameters,
@@ -157,9 +164,18 @@ impl<'t> Stepper<'t> {
         )?;
         let values: BTreeMap<String, Tensor> = self.taps.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
         let trained = |name: &str| weights.trains(name);
-        let theirs = teacher.as_ref().map(|(values, parameters)| (values, *parameters));
+        let mut made = keys.is_some().then(Vec::new);
+        let shelf = trainer.cache.map(|cache| cache.borrow());
+        let theirs = match (&teacher, &known, &shelf) {
+            (_, Some(entries), Some(cache)) => Theirs::Known(entries, cache),
+            (Some((values, parameters)), ..) => Theirs::Values(values, parameters, made.as_mut()),
+            _ => Theirs::None,
+        };
         let said = trainer.objective.say((&values, parameters), theirs, &weights.trained, batch, &trained, (items, scale))?;
-        drop((values, teacher));
+        drop((values, teacher, shelf));
+        if let (Some(cache), Some(keys), Some(made), None) = (trainer.cache, keys, made, &known) {
+            cache.borrow_mut().put(&keys, &trainer.objective.rows_of_samples(batch)?, &made)?;
+        }
         for (name, loss) in &said.losses {
             *step.losses.entry(name).or_default() += loss;
             if !loss.is_finite() {

@@ -42,10 +42,21 @@ training_pass! {
         #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         student: Option<Student>,
+        /// A folder that keeps the teacher's largest logits, so that it answers each sample once, over epochs and runs
+        #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        teacher_cache: Option<PathBuf>,
+        /// How many logits of a row the cache keeps [default: 64]
+        #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
+        #[serde(skip_serializing_if = "Option::is_none")]
+        teacher_top: Option<usize>,
     }
 }
 
 const NAME: &str = "distill";
+
+/// Logits of a row that a cache keeps when nothing is said.
+const TOP: usize = 64;
 
 impl Distill {
     fn teacher(&self, model: &Model) -> Result<Model> {
@@ -78,11 +89,14 @@ impl Pass for Distill {
     }
 
     fn check(&self) -> Result<()> {
+        if self.teacher_top == Some(0) || (self.teacher_top.is_some() && self.teacher_cache.is_none()) {
+            return Err(Error::option(format!("{NAME}: teacher_top"), "must be at least 1, beside `teacher_cache`"));
+        }
         self.training().check(NAME)
     }
 
     fn resolve(&mut self, folder: &std::path::Path) {
-        let paths = self.teacher.iter_mut().chain(self.student.as_mut().and_then(Student::path));
+        let paths = self.teacher.iter_mut().chain(self.teacher_cache.iter_mut()).chain(self.student.as_mut().and_then(Student::path));
         paths.for_each(|path| *path = folder.join(&*path));
     }
 
@@ -97,6 +111,7 @@ impl Pass for Distill {
 
     fn perform(&self, model: Model, context: &Context) -> Result<Model> {
         let teacher = self.teacher(&model)?;
-        train(NAME, self.student(model, context.seed)?, self.options(), &self.training(), Some(&teacher), context)
+        let cached = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
+        train(NAME, self.student(model, context.seed)?, self.options(), &self.training(), (Some(&teacher), cached), context)
     }
 }

@@ -1,5 +1,6 @@
 //! What `distill` and `finetune` do: they put a model, its data and its losses together and train.
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -18,6 +19,7 @@ use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::{Applied, Model};
 use crate::pass::Context;
 use crate::store::Meter;
+use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
 
 /// The model as it will be, as far as that can be told without training.
@@ -95,13 +97,22 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
     sizes
 }
 
+/// Whose answers are kept: a hash of the teacher, and of what decides how its logits are cut.
+fn who(teacher: Option<&Model>, graph: &Graph, training: &Training) -> String {
+    let files = teacher.map(|teacher| teacher.weight_files.iter().map(|path| stamp(path)).collect::<Vec<_>>());
+    let labelled = training.losses.hard.is_some();
+    blake3::hash(format!("{files:?} {labelled}\n{graph}").as_bytes()).to_string()
+}
+
+/// A file as it is now, by name, size and time.
+fn stamp(path: &Path) -> (std::path::PathBuf, Option<u64>, Option<std::time::SystemTime>) {
+    let file = std::fs::metadata(path).ok();
+    (path.to_owned(), file.as_ref().map(std::fs::Metadata::len), file.and_then(|file| file.modified().ok()))
+}
+
 /// What is trained, on what, and how.
 fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
     let mut hasher = blake3::Hasher::new();
-    let stamp = |path: &Path| {
-        let file = std::fs::metadata(path).ok();
-        (path.to_owned(), file.as_ref().map(std::fs::Metadata::len), file.and_then(|file| file.modified().ok()))
-    };
     let files: Vec<_> =
         model.weight_files.iter().chain([&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten()).map(|p| stamp(p)).collect();
     let history: Vec<_> = model.history.iter().map(|applied| (applied.name, &applied.options)).collect();
@@ -119,11 +130,12 @@ pub(in crate::pass) fn train(
     mut model: Model,
     options: Value,
     training: &Training,
-    teacher: Option<&Model>,
+    (teacher, cached): (Option<&Model>, Option<(&Path, usize)>),
     context: &Context,
 ) -> Result<Model> {
     let meter = Arc::new(Meter::default());
     let mut applied = Applied { meter: meter.clone(), ..applied(name, options.clone()) };
+    let their_model = teacher;
     let done: Result<()> = meter.time(|| {
         let graph = model.graph()?;
         let their_graph = teacher.map(Model::graph).transpose()?;
@@ -149,6 +161,15 @@ pub(in crate::pass) fn train(
                 let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
                 let compute = if on.is_cpu() { candle_core::DType::F32 } else { compute };
                 Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &ledger, &context.sweep)?)
+            }
+            _ => None,
+        };
+        let cache = match (cached, &their_graph) {
+            (Some((folder, top)), Some(graph)) => {
+                if !objective.reads_logits_alone() {
+                    return Err(Error::option(format!("{name}: teacher_cache"), "keeps logits alone: leave out losses that read other values of the teacher"));
+                }
+                Some(RefCell::new(Cache::open(folder, &who(their_model, graph, training), top)?))
             }
             _ => None,
         };
@@ -178,6 +199,7 @@ pub(in crate::pass) fn train(
             options: training,
             graph: &small,
             teacher: teacher.as_ref(),
+            cache: cache.as_ref(),
             objective: &objective,
             data: &samples,
             batch,

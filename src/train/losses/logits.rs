@@ -10,6 +10,7 @@ use crate::data::{Batch, Truth};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::ir::ops::{Backward, Linear, Mode, OpSpec, Saved};
+use crate::train::cache::Cache;
 
 /// Logits that are in memory at a time.
 const CHUNK: usize = 1 << 24;
@@ -75,6 +76,16 @@ pub struct Logits {
     pub by_token: bool,
 }
 
+/// Where the teacher's logits come from in a step.
+pub enum Answers<'a> {
+    /// There is none.
+    None,
+    /// Values of its graph, and its parameters; logits that are made are handed on.
+    Values(&'a BTreeMap<String, Tensor>, &'a Parameters, Option<&'a mut Vec<Tensor>>),
+    /// Largest logits of all rows, and the cache that they are from.
+    Known(&'a [(u32, half::f16)], &'a Cache),
+}
+
 /// Rows of logits that count, and the class of each.
 struct Rows {
     indices: Vec<u32>,
@@ -88,6 +99,19 @@ impl Logits {
     /// The samples have no labels where they are needed.
     pub fn items(&self, batch: &Batch) -> Result<f64> {
         Ok(self.rows(batch)?.indices.len() as f64)
+    }
+
+    /// How many rows each sample holds.
+    ///
+    /// # Errors
+    /// As [`items`](Logits::items).
+    pub fn rows_of_samples(&self, batch: &Batch) -> Result<Vec<usize>> {
+        let mut counts = vec![0; batch.samples];
+        let sequence = if self.by_token { batch.inputs.get("input_ids").map_or(1, |ids| ids.elem_count() / batch.samples.max(1)) } else { 1 };
+        for index in self.rows(batch)?.indices {
+            counts[index as usize / sequence.max(1)] += 1;
+        }
+        Ok(counts)
     }
 
     fn rows(&self, batch: &Batch) -> Result<Rows> {
@@ -138,7 +162,7 @@ impl Logits {
         &self,
         said: &mut Said,
         student: (&BTreeMap<String, Tensor>, &Parameters),
-        teacher: (&BTreeMap<String, Tensor>, Option<&Parameters>),
+        mut teacher: Answers,
         batch: &Batch,
         trained: &dyn Fn(&str) -> bool,
         (items, scale): (f64, f64),
@@ -146,13 +170,13 @@ impl Logits {
         let rows = self.rows(batch)?;
         let missing = |name: &str| Error::graph(format!("graph value `{name}`"), "is not among the outputs");
         let ours = student.0.get(self.student.value()).ok_or_else(|| missing(self.student.value()))?;
-        let theirs = match &self.teacher {
-            Some(source) if self.soft.is_some() => Some((source, teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?)),
+        let theirs = match (&self.teacher, &teacher) {
+            (Some(source), Answers::Values(values, ..)) if self.soft.is_some() => Some(values.get(source.value()).ok_or_else(|| missing(source.value()))?),
             _ => None,
         };
         let mut compute = || {
             let flat = |value: &Tensor| value.contiguous()?.flatten_to(value.rank() - 2);
-            let (values, theirs) = (flat(ours)?, theirs.map(|(source, value)| Ok::<_, candle_core::Error>((source, flat(value)?))).transpose()?);
+            let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
             let count = (CHUNK / self.classes.max(1)).max(1);
             let mut gradient = values.zeros_like()?;
             let mut weights: Vec<(String, Tensor)> = Vec::new();
@@ -163,11 +187,20 @@ impl Logits {
                 let pick = |from: &Tensor| if whole { Ok(from.clone()) } else { from.index_select(&places, 0) };
                 let hidden = pick(&values)?;
                 let logits = self.student.logits(&hidden, student.1)?;
-                let soft = match (&theirs, teacher.1) {
-                    (Some((source, value)), Some(parameters)) => {
+                let soft = match (&self.teacher, &mut teacher, &theirs) {
+                    (Some(source), Answers::Values(_, parameters, kept), Some(value)) => {
                         let rows = pick(value)?;
                         // Another teacher's value may be 16 bits wide.
-                        Some(source.logits(&rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)?)
+                        let logits = source.logits(&rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)?;
+                        if let Some(kept) = kept {
+                            kept.push(logits.clone());
+                        }
+                        Some(logits)
+                    }
+                    (_, Answers::Known(entries, cache), _) => {
+                        let from = number * count * cache.top();
+                        let entries = entries.get(from..from + indices.len() * cache.top()).unwrap_or(&[]);
+                        Some(cache.logits(entries, self.classes, values.device())?)
                     }
                     _ => None,
                 };
