@@ -157,6 +157,8 @@ fn students_come_close_to_their_teachers() {
         let (first, last) = ends(&report);
         assert!(last < 0.8 * first, "{name}: the loss went from {first} to {last}");
         assert!(report.size.after.parameters < report.size.before.parameters, "{name}");
+        // What training has made of the weights is told beside what they were.
+        assert!(report.layers.iter().filter(|layer| layer.sqnr_db.is_some_and(|db| db > 0.0)).count() > 5, "{name}: {:?}", report.layers);
     }
 }
 

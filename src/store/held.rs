@@ -2,25 +2,31 @@
 
 use std::sync::Arc;
 
-use super::{Affine, Block, DType, Encoding, Granularity, Sink, Source, View, Weight, block_elements, least_common_multiple};
+use super::{Affine, DType, Encoding, Granularity, Sink, Source, View, Weight, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
-/// Bytes of floats.
+/// Bytes of floats, in the place of a weight that is gone over beside them: what was read is told with what it became.
 struct Held {
+    before: Weight,
     dtype: DType,
     bytes: Vec<u8>,
 }
 
 impl Source for Held {
     fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
-        let block = block_elements(unit) * (self.dtype.bitsize() / 8).max(1);
-        self.bytes.chunks(block).try_for_each(|part| sink(Block::untouched(View::dense(self.dtype, part))))
+        let (mut at, size) = (0, (self.dtype.bitsize() / 8).max(1));
+        self.before.visit(unit, &mut |block| {
+            let from = at;
+            at += block.now.elements() * size;
+            sink(block.becomes(View::dense(self.dtype, &self.bytes[from..at])))
+        })
     }
 }
 
 /// Integers with their scales.
 struct HeldIntegers {
+    before: Weight,
     dtype: DType,
     affine: Affine,
     row: usize,
@@ -31,24 +37,25 @@ struct HeldIntegers {
 
 impl Source for HeldIntegers {
     fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
-        let block = block_elements(least_common_multiple(unit, self.row));
         let run = self.affine.granularity.run(self.row, self.integers.len());
         let size = self.affine.scale_dtype.bitsize() / 8;
-        for (number, integers) in self.integers.chunks(block).enumerate() {
+        let mut at = 0;
+        self.before.visit(least_common_multiple(unit, self.row), &mut |block| {
+            let first = at;
+            at += block.now.elements();
             let (from, to) = match self.affine.granularity {
                 Granularity::Tensor => (0, 1),
-                _ => (number * block / run, (number * block + integers.len()) / run),
+                _ => (first / run, at / run),
             };
             let zero_points = if self.affine.symmetric { &[][..] } else { &self.zero_points[from..to] };
-            sink(Block::untouched(View {
+            sink(block.becomes(View {
                 dtype: self.dtype,
-                values: integers,
+                values: &self.integers[first..at],
                 affine: Some((&self.affine, self.row)),
                 scales: &self.scales[from * size..to * size],
                 zero_points,
-            }))?;
-        }
-        Ok(())
+            }))
+        })
     }
 }
 
@@ -73,7 +80,7 @@ impl Weight {
         if self.elements() != values.len() || !convert::from_f32(self.dtype, values, &mut bytes) {
             return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
         }
-        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(Held { dtype: self.dtype, bytes })))
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(Held { before: self.clone(), dtype: self.dtype, bytes })))
     }
 
     /// The scales of a quantized weight; nothing when it is dense.
@@ -105,6 +112,7 @@ impl Weight {
             return Err(Error::tensor(name, "has another number of elements, or scales in another format", ""));
         }
         let source = HeldIntegers {
+            before: self.clone(),
             dtype: self.dtype,
             affine: affine.clone(),
             row: self.row(),
@@ -119,7 +127,18 @@ impl Weight {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::Activations;
+    use crate::store::{Activations, Block, block_elements};
+
+    /// Zeros, in blocks as a file gives them.
+    struct Zeros(DType, usize);
+
+    impl Source for Zeros {
+        fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+            let size = self.0.bitsize() / 8;
+            let bytes = vec![0; self.1 * size];
+            bytes.chunks(block_elements(unit) * size).try_for_each(|part| sink(Block::untouched(View::dense(self.0, part))))
+        }
+    }
 
     #[test]
     fn integers_come_back_with_their_scales() {
@@ -127,8 +146,7 @@ mod tests {
             for symmetric in [true, false] {
                 let affine = Affine { granularity, symmetric, scale_dtype: DType::F32, activations: Activations::None };
                 let (rows, row) = (3000, 100);
-                let empty = Held { dtype: DType::F32, bytes: Vec::new() };
-                let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Affine(affine), Arc::new(empty));
+                let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Affine(affine), Arc::new(Zeros(DType::F32, rows * row)));
                 let run = granularity.run(row, rows * row);
                 let count = rows * row / run;
                 let zero = |i: usize| if symmetric { 0.0 } else { (i % 11) as f32 - 5.0 };
@@ -146,7 +164,7 @@ mod tests {
 
     #[test]
     fn values_come_back_rounded_to_the_format() {
-        let weight = Weight::new(DType::BF16, vec![2], Encoding::Dense, Arc::new(Held { dtype: DType::BF16, bytes: Vec::new() }));
+        let weight = Weight::new(DType::BF16, vec![2], Encoding::Dense, Arc::new(Zeros(DType::BF16, 2)));
         assert_eq!(weight.with_values("w", &[1.0, 1.0 + 1.0 / 512.0]).unwrap().floats("w").unwrap(), [1.0, 1.0]);
         assert!(weight.with_values("w", &[1.0]).is_err());
     }
