@@ -145,6 +145,9 @@ pub(in crate::pass) fn train(
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs samples to learn from: `data: { train: ... }`"))?;
         let subject = Subject::of(model.clone())?;
         let samples = DataSet::open(data, subject.target())?;
+        if samples.task() == Task::Embedding {
+            return Err(Error::option("data: train", "holds pairs with scores, which no loss learns from: name one text column, and `task: fidelity`"));
+        }
         let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
         let small = smaller(&graph, &objective, training)?;
         let device = &context.device;
