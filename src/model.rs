@@ -51,6 +51,21 @@ pub struct Applied {
     pub notes: Vec<String>,
 }
 
+impl Applied {
+    /// A pass of which nothing more is known yet.
+    pub fn new(name: &'static str, options: Value) -> Applied {
+        Applied {
+            name,
+            options,
+            tensors: BTreeSet::new(),
+            rule: String::new(),
+            meter: Arc::new(Meter::default()),
+            details: Arc::new(|| Value::Null),
+            notes: Vec::new(),
+        }
+    }
+}
+
 /// A model folder, or a single file, opened but not read.
 #[derive(Clone)]
 pub struct Model {

@@ -174,7 +174,7 @@ impl Trainer<'_> {
             state.log = Some(super::log::Log::open(folder, state.position.step)?);
         }
         let mut timeline = Timeline::new();
-        let mut stepper = Stepper::new(self, state.position.part);
+        let mut stepper = Stepper::new(self, state.weights, state.position.part);
         self.around.sweep.progress.on(Event::Begin { stage: "Training", total, unit: Unit::Steps });
         self.around.sweep.advance(state.position.step)?;
         let done = self.epochs(&mut state, &mut stepper, &mut timeline);

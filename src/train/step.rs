@@ -1,6 +1,6 @@
 //! One step: losses and gradients of some batches, in parts that fit into memory.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
@@ -36,17 +36,18 @@ pub(super) struct Stepper<'t> {
     trainer: &'t Trainer<'t>,
     /// Values that losses read, by name.
     taps: BTreeMap<String, ValueId>,
-    cuts: Vec<usize>,
+    tape: Tape<'t>,
     part: Option<usize>,
     /// Times that memory was too small.
     retries: usize,
 }
 
 impl<'t> Stepper<'t> {
-    pub fn new(trainer: &'t Trainer<'t>, part: Option<usize>) -> Stepper<'t> {
-        let taps = trainer.graph.outputs().iter().cloned().collect();
+    pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Stepper<'t> {
+        let taps: BTreeMap<String, ValueId> = trainer.graph.outputs().iter().cloned().collect();
         let cuts = super::cuts::cuts(trainer.graph, trainer.options.gradient_checkpointing);
-        Stepper { trainer, taps, cuts, part, retries: 0 }
+        let tape = Tape::new(trainer.graph, trainer.device.clone(), taps.values().copied().collect(), &|name| weights.trains(name), &cuts);
+        Stepper { trainer, taps, tape, part, retries: 0 }
     }
 
     /// Samples that fit at a time, where that is fewer than a batch.
@@ -68,18 +69,26 @@ impl<'t> Stepper<'t> {
     /// # Errors
     /// A single sample does not fit, or the loss is not finite.
     pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<Step> {
+        let largest_batch = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
+        let mut items = Items::new();
+        for batch in batches {
+            for (name, count) in self.trainer.objective.items(batch)? {
+                *items.entry(name).or_default() += count;
+            }
+        }
+        // Once a step, however often this process has to try.
+        let items = self.trainer.team.means(items)?;
         loop {
-            let largest = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
-            match self.attempt(weights, batches, scale.0) {
+            match self.attempt(weights, batches, &items, scale.0) {
                 Ok(mut step) => {
                     self.trainer.team.average(&mut step.gradients)?;
-                    step.losses = self.trainer.team.losses(step.losses)?;
+                    step.losses = self.trainer.team.means(step.losses)?;
                     self.rescale(&mut step, scale)?;
                     return Ok(step);
                 }
                 Err(e) if e.is_out_of_memory() => {
                     self.trainer.ledger.give(Purpose::Gradients, u64::MAX);
-                    let part = self.part.map_or(largest, |part| part.min(largest));
+                    let part = self.part.map_or(largest_batch, |part| part.min(largest_batch));
                     if part <= 1 {
                         return Err(e);
                     }
@@ -97,12 +106,9 @@ impl<'t> Stepper<'t> {
             return Ok(());
         }
         for (name, gradient) in &mut step.gradients {
-            let unscaled = || {
-                let finite = gradient.abs()?.flatten_all()?.max(0)?.to_scalar::<f32>()?;
-                Ok::<_, candle_core::Error>((gradient.affine(1.0 / *scale, 0.0)?, finite))
-            };
-            let (unscaled, most) = unscaled().map_err(|e| Error::computed(format!("gradient of `{name}`"), e))?;
-            step.overflow |= !most.is_finite();
+            let unscaled = || Ok((gradient.affine(1.0 / *scale, 0.0)?, is_finite(gradient)?));
+            let (unscaled, finite) = unscaled().map_err(|e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e))?;
+            step.overflow |= !finite;
             *gradient = unscaled;
         }
         *steps += 1;
@@ -114,32 +120,21 @@ impl<'t> Stepper<'t> {
         Ok(())
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], scale: f64) -> Result<Step> {
-        let trainer = self.trainer;
-        let mut items = Items::new();
-        for batch in batches {
-            for (name, count) in trainer.objective.items(batch)? {
-                *items.entry(name).or_default() += count;
-            }
-        }
-        let items = trainer.team.items(items)?;
-        let scale = if trainer.options.precision == Precision::F16 { scale } else { 1.0 };
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Step> {
+        let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
-        let trained = |name: &str| weights.trains(name);
-        let taps: BTreeSet<ValueId> = self.taps.values().copied().collect();
-        let tape = Tape::new(trainer.graph, trainer.device.clone(), taps, &trained, &self.cuts);
         let mut step = Step { losses: BTreeMap::new(), gradients: BTreeMap::new(), statistics: Vec::new(), overflow: false };
         for batch in batches {
             let part = self.part.unwrap_or(batch.samples).max(1);
             for from in (0..batch.samples).step_by(part) {
                 let part = batch.narrow(from, part.min(batch.samples - from))?;
-                self.part_of(&tape, weights, &parameters, &part, (&items, scale), &mut step)?;
+                self.part_of(weights, &parameters, &part, (items, scale), &mut step)?;
             }
         }
         Ok(step)
     }
 
-    fn part_of(&self, tape: &Tape, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut Step) -> Result<()> {
+    fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut Step) -> Result<()> {
         let trainer = self.trainer;
         let keys = trainer.cache.map(|_| cache::keys(batch)).transpose()?;
         let known = match (trainer.cache, &keys) {
@@ -149,7 +144,7 @@ impl<'t> Stepper<'t> {
         let asked = trainer.teacher.filter(|_| known.is_none());
         let teacher = asked.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs, trainer.device)?, teacher.parameters()))).transpose()?;
         let statistics = &mut step.statistics;
-        let forward = tape.forward(
+        let forward = self.tape.forward(
             parameters,
             &batch.inputs,
             trainer.ledger,
@@ -180,7 +175,7 @@ impl<'t> Stepper<'t> {
             *step.losses.entry(name).or_default() += loss;
             if !loss.is_finite() {
                 drop(forward);
-                return Err(self.diverged(tape, parameters, batch, name));
+                return Err(self.diverged(parameters, batch, name));
             }
         }
         let from = said.values.into_iter().filter_map(|(name, gradient)| Some((*self.taps.get(&name)?, gradient)));
@@ -194,20 +189,20 @@ impl<'t> Stepper<'t> {
         for (name, gradient) in said.parameters {
             sink(&name, gradient)?;
         }
-        tape.backward(forward, from, parameters, trainer.ledger, &mut sink)
+        self.tape.backward(forward, from, parameters, trainer.ledger, &mut sink)
     }
 
     /// Which value was the first that is not finite.
-    fn diverged(&self, tape: &Tape, parameters: &Parameters, batch: &Batch, loss: &str) -> Error {
+    fn diverged(&self, parameters: &Parameters, batch: &Batch, loss: &str) -> Error {
         let mut first = None;
-        let graph = tape.graph();
-        let looked = tape.forward(
+        let graph = self.tape.graph();
+        let looked = self.tape.forward(
             parameters,
             &batch.inputs,
             self.trainer.ledger,
             Some(&mut |node, operands| {
                 for (id, operand) in node.inputs.iter().zip(operands) {
-                    let finite = operand.dtype() == DType::I64 || largest(operand).is_ok_and(f32::is_finite);
+                    let finite = operand.dtype() == DType::I64 || is_finite(operand).unwrap_or(false);
                     if !finite && first.is_none() {
                         first = Some((graph.value(*id).name.clone(), graph.value(node.output).name.clone()));
                     }
@@ -224,9 +219,9 @@ impl<'t> Stepper<'t> {
     }
 }
 
-fn largest(tensor: &Tensor) -> candle_core::Result<f32> {
-    // NaN does not survive a maximum everywhere; a sum keeps it.
-    tensor.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()
+/// Whether all elements are numbers. NaN does not survive a maximum everywhere; a sum keeps it.
+fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
+    Ok(tensor.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()?.is_finite())
 }
 
 /// Mean and unbiased variance of what a normalisation reads, by the names of the parameters that follow them.

@@ -53,11 +53,11 @@ impl Team {
         communicator::agree(&mut **self.communicator.borrow_mut(), "model, data or options", identity.as_bytes())
     }
 
-    /// Items of all processes, divided by how many processes there are: what the mean of their gradients is a mean over.
+    /// Means of figures over all processes: of losses, and of items, by which the mean of gradients is divided.
     ///
     /// # Errors
     /// Another process is gone.
-    pub fn items(&self, items: Items) -> Result<Items> {
+    pub fn means(&self, items: Items) -> Result<Items> {
         let mut communicator = self.communicator.borrow_mut();
         if communicator.size() == 1 {
             return Ok(items);
@@ -71,14 +71,6 @@ impl Team {
             }
         }
         Ok(items.into_keys().zip(sums).map(|(name, sum)| (name, sum / all.len() as f64)).collect())
-    }
-
-    /// Means of losses over all processes.
-    ///
-    /// # Errors
-    /// Another process is gone.
-    pub fn losses(&self, losses: BTreeMap<&'static str, f64>) -> Result<BTreeMap<&'static str, f64>> {
-        self.items(losses)
     }
 
     /// Means of gradients over all processes.

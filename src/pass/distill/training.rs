@@ -18,7 +18,6 @@ use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::{Applied, Model};
 use crate::pass::Context;
-use crate::store::Meter;
 use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
 
@@ -32,12 +31,12 @@ pub(in crate::pass) fn planned(name: &'static str, mut model: Model, options: Va
     if let Some(teacher) = teacher {
         vocabulary::require_same(&model.path, &teacher.path)?;
     }
-    let token = graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3);
-    let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), if token { Task::LanguageModelling } else { Task::Classification })?;
+    let objective =
+        Objective::new(&training.losses, &graph, their_graph.as_ref(), if answers_by_token(&graph) { Task::LanguageModelling } else { Task::Classification })?;
     let small = smaller(&graph, &objective, training)?;
     let sizes = bindings(&small, batch(&graph, training), None);
     let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
-    let mut applied = applied(name, options);
+    let mut applied = Applied::new(name, options);
     applied.tensors = graph.params().map(|(_, value)| value.name.clone()).collect();
     applied.rule = "all floats that losses depend on".to_owned();
     applied.notes =
@@ -45,18 +44,6 @@ pub(in crate::pass) fn planned(name: &'static str, mut model: Model, options: Va
     model.history.push(applied);
     model.memory = model.memory.max(forecast.total());
     Ok(model)
-}
-
-fn applied(name: &'static str, options: Value) -> Applied {
-    Applied {
-        name,
-        options,
-        tensors: std::collections::BTreeSet::new(),
-        rule: String::new(),
-        meter: Arc::new(Meter::default()),
-        details: Arc::new(|| Value::Null),
-        notes: Vec::new(),
-    }
 }
 
 /// The part of a graph that losses depend on, as it trains.
@@ -68,14 +55,18 @@ fn smaller(graph: &Graph, objective: &Objective, training: &Training) -> Result<
     })
 }
 
+/// Whether a model gives logits for every token.
+fn answers_by_token(graph: &Graph) -> bool {
+    graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3)
+}
+
 /// Samples that are read together.
 fn batch(graph: &Graph, training: &Training) -> usize {
     let images = graph.inputs().any(|(_, value)| value.ty.element == Element::Float);
-    let tokens = graph.outputs().iter().any(|(name, id)| name == "logits" && graph.value(*id).ty.shape.len() == 3);
     match training.batch_size {
         BatchSize::Samples(count) => count,
         BatchSize::Auto if images => 128,
-        BatchSize::Auto if tokens => 8,
+        BatchSize::Auto if answers_by_token(graph) => 8,
         BatchSize::Auto => 32,
     }
 }
@@ -133,8 +124,8 @@ pub(in crate::pass) fn train(
     (teacher, cached): (Option<&Model>, Option<(&Path, usize)>),
     context: &Context,
 ) -> Result<Model> {
-    let meter = Arc::new(Meter::default());
-    let mut applied = Applied { meter: meter.clone(), ..applied(name, options.clone()) };
+    let mut applied = Applied::new(name, options.clone());
+    let meter = applied.meter.clone();
     let their_model = teacher;
     let done: Result<()> = meter.time(|| {
         let graph = model.graph()?;

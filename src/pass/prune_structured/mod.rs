@@ -27,7 +27,6 @@ mod selection;
 mod sensitivity;
 mod widths;
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -40,7 +39,7 @@ use super::{Context, Pass, Samples, Scope, options_of};
 use crate::error::{Error, Result};
 use crate::model::{Applied, Model};
 use crate::pass::Amount;
-use crate::store::{Meter, Pattern};
+use crate::store::Pattern;
 use selection::Selection;
 
 /// Take heads, neurons, channels, width or layers out of a model.
@@ -142,16 +141,8 @@ impl PruneStructured {
 
     /// The model without what goes; which units these are is only known in `context`.
     fn prune(&self, mut model: Model, context: Option<&Context>) -> Result<Model> {
-        let meter = Arc::new(Meter::default());
-        let mut applied = Applied {
-            name: NAME,
-            options: self.options(),
-            tensors: BTreeSet::new(),
-            rule: String::new(),
-            meter: meter.clone(),
-            details: Arc::new(|| Value::Null),
-            notes: Vec::new(),
-        };
+        let mut applied = Applied::new(NAME, self.options());
+        let meter = applied.meter.clone();
         let mut details = Map::new();
         if self.takes_layers() {
             let removed = layers::remove(&mut model, self.amount(Part::Layers), context)?;
