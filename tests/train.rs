@@ -15,7 +15,7 @@ use compress::store::{ByteSize, Cancel, Event};
 use compress::train::losses::Losses;
 use compress::train::optimizer::Kind;
 use compress::train::schedule::Schedule;
-use compress::train::{BatchSize, Checkpointing, Every, Precision};
+use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, Precision, QuantizerScales};
 use compress::{Error, Model, Pipeline};
 
 fn golden(name: &str) -> PathBuf {
@@ -359,6 +359,42 @@ fn quantized_models_train_as_they_are_written() {
         let model = Model::open(run.out()).unwrap();
         assert!(model.weights.by_name.values().any(|weight| weight.describe().contains("int8")), "{name}");
         assert!(model.graph().unwrap().to_string().contains("FakeQuantize"), "{name}");
+    }
+}
+
+/// Scales of a model's quantizers, of weights and of values.
+fn scales(folder: &Path) -> (Vec<f32>, Vec<String>) {
+    let model = Model::open(folder).unwrap();
+    let weights = model.weights.by_name.values().filter_map(|weight| weight.scales().unwrap()).flat_map(|scales| scales.scales).collect();
+    let graph = model.graph().unwrap();
+    let quantizers = graph.nodes().iter().filter(|node| node.op.name() == "FakeQuantize").map(|node| node.op.to_string()).collect();
+    (weights, quantizers)
+}
+
+#[test]
+fn scales_are_learned_and_written_as_they_were_trained() {
+    for name in ["bert-sequence-classification", "torchvision-resnet18"] {
+        let run = Run::new();
+        let data = samples(name, run.folder.path(), 8, classes(name));
+        let mut found = Vec::new();
+        for (scales_of, steps) in [(QuantizerScales::Fixed, 20), (QuantizerScales::Learnable, 20), (QuantizerScales::Learnable, 21)] {
+            let pass = Finetune { learning_rate: 2e-3, scales: scales_of, batch_norm: BatchNorm::Fixed, ..finetune(steps) };
+            let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).pass(pass).calibration(data.clone()).train(data.clone());
+            let out = run.folder.path().join(format!("{scales_of:?}-{steps}"));
+            let report = pipeline.build().unwrap().run(Model::open(golden(name)).unwrap(), &out).unwrap_or_else(|e| panic!("{name}: {e}"));
+            found.push((ends(&report), scales(&out), out));
+        }
+        let [fixed, learned, further] = &found[..] else { unreachable!() };
+        assert_eq!(fixed.1.0.len(), learned.1.0.len());
+        let moved = fixed.1.0.iter().zip(&learned.1.0).filter(|(a, b)| a != b).count();
+        assert!(moved > fixed.1.0.len() / 2, "{name}: {moved} of {} scales of weights moved", fixed.1.0.len());
+        assert!(fixed.1.1.len() == learned.1.1.len() && fixed.1.1.iter().zip(&learned.1.1).all(|(a, b)| a != b), "{name}: {:?}", learned.1.1);
+        // The loss of the written model on the same batch is that of the step that would have come next.
+        let pass = Finetune { learning_rate: 1e-12, scales: QuantizerScales::Learnable, batch_norm: BatchNorm::Fixed, ..finetune(1) };
+        let again = Pipeline::builder().pass(pass).train(data).build().unwrap().run(Model::open(&learned.2).unwrap(), run.out()).unwrap();
+        let (written, next) = (ends(&again).0, further.0.1);
+        assert!((written - next).abs() < 1e-3 * next.max(0.1), "{name}: {written} is written, {next} was trained");
+        assert_eq!(scales(&run.out()), learned.1, "{name}: a step of nothing moves nothing");
     }
 }
 

@@ -77,7 +77,7 @@ fn each(values: &mut [f32], function: impl Fn(f32) -> f32) {
 }
 
 /// 1.5 · 2²³: adding it rounds a small float to an integer, and leaves that integer in the low bits.
-const ROUND: f32 = 12_582_912.0;
+pub(super) const ROUND: f32 = 12_582_912.0;
 
 /// `2ⁿ · polynomial`, with `x = n ln 2 + r` and `|r| ≤ ln 2 / 2`.
 #[inline(always)]

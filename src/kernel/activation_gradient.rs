@@ -1,6 +1,6 @@
 //! Slopes of the functions of [`activation`](super::activation), times a gradient.
 
-use super::activation::{Activation, GELU_INNER, erf_and_decay, sigmoid, tanh};
+use super::activation::{Activation, GELU_INNER, ROUND, erf_and_decay, sigmoid, tanh};
 
 impl Activation {
     /// Whether the slope is read off the function's result; else it is read off the argument.
@@ -30,11 +30,36 @@ simd! {
             Activation::Tanh => each(values, gradient, out, |y, g| g * (1.0 - y * y)),
             Activation::Clip { min, max } => each(values, gradient, out, |y, g| if y > min && y < max { g } else { 0.0 }),
             Activation::Round { scale, zero_point } => {
-                let (least, most) = ((-128.0 - zero_point) * scale, (127.0 - zero_point) * scale);
-                each(values, gradient, out, |x, g| if x >= least && x <= most { g } else { 0.0 });
+                each(values, gradient, out, |x, g| {
+                    let (steps, held) = rounded(x / scale, zero_point);
+                    if steps == held { g } else { 0.0 }
+                });
             }
         }
     }
+}
+
+simd! {
+    /// The gradient times what rounding to eight bits moves when its scale grows, as a part of the scale: the distance to the
+    /// nearest step, and the whole value where it was held.
+    pub fn scale_slope(scale: f32, zero_point: f32, values: &[f32], gradient: &[f32], out: &mut [f32]) {
+        each(values, gradient, out, |x, g| {
+            let (steps, held) = rounded(x / scale, zero_point);
+            let moved = if steps == held { held - x / scale } else { held };
+            g * moved * scale
+        });
+    }
+}
+
+/// Steps as a whole number, and the nearest that there is; of steps far out, the first is one beyond.
+#[inline(always)]
+fn rounded(steps: f32, zero_point: f32) -> (f32, f32) {
+    let (least, most) = (-128.0 - zero_point, 127.0 - zero_point);
+    let near = if steps < least - 1.0 { least - 1.0 } else { steps };
+    let near = if near > most + 1.0 { most + 1.0 } else { near };
+    let whole = (near + ROUND) - ROUND;
+    let held = if whole < least { least } else { whole };
+    (whole, if held > most { most } else { held })
 }
 
 /// `1 / sqrt(2 π)`

@@ -15,6 +15,7 @@ mod objective;
 pub mod optimizer;
 mod options;
 mod run;
+mod scales;
 pub mod schedule;
 mod step;
 mod teacher;
@@ -23,11 +24,12 @@ mod weights;
 
 pub use forecast::{Forecast, forecast};
 pub use objective::Objective;
-pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, Training};
+pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};
 pub(crate) use options::{training_fields, training_pass};
 pub use run::{Evaluation, Row, Surroundings, Trained, Trainer};
+pub use scales::Quantizers;
 pub use teacher::Teacher;
 pub use team::Team;
 pub use weights::Weights;

@@ -61,6 +61,18 @@ pub enum BatchNorm {
     Fixed,
 }
 
+/// What training does to the scales of quantized weights and values.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum QuantizerScales {
+    /// They stay as they are
+    #[default]
+    Fixed,
+    /// They train with the weights
+    Learnable,
+}
+
 /// Which values are computed twice instead of kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
@@ -211,6 +223,7 @@ pub struct Training {
     pub precision: Precision,
     pub gradient_checkpointing: Checkpointing,
     pub batch_norm: BatchNorm,
+    pub scales: QuantizerScales,
     pub average: Option<f64>,
     pub offload: Vec<Offload>,
     pub shard_optimizer: bool,
@@ -239,6 +252,7 @@ impl Default for Training {
             precision: Precision::default(),
             gradient_checkpointing: Checkpointing::default(),
             batch_norm: BatchNorm::default(),
+            scales: QuantizerScales::default(),
             average: None,
             offload: Vec::new(),
             shard_optimizer: false,
@@ -359,6 +373,9 @@ macro_rules! training_pass {
             /// Statistics of batch normalisation
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().batch_norm))]
             pub batch_norm: BatchNorm,
+            /// Scales of quantized weights and values
+            #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().scales))]
+            pub scales: QuantizerScales,
             /// Keep a moving average of the weights with this decay, such as 0.999, and write that
             #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
             #[serde(skip_serializing_if = "Option::is_none")]
@@ -431,6 +448,7 @@ macro_rules! training_fields {
             precision: $from.precision,
             gradient_checkpointing: $from.gradient_checkpointing,
             batch_norm: $from.batch_norm,
+            scales: $from.scales,
             average: $from.average,
             offload: $from.offload.clone(),
             shard_optimizer: $from.shard_optimizer,

@@ -233,6 +233,7 @@ impl Trainer<'_> {
             stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
         let mut norm = None;
         if !overflow {
+            state.weights.add_scales(&mut gradients)?;
             state.weights.mask(&mut gradients)?;
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
             norm = Some(clip::clip(&mut gradients, most).map_err(|e| self.explain(e, state))?);

@@ -4,11 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
 use crate::exec::{Ledger, Parameters, Purpose, Residence};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::store::{Pattern, Scales, Sweep, Weight, select};
+use crate::store::{DType as Stored, Encoding, Pattern, Scales, Sweep, Weight, select};
 
 /// Weights that train and weights that do not.
 pub struct Weights {
@@ -20,6 +21,8 @@ pub struct Weights {
     masks: BTreeMap<String, Tensor>,
     /// Weights whose layers see them rounded to integers.
     rounded: BTreeMap<String, Rounding>,
+    /// Logarithms of learned scales of values, and what their gradients are multiplied with.
+    values: BTreeMap<String, f64>,
     compute: DType,
 }
 
@@ -29,23 +32,49 @@ struct Rounding {
     scales: Scales,
     /// One row for each run of elements under one scale.
     scale: Tensor,
+    /// The format that scales are written in.
+    stored: DType,
     zero: Tensor,
 }
 
 impl Rounding {
-    fn new(scales: Scales, device: &Device) -> candle_core::Result<Rounding> {
+    fn new(scales: Scales, stored: DType, device: &Device) -> candle_core::Result<Rounding> {
         let column = |values: &[f32]| Tensor::from_slice(values, (values.len(), 1), device);
-        Ok(Rounding { scale: column(&scales.scales)?, zero: column(&scales.zero_points)?, scales })
+        Ok(Rounding { scale: column(&scales.scales)?, stored, zero: column(&scales.zero_points)?, scales })
+    }
+
+    /// The scales with these logarithms on them, as they will be written.
+    fn scale(&self, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        match learned {
+            Some(logarithms) => (&self.scale * logarithms.exp()?.reshape(self.scale.dims())?)?.to_dtype(self.stored)?.to_dtype(DType::F32),
+            None => Ok(self.scale.clone()),
+        }
+    }
+
+    /// A weight in steps, `[runs, elements of a run]`.
+    fn steps(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
+        weight.reshape((self.scales.scales.len(), self.scales.run))?.broadcast_div(scale)
     }
 
     /// Integers, as floats, `[runs, elements of a run]`.
-    fn integers(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
-        let rows = weight.reshape((self.scales.scales.len(), self.scales.run))?;
-        rows.broadcast_div(&self.scale)?.round()?.broadcast_add(&self.zero)?.clamp(-128f32, 127f32)
+    fn integers(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
+        self.steps(weight, scale)?.round()?.broadcast_add(&self.zero)?.clamp(-128f32, 127f32)
     }
 
-    fn apply(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
-        self.integers(weight)?.broadcast_sub(&self.zero)?.broadcast_mul(&self.scale)?.reshape(weight.dims())
+    fn apply(&self, weight: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
+        let scale = self.scale(learned)?;
+        self.integers(weight, &scale)?.broadcast_sub(&self.zero)?.broadcast_mul(&scale)?.reshape(weight.dims())
+    }
+
+    /// Gradients of the logarithms of scales, given that of the rounded weight: as for
+    /// [`LearnedQuantize`](crate::ir::ops::LearnedQuantize).
+    fn of_logarithms(&self, weight: &Tensor, learned: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+        let scale = self.scale(Some(learned))?;
+        let steps = self.steps(weight, &scale)?;
+        let rounded = self.integers(weight, &scale)?.broadcast_sub(&self.zero)?;
+        let passes = steps.round()?.eq(&rounded)?.to_dtype(steps.dtype())?;
+        let moved = (rounded - (steps * passes)?)?.broadcast_mul(&scale)?;
+        (gradient.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::damping(self.scales.run), 0.0)
     }
 }
 
@@ -88,7 +117,8 @@ impl Weights {
             }
         }
         let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, sweep)?;
-        let mut weights = Weights { trained: BTreeMap::new(), fixed: BTreeMap::new(), masks: BTreeMap::new(), rounded: BTreeMap::new(), compute };
+        let mut weights =
+            Weights { trained: BTreeMap::new(), fixed: BTreeMap::new(), masks: BTreeMap::new(), rounded: BTreeMap::new(), values: BTreeMap::new(), compute };
         for name in names {
             let weight = model.weights.get(name)?;
             let tensor = loaded.get(name).map_err(failed(name))?;
@@ -99,7 +129,13 @@ impl Weights {
                 continue;
             }
             if let Some(scales) = weight.scales()? {
-                weights.rounded.insert(name.clone(), Rounding::new(scales, device).map_err(failed(name))?);
+                let stored = match &weight.encoding {
+                    Encoding::Affine(affine) if affine.scale_dtype == Stored::BF16 => DType::BF16,
+                    Encoding::Affine(affine) if affine.scale_dtype == Stored::F16 => DType::F16,
+                    _ => DType::F32,
+                };
+                let rounding = Rounding::new(scales, stored, device);
+                weights.rounded.insert(name.clone(), rounding.map_err(failed(name))?);
             }
             if let Some(mask) = mask(&tensor).map_err(failed(name))? {
                 weights.masks.insert(name.clone(), mask);
@@ -124,6 +160,22 @@ impl Weights {
     /// Memory runs out.
     pub fn add(&mut self, name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
         self.trained.insert(name.to_owned(), tensor.to_device(device).map_err(failed(name))?);
+        Ok(())
+    }
+
+    /// Lets scales train: those of rounded weights, and those of quantizers.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn learn_scales(&mut self, quantizers: &Quantizers, device: &Device) -> Result<()> {
+        let zeros = |name: &str, count: usize| Tensor::zeros(count, DType::F32, device).map_err(failed(name));
+        for (name, rounding) in &self.rounded {
+            self.trained.insert(scales::logarithm(name), zeros(name, rounding.scales.scales.len())?);
+        }
+        for (name, damping) in quantizers.logarithms() {
+            self.trained.insert(name.clone(), zeros(&name, 1)?);
+            self.values.insert(name, damping);
+        }
         Ok(())
     }
 
@@ -157,12 +209,31 @@ impl Weights {
         let mut tensors = self.fixed.clone();
         for (name, master) in masters {
             let seen = match self.rounded.get(name) {
-                Some(rounding) => rounding.apply(master).and_then(|t| t.to_dtype(self.compute)),
+                Some(rounding) => rounding.apply(master, masters.get(&scales::logarithm(name))).and_then(|t| t.to_dtype(self.compute)),
                 None => master.to_dtype(self.compute),
             };
             tensors.insert(name.clone(), seen.map_err(failed(name))?);
         }
         Ok(Parameters::of(tensors, self.compute))
+    }
+
+    /// Adds gradients of scales that train.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn add_scales(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
+        for (name, rounding) in &self.rounded {
+            let of = scales::logarithm(name);
+            let (Some(weight), Some(learned), Some(gradient)) = (self.trained.get(name), self.trained.get(&of), gradients.get(name)) else { continue };
+            let found = rounding.of_logarithms(weight, learned, gradient).map_err(failed(name))?;
+            gradients.insert(of, found);
+        }
+        for (name, damping) in &self.values {
+            if let Some(gradient) = gradients.get_mut(name) {
+                *gradient = gradient.affine(*damping, 0.0).map_err(failed(name))?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes out of gradients what would move weights that stay zero.
@@ -219,19 +290,22 @@ impl Weights {
         let mut changed = BTreeSet::new();
         for (name, tensor) in state {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
-            let new = self.weight(name, tensor, weight)?;
+            let new = self.weight(name, (tensor, state.get(&scales::logarithm(name))), weight)?;
             model.weights.by_name.insert(name.clone(), new);
             changed.insert(name.clone());
         }
         Ok(changed)
     }
 
-    fn weight(&self, name: &str, tensor: &Tensor, weight: &Weight) -> Result<Weight> {
+    fn weight(&self, name: &str, (tensor, learned): (&Tensor, Option<&Tensor>), weight: &Weight) -> Result<Weight> {
         let floats = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
         match self.rounded.get(name) {
             Some(rounding) => {
-                let integers = rounding.integers(tensor).and_then(|t| floats(&t)).map_err(failed(name))?;
-                weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &rounding.scales)
+                let scale = rounding.scale(learned).map_err(failed(name))?;
+                let integers = rounding.integers(tensor, &scale).and_then(|t| floats(&t)).map_err(failed(name))?;
+                let scales = Scales { scales: floats(&scale).map_err(failed(name))?, ..rounding.scales.clone() };
+                scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale))?;
+                weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales)
             }
             None => weight.with_values(name, &floats(tensor).map_err(failed(name))?),
         }

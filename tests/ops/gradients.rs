@@ -61,6 +61,10 @@ fn gradients_are_those_of_finite_differences() {
                 loss(op, &inputs)
             };
             let like = smooth(&case.op);
+            // Counts rounding as done for the scale; PyTorch's goldens hold it.
+            if matches!(case.op, Op::LearnedQuantize(_)) {
+                continue;
+            }
             let gradients = with(&case.op, variable.as_tensor()).backward().unwrap_or_else(|e| panic!("{}: {e}", case.op));
             if matches!(case.op, Op::BatchNorm(BatchNorm { batch: true, .. })) && index > 2 {
                 continue;

@@ -144,25 +144,35 @@ activation!(
     }, |op, x| Activation::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
 );
 activation!(
-    /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values within the
-    /// range goes straight through.
+    /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values that
+    /// round to one of the 256 goes straight through.
     FakeQuantize {
         /// Distance of neighbouring values.
         scale: f32 = 1.0,
         /// The integer that stands for zero, of -128 to 127.
         zero_point: i32 = 0,
     }, |op, x| Activation::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
-        let (low, high) = op.range();
-        let held = x.clamp(f64::from(low), f64::from(high))?;
-        let rounded = ((&held / f64::from(op.scale))?.round()? * f64::from(op.scale))?;
-        &held + (rounded - &held)?.detach()
-    }, {
-        let (low, high) = op.range();
-        between(x.ge(f64::from(low))?, x.le(f64::from(high))?, x)
-    }
+        let scale = f64::from(op.scale);
+        let (low, high) = op.steps();
+        let passed = (x * op.passes(&(x / scale)?)?)?;
+        let rounded = ((x / scale)?.clamp(low, high)?.round()? * scale)?;
+        &passed + (rounded - &passed)?.detach()
+    }, op.passes(&(x / f64::from(op.scale))?)
 );
 
 impl FakeQuantize {
+    /// The smallest and the largest number of steps.
+    pub(super) fn steps(&self) -> (f64, f64) {
+        (f64::from(-128 - self.zero_point), f64::from(127 - self.zero_point))
+    }
+
+    /// One where a number of steps rounds to one that there is.
+    pub(super) fn passes(&self, steps: &Tensor) -> candle_core::Result<Tensor> {
+        let (low, high) = self.steps();
+        let rounded = steps.round()?.detach();
+        between(rounded.ge(low)?, rounded.le(high)?, steps)
+    }
+
     /// The smallest and the largest value that there is an integer for.
     pub fn range(&self) -> (f32, f32) {
         let zero = self.zero_point as f32;

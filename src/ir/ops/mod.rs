@@ -12,6 +12,7 @@ mod gradient;
 mod heads;
 mod host;
 mod layer_norm;
+mod learned_quantize;
 mod linear;
 mod masked_mean;
 mod normalize;
@@ -44,6 +45,7 @@ pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
 pub use host::After;
 pub use layer_norm::LayerNorm;
+pub use learned_quantize::LearnedQuantize;
 pub use linear::Linear;
 pub use masked_mean::MaskedMean;
 pub use normalize::Normalize;
@@ -187,7 +189,7 @@ macro_rules! ops {
 
 ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
-    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize,
+    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedQuantize,
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Tokens, Prepend, Select, Slice,

@@ -5,7 +5,7 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::Speller;
 use crate::error::Result;
-use crate::ir::ops::{FakeQuantize, Linear};
+use crate::ir::ops::{FakeQuantize, LearnedQuantize, Linear};
 use crate::store::{Activations, Affine, Granularity};
 
 /// The tensors of a weight, by name.
@@ -155,11 +155,25 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Speller) -> Result<(
 
 /// A value that goes through eight bits: in this form, ONNX Runtime makes integer kernels of what stands between two of them.
 pub(super) fn fake_quantize(op: &FakeQuantize, n: &mut Speller) -> Result<()> {
-    let x = n.wide(&n.input(0))?;
     let scale = n.float_wide(op.scale.into());
-    let zero_point = n.zero_point(op.zero_point);
-    let integers = n.emit("QuantizeLinear", "integers", &[&x, &scale, &zero_point], vec![]);
-    n.finish_wide("DequantizeLinear", &[&integers, &scale, &zero_point], vec![]);
+    rounded(&scale, op.zero_point, n)
+}
+
+/// The same with a scale that is computed.
+pub(super) fn learned_quantize(op: &LearnedQuantize, n: &mut Speller) -> Result<()> {
+    let logarithm = n.wide(&n.input(1))?;
+    let factor = n.emit("Exp", "factor", &[&logarithm], vec![]);
+    let base = n.float_wide(op.scale.into());
+    let scale = n.emit("Mul", "scale", &[&factor, &base], vec![]);
+    let scale = n.emit("Squeeze", "scalar", &[&scale], vec![]);
+    rounded(&scale, op.zero_point, n)
+}
+
+fn rounded(scale: &str, zero_point: i32, n: &mut Speller) -> Result<()> {
+    let x = n.wide(&n.input(0))?;
+    let zero_point = n.zero_point(zero_point);
+    let integers = n.emit("QuantizeLinear", "integers", &[&x, scale, &zero_point], vec![]);
+    n.finish_wide("DequantizeLinear", &[&integers, scale, &zero_point], vec![]);
     Ok(())
 }
 

@@ -40,6 +40,7 @@ pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
         Op::Clip(op) => activation::clip(op, n),
         Op::Softmax(_) => activation::softmax(n),
         Op::FakeQuantize(op) => integer::fake_quantize(op, n),
+        Op::LearnedQuantize(op) => integer::learned_quantize(op, n),
         // As a `Sum`, which ONNX Runtime does not put into one kernel with the normalisation: that kernel is ten times slower.
         Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),

@@ -29,7 +29,7 @@ use crate::store::{ByteSize, Pattern};
 use crate::train::losses::Losses;
 use crate::train::optimizer::Kind;
 use crate::train::schedule::Schedule;
-use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, Training, training_pass};
+use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training, training_pass};
 
 training_pass! {
     /// Train a student to answer as a teacher does.

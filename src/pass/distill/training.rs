@@ -19,7 +19,7 @@ use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::{Applied, Model};
 use crate::pass::Context;
 use crate::train::cache::Cache;
-use crate::train::{BatchNorm, BatchSize, Objective, Offload, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
+use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
 
 /// The model as it will be, as far as that can be told without training.
 ///
@@ -128,7 +128,7 @@ pub(in crate::pass) fn train(
     let meter = applied.meter.clone();
     let their_model = teacher;
     let done: Result<()> = meter.time(|| {
-        let graph = model.graph()?;
+        let mut graph = model.graph()?;
         let their_graph = teacher.map(Model::graph).transpose()?;
         if let Some(teacher) = teacher {
             vocabulary::require_same(&model.path, &teacher.path)?;
@@ -140,12 +140,20 @@ pub(in crate::pass) fn train(
             return Err(Error::option("data: train", "holds pairs with scores, which no loss learns from: name one text column, and `task: fidelity`"));
         }
         let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
-        let small = smaller(&graph, &objective, training)?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
         let ledger = Ledger::with_budget(training.memory_limit.map(|size| size.0));
         let compute = training.precision.dtype();
         let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &ledger, &context.sweep)?;
+        let quantizers = match training.scales {
+            QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
+            QuantizerScales::Fixed => None,
+        };
+        if let Some(quantizers) = &quantizers {
+            weights.learn_scales(quantizers, device)?;
+            graph = quantizers.graph.clone();
+        }
+        let small = smaller(&graph, &objective, training)?;
         for (name, matrix) in objective.projections(context.seed)? {
             weights.add(&name, &matrix, device)?;
         }
@@ -204,6 +212,9 @@ pub(in crate::pass) fn train(
         };
         let trained = trainer.run(&mut weights)?;
         applied.tensors = weights.put(&trained.state, &mut model)?;
+        if let Some(quantizers) = &quantizers {
+            quantizers.put(&trained.state, &mut model)?;
+        }
         applied.rule = "all floats that losses depend on".to_owned();
         applied.notes = trained.notes;
         if masked > 0 {
@@ -211,6 +222,9 @@ pub(in crate::pass) fn train(
         }
         if rounded > 0 {
             applied.notes.push(format!("{rounded} weights were trained as the integers that they are written as"));
+        }
+        if let Some(quantizers) = &quantizers {
+            applied.notes.push(format!("scales of {rounded} weights and of {} values were learned with them", quantizers.count()));
         }
         let peaks = ledger.peaks();
         let phases: Vec<Value> = peaks
