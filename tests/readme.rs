@@ -1,7 +1,9 @@
-//! What the README shows is run, with a small BERT in the place of `minilm`.
+//! What the README and the guides in `docs/` show is run, with a small BERT in the place of `minilm`, a small Llama in that of
+//! `llama`, and a network that its guide describes.
 #![cfg(all(feature = "cli", feature = "run"))]
 #![allow(clippy::unwrap_used)]
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::process::Command;
 
@@ -57,15 +59,76 @@ fn recipes_run() {
     assert!(std::fs::read_to_string(folder.path().join("out/measured/report.md")).unwrap().contains("spearman"));
 }
 
+/// Weights of these shapes, always the same ones.
+fn save_weights(path: &Path, shapes: &[(&str, &[usize])]) {
+    let values = |shape: &[usize]| (0..shape.iter().product::<usize>()).map(|i| 0.3 * (i as f32).sin()).collect::<Vec<f32>>();
+    let tensor = |shape: &[usize]| candle_core::Tensor::from_vec(values(shape), shape, &candle_core::Device::Cpu).unwrap();
+    let tensors: HashMap<_, _> = shapes.iter().map(|(name, shape)| ((*name).to_owned(), tensor(shape))).collect();
+    candle_core::safetensors::save(&tensors, path).unwrap();
+}
+
 #[test]
 fn the_graph_is_one() {
     let blocks = blocks("json");
     assert_eq!(blocks.len(), 1);
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("graph.json"), &blocks[0]).unwrap();
-    let zeros = |shape: &[usize]| candle_core::Tensor::zeros(shape, candle_core::DType::F32, &candle_core::Device::Cpu).unwrap();
-    let tensors = [("fc1.weight", zeros(&[8, 784])), ("fc1.bias", zeros(&[8])), ("fc2.weight", zeros(&[10, 8])), ("fc2.bias", zeros(&[10]))];
-    let tensors = tensors.map(|(name, tensor)| (name.to_owned(), tensor)).into();
-    candle_core::safetensors::save(&tensors, folder.path().join("model.safetensors")).unwrap();
+    save_weights(&folder.path().join("model.safetensors"), &[("fc1.weight", &[8, 784]), ("fc1.bias", &[8]), ("fc2.weight", &[10, 8]), ("fc2.bias", &[10])]);
     check(folder.path(), "compress inspect . --graph");
+}
+
+/// What guides find beside `minilm`: `llama` with `book.txt`, and `network`, whose graph a guide brings, with `images`.
+fn with_all_models() -> tempfile::TempDir {
+    let folder = with_model();
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let copy = |from: &str, to: &str| {
+        let to = folder.path().join(to);
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(golden.join(from), to).unwrap();
+    };
+    copy("models/llama/config.json", "llama/config.json");
+    copy("models/llama/model.safetensors", "llama/model.safetensors");
+    copy("evaluation/characters.json", "llama/tokenizer.json");
+    copy("evaluation/book.txt", "book.txt");
+    copy("evaluation/resnet-basic.json", "network/preprocessor_config.json");
+    for n in 0..10 {
+        let image = format!("images/LABEL_{}/{n}.png", n % 5);
+        copy(&format!("evaluation/{image}"), &image);
+    }
+    let shapes: [(&str, &[usize]); 6] = [
+        ("conv1.weight", &[16, 3, 3, 3]),
+        ("conv1.bias", &[16]),
+        ("conv2.weight", &[32, 16, 3, 3]),
+        ("conv2.bias", &[32]),
+        ("fc.weight", &[5, 32]),
+        ("fc.bias", &[5]),
+    ];
+    save_weights(&folder.path().join("network/model.safetensors"), &shapes);
+    folder
+}
+
+#[test]
+fn guides_run() {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+    let index = std::fs::read_to_string(docs.join("README.md")).unwrap();
+    for entry in std::fs::read_dir(&docs).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        assert!(name == "README.md" || index.contains(&format!("]({name})")), "docs/README.md does not name {name}");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let folder = with_all_models();
+        // Every second part is a fenced block, its language in the first line.
+        for block in text.split("\n```").skip(1).step_by(2) {
+            let (language, contents) = block.split_once('\n').unwrap();
+            match language {
+                "sh" => contents.lines().for_each(|line| check(folder.path(), line)),
+                "yaml" => {
+                    std::fs::write(folder.path().join("recipe.yaml"), contents).unwrap();
+                    check(folder.path(), "compress plan recipe.yaml");
+                }
+                "json" => std::fs::write(folder.path().join("network/graph.json"), contents).unwrap(),
+                language => assert_eq!(language, "text", "{name}"),
+            }
+        }
+    }
 }
