@@ -141,6 +141,14 @@ pub enum Error {
         /// How it differs.
         reason: String,
     },
+    /// A report does not keep a limit that it is held to.
+    #[error("{path}: {reason}")]
+    Budget {
+        /// The report.
+        path: PathBuf,
+        /// Each limit that is not kept, and what was measured.
+        reason: String,
+    },
     /// Interrupted by the user or through a `Cancel` handle.
     #[error("interrupted; nothing was written")]
     Cancelled,

@@ -5,6 +5,8 @@ pub mod analysis;
 #[cfg(feature = "run")]
 pub mod arch;
 #[cfg(feature = "run")]
+mod cache;
+#[cfg(feature = "run")]
 pub mod calibration;
 #[cfg(feature = "run")]
 pub mod data;

@@ -3,6 +3,8 @@
 mod builder;
 #[cfg(feature = "run")]
 mod evaluate;
+#[cfg(feature = "run")]
+mod kept;
 mod plan;
 mod run;
 #[cfg(feature = "run")]
@@ -10,6 +12,8 @@ mod starter;
 mod verify;
 
 pub use builder::{Builder, Pipeline};
+#[cfg(feature = "run")]
+pub use kept::{Entry, Shelf};
 pub use plan::{PassPlan, Plan};
 #[cfg(feature = "run")]
 pub use starter::starter;

@@ -99,12 +99,13 @@ impl Recipe {
         serde_saphyr::from_str_with_options(text, options).map_err(|e| located(path, e))
     }
 
-    /// Reads a recipe, changes values in it (`key.inner=value`), and makes its paths relative to its folder.
+    /// Reads a recipe, makes its paths relative to its folder, and changes values in it (`key.inner=value`), whose paths are
+    /// relative to the working directory.
     ///
     /// # Errors
     /// It cannot be read or parsed, or a key does not exist.
     pub fn open(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
-        Ok(Recipe::read(path, set)?.resolved(path))
+        Recipe::parse_file(path)?.resolved(path).with_all(set)
     }
 
     /// The same for a recipe that sweeps over values, in the file or here: one recipe for each combination of them.
@@ -112,41 +113,30 @@ impl Recipe {
     /// # Errors
     /// As [`open`](Recipe::open); no value is given for a key, or one that it cannot have.
     pub fn open_variants(path: &Path, set: &[(String, String)], sweep: &[(String, Vec<Value>)]) -> Result<Vec<Variant>> {
-        let mut recipe = Recipe::read(path, set)?;
-        recipe.sweep.extend(sweep.iter().cloned());
-        let sweep = std::mem::take(&mut recipe.sweep);
-        let mut variants = vec![Variant { name: String::new(), recipe }];
-        for (key, values) in &sweep {
-            if values.is_empty() || variants.len().saturating_mul(values.len()) > VARIANTS {
-                return Err(Error::option(format!("sweep {key}"), format!("has no value, or makes more than {VARIANTS} runs")));
-            }
-            let mut more = Vec::with_capacity(variants.len() * values.len());
-            for variant in &variants {
-                for value in values {
-                    let recipe = variant.recipe.with(key, value, "sweep")?;
-                    let parts = [variant.name.clone(), format!("{key}={}", plain(value))];
-                    more.push(Variant { name: parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(","), recipe });
-                }
-            }
-            variants = more;
-        }
+        let mut recipe = Recipe::parse_file(path)?;
+        let mut own = std::mem::take(&mut recipe.sweep);
+        sweep.iter().for_each(|(key, _)| drop(own.remove(key)));
+        let variants = vary(vec![Variant { name: String::new(), recipe }], own.iter().map(|(key, values)| (key, values)))?;
+        let set = variants.into_iter().map(|variant| Ok(Variant { recipe: variant.recipe.resolved(path).with_all(set)?, ..variant }));
+        let variants = vary(set.collect::<Result<_>>()?, sweep.iter().map(|(key, values)| (key, values)))?;
         for (index, variant) in variants.iter().enumerate() {
             if variants[..index].iter().any(|other| other.name == variant.name) {
                 return Err(Error::option("sweep", format!("`{}` would be two runs in one folder", variant.name)));
             }
         }
-        Ok(variants.into_iter().map(|variant| Variant { recipe: variant.recipe.resolved(path), ..variant }).collect())
+        Ok(variants)
     }
 
-    /// Paths as they are written.
-    fn read(path: &Path, set: &[(String, String)]) -> Result<Recipe> {
+    fn parse_file(path: &Path) -> Result<Recipe> {
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-        let mut recipe = Recipe::parse(&text, path)?;
-        for (key, value) in set {
+        Recipe::parse(&text, path)
+    }
+
+    fn with_all(self, set: &[(String, String)]) -> Result<Recipe> {
+        set.iter().try_fold(self, |recipe, (key, value)| {
             let parsed = serde_saphyr::from_str(value).map_err(|e| Error::option(format!("--set {key}"), message::explain(&e, value)))?;
-            recipe = recipe.with(key, &parsed, "--set")?;
-        }
-        Ok(recipe)
+            recipe.with(key, &parsed, "--set")
+        })
     }
 
     /// Paths relative to the folder of the recipe.
@@ -175,6 +165,25 @@ impl Recipe {
     }
 }
 
+/// Each variant with each value of each key.
+fn vary<'v>(mut variants: Vec<Variant>, sweep: impl Iterator<Item = (&'v String, &'v Vec<Value>)>) -> Result<Vec<Variant>> {
+    for (key, values) in sweep {
+        if values.is_empty() || variants.len().saturating_mul(values.len()) > VARIANTS {
+            return Err(Error::option(format!("sweep {key}"), format!("has no value, or makes more than {VARIANTS} runs")));
+        }
+        let mut more = Vec::with_capacity(variants.len() * values.len());
+        for variant in &variants {
+            for value in values {
+                let recipe = variant.recipe.with(key, value, "sweep")?;
+                let parts = [variant.name.clone(), format!("{key}={}", plain(value))];
+                more.push(Variant { name: parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(","), recipe });
+            }
+        }
+        variants = more;
+    }
+    Ok(variants)
+}
+
 fn located(path: &Path, error: serde_saphyr::Error) -> Error {
     Error::Recipe { path: path.to_owned(), message: message::explain(&error, &path.to_string_lossy()) }
 }
@@ -197,6 +206,9 @@ fn overrule(values: &mut Value, key: &str, value: &Value) -> Result<(), String> 
         parents.first().and_then(|first| ["passes", "export"].into_iter().find(|list| values.get(first).is_none() && find(values.get(list), first).is_some()))
     {
         parts.insert(0, list);
+    }
+    if let (Value::Object(map), Some(first @ ("data" | "evaluate"))) = (&mut *values, parts.first().copied()) {
+        map.entry(first).or_insert_with(|| Value::Object(serde_json::Map::new()));
     }
     let mut at = values;
     for part in parts {
@@ -286,7 +298,9 @@ mod tests {
         let set = |pairs: &[(&str, &str)]| Recipe::open(&path, &pairs.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect::<Vec<_>>());
         let recipe = set(&[("prune-unstructured.amount", "0.25"), ("seed", "7"), ("passes.1.cast.to", "bf16"), ("output", "out")]).unwrap();
         assert_eq!(recipe.seed, 7);
-        assert_eq!(recipe.output, Some(folder.path().join("out")));
+        // Paths of the file are relative to it, those of the command line to where it is typed.
+        assert_eq!((&recipe.model, recipe.output.as_deref()), (&folder.path().join("m"), Some(Path::new("out"))));
+        assert!(set(&[("data.evaluation", "{ arrays: a.npz }")]).unwrap().to_yaml().contains("a.npz"));
         assert!(recipe.to_yaml().contains("0.25") && recipe.to_yaml().contains("bf16"));
         assert!(set(&[("safetensors.layout", "sparse")]).unwrap().to_yaml().contains("sparse"));
         assert!(set(&[("cast.to", "f8")]).unwrap_err().to_string().starts_with("--set cast.to=f8: unknown variant `f8`"));

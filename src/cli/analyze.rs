@@ -10,10 +10,11 @@ use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::model::Model;
-use crate::pass::{Context, Damage, QuantizeStatic, Step, worth_keeping};
+use crate::pass::{Context, Damage, QuantizeDynamic, QuantizeStatic, Step, worth_keeping};
 use crate::recipe::Recipe;
 use crate::report::format::decibels;
 use crate::report::terminal::table;
+use crate::store::Pattern;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -39,7 +40,7 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let mut recipe = Recipe::open(&self.recipe, &self.set)?;
-        let at = recipe.passes.iter().position(|step| matches!(step, Step::QuantizeStatic(_)));
+        let at = recipe.passes.iter().position(|step| matches!(step, Step::QuantizeStatic(_) | Step::QuantizeDynamic(_)));
         let pass = match at.map(|at| &recipe.passes[at]) {
             Some(Step::QuantizeStatic(pass)) => pass.clone(),
             _ => QuantizeStatic::default(),
@@ -59,13 +60,16 @@ impl Args {
         })?;
         let kept = worth_keeping(&damages);
         if let Some(path) = &self.output {
-            let mut mixed = pass;
-            for name in &kept {
-                mixed.ignore.push(name.parse().map_err(|e| Error::option("analyze", e))?);
+            let patterns = kept.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;
+            let position = at.unwrap_or(recipe.passes.len());
+            if at.is_none() {
+                // Without samples there is nothing to find scales of activations on.
+                recipe.passes.push(if recipe.data.calibration.is_some() { pass.into() } else { QuantizeDynamic::default().into() });
             }
-            match at {
-                Some(at) => recipe.passes[at] = mixed.into(),
-                None => recipe.passes.push(mixed.into()),
+            match &mut recipe.passes[position] {
+                Step::QuantizeStatic(pass) => pass.ignore.extend(patterns),
+                Step::QuantizeDynamic(pass) => pass.ignore.extend(patterns),
+                _ => {}
             }
             output::new_file(path, self.force, &recipe.to_yaml())?;
         }
@@ -85,7 +89,12 @@ impl Args {
         if let Some(column) = table.column_mut(5) {
             column.set_cell_alignment(comfy_table::CellAlignment::Left);
         }
-        let mut text = format!("{table}\n\nColumns are 1 - the mean cosine of the model's answers to the original's.\n");
+        let mut text = format!("{table}\n\n");
+        text += if damages.iter().any(|d| d.quantized.or(d.weights).is_some()) {
+            "Columns are 1 - the mean cosine of the model's answers to the original's.\n"
+        } else {
+            "What the answers lose is not known: name samples in `data: { calibration: ... }`.\n"
+        };
         match (kept.len(), &self.output) {
             (0, _) => text += "No layer stands out: quantize them all.\n",
             (count, Some(path)) => text += &format!("{} leaves {count} layers in floats.\n", path.display()),

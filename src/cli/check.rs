@@ -27,26 +27,26 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let found = self.budgets.check(&Report::open(&self.report)?)?;
-        let exceeded: Vec<_> = found.iter().filter(|finding| !finding.ok).collect();
+        let broken: Vec<_> = found.iter().filter(|finding| !finding.ok).collect();
         if global.json {
-            output::json(&json!({ "ok": exceeded.is_empty(), "budgets": found }))?;
+            output::json(&json!({ "ok": broken.is_empty(), "budgets": found }))?;
         } else {
             let rows = found.iter().map(|finding| {
                 let [measured, allowed] = finding.words();
-                vec![finding.budget.to_owned(), measured, allowed, if finding.ok { "ok" } else { "EXCEEDED" }.into()]
+                vec![finding.budget.to_owned(), measured, allowed, if finding.ok { "ok" } else { "NOT KEPT" }.into()]
             });
             output::print(&format!("{}\n", table(&["budget", "measured", "allowed", ""], rows)))?;
         }
-        if exceeded.is_empty() {
+        if broken.is_empty() {
             return Ok(());
         }
-        let told: Vec<String> = exceeded
+        let told: Vec<String> = broken
             .iter()
             .map(|finding| {
                 let [measured, allowed] = finding.words();
-                format!("--{} allows {allowed}, measured {measured}", finding.budget)
+                format!("--{} {allowed}: measured {measured}", finding.budget)
             })
             .collect();
-        Err(Error::Verification { path: self.report, reason: told.join("; ") })
+        Err(Error::Budget { path: self.report, reason: told.join("; ") })
     }
 }

@@ -5,6 +5,8 @@
 #[cfg(feature = "run")]
 mod analyze;
 mod args;
+#[cfg(feature = "run")]
+mod cache;
 mod chain;
 mod check;
 mod completions;
@@ -88,6 +90,9 @@ enum Command {
     Verify(verify::Args),
     /// Write a model back as plain dense safetensors
     Densify(densify::Args),
+    /// Show what earlier runs have kept for later ones, or remove it
+    #[cfg(feature = "run")]
+    Cache(cache::Args),
     /// Print the JSON Schema of recipes
     Schema,
     /// Print a completion script for a shell
@@ -157,6 +162,8 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Check(args) => args.run(global),
         Command::Verify(args) => args.run(global),
         Command::Densify(args) => args.run(global),
+        #[cfg(feature = "run")]
+        Command::Cache(args) => args.run(global),
         Command::Schema => schema::run(),
         Command::Completions(args) => args.run(),
         Command::Doctor => doctor::run(global),

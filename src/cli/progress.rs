@@ -26,8 +26,13 @@ struct Stage {
     unit: Unit,
     done: u64,
     start: Instant,
+    told: Instant,
+    total: u64,
     bar: Option<ProgressBar>,
 }
+
+/// Time between two lines of one stage where there is no terminal.
+const SELDOM: Duration = Duration::from_secs(30);
 
 impl Progress for Bars {
     fn on(&self, event: Event) {
@@ -46,7 +51,7 @@ impl Progress for Bars {
                         .with_style(style)
                         .with_message(name.to_owned())
                 });
-                *stage = Some(Stage { name: name.to_owned(), unit, done: 0, start: Instant::now(), bar });
+                *stage = Some(Stage { name: name.to_owned(), unit, done: 0, start: Instant::now(), told: Instant::now(), total, bar });
             }
             Event::Advance(bytes) => {
                 let Some(stage) = stage.as_mut() else { return };
@@ -56,12 +61,20 @@ impl Progress for Bars {
                 }
             }
             Event::Message(text) => {
-                if let Some(bar) = stage.as_ref().and_then(|stage| stage.bar.as_ref()) {
-                    bar.set_prefix(text.to_owned());
+                let Some(stage) = stage.as_mut() else { return };
+                match &stage.bar {
+                    Some(bar) => bar.set_prefix(text.to_owned()),
+                    None if stage.told.elapsed() >= SELDOM => {
+                        stage.told = Instant::now();
+                        let left = stage.start.elapsed().as_secs_f64() / stage.done.max(1) as f64 * stage.total.saturating_sub(stage.done) as f64;
+                        let line = format!("{}: {} of {}, {text}, {} left", stage.name, stage.done, stage.total, seconds(left));
+                        let _ = writeln!(io::stderr().lock(), "{line}");
+                    }
+                    None => {}
                 }
             }
             Event::End => {
-                let Some(Stage { name, unit, done, start, bar }) = stage.take() else { return };
+                let Some(Stage { name, unit, done, start, bar, .. }) = stage.take() else { return };
                 if let Some(bar) = bar {
                     bar.finish_and_clear();
                 }

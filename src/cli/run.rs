@@ -35,9 +35,12 @@ pub(super) struct Args {
     /// Replace the output folder if it exists
     #[arg(long)]
     force: bool,
-    /// Go on with a training that was interrupted
+    /// Go on where an earlier run stopped: behind the last pass whose result was kept, or in the middle of a training
     #[arg(long)]
     resume: bool,
+    /// Keep no results of passes for later runs
+    #[arg(long, conflicts_with = "resume")]
+    no_cache: bool,
     /// Only say what would be done
     #[arg(long)]
     dry_run: bool,
@@ -82,7 +85,14 @@ impl Args {
     fn job(&self, variant: Variant, global: &Global) -> Result<Job> {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
-        let pipeline = global.builder().recipe(&recipe).force(self.force).resume(self.resume).build()?;
+        let builder = global.builder().recipe(&recipe).force(self.force).resume(self.resume);
+        #[cfg(feature = "run")]
+        let builder = match crate::pipeline::Shelf::usual().filter(|_| !self.no_cache) {
+            // Runs of a sweep begin with the same passes.
+            Some(shelf) => builder.keep(shelf, !name.is_empty()),
+            None => builder,
+        };
+        let pipeline = builder.build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`; name a folder there or with -o"))?;
         let model = Model::open(&recipe.model)?;
         let output = if name.is_empty() { output } else { output.join(&name) };

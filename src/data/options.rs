@@ -109,7 +109,7 @@ pub struct Data {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub header: Option<bool>,
     /// Character between columns [default: a comma, in .tsv a tab]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "CHARACTER", help_heading = "Data"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "CHARACTER", value_parser = delimiter, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub delimiter: Option<char>,
     /// Whether `"` surrounds columns that hold the delimiter [default: true, in .tsv false]
@@ -181,6 +181,16 @@ const BATCH: usize = 32;
 /// Windows that run together when nothing is said.
 const WINDOWS: usize = 4;
 
+/// A character of the command line; a tab may be written as `\\t`.
+#[cfg(feature = "cli")]
+fn delimiter(text: &str) -> std::result::Result<char, String> {
+    match (text, text.chars().next()) {
+        ("\\t", _) => Ok('\t'),
+        (_, Some(first)) if text.chars().count() == 1 => Ok(first),
+        _ => Err(format!("`{text}` is not one character, or \\t for a tab")),
+    }
+}
+
 impl Data {
     /// The data behind a path, its kind told by its name.
     pub fn at(path: &Path) -> Data {
@@ -198,6 +208,11 @@ impl Data {
         for path in [&mut self.text, &mut self.images, &mut self.arrays, &mut self.labels].into_iter().flatten() {
             *path = folder.join(&*path);
         }
+    }
+
+    /// Files and folders that it names.
+    pub(crate) fn paths(&self) -> impl Iterator<Item = &PathBuf> {
+        [&self.text, &self.images, &self.arrays, &self.labels].into_iter().flatten()
     }
 
     /// Holds the values to what they may be.

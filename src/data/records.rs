@@ -96,7 +96,16 @@ fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, 
     let text = match &options.text_column {
         Some(column) => find(column)?,
         None if names.len() == 1 => 0,
-        None => usual(&TEXT).ok_or_else(|| Error::option("data", format!("{}: name the `text_column`; there are {}", path.display(), listed(&names))))?,
+        None => usual(&TEXT).ok_or_else(|| {
+            Error::option(
+                "data",
+                format!(
+                    "{}: name the `text_column`; there are {}; or say `header: false` when the first line is a sample like the others",
+                    path.display(),
+                    listed(&names)
+                ),
+            )
+        })?,
     };
     let pair = options.pair_column.as_ref().map(find).transpose()?;
     let label = match &options.label_column {

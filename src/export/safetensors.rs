@@ -119,7 +119,11 @@ impl Safetensors {
         // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
         // without a word.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
-        if sparse || (integers && (convolutions || needs_graph(model))) {
+        let own = sparse || needs_graph(model) || (integers && convolutions);
+        if own {
+            config.mark_own();
+        }
+        if sparse || (integers && own) {
             let own = crate::model::OWN_METHOD;
             let layout = if sparse { "sparse" } else { "integers" };
             config.set("quantization_config", json!({ "quant_method": own, "layout": layout, (own): described }));
@@ -145,13 +149,16 @@ impl Safetensors {
                 elements += count;
             }
         }
-        if elements > 0 && self.layout != Layout::Sparse {
+        let pruning = model.history.iter().any(|applied| applied.name == crate::pass::prune_unstructured::NAME);
+        if pruning && elements > 0 && self.layout != Layout::Sparse {
             notes.push(format!(
                 "{:.0} % zeros in the pruned tensors, stored dense: no size gain and no speed-up by themselves; add `layout: sparse` to store fewer bytes",
                 100.0 * zeros as f64 / elements as f64
             ));
         }
-        if sparse == 0 {
+        if sparse == 0 && needs_graph(model) {
+            notes.push("config.json cannot say what this model computes: graph.json does, which only compress and its ONNX export read; `model_type` is marked so that other libraries refuse the folder".to_owned());
+        } else if sparse == 0 {
             notes.extend(quantization::notes(items, model));
         }
         notes

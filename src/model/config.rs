@@ -11,6 +11,10 @@ use crate::store::{Activations, Affine, Granularity, Pattern};
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
 
+/// In front of the `model_type` of such folders, so that libraries which choose a class by it find none: transformers ignores a
+/// method of quantization that it does not know, and would compute something else without a word.
+const OWN_TYPE: &str = "compress-";
+
 /// The configuration of a model; empty for a bare file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Config {
@@ -38,7 +42,18 @@ impl Config {
             Err(e) => return Err(Error::io("read", path)(e)),
         };
         let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
-        Ok(Config { text: Some(text), values })
+        let mut config = Config { text: Some(text), values };
+        if let Some(own) = config.model_type().strip_prefix(OWN_TYPE).map(str::to_owned) {
+            config.set("model_type", json!(own));
+        }
+        Ok(config)
+    }
+
+    /// Marks a folder that other libraries must not open.
+    pub fn mark_own(&mut self) {
+        if !self.model_type().is_empty() {
+            self.set("model_type", json!(format!("{OWN_TYPE}{}", self.model_type())));
+        }
     }
 
     /// A value by key.
@@ -204,6 +219,18 @@ mod tests {
         std::fs::write(&path, "[]").unwrap();
         assert!(Config::open(&path).unwrap_err().to_string().contains("not a JSON object"));
         assert_eq!(Config::open(&folder.path().join("none")).unwrap().render(), None);
+    }
+
+    #[test]
+    fn own_folders_are_marked_and_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("config.json");
+        std::fs::write(&path, r#"{"model_type": "bert"}"#).unwrap();
+        let mut config = Config::open(&path).unwrap();
+        config.mark_own();
+        std::fs::write(&path, config.render().unwrap()).unwrap();
+        assert!(std::fs::read_to_string(&path).unwrap().contains("\"compress-bert\""));
+        assert_eq!(Config::open(&path).unwrap().model_type(), "bert");
     }
 
     #[test]

@@ -63,6 +63,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// Makes paths among the options relative to a folder.
     fn resolve(&mut self, _folder: &Path) {}
 
+    /// Files and folders that the pass reads beside the model and the data sets.
+    fn reads(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
     /// The model after the pass. Quick: bytes are made when the model is written. Of a pass that runs the model, only as far as
     /// that can be told without running it: names, shapes, encodings.
     ///

@@ -91,7 +91,8 @@ pub struct PruneUnstructured {
     pub rules: Vec<Rule>,
 }
 
-const NAME: &str = "prune-unstructured";
+/// Its name in recipes.
+pub const NAME: &str = "prune-unstructured";
 
 impl PruneUnstructured {
     fn amount(&self) -> Amount {

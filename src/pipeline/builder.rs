@@ -2,7 +2,10 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
+#[cfg(feature = "run")]
+use super::kept::Shelf;
 use super::{plan, run};
 #[cfg(feature = "run")]
 use crate::data::{Data, DataSets};
@@ -33,6 +36,9 @@ pub struct Pipeline {
     pub(super) allow_nonfinite: bool,
     pub(super) force: bool,
     pub(super) resume: bool,
+    /// Where results of passes are kept, and whether those of earlier runs may be used without asking.
+    #[cfg(feature = "run")]
+    pub(super) shelf: Option<(Shelf, bool)>,
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
@@ -58,6 +64,8 @@ impl Pipeline {
             allow_nonfinite: false,
             force: false,
             resume: false,
+            #[cfg(feature = "run")]
+            shelf: None,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
             cancel: Cancel::default(),
@@ -116,12 +124,25 @@ impl Pipeline {
             device: self.device.open()?,
         };
         let mut after = model.clone();
-        for (number, step) in self.steps.iter().enumerate() {
-            if step.pass().runs_on().is_some() {
+        let mut done = 0;
+        #[cfg(feature = "run")]
+        let kept = self.kept(model, &context.sweep)?;
+        #[cfg(feature = "run")]
+        if let Some((number, found)) = kept.as_ref().and_then(|kept| kept.found.clone()) {
+            (done, after) = (number + 1, found);
+        }
+        for (number, step) in self.steps.iter().enumerate().skip(done) {
+            let runs = step.pass().runs_on().is_some();
+            if runs {
                 after.prepare(&context.sweep)?;
             }
             context.workplace = Some(workplace.join(format!("{}-{}", number + 1, step.pass().name())));
+            let start = Instant::now();
             after = step.pass().perform(after, &context)?;
+            #[cfg(feature = "run")]
+            if let Some(kept) = kept.as_ref().filter(|_| runs) {
+                kept.put(number, start.elapsed(), &mut after, &context.sweep);
+            }
         }
         after.settle_ties(model)?;
         Ok(Some(after))
@@ -245,6 +266,13 @@ impl Builder {
     /// Goes on with what an interrupted run has left beside the output folder.
     pub fn resume(mut self, resume: bool) -> Self {
         self.0.resume = resume;
+        self
+    }
+
+    /// Keeps results of passes that run the model; one of an earlier run is used when resuming, and with `reuse` always.
+    #[cfg(feature = "run")]
+    pub fn keep(mut self, shelf: Shelf, reuse: bool) -> Self {
+        self.0.shelf = Some((shelf, reuse));
         self
     }
 

@@ -248,7 +248,7 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
         bytes_before: model.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
         bytes_after: seen.bytes,
         zeros: seen.difference.zeros_after,
-        sqnr_db: if seen.changed { seen.difference.sqnr_db() } else { None },
+        sqnr_db: if seen.changed && !after.weights.by_name.get(name).is_some_and(|w| w.rewritten) { seen.difference.sqnr_db() } else { None },
     };
     let stored = exported.weights.iter().zip(&exported.encodings);
     stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
@@ -263,7 +263,8 @@ fn histograms(report: &Report, exported: &Exported) -> Vec<WeightHistogram> {
         let found = seen.get(layer.name.as_str())?.histogram.clone()?;
         Some(WeightHistogram { name: layer.name.clone(), low: found.low, high: found.high, before: found.before, after: found.after })
     };
-    report.most_changed().iter().filter_map(picture).take(PICTURED).collect()
+    let others = report.layers.iter().filter(|layer| layer.sqnr_db.is_none() && layer.shape.len() > 1);
+    report.most_changed().into_iter().chain(others).filter_map(|layer| picture(&layer)).take(PICTURED).collect()
 }
 
 fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
@@ -294,7 +295,9 @@ fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
         let (before, now) = (seen.difference.zeros_before as f64 / elements, seen.difference.zeros_after as f64 / elements);
         if now >= NEARLY_EMPTY && before < NEARLY_EMPTY {
             empty.insert(name.as_str(), -now);
-        } else if let Some(db) = seen.difference.sqnr_db().filter(|db| weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB) {
+        } else if let Some(db) =
+            seen.difference.sqnr_db().filter(|db| !weight.rewritten && weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB)
+        {
             low.insert(name.as_str(), db);
         }
     }

@@ -41,6 +41,8 @@ pub struct Summary {
     pub cosine: Option<f64>,
     /// Median time of a batch.
     pub latency_ms: Option<f64>,
+    /// Who ran the batches.
+    pub runtime: Option<String>,
     /// Median before for the median after.
     pub speedup: Option<f64>,
     /// Time of the run.
@@ -86,12 +88,18 @@ impl Comparison {
     fn rows(&self) -> Vec<Vec<String>> {
         let dash = || "-".to_owned();
         let number = |value: Option<f64>| value.map_or_else(dash, |v| format!("{v:.4}"));
+        let runtimes: std::collections::BTreeSet<_> = self.runs.iter().filter_map(|run| run.runtime.as_deref()).collect();
+        let time = |run: &Summary| match (run.latency_ms, &run.runtime) {
+            (Some(time), Some(runtime)) if runtimes.len() > 1 => format!("{} ({runtime})", milliseconds(time)),
+            (Some(time), _) => milliseconds(time),
+            (None, _) => dash(),
+        };
         let row = |run: &Summary| {
             let mut row = vec![run.name.clone(), bytes(run.bytes), format!("{:.2} x", run.ratio)];
             if self.metric.is_some() {
                 row.push(number(run.value));
             }
-            row.extend([number(run.drop), number(run.cosine), run.latency_ms.map_or_else(dash, milliseconds)]);
+            row.extend([number(run.drop), number(run.cosine), time(run)]);
             row.extend([run.speedup.map_or_else(dash, |s| format!("{s:.2} x")), seconds(run.seconds), run.peak_rss_bytes.map_or_else(dash, bytes)]);
             row
         };
@@ -173,6 +181,7 @@ fn summary(name: &str, report: &Report, metric: Option<&str>) -> Summary {
         drop: accuracy.and_then(|a| a.drop),
         cosine,
         latency_ms: report.latency.as_ref().map(|latency| latency.after_ms.p50),
+        runtime: report.latency.as_ref().map(|latency| latency.runtime.clone()),
         speedup: report.latency.as_ref().map(|latency| latency.speedup),
         seconds: report.totals.seconds,
         peak_rss_bytes: report.totals.peak_rss_bytes,

@@ -79,7 +79,11 @@ impl Report {
     /// It is missing or not a report of this schema.
     pub fn open(path: &Path) -> Result<Report> {
         let path = if path.is_dir() { path.join(FILE) } else { path.to_owned() };
-        let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+        let missing = |e: std::io::Error| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::run(path.display(), "there is no report here", "name the output folder of a run, or its report.json"),
+            _ => Error::io("read", &path)(e),
+        };
+        let text = std::fs::read_to_string(&path).map_err(missing)?;
         serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a report of schema {SCHEMA}: {e}")))
     }
 

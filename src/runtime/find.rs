@@ -20,8 +20,7 @@ pub fn candidates(variable: impl Fn(&str) -> Option<PathBuf>) -> Vec<PathBuf> {
         return vec![path];
     }
     let mut found = Vec::new();
-    let cache = variable("COMPRESS_CACHE")
-        .or_else(|| variable("XDG_CACHE_HOME").or_else(|| variable("HOME").map(|home| home.join(".cache"))).map(|base| base.join("compress")));
+    let cache = crate::cache::folder(&variable);
     for folder in cache.iter().flat_map(|cache| below(cache, "onnxruntime-")) {
         found.extend(libraries(&folder));
     }
@@ -64,7 +63,7 @@ pub(super) fn environment() -> Result<&'static Environment> {
 
 fn loaded() -> Result<&'static (PathBuf, Environment)> {
     static LOADED: OnceLock<Result<(PathBuf, Environment), String>> = OnceLock::new();
-    let found = LOADED.get_or_init(|| load(&candidates(|name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from))));
+    let found = LOADED.get_or_init(|| load(&candidates(crate::cache::variable)));
     found.as_ref().map_err(|tried| Error::option("ONNX Runtime", format!("cannot be loaded ({tried}); {HINT}")))
 }
 

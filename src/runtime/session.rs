@@ -37,6 +37,10 @@ impl Session {
     /// # Errors
     /// There is no ONNX Runtime, or it refuses the model.
     pub fn open(path: &Path, options: Options) -> Result<Session> {
+        if !path.is_file() {
+            let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or leave out `--runtime onnxruntime`";
+            return Err(Error::run(path.display(), "no such file", hint));
+        }
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let mut builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;

@@ -12,6 +12,7 @@ mod convert;
 pub mod hash;
 pub mod header;
 mod held;
+mod kept;
 mod measure;
 mod part_writer;
 mod pick;

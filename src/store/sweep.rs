@@ -89,6 +89,11 @@ impl Meter {
         result
     }
 
+    /// Adds time that was spent elsewhere.
+    pub fn add(&self, time: Duration) {
+        self.0.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
     /// The sum so far.
     pub fn total(&self) -> Duration {
         Duration::from_nanos(self.0.load(Ordering::Relaxed))

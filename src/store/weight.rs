@@ -30,6 +30,9 @@ pub struct Weight {
     pub stored_bytes: u64,
     /// The tensors of the file that it was opened from.
     pub stored_as: Vec<String>,
+    /// Whether its values stand for something else than those of the file: scaled, folded, trained. How far they are from those
+    /// tells nothing about quality then.
+    pub rewritten: bool,
     source: Arc<dyn Source>,
 }
 
@@ -42,12 +45,18 @@ impl std::fmt::Debug for Weight {
 impl Weight {
     /// A weight with a source; meant for readers of formats and for tests.
     pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
-        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), source }
+        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), rewritten: false, source }
     }
 
     /// The same weight after a stage that changes what its bytes are; where it came from is kept.
     pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
         Weight { dtype, encoding, source, ..self.clone() }
+    }
+
+    /// The same weight, marked as [`rewritten`](Weight::rewritten).
+    #[must_use]
+    pub fn as_rewritten(self) -> Weight {
+        Weight { rewritten: true, ..self }
     }
 
     /// The values as floats: the weight itself when it is dense already.

@@ -2,6 +2,8 @@
 #![cfg(feature = "cli")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[cfg(all(feature = "run", target_os = "linux"))]
+mod abuse;
 mod bad_input;
 mod commands;
 #[cfg(target_os = "linux")]

@@ -100,6 +100,11 @@ impl Pass for Distill {
         paths.for_each(|path| *path = folder.join(&*path));
     }
 
+    fn reads(&self) -> Vec<std::path::PathBuf> {
+        let mut student = self.student.clone();
+        self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
+    }
+
     fn apply(&self, model: Model) -> Result<Model> {
         let teacher = self.teacher(&model)?;
         planned(NAME, self.student(model, 0)?, self.options(), &self.training(), Some(&teacher))

@@ -148,13 +148,14 @@ impl QuantizeStatic {
 }
 
 /// Layers that should stay in floats: from the most sensitive on, until those that are left do at most half of the damage of all,
-/// but never more than a quarter of the layers.
+/// but never more than a quarter of the layers, and none that does little more than the one in the middle.
 pub fn worth_keeping(damages: &[Damage]) -> Vec<String> {
     let all: f64 = damages.iter().map(Damage::lost).sum();
+    let usual = damages.get(damages.len() / 2).map_or(0.0, Damage::lost);
     let mut left = all;
     let mut kept = Vec::new();
     for damage in damages.iter().take(damages.len() / 4) {
-        if left <= all / 2.0 {
+        if left <= all / 2.0 || damage.lost() < 1.5 * usual {
             break;
         }
         left -= damage.lost();

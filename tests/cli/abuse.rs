@@ -1,0 +1,212 @@
+//! Inputs that are meant to do harm, and what stops each of them.
+//!
+//! | attempt | stopped by |
+//! | --- | --- |
+//! | an IDX file that gunzips to gigabytes | samples are read one at a time: what the header says is held to what is there |
+//! | an image of 60,000 by 60,000 pixels in a few kilobytes | a limit on what a decoder may take |
+//! | an array in an .npz that inflates to gigabytes | its shape is held to the model's before elements are read |
+//! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
+//! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
+//! | a billion layers, sizes of 2^63, a width of 0 in config.json | layers are built as their tensors are found; sizes are held to ranges |
+//! | a graph.json with sizes whose product overflows | sizes are multiplied with a check |
+//! | a tokenizer whose expression backtracks without end | a limit on backtracking |
+//! | headers that claim more than the file, offsets that overlap | `bad_input/files.rs`, `bad_input/spellings.rs` |
+//! | two runs into one folder at once | the folder appears by one rename; the second finds it taken |
+//! | the input is deleted, cut off or changed while it is read | reads fail by name; what is written is thrown away |
+//! | a full disk, a kill, Ctrl-C | `crash.rs` |
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+
+use serde_json::{Value, json};
+
+use crate::support::{METADATA, Run, command, compress, file, floats, snapshot};
+
+fn golden(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+/// A folder with a copy of a small model in `in`.
+fn with_model(name: &str) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("in")).unwrap();
+    for entry in fs::read_dir(golden("models").join(name)).unwrap() {
+        let path = entry.unwrap().path();
+        fs::copy(&path, folder.path().join("in").join(path.file_name().unwrap())).unwrap();
+    }
+    folder
+}
+
+/// Runs in memory that no bomb fits into; the message must hold these words, and nothing may have changed.
+fn refused(folder: &Path, args: &str, words: &str) {
+    let before = snapshot(folder);
+    let script = "ulimit -v 3000000 && exec \"$0\" \"$@\"";
+    let output =
+        std::process::Command::new("sh").args(["-c", script, env!("CARGO_BIN_EXE_compress")]).args(args.split(' ')).current_dir(folder).output().unwrap();
+    let run = Run::from(output);
+    assert!(run.code != 0 && run.stderr.starts_with("error: ") && run.stderr.contains(words), "{args}\nexit code {}\n{}", run.code, run.stderr);
+    assert!(!run.stderr.contains("panicked"), "{}", run.stderr);
+    assert_eq!(snapshot(folder), before, "{args}");
+}
+
+fn gzip(path: &Path, start: &[u8], zeros: usize) {
+    let mut out = flate2::write::GzEncoder::new(File::create(path).unwrap(), flate2::Compression::best());
+    out.write_all(start).unwrap();
+    let block = vec![0; 1 << 20];
+    for _ in 0..zeros >> 20 {
+        out.write_all(&block).unwrap();
+    }
+    out.finish().unwrap();
+}
+
+fn idx(kind: u32, sizes: &[u32]) -> Vec<u8> {
+    [kind].iter().chain(sizes).flat_map(|number| number.to_be_bytes()).collect()
+}
+
+#[test]
+fn data_that_swells() {
+    let folder = with_model("vit-image-classification");
+    let path = folder.path();
+    gzip(&path.join("many.gz"), &idx(0x803, &[4_000_000_000, 3000, 3000]), 64 << 20);
+    gzip(&path.join("labels.gz"), &idx(0x801, &[4_000_000_000]), 0);
+    refused(path, "eval in --data many.gz --labels labels.gz", "labels.gz");
+    let labels: Vec<u8> = idx(0x801, &[2]).into_iter().chain([0, 1]).collect();
+    fs::write(path.join("two"), labels).unwrap();
+    gzip(&path.join("wide.gz"), &idx(0x803, &[2, 60_000, 60_000]), 256 << 20);
+    refused(path, "eval in --data wide.gz --labels two", "wide.gz");
+    gzip(&path.join("overflow.gz"), &idx(0x803, &[u32::MAX, u32::MAX, u32::MAX]), 0);
+    refused(path, "eval in --data overflow.gz --labels labels.gz", "gz");
+}
+
+#[test]
+fn images_that_swell() {
+    let folder = with_model("vit-image-classification");
+    let chunk = |name: &[u8; 4], data: &[u8]| {
+        let mut crc = flate2::Crc::new();
+        crc.update(name);
+        crc.update(data);
+        [&(data.len() as u32).to_be_bytes()[..], name, data, &crc.sum().to_be_bytes()].concat()
+    };
+    let mut zeros = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
+    zeros.write_all(&vec![0; 8 << 20]).unwrap();
+    let sizes = [60_000u32.to_be_bytes(), 60_000u32.to_be_bytes()].concat();
+    let header = [&sizes[..], &[8, 2, 0, 0, 0]].concat();
+    let image = [b"\x89PNG\r\n\x1a\n".to_vec(), chunk(b"IHDR", &header), chunk(b"IDAT", &zeros.finish().unwrap()), chunk(b"IEND", b"")].concat();
+    for class in 0..5 {
+        fs::create_dir_all(folder.path().join(format!("images/{class}"))).unwrap();
+        fs::write(folder.path().join(format!("images/{class}/a.png")), &image).unwrap();
+    }
+    refused(folder.path(), "eval in --data images", "a.png");
+}
+
+#[test]
+fn arrays_that_swell() {
+    let folder = with_model("vit-image-classification");
+    let mut archive = zip::ZipWriter::new(File::create(folder.path().join("bomb.npz")).unwrap());
+    archive.start_file("pixel_values.npy", zip::write::SimpleFileOptions::default().large_file(true)).unwrap();
+    let header = format!("{:<117}\n", "{'descr': '<f4', 'fortran_order': False, 'shape': (100000000, 3, 12, 12), }");
+    archive.write_all(&[b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
+    let block = vec![0; 1 << 20];
+    (0..128).for_each(|_| archive.write_all(&block).unwrap());
+    archive.finish().unwrap();
+    refused(folder.path(), "eval in --data bomb.npz --task fidelity --against in", "bomb.npz");
+}
+
+#[test]
+fn configurations_that_swell() {
+    let cases: [(&str, &str, Value, &str); 10] = [
+        ("bert", "num_hidden_layers", json!(1_000_000_000), "encoder.layer.2"),
+        ("bert", "hidden_size", json!(1u64 << 63), "hidden_size"),
+        ("bert", "vocab_size", json!(-5), "vocab_size"),
+        ("bert", "num_attention_heads", json!(0), "num_attention_heads"),
+        ("bert", "intermediate_size", json!(u64::MAX), "intermediate_size"),
+        ("llama", "num_hidden_layers", json!(u32::MAX), "model.layers.2"),
+        ("llama", "num_key_value_heads", json!(1u64 << 62), "num_key_value_heads"),
+        ("gpt2", "n_layer", json!(1_000_000_000_000u64), "h.2"),
+        ("vit-image-classification", "patch_size", json!(0), "patch_size"),
+        ("resnet-basic", "depths", json!([1_000_000_000, 1, 1, 1]), "layers.1"),
+    ];
+    for (model, key, value, words) in cases {
+        let folder = with_model(model);
+        let path = folder.path().join("in/config.json");
+        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        config[key] = value;
+        fs::write(&path, config.to_string()).unwrap();
+        refused(folder.path(), "inspect in --graph", words);
+    }
+}
+
+#[test]
+fn graphs_that_swell() {
+    let size = 1u64 << 62;
+    let shape = json!({ "element": "float", "shape": [size, size, size, size] });
+    let nodes = json!([{ "name": "f", "op": "Flatten", "inputs": ["x"] }, { "name": "y", "op": "Linear", "inputs": ["f", "w"] }]);
+    let folder = tempfile::tempdir().unwrap();
+    fs::create_dir(folder.path().join("in")).unwrap();
+    file(&folder.path().join("in/model.safetensors"), METADATA, &[floats("w", &[2, 4])]);
+    fs::write(folder.path().join("in/graph.json"), json!({ "inputs": { "x": shape }, "nodes": nodes, "outputs": { "logits": "y" } }).to_string()).unwrap();
+    refused(folder.path(), "inspect in --graph", "f");
+    let deep: String = "[".repeat(200_000);
+    fs::write(folder.path().join("in/graph.json"), deep).unwrap();
+    refused(folder.path(), "inspect in --graph", "graph.json");
+}
+
+/// Without a limit, this expression takes longer than anybody waits for a line of forty letters.
+#[test]
+fn expressions_that_never_end() {
+    let folder = with_model("bert-sequence-classification");
+    let mut tokenizer: Value = serde_json::from_slice(&fs::read(golden("evaluation/word-pieces.json")).unwrap()).unwrap();
+    tokenizer["pre_tokenizer"] = json!({ "type": "Split", "pattern": { "Regex": "(a+)+(?=b)(a|a)*$" }, "behavior": "Isolated", "invert": false });
+    fs::write(folder.path().join("in/tokenizer.json"), tokenizer.to_string()).unwrap();
+    fs::write(folder.path().join("a.txt"), format!("{}c\n", "a".repeat(60))).unwrap();
+    let start = std::time::Instant::now();
+    let run = compress(folder.path(), "eval in --data a.txt --task fidelity --against in");
+    assert!(start.elapsed().as_secs() < 60 && !run.stderr.contains("panicked"), "{}", run.stderr);
+}
+
+#[test]
+fn two_runs_into_one_folder() {
+    let folder = with_model("bert");
+    let start = || command(folder.path()).args("quantize-dynamic in -o out".split(' ')).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let runs: Vec<_> = (0..6).map(|_| start()).collect();
+    let outputs: Vec<_> = runs.into_iter().map(|run| run.wait_with_output().unwrap()).collect();
+    assert_eq!(outputs.iter().filter(|output| output.status.success()).count(), 1);
+    for output in outputs.iter().filter(|output| !output.status.success()) {
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(told.starts_with("error: ") && told.contains("out"), "{told}");
+    }
+    assert_eq!(compress(folder.path(), "verify out").code, 0);
+    let mut left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    left.sort();
+    assert_eq!(left, ["in", "out"]);
+}
+
+/// What disappears or is cut off while it is read is missed by name, or was read before; nothing half-written stays.
+#[test]
+fn the_input_goes_while_it_is_read() {
+    for (attempt, harm) in [("removed", 0), ("cut off", 1), ("overwritten", 2)] {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("in")).unwrap();
+        let path = folder.path().join("in/model.safetensors");
+        file(&path, METADATA, &[floats("a.weight", &[4000, 2000]), floats("b.weight", &[4000, 2000])]);
+        let run = command(folder.path()).args("quantize-dynamic in -o out".split(' ')).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        match harm {
+            0 => fs::remove_file(&path).unwrap(),
+            1 => File::options().write(true).open(&path).unwrap().set_len(100_000).unwrap(),
+            _ => fs::write(&path, vec![0xff; 100_000]).unwrap(),
+        }
+        let output = run.wait_with_output().unwrap();
+        let told = String::from_utf8_lossy(&output.stderr);
+        assert!(!told.contains("panicked"), "{attempt}: {told}");
+        assert_eq!(folder.path().join("out").exists(), output.status.success(), "{attempt}: {told}");
+        if !output.status.success() {
+            assert!(told.contains("model.safetensors"), "{attempt}: {told}");
+        }
+        let unfinished =
+            fs::read_dir(folder.path()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().contains("compress-")).count();
+        assert_eq!(unfinished, 0, "{attempt}");
+    }
+}

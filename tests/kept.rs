@@ -1,0 +1,179 @@
+//! Results of passes that are kept from one run to the next.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use candle_core::{Device, Tensor};
+use compress::data::Data;
+use compress::export::Safetensors;
+use compress::pass::{Cast, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
+use compress::pipeline::{Builder, Shelf};
+use compress::report::Report;
+use compress::train::BatchSize;
+use compress::{Model, Pipeline};
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+struct Place {
+    folder: tempfile::TempDir,
+}
+
+impl Place {
+    /// A copy of a small model, and images with labels for it.
+    fn new(model: &str) -> Place {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("in")).unwrap();
+        for entry in fs::read_dir(golden(model)).unwrap() {
+            let path = entry.unwrap().path();
+            fs::copy(&path, folder.path().join("in").join(path.file_name().unwrap())).unwrap();
+        }
+        let place = Place { folder };
+        place.data(0.5);
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// Writes samples that depend on a number.
+    fn data(&self, number: f64) {
+        let count = 8 * 3 * 32 * 32;
+        let values: Vec<f32> = (0..count).map(|i| (f64::from(i) * 0.37 * number).sin() as f32).collect();
+        let arrays = HashMap::from([
+            ("pixel_values".to_owned(), Tensor::from_vec(values, &[8, 3, 32, 32], &Device::Cpu).unwrap()),
+            ("labels".to_owned(), Tensor::new(&[0i64, 1, 0, 1, 0, 1, 0, 1], &Device::Cpu).unwrap()),
+        ]);
+        candle_core::safetensors::save(&arrays, self.path("data.safetensors")).unwrap();
+    }
+
+    fn shelf(&self) -> Shelf {
+        Shelf::new(self.path("kept"), Duration::ZERO)
+    }
+
+    fn builder(&self, steps: &[Step]) -> Builder {
+        let data = Data { arrays: Some(self.path("data.safetensors")), ..Data::default() };
+        Pipeline::builder().passes(steps.iter().cloned()).train(data.clone()).calibration(data)
+    }
+
+    fn run(&self, builder: Builder, out: &str) -> Report {
+        let out = self.path(out);
+        builder.force(true).build().unwrap().run(Model::open(self.path("in")).unwrap(), out).unwrap()
+    }
+
+    /// Runs with what is kept; whether something was.
+    fn again(&self, steps: &[Step], out: &str) -> (Report, bool) {
+        let report = self.run(self.builder(steps).keep(self.shelf(), false).resume(true), out);
+        let taken = report.notes.iter().any(|note| note.contains("is that of an earlier run"));
+        (report, taken)
+    }
+
+    /// Bytes of what a run has written, but for reports and tables, which tell times.
+    fn files(&self, out: &str) -> BTreeMap<String, Vec<u8>> {
+        let told = |name: &str| name.starts_with("report") || name.ends_with(".csv");
+        let files = fs::read_dir(self.path(out)).unwrap().map(|entry| entry.unwrap().path());
+        files.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), fs::read(&path).unwrap())).filter(|(name, _)| !told(name)).collect()
+    }
+}
+
+fn finetune() -> Step {
+    Finetune { max_steps: Some(3), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Finetune::default() }.into()
+}
+
+const MODEL: &str = "torchvision-resnet18";
+
+#[test]
+fn what_was_kept_ends_as_what_was_not() {
+    let prune = PruneStructured { dims: vec![compress::pass::prune_structured::Dim::Channels], ..PruneStructured::default() };
+    let pipelines: [Vec<Step>; 4] = [
+        vec![finetune(), QuantizeStatic::default().into()],
+        vec![PruneUnstructured::default().into(), finetune(), QuantizeDynamic::default().into()],
+        vec![prune.into(), finetune(), Cast::default().into()],
+        vec![QuantizeStatic::default().into(), finetune()],
+    ];
+    for steps in pipelines {
+        let names: Vec<_> = steps.iter().map(|step| step.pass().name()).collect();
+        let place = Place::new(MODEL);
+        let export = |builder: Builder| builder.export(Safetensors::default()).export(compress::export::Onnx::default());
+        let whole = place.run(export(place.builder(&steps)), "whole");
+        place.run(export(place.builder(&steps)).keep(place.shelf(), false), "first");
+        assert!(!place.shelf().entries().unwrap().is_empty(), "{names:?}");
+        let kept = place.run(export(place.builder(&steps)).keep(place.shelf(), false).resume(true), "second");
+        assert!(kept.notes.iter().any(|note| note.contains("is that of an earlier run")), "{names:?}: {:?}", kept.notes);
+        for (name, bytes) in place.files("whole") {
+            assert!(bytes == place.files("second")[&name], "{names:?}: {name} differs");
+        }
+        assert_eq!(whole.model, kept.model, "{names:?}");
+        assert_eq!(whole.size.before, kept.size.before, "{names:?}");
+        assert_eq!(whole.size.after, kept.size.after, "{names:?}");
+        assert_eq!(whole.layers.len(), kept.layers.len(), "{names:?}");
+        assert_eq!(whole.passes.iter().map(|pass| &pass.name).collect::<Vec<_>>(), names);
+        assert_eq!(kept.passes.iter().map(|pass| &pass.name).collect::<Vec<_>>(), names);
+        let curve = |report: &Report| report.passes.iter().find(|pass| pass.name == "finetune").unwrap().details["training"]["steps"].clone();
+        assert_eq!(curve(&whole), curve(&kept));
+        assert!(place.path("second/finetune.csv").is_file());
+    }
+}
+
+#[test]
+fn only_the_same_is_taken() {
+    let steps = vec![finetune(), QuantizeDynamic::default().into()];
+    let place = Place::new(MODEL);
+    place.run(place.builder(&steps).keep(place.shelf(), false), "first");
+    assert!(place.again(&steps, "out").1);
+    // What comes behind the kept pass may change.
+    assert!(place.again(&[finetune(), Cast::default().into()], "out").1);
+    // A run that is not told to goes through all passes.
+    let fresh = place.run(place.builder(&steps).keep(place.shelf(), false), "out");
+    assert!(!fresh.notes.iter().any(|note| note.contains("earlier run")));
+    let reused = place.run(place.builder(&steps).keep(place.shelf(), true), "out");
+    assert!(reused.notes.iter().any(|note| note.contains("earlier run")));
+    let other = Finetune { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Finetune::default() };
+    assert!(!place.again(&[other.into()], "out").1);
+    assert!(!place.again(&[Cast::default().into(), finetune()], "out").1);
+    let seeded = place.run(place.builder(&steps).keep(place.shelf(), true).seed(7), "out");
+    assert!(!seeded.notes.iter().any(|note| note.contains("earlier run")));
+    // The same length and the same time, other bytes.
+    let path = place.path("in/model.safetensors");
+    let (mut bytes, time) = (fs::read(&path).unwrap(), fs::metadata(&path).unwrap().modified().unwrap());
+    let last = bytes.len() - 2;
+    bytes[last] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    fs::File::options().append(true).open(&path).unwrap().set_modified(time).unwrap();
+    assert!(!place.again(&steps, "out").1);
+    bytes[last] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    assert!(place.again(&steps, "out").1);
+    place.data(0.7);
+    assert!(!place.again(&steps, "out").1);
+    place.data(0.5);
+    assert!(place.again(&steps, "out").1);
+}
+
+#[test]
+fn damage_is_noticed_and_cleared_away() {
+    let steps = vec![finetune()];
+    let place = Place::new(MODEL);
+    place.run(place.builder(&steps).keep(place.shelf(), false), "first");
+    let [entry] = &place.shelf().entries().unwrap()[..] else { panic!("one result") };
+    assert_eq!((entry.pass.as_str(), &entry.model), ("finetune", &place.path("in")));
+    let weights = place.path("kept").join(&entry.key).join("model.safetensors");
+    let mut bytes = fs::read(&weights).unwrap();
+    let last = bytes.len() - 2;
+    bytes[last] ^= 1;
+    fs::write(&weights, bytes).unwrap();
+    let (_, taken) = place.again(&steps, "out");
+    assert!(!taken);
+    assert!(place.again(&steps, "out").1, "it was made again");
+    assert_eq!(place.files("first"), place.files("out"));
+    assert_eq!(place.shelf().clear("no such key").unwrap(), 0);
+    assert!(place.shelf().clear(&entry.key[..6]).unwrap() > 1000);
+    assert!(place.shelf().entries().unwrap().is_empty());
+    assert!(!place.again(&steps, "out").1);
+}
