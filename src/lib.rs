@@ -24,6 +24,7 @@ pub mod model;
 pub mod onnx;
 pub mod pass;
 pub mod pipeline;
+pub mod prelude;
 pub mod recipe;
 pub mod report;
 #[cfg(feature = "run")]

@@ -19,6 +19,7 @@ pub use files::carried_files;
 pub use roles::{LINEAR_RULE, PRUNABLE_RULE, Part, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
+use crate::store::checkpoint::INDEX;
 use crate::store::{Checkpoint, Encoding, Meter, Sweep, Weights};
 
 /// Work that must be over before the weights can be written: a sweep over data that several of them share.
@@ -99,6 +100,9 @@ pub struct Model {
 }
 
 impl Model {
+    /// Name of the file in which a cached run keeps the hash of what it was made from.
+    pub const KEY: &str = "inputs.blake3";
+
     /// Opens a folder or a `.safetensors` file. Headers and `config.json` are read, tensors are not.
     ///
     /// # Errors
@@ -140,6 +144,12 @@ impl Model {
             attached: BTreeMap::new(),
             notes: Vec::new(),
         })
+    }
+
+    /// Every file that a run reads: weights, configuration, and what is carried over.
+    pub fn inputs(&self) -> Vec<PathBuf> {
+        let described = [Path::new("config.json"), Path::new(INDEX)].map(|name| self.path.join(name)).into_iter().filter(|path| path.is_file());
+        described.chain(self.weight_files.iter().cloned()).chain(self.files.iter().map(|file| self.path.join(file))).collect()
     }
 
     /// Pairs (alias, original) of names that are tied: the alias need not be stored.

@@ -1,6 +1,7 @@
 //! Running passes over a model and writing what comes of it: plan, apply, prepare, write, verify, report.
 
 mod builder;
+mod cached;
 #[cfg(feature = "run")]
 mod evaluate;
 #[cfg(feature = "run")]
@@ -12,6 +13,7 @@ mod starter;
 mod verify;
 
 pub use builder::{Builder, Pipeline};
+pub use cached::Cached;
 #[cfg(feature = "run")]
 pub use kept::{Entry, Shelf};
 pub use plan::{PassPlan, Plan};

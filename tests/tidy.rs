@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Top to bottom: a line uses the lines below it.
 const LAYERS: [&[&str]; 9] = [
-    &["cli"],
+    &["cli", "prelude"],
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
     &["train"],

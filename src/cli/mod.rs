@@ -18,6 +18,7 @@ mod eval;
 #[cfg(feature = "run")]
 mod init;
 mod inspect;
+mod man;
 mod output;
 mod pass;
 mod plan;
@@ -97,6 +98,8 @@ enum Command {
     Schema,
     /// Print a completion script for a shell
     Completions(completions::Args),
+    /// Print the manual page, or write the pages of all commands
+    Man(man::Args),
     /// Show what this machine offers
     Doctor,
 }
@@ -166,6 +169,7 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Cache(args) => args.run(global),
         Command::Schema => schema::run(),
         Command::Completions(args) => args.run(),
+        Command::Man(args) => args.run(),
         Command::Doctor => doctor::run(global),
     }
 }

@@ -10,7 +10,7 @@ const OTHER_WEIGHTS: [&str; 8] = ["safetensors", "bin", "h5", "msgpack", "onnx",
 /// Folders that hold nothing but other weights.
 const OTHER_FOLDERS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Files that every run writes anew.
-const OWN: [&str; 5] = ["config.json", "recipe.yaml", "report.json", "report.md", "report.html"];
+const OWN: [&str; 6] = ["config.json", "recipe.yaml", "report.json", "report.md", "report.html", super::Model::KEY];
 
 /// Files of a model folder that go over to the output unchanged, relative to the folder, in order.
 /// Links to files are followed; links to folders and hidden folders are not.
@@ -63,6 +63,7 @@ mod tests {
             "pytorch_model.bin.index.json",
             "onnx/model.json",
             "report.json",
+            "inputs.blake3",
             "config.json",
             ".git/config",
             "a.onnx.data",

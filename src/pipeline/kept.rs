@@ -160,9 +160,7 @@ impl Shelf {
         let tool = Tool::default();
         let mut key = blake3::Hasher::new();
         key.update(format!("{} {:?} {} {}\n", tool.version, tool.commit, pipeline.seed, pipeline.device).as_bytes());
-        let named = ["config.json", GraphFile::NAME].into_iter().map(PathBuf::from);
-        let beside = model.files.iter().cloned().chain(named).map(|name| model.path.join(name)).filter(|path| path.is_file());
-        for path in model.weight_files.iter().cloned().chain(beside).collect::<BTreeSet<_>>() {
+        for path in model.inputs() {
             add_file(&mut key, &path, &sweep)?;
         }
         let mut read: BTreeMap<&str, String> = BTreeMap::new();

@@ -12,7 +12,6 @@ use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
-use crate::store::compressed::compressed_size;
 use crate::store::staging::Staging;
 use crate::store::writer::Seen;
 
@@ -55,9 +54,13 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     #[cfg(not(feature = "run"))]
     let measured = Measured::default();
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
-    let compressed = |paths: &[PathBuf]| compressed_size(paths, &sweep);
-    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
-    let sizes = sizes(&model, &after, first, compressed(&model.weight_files)?, compressed(&written)?)?;
+    #[cfg_attr(not(feature = "zstd"), allow(unused_mut))]
+    let mut sizes = sizes(&model, &after, first)?;
+    #[cfg(feature = "zstd")]
+    {
+        let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
+        compress_further(&mut sizes, &model.weight_files, &written, &sweep)?;
+    }
     let recipe = pipeline.recipe(&model);
     let passes = after.history.iter().map(|applied| PassReport {
         name: applied.name.into(),
@@ -187,13 +190,17 @@ fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
 }
 
-fn sizes(
-    model: &Model,
-    after: &Model,
-    exported: &Exported,
-    zstd_before: crate::store::compressed::Compressed,
-    zstd_after: crate::store::compressed::Compressed,
-) -> Result<Sizes> {
+/// What a general compressor would make of the files.
+#[cfg(feature = "zstd")]
+fn compress_further(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], sweep: &crate::store::Sweep) -> Result<()> {
+    for (size, files) in [(&mut sizes.before, before), (&mut sizes.after, after)] {
+        let found = crate::store::compressed::compressed_size(files, sweep)?;
+        (size.bytes_zstd, size.bytes_zstd_sampled) = (Some(found.bytes), found.sampled);
+    }
+    Ok(())
+}
+
+fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
     let mut bytes_before = 0;
     for path in &model.weight_files {
         bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
@@ -215,16 +222,16 @@ fn sizes(
         nonzero: parameters_before - zeros_before.min(parameters_before),
         tensors: model.weights.by_name.values().map(|w| w.stored_as.len()).sum(),
         bytes: bytes_before,
-        bytes_zstd: Some(zstd_before.bytes),
-        bytes_zstd_sampled: zstd_before.sampled,
+        bytes_zstd: None,
+        bytes_zstd_sampled: false,
     };
     let after = Size {
         parameters,
         nonzero: parameters - zeros(after, |s| s.difference.zeros_after).min(parameters),
         tensors: exported.tensors,
         bytes: exported.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| f.bytes).sum(),
-        bytes_zstd: Some(zstd_after.bytes),
-        bytes_zstd_sampled: zstd_after.sampled,
+        bytes_zstd: None,
+        bytes_zstd_sampled: false,
     };
     let ratio = before.bytes as f64 / after.bytes.max(1) as f64;
     Ok(Sizes { before, after, ratio })

@@ -75,7 +75,7 @@ pub struct Size {
     pub tensors: usize,
     /// Bytes of the files.
     pub bytes: u64,
-    /// Bytes of the files after zstd, level 3.
+    /// Bytes of the files after zstd, level 3, when it is built in.
     pub bytes_zstd: Option<u64>,
     /// Whether `bytes_zstd` was extrapolated from evenly spaced blocks.
     #[serde(default)]

@@ -7,6 +7,7 @@ mod affine;
 mod bias;
 mod block;
 pub mod checkpoint;
+#[cfg(feature = "zstd")]
 pub mod compressed;
 mod convert;
 pub mod hash;

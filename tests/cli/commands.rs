@@ -10,7 +10,7 @@ mod reports;
 mod streams;
 
 /// Everything that can stand after `compress`.
-const COMMANDS: [&str; 17] = [
+const COMMANDS: [&str; 18] = [
     "init",
     "run",
     "chain",
@@ -24,6 +24,7 @@ const COMMANDS: [&str; 17] = [
     "densify",
     "schema",
     "completions",
+    "man",
     "doctor",
     "prune-unstructured",
     "quantize-dynamic",

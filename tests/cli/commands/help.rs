@@ -1,4 +1,4 @@
-//! Help, version, completions, schema, doctor.
+//! Help, version, completions, manual pages, schema, doctor.
 
 use std::fs;
 use std::process::Command;
@@ -42,6 +42,23 @@ fn completions_name_every_command() {
     fs::write(&script, ok(folder.path(), "completions bash").stdout).unwrap();
     let checked = Command::new("bash").arg("-n").arg(&script).status().expect("this test needs bash");
     assert!(checked.success());
+}
+
+#[test]
+fn every_command_has_a_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let printed = ok(folder.path(), "man").stdout;
+    ok(folder.path(), "man -o share/man1");
+    let read = |page: String| fs::read_to_string(folder.path().join("share/man1").join(page)).unwrap();
+    assert_eq!(read("compress.1".into()), printed);
+    for command in COMMANDS {
+        let page = read(format!("compress-{command}.1"));
+        assert!(page.contains(concat!("\"compress ", env!("CARGO_PKG_VERSION"), "\"")) && page.contains("log\\-format"), "{page}");
+        assert!(printed.contains(&format!("compress\\-{}(1)", command.replace('-', "\\-"))), "`{command}` is missing in\n{printed}");
+    }
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    assert_eq!(compress(folder.path(), "man -o file").code, 1);
 }
 
 #[test]

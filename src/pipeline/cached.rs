@@ -1,0 +1,90 @@
+//! Runs that are not repeated as long as nothing has changed.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::{Pipeline, verify};
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::report::{Report, Tool};
+use crate::store::hash::hash_file;
+use crate::store::{Silent, Sweep};
+
+/// What [`Pipeline::run_cached`] found or made.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Cached {
+    /// The report of the run that wrote the folder.
+    pub report: Report,
+    /// Whether the folder was there already.
+    pub reused: bool,
+}
+
+impl Pipeline {
+    /// Runs everything unless `output` holds the result of the same run: the same passes, formats and seed of the same
+    /// version of this crate, over the same contents of the [inputs](Model::inputs), and files that are as they were written.
+    /// What `output` holds otherwise is replaced.
+    ///
+    /// # Errors
+    /// Anything that goes wrong, or a pass or a measurement that looks at other files than the model's.
+    pub fn run_cached(&self, model: Model, output: impl AsRef<Path>) -> Result<Cached> {
+        self.require_model_alone()?;
+        let output = output.as_ref();
+        let key = self.key(&model)?;
+        if let Some(report) = self.found(output, &key)? {
+            return Ok(Cached { report, reused: true });
+        }
+        let mut model = model;
+        model.attached.insert(Model::KEY.into(), key.into_bytes().into());
+        let report = self.clone().replacing().run(model, output)?;
+        Ok(Cached { report, reused: false })
+    }
+
+    /// The report of a whole folder that was made under this key.
+    fn found(&self, output: &Path, key: &str) -> Result<Option<Report>> {
+        if !fs::read(output.join(Model::KEY)).is_ok_and(|found| found == key.as_bytes()) {
+            return Ok(None);
+        }
+        match verify(output, &self.quietly()) {
+            Ok(checks) if checks.iter().all(|check| check.ok) => Report::open(output).map(Some),
+            Err(Error::Cancelled) => Err(Error::Cancelled),
+            _ => Ok(None),
+        }
+    }
+
+    /// Names everything that decides what a run writes.
+    fn key(&self, model: &Model) -> Result<String> {
+        let mut recipe = self.recipe(model);
+        // Where the model lies changes nothing.
+        recipe.model.clear();
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(json!({ "tool": Tool::default(), "recipe": recipe }).to_string().as_bytes());
+        for path in model.inputs() {
+            let hash = hash_file(&path, &self.quietly(), |_| (), |(), _| Ok(()), |()| Ok(()))?;
+            let name = path.strip_prefix(&model.path).unwrap_or(&path);
+            hasher.update(format!("\n{} {hash}", name.display()).as_bytes());
+        }
+        Ok(format!("{}\n", hasher.finalize()))
+    }
+
+    fn require_model_alone(&self) -> Result<()> {
+        let running = self.steps.iter().find(|step| step.pass().runs_on().is_some()).map(|step| step.pass().name());
+        #[cfg(feature = "run")]
+        let running = running.or(self.data.evaluation.is_some().then_some("evaluation"));
+        match running {
+            None => Ok(()),
+            Some(name) => Err(Error::option(name, "reads data beside the model, whose changes a cached run would not notice")),
+        }
+    }
+
+    fn replacing(mut self) -> Pipeline {
+        self.force = true;
+        self
+    }
+
+    /// Looking for what is there is not worth a message.
+    fn quietly(&self) -> Sweep<'_> {
+        Sweep { progress: &Silent, ..self.sweep() }
+    }
+}

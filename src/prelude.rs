@@ -1,0 +1,18 @@
+//! What most programs need, in one line.
+//!
+//! `Result` and `Error` stay in the crate's root: under these names they would hide those of the standard library.
+
+pub use crate::export::{ByteSize, Export, Layout, Safetensors};
+pub use crate::model::Model;
+pub use crate::pass::{Amount, Cast, FloatFormat, GranularityKind, Observer, PruneUnstructured, QuantizeDynamic, Scope, Step};
+pub use crate::pipeline::{Cached, Pipeline};
+pub use crate::recipe::Recipe;
+pub use crate::report::Report;
+pub use crate::store::{Cancel, Event, Progress};
+#[cfg(feature = "run")]
+pub use crate::{
+    data::Data,
+    evaluation::Evaluate,
+    export::Onnx,
+    pass::{Distill, Finetune, PruneStructured, QuantizeStatic},
+};
