@@ -50,6 +50,8 @@ pub struct Applied {
     pub details: Arc<dyn Fn() -> Value + Send + Sync>,
     /// Plain words for the report.
     pub notes: Vec<String>,
+    /// Whether it sets weights to zero.
+    pub zeroes: bool,
 }
 
 impl Applied {
@@ -63,6 +65,7 @@ impl Applied {
             meter: Arc::new(Meter::default()),
             details: Arc::new(|| Value::Null),
             notes: Vec::new(),
+            zeroes: false,
         }
     }
 }

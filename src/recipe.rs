@@ -115,10 +115,11 @@ impl Recipe {
     pub fn open_variants(path: &Path, set: &[(String, String)], sweep: &[(String, Vec<Value>)]) -> Result<Vec<Variant>> {
         let mut recipe = Recipe::parse_file(path)?;
         let mut own = std::mem::take(&mut recipe.sweep);
-        sweep.iter().for_each(|(key, _)| drop(own.remove(key)));
-        let variants = vary(vec![Variant { name: String::new(), recipe }], own.iter().map(|(key, values)| (key, values)))?;
+        let sweep: BTreeMap<&String, &Vec<Value>> = sweep.iter().map(|(key, values)| (key, values)).collect();
+        sweep.keys().for_each(|key| drop(own.remove(*key)));
+        let variants = vary(vec![Variant { name: String::new(), recipe }], own.iter())?;
         let set = variants.into_iter().map(|variant| Ok(Variant { recipe: variant.recipe.resolved(path).with_all(set)?, ..variant }));
-        let variants = vary(set.collect::<Result<_>>()?, sweep.iter().map(|(key, values)| (key, values)))?;
+        let variants = vary(set.collect::<Result<_>>()?, sweep.into_iter())?;
         for (index, variant) in variants.iter().enumerate() {
             if variants[..index].iter().any(|other| other.name == variant.name) {
                 return Err(Error::option("sweep", format!("`{}` would be two runs in one folder", variant.name)));

@@ -15,7 +15,7 @@ const LAYERS: [&[&str]; 9] = [
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
     &["ir", "store", "kernel"],
-    &["error", "entry"],
+    &["cache", "error", "entry"],
 ];
 
 /// What a line may use of itself.

@@ -60,7 +60,7 @@ impl Atoms {
 
     /// Axes in one, outer first.
     pub fn product(&mut self, parts: Vec<AxisId>) -> AxisId {
-        let size = parts.iter().map(|part| self.size(*part)).product();
+        let size = parts.iter().fold(1usize, |all, part| all.saturating_mul(self.size(*part)));
         match self.lasting(parts, 1).as_slice() {
             [] => self.atom(size),
             [only] => *only,
@@ -70,7 +70,7 @@ impl Atoms {
 
     /// Axes one behind the other.
     pub fn concatenation(&mut self, parts: Vec<AxisId>) -> AxisId {
-        let size = parts.iter().map(|part| self.size(*part)).sum();
+        let size = parts.iter().fold(0usize, |all, part| all.saturating_add(self.size(*part)));
         match self.lasting(parts, 0).as_slice() {
             [] => self.atom(size),
             [only] => *only,
@@ -279,8 +279,8 @@ impl Atoms {
     pub fn resized(&self, axis: AxisId, size: &dyn Fn(AxisId) -> usize) -> usize {
         let axis = self.find(axis);
         match &self.terms[axis] {
-            Term::Product(parts) => parts.iter().map(|part| self.resized(*part, size)).product(),
-            Term::Concatenation(parts) => parts.iter().map(|part| self.resized(*part, size)).sum(),
+            Term::Product(parts) => parts.iter().fold(1usize, |all, part| all.saturating_mul(self.resized(*part, size))),
+            Term::Concatenation(parts) => parts.iter().fold(0usize, |all, part| all.saturating_add(self.resized(*part, size))),
             _ => size(axis),
         }
     }

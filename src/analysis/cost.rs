@@ -1,6 +1,7 @@
 //! What a run costs.
 
 use super::live::{dead_after, node_by_node};
+use crate::ir::ops::elements;
 use crate::ir::{Bindings, Dim, Graph, Kind, TensorType};
 
 /// Tokens of a text when nothing is said.
@@ -25,15 +26,15 @@ pub fn usual_sizes(graph: &Graph) -> Bindings {
 /// Multiply-accumulates of one run, and the most bytes of values that are alive at once (four a number, parameters
 /// not counted), given the named sizes.
 pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
-    let bytes = |ty: &TensorType| 4 * ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0) as u64).product::<u64>();
-    let mut alive: u64 = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| bytes(&v.ty)).sum();
-    let (mut macs, mut most) = (0, alive);
+    let bytes = |ty: &TensorType| elements(ty, sizes).saturating_mul(4);
+    let mut alive: u64 = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| bytes(&v.ty)).fold(0, u64::saturating_add);
+    let (mut macs, mut most) = (0u64, alive);
     for (node, dead) in graph.nodes().iter().zip(dead_after(graph, &node_by_node(graph))) {
         let output = &graph.value(node.output).ty;
-        macs += node.op.spec().macs(&graph.input_types(node), output, sizes);
-        alive += bytes(output);
+        macs = macs.saturating_add(node.op.spec().macs(&graph.input_types(node), output, sizes));
+        alive = alive.saturating_add(bytes(output));
         most = most.max(alive);
-        alive -= dead.iter().map(|id| bytes(&graph.value(*id).ty)).sum::<u64>();
+        alive = dead.iter().fold(alive, |alive, id| alive.saturating_sub(bytes(&graph.value(*id).ty)));
     }
     (macs, most)
 }

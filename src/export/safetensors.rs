@@ -149,7 +149,7 @@ impl Safetensors {
                 elements += count;
             }
         }
-        let pruning = model.history.iter().any(|applied| applied.name == crate::pass::prune_unstructured::NAME);
+        let pruning = model.history.iter().any(|applied| applied.zeroes);
         if pruning && elements > 0 && self.layout != Layout::Sparse {
             notes.push(format!(
                 "{:.0} % zeros in the pruned tensors, stored dense: no size gain and no speed-up by themselves; add `layout: sparse` to store fewer bytes",

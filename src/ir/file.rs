@@ -14,6 +14,9 @@
 //! An input of a node that is neither an input of the graph nor an earlier node is a tensor of the checkpoint.
 //! Sizes are numbers or names; ops without attributes, or with all of them at their defaults, are plain names.
 
+// What is read here, anybody may have written.
+#![deny(clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};

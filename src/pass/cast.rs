@@ -114,13 +114,11 @@ impl Pass for Cast {
         }
         let count = changed.len();
         model.history.push(Applied {
-            name: NAME,
-            options: self.options(),
             tensors: changed,
             rule,
             meter,
             details: Arc::new(move || json!({ "converted": count })),
-            notes: Vec::new(),
+            ..Applied::new(NAME, self.options())
         });
         Ok(model)
     }

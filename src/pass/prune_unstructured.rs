@@ -91,8 +91,7 @@ pub struct PruneUnstructured {
     pub rules: Vec<Rule>,
 }
 
-/// Its name in recipes.
-pub const NAME: &str = "prune-unstructured";
+const NAME: &str = "prune-unstructured";
 
 impl PruneUnstructured {
     fn amount(&self) -> Amount {
@@ -238,13 +237,12 @@ impl Pass for PruneUnstructured {
         };
         let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
         model.history.push(Applied {
-            name: NAME,
-            options: self.options(),
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,
             meter,
             details: Arc::new(move || json!({ "zeroed": removed, "of": of })),
-            notes: Vec::new(),
+            zeroes: true,
+            ..Applied::new(NAME, self.options())
         });
         Ok(model)
     }

@@ -168,13 +168,11 @@ impl Pass for QuantizeDynamic {
         }
         let count = names.len();
         model.history.push(Applied {
-            name: NAME,
-            options: self.options(),
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,
             meter,
             details: Arc::new(move || json!({ "quantized": count })),
-            notes: Vec::new(),
+            ..Applied::new(NAME, self.options())
         });
         Ok(model)
     }

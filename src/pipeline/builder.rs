@@ -2,6 +2,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
+#[cfg(feature = "run")]
 use std::time::Instant;
 
 #[cfg(feature = "run")]
@@ -16,7 +17,9 @@ use crate::evaluation::Evaluate;
 use crate::exec::Choice;
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::{Context, Step};
+#[cfg(feature = "run")]
+use crate::pass::Context;
+use crate::pass::Step;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::store::{Cancel, Progress, Silent, Sweep};
@@ -108,29 +111,23 @@ impl Pipeline {
         Ok(after)
     }
 
+    /// No pass of this build runs a model.
+    #[cfg(not(feature = "run"))]
+    #[allow(clippy::unnecessary_wraps, clippy::unused_self)]
+    pub(super) fn perform(&self, _model: &Model, _workplace: &Path) -> Result<Option<Model>> {
+        Ok(None)
+    }
+
     /// Applies the passes with all that takes running the model; nothing where no pass does.
+    #[cfg(feature = "run")]
     pub(super) fn perform(&self, model: &Model, workplace: &Path) -> Result<Option<Model>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
-        let mut context = Context {
-            workplace: None,
-            resume: self.resume,
-            sweep: self.sweep(),
-            seed: self.seed,
-            #[cfg(feature = "run")]
-            data: &self.data,
-            #[cfg(feature = "run")]
-            device: self.device.open()?,
-        };
-        let mut after = model.clone();
-        let mut done = 0;
-        #[cfg(feature = "run")]
-        let kept = self.kept(model, &context.sweep)?;
-        #[cfg(feature = "run")]
-        if let Some((number, found)) = kept.as_ref().and_then(|kept| kept.found.clone()) {
-            (done, after) = (number + 1, found);
-        }
+        let mut context = Context { workplace: None, resume: self.resume, sweep: self.sweep(), seed: self.seed, data: &self.data, device: self.device.open()? };
+        let mut kept = self.kept(model, &context.sweep)?;
+        let found = kept.as_mut().and_then(|kept| kept.found.take());
+        let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {
@@ -139,7 +136,6 @@ impl Pipeline {
             context.workplace = Some(workplace.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             after = step.pass().perform(after, &context)?;
-            #[cfg(feature = "run")]
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
                 kept.put(number, start.elapsed(), &mut after, &context.sweep);
             }

@@ -75,6 +75,7 @@ struct Past {
     seconds: f64,
     details: Value,
     notes: Vec<String>,
+    zeroes: bool,
 }
 
 impl Past {
@@ -87,6 +88,7 @@ impl Past {
             seconds: applied.meter.total().as_secs_f64(),
             details: (applied.details)(),
             notes: applied.notes.clone(),
+            zeroes: applied.zeroes,
         }
     }
 
@@ -95,7 +97,7 @@ impl Past {
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
         let details = self.details;
         applied.details = Arc::new(move || details.clone());
-        (applied.tensors, applied.rule, applied.notes) = (self.tensors, self.rule, self.notes);
+        (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors, self.rule, self.notes, self.zeroes);
         Some(applied)
     }
 }

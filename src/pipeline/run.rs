@@ -13,7 +13,8 @@ use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
 use crate::store::staging::Staging;
-use crate::store::writer::Seen;
+use crate::store::writer::{Seen, input_hash};
+use crate::store::{Silent, Sweep, Weight};
 
 /// What was found by running the models.
 #[derive(Debug, Default)]
@@ -78,7 +79,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         model: ModelId {
             source: recipe.model.clone(),
             architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
-            blake3: model_hash(&model, first),
+            blake3: model_hash(&model, &after, first, &sweep)?,
         },
         seed: pipeline.seed,
         recipe: serde_json::to_value(&recipe).unwrap_or_default(),
@@ -237,14 +238,27 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
     Ok(Sizes { before, after, ratio })
 }
 
-fn model_hash(model: &Model, exported: &Exported) -> String {
+/// The hash of all weights of the input, whatever the passes took of them. What was read on the way was hashed on the way; the rest,
+/// weights that were cut or computed anew, is read once more.
+fn model_hash(model: &Model, after: &Model, exported: &Exported, sweep: &Sweep) -> Result<String> {
+    let whole = |name: &str, weight: &Weight| after.weights.by_name.get(name).is_some_and(|now| !now.rewritten && now.shape == weight.shape);
+    let mut hashes: BTreeMap<&str, blake3::Hash> = exported
+        .weights
+        .iter()
+        .filter(|(name, _)| model.weights.by_name.get(name).is_some_and(|weight| whole(name, weight)))
+        .filter_map(|(name, seen)| Some((name.as_str(), seen.input_hash?)))
+        .collect();
+    let rest: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, _)| !hashes.contains_key(name.as_str())).collect();
+    let quiet = Sweep { progress: &Silent, ..*sweep };
+    let found = quiet.run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
+    hashes.extend(rest.iter().map(|(name, _)| name.as_str()).zip(found));
     let mut hasher = blake3::Hasher::new();
-    for (name, seen) in &exported.weights {
-        if let (Some(weight), Some(hash)) = (model.weights.by_name.get(name), seen.input_hash) {
+    for (name, weight) in &model.weights.by_name {
+        if let Some(hash) = hashes.get(name.as_str()) {
             hasher.update(format!("{name} {} {:?} {hash}\n", weight.describe(), weight.shape).as_bytes());
         }
     }
-    hasher.finalize().to_string()
+    Ok(hasher.finalize().to_string())
 }
 
 fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {

@@ -1,5 +1,8 @@
 //! What is wrong with YAML, in words for the person who wrote it.
 
+// What is read here, anybody may have written.
+#![deny(clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+
 use std::borrow::Cow;
 
 use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options};

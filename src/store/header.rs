@@ -1,5 +1,8 @@
 //! The header of a safetensors file: parsed without trust, written in the reference order.
 
+// What is read here, anybody may have written.
+#![deny(clippy::indexing_slicing, clippy::arithmetic_side_effects)]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -54,9 +57,9 @@ impl Header {
         let mut tensors = raw.tensors;
         for t in &tensors {
             let (begin, end) = (t.begin, t.end);
-            if end < begin {
+            let Some(bytes) = end.checked_sub(begin) else {
                 return Err(format!("tensor `{}`: data_offsets [{begin}, {end}] run backwards", t.name));
-            }
+            };
             if end > data_bytes {
                 return Err(format!(
                     "tensor `{}`: data_offsets [{begin}, {end}] reach past the end of the data, {data_bytes} bytes (is the file truncated?)",
@@ -65,14 +68,8 @@ impl Header {
             }
             match byte_count(t.dtype, &t.shape) {
                 None => return Err(format!("tensor `{}`: shape {:?} of {} overflows or does not fill whole bytes", t.name, t.shape, t.dtype)),
-                Some(n) if n != end - begin => {
-                    return Err(format!(
-                        "tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {}",
-                        t.name,
-                        t.shape,
-                        t.dtype,
-                        end - begin
-                    ));
+                Some(n) if n != bytes => {
+                    return Err(format!("tensor `{}`: shape {:?} of {} takes {n} bytes, data_offsets [{begin}, {end}] give {bytes}", t.name, t.shape, t.dtype));
                 }
                 Some(_) => {}
             }
@@ -88,7 +85,7 @@ impl Header {
             position = t.end;
         }
         if position != data_bytes {
-            return Err(format!("{} bytes follow the last tensor", data_bytes - position));
+            return Err(format!("{} bytes follow the last tensor", data_bytes.abs_diff(position)));
         }
         Ok(Header { tensors, metadata: raw.metadata })
     }

@@ -13,7 +13,7 @@ use super::header::Header;
 use super::measure::{Histogram, Measure};
 use super::part_writer::{PartWriter, Stretch, Target};
 use super::spelling::Emitter;
-use super::{Block, Part, Spelling, Sweep, Weight, checkpoint};
+use super::{Block, Part, Spelling, Sweep, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
 
@@ -290,6 +290,27 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
     Ok((files, seen))
 }
 
+/// The hash of a weight as it was read.
+///
+/// # Errors
+/// Reading fails.
+pub fn input_hash(weight: &Weight) -> Result<blake3::Hash> {
+    let mut hasher = blake3::Hasher::new();
+    weight.visit(1, &mut |block: Block| {
+        add(&mut hasher, &block.before);
+        Ok(())
+    })?;
+    Ok(hasher.finalize())
+}
+
+fn add(hasher: &mut blake3::Hasher, before: &View) {
+    hasher.update(before.values);
+    if before.affine.is_some() {
+        hasher.update(before.scales);
+        hasher.update(before.zero_points);
+    }
+}
+
 fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<Seen> {
     let mut hasher = blake3::Hasher::new();
     let mut seen = Seen::default();
@@ -299,11 +320,7 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
     let mut told = 0;
     item.weight.visit(1, &mut |block: Block| {
         let before = &block.before;
-        hasher.update(before.values);
-        if before.affine.is_some() {
-            hasher.update(before.scales);
-            hasher.update(before.zero_points);
-        }
+        add(&mut hasher, before);
         measure.add(&block, &mut seen);
         emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
         let bytes = (before.values.len() as u64).min(total - told);

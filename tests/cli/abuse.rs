@@ -46,7 +46,7 @@ fn refused(folder: &Path, args: &str, words: &str) {
     let output =
         std::process::Command::new("sh").args(["-c", script, env!("CARGO_BIN_EXE_compress")]).args(args.split(' ')).current_dir(folder).output().unwrap();
     let run = Run::from(output);
-    assert!(run.code != 0 && run.stderr.starts_with("error: ") && run.stderr.contains(words), "{args}\nexit code {}\n{}", run.code, run.stderr);
+    assert!(run.code != 0 && run.stderr.contains("error: ") && run.stderr.contains(words), "{args}\nexit code {}\n{}", run.code, run.stderr);
     assert!(!run.stderr.contains("panicked"), "{}", run.stderr);
     assert_eq!(snapshot(folder), before, "{args}");
 }
@@ -124,9 +124,9 @@ fn configurations_that_swell() {
         ("bert", "intermediate_size", json!(u64::MAX), "intermediate_size"),
         ("llama", "num_hidden_layers", json!(u32::MAX), "model.layers.2"),
         ("llama", "num_key_value_heads", json!(1u64 << 62), "num_key_value_heads"),
-        ("gpt2", "n_layer", json!(1_000_000_000_000u64), "h.2"),
+        ("gpt2", "n_layer", json!(1_000_000_000_000u64), "n_layer"),
         ("vit-image-classification", "patch_size", json!(0), "patch_size"),
-        ("resnet-basic", "depths", json!([1_000_000_000, 1, 1, 1]), "layers.1"),
+        ("resnet-basic", "depths", json!([1_000_000_000, 1, 2]), "layers.2"),
     ];
     for (model, key, value, words) in cases {
         let folder = with_model(model);

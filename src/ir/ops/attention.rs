@@ -221,6 +221,6 @@ impl OpSpec for Attention {
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         let keys = inputs[1].shape[2].evaluate(bindings).unwrap_or(0) as u64;
-        (elements(inputs[0], bindings) + elements(output, bindings)) * keys
+        elements(inputs[0], bindings).saturating_add(elements(output, bindings)).saturating_mul(keys)
     }
 }

@@ -141,8 +141,8 @@ impl OpSpec for Conv {
     }
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
-        let taps: u64 = inputs[1].shape[1..].iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).product();
-        elements(output, bindings) * taps
+        let taps: u64 = inputs[1].shape[1..].iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul);
+        elements(output, bindings).saturating_mul(taps)
     }
 }
 

@@ -27,7 +27,8 @@ impl OpSpec for Flatten {
         require(inputs[0], Element::Float, "the input")?;
         require_rank(inputs[0], 4, "the input")?;
         let sizes: Option<Vec<usize>> = inputs[0].shape[1..].iter().map(Dim::fixed).collect();
-        let width = sizes.ok_or("the size of the image must be known")?.iter().product::<usize>();
+        let sizes = sizes.ok_or("the size of the image must be known")?;
+        let width = sizes.iter().try_fold(1usize, |width, size| width.checked_mul(*size)).ok_or("the image is larger than any memory")?;
         Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), Dim::Fixed(width)] })
     }
 

@@ -135,7 +135,7 @@ impl OpSpec for Linear {
 
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         let inner = inputs[0].shape.last().and_then(|d| d.evaluate(bindings)).unwrap_or(0);
-        elements(output, bindings) * inner as u64
+        elements(output, bindings).saturating_mul(inner as u64)
     }
 }
 

@@ -273,9 +273,9 @@ fn last(ty: &TensorType) -> Result<&Dim, String> {
     ty.shape.last().ok_or_else(|| "needs at least one axis".to_owned())
 }
 
-/// Number of elements, given the named sizes.
-fn elements(ty: &TensorType, bindings: &Bindings) -> u64 {
-    ty.shape.iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).product()
+/// Number of elements, given the named sizes; as large as a number can be where it is larger.
+pub(crate) fn elements(ty: &TensorType, bindings: &Bindings) -> u64 {
+    ty.shape.iter().map(|d| d.evaluate(bindings).unwrap_or(0) as u64).fold(1, u64::saturating_mul)
 }
 
 #[cfg(test)]

@@ -243,13 +243,12 @@ impl QuantizeStatic {
         all.extend(sites::left_in_floats(&prepared.graph, layers));
         all.extend(notes);
         model.history.push(Applied {
-            name: NAME,
-            options: self.options(),
             tensors: layers.clone(),
             rule: prepared.rule.clone(),
             meter,
             details: Arc::new(move || details.clone()),
             notes: all,
+            ..Applied::new(NAME, self.options())
         });
         model
     }

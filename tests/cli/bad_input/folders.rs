@@ -95,7 +95,7 @@ fn folders_without_a_model() {
         ),
         case("nothing to inspect", |_| (), "inspect in", 1, "cannot open in", ""),
         case("nothing to compare", model_in, "diff in other", 1, "cannot open other", ""),
-        case("nothing to verify", model_in, "verify in", 1, "cannot read in/report.json", ""),
+        case("nothing to verify", model_in, "verify in", 1, "in/report.json: there is no report here", "name the output folder of a run"),
         case("nothing to densify", empty, "densify in -o out", 1, none, ""),
     ]);
 }

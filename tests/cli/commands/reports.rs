@@ -63,7 +63,7 @@ fn runs_are_compared() {
     assert_eq!(compared["metric"], Value::Null);
     assert_eq!(compress(folder.path(), "report").code, 2);
     let run = compress(folder.path(), "report a none");
-    assert!(run.code == 1 && run.stderr.contains("cannot read none"), "{}", run.stderr);
+    assert!(run.code == 1 && run.stderr.contains("none: there is no report here"), "{}", run.stderr);
 }
 
 #[test]
