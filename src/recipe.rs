@@ -247,7 +247,18 @@ fn option_of(values: &Value, key: &str) -> Result<Option<String>, String> {
             found.extend(held.map(|(name, _)| format!("{list}.{index}.{name}.{key}")));
         }
     }
+    if let (true, Some(near)) = (found.is_empty(), nearest_option(values, key)) {
+        return Err(format!("there is no `{key}`; did you mean `{near}`?"));
+    }
     if found.len() > 1 { Err(format!("is an option of several: {}", found.join(", "))) } else { Ok(found.pop()) }
+}
+
+/// The option of a pass or a format that is spelled almost like this.
+fn nearest_option(values: &Value, key: &str) -> Option<String> {
+    let entries = ["passes", "export"].into_iter().flat_map(|list| values.get(list).and_then(Value::as_array).into_iter().flatten());
+    let options = entries.filter_map(Value::as_object).flat_map(|entry| entry.values()).filter_map(Value::as_object).flat_map(|options| options.keys());
+    let near = options.map(|option| (strsim::jaro_winkler(option, key), option)).filter(|(likeness, _)| *likeness > 0.9);
+    near.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, option)| option.clone())
 }
 
 fn find<'v>(list: Option<&'v Value>, name: &str) -> Option<&'v Value> {
@@ -308,6 +319,7 @@ mod tests {
         assert!(set(&[("quantize.amount", "1")]).unwrap_err().to_string().contains("no `quantize`"));
         assert!(set(&[("passes.7.cast.to", "f16")]).is_err());
         assert!(set(&[("seed", "x")]).is_err());
+        assert!(set(&[("amont", "1")]).unwrap_err().to_string().contains("did you mean `amount`?"));
         assert!(set(&[("sed", "1")]).unwrap_err().to_string().contains("sed"));
         assert!(set(&[("amount", "0.75")]).unwrap().to_yaml().contains("0.75"));
     }

@@ -117,5 +117,8 @@ impl Writing {
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {
+    if Layout::from_str(text, true).is_ok() {
+        return Err(format!("`{text}` is a layout and not a format: use --layout {text}, or --export 'safetensors: {{ layout: {text} }}'"));
+    }
     serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
 }

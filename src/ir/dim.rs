@@ -24,6 +24,12 @@ pub enum Dim {
     },
 }
 
+/// `floor((size + offset) / stride) + 1`, where that is a size.
+fn positions(size: usize, offset: i64, stride: usize) -> Option<usize> {
+    let room = usize::try_from(i64::try_from(size).ok()?.checked_add(offset)?).ok()?;
+    (room / stride.max(1)).checked_add(1)
+}
+
 /// Values of named sizes.
 pub type Bindings = BTreeMap<String, usize>;
 
@@ -38,12 +44,20 @@ impl Dim {
         if let Dim::Fixed(size) = self { Some(*size) } else { None }
     }
 
+    /// Two axes in one.
+    ///
+    /// # Errors
+    /// No memory holds as much.
+    pub fn product(outer: usize, inner: usize) -> Result<Dim, String> {
+        outer.checked_mul(inner).map(Dim::Fixed).ok_or_else(|| format!("{outer} times {inner} is more than any memory holds"))
+    }
+
     /// Positions of a window of `extent` that moves by `stride` over this size with `padding` on both sides;
     /// `None` when the window does not fit.
     pub fn window(&self, extent: usize, padding: usize, stride: usize) -> Option<Dim> {
-        let offset = 2 * padding as i64 - extent as i64;
+        let offset = i64::try_from(padding).ok()?.checked_mul(2)?.checked_sub(i64::try_from(extent).ok()?)?;
         match self {
-            Dim::Fixed(size) => usize::try_from(*size as i64 + offset).ok().map(|room| Dim::Fixed(room / stride.max(1) + 1)),
+            Dim::Fixed(size) => positions(*size, offset, stride).map(Dim::Fixed),
             other if offset == -1 && stride == 1 => Some(other.clone()),
             other => Some(Dim::Window { of: Box::new(other.clone()), offset, stride }),
         }
@@ -54,7 +68,7 @@ impl Dim {
         match self {
             Dim::Fixed(size) => Some(*size),
             Dim::Named(name) => bindings.get(name).copied(),
-            Dim::Window { of, offset, stride } => usize::try_from(of.evaluate(bindings)? as i64 + offset).ok().map(|room| room / (*stride).max(1) + 1),
+            Dim::Window { of, offset, stride } => positions(of.evaluate(bindings)?, *offset, *stride),
         }
     }
 }

@@ -50,13 +50,16 @@ impl OpSpec for Conv {
         let fixed = |dim: &Dim, what: &str| dim.fixed().ok_or_else(|| format!("{what} must be known"));
         let (channels, out, inner) =
             (fixed(&x.shape[1], "the number of channels")?, fixed(&weight.shape[0], "the weight")?, fixed(&weight.shape[1], "the weight")?);
-        if channels != inner * self.groups || !out.is_multiple_of(self.groups) {
+        if inner.checked_mul(self.groups) != Some(channels) || !out.is_multiple_of(self.groups) {
             return Err(format!("the input has {channels} channels, the weight takes {inner} in {} groups and makes {out}", self.groups));
         }
         if let Some(bias) = inputs.get(2) {
             require_vector(bias, &weight.shape[0], "the bias")?;
         }
-        let extent = |axis: usize| Ok::<_, String>(self.dilation * (fixed(&weight.shape[axis], "the weight")?.max(1) - 1) + 1);
+        let extent = |axis: usize| {
+            let steps = self.dilation.checked_mul(fixed(&weight.shape[axis], "the weight")?.max(1) - 1);
+            steps.and_then(|steps| steps.checked_add(1)).ok_or_else(|| format!("dilation {} is larger than any image", self.dilation))
+        };
         let slide = |axis: usize| {
             x.shape[axis].window(extent(axis)?, self.padding, self.stride).ok_or_else(|| format!("the window is larger than the image, {}", x.shape[axis]))
         };

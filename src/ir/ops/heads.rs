@@ -78,7 +78,7 @@ impl OpSpec for MergeHeads {
         require_rank(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
         let (Some(heads), Some(width)) = (shape[1].fixed(), shape[3].fixed()) else { return Err("heads and their width must be known".into()) };
-        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone(), Dim::Fixed(heads * width)] })
+        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone(), Dim::product(heads, width)?] })
     }
 
     fn axes(&self, _inputs: usize) -> String {

@@ -41,7 +41,7 @@ impl OpSpec for MaxPool {
         require_arity(self, inputs)?;
         require(inputs[0], Element::Float, "the input")?;
         require_rank(inputs[0], 4, "the input")?;
-        if self.kernel == 0 || self.stride == 0 || 2 * self.padding > self.kernel {
+        if self.kernel == 0 || self.stride == 0 || self.padding > self.kernel / 2 {
             return Err("kernel and stride must be at least 1, and padding at most half the kernel".into());
         }
         let mut shape = inputs[0].shape.clone();

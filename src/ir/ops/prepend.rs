@@ -30,7 +30,10 @@ impl OpSpec for Prepend {
         if token[0] != Dim::Fixed(1) || token[2] != x[2] {
             return Err(format!("the token must be [1, n, {}]", x[2]));
         }
-        Ok(TensorType { element: Element::Float, shape: vec![x[0].clone(), Dim::Fixed(count + sequence), x[2].clone()] })
+        Ok(TensorType {
+            element: Element::Float,
+            shape: vec![x[0].clone(), Dim::Fixed(count.checked_add(sequence).ok_or("the sequence is longer than any memory")?), x[2].clone()],
+        })
     }
 
     fn axes(&self, _inputs: usize) -> String {

@@ -24,7 +24,7 @@ impl OpSpec for Tokens {
         require_rank(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
         let (Some(height), Some(width)) = (shape[2].fixed(), shape[3].fixed()) else { return Err("the size of the image must be known".into()) };
-        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), Dim::Fixed(height * width), shape[1].clone()] })
+        Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), Dim::product(height, width)?, shape[1].clone()] })
     }
 
     fn axes(&self, _inputs: usize) -> String {
