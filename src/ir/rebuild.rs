@@ -32,6 +32,19 @@ impl Step<'_, '_> {
 /// # Errors
 /// Those of `edit`; a tensor is missing or has lost its shape.
 pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) -> Result<ValueId>) -> Result<Graph> {
+    let made = once(graph, catalog, edit)?;
+    // What the edit has stopped reading was made before it could say so.
+    if unread(&made) { once(&made, catalog, &mut |step| step.keep()) } else { Ok(made) }
+}
+
+/// Whether some parameter is read by no node and is no result.
+fn unread(graph: &Graph) -> bool {
+    let mut read = vec![false; graph.values().len()];
+    graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id)).for_each(|id| read[id.index()] = true);
+    graph.params().any(|(id, _)| !read[id.index()])
+}
+
+fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) -> Result<ValueId>) -> Result<Graph> {
     let needed = needed(graph);
     let mut builder = Builder::new(catalog);
     let mut made: Vec<Option<ValueId>> = vec![None; graph.values().len()];
@@ -154,6 +167,8 @@ mod tests {
             Op::Relu(_) => step.builder.node(step.name, Clip { min: 0.0, max: 1.0 }, &step.inputs),
             _ => step.keep(),
         };
+        let skipped = |step: Step| if step.name == "fc" { Ok(step.inputs[0]) } else { step.keep() };
+        assert!(!rebuild(&graph, &shapes, &mut { skipped }).unwrap().to_string().contains("param w"));
         let edited = rebuild(&graph, &shapes, &mut { clipped }).unwrap();
         assert!(edited.to_string().contains("act = Clip") && !same(&graph, &edited, &shapes));
         let wider = Shapes([("w", vec![3, 4])].into());

@@ -65,8 +65,6 @@ pub(super) fn remove_idle(prepared: &mut Prepared, changed: &BTreeSet<String>, s
     };
     let weights = &prepared.model.weights;
     let after = rebuild(graph, weights, &mut |step: Step| if idle(graph, step.node) { Ok(step.inputs[0]) } else { step.keep() })?;
-    // Parameters that nobody reads any more are left out by building it again.
-    let after = rebuild(&after, weights, &mut |step: Step| step.keep())?;
     let mut kept = false;
     for node in graph.nodes().iter().filter(|node| is_factor(graph, node)) {
         if !idle(graph, node) {
