@@ -2,8 +2,9 @@
 
 #![no_main]
 
-use compress::onnx::file::{Piece, decode};
+use compress::onnx::file::decode;
 use compress::onnx::proto::ModelProto;
+use compress::store::writer::Piece;
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
 

@@ -20,7 +20,7 @@ use crate::pass::{PASSES, Samples};
 use crate::report::Tool;
 use crate::store::hash::hash_file;
 use crate::store::staging::Staging;
-use crate::store::{Silent, Sweep};
+use crate::store::{Origin, Silent, Sweep};
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
 const MOST: u64 = 20 << 30;
@@ -59,7 +59,8 @@ struct State {
     /// Hashes of the files.
     files: BTreeMap<String, String>,
     history: Vec<Past>,
-    rewritten: BTreeSet<String>,
+    /// Of weights that are not the file's any more.
+    origins: BTreeMap<String, Origin>,
     signed_activations: bool,
     notes: Vec<String>,
     own_graph: bool,
@@ -233,7 +234,7 @@ impl Shelf {
             model: after.path.clone(),
             files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
             history: after.history.iter().map(Past::of).collect(),
-            rewritten: after.weights.by_name.iter().filter(|(_, weight)| weight.rewritten).map(|(name, _)| name.clone()).collect(),
+            origins: after.weights.by_name.iter().filter(|(_, w)| w.origin != Origin::File).map(|(name, w)| (name.clone(), w.origin)).collect(),
             signed_activations: after.signed_activations,
             notes: after.notes.clone(),
             own_graph: after.changed_graph.is_some(),
@@ -316,7 +317,7 @@ impl State {
                 Some(before) => before.become_kept(&name, now),
                 None => now,
             };
-            weight.rewritten = self.rewritten.contains(&name);
+            weight.origin = self.origins.get(&name).copied().unwrap_or_default();
             model.weights.by_name.insert(name, weight);
         }
         let count = self.history.len();

@@ -14,7 +14,7 @@ use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, R
 use crate::store::Encoding;
 use crate::store::staging::Staging;
 use crate::store::writer::{Seen, input_hash};
-use crate::store::{Silent, Sweep, Weight};
+use crate::store::{Origin, Silent, Sweep, Weight};
 
 /// What was found by running the models.
 #[derive(Debug, Default)]
@@ -241,7 +241,7 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
 /// The hash of all weights of the input, whatever the passes took of them. What was read on the way was hashed on the way; the rest,
 /// weights that were cut or computed anew, is read once more.
 fn model_hash(model: &Model, after: &Model, exported: &Exported, sweep: &Sweep) -> Result<String> {
-    let whole = |name: &str, weight: &Weight| after.weights.by_name.get(name).is_some_and(|now| !now.rewritten && now.shape == weight.shape);
+    let whole = |name: &str, weight: &Weight| after.weights.by_name.get(name).is_some_and(|now| now.origin == Origin::File && now.shape == weight.shape);
     let mut hashes: BTreeMap<&str, blake3::Hash> = exported
         .weights
         .iter()
@@ -269,7 +269,7 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
         bytes_before: model.weights.by_name.get(name).map_or(0, |w| w.stored_bytes),
         bytes_after: seen.bytes,
         zeros: seen.difference.zeros_after,
-        sqnr_db: if seen.changed && !after.weights.by_name.get(name).is_some_and(|w| w.rewritten) { seen.difference.sqnr_db() } else { None },
+        sqnr_db: if seen.changed && !after.weights.by_name.get(name).is_some_and(|w| w.origin == Origin::Rescaled) { seen.difference.sqnr_db() } else { None },
     };
     let stored = exported.weights.iter().zip(&exported.encodings);
     stored.filter(|((name, _), _)| after.weights.by_name.contains_key(name)).map(layer).collect()
@@ -316,8 +316,10 @@ fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
         let (before, now) = (seen.difference.zeros_before as f64 / elements, seen.difference.zeros_after as f64 / elements);
         if now >= NEARLY_EMPTY && before < NEARLY_EMPTY {
             empty.insert(name.as_str(), -now);
-        } else if let Some(db) =
-            seen.difference.sqnr_db().filter(|db| !weight.rewritten && weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB)
+        } else if let Some(db) = seen
+            .difference
+            .sqnr_db()
+            .filter(|db| weight.origin == Origin::File && weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB)
         {
             low.insert(name.as_str(), db);
         }

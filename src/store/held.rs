@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Affine, DType, Encoding, Granularity, Sink, Source, View, Weight, least_common_multiple};
+use super::{Affine, DType, Encoding, Granularity, Origin, Sink, Source, View, Weight, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -80,7 +80,7 @@ impl Weight {
         if self.elements() != values.len() || !convert::from_f32(self.dtype, values, &mut bytes) {
             return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
         }
-        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(Held { before: self.clone(), dtype: self.dtype, bytes })).as_rewritten())
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(Held { before: self.clone(), dtype: self.dtype, bytes })).of_origin(Origin::Learned))
     }
 
     /// The scales of a quantized weight; nothing when it is dense.
@@ -120,7 +120,7 @@ impl Weight {
             scales: bytes,
             zero_points: scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect(),
         };
-        Ok(self.then(self.dtype, self.encoding.clone(), Arc::new(source)).as_rewritten())
+        Ok(self.then(self.dtype, self.encoding.clone(), Arc::new(source)).of_origin(Origin::Learned))
     }
 }
 

@@ -40,6 +40,6 @@ pub use sizes::ByteSize;
 pub use spelling::{Part, Spelling};
 pub(crate) use sweep::lock;
 pub use sweep::{Cancel, Event, Meter, Progress, Silent, Sweep, Unit};
-pub use weight::{Encoding, Weight, Weights};
+pub use weight::{Encoding, Origin, Weight, Weights};
 
 pub use safetensors::Dtype as DType;

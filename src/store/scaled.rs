@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Block, DType, Encoding, Sink, Source, View, Weight};
+use super::{Block, DType, Encoding, Origin, Sink, Source, View, Weight};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -22,7 +22,7 @@ impl Scaled {
     /// The product as a weight of this format.
     pub fn weight(self, dtype: DType) -> Weight {
         let upstream = self.upstream.clone();
-        upstream.then(dtype, Encoding::Dense, Arc::new(Typed { scaled: self, dtype })).as_rewritten()
+        upstream.then(dtype, Encoding::Dense, Arc::new(Typed { scaled: self, dtype })).of_origin(Origin::Rescaled)
     }
 }
 
@@ -67,7 +67,7 @@ pub struct Computed<F> {
 impl<F: Fn() -> Result<Vec<f32>> + Send + Sync + 'static> Computed<F> {
     /// The weight, of this shape and of 32-bit floats.
     pub fn weight(self, shape: Vec<usize>) -> Weight {
-        Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(self)).as_rewritten()
+        Weight::new(DType::F32, shape, Encoding::Dense, Arc::new(self)).of_origin(Origin::Rescaled)
     }
 }
 
@@ -92,7 +92,7 @@ impl Turned {
         let mut weight = self.upstream.clone();
         weight.shape.reverse();
         let dtype = weight.dtype;
-        weight.then(dtype, Encoding::Dense, Arc::new(self)).as_rewritten()
+        weight.then(dtype, Encoding::Dense, Arc::new(self)).of_origin(Origin::Rescaled)
     }
 }
 

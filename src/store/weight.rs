@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
+
 use super::affine::row;
 use super::convert::Decoded;
 use super::{Affine, Checkpoint, DType, Sink, Source, spelling};
@@ -15,6 +17,19 @@ pub enum Encoding {
     Dense,
     /// As int8 with scales.
     Affine(Affine),
+}
+
+/// What values of a weight are to those of the file that it was opened from.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Origin {
+    /// They stand for the same, as closely as they are stored.
+    #[default]
+    File,
+    /// They were learned from them: how far they are tells how much was learned.
+    Learned,
+    /// They stand for something else: scaled, folded, turned. How far they are tells nothing.
+    Rescaled,
 }
 
 /// A logical tensor. Cloning copies no data.
@@ -30,9 +45,8 @@ pub struct Weight {
     pub stored_bytes: u64,
     /// The tensors of the file that it was opened from.
     pub stored_as: Vec<String>,
-    /// Whether its values stand for something else than those of the file: scaled, folded, trained. How far they are from those
-    /// tells nothing about quality then.
-    pub rewritten: bool,
+    /// What its values are to those of the file.
+    pub origin: Origin,
     source: Arc<dyn Source>,
 }
 
@@ -45,7 +59,7 @@ impl std::fmt::Debug for Weight {
 impl Weight {
     /// A weight with a source; meant for readers of formats and for tests.
     pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
-        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), rewritten: false, source }
+        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), origin: Origin::File, source }
     }
 
     /// The same weight after a stage that changes what its bytes are; where it came from is kept.
@@ -53,10 +67,10 @@ impl Weight {
         Weight { dtype, encoding, source, ..self.clone() }
     }
 
-    /// The same weight, marked as [`rewritten`](Weight::rewritten).
+    /// The same weight, of another origin.
     #[must_use]
-    pub fn as_rewritten(self) -> Weight {
-        Weight { rewritten: true, ..self }
+    pub fn of_origin(self, origin: Origin) -> Weight {
+        Weight { origin, ..self }
     }
 
     /// The values as floats: the weight itself when it is dense already.
