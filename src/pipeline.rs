@@ -6,6 +6,7 @@ mod cached;
 mod evaluate;
 #[cfg(feature = "run")]
 mod kept;
+mod key;
 mod plan;
 mod run;
 #[cfg(feature = "run")]

@@ -3,14 +3,11 @@
 use std::fs;
 use std::path::Path;
 
-use serde_json::json;
-
+use super::key::Key;
 use super::{Pipeline, verify};
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::report::{Report, Tool};
-use crate::store::hash::hash_file;
-use crate::store::{Silent, Sweep};
+use crate::report::Report;
 
 /// What [`Pipeline::run_cached`] found or made.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,7 +43,7 @@ impl Pipeline {
         if !fs::read(output.join(Model::KEY)).is_ok_and(|found| found == key.as_bytes()) {
             return Ok(None);
         }
-        match verify(output, &self.quietly()) {
+        match verify(output, &self.sweep().quiet()) {
             Ok(checks) if checks.iter().all(|check| check.ok) => Report::open(output).map(Some),
             Err(Error::Cancelled) => Err(Error::Cancelled),
             _ => Ok(None),
@@ -58,14 +55,9 @@ impl Pipeline {
         let mut recipe = self.recipe(model);
         // Where the model lies changes nothing.
         recipe.model.clear();
-        let mut hasher = blake3::Hasher::new();
-        hasher.update(json!({ "tool": Tool::default(), "recipe": recipe }).to_string().as_bytes());
-        for path in model.inputs() {
-            let hash = hash_file(&path, &self.quietly(), |_| (), |(), _| Ok(()), |()| Ok(()))?;
-            let name = path.strip_prefix(&model.path).unwrap_or(&path);
-            hasher.update(format!("\n{} {hash}", name.display()).as_bytes());
-        }
-        Ok(format!("{}\n", hasher.finalize()))
+        let mut key = Key::new(self, model, &self.sweep())?;
+        key.say(&serde_json::to_string(&recipe).unwrap_or_default());
+        Ok(format!("{}\n", key.name()))
     }
 
     fn require_model_alone(&self) -> Result<()> {
@@ -81,10 +73,5 @@ impl Pipeline {
     fn replacing(mut self) -> Pipeline {
         self.force = true;
         self
-    }
-
-    /// Looking for what is there is not worth a message.
-    fn quietly(&self) -> Sweep<'_> {
-        Sweep { progress: &Silent, ..self.sweep() }
     }
 }

@@ -11,16 +11,16 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Pipeline;
+use super::key::{Key, files};
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
 use crate::ir::GraphFile;
 use crate::model::{Applied, Model};
 use crate::pass::{PASSES, Samples};
-use crate::report::Tool;
-use crate::store::hash::hash_file;
+use crate::store::hash::hash_of;
 use crate::store::staging::Staging;
-use crate::store::{Origin, Silent, Sweep};
+use crate::store::{Origin, Sweep};
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
 const MOST: u64 = 20 << 30;
@@ -63,7 +63,6 @@ struct State {
     origins: BTreeMap<String, Origin>,
     signed_activations: bool,
     notes: Vec<String>,
-    own_graph: bool,
 }
 
 /// An [`Applied`] as a file holds it.
@@ -159,20 +158,14 @@ impl Shelf {
 
     /// A key for the model after each of the passes.
     pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, sweep: &Sweep) -> Result<Vec<String>> {
-        let sweep = Sweep { progress: &Silent, ..*sweep };
-        let tool = Tool::default();
-        let mut key = blake3::Hasher::new();
-        key.update(format!("{} {:?} {} {}\n", tool.version, tool.commit, pipeline.seed, pipeline.device).as_bytes());
-        for path in model.inputs() {
-            add_file(&mut key, &path, &sweep)?;
-        }
+        let mut key = Key::new(pipeline, model, sweep)?;
         let mut read: BTreeMap<&str, String> = BTreeMap::new();
         let mut keys = Vec::with_capacity(pipeline.steps.len());
         for step in &pipeline.steps {
             let pass = step.pass();
-            key.update(format!("{} {}\n", pass.name(), pass.options()).as_bytes());
+            key.say(&format!("{} {}", pass.name(), pass.options()));
             for path in pass.reads() {
-                add(&mut key, &path, &sweep, DEEPEST)?;
+                key.contents(&path)?;
             }
             // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
             let data = &pipeline.data;
@@ -184,11 +177,11 @@ impl Shelf {
             for (name, set) in sets {
                 let Some(set) = set else { continue };
                 if !read.contains_key(name) {
-                    read.insert(name, content(set, &sweep)?);
+                    read.insert(name, content(set, sweep)?);
                 }
-                key.update(format!("{name} {}\n", read[name]).as_bytes());
+                key.say(&format!("{name} {}", read[name]));
             }
-            keys.push(key.finalize().to_string());
+            keys.push(key.name());
         }
         Ok(keys)
     }
@@ -237,7 +230,6 @@ impl Shelf {
             origins: after.weights.by_name.iter().filter(|(_, w)| w.origin != Origin::File).map(|(name, w)| (name.clone(), w.origin)).collect(),
             signed_activations: after.signed_activations,
             notes: after.notes.clone(),
-            own_graph: after.changed_graph.is_some(),
         };
         write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
         staging.commit()?;
@@ -297,16 +289,16 @@ impl State {
     }
 
     fn restore(self, folder: &Path, original: &Model, sweep: &Sweep) -> Result<Option<Model>> {
-        let sweep = Sweep { progress: &Silent, ..*sweep };
         for (name, hash) in self.files.iter().filter(|(name, _)| !name.ends_with(".json")) {
-            if hash_of(&folder.join(name), &sweep)?.to_string() != *hash {
+            if hash_of(&folder.join(name), &sweep.quiet())?.to_string() != *hash {
                 return Ok(None);
             }
         }
         let Model { config, weights, .. } = Model::open(folder)?;
         let mut model = original.clone();
-        if self.own_graph {
-            model.changed_graph = Some(Arc::new(GraphFile::open(&folder.join(GraphFile::NAME))?.build(&weights)?));
+        let graph = folder.join(GraphFile::NAME);
+        if graph.is_file() {
+            model.changed_graph = Some(Arc::new(GraphFile::open(&graph)?.build(&weights)?));
         }
         if config.values() != original.config.values() {
             model.config = config;
@@ -335,14 +327,6 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     fs::write(path, bytes).map_err(Error::io("write", path))
 }
 
-/// What lies in a folder, in the order of names; nothing where there is no folder.
-fn files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let Ok(entries) = fs::read_dir(folder) else { return Ok(Vec::new()) };
-    let mut paths = entries.map(|entry| entry.map(|e| e.path())).collect::<std::io::Result<Vec<_>>>().map_err(Error::io("read", folder))?;
-    paths.sort();
-    Ok(paths)
-}
-
 /// Results, but for what is being written.
 fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(files(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
@@ -356,36 +340,10 @@ fn bytes(path: &Path) -> Result<u64> {
     files(path)?.iter().map(|path| bytes(path)).sum()
 }
 
-fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
-    hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))
-}
-
 /// The hash of a data set: how it is read, and all bytes that are.
 fn content(data: &Data, sweep: &Sweep) -> Result<String> {
-    let mut hasher = blake3::Hasher::new();
-    hasher.update(serde_json::to_string(data).unwrap_or_default().as_bytes());
-    for path in data.paths() {
-        add(&mut hasher, path, sweep, DEEPEST)?;
-    }
-    Ok(hasher.finalize().to_string())
-}
-
-/// Folders in folders; links may lead in circles.
-const DEEPEST: usize = 32;
-
-/// Adds a file, or all files of a folder and of those in it.
-fn add(hasher: &mut blake3::Hasher, path: &Path, sweep: &Sweep, depth: usize) -> Result<()> {
-    if !path.is_dir() {
-        return add_file(hasher, path, sweep);
-    }
-    if depth == 0 {
-        return Err(Error::malformed(path, "folders lie too deep in one another"));
-    }
-    files(path)?.iter().try_for_each(|path| add(hasher, path, sweep, depth - 1))
-}
-
-fn add_file(hasher: &mut blake3::Hasher, path: &Path, sweep: &Sweep) -> Result<()> {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    hasher.update(format!("{name} {}\n", hash_of(path, sweep)?).as_bytes());
-    Ok(())
+    let mut key = Key::empty(sweep);
+    key.say(&serde_json::to_string(data).unwrap_or_default());
+    data.paths().try_for_each(|path| key.contents(path))?;
+    Ok(key.name())
 }

@@ -14,7 +14,7 @@ use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, R
 use crate::store::Encoding;
 use crate::store::staging::Staging;
 use crate::store::writer::{Seen, input_hash};
-use crate::store::{Origin, Silent, Sweep, Weight};
+use crate::store::{Origin, Sweep, Weight};
 
 /// What was found by running the models.
 #[derive(Debug, Default)]
@@ -249,8 +249,7 @@ fn model_hash(model: &Model, after: &Model, exported: &Exported, sweep: &Sweep) 
         .filter_map(|(name, seen)| Some((name.as_str(), seen.input_hash?)))
         .collect();
     let rest: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, _)| !hashes.contains_key(name.as_str())).collect();
-    let quiet = Sweep { progress: &Silent, ..*sweep };
-    let found = quiet.run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
+    let found = sweep.quiet().run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
     hashes.extend(rest.iter().map(|(name, _)| name.as_str()).zip(found));
     let mut hasher = blake3::Hasher::new();
     for (name, weight) in &model.weights.by_name {

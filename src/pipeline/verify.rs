@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::report::Report;
 use crate::store::Sweep;
-use crate::store::hash::hash_file;
+use crate::store::hash::hash_of;
 
 /// What became of one file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -80,7 +80,7 @@ fn check(path: &Path, bytes: u64, blake3: &str, sweep: &Sweep) -> Result<(bool, 
     if length != bytes {
         return Ok((false, format!("has {length} bytes, the report says {bytes}")));
     }
-    let hash = hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))?;
+    let hash = hash_of(path, sweep)?;
     Ok(if hash.to_string() == blake3 {
         (true, "as written".into())
     } else {

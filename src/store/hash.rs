@@ -18,7 +18,15 @@ enum Piece {
     Whole(blake3::Hash),
 }
 
-/// Hashes a file. `see` is called with every run of bytes and its offset, in order inside each segment;
+/// The hash of a file.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
+    hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))
+}
+
+/// Hashes a file that is looked at on the way. `see` is called with every run of bytes and its offset, in order inside each segment;
 /// segments are read by several threads.
 ///
 /// # Errors
@@ -89,7 +97,7 @@ mod tests {
             let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
             std::fs::write(&path, &bytes).unwrap();
             let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-            let hash = hash_file(&path, &sweep, |_| (), |(), _| Ok(()), |()| Ok(())).unwrap();
+            let hash = hash_of(&path, &sweep).unwrap();
             assert_eq!(hash, blake3::hash(&bytes), "{length} bytes");
         }
     }

@@ -112,6 +112,11 @@ pub struct Sweep<'a> {
 }
 
 impl<'a> Sweep<'a> {
+    /// The same, telling nobody.
+    pub fn quiet(&self) -> Sweep<'a> {
+        Sweep { progress: &Silent, ..*self }
+    }
+
     /// Runs `work` once for each job, largest first, and returns the results in the order of the jobs.
     ///
     /// # Errors

@@ -184,8 +184,7 @@ pub(in crate::pass) fn train(
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
             let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
-            let quiet = crate::store::Sweep { progress: &crate::store::Silent, ..context.sweep };
-            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &quiet)?;
+            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &context.sweep.quiet())?;
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
         let around = Surroundings {

@@ -15,7 +15,7 @@ use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::integers::Integers;
-use crate::store::{Activations, Event, Granularity, Meter, Silent, Sweep, Unit};
+use crate::store::{Activations, Event, Granularity, Meter, Unit};
 
 /// The damage that one layer does.
 #[derive(Debug, Clone, Serialize)]
@@ -96,8 +96,7 @@ impl Trial {
 
 fn answers(model: Model, batch: &Batch, context: &Context) -> Result<Outputs> {
     let mut subject = Subject::of(model)?;
-    let silent = Sweep { progress: &Silent, ..context.sweep };
-    subject.load(&context.device, &silent)?.run(&batch.inputs)
+    subject.load(&context.device, &context.sweep.quiet())?.run(&batch.inputs)
 }
 
 impl QuantizeStatic {
