@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)]
 
+use std::path::Path;
+
 use compress::report::{Comparison, Report};
 use serde_json::{Value, json};
 
@@ -61,9 +63,17 @@ fn pages() -> Vec<String> {
     vec![small.to_html(), comparison.to_html()]
 }
 
+/// Leaves a page where scripts/screenshots opens it in a browser.
+fn leave(name: &str, page: &str) {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("pages");
+    std::fs::create_dir_all(&folder).unwrap();
+    std::fs::write(folder.join(name), page).unwrap();
+}
+
 #[test]
 fn pages_need_nothing_else() {
-    for page in pages() {
+    for (page, name) in pages().into_iter().zip(["hostile.html", "hostile-comparison.html"]) {
+        leave(name, &page);
         for reference in ["http://", "https://", " src=", " href=", "url(", "@import", "<link", "<iframe", "<object", "fetch(", "XMLHttpRequest", "import("] {
             let found: Vec<&str> = page.match_indices(reference).map(|(at, _)| &page[at.saturating_sub(40)..page.len().min(at + 40)]).collect();
             // Text of the report may hold anything; as text it has no effect.
@@ -129,6 +139,7 @@ fn the_page_of_a_large_model_is_small() {
     let page = report(2000).to_html();
     assert!(page.len() < 3_000_000, "{}", page.len());
     assert_eq!(page.matches("<tr ").count(), 2000);
+    leave("large.html", &page);
     // Beyond what anybody reads, rows are left out and the page says so.
     let page = report(40_000).to_html();
     assert!(page.len() < 5_000_000, "{}", page.len());
