@@ -46,6 +46,8 @@ pub struct Applied {
     pub rule: String,
     /// Time spent in it.
     pub meter: Arc<Meter>,
+    /// The most memory that was resident while it ran; nothing for passes that take part in writing.
+    pub peak_rss_bytes: Option<u64>,
     /// What only the work itself can tell; asked for when everything is written.
     pub details: Arc<dyn Fn() -> Value + Send + Sync>,
     /// Plain words for the report.
@@ -63,6 +65,7 @@ impl Applied {
             tensors: BTreeSet::new(),
             rule: String::new(),
             meter: Arc::new(Meter::default()),
+            peak_rss_bytes: None,
             details: Arc::new(|| Value::Null),
             notes: Vec::new(),
             zeroes: false,

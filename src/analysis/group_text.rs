@@ -30,12 +30,21 @@ impl fmt::Display for Member {
 
 impl fmt::Display for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let members = self.members.iter().map(Member::to_string).collect::<Vec<_>>().join(", ");
-        write!(f, "{} {} {}: {members}", self.unit, self.size, self.name)?;
+        write!(f, "{} {} {}: {}", self.unit, self.size, self.name, self.carriers())
+    }
+}
+
+impl Group {
+    /// All axes that become shorter together.
+    pub(crate) fn carriers(&self) -> String {
+        let mut text = self.members.iter().map(Member::to_string).collect::<Vec<_>>().join(", ");
         if let Some(output) = &self.output {
-            write!(f, ", output `{output}`")?;
+            text += &format!(", output `{output}`");
         }
-        if self.normalised { write!(f, " (normalised over)") } else { Ok(()) }
+        if self.normalised {
+            text += " (normalised over)";
+        }
+        text
     }
 }
 

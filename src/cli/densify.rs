@@ -7,6 +7,7 @@ use super::output;
 use crate::error::Result;
 use crate::export::{ByteSize, Layout, Safetensors};
 use crate::model::Model;
+use crate::store::Encoding;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
@@ -34,7 +35,11 @@ impl Args {
         let mut format = Safetensors::layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let pipeline = global.builder().export(format).force(self.force).allow_nonfinite(self.allow_nonfinite).build()?;
-        let report = pipeline.run(Model::open(&self.model)?, &self.output)?;
+        let mut model = Model::open(&self.model)?;
+        if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1) {
+            model.notes.push("every weight was dense already: the files hold the same values in the same types".into());
+        }
+        let report = pipeline.run(model, &self.output)?;
         output::report(&report, &self.output, global)
     }
 }

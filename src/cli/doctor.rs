@@ -6,15 +6,19 @@ use super::args::Global;
 use super::output;
 use crate::error::Result;
 use crate::report::format::bytes;
-use crate::report::terminal::table;
+use crate::report::terminal::facts;
 use crate::report::{Environment, Tool};
 
 pub(super) fn run(global: &Global) -> Result<()> {
     let (tool, machine) = (Tool::default(), Environment::detect());
     if global.json {
-        return output::json(&json!({ "tool": tool, "environment": machine, "threads": global.threads(), "onnxruntime": onnxruntime() }));
+        return output::json(&json!({ "tool": tool, "environment": machine, "threads": global.threads(), "onnxruntime": runtime().unwrap_or_else(|reason| reason) }));
     }
     let unknown = || "unknown".to_owned();
+    let (library, complaint) = match runtime() {
+        Ok(place) => (place, None),
+        Err(reason) => ("cannot be used".into(), Some(reason)),
+    };
     let rows = [
         ("compress", format!("{} ({})", tool.version, tool.commit.unwrap_or_else(unknown))),
         ("processor", machine.cpu.unwrap_or_else(unknown)),
@@ -22,18 +26,20 @@ pub(super) fn run(global: &Global) -> Result<()> {
         ("memory", machine.memory_bytes.map_or_else(unknown, bytes)),
         ("kernels", machine.simd),
         ("int8 products", if machine.int8 == "none" { "none: 16-bit sums, which saturate".into() } else { machine.int8 }),
-        ("ONNX Runtime", onnxruntime()),
+        ("ONNX Runtime", library),
     ];
-    output::print(&format!("{}\n", table(&["", ""], rows.map(|(name, value)| vec![name.to_owned(), value]))))
+    output::print(&format!("{}\n", facts(rows)))?;
+    complaint.map_or(Ok(()), |reason| output::print(&format!("\n {reason}\n")))
 }
 
 /// Where ONNX Runtime is, or why it cannot be used.
 #[cfg(feature = "run")]
-fn onnxruntime() -> String {
-    crate::runtime::library().map_or_else(|e| e.to_string(), |path| path.display().to_string())
+fn runtime() -> std::result::Result<String, String> {
+    crate::runtime::library().map(|path| path.display().to_string()).map_err(|e| e.to_string())
 }
 
 #[cfg(not(feature = "run"))]
-fn onnxruntime() -> String {
-    "not part of this build".into()
+#[allow(clippy::unnecessary_wraps)]
+fn runtime() -> std::result::Result<String, String> {
+    Ok("not part of this build".into())
 }

@@ -9,6 +9,8 @@ use super::output;
 use crate::error::Result;
 use crate::model::Model;
 use crate::report::format::{bytes, count, natural, percent, shape};
+#[cfg(feature = "run")]
+use crate::report::terminal::wrapped;
 use crate::report::terminal::table;
 use crate::store::{Encoding, Weight};
 
@@ -112,7 +114,10 @@ fn show_groups(model: &Model, global: &Global) -> Result<()> {
     if global.json {
         return output::json(&json!({ "groups": found.groups, "held": found.held }));
     }
-    output::print(&found.to_string())
+    let Some(columns) = output::columns() else { return output::print(&found.to_string()) };
+    let groups = found.groups.iter().map(|group| [group.unit.to_string(), group.size.to_string(), group.name.clone(), group.carriers()]);
+    let held = found.held.iter().map(|held| ["held".to_owned(), held.size.to_string(), format!("{}[{}]", held.param, held.axis), held.reason.to_string()]);
+    output::print(&format!("{}\n", wrapped(&["unit", "size", "first", "carried by, or held by"], groups.chain(held), columns)))
 }
 
 /// Values that are zero; none for types that are not floats.

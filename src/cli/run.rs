@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::{Pipeline, Plan};
 use crate::recipe::{Recipe, Variant};
-use crate::report::{Comparison, forget_peak_rss};
+use crate::report::Comparison;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -115,7 +115,6 @@ impl Args {
         let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
         for job in jobs {
             output::begins(&job.name, global);
-            forget_peak_rss();
             reports.push((job.name, job.pipeline.run(job.model, &job.output)?));
         }
         let comparison = Comparison::of(&reports);

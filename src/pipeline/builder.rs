@@ -21,7 +21,7 @@ use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::Step;
 use crate::recipe::Recipe;
-use crate::report::Report;
+use crate::report::{Peak, Report};
 use crate::store::{Cancel, Progress, Silent, Sweep};
 
 /// Passes and formats, ready to be run on models.
@@ -90,7 +90,7 @@ impl Pipeline {
     #[cfg(feature = "run")]
     pub fn follow(&self, model: &Model, output: impl AsRef<Path>) -> Result<()> {
         self.check_data(model)?;
-        self.perform(model, &run::workplace(output.as_ref())).map(drop)
+        self.perform(model, &run::workplace(output.as_ref()), &mut Peak::start()).map(drop)
     }
 
     /// Runs everything and writes the output folder, which appears whole or not at all.
@@ -114,13 +114,13 @@ impl Pipeline {
     /// No pass of this build runs a model.
     #[cfg(not(feature = "run"))]
     #[allow(clippy::unnecessary_wraps, clippy::unused_self)]
-    pub(super) fn perform(&self, _model: &Model, _workplace: &Path) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, _model: &Model, _workplace: &Path, _peak: &mut Peak) -> Result<Option<Model>> {
         Ok(None)
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
     #[cfg(feature = "run")]
-    pub(super) fn perform(&self, model: &Model, workplace: &Path) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, model: &Model, workplace: &Path, peak: &mut Peak) -> Result<Option<Model>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
@@ -135,7 +135,11 @@ impl Pipeline {
             }
             context.workplace = Some(workplace.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
+            peak.lap();
             after = step.pass().perform(after, &context)?;
+            if let Some(applied) = after.history.last_mut().filter(|_| runs) {
+                applied.peak_rss_bytes = peak.lap();
+            }
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
                 kept.put(number, start.elapsed(), &mut after, &context.sweep);
             }

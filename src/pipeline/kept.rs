@@ -73,6 +73,7 @@ struct Past {
     tensors: BTreeSet<String>,
     rule: String,
     seconds: f64,
+    peak_rss_bytes: Option<u64>,
     details: Value,
     notes: Vec<String>,
     zeroes: bool,
@@ -86,6 +87,7 @@ impl Past {
             tensors: applied.tensors.clone(),
             rule: applied.rule.clone(),
             seconds: applied.meter.total().as_secs_f64(),
+            peak_rss_bytes: applied.peak_rss_bytes,
             details: (applied.details)(),
             notes: applied.notes.clone(),
             zeroes: applied.zeroes,
@@ -95,6 +97,7 @@ impl Past {
     fn applied(self) -> Option<Applied> {
         let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options);
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
+        applied.peak_rss_bytes = self.peak_rss_bytes;
         let details = self.details;
         applied.details = Arc::new(move || details.clone());
         (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors, self.rule, self.notes, self.zeroes);

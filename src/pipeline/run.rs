@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Latency};
 use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
-use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
 use crate::store::staging::Staging;
 use crate::store::writer::{Seen, input_hash};
@@ -27,6 +27,7 @@ pub(super) struct Measured {
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
+    let mut peak = Peak::start();
     let sweep = pipeline.sweep();
     let mut after = pipeline.apply(&model)?;
     #[cfg(feature = "run")]
@@ -36,7 +37,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     require_space(staging.path(), staging.target(), &forecasts)?;
     let workplace = workplace(staging.target());
     require_no_rest(pipeline, &workplace)?;
-    if let Some(done) = pipeline.perform(&model, &workplace)? {
+    if let Some(done) = pipeline.perform(&model, &workplace, &mut peak)? {
         after = done;
     }
     after.prepare(&sweep)?;
@@ -46,6 +47,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         require_finite(pipeline, &exported)?;
         exports.push((export.format().name(), exported));
     }
+    let writing = peak.lap();
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, staging.path())?;
     #[cfg(feature = "run")]
@@ -67,7 +69,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         name: applied.name.into(),
         options: applied.options.clone(),
         seconds: applied.meter.total().as_secs_f64(),
-        peak_rss_bytes: report::peak_rss_bytes(),
+        peak_rss_bytes: applied.peak_rss_bytes.or(writing),
         peak_vram_bytes: Some(0),
         tensors_changed: applied.tensors.len(),
         details: (applied.details)(),
@@ -96,7 +98,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     };
     report.histograms = histograms(&report, first);
     write_text(&staging.path().join("recipe.yaml"), &recipe.to_yaml())?;
-    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: report::peak_rss_bytes() };
+    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: peak.highest() };
     write_text(&staging.path().join(report::FILE), &report.to_json())?;
     write_text(&staging.path().join("report.md"), &report.to_markdown())?;
     write_text(&staging.path().join("report.html"), &report.to_html())?;

@@ -54,13 +54,36 @@ fn int8() -> &'static str {
     }
 }
 
-/// The most memory that this process has had resident so far, where the system tells.
-pub fn peak_rss_bytes() -> Option<u64> {
-    kilobytes("/proc/self/status", "VmHWM")
+/// The most memory that this process has resident, lap by lap, where the system tells.
+#[derive(Debug)]
+pub(crate) struct Peak {
+    highest: Option<u64>,
 }
 
-/// Begins to count anew, where the system allows it: what was resident in an earlier run of this process is not of the next one.
-pub fn forget_peak_rss() {
+impl Peak {
+    /// Begins the first lap.
+    pub fn start() -> Peak {
+        forget_peak_rss();
+        Peak { highest: None }
+    }
+
+    /// The most of the lap that ends here; the next one begins.
+    pub fn lap(&mut self) -> Option<u64> {
+        let lap = kilobytes("/proc/self/status", "VmHWM");
+        forget_peak_rss();
+        self.highest = self.highest.max(lap);
+        lap
+    }
+
+    /// The most of all laps, with the one that ends here.
+    pub fn highest(&mut self) -> Option<u64> {
+        self.lap();
+        self.highest
+    }
+}
+
+/// Begins to count anew, where the system allows it.
+fn forget_peak_rss() {
     // Without it the figure is too high, never too low.
     let _ = fs::write("/proc/self/clear_refs", "5");
 }

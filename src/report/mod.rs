@@ -20,7 +20,8 @@ use serde_json::Value;
 
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
-pub use environment::{Environment, forget_peak_rss, peak_rss_bytes};
+pub use environment::Environment;
+pub(crate) use environment::Peak;
 pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};

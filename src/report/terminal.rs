@@ -1,6 +1,6 @@
 //! The report as tables for a terminal.
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use super::format::{bytes, count, decibels, percent, seconds, shape};
 use super::{Report, Size};
@@ -15,6 +15,20 @@ pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Tabl
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
+    table
+}
+
+/// Names and what there is to say of each, both to the left.
+pub fn facts(rows: impl IntoIterator<Item = (&'static str, String)>) -> Table {
+    let mut facts = Table::new();
+    facts.load_style(presets::NOTHING).add_rows(rows.into_iter().map(|(name, value)| [name.to_owned(), value]));
+    facts
+}
+
+/// A table as wide as a terminal, whose cells go on below where they do not fit.
+pub fn wrapped<const N: usize>(head: &[&str; N], rows: impl IntoIterator<Item = [String; N]>, columns: u16) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic).set_width(columns).set_header(head).add_rows(rows);
     table
 }
 
