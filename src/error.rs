@@ -218,8 +218,37 @@ impl Error {
             Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into()),
             Error::NoMatch { nearest: Some(name), .. } => Some(format!("did you mean `{name}`? `compress inspect` lists all names")),
             Error::NoMatch { nearest: None, .. } => Some("`compress inspect` lists all names".into()),
-            Error::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => Some("the disk is full; the unfinished output was removed".into()),
+            Error::Recipe { .. } => Some("`compress init MODEL` writes a recipe with comments, `compress schema` all keys there are".into()),
+            Error::Graph { what, .. } if what == "config.json" => damaged(Path::new(what)).map(Into::into),
+            Error::Malformed { path, .. } => damaged(path).map(Into::into),
+            Error::Io { source, .. } => refused(source.kind()).map(Into::into),
             _ => None,
         }
+    }
+}
+
+/// What to do about a file that a model came with.
+fn damaged(path: &Path) -> Option<&'static str> {
+    let name = path.file_name()?.to_str()?;
+    if name.ends_with(".safetensors") {
+        Some("the file is damaged, unfinished or of another kind: download or write it again")
+    } else if name.ends_with(".json") && name != "recipe.json" {
+        Some("take the file that these weights were saved with")
+    } else {
+        None
+    }
+}
+
+/// What to do when the system does not let one.
+fn refused(kind: io::ErrorKind) -> Option<&'static str> {
+    match kind {
+        io::ErrorKind::StorageFull => Some("the disk is full; the unfinished output was removed"),
+        io::ErrorKind::NotFound => Some("check the name; paths begin where you are, those in a recipe where the recipe is"),
+        io::ErrorKind::PermissionDenied => Some("ask for the right to it, or copy it to where you have that"),
+        io::ErrorKind::IsADirectory => Some("name a file in this folder"),
+        io::ErrorKind::ReadOnlyFilesystem => Some("choose a place that can be written to"),
+        io::ErrorKind::InvalidFilename => Some("choose a shorter name"),
+        io::ErrorKind::InvalidData => Some("text in UTF-8 is needed here: is it the right file?"),
+        _ => None,
     }
 }

@@ -40,7 +40,7 @@ pub(super) struct Global {
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
     pub device: crate::exec::Choice,
     /// Threads that work at once [default: all cores]; results do not depend on it
-    #[arg(long, global = true, value_name = "N")]
+    #[arg(long, global = true, value_name = "N", value_parser = positive)]
     pub threads: Option<std::num::NonZeroUsize>,
 }
 
@@ -121,4 +121,8 @@ fn parse_export(text: &str) -> Result<Export, String> {
         return Err(format!("`{text}` is a layout and not a format: use --layout {text}, or --export 'safetensors: {{ layout: {text} }}'"));
     }
     serde_saphyr::from_str(text).map_err(|e| crate::recipe::message::explain(&e, text))
+}
+
+fn positive(text: &str) -> Result<std::num::NonZeroUsize, String> {
+    text.parse().map_err(|_| "expected a whole number from 1".into())
 }

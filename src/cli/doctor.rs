@@ -12,7 +12,9 @@ use crate::report::{Environment, Tool};
 pub(super) fn run(global: &Global) -> Result<()> {
     let (tool, machine) = (Tool::default(), Environment::detect());
     if global.json {
-        return output::json(&json!({ "tool": tool, "environment": machine, "threads": global.threads(), "onnxruntime": runtime().unwrap_or_else(|reason| reason) }));
+        return output::json(
+            &json!({ "tool": tool, "environment": machine, "threads": global.threads(), "onnxruntime": runtime().unwrap_or_else(|reason| reason) }),
+        );
     }
     let unknown = || "unknown".to_owned();
     let (library, complaint) = match runtime() {

@@ -9,9 +9,9 @@ use super::output;
 use crate::error::Result;
 use crate::model::Model;
 use crate::report::format::{bytes, count, natural, percent, shape};
+use crate::report::terminal::table;
 #[cfg(feature = "run")]
 use crate::report::terminal::wrapped;
-use crate::report::terminal::table;
 use crate::store::{Encoding, Weight};
 
 #[derive(Debug, clap::Args)]

@@ -110,7 +110,7 @@ type Failure = Error;
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let (head, segments) = chain::split(args);
-    let matches = command().get_matches_from(head);
+    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(&e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
     #[cfg(feature = "run")]
     if let Some(threads) = global.threads {
@@ -145,11 +145,11 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
     if let Some((name, sub)) = matches.subcommand()
         && PASSES.contains(&name)
     {
-        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| e.exit());
-        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| e.exit());
+        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::misused(&e));
+        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::misused(&e));
         return args.run(vec![step], global);
     }
-    match Cli::from_arg_matches(matches).unwrap_or_else(|e| e.exit()).command {
+    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::misused(&e)).command {
         #[cfg(feature = "run")]
         Command::Init(args) => args.run(global),
         Command::Run(args) => args.run(global),

@@ -52,13 +52,34 @@ pub(super) fn error(error: &Error, global: &Global) {
         let _ = writeln!(io::stderr().lock(), "{line}");
         return;
     }
-    let colour = io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-    let (red, cyan, off) = if colour { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
+    let (red, cyan, off) = if coloured() { ("\x1b[1;31m", "\x1b[1;36m", "\x1b[0m") } else { ("", "", "") };
     let mut text = format!("{red}error:{off} {}\n", printable(&error.to_string()));
     if let Some(hint) = error.hint() {
         text += &format!("{cyan}hint:{off} {}\n", printable(&hint));
     }
     let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// What clap says of arguments that it cannot take, or the help that it was asked for; numbers in words for people.
+pub(super) fn misused(error: &clap::Error) -> ! {
+    const WORDS: [(&str, &str); 4] = [
+        ("invalid digit found in string", "expected a whole number"),
+        ("cannot parse integer from empty string", "expected a whole number"),
+        ("number too large to fit in target type", "the number is too large"),
+        ("invalid float literal", "expected a number"),
+    ];
+    if error.kind() != clap::error::ErrorKind::ValueValidation {
+        error.exit();
+    }
+    let rendered = error.render();
+    let text = if coloured() { rendered.ansi().to_string() } else { rendered.to_string() };
+    let text = WORDS.iter().fold(text, |text, (from, to)| text.replace(from, to));
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+    std::process::exit(error.exit_code());
+}
+
+fn coloured() -> bool {
+    io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none()
 }
 
 /// Says on stderr which of several runs begins.

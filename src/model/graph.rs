@@ -14,7 +14,7 @@ impl Catalog for Weights {
     }
 
     fn nearest(&self, name: &str) -> Option<String> {
-        select::nearest(name, self.by_name.keys())
+        select::nearest(name, self.by_name.keys().map(String::as_str))
     }
 }
 

@@ -7,6 +7,8 @@ use std::borrow::Cow;
 
 use serde_saphyr::{Error, MessageFormatter, UserMessageFormatter, render_options};
 
+use crate::store::select::nearest;
+
 /// The message with line, column and a snippet of `source`.
 pub(crate) fn explain(error: &Error, source: &str) -> String {
     let text = error.render_with_options(render_options! { formatter: &Plain, source_name: Some(source) });
@@ -22,12 +24,24 @@ impl MessageFormatter for Plain {
             Error::Unexpected { expected: "mapping start", .. } => "expected keys with values, like { key: value }".into(),
             Error::Unexpected { expected: "string scalar" | "scalar", .. } => "expected a plain value".into(),
             Error::InvalidScalar { ty: "u64" | "u32" | "usize", .. } => "expected a whole number".into(),
-            Error::SerdeUnknownField { field, expected, .. } => format!("unknown key `{field}`, expected one of {}", quoted(expected)).into(),
-            Error::SerdeUnknownVariant { variant, expected, .. } => format!("unknown name `{variant}`, expected one of {}", quoted(expected)).into(),
+            Error::SerdeUnknownField { field, expected, .. } => unknown("key", field, expected).into(),
+            Error::SerdeUnknownVariant { variant, expected, .. } => unknown("name", variant, expected).into(),
             Error::SerdeMissingField { field, .. } => format!("the key `{field}` is missing").into(),
             Error::DuplicateMappingKey { key: Some(key), .. } => format!("the key `{key}` is given twice").into(),
+            Error::Eof { .. } => "a value is needed where the text ends".into(),
+            Error::MultipleDocuments { .. } => "a second document begins here; a recipe is one".into(),
+            Error::AliasReplayLimitExceeded { .. } | Error::AliasExpansionLimitExceeded { .. } | Error::AliasReplayStackDepthExceeded { .. } => {
+                "the aliases of this text stand for more values than a recipe has".into()
+            }
             _ => UserMessageFormatter.format_message(error),
         }
+    }
+}
+
+fn unknown(what: &str, name: &str, expected: &[&str]) -> String {
+    match nearest(name, expected.iter().copied()) {
+        Some(near) => format!("unknown {what} `{name}`, did you mean `{near}`? There are {}", quoted(expected)),
+        None => format!("unknown {what} `{name}`, expected one of {}", quoted(expected)),
     }
 }
 

@@ -126,18 +126,19 @@ impl Selection<'_> {
 pub fn check<'n>(field: &'static str, patterns: &[Pattern], names: impl Iterator<Item = &'n String> + Clone) -> Result<()> {
     match patterns.iter().find(|p| !names.clone().any(|name| p.matches(name))) {
         None => Ok(()),
-        Some(pattern) => Err(Error::NoMatch { field, pattern: pattern.text.clone(), nearest: nearest(&pattern.text, names) }),
+        Some(pattern) => Err(Error::NoMatch { field, pattern: pattern.text.clone(), nearest: nearest(&pattern.text, names.map(String::as_str)) }),
     }
 }
 
 /// The most similar name, if any is similar.
-pub fn nearest<'n>(wanted: &str, names: impl Iterator<Item = &'n String>) -> Option<String> {
+pub fn nearest<'n>(wanted: &str, names: impl IntoIterator<Item = &'n str>) -> Option<String> {
     let plain: String = wanted.trim_start_matches("re:").chars().filter(|c| !"*^$\\".contains(*c)).collect();
+    let names = names.into_iter();
     names
         .map(|name| (strsim::jaro_winkler(&plain, name), name))
         .filter(|(score, _)| *score > 0.7)
         .max_by(|a, b| a.0.total_cmp(&b.0))
-        .map(|(_, name)| name.clone())
+        .map(|(_, name)| name.to_owned())
 }
 
 #[cfg(test)]

@@ -171,7 +171,7 @@ impl Weights {
         self.by_name.get(name).ok_or_else(|| Error::NoMatch {
             field: "name",
             pattern: name.to_owned(),
-            nearest: super::select::nearest(name, self.by_name.keys()),
+            nearest: super::select::nearest(name, self.by_name.keys().map(String::as_str)),
         })
     }
 

@@ -26,8 +26,20 @@ struct Case {
     hint: &'static str,
 }
 
+/// What is hinted at whenever a message holds these words, where a case names nothing better.
+const GENERAL: [(&str, &str); 8] = [
+    ("No such file or directory", "check the name"),
+    ("Is a directory", "name a file in this folder"),
+    ("File name too long", "choose a shorter name"),
+    ("did not contain valid UTF-8", "is it the right file?"),
+    ("error: recipe.yaml: line", "`compress init MODEL` writes a recipe"),
+    ("a value is needed", "`compress init MODEL` writes a recipe"),
+    (".safetensors: ", "download or write it again"),
+    (".json: ", "take the file that these weights were saved with"),
+];
+
 /// `make` prepares a folder in which `args` are run. The message must hold the parts of `message` between
-/// ellipses, in order. Without a `hint`, none may be given.
+/// ellipses, in order. Without a `hint`, none but the general one may be given.
 fn case(name: &'static str, make: impl Fn(&Path) + 'static, args: &'static str, code: i32, message: &'static str, hint: &'static str) -> Case {
     Case { name, make: Box::new(make), args, code, message, hint }
 }
@@ -62,9 +74,11 @@ fn failure(case: &Case) -> Option<String> {
         }
     }
     let hint = run.stderr.lines().find_map(|line| line.strip_prefix("hint: "));
-    match (case.hint, hint) {
+    let first = run.stderr.lines().next().unwrap_or_default();
+    let general = GENERAL.iter().find(|(words, _)| first.contains(words)).map_or("", |(_, hint)| hint);
+    match (if case.hint.is_empty() { general } else { case.hint }, hint) {
         ("", None) => None,
         (wanted, Some(hint)) if !wanted.is_empty() && hint.contains(wanted) => None,
-        _ => Some(format!("should hint {:?}\n{told}", case.hint)),
+        (wanted, _) => Some(format!("should hint {wanted:?}\n{told}")),
     }
 }
