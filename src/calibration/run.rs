@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 
 use super::{Averages, Channels, Histogram};
-use crate::data::DataSet;
+use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
-use crate::exec::{Executor, Inputs};
+use crate::exec::Executor;
 use crate::kernel::bins::extremes;
 use crate::store::Sweep;
 
@@ -135,7 +135,7 @@ impl Seen {
 pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, Seen>> {
     let mut seen = BTreeMap::new();
     data.sweep("Calibrating", sweep, |batch| {
-        let padding = Padding::of(&batch.inputs)?;
+        let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),
             _ => Ok(()),
@@ -172,25 +172,5 @@ fn watch(seen: &mut BTreeMap<String, Seen>, name: &str, value: &Tensor, request:
             so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis)
         }
         _ => so_far.add(name, values, shape, request.axis),
-    }
-}
-
-/// Which tokens of a batch are padding.
-struct Padding {
-    shape: Vec<usize>,
-    kept: Vec<bool>,
-}
-
-impl Padding {
-    fn of(inputs: &Inputs) -> Result<Padding> {
-        let Some(mask) = inputs.get("attention_mask") else { return Ok(Padding { shape: Vec::new(), kept: Vec::new() }) };
-        let read = || mask.to_dtype(candle_core::DType::I64)?.flatten_all()?.to_vec1::<i64>();
-        let kept: Vec<bool> = read().map_err(|e| Error::run("input `attention_mask`", e, ""))?.into_iter().map(|m| m != 0).collect();
-        Ok(Padding { shape: if kept.contains(&false) { mask.dims().to_vec() } else { Vec::new() }, kept })
-    }
-
-    /// For values with a row for each token: which of them are none of padding, where there is padding.
-    fn kept(&self, shape: &[usize]) -> Option<&[bool]> {
-        (shape.len() == 3 && !self.shape.is_empty() && shape[..2] == self.shape).then_some(&self.kept)
     }
 }

@@ -11,6 +11,7 @@ mod loader;
 mod made_up;
 mod options;
 mod order;
+mod padding;
 mod pixels;
 mod records;
 mod text;
@@ -27,6 +28,7 @@ use serde_json::{Map, Value};
 pub use made_up::{made_up, made_up_of};
 pub use options::{Column, Data, DataSets, Task};
 pub use order::Order;
+pub(crate) use padding::Padding;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

@@ -4,7 +4,7 @@ use candle_core::Tensor;
 
 use super::embedding::{EMBEDDINGS, cosine};
 use super::{Fidelity, Outputs, computed};
-use crate::data::Batch;
+use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
 
 /// Sums of what two models say.
@@ -39,11 +39,12 @@ impl Sums {
         self.logits = name == "logits";
         self.output = name;
         let width = if a.rank() < 2 { 1 } else { a.dims()[a.rank() - 1] };
-        let real = real_rows(batch, a)?;
+        let padding = Padding::of(batch).map_err(computed)?;
+        let kept = padding.kept(a.dims());
         let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(computed);
         let (a, b) = (values(a)?, values(b)?);
         for (index, (a, b)) in a.chunks_exact(width.max(1)).zip(b.chunks_exact(width.max(1))).enumerate() {
-            if real.as_ref().is_none_or(|real| real.get(index) != Some(&0)) {
+            if kept.is_none_or(|kept| kept.get(index) != Some(&false)) {
                 self.add_row(a, b);
             }
         }
@@ -84,15 +85,6 @@ impl Sums {
             largest: self.largest,
         }
     }
-}
-
-/// For outputs with a row for each token: which rows are no padding.
-fn real_rows(batch: &Batch, output: &Tensor) -> Result<Option<Vec<i64>>> {
-    let Some(mask) = batch.inputs.get("attention_mask") else { return Ok(None) };
-    if output.rank() != 3 || output.dims()[..2] != *mask.dims() {
-        return Ok(None);
-    }
-    mask.flatten_all().and_then(|m| m.to_vec1::<i64>()).map(Some).map_err(computed)
 }
 
 fn likeliest(logits: &[f32]) -> Option<usize> {

@@ -21,7 +21,7 @@ fn types(tensors: &[Tensor]) -> Vec<TensorType> {
 
 fn infer(op: &Op, tensors: &[Tensor]) -> Result<TensorType, String> {
     let types = types(tensors);
-    op.spec().infer(&types.iter().collect::<Vec<_>>())
+    op.spec().output(&types.iter().collect::<Vec<_>>())
 }
 
 fn distance(a: &Tensor, b: &Tensor) -> f32 {
@@ -80,12 +80,12 @@ fn wrong_inputs_are_refused() {
     for case in cases() {
         let types = types(&tensors(&case));
         let refs: Vec<&TensorType> = types.iter().collect();
-        assert!(case.op.spec().infer(&[]).is_err(), "{} without inputs", case.op);
+        assert!(case.op.spec().output(&[]).is_err(), "{} without inputs", case.op);
         let many: Vec<&TensorType> = refs.iter().copied().cycle().take(7).collect();
-        assert!(case.op.spec().infer(&many).is_err(), "{} with seven inputs", case.op);
+        assert!(case.op.spec().output(&many).is_err(), "{} with seven inputs", case.op);
         let flipped = TensorType { element: if types[0].element == Element::Int { Element::Float } else { Element::Int }, ..types[0].clone() };
         let mut wrong = refs.clone();
         wrong[0] = &flipped;
-        assert!(case.op.spec().infer(&wrong).is_err(), "{} with the wrong elements", case.op);
+        assert!(case.op.spec().output(&wrong).is_err(), "{} with the wrong elements", case.op);
     }
 }

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::gradient::{is_half, wide};
 use super::host::{Host, heads, readable};
 use super::softmax::{back, softmax};
-use super::{Backward, Mode, OpSpec, Saved, elements, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, Saved, elements, require, require_floats};
 use crate::ir::{Bindings, Element, TensorType};
 use crate::kernel::attention;
 use crate::kernel::attention_gradient::Given;
@@ -152,11 +152,9 @@ impl OpSpec for Attention {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         let [q, k, v] = [inputs[0], inputs[1], inputs[2]];
         for (ty, what) in [(q, "the queries"), (k, "the keys"), (v, "the values")] {
-            require(ty, Element::Float, what)?;
-            require_rank(ty, 4, what)?;
+            require_floats(ty, 4, what)?;
         }
         let heads = |ty: &TensorType| ty.shape[1].fixed().ok_or("the number of heads must be known");
         if k.shape[..3] != v.shape[..3] || q.shape[3] != k.shape[3] || q.shape[0] != k.shape[0] {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
 use super::host::{Host, by_channel, channels, channels_first, readable};
-use super::{Backward, Mode, OpSpec, require, require_arity, require_vector};
+use super::{Backward, Mode, OpSpec, require, require_vector};
 use crate::ir::{Element, TensorType};
 use crate::kernel::channels as kernel;
 
@@ -143,7 +143,6 @@ impl OpSpec for BatchNorm {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         require(inputs[0], Element::Float, "the input")?;
         let channels = inputs[0].shape.get(1).ok_or("needs an axis of channels")?;
         for (ty, what) in inputs[1..].iter().zip(["the weight", "the bias", "the mean", "the variance"]) {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::conv_gradient;
 use super::host::{Host, Steps, channels_first, planes};
-use super::{After, Backward, Mode, OpSpec, elements, require, require_arity, require_rank, require_vector};
+use super::{After, Backward, Mode, OpSpec, elements, require_floats, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 use crate::kernel::convolution::{Window, depthwise};
 use crate::kernel::matmul::{Finish, Left, finish_rows};
@@ -39,10 +39,8 @@ impl OpSpec for Conv {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         let [x, weight] = [inputs[0], inputs[1]];
-        require(x, Element::Float, "the input")?;
-        require_rank(x, 4, "the input")?;
+        require_floats(x, 4, "the input")?;
         require_rank(weight, 4, "the weight")?;
         if self.stride == 0 || self.dilation == 0 || self.groups == 0 {
             return Err("stride, dilation and groups must be at least 1".into());

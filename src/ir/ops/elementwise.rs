@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gradient::summed_to;
 use super::host::combined;
-use super::{Backward, Mode, OpSpec, require, require_arity};
+use super::{Backward, Mode, OpSpec, require};
 use crate::ir::{Dim, Element, TensorType};
 use crate::kernel::rows;
 
@@ -24,7 +24,6 @@ macro_rules! elementwise {
             }
 
             fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-                require_arity(self, inputs)?;
                 broadcast(inputs[0], inputs[1])
             }
 

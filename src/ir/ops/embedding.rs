@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
 use super::host::{Host, readable};
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 use crate::kernel::rows_gradient::scatter_rows;
 
@@ -22,10 +22,8 @@ impl OpSpec for Embedding {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         require(inputs[0], Element::Int, "the indices")?;
-        require(inputs[1], Element::Float, "the table")?;
-        require_rank(inputs[1], 2, "the table")?;
+        require_floats(inputs[1], 2, "the table")?;
         let shape = inputs[0].shape.iter().chain([&inputs[1].shape[1]]).cloned().collect();
         Ok(TensorType { element: Element::Float, shape })
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, channels · height · width]`; with `channels_last`, to
@@ -23,9 +23,7 @@ impl OpSpec for Flatten {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 4, "the input")?;
+        require_floats(inputs[0], 4, "the input")?;
         let sizes: Option<Vec<usize>> = inputs[0].shape[1..].iter().map(Dim::fixed).collect();
         let sizes = sizes.ok_or("the size of the image must be known")?;
         let width = sizes.iter().try_fold(1usize, |width, size| width.checked_mul(*size)).ok_or("the image is larger than any memory")?;

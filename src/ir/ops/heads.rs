@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, heads};
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 use crate::kernel::attention::merge_heads;
 
@@ -30,9 +30,7 @@ impl OpSpec for SplitHeads {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 3, "the input")?;
+        require_floats(inputs[0], 3, "the input")?;
         let [batch, sequence, width] = [0, 1, 2].map(|i| inputs[0].shape[i].clone());
         match width.fixed() {
             Some(width) if self.head_dim > 0 && width.is_multiple_of(self.head_dim) => {
@@ -73,9 +71,7 @@ impl OpSpec for MergeHeads {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 4, "the input")?;
+        require_floats(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
         let (Some(heads), Some(width)) = (shape[1].fixed(), shape[3].fixed()) else { return Err("heads and their width must be known".into()) };
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone(), Dim::product(heads, width)?] })

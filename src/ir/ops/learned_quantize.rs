@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::activation::FakeQuantize;
 use super::gradient::wide;
 use super::host::{combined, laid_like, readable};
-use super::{Backward, Mode, OpSpec, require, require_arity, require_vector};
+use super::{Backward, Mode, OpSpec, require, require_vector};
 use crate::ir::{Dim, Element, TensorType};
 use crate::kernel::activation_gradient::scale_slope;
 
@@ -68,7 +68,6 @@ impl OpSpec for LearnedQuantize {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         require(inputs[0], Element::Float, "the input")?;
         require(inputs[1], Element::Float, "the logarithm")?;
         require_vector(inputs[1], &Dim::Fixed(1), "the logarithm")?;

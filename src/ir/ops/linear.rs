@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, Steps, column_sums, readable};
-use super::{After, Backward, Mode, OpSpec, elements, last, require, require_arity, require_rank, require_vector};
+use super::{After, Backward, Mode, OpSpec, elements, last, require, require_rank, require_vector};
 use crate::ir::{Bindings, Element, TensorType};
 use crate::kernel::matmul::{Columns, Finish, Kept, Left, Rows, product};
 use crate::kernel::matmul_gradient::long_product;
@@ -25,7 +25,6 @@ impl OpSpec for Linear {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         let [x, weight] = [inputs[0], inputs[1]];
         require(x, Element::Float, "the input")?;
         require_rank(weight, 2, "the weight")?;

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 
 /// `[batch, sequence, width]` and a mask `[batch, sequence]` to `[batch, width]`.
@@ -20,9 +20,7 @@ impl OpSpec for MaskedMean {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 3, "the input")?;
+        require_floats(inputs[0], 3, "the input")?;
         require(inputs[1], Element::Int, "the mask")?;
         if inputs[1].shape != inputs[0].shape[..2] {
             return Err("the mask must be [batch, sequence]".into());

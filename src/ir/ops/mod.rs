@@ -74,11 +74,22 @@ pub enum Mode {
 pub trait OpSpec: fmt::Debug {
     /// How many inputs it takes.
     fn arity(&self) -> Range<usize>;
-    /// The type of the output.
+    /// The type of the output, of as many inputs as it takes.
     ///
     /// # Errors
     /// Why the inputs do not fit.
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String>;
+    /// [`infer`](OpSpec::infer), of any number of inputs.
+    ///
+    /// # Errors
+    /// There are too few or too many, or they do not fit.
+    fn output(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        let arity = self.arity();
+        if !arity.contains(&inputs.len()) {
+            return Err(format!("takes {} to {} inputs, {} are given", arity.start, arity.end.saturating_sub(1), inputs.len()));
+        }
+        self.infer(inputs)
+    }
     /// How the axes of this many inputs correspond; see [`axes`](super::axes).
     fn axes(&self, inputs: usize) -> String;
     /// Follows letters to new sizes where an attribute repeats one.
@@ -247,15 +258,15 @@ impl<'de> Deserialize<'de> for Op {
     }
 }
 
-/// Holds the number of inputs to the op's arity.
-fn require_arity(op: &impl OpSpec, inputs: &[&TensorType]) -> Result<(), String> {
-    let arity = op.arity();
-    if arity.contains(&inputs.len()) { Ok(()) } else { Err(format!("takes {} to {} inputs, {} are given", arity.start, arity.end - 1, inputs.len())) }
-}
-
 /// Holds an input to a number of axes.
 fn require_rank(ty: &TensorType, rank: usize, what: &str) -> Result<(), String> {
     if ty.shape.len() == rank { Ok(()) } else { Err(format!("{what} must have {rank} axes")) }
+}
+
+/// Holds an input to floats with a number of axes.
+fn require_floats(ty: &TensorType, rank: usize, what: &str) -> Result<(), String> {
+    require(ty, Element::Float, what)?;
+    require_rank(ty, rank, what)
 }
 
 /// Holds an input to an element.

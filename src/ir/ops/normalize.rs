@@ -6,7 +6,7 @@ use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::{Backward, Mode, OpSpec, last, require, require_arity};
+use super::{Backward, Mode, OpSpec, last, require};
 use crate::ir::{Element, TensorType};
 
 /// `x / max(‖x‖₂, 1e-12)` over the last axis.
@@ -20,7 +20,6 @@ impl OpSpec for Normalize {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         require(inputs[0], Element::Float, "the input")?;
         last(inputs[0])?;
         Ok(inputs[0].clone())

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::gradient::replay;
 use super::host::{Host, by_channel, channels_first, planes, readable, with_planes};
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require_floats};
 use crate::ir::{Element, TensorType};
 use crate::kernel::channels::filled;
 use crate::kernel::convolution::{Window, max_pool};
@@ -38,9 +38,7 @@ impl OpSpec for MaxPool {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 4, "the input")?;
+        require_floats(inputs[0], 4, "the input")?;
         if self.kernel == 0 || self.stride == 0 || self.padding > self.kernel / 2 {
             return Err("kernel and stride must be at least 1, and padding at most half the kernel".into());
         }
@@ -143,9 +141,7 @@ impl OpSpec for GlobalAveragePool {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 4, "the input")?;
+        require_floats(inputs[0], 4, "the input")?;
         Ok(TensorType { element: Element::Float, shape: inputs[0].shape[..2].to_vec() })
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_arity, require_rank};
+use super::{Mode, OpSpec, require, require_rank};
 use crate::ir::{Element, TensorType};
 
 /// Positions of tokens `[batch, sequence]`: 0, 1, 2, … in every row; or, with a padding token, counted from
@@ -23,7 +23,6 @@ impl OpSpec for Positions {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         require(inputs[0], Element::Int, "the tokens")?;
         require_rank(inputs[0], 2, "the tokens")?;
         Ok(inputs[0].clone())

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::summed_to;
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `token: [1, n, width]` put before every row of `[batch, sequence, width]`; inputs token, sequence.
@@ -20,10 +20,8 @@ impl OpSpec for Prepend {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         for (ty, what) in [(inputs[0], "the token"), (inputs[1], "the sequence")] {
-            require(ty, Element::Float, what)?;
-            require_rank(ty, 3, what)?;
+            require_floats(ty, 3, what)?;
         }
         let (token, x) = (&inputs[0].shape, &inputs[1].shape);
         let (Some(count), Some(sequence)) = (token[1].fixed(), x[1].fixed()) else { return Err("the length of the sequence must be known".into()) };

@@ -6,8 +6,8 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::host::{Host, heads};
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
-use crate::ir::{Element, TensorType};
+use super::{Backward, Mode, OpSpec, require_floats};
+use crate::ir::TensorType;
 use crate::kernel::attention::rotate_heads;
 
 /// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
@@ -156,9 +156,7 @@ impl OpSpec for Rotary {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 4, "the input")?;
+        require_floats(inputs[0], 4, "the input")?;
         match inputs[0].shape[3].fixed() {
             Some(width) if width.is_multiple_of(2) => match &self.scaling {
                 RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require_floats};
 use crate::ir::{Element, TensorType};
 
 /// `[batch, sequence, width]` to `[batch, width]`: the token at `index`.
@@ -22,9 +22,7 @@ impl OpSpec for Select {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 3, "the input")?;
+        require_floats(inputs[0], 3, "the input")?;
         let shape = &inputs[0].shape;
         if shape[1].fixed().is_some_and(|length| length <= self.index) {
             return Err(format!("there is no token {} among {}", self.index, shape[1]));

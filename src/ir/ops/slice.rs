@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, last, require, require_arity};
+use super::{Backward, Mode, OpSpec, last, require};
 use crate::ir::{Dim, Element, TensorType};
 
 /// Elements `start .. start + length` of the last axis.
@@ -30,7 +30,6 @@ impl OpSpec for Slice {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
         require(inputs[0], Element::Float, "the input")?;
         let width = last(inputs[0])?;
         match (width.fixed(), self.start.checked_add(self.length)) {

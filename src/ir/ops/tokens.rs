@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, require, require_arity, require_rank};
+use super::{Backward, Mode, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, height · width, channels]`.
@@ -19,9 +19,7 @@ impl OpSpec for Tokens {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_arity(self, inputs)?;
-        require(inputs[0], Element::Float, "the input")?;
-        require_rank(inputs[0], 4, "the input")?;
+        require_floats(inputs[0], 4, "the input")?;
         let shape = &inputs[0].shape;
         let (Some(height), Some(width)) = (shape[2].fixed(), shape[3].fixed()) else { return Err("the size of the image must be known".into()) };
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), Dim::product(height, width)?, shape[1].clone()] })

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::data::{Batch, DataSet};
+use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::{Parameters, Residence};
@@ -38,17 +38,15 @@ pub(super) fn parameters(graph: &Graph, model: &Model, context: &Context) -> Res
 /// # Errors
 /// Memory runs out.
 pub(super) fn rows(value: &Tensor, op: &Op, batch: &Batch) -> Result<Tensor> {
-    let mask = batch.inputs.get("attention_mask").filter(|mask| value.rank() == 3 && mask.dims() == &value.dims()[..2]);
     let flat = || {
         if matches!(op, Op::Conv(_) | Op::BatchNorm(_)) && value.rank() == 4 {
             return value.permute((0, 2, 3, 1))?.contiguous()?.flatten_to(2);
         }
         let rows = value.flatten_to(value.rank().saturating_sub(2))?;
-        match mask {
+        match Padding::of(batch)?.kept(value.dims()) {
             None => Ok(rows),
-            Some(mask) => {
-                let mask = mask.to_dtype(DType::I64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<i64>()?;
-                let kept: Vec<u32> = mask.iter().enumerate().filter(|(_, m)| **m != 0).map(|(at, _)| at as u32).collect();
+            Some(kept) => {
+                let kept: Vec<u32> = (0..).zip(kept).filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
                 rows.index_select(&Tensor::from_vec(kept.clone(), kept.len(), rows.device())?, 0)
             }
         }
