@@ -1,5 +1,8 @@
 //! A model: configuration, weights, the files around them, and what has been done to it.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 mod config;
 mod diff;
 mod files;

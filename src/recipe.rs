@@ -1,5 +1,8 @@
 //! Recipes: what to do to which model, as YAML.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 pub(crate) mod message;
 
 use std::collections::BTreeMap;
@@ -121,7 +124,7 @@ impl Recipe {
         let set = variants.into_iter().map(|variant| Ok(Variant { recipe: variant.recipe.resolved(path).with_all(set)?, ..variant }));
         let variants = vary(set.collect::<Result<_>>()?, sweep.into_iter())?;
         for (index, variant) in variants.iter().enumerate() {
-            if variants[..index].iter().any(|other| other.name == variant.name) {
+            if variants.iter().take(index).any(|other| other.name == variant.name) {
                 return Err(Error::option("sweep", format!("`{}` would be two runs in one folder", variant.name)));
             }
         }
@@ -172,7 +175,7 @@ fn vary<'v>(mut variants: Vec<Variant>, sweep: impl Iterator<Item = (&'v String,
         if values.is_empty() || variants.len().saturating_mul(values.len()) > VARIANTS {
             return Err(Error::option(format!("sweep {key}"), format!("has no value, or makes more than {VARIANTS} runs")));
         }
-        let mut more = Vec::with_capacity(variants.len() * values.len());
+        let mut more = Vec::new();
         for variant in &variants {
             for value in values {
                 let recipe = variant.recipe.with(key, value, "sweep")?;
@@ -215,8 +218,7 @@ fn overrule(values: &mut Value, key: &str, value: &Value) -> Result<(), String> 
     for part in parts {
         if let Value::Array(items) = at {
             let index = part.parse().ok().filter(|i| *i < items.len()).or_else(|| items.iter().position(|item| item.get(part).is_some()));
-            let index = index.ok_or_else(|| format!("`{part}` is no entry of the list"))?;
-            at = &mut items[index];
+            at = index.and_then(|index| items.get_mut(index)).ok_or_else(|| format!("`{part}` is no entry of the list"))?;
             if part.parse::<usize>().is_err() {
                 at = at.get_mut(part).ok_or_else(|| format!("no `{part}`"))?;
             }

@@ -57,6 +57,14 @@ impl<'c> Settings<'c> {
         self.get(key).ok_or_else(|| Self::missing(key)).and_then(|_| self.number_or(key, 0.0))
     }
 
+    /// The number of a token, or a default.
+    pub(super) fn token_or(&self, key: &str, default: i64) -> Result<i64> {
+        match self.get(key) {
+            None => Ok(default),
+            Some(value) => value.as_i64().filter(|n| n.unsigned_abs() < LIMIT).ok_or_else(|| Self::wrong(key, value, "the number of a token")),
+        }
+    }
+
     /// Yes or no, or a default.
     pub fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
@@ -112,10 +120,7 @@ impl<'c> Settings<'c> {
     /// Width of a head, which must divide evenly.
     pub fn head_dim(&self, width: &str, heads: &str) -> Result<usize> {
         let (total, count) = (self.size(width)?, self.size(heads)?);
-        if total.is_multiple_of(count) {
-            Ok(total / count)
-        } else {
-            Err(Error::graph("config.json", format!("`{width}` {total} is no multiple of `{heads}` {count}")))
-        }
+        let evenly = total.checked_div(count).filter(|_| total.is_multiple_of(count));
+        evenly.ok_or_else(|| Error::graph("config.json", format!("`{width}` {total} is no multiple of `{heads}` {count}")))
     }
 }

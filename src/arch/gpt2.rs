@@ -10,7 +10,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("transformer.wte.weight") { "transformer." } else { "" };
     let (width, epsilon) = (s.size("n_embd")?, s.number_or("layer_norm_epsilon", 1e-5)?);
     let head_dim = s.head_dim("n_embd", "n_head")?;
-    let inner = s.size_or("n_inner", 4 * width)?;
+    let inner = s.size_or("n_inner", width.saturating_mul(4))?;
     let (tokens, mask) = text_inputs(b)?;
     let table = b.param(&format!("{prefix}wte.weight"), &[s.size("vocab_size")?, width])?;
     let words = b.node("wte", Embedding {}, &[tokens, table])?;
@@ -18,20 +18,20 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let places = b.param(&format!("{prefix}wpe.weight"), &[s.size("n_positions")?, width])?;
     let places = b.node("wpe", Embedding {}, &[positions, places])?;
     let mut x = b.node("embeddings", Add {}, &[words, places])?;
-    for index in 0..s.size("n_layer")? {
+    for (index, number) in (0..s.size("n_layer")?).zip(1u64..) {
         let node = format!("h.{index}");
         let module = format!("{prefix}{node}");
         let normed = layer_norm(b, &format!("{node}.ln_1"), &format!("{module}.ln_1"), x, epsilon)?;
-        let all = conv1d(b, &format!("{node}.attn.c_attn"), &format!("{module}.attn.c_attn"), normed, 3 * width)?;
+        let all = conv1d(b, &format!("{node}.attn.c_attn"), &format!("{module}.attn.c_attn"), normed, width.saturating_mul(3))?;
         let mut heads = Vec::with_capacity(4);
         for (i, part) in ["query", "key", "value"].into_iter().enumerate() {
-            let flat = b.node(&format!("{node}.attn.{part}"), Slice { start: i * width, length: width }, &[all])?;
+            let flat = b.node(&format!("{node}.attn.{part}"), Slice { start: width.saturating_mul(i), length: width }, &[all])?;
             heads.push(b.node(&format!("{node}.attn.{part}_heads"), SplitHeads { head_dim }, &[flat])?);
         }
         heads.push(mask);
         let mut scale = if s.flag_or("scale_attn_weights", true)? { 1.0 / (head_dim as f64).sqrt() } else { 1.0 };
         if s.flag_or("scale_attn_by_inverse_layer_idx", false)? {
-            scale /= (index + 1) as f64;
+            scale /= number as f64;
         }
         let context = b.node(&format!("{node}.attn.context_heads"), Attention { scale, causal: true, window: None }, &heads)?;
         let context = b.node(&format!("{node}.attn.context"), MergeHeads {}, &[context])?;

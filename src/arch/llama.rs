@@ -69,7 +69,14 @@ impl Family<'_, '_> {
         let mut heads = Vec::with_capacity(4);
         for (part, count) in [("q", self.heads), ("k", self.groups), ("v", self.groups)] {
             let name = format!("{node}.self_attn.{part}");
-            let flat = linear_with(b, &format!("{name}_proj"), &format!("{module}.self_attn.{part}_proj"), normed, count * self.head_dim, self.qkv_bias)?;
+            let flat = linear_with(
+                b,
+                &format!("{name}_proj"),
+                &format!("{module}.self_attn.{part}_proj"),
+                normed,
+                count.saturating_mul(self.head_dim),
+                self.qkv_bias,
+            )?;
             let mut value = b.node(&format!("{name}_heads"), SplitHeads { head_dim: self.head_dim }, &[flat])?;
             if part != "v" {
                 if self.head_norms {

@@ -2,6 +2,9 @@
 //!
 //! Parameters have the names of the checkpoint, nodes those of the modules.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 mod bert;
 mod config;
 mod distilbert;

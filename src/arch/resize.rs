@@ -124,14 +124,14 @@ impl Keys {
         say(self.hidden.0, size(self.hidden.1, self.hidden.2));
         say(self.inner.0, size(self.inner.1, self.inner.2));
         if let Some(width) = head_dim.filter(|width| *width > 0) {
-            let heads = size(self.heads.1, self.heads.2).map(|wide| wide / self.fused / width);
-            let groups = self.groups.and_then(|(key, name)| Some((key, size(name, 0)? / width)));
+            let heads = size(self.heads.1, self.heads.2).and_then(|wide| wide.checked_div(self.fused)?.checked_div(width));
+            let groups = self.groups.and_then(|(key, name)| Some((key, size(name, 0)?.checked_div(width)?)));
             say(self.heads.0, heads);
             // Without a word there are as many as heads.
             if let Some((key, count)) = groups.filter(|(key, count)| settings.get(key).is_some() || Some(*count) != heads) {
                 say(key, Some(count));
             }
-            let follows = size(self.hidden.1, self.hidden.2).zip(heads).is_some_and(|(hidden, heads)| hidden == heads * width);
+            let follows = size(self.hidden.1, self.hidden.2).zip(heads).is_some_and(|(hidden, heads)| heads.checked_mul(width) == Some(hidden));
             if let Some(key) =
                 self.head_dim.filter(|key| settings.get(key).is_some() || !follows || settings.text_or("model_type", "").is_ok_and(|t| t == "qwen3"))
             {

@@ -75,7 +75,7 @@ fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, u
     for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
         let part = format!("{module}.layer.{index}");
         y = conv_norm(b, &part, y, out, kernel, stride)?;
-        if index + 1 < convs.len() {
+        if index < convs.len().saturating_sub(1) {
             // `hidden_act` is that of the stem and of the sums only.
             y = b.node(&format!("{part}.activation"), Relu {}, &[y])?;
         }
@@ -111,14 +111,16 @@ pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
     let stem = b.node("relu", Relu {}, &[stem])?;
     let mut x = b.node("maxpool", STEM_POOL, &[stem])?;
     let depths = if s.get("layers").is_some() { s.sizes("layers")? } else { layers.to_vec() };
-    for (stage, depth) in depths.into_iter().enumerate() {
-        let inner = width << stage;
+    let mut inner = width;
+    for (stage, depth) in (1..).zip(depths) {
         for layer in 0..depth {
-            let stride = if layer == 0 && stage > 0 { 2 } else { 1 };
-            let module = format!("layer{}.{layer}", stage + 1);
-            let convs = if *bottleneck { vec![(1, inner, 1), (3, inner, stride), (1, 4 * inner, 1)] } else { vec![(3, inner, stride), (3, inner, 1)] };
+            let stride = if layer == 0 && stage > 1 { 2 } else { 1 };
+            let module = format!("layer{stage}.{layer}");
+            let convs =
+                if *bottleneck { vec![(1, inner, 1), (3, inner, stride), (1, inner.saturating_mul(4), 1)] } else { vec![(3, inner, stride), (3, inner, 1)] };
             x = torchvision_block(b, &module, x, &convs, stride)?;
         }
+        inner = inner.saturating_mul(2);
     }
     let pooled = b.node("avgpool", GlobalAveragePool {}, &[x])?;
     let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
@@ -128,8 +130,7 @@ pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
 
 fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize) -> Result<ValueId> {
     let mut y = x;
-    for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
-        let number = index + 1;
+    for (number, &(kernel, out, stride)) in (1..).zip(convs) {
         y = ConvNorm { conv: &format!("{module}.conv{number}"), norm: &format!("{module}.bn{number}"), out, kernel, stride, groups: 1 }.add(b, y)?;
         if number < convs.len() {
             y = b.node(&format!("{module}.relu{number}"), Relu {}, &[y])?;

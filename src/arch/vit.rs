@@ -11,9 +11,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-12)?);
     let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
     let (image, patch, channels) = (s.size_or("image_size", 224)?, s.size_or("patch_size", 16)?, s.size_or("num_channels", 3)?);
-    if !image.is_multiple_of(patch) {
-        return Err(Error::graph("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")));
-    }
+    let side = image.checked_div(patch).filter(|_| image.is_multiple_of(patch));
+    let side = side.ok_or_else(|| Error::graph("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")))?;
     let pixels = image_input(b, channels, Dim::Fixed(image), Dim::Fixed(image))?;
     let projection = format!("{prefix}embeddings.patch_embeddings.projection");
     let inputs = [pixels, b.param(&format!("{projection}.weight"), &[hidden, channels, patch, patch])?, b.param(&format!("{projection}.bias"), &[hidden])?];
@@ -21,7 +20,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let patches = b.node("embeddings.patch_embeddings", Tokens {}, &[patches])?;
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
-    let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, (image / patch) * (image / patch) + 1, hidden])?;
+    let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
     let mut x = b.node("embeddings", Add {}, &[sequence, positions])?;
     for index in 0..s.size("num_hidden_layers")? {
         let node = format!("encoder.layer.{index}");

@@ -12,7 +12,7 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::header::byte_count;
@@ -20,9 +20,13 @@ use crate::store::{Checkpoint, DType, RawTensor};
 
 const LABELS: [&str; 3] = ["labels", "label", "y"];
 
+/// Bytes of a header at most; NumPy takes no longer ones either.
+const HEADER: u32 = 10_000;
+
 /// An array that is read row by row.
 struct Rows {
     name: String,
+    path: PathBuf,
     dtype: DType,
     shape: Vec<usize>,
     from: From,
@@ -30,22 +34,47 @@ struct Rows {
 
 enum From {
     Tensor { tensor: RawTensor, at: u64 },
-    Stream { path: PathBuf, rest: Box<dyn Read + Send> },
+    Stream(Box<dyn Read + Send>),
 }
 
 impl Rows {
-    /// Bytes of the next rows.
-    fn take(&mut self, count: usize) -> Result<Vec<u8>> {
-        let row: usize = self.shape[1..].iter().product::<usize>() * self.dtype.bitsize() / 8;
-        let mut bytes = vec![0; row * count];
+    /// Sizes of a row.
+    fn sizes(&self) -> &[usize] {
+        self.shape.get(1..).unwrap_or(&[])
+    }
+
+    /// Bytes of a row.
+    fn row(&self) -> Result<u64> {
+        let bytes = byte_count(self.dtype, self.sizes()).filter(|bytes| (1..=LARGEST).contains(bytes));
+        bytes.ok_or_else(|| self.wrong(format!("has rows of {:?}, which are nothing or more than memory holds", self.sizes())))
+    }
+
+    fn wrong(&self, reason: impl std::fmt::Display) -> Error {
+        Error::malformed(&self.path, format!("array `{}` {reason}", self.name))
+    }
+
+    /// The bytes of the next row.
+    fn next(&mut self) -> Result<Vec<u8>> {
+        let row = self.row()?;
         match &mut self.from {
             From::Tensor { tensor, at } => {
+                let mut bytes = vec![0; row as usize];
                 tensor.read_at(*at, &mut bytes)?;
-                *at += bytes.len() as u64;
+                *at = at.saturating_add(row);
+                Ok(bytes)
             }
-            From::Stream { path, rest } => rest.read_exact(&mut bytes).map_err(|e| Error::malformed(path, format!("array `{}`: {e}", self.name)))?,
+            From::Stream(rest) => {
+                // The header may claim more than there is.
+                let mut bytes = Vec::new();
+                let read = rest.take(row).read_to_end(&mut bytes);
+                read.map_err(|e| self.wrong(format!("cannot be read: {e}")))?;
+                if bytes.len() as u64 == row { Ok(bytes) } else { Err(self.wrong(format!("ends before its {} rows do", self.count()))) }
+            }
         }
-        Ok(bytes)
+    }
+
+    fn count(&self) -> usize {
+        self.shape.first().copied().unwrap_or(0)
     }
 }
 
@@ -56,7 +85,13 @@ fn open(path: &Path) -> Result<Vec<Rows>> {
 }
 
 fn tensors(path: &Path) -> Result<Vec<Rows>> {
-    let rows = |(name, tensor): (String, RawTensor)| Rows { name, dtype: tensor.dtype, shape: tensor.shape.clone(), from: From::Tensor { tensor, at: 0 } };
+    let rows = |(name, tensor): (String, RawTensor)| Rows {
+        name,
+        path: path.to_owned(),
+        dtype: tensor.dtype,
+        shape: tensor.shape.clone(),
+        from: From::Tensor { tensor, at: 0 },
+    };
     Ok(Checkpoint::open(path)?.tensors.into_iter().map(rows).collect())
 }
 
@@ -78,16 +113,27 @@ fn numpy(path: &Path) -> Result<Vec<Rows>> {
             zip::CompressionMethod::Deflated => Box::new(BufReader::new(DeflateDecoder::new(stored))),
             other => return Err(wrong(&format!("array `{name}` is packed by {other}"))),
         };
-        let header = NpyHeader::from_reader(&mut rest).map_err(|e| wrong(&format!("array `{name}`: {e}")))?;
+        let header = header(&mut rest).map_err(|e| wrong(&format!("array `{name}`: {e}")))?;
         if header.order() != npyz::Order::C {
             return Err(wrong(&format!("array `{name}` is stored column by column; save it with numpy.ascontiguousarray")));
         }
         let dtype = dtype(&header).ok_or_else(|| wrong(&format!("array `{name}` has elements {}, which are not read", header.dtype().descr())))?;
         let shape: Vec<usize> = header.shape().iter().map(|n| *n as usize).collect();
         byte_count(dtype, &shape).ok_or_else(|| wrong(&format!("array `{name}` is larger than any memory")))?;
-        arrays.push(Rows { name, dtype, shape, from: From::Stream { path: path.to_owned(), rest } });
+        arrays.push(Rows { name, path: path.to_owned(), dtype, shape, from: From::Stream(rest) });
     }
     Ok(arrays)
+}
+
+fn header(rest: &mut dyn Read) -> std::io::Result<NpyHeader> {
+    let mut start = [0; 12];
+    rest.read_exact(&mut start)?;
+    let [.., version, _, a, b, c, d] = start;
+    let bytes = if version == 1 { u16::from_le_bytes([a, b]).into() } else { u32::from_le_bytes([a, b, c, d]) };
+    if bytes > HEADER {
+        return Err(std::io::Error::other(format!("a header of {bytes} bytes")));
+    }
+    NpyHeader::from_reader(start.as_slice().chain(rest))
 }
 
 fn dtype(header: &NpyHeader) -> Option<DType> {
@@ -134,8 +180,8 @@ macro_rules! decode {
             DType::U64 => each!(u64),
             DType::F32 => each!(f32),
             DType::F64 => each!(f64),
-            DType::F16 => $bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32() as $to).collect(),
-            DType::BF16 => $bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32() as $to).collect(),
+            DType::F16 => $bytes.as_chunks().0.iter().map(|b| f16::from_le_bytes(*b).to_f32() as $to).collect(),
+            DType::BF16 => $bytes.as_chunks().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32() as $to).collect(),
             other => return Err(Error::option("data", format!("elements {other} are not read"))),
         }
     }};
@@ -221,10 +267,10 @@ impl Arrays {
         }
         let used = inputs.iter().map(|(_, name, _)| name).chain(labels.iter().map(|rows| &rows.name));
         let counts: Vec<(&String, usize)> =
-            used.filter_map(|name| arrays.iter().find(|rows| rows.name == *name)).map(|rows| (&rows.name, rows.shape[0])).collect();
-        let count = counts.first().map_or(0, |(_, count)| *count);
+            used.filter_map(|name| arrays.iter().find(|rows| rows.name == *name)).map(|rows| (&rows.name, rows.count())).collect();
+        let (first, count) = counts.first().copied().ok_or_else(|| Error::option("data", "the model takes nothing"))?;
         if let Some((name, other)) = counts.iter().find(|(_, other)| *other != count) {
-            return Err(Error::malformed(path, format!("array `{name}` has {other} rows, `{}` has {count}", counts[0].0)));
+            return Err(Error::malformed(path, format!("array `{name}` has {other} rows, `{first}` has {count}")));
         }
         Ok(Arrays {
             path: path.to_owned(),
@@ -240,14 +286,15 @@ impl Arrays {
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
         let (mut named, count) = (std::collections::BTreeMap::new(), samples.len());
         for (at, (port, _, sample)) in self.inputs.iter().enumerate() {
-            let dtype = samples[0].inputs[at].0;
-            let bytes: Vec<u8> = samples.iter().flat_map(|sample| &sample.inputs[at].1).copied().collect();
+            let rows = || samples.iter().filter_map(|sample| sample.inputs.get(at));
+            let dtype = rows().next().map_or(DType::F32, |(dtype, _)| *dtype);
+            let bytes: Vec<u8> = rows().flat_map(|(_, row)| row).copied().collect();
             let shape: Vec<usize> = [count].iter().chain(sample).copied().collect();
             let tensor = if port.element == Element::Int {
                 Tensor::from_vec(integers(&bytes, dtype)?, shape, &Device::Cpu)
             } else {
                 let mut numbers = floats(&bytes, dtype)?;
-                let channels = if sample.len() == 3 { sample[0] } else { 1 };
+                let channels = if let [channels, _, _] = **sample { channels } else { 1 };
                 for row in numbers.chunks_mut(sample.iter().product::<usize>().max(1)) {
                     self.pixels.normalize(row, channels)?;
                 }
@@ -268,13 +315,14 @@ impl Arrays {
 
 /// The shape in which rows go to an input.
 fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
-    let own = &rows.shape[1..];
+    rows.row()?;
+    let own = rows.sizes();
     let wanted = port.shape.get(1..).unwrap_or(&[]);
     if own.len() == wanted.len() && own.iter().zip(wanted).all(|(have, want)| want.is_none_or(|want| want == *have)) {
         return Ok(own.to_vec());
     }
     match wanted.iter().copied().collect::<Option<Vec<usize>>>() {
-        Some(fixed) if fixed.iter().product::<usize>() == own.iter().product::<usize>() => Ok(fixed),
+        Some(fixed) if byte_count(DType::U8, &fixed) == byte_count(DType::U8, own) => Ok(fixed),
         _ => Err(Error::malformed(path, format!("array `{}` has rows of {own:?}, the model's input `{}` is {}", rows.name, port.name, port.sizes()))),
     }
 }
@@ -285,9 +333,9 @@ impl Source for Arrays {
         let mut take = move |name: &str| {
             let gone = || Error::malformed(&self.path, format!("array `{name}` is gone"));
             let rows = arrays.iter_mut().find(|rows| rows.name == name).ok_or_else(gone)?;
-            Ok((rows.dtype, rows.take(1)?))
+            Ok((rows.dtype, rows.next()?))
         };
-        let bytes: usize = self.inputs.iter().map(|(_, _, sample)| sample.iter().product::<usize>() * size_of::<f32>()).sum();
+        let bytes = self.inputs.iter().filter_map(|(_, _, sample)| byte_count(DType::F32, sample)).fold(0, u64::saturating_add) as usize;
         let read = move |index| {
             let inputs = self.inputs.iter().map(|(_, name, _)| take(name)).collect::<Result<Vec<_>>>()?;
             Ok(Sample { index, inputs, label: self.labels.as_ref().map(|name| take(name)).transpose()? })

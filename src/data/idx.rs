@@ -11,8 +11,10 @@ use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
 use crate::error::{Error, Result};
+use crate::store::DType;
+use crate::store::header::byte_count;
 
 /// Element code of unsigned bytes, the only one that images come in.
 const BYTES: u8 = 0x08;
@@ -20,7 +22,11 @@ const BYTES: u8 = 0x08;
 /// A file that is being read.
 struct Reader {
     path: PathBuf,
+    count: usize,
+    /// Sizes of a sample.
     sizes: Vec<usize>,
+    /// Bytes of a sample.
+    bytes: u64,
     rest: Box<dyn Read + Send>,
 }
 
@@ -31,27 +37,27 @@ impl Reader {
         let no_idx = || Error::malformed(path, "is not an IDX file of bytes, nor a folder of images");
         let mut magic = [0; 4];
         rest.read_exact(&mut magic).map_err(|_| no_idx())?;
-        if magic[..3] != [0, 0, BYTES] || !rank.contains(&usize::from(magic[3])) {
+        let [0, 0, BYTES, dimensions] = magic else { return Err(no_idx()) };
+        if !rank.contains(&usize::from(dimensions)) {
             return Err(no_idx());
         }
-        let mut sizes = Vec::new();
-        for _ in 0..magic[3] {
+        let mut size = || {
             let mut size = [0; 4];
             rest.read_exact(&mut size).map_err(|_| no_idx())?;
-            sizes.push(u32::from_be_bytes(size) as usize);
-        }
-        let row = sizes[1..].iter().try_fold(1usize, |n, size| n.checked_mul(*size)).filter(|row| *row <= i32::MAX as usize);
-        row.ok_or_else(|| Error::malformed(path, format!("has samples of {:?}, which no memory holds", &sizes[1..])))?;
-        Ok(Reader { path: path.to_owned(), sizes, rest })
+            Ok(u32::from_be_bytes(size) as usize)
+        };
+        let count = size()?;
+        let sizes = (1..dimensions).map(|_| size()).collect::<Result<Vec<_>>>()?;
+        let bytes = byte_count(DType::U8, &sizes).filter(|bytes| (1..=LARGEST).contains(bytes));
+        let bytes = bytes.ok_or_else(|| Error::malformed(path, format!("has samples of {sizes:?}, which are nothing or more than memory holds")))?;
+        Ok(Reader { path: path.to_owned(), count, sizes, bytes, rest })
     }
 
-    /// Bytes of the next samples.
-    fn take(&mut self, count: usize) -> Result<Vec<u8>> {
-        let row: usize = self.sizes[1..].iter().product();
+    /// Bytes of the next sample.
+    fn next(&mut self) -> Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        let wanted = (count * row) as u64;
-        self.rest.by_ref().take(wanted).read_to_end(&mut bytes).map_err(Error::io("read", &self.path))?;
-        if bytes.len() as u64 == wanted { Ok(bytes) } else { Err(Error::malformed(&self.path, format!("ends before its {} samples do", self.sizes[0]))) }
+        self.rest.by_ref().take(self.bytes).read_to_end(&mut bytes).map_err(Error::io("read", &self.path))?;
+        if bytes.len() as u64 == self.bytes { Ok(bytes) } else { Err(Error::malformed(&self.path, format!("ends before its {} samples do", self.count))) }
     }
 }
 
@@ -64,8 +70,8 @@ struct Sample {
 
 pub(super) struct Idx {
     images: PathBuf,
-    /// Of one image.
-    sizes: Vec<usize>,
+    /// Channels, height and width of an image.
+    sizes: (usize, usize, usize),
     labels: Option<PathBuf>,
     count: usize,
     batch: usize,
@@ -80,32 +86,28 @@ impl Idx {
         let images = Reader::open(path, 3..=4)?;
         let labels = if task == Task::Classification {
             let labels = options.labels.as_ref().ok_or_else(|| Error::option("data", format!("{}: name the file of `labels`", path.display())))?;
-            let count = Reader::open(labels, 1..=1)?.sizes[0];
-            if count != images.sizes[0] {
-                return Err(Error::malformed(labels, format!("holds {count} labels, {} holds {} images", path.display(), images.sizes[0])));
+            let count = Reader::open(labels, 1..=1)?.count;
+            if count != images.count {
+                return Err(Error::malformed(labels, format!("holds {count} labels, {} holds {} images", path.display(), images.count)));
             }
             Some(labels.clone())
         } else {
             None
         };
-        let count = images.sizes[0].min(options.samples.unwrap_or(usize::MAX));
+        let count = images.count.min(options.samples.unwrap_or(usize::MAX));
+        let sizes = match *images.sizes {
+            [height, width] => (1, height, width),
+            [channels, height, width] => (channels, height, width),
+            _ => return Err(Error::malformed(path, format!("has samples of {:?}, which are no images", images.sizes))),
+        };
         let pixels = Pixels::open(options, &target, Pixels::unit())?;
-        Ok(Idx {
-            images: path.to_owned(),
-            sizes: images.sizes[1..].to_vec(),
-            labels,
-            count,
-            batch: options.batch(task),
-            classes: Classes::of(&target),
-            pixels,
-            port,
-        })
+        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task), classes: Classes::of(&target), pixels, port })
     }
 
-    fn batch(&self, sizes: &[usize], samples: &[Sample]) -> Result<Batch> {
+    fn batch(&self, samples: &[Sample]) -> Result<Batch> {
         let count = samples.len();
-        let (channels, height, width) = if let [channels, height, width] = *sizes { (channels, height, width) } else { (1, sizes[0], sizes[1]) };
-        let mut numbers = Vec::with_capacity(count * sizes.iter().product::<usize>());
+        let (channels, height, width) = self.sizes;
+        let mut numbers = Vec::new();
         let (mut high, mut wide) = (height, width);
         for image in samples.iter().map(|sample| &sample.pixels) {
             if channels == 1 {
@@ -131,13 +133,13 @@ impl Idx {
 impl Source for Idx {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
+        let bytes = images.bytes as usize;
         let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;
         let read = move |index| {
-            let label = labels.as_mut().map(|labels| labels.take(1)).transpose()?;
-            Ok(Sample { index, pixels: images.take(1)?, label: label.and_then(|label| label.first().copied()) })
+            let label = labels.as_mut().map(|labels| labels.next()).transpose()?;
+            Ok(Sample { index, pixels: images.next()?, label: label.and_then(|label| label.first().copied()) })
         };
-        let sample: usize = self.sizes.iter().product();
-        Ok(in_batches((0..self.count).map(read), self.batch, sample, order, |samples| self.batch(&self.sizes, samples)))
+        Ok(in_batches((0..self.count).map(read), self.batch, bytes, order, |samples| self.batch(samples)))
     }
 
     fn samples(&self) -> Option<usize> {

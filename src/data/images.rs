@@ -18,6 +18,7 @@ pub(super) struct ClassFolders {
     labelled: bool,
     pixels: Pixels,
     port: Port,
+    channels: usize,
 }
 
 impl ClassFolders {
@@ -48,13 +49,14 @@ impl ClassFolders {
         if let Some(wanted) = options.samples.filter(|wanted| *wanted < files.len()) {
             // Spread over all classes, always the same ones.
             let count = files.len();
-            files = (0..wanted).map(|i| files[i * count / wanted].clone()).collect();
+            files = (0..wanted).filter_map(|i| files.get(count.checked_mul(i)?.checked_div(wanted)?).cloned()).collect();
         }
-        Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port })
+        let (channels, ..) = pixels::plane(&port, path)?;
+        Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port, channels })
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
-        let (channels, _, _) = pixels::plane(&self.port, &files[0].0)?;
+        let channels = self.channels;
         let mut numbers = Vec::new();
         let mut first = None;
         for (file, _) in files {
@@ -98,7 +100,7 @@ pub(super) fn image_port(target: &Target, path: &Path) -> Result<Port> {
 /// The shape of a batch as the input wants it.
 pub(super) fn shape(port: &Port, count: usize, channels: usize, height: usize, width: usize) -> Vec<usize> {
     match port.shape.len() {
-        2 => vec![count, channels * height * width],
+        2 => vec![count, channels.saturating_mul(height).saturating_mul(width)],
         3 => vec![count, height, width],
         _ => vec![count, channels, height, width],
     }

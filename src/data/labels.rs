@@ -28,7 +28,8 @@ impl Classes {
             by_name.extend(ids.iter().filter_map(|(name, id)| Some((name.clone(), usize::try_from(id.as_u64()?).ok()?))));
         }
         let logits = |port: &&Port| port.shape.len() == 2;
-        let count = target.outputs.iter().find(|p| p.name == "logits").or(target.outputs.first()).filter(logits).and_then(|port| port.shape[1]);
+        let count =
+            target.outputs.iter().find(|p| p.name == "logits").or(target.outputs.first()).filter(logits).and_then(|port| port.shape.last().copied().flatten());
         Classes { by_name, count }
     }
 

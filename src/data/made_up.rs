@@ -15,6 +15,8 @@ const LONG: usize = 8;
 const SHORT: usize = 5;
 /// Height and width of an image whose size is open.
 const IMAGE: usize = 64;
+/// Numbers of an input at most.
+const LARGEST: usize = 1 << 28;
 
 /// A batch for any graph: tokens, masks and numbers that depend on the seed alone.
 ///
@@ -42,17 +44,18 @@ pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
             dim.evaluate(sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
         };
         let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
-        let count: usize = shape.iter().product();
+        let count = shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).filter(|count| *count <= LARGEST);
+        let count = count.ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("takes {shape:?}, more than can be made up")))?;
         let tensor = match value.ty.element {
             Element::Float => Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu),
             Element::Int if value.name.contains("mask") => {
                 let length = sizes.get("sequence").copied().unwrap_or(LONG);
-                let real = |place: usize| i64::from(place < length || place % length < SHORT);
+                let real = |place: usize| i64::from(place < length || place.checked_rem(length).is_none_or(|place| place < SHORT));
                 Tensor::from_vec((0..count).map(real).collect::<Vec<_>>(), shape, &Device::Cpu)
             }
             Element::Int => {
-                let rows = rows(graph, id).max(1) as u32;
-                Tensor::from_vec((0..count).map(|_| i64::from(next() % rows)).collect::<Vec<_>>(), shape, &Device::Cpu)
+                let rows = u32::try_from(rows(graph, id)).unwrap_or(u32::MAX);
+                Tensor::from_vec((0..count).map(|_| i64::from(next().checked_rem(rows).unwrap_or(0))).collect::<Vec<_>>(), shape, &Device::Cpu)
             }
         };
         inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
@@ -68,4 +71,38 @@ fn rows(graph: &Graph, input: crate::ir::ValueId) -> usize {
         value.ty.shape.first()?.fixed().filter(|_| value.kind == Kind::Param)
     };
     tables.filter_map(table).min().unwrap_or(2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn graph(lines: &str) -> Graph {
+        lines.parse().unwrap()
+    }
+
+    #[test]
+    fn inputs_that_no_memory_holds_are_refused() {
+        for size in [1usize << 20, 1 << 40] {
+            let graph = graph(&format!("input x: float[batch, 3, {size}, {size}]\ny = GlobalAveragePool(x) -> float[batch, 3]\noutput y = y\n"));
+            let error = made_up(&graph, 0).unwrap_err().to_string();
+            assert!(error.starts_with("graph input `x`: takes ["), "{error}");
+        }
+    }
+
+    #[test]
+    fn tables_of_any_height_have_tokens() {
+        for rows in [0, 1, 7, u32::MAX as usize, 1 << 32] {
+            let lines = format!("input x: int[batch, sequence]\nparam t: float[{rows}, 0]\ny = Embedding(x, t) -> float[batch, sequence, 0]\noutput y = y\n");
+            let batch = made_up(&graph(&lines), 0).unwrap();
+            let tokens = batch.inputs["x"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
+            assert!(tokens.iter().all(|token| (0..rows.max(1) as i64).contains(token)), "{rows}: {tokens:?}");
+        }
+    }
+
+    #[test]
+    fn a_mask_needs_no_length() {
+        let graph = graph("input mask: float[n, 4]\noutput y = mask\n".replace("float", "int").as_str());
+        assert!(made_up_of(&graph, 0, &[("n".to_owned(), 2), ("sequence".to_owned(), 0)].into()).is_ok());
+    }
 }

@@ -3,6 +3,9 @@
 //! A source hands out pieces of work: reading is done in order by one thread, what follows (tokenizing, decoding)
 //! by several, and the batches come back in order.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 mod arrays;
 mod idx;
 mod images;
@@ -33,6 +36,9 @@ pub(crate) use padding::Padding;
 use crate::error::{Error, Result};
 use crate::ir::Port;
 use crate::store::{Event, Sweep, Unit};
+
+/// Bytes of a sample at most.
+const LARGEST: u64 = i32::MAX as u64;
 
 /// The model that data must fit.
 #[derive(Debug, Clone, Copy)]
@@ -78,12 +84,14 @@ impl Batch {
     /// There are not so many.
     pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
         let inputs = self.inputs.iter().map(|(name, tensor)| Ok((name.clone(), tensor.narrow(0, from, count)?))).collect::<candle_core::Result<_>>();
+        let some = from..from.saturating_add(count);
         let truth = match &self.truth {
-            Truth::None => Truth::None,
-            Truth::Classes(classes) => Truth::Classes(classes[from..from + count].to_vec()),
-            Truth::Scores(scores) => Truth::Scores(scores[from..from + count].to_vec()),
-            Truth::Next(ranges) => Truth::Next(ranges[from..from + count].to_vec()),
+            Truth::None => Some(Truth::None),
+            Truth::Classes(classes) => classes.get(some).map(|some| Truth::Classes(some.to_vec())),
+            Truth::Scores(scores) => scores.get(some).map(|some| Truth::Scores(some.to_vec())),
+            Truth::Next(ranges) => ranges.get(some).map(|some| Truth::Next(some.to_vec())),
         };
+        let truth = truth.ok_or_else(|| Error::option("data", format!("a batch of {} has no {count} samples from {from}", self.samples)))?;
         Ok(Batch { inputs: inputs.map_err(shaped)?, truth, samples: count })
     }
 }
@@ -189,7 +197,7 @@ impl DataSet {
     pub fn batches(&self, order: Order) -> Result<usize> {
         match (self.samples(), order.batch) {
             (Some(samples), Some(batch)) => Ok(samples.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1)),
-            _ => self.source.works(order)?.try_fold(0, |count, work| work.map(|_| count + 1)),
+            _ => self.source.works(order)?.try_fold(0usize, |count, work| work.map(|_| count.saturating_add(1))),
         }
     }
 
@@ -225,10 +233,24 @@ fn in_batches<'s, T: Send + 's>(
         }
     });
     let (part, parts) = order.part;
-    Box::new(batches.skip(part + order.skip * parts).step_by(parts))
+    Box::new(batches.skip(order.skip.saturating_mul(parts).saturating_add(part)).step_by(parts))
 }
 
 /// An error of a tensor that could not be put together.
 fn shaped(e: candle_core::Error) -> Error {
     Error::option("data", e)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_batch_has_no_more_than_its_samples() {
+        let batch = Batch { inputs: BTreeMap::new(), truth: Truth::Classes(vec![3, 4, 5]), samples: 3 };
+        assert_eq!(batch.narrow(1, 2).unwrap().truth, Truth::Classes(vec![4, 5]));
+        for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {
+            assert!(batch.narrow(from, count).is_err(), "{from} {count}");
+        }
+    }
 }

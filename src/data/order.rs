@@ -34,7 +34,7 @@ impl Order {
         bytes: usize,
     ) -> Box<dyn Iterator<Item = Result<T>> + Send + 's> {
         let Some(seed) = self.shuffle else { return Box::new(items) };
-        let size = (WINDOW / bytes.max(1)).clamp(2, MOST);
+        let size = WINDOW.checked_div(bytes).map_or(MOST, |count| count.clamp(2, MOST));
         Box::new(Shuffled { items, window: Vec::new(), size, random: fastrand::Rng::with_seed(seed), over: false })
     }
 }

@@ -15,6 +15,8 @@ use crate::model::Config;
 const FILE: &str = "preprocessor_config.json";
 /// What turns bytes into numbers from 0 to 1.
 const UNIT: f64 = 1.0 / 255.0;
+/// Pixels of an image at most, once its size has changed.
+const LARGEST: usize = 1 << 26;
 /// ConvNeXt's processor resizes below this so that a part is cut away.
 const WHOLE: usize = 384;
 
@@ -71,7 +73,8 @@ impl Pixels {
     fn parse(values: &Map<String, Value>, path: &Path) -> Result<Pixels> {
         let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not understood: {}", values.get(key).unwrap_or(&Value::Null)));
         let on = |key: &str| values.get(key).and_then(Value::as_bool);
-        let number = |value: &Value, key: &str| value.get(key).and_then(Value::as_u64).map(|n| n as usize);
+        let length = |value: &Value| value.as_u64().filter(|n| (1..=LARGEST as u64).contains(n)).map(|n| n as usize);
+        let number = |value: &Value, key: &str| value.get(key).and_then(length);
         let numbers = |key: &str| match values.get(key) {
             None | Some(Value::Null) => Ok(Vec::new()),
             Some(Value::Array(items)) => items.iter().map(Value::as_f64).collect::<Option<Vec<f64>>>().ok_or_else(|| wrong(key)),
@@ -79,10 +82,10 @@ impl Pixels {
         };
         let square = |key: &str| match values.get(key) {
             None | Some(Value::Null) => Ok(None),
-            Some(size) => match (size.as_u64(), number(size, "height"), number(size, "width"), number(size, "shortest_edge")) {
-                (Some(n), ..) if key == "crop_size" => Ok(Some(Size::Exactly(n as usize, n as usize))),
-                (Some(n), ..) if on("do_center_crop") == Some(true) => Ok(Some(Size::Shorter(n as usize))),
-                (Some(n), ..) => Ok(Some(Size::Exactly(n as usize, n as usize))),
+            Some(size) => match (length(size), number(size, "height"), number(size, "width"), number(size, "shortest_edge")) {
+                (Some(n), ..) if key == "crop_size" => Ok(Some(Size::Exactly(n, n))),
+                (Some(n), ..) if on("do_center_crop") == Some(true) => Ok(Some(Size::Shorter(n))),
+                (Some(n), ..) => Ok(Some(Size::Exactly(n, n))),
                 (_, Some(height), Some(width), _) => Ok(Some(Size::Exactly(height, width))),
                 (.., Some(shorter)) => Ok(Some(Size::Shorter(shorter))),
                 _ => Err(wrong(key)),
@@ -102,6 +105,9 @@ impl Pixels {
         let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(*key)).and_then(Value::as_str).unwrap_or("");
         if let (true, Some(Size::Shorter(edge))) = (kind.starts_with("ConvNext"), size) {
             let part = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
+            if !part.is_normal() || part < 0.0 {
+                return Err(wrong("crop_pct"));
+            }
             (size, crop) = if edge < WHOLE {
                 (Some(Size::Shorter((edge as f64 / part) as usize)), Some(Size::Exactly(edge, edge)))
             } else {
@@ -115,6 +121,9 @@ impl Pixels {
         let rescale = if on("do_rescale") == Some(false) { 1.0 } else { values.get("rescale_factor").and_then(Value::as_f64).unwrap_or(UNIT) };
         let normalize = on("do_normalize") != Some(false);
         let (mean, std) = if normalize { (numbers("image_mean")?, numbers("image_std")?) } else { (vec![], vec![]) };
+        if std.iter().any(|value| !value.is_normal()) {
+            return Err(wrong("image_std"));
+        }
         Ok(Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std })
     }
 
@@ -127,29 +136,27 @@ impl Pixels {
             _ => return Err(Error::Unsupported { what: format!("images for a model of {channels} channels"), hint: "give the samples as arrays".into() }),
         };
         if let Some((size, filter)) = self.size {
+            let longer = |edge: usize, long: usize, short: usize| edge.saturating_mul(long).checked_div(short).unwrap_or(0);
             let (high, wide) = match size {
                 Size::Exactly(high, wide) => (high, wide),
-                Size::Shorter(edge) if height < width => (edge, edge * width / height.max(1)),
-                Size::Shorter(edge) => (edge * height / width.max(1), edge),
+                Size::Shorter(edge) if height < width => (edge, longer(edge, width, height)),
+                Size::Shorter(edge) => (longer(edge, height, width), edge),
             };
             bytes = resize(bytes, (height, width), (high, wide), channels, filter).map_err(|e| Error::malformed(path, e))?;
             (height, width) = (high, wide);
         }
         if let Some((high, wide)) = self.crop {
-            if high > height || wide > width {
+            let (Some(above), Some(beside)) = (height.checked_sub(high), width.checked_sub(wide)) else {
                 return Err(Error::malformed(path, format!("is {height} x {width}, less than the {high} x {wide} that {FILE} keeps of it")));
-            }
-            let (top, left) = ((height - high) / 2, (width - wide) / 2);
-            let row = |y: usize| &bytes[((top + y) * width + left) * channels..][..wide * channels];
-            bytes = (0..high).flat_map(row).copied().collect();
+            };
+            let [all, left, kept] = [width, beside / 2, wide].map(|pixels| pixels.saturating_mul(channels));
+            let rows = bytes.chunks_exact(all).skip(above / 2).take(high);
+            bytes = rows.filter_map(|row| row.get(left..)?.get(..kept)).flatten().copied().collect();
             (height, width) = (high, wide);
         }
-        let plane = height * width;
-        let mut numbers = vec![0f32; plane * channels];
-        for (at, pixel) in bytes.chunks_exact(channels).enumerate() {
-            for (channel, value) in pixel.iter().enumerate() {
-                numbers[channel * plane + at] = f32::from(*value);
-            }
+        let mut numbers = Vec::with_capacity(bytes.len());
+        for channel in 0..channels {
+            numbers.extend(bytes.iter().skip(channel).step_by(channels).map(|value| f32::from(*value)));
         }
         self.normalize(&mut numbers, channels)?;
         Ok((numbers, height, width))
@@ -162,7 +169,7 @@ impl Pixels {
                 return Err(Error::option("data", format!("`{name}` has {} numbers, the samples have {channels} channels", values.len())));
             }
         }
-        let plane = (numbers.len() / channels.max(1)).max(1);
+        let plane = numbers.len().checked_div(channels).unwrap_or(0).max(1);
         for (channel, plane) in numbers.chunks_mut(plane).enumerate() {
             let pick = |values: &[f64], default: f64| values.get(channel).or(values.first()).copied().unwrap_or(default);
             let (mean, std) = (pick(&self.mean, 0.0), pick(&self.std, 1.0));
@@ -178,6 +185,10 @@ impl Pixels {
 
 /// Resizes as Pillow does: along rows, rounded to bytes, then along columns.
 fn resize(bytes: Vec<u8>, from: (usize, usize), to: (usize, usize), channels: usize, filter: ResizeAlg) -> Result<Vec<u8>, String> {
+    let pixels = from.0.max(to.0).checked_mul(to.1);
+    if to.0 == 0 || to.1 == 0 || pixels.is_none_or(|pixels| pixels > LARGEST) {
+        return Err(format!("is {} x {} and cannot be resized to {} x {}", from.0, from.1, to.0, to.1));
+    }
     let bytes = if from.1 == to.1 { bytes } else { stretch(&bytes, from, (from.0, to.1), channels, filter)? };
     if from.0 == to.0 { Ok(bytes) } else { stretch(&bytes, (from.0, to.1), to, channels, filter) }
 }
@@ -207,7 +218,7 @@ pub(super) fn plane(port: &Port, path: &Path) -> Result<(usize, Option<usize>, O
 /// Holds an image to the model's input.
 pub(super) fn require_size(port: &Port, (channels, height, width): (usize, usize, usize), path: &Path) -> Result<()> {
     let fits = match port.shape.as_slice() {
-        [_, Some(count)] => channels * height * width == *count,
+        [_, Some(count)] => channels.checked_mul(height).and_then(|count| count.checked_mul(width)) == Some(*count),
         [.., high, wide] => high.is_none_or(|h| h == height) && wide.is_none_or(|w| w == width),
         _ => false,
     };
@@ -227,6 +238,22 @@ mod tests {
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
         Pixels::parse(&values, Path::new(FILE))
+    }
+
+    #[test]
+    fn sizes_and_factors_that_cannot_be_are_refused() {
+        for (json, key) in [
+            (r#"{"size":0}"#, "size"),
+            (r#"{"size":{"height":12,"width":0}}"#, "size"),
+            (r#"{"size":{"shortest_edge":4611686018427387904}}"#, "size"),
+            (r#"{"do_center_crop":true,"crop_size":0,"size":12}"#, "crop_size"),
+            (r#"{"image_processor_type":"ConvNextImageProcessor","size":{"shortest_edge":12},"crop_pct":0.0}"#, "crop_pct"),
+            (r#"{"image_processor_type":"ConvNextImageProcessor","size":{"shortest_edge":12},"crop_pct":-1}"#, "crop_pct"),
+            (r#"{"image_std":[0.5,0,0.5]}"#, "image_std"),
+        ] {
+            let error = pixels(json).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{key}` is not understood")), "{json}: {error}");
+        }
     }
 
     #[test]

@@ -70,8 +70,7 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
 /// Lines with their numbers.
 fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = Result<(u64, String)>> + Send + 'static {
     let path = path.to_owned();
-    BufReader::new(file).lines().enumerate().map(move |(index, line)| {
-        let number = index as u64 + 1;
+    (1..).zip(BufReader::new(file).lines()).map(move |(number, line)| {
         line.map(|text| (number, text)).map_err(|e| match e.kind() {
             std::io::ErrorKind::InvalidData => Error::malformed(&path, format!("line {number} is not UTF-8")),
             _ => Error::io("read", &path)(e),
@@ -121,7 +120,7 @@ fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, 
         let record = record.map_err(|e| wrong(&path, e))?;
         // The reader takes the second character of such a line's end for part of the next line.
         let behind = u64::from(windows && (header || index > 0));
-        let line = record.position().map_or(0, csv::Position::line) + behind;
+        let line = record.position().map_or(0, csv::Position::line).saturating_add(behind);
         let get = |index: usize| {
             let missing = || Error::malformed(&path, format!("line {line} has {} columns, column {index} is wanted", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
@@ -185,7 +184,7 @@ impl Names {
             serde_json::from_str(text).map_err(|e| Error::malformed(&self.path, format!("line {line} is not a JSON object: {e}")))?;
         let find = |name: &Option<String>, usual: &[&str]| match name {
             Some(name) => object.get(name).ok_or_else(|| name.clone()),
-            None => usual.iter().find_map(|name| object.get(*name)).ok_or_else(|| usual[0].to_owned()),
+            None => usual.iter().find_map(|name| object.get(*name)).ok_or_else(|| usual.first().copied().unwrap_or("").to_owned()),
         };
         let value = |found: Result<&Value, String>| match found {
             Ok(Value::String(text)) => Ok(text.clone()),
@@ -208,15 +207,13 @@ impl Names {
 /// Lines of a file, which is about the number of its records.
 pub(super) fn count_lines(path: &Path) -> Option<usize> {
     let mut file = File::open(path).ok()?;
-    let (mut buffer, mut lines, mut last) = (vec![0; 1 << 16], 0, b'\n');
+    let (mut buffer, mut lines, mut last) = (vec![0; 1 << 16], 0usize, b'\n');
     loop {
-        match file.read(&mut buffer).ok()? {
-            0 => return Some(lines + usize::from(last != b'\n')),
-            read => {
-                lines += buffer[..read].iter().filter(|byte| **byte == b'\n').count();
-                last = buffer[read - 1];
-            }
-        }
+        let read = file.read(&mut buffer).ok()?;
+        let read = buffer.get(..read)?;
+        let Some(end) = read.last() else { return Some(lines.saturating_add(usize::from(last != b'\n'))) };
+        lines = lines.saturating_add(read.iter().filter(|byte| **byte == b'\n').count());
+        last = *end;
     }
 }
 

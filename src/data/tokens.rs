@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
-use tokenizers::{TruncationParams, TruncationStrategy};
+use tokenizers::{PostProcessor, TruncationParams, TruncationStrategy};
 
 use super::{Target, shaped};
 use crate::error::{Error, Result};
@@ -32,6 +32,8 @@ pub(super) struct Tokenizer {
     path: PathBuf,
     pad: i64,
     longest: Option<usize>,
+    /// Special tokens around a pair of texts.
+    around_pairs: usize,
 }
 
 impl Tokenizer {
@@ -54,11 +56,14 @@ impl Tokenizer {
             return Err(Error::option("data", format!("`max_length` is {wanted}, the model takes {limit} tokens")));
         }
         let longest = max_length.or(limit);
+        let around = |pairs: bool| inner.get_post_processor().map_or(0, |processor| processor.added_tokens(pairs));
+        let around_pairs = around(true);
+        require_room(longest, around(false))?;
         // What the file says of both is for its own training, not for this run.
         inner.with_padding(None);
         let truncation = longest.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..Default::default() });
         inner.with_truncation(truncation).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
-        Ok(Tokenizer { inner, uncut: OnceLock::new(), path, pad, longest })
+        Ok(Tokenizer { inner, uncut: OnceLock::new(), path, pad, longest, around_pairs })
     }
 
     /// Most tokens of a text.
@@ -69,7 +74,10 @@ impl Tokenizer {
     /// A text, or a pair of texts, with the special tokens around them.
     pub fn encode(&self, text: &str, pair: Option<&str>) -> Result<Tokens> {
         let encoding = match pair {
-            Some(pair) => self.inner.encode_fast((text, pair), true),
+            Some(pair) => {
+                require_room(self.longest, self.around_pairs)?;
+                self.inner.encode_fast((text, pair), true)
+            }
             None => self.inner.encode_fast(text, true),
         };
         let encoding = encoding.map_err(|e| Error::malformed(&self.path, e))?;
@@ -92,7 +100,7 @@ impl Tokenizer {
     /// The token that the tokenizer puts before every text, if it is one alone.
     pub fn first(&self) -> Result<Option<i64>> {
         let (with, without) = (self.encode("a", None)?, self.plain("a")?);
-        Ok(with.ids.first().copied().filter(|_| with.ids.len() == without.len() + 1 && with.ids.ends_with(&without)))
+        Ok(with.ids.first().copied().filter(|_| with.ids.len().checked_sub(1) == Some(without.len()) && with.ids.ends_with(&without)))
     }
 
     /// Rows of one length, filled up with padding that the mask hides.
@@ -103,7 +111,7 @@ impl Tokenizer {
         }
         let (mut ids, mut mask, mut types) = (Vec::new(), Vec::new(), Vec::new());
         for row in rows {
-            let rest = width - row.ids.len();
+            let rest = width.saturating_sub(row.ids.len());
             ids.extend(row.ids.iter().copied().chain(std::iter::repeat_n(self.pad, rest)));
             types.extend(row.types.iter().copied().chain(std::iter::repeat_n(0, rest)));
             mask.extend(std::iter::repeat_n(1i64, row.ids.len()).chain(std::iter::repeat_n(0, rest)));
@@ -111,6 +119,14 @@ impl Tokenizer {
         let tensor = |values: Vec<i64>| Tensor::from_vec(values, (rows.len(), width), &Device::Cpu).map_err(shaped);
         let named = [("input_ids", tensor(ids)?), ("attention_mask", tensor(mask)?), ("token_type_ids", tensor(types)?)];
         Ok(named.map(|(name, tensor)| (name.to_owned(), tensor)).into())
+    }
+}
+
+/// Whether a limit on tokens has room for the special ones.
+fn require_room(longest: Option<usize>, around: usize) -> Result<()> {
+    match longest {
+        Some(longest) if longest < around => Err(Error::option("data", format!("texts are cut at {longest} tokens, the special ones alone are {around}"))),
+        _ => Ok(()),
     }
 }
 
@@ -132,7 +148,7 @@ fn limit(target: &Target, settings: &Map<String, Value>) -> Result<Option<usize>
     let positions = number(target.config, "max_position_embeddings").or_else(|| number(target.config, "n_positions"));
     // These count positions from the one after the padding token's id.
     let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
-    let offset = if matches!(kind, "roberta" | "xlm-roberta" | "camembert") { number(target.config, "pad_token_id").unwrap_or(1) + 1 } else { 0 };
+    let offset = if matches!(kind, "roberta" | "xlm-roberta" | "camembert") { number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1) } else { 0 };
     let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), number(sentences.values(), "max_seq_length")];
     Ok(limits.into_iter().flatten().min())
 }

@@ -38,7 +38,7 @@ impl Windows {
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
         let length = options.max_length.unwrap_or_else(|| tokenizer.longest().map_or(LENGTH, |longest| longest.min(LENGTH)));
         let first = tokenizer.first()?;
-        let room = length - usize::from(first.is_some()).min(length);
+        let room = length.saturating_sub(usize::from(first.is_some()));
         if room < 2 {
             return Err(Error::option("data", format!("`max_length: {length}` leaves no token to predict")));
         }
@@ -73,7 +73,9 @@ impl Source for Windows {
             Err(e) => vec![Err(e)],
         });
         let windows = windows.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(in_batches(windows, self.options.batch(Task::LanguageModelling), self.cut.room * size_of::<i64>(), order, |windows| self.batch(windows)))
+        Ok(in_batches(windows, self.options.batch(Task::LanguageModelling), self.cut.room.saturating_mul(size_of::<i64>()), order, |windows| {
+            self.batch(windows)
+        }))
     }
 
     fn samples(&self) -> Option<usize> {
@@ -102,17 +104,17 @@ struct Cut {
 impl Cut {
     fn windows(&self, tokens: &[i64]) -> Vec<Window> {
         let lead = usize::from(self.first.is_some());
-        let (mut windows, mut start, mut done) = (Vec::new(), 0, 0);
+        let (mut windows, mut start, mut done) = (Vec::new(), 0usize, 0usize);
         while done < tokens.len() {
-            let end = tokens.len().min(start + self.room);
-            let ids: Vec<i64> = self.first.into_iter().chain(tokens[start..end].iter().copied()).collect();
+            let end = tokens.len().min(start.saturating_add(self.room));
+            let ids: Vec<i64> = self.first.into_iter().chain(tokens.get(start..end).unwrap_or(&[]).iter().copied()).collect();
             // The first token of a window has nothing before it.
-            let predicted = (lead + done - start).max(1)..ids.len();
+            let predicted = done.saturating_sub(start).saturating_add(lead).max(1)..ids.len();
             if !predicted.is_empty() {
                 windows.push(Window { ids, predicted });
             }
             done = end;
-            start += self.stride;
+            start = start.saturating_add(self.stride);
         }
         windows
     }

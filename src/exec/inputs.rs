@@ -1,5 +1,8 @@
 //! Holding inputs to what a graph takes, before anything runs.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 use candle_core::{DType, Device, Tensor};
 
 use super::Inputs;
@@ -27,14 +30,17 @@ pub(super) fn require_rows(graph: &Graph, node: &Node, indices: &Tensor, table: 
         let indices = indices.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
         Ok((rows, indices))
     };
-    let name = |position: usize| graph.value(node.inputs[position]).name.as_str();
+    let value = |position: usize| node.inputs.get(position).map(|id| graph.value(*id));
+    let name = |position: usize| value(position).map_or("", |value| value.name.as_str());
     let (rows, numbers) = read().map_err(|e: candle_core::Error| Error::run(format!("graph node `{}`", graph.value(node.output).name), e, ""))?;
-    let Some(at) = numbers.iter().position(|number| !usize::try_from(*number).is_ok_and(|n| n < rows)) else { return Ok(()) };
-    let (row, column) = (at / indices.dims().last().copied().unwrap_or(1), at % indices.dims().last().copied().unwrap_or(1));
-    let what = if graph.value(node.inputs[0]).kind == Kind::Input { "input" } else { "graph value" };
+    let wrong = numbers.iter().enumerate().find(|(_, number)| !usize::try_from(**number).is_ok_and(|n| n < rows));
+    let Some((at, number)) = wrong else { return Ok(()) };
+    let width = indices.dims().last().copied().unwrap_or(1);
+    let (row, column) = (at.checked_div(width).unwrap_or(0), at.checked_rem(width).unwrap_or(0));
+    let what = if value(0).is_some_and(|value| value.kind == Kind::Input) { "input" } else { "graph value" };
     Err(Error::run(
         format!("{what} `{}`", name(0)),
-        format!("holds {} at row {row}, place {column}; `{}` has {rows} rows", numbers[at], name(1)),
+        format!("holds {number} at row {row}, place {column}; `{}` has {rows} rows", name(1)),
         if what == "input" { "the tokenizer does not belong to this model" } else { "the sequence is longer than the model's positions" },
     ))
 }

@@ -24,6 +24,9 @@ impl Catalog for BTreeMap<String, Vec<usize>> {
     }
 }
 
+/// Values of a graph at most: without a checkpoint, a configuration could ask for any number of layers.
+const MOST: usize = 1 << 18;
+
 /// Wires nodes.
 pub struct Builder<'c> {
     graph: Graph,
@@ -43,6 +46,9 @@ impl<'c> Builder<'c> {
     }
 
     fn add(&mut self, name: &str, ty: TensorType, kind: Kind) -> Result<ValueId> {
+        if self.graph.values.len() >= MOST {
+            return Err(Error::graph("graph", format!("has more than {MOST} values")));
+        }
         let id = ValueId(self.graph.values.len() as u32);
         if self.names.insert(name.to_owned(), id).is_some() {
             return Err(Error::graph("graph", format!("two values are named `{name}`")));

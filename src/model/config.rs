@@ -1,8 +1,5 @@
 //! `config.json`, kept as it was written but for what must change.
 
-// What is read here, anybody may have written.
-#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
-
 use std::io;
 use std::path::Path;
 

@@ -61,10 +61,10 @@ pub fn diff(before: &Model, after: &Model, sweep: &Sweep) -> Result<Diff> {
     let weights = sweep.run(
         "Comparing",
         &jobs,
-        |(_, a, b)| bytes(*a) + bytes(*b),
+        |(_, a, b)| bytes(*a).saturating_add(bytes(*b)),
         |(name, a, b)| {
             let done = weight_diff(name, *a, *b)?;
-            sweep.advance(bytes(*a) + bytes(*b))?;
+            sweep.advance(bytes(*a).saturating_add(bytes(*b)))?;
             Ok(done)
         },
     )?;
@@ -109,10 +109,11 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
         let two = crate::store::View::dense(b.dtype, two);
         let elements = one.now.elements();
         for start in (0..elements).step_by(RUN) {
-            let count = RUN.min(elements - start);
-            if one.now.decode(start, &mut x[..count]) && two.decode(start, &mut y[..count]) {
-                sums.add(&x[..count], &y[..count]);
-                same &= x[..count] == y[..count];
+            let count = RUN.min(elements.saturating_sub(start));
+            let ((x, _), (y, _)) = (x.split_at_mut(count), y.split_at_mut(count));
+            if one.now.decode(start, x) && two.decode(start, y) {
+                sums.add(x, y);
+                same &= x == y;
             }
         }
         Ok(())

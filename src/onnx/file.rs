@@ -3,6 +3,9 @@
 //! Parts of a message may stand one after another in protobuf: the graph without its weights, then each weight as
 //! a tensor whose elements come last, so that they can be written block by block.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 use prost::Message;
 
 use super::proto::{DataLocation, DataType, ModelProto, StringStringEntryProto, TensorProto};
@@ -45,10 +48,10 @@ pub fn layout(draft: &Draft, largest: u64) -> Result<Layout> {
     for (index, part, tensor) in tensors(draft) {
         let size = byte_count(tensor)?;
         if outside(size) {
-            let start = at.next_multiple_of(ALIGNMENT);
-            data.push(Piece::Bytes(vec![0; (start - at) as usize]));
+            let (start, end) = place(at, size, tensor)?;
+            data.push(Piece::Bytes(vec![0; start.saturating_sub(at) as usize]));
             data.push(Piece::Item { index, part, bytes: size });
-            at = start + size;
+            at = end;
         }
     }
     Ok(vec![(MODEL.into(), single(draft, outside)?), (DATA.into(), data)])
@@ -56,7 +59,7 @@ pub fn layout(draft: &Draft, largest: u64) -> Result<Layout> {
 
 /// Bytes of a file.
 pub fn bytes(pieces: &[Piece]) -> u64 {
-    pieces.iter().map(Piece::len).sum()
+    pieces.iter().map(Piece::len).fold(0, u64::saturating_add)
 }
 
 /// The tensors of all weights: number of the weight, number of its part, the tensor.
@@ -71,7 +74,17 @@ fn byte_count(tensor: &Tensor) -> Result<u64> {
         _ => 4,
     };
     let count = tensor.dims.iter().try_fold(width, |size: u64, d| size.checked_mul(*d as u64));
-    count.ok_or_else(|| Error::tensor(&tensor.name, "its size overflows", ""))
+    count.ok_or_else(|| overflows(tensor))
+}
+
+fn overflows(tensor: &Tensor) -> Error {
+    Error::tensor(&tensor.name, "its size overflows", "")
+}
+
+/// Where a tensor begins and ends in the second file, behind `at` bytes.
+fn place(at: u64, size: u64, tensor: &Tensor) -> Result<(u64, u64)> {
+    let start = at.checked_next_multiple_of(ALIGNMENT);
+    start.and_then(|start| Some((start, start.checked_add(size)?))).ok_or_else(|| overflows(tensor))
 }
 
 fn single(draft: &Draft, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
@@ -86,24 +99,25 @@ fn single(draft: &Draft, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
         let away = outside(size);
         if away {
             tensor.data_location = Some(DataLocation::External as i32);
-            at = at.next_multiple_of(ALIGNMENT);
-            tensor.external_data = [("location", DATA.to_owned()), ("offset", at.to_string()), ("length", size.to_string())]
+            let (start, end) = place(at, size, slot)?;
+            tensor.external_data = [("location", DATA.to_owned()), ("offset", start.to_string()), ("length", size.to_string())]
                 .map(|(k, v)| StringStringEntryProto::new(k, v))
                 .to_vec();
-            at += size;
+            at = end;
         }
         let mut content = tensor.encode_to_vec();
         if !away {
             content.push(RAW_DATA);
             varint(size, &mut content);
         }
-        let length = content.len() as u64 + if away { 0 } else { size };
+        let length = (content.len() as u64).checked_add(if away { 0 } else { size }).ok_or_else(|| overflows(slot))?;
         let mut prefix = vec![INITIALIZER];
         varint(length, &mut prefix);
         prefix.append(&mut content);
         written.push((prefix, (!away).then_some(Piece::Item { index, part, bytes: size })));
     }
-    let length = body.len() as u64 + written.iter().map(|(prefix, item)| prefix.len() as u64 + item.as_ref().map_or(0, Piece::len)).sum::<u64>();
+    let lengths = written.iter().flat_map(|(prefix, item)| [prefix.len() as u64, item.as_ref().map_or(0, Piece::len)]);
+    let length = lengths.fold(body.len() as u64, u64::saturating_add);
     let mut pending = head.encode_to_vec();
     pending.push(GRAPH);
     varint(length, &mut pending);
@@ -137,7 +151,7 @@ pub fn decode(pieces: &[Piece]) -> Result<ModelProto, prost::DecodeError> {
     for piece in pieces {
         match piece {
             Piece::Bytes(known) => bytes.extend_from_slice(known),
-            Piece::Item { bytes: count, .. } => bytes.resize(bytes.len() + *count as usize, 0),
+            Piece::Item { bytes: count, .. } => bytes.resize(bytes.len().saturating_add(*count as usize), 0),
         }
     }
     ModelProto::decode(bytes.as_slice())

@@ -1,5 +1,8 @@
 //! Opening a checkpoint: one file, a folder with one file, or shards with an index. Only headers are read.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
@@ -38,22 +41,20 @@ impl DataFile {
         }
         let mut file = File::open(path).map_err(Error::io("open", path))?;
         let bytes = file.metadata().map_err(Error::io("open", path))?.len();
-        if bytes < 8 {
-            return Err(Error::malformed(path, format!("{bytes} bytes are too few for a safetensors file")));
-        }
+        let rest = bytes.checked_sub(8).ok_or_else(|| Error::malformed(path, format!("{bytes} bytes are too few for a safetensors file")))?;
         let mut length = [0; 8];
         file.read_exact(&mut length).map_err(Error::io("read", path))?;
         let length = u64::from_le_bytes(length);
-        if length == 0 || length > MAX_HEADER || length > bytes - 8 {
-            return Err(Error::malformed(
+        let after = rest.checked_sub(length).filter(|_| (1..=MAX_HEADER).contains(&length)).ok_or_else(|| {
+            Error::malformed(
                 path,
                 format!("the header claims {length} bytes in a file of {bytes} (at most {MAX_HEADER} are allowed): not a safetensors file, or truncated"),
-            ));
-        }
+            )
+        })?;
         let mut json = vec![0; length as usize];
         file.read_exact(&mut json).map_err(Error::io("read", path))?;
-        let header = Header::parse(&json, bytes - 8 - length).map_err(|reason| Error::malformed(path, reason))?;
-        Ok((Arc::new(DataFile { path: path.to_owned(), file, data: 8 + length }), header))
+        let header = Header::parse(&json, after).map_err(|reason| Error::malformed(path, reason))?;
+        Ok((Arc::new(DataFile { path: path.to_owned(), file, data: length.saturating_add(8) }), header))
     }
 
     /// Reads bytes of the data section.
@@ -61,7 +62,7 @@ impl DataFile {
     /// # Errors
     /// The file cannot be read, or has become shorter.
     pub fn read(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        self.file.read_exact_at(buffer, self.data + offset).map_err(Error::io("read", &self.path))
+        self.file.read_exact_at(buffer, self.data.saturating_add(offset)).map_err(Error::io("read", &self.path))
     }
 }
 
@@ -93,7 +94,7 @@ impl RawTensor {
     /// # Errors
     /// The file cannot be read.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
-        self.file.read(self.begin + offset, buffer)
+        self.file.read(self.begin.saturating_add(offset), buffer)
     }
 
     /// Reads a small tensor whole.
@@ -118,12 +119,12 @@ impl Source for RawTensor {
         // Elements of less than a byte go by whole bytes.
         let (elements, size, unit) = if bits < 8 { (self.bytes as usize, 1, 1) } else { (self.elements(), bits / 8, unit) };
         let step = block_elements(unit);
-        let mut buffer = vec![0; step.min(elements) * size];
-        for start in (0..elements).step_by(step) {
-            let bytes = step.min(elements - start) * size;
-            let buffer = &mut buffer[..bytes];
-            self.read_at((start * size) as u64, buffer)?;
-            sink(Block::untouched(View::dense(self.dtype, buffer)))?;
+        let (step, bytes) = (step.min(elements).saturating_mul(size), elements.saturating_mul(size));
+        let mut buffer = vec![0; step];
+        for start in (0..bytes).step_by(step.max(1)) {
+            buffer.truncate(bytes.saturating_sub(start));
+            self.read_at(start as u64, &mut buffer)?;
+            sink(Block::untouched(View::dense(self.dtype, &buffer)))?;
         }
         Ok(())
     }
@@ -205,7 +206,7 @@ impl Checkpoint {
             self.metadata.entry(key).or_insert(value);
         }
         for Entry { name, dtype, shape, begin, end } in header.tensors {
-            self.tensors.insert(name, RawTensor { dtype, shape, file: file.clone(), begin, bytes: end - begin });
+            self.tensors.insert(name, RawTensor { dtype, shape, file: file.clone(), begin, bytes: end.saturating_sub(begin) });
         }
         self.files.push(path.to_owned());
         Ok(())

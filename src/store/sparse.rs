@@ -5,6 +5,9 @@
 //! dtype; `NAME.shape`, I64 `[rank]`. Only elements whose bits are all zero are dropped, so the way back is
 //! exact. Files that hold such tensors say `"compress.sparse": "1"` in their metadata.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 use std::sync::Arc;
 
 use super::{Affine, Block, Checkpoint, DType, IntegerFile, RawTensor, Sink, Source, View, block_elements};
@@ -18,7 +21,7 @@ pub const VERSION: &str = "1";
 
 /// Bytes of a tensor in this layout.
 pub fn stored_bytes(elements: u64, kept: u64, size: u64, rank: u64) -> u64 {
-    elements.div_ceil(8) + kept * size + 8 * rank
+    [kept.saturating_mul(size), rank.saturating_mul(8)].into_iter().fold(elements.div_ceil(8), u64::saturating_add)
 }
 
 /// A sparse tensor in a file, seen as the dense one.
@@ -42,7 +45,7 @@ impl SparseFile {
         };
         let find = |suffix| checkpoint.tensors.get(&part(suffix)).ok_or_else(|| broken(format!("`{}` is missing", part(suffix))));
         let (mask, values, shape) = (find("bitmask")?, find("values")?, find("shape")?);
-        if shape.dtype != DType::I64 || shape.shape.len() != 1 || shape.shape[0] > 64 {
+        if shape.dtype != DType::I64 || !matches!(shape.shape[..], [0..=64]) {
             return Err(broken("the shape is not a short I64 vector".into()));
         }
         let sizes: Option<Vec<usize>> = shape.read_all()?.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect();
@@ -65,7 +68,7 @@ impl SparseFile {
 
     /// Bytes that the parts take.
     pub fn bytes(&self) -> u64 {
-        self.mask.bytes() + self.values.bytes() + 8 * self.shape.len() as u64
+        [self.mask.bytes(), self.values.bytes()].into_iter().fold((self.shape.len() as u64).saturating_mul(8), u64::saturating_add)
     }
 
     fn blocks(&self, unit: usize, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
@@ -75,23 +78,24 @@ impl SparseFile {
         let (mut mask, mut values, mut dense) = (Vec::new(), Vec::new(), Vec::new());
         let mut position = 0usize;
         for start in (0..elements).step_by(step) {
-            let count = step.min(elements - start);
+            let count = step.min(elements.saturating_sub(start));
             // A block need not start at a whole byte of the mask.
             let shift = start % 8;
-            mask.resize((shift + count).div_ceil(8), 0);
+            mask.resize(count.saturating_add(shift).div_ceil(8), 0);
             self.mask.read_at((start / 8) as u64, &mut mask)?;
             if shift > 0 {
-                realign(&mut mask, shift);
+                realign(&mut mask, shift as u32);
             }
             let kept = bitmask::ones(&mask, count);
-            values.resize(kept * size, 0);
-            if position + kept > self.values.elements() {
+            values.resize(kept.saturating_mul(size), 0);
+            let next = position.saturating_add(kept);
+            if next > self.values.elements() {
                 return Err(Error::malformed(self.values.path(), "a sparse mask has more bits set than there are values"));
             }
-            self.values.read_at((position * size) as u64, &mut values)?;
-            position += kept;
+            self.values.read_at(position.saturating_mul(size) as u64, &mut values)?;
+            position = next;
             dense.clear();
-            dense.resize(count * size, 0);
+            dense.resize(count.saturating_mul(size), 0);
             bitmask::unpack(&mask, &values, size, &mut dense);
             sink(&dense)?;
         }
@@ -102,10 +106,11 @@ impl SparseFile {
     }
 }
 
-fn realign(mask: &mut [u8], shift: usize) {
-    for i in 0..mask.len() {
-        let next = mask.get(i + 1).copied().unwrap_or(0);
-        mask[i] = (mask[i] >> shift) | (next << (8 - shift));
+fn realign(mask: &mut [u8], shift: u32) {
+    let mut next = 0;
+    for byte in mask.iter_mut().rev() {
+        let own = std::mem::replace(byte, u16::from_le_bytes([*byte, next]).wrapping_shr(shift) as u8);
+        next = own;
     }
 }
 
@@ -161,4 +166,22 @@ pub enum IntegerValues {
         /// Shape `[out, in]`.
         shape: Vec<usize>,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn masks_move_to_whole_bytes() {
+        let bits = |mask: &[u8]| mask.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1)).collect::<Vec<_>>();
+        let mask = [0b1010_0110, 0b0111_1001, 0b1100_0101];
+        for shift in 1..8 {
+            let mut moved = mask;
+            realign(&mut moved, shift);
+            let shift = shift as usize;
+            assert_eq!(bits(&moved)[..24 - shift], bits(&mask)[shift..]);
+            assert_eq!(bits(&moved)[24 - shift..], vec![0; shift]);
+        }
+    }
 }

@@ -9,6 +9,9 @@
 //!
 //! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors.
 
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
 use std::sync::Arc;
 
 use super::affine::row;
@@ -57,7 +60,10 @@ impl Spelling {
         let mut parts = match self {
             Spelling::Plain => vec![part("", dtype, shape)],
             Spelling::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
-            Spelling::Packed => vec![part("_packed", DType::I32, vec![shape[0], weight.row().div_ceil(4)]), part("_shape", DType::I64, vec![shape.len()])],
+            Spelling::Packed => vec![
+                part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(4)]),
+                part("_shape", DType::I64, vec![shape.len()]),
+            ],
             Spelling::Sparse { kept } => vec![
                 part(".values", dtype, vec![kept as usize]),
                 part(".shape", DType::I64, vec![shape.len()]),
@@ -135,7 +141,7 @@ impl Emitter {
             Spelling::Transposed => self.pending.extend_from_slice(view.values),
             Spelling::Packed => {
                 self.values.clear();
-                for row in view.values.chunks_exact(self.row) {
+                for row in view.values.chunks_exact(self.row.max(1)) {
                     self.values.extend(row.iter().map(|b| b ^ 0x80));
                     self.values.resize(self.values.len().next_multiple_of(4), 0);
                 }
@@ -148,13 +154,14 @@ impl Emitter {
         {
             let at = self.spelling.value_parts();
             if self.spelling == Spelling::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
-                self.parameters[0].extend_from_slice(view.scales);
-                self.parameters[1].extend_from_slice(view.zero_points);
+                let [scales, zero_points] = &mut self.parameters;
+                scales.extend_from_slice(view.scales);
+                zero_points.extend_from_slice(view.zero_points);
                 return Ok(());
             }
             sink(at, view.scales)?;
             if !affine.symmetric {
-                sink(at + 1, view.zero_points)?;
+                sink(at.saturating_add(1), view.zero_points)?;
             }
         }
         Ok(())
@@ -162,18 +169,20 @@ impl Emitter {
 
     /// Mask bytes hold eight elements, blocks any number: what is left over waits for the next block.
     fn sparse(&mut self, mut elements: &[u8], sink: PartSink) -> Result<()> {
-        let eight = 8 * self.size;
+        let eight = self.size.saturating_mul(8);
         if !self.pending.is_empty() {
-            let missing = (eight - self.pending.len()).min(elements.len());
-            self.pending.extend(&elements[..missing]);
-            elements = &elements[missing..];
+            let missing = eight.saturating_sub(self.pending.len()).min(elements.len());
+            let (first, others) = elements.split_at(missing);
+            self.pending.extend(first);
+            elements = others;
             if self.pending.len() < eight {
                 return Ok(());
             }
             let pending = std::mem::take(&mut self.pending);
             self.pack(&pending, sink)?;
         }
-        let (whole, rest) = elements.split_at(elements.len() / eight * eight);
+        let rest = elements.chunks_exact(eight).remainder();
+        let (whole, _) = elements.split_at(elements.len().saturating_sub(rest.len()));
         self.pack(whole, sink)?;
         self.pending.extend(rest);
         Ok(())
@@ -192,11 +201,12 @@ impl Emitter {
         match self.spelling {
             _ if pending.is_empty() => Ok(()),
             Spelling::Transposed => {
-                let rows = pending.len() / (self.row * self.size).max(1);
+                let rows = pending.len().checked_div(self.row.saturating_mul(self.size)).unwrap_or(0);
                 self.transpose(&pending, self.size, self.row, &mut |bytes| sink(0, bytes))?;
                 for (part, parameters) in std::mem::take(&mut self.parameters).into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
                     let size = if part == 0 { self.scale_size } else { 1 };
-                    self.transpose(&parameters, size, parameters.len() / (rows * size).max(1), &mut |bytes| sink(part + 1, bytes))?;
+                    let width = parameters.len().checked_div(rows.saturating_mul(size)).unwrap_or(0);
+                    self.transpose(&parameters, size, width, &mut |bytes| sink(part.saturating_add(1), bytes))?;
                 }
                 Ok(())
             }
@@ -207,12 +217,14 @@ impl Emitter {
     /// Columns of a whole matrix, a band of them at a time.
     fn transpose(&mut self, matrix: &[u8], size: usize, width: usize, sink: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
         const BAND: usize = 16;
-        let rows = matrix.len() / (width * size).max(1);
+        let line = width.saturating_mul(size);
+        let rows = matrix.len().checked_div(line).unwrap_or(0);
         for start in (0..width).step_by(BAND) {
-            let band = BAND.min(width - start);
+            let band = BAND.min(width.saturating_sub(start));
             self.values.clear();
-            self.values.resize(band * rows * size, 0);
-            for (row, elements) in matrix.chunks_exact(width * size).enumerate() {
+            self.values.resize(band.saturating_mul(rows).saturating_mul(size), 0);
+            #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; a row has `width` elements, a band `band` columns of `rows`")]
+            for (row, elements) in matrix.chunks_exact(line).enumerate() {
                 for column in 0..band {
                     let (from, to) = ((start + column) * size, (column * rows + row) * size);
                     self.values[to..to + size].copy_from_slice(&elements[from..from + size]);
@@ -263,7 +275,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
             let shape = packed_shape(&checkpoint, &name, &words)?;
             checkpoint.tensors.remove(&packed);
             checkpoint.tensors.remove(&shape_name);
-            let bytes = words.bytes() + 16;
+            let bytes = words.bytes().saturating_add(16);
             let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values: words, packed: true, shape })?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
         } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
@@ -283,7 +295,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
 }
 
 fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, mut stored_as: Vec<String>) -> Result<()> {
-    weight.stored_bytes += bytes;
+    weight.stored_bytes = weight.stored_bytes.saturating_add(bytes);
     weight.stored_as.append(&mut stored_as);
     if let Some(other) = weights.by_name.get(&name) {
         let spelled = |w: &Weight| w.stored_as.join("`, `");
@@ -301,15 +313,13 @@ fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor) -> Resul
     let broken = |reason: &str| Error::tensor(name, reason, "four-bit and other packed widths are not read yet; only eight bits are");
     let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`"))?;
     let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
-    let sizes: Vec<usize> = match shape.dtype {
-        DType::I64 => bytes.as_chunks::<8>().0.iter().filter_map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect(),
-        DType::I32 => bytes.as_chunks::<4>().0.iter().filter_map(|d| usize::try_from(i32::from_le_bytes(*d)).ok()).collect(),
-        _ => Vec::new(),
+    let sizes: Option<Vec<usize>> = match shape.dtype {
+        DType::I64 => bytes.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect(),
+        DType::I32 => bytes.as_chunks::<4>().0.iter().map(|d| usize::try_from(i32::from_le_bytes(*d)).ok()).collect(),
+        _ => None,
     };
-    if sizes.len() != 2 || words.shape != [sizes[0], sizes[1].div_ceil(4)] {
-        return Err(broken("packed words do not hold eight-bit integers of the stated shape"));
-    }
-    Ok(sizes)
+    let fits = |sizes: &Vec<usize>| matches!(sizes[..], [rows, row] if words.shape == [rows, row.div_ceil(4)]);
+    sizes.filter(fits).ok_or_else(|| broken("packed words do not hold eight-bit integers of the stated shape"))
 }
 
 /// A quantized weight from its integers and the scales that lie beside them.
@@ -326,7 +336,7 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
         [1, 1] if rows != 1 => Granularity::Tensor,
         [n] if n == rows => Granularity::Channel,
         [n, 1] if n == rows => Granularity::Channel,
-        [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row / groups),
+        [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row.checked_div(groups).unwrap_or(row)),
         _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
     };
     if !matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32) {
@@ -340,12 +350,12 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
     let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: Activations::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
-    let mut bytes = scales.bytes() + zero_points.as_ref().map_or(0, RawTensor::bytes);
+    let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));
     let mut affine = affine;
     if let Some((by, mut names, size)) = input(checkpoint, name)? {
         affine.activations = Activations::Static(by);
         stored_as.append(&mut names);
-        bytes += size;
+        bytes = bytes.saturating_add(size);
     }
     let dtype = scales.dtype;
     let source: Arc<dyn Source> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
@@ -369,7 +379,7 @@ fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<(Static, Vec<
     let zero_point = match checkpoint.tensors.get(&zero_name) {
         None => None,
         Some(zero) if zero.dtype == DType::I8 && zero.elements() == 1 => {
-            bytes += zero.bytes();
+            bytes = bytes.saturating_add(zero.bytes());
             zero.read_all()?.first().map(|byte| *byte as i8)
         }
         Some(_) => return broken(&zero_name, "is not one int8"),

@@ -4,10 +4,15 @@
 //! | --- | --- |
 //! | an IDX file that gunzips to gigabytes | samples are read one at a time: what the header says is held to what is there |
 //! | an image of 60,000 by 60,000 pixels in a few kilobytes | a limit on what a decoder may take |
+//! | a small image that would be resized to gigabytes, a processor that asks for it | a limit on pixels; sizes are held to ranges |
 //! | an array in an .npz that inflates to gigabytes | its shape is held to the model's before elements are read |
+//! | an array whose header claims rows or a header of gigabytes | a row is at most 2 GiB and grows as it is read; a header is short |
+//! | arrays without rows, images without pixels, whose other sizes overflow | samples that are nothing are refused |
+//! | texts cut at fewer tokens than the special ones, windows of 2^62 tokens | limits are held to the special tokens; sums saturate |
 //! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
 //! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
 //! | a billion layers, sizes of 2^63, a width of 0 in config.json | layers are built as their tensors are found; sizes are held to ranges |
+//! | the same for a student of fresh weights, where nothing is stored | limits on values of a graph and elements of a weight |
 //! | a graph.json with sizes whose product overflows | sizes are multiplied with a check |
 //! | a tokenizer whose expression backtracks without end | a limit on backtracking |
 //! | headers that claim more than the file, offsets that overlap | `bad_input/files.rs`, `bad_input/spellings.rs` |
@@ -22,7 +27,7 @@ use std::process::Stdio;
 
 use serde_json::{Value, json};
 
-use crate::support::{METADATA, Run, command, compress, file, floats, snapshot};
+use crate::support::{METADATA, Run, command, compress, file, floats, ok, snapshot, tensor};
 
 fn golden(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
@@ -83,40 +88,140 @@ fn data_that_swells() {
 #[test]
 fn images_that_swell() {
     let folder = with_model("vit-image-classification");
+    pictures(folder.path(), (60_000, 60_000), 8 << 20);
+    refused(folder.path(), "eval in --data images", "a.png");
+}
+
+/// The same small image for each of five classes.
+fn pictures(folder: &Path, (width, height): (u32, u32), zeros: usize) {
     let chunk = |name: &[u8; 4], data: &[u8]| {
         let mut crc = flate2::Crc::new();
         crc.update(name);
         crc.update(data);
         [&(data.len() as u32).to_be_bytes()[..], name, data, &crc.sum().to_be_bytes()].concat()
     };
-    let mut zeros = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
-    zeros.write_all(&vec![0; 8 << 20]).unwrap();
-    let sizes = [60_000u32.to_be_bytes(), 60_000u32.to_be_bytes()].concat();
-    let header = [&sizes[..], &[8, 2, 0, 0, 0]].concat();
-    let image = [b"\x89PNG\r\n\x1a\n".to_vec(), chunk(b"IHDR", &header), chunk(b"IDAT", &zeros.finish().unwrap()), chunk(b"IEND", b"")].concat();
+    let mut pixels = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
+    pixels.write_all(&vec![0; zeros]).unwrap();
+    let header = [&width.to_be_bytes()[..], &height.to_be_bytes(), &[8, 2, 0, 0, 0]].concat();
+    let image = [b"\x89PNG\r\n\x1a\n".to_vec(), chunk(b"IHDR", &header), chunk(b"IDAT", &pixels.finish().unwrap()), chunk(b"IEND", b"")].concat();
     for class in 0..5 {
-        fs::create_dir_all(folder.path().join(format!("images/{class}"))).unwrap();
-        fs::write(folder.path().join(format!("images/{class}/a.png")), &image).unwrap();
+        fs::create_dir_all(folder.join(format!("images/{class}"))).unwrap();
+        fs::write(folder.join(format!("images/{class}/a.png")), &image).unwrap();
     }
-    refused(folder.path(), "eval in --data images", "a.png");
+}
+
+#[test]
+fn images_that_swell_when_they_are_resized() {
+    let folder = with_model("vit-image-classification");
+    pictures(folder.path(), (12, 12), 12 * 37);
+    refused(folder.path(), "eval in --data images --resize 4000000000 4000000000", "4000000000 x 4000000000");
+    refused(folder.path(), "eval in --data images --resize 9223372036854775808 12", "9223372036854775808 x 12");
+    let edge = |size: Value| json!({ "size": size, "do_center_crop": true, "crop_size": 12 });
+    for (processor, words) in [
+        (edge(json!({ "shortest_edge": 1u64 << 62 })), "`size`"),
+        (edge(json!({ "height": 0, "width": 12 })), "`size`"),
+        (json!({ "image_processor_type": "ConvNextImageProcessor", "size": { "shortest_edge": 12 }, "crop_pct": 0.0 }), "`crop_pct`"),
+        (json!({ "size": 12, "image_std": [0, 0, 0] }), "`image_std`"),
+        (edge(json!({ "shortest_edge": 30_000 })), "30000 x 30000"),
+    ] {
+        fs::write(folder.path().join("in/preprocessor_config.json"), processor.to_string()).unwrap();
+        refused(folder.path(), "eval in --data images", words);
+    }
+    let folder = with_model("resnet-basic");
+    pictures(folder.path(), (60_000, 1), 180_001);
+    fs::write(folder.path().join("in/preprocessor_config.json"), edge(json!({ "shortest_edge": 384 })).to_string()).unwrap();
+    refused(folder.path(), "eval in --data images", "384 x 23040000");
+    fs::write(folder.path().join("in/preprocessor_config.json"), json!({ "size": { "height": 0, "width": 0 } }).to_string()).unwrap();
+    refused(folder.path(), "eval in --data images", "`size`");
 }
 
 #[test]
 fn arrays_that_swell() {
     let folder = with_model("vit-image-classification");
-    let mut archive = zip::ZipWriter::new(File::create(folder.path().join("bomb.npz")).unwrap());
-    archive.start_file("pixel_values.npy", zip::write::SimpleFileOptions::default().large_file(true)).unwrap();
-    let header = format!("{:<117}\n", "{'descr': '<f4', 'fortran_order': False, 'shape': (100000000, 3, 12, 12), }");
-    archive.write_all(&[b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes()].concat()).unwrap();
-    let block = vec![0; 1 << 20];
-    (0..128).for_each(|_| archive.write_all(&block).unwrap());
-    archive.finish().unwrap();
+    npz(&folder.path().join("bomb.npz"), "pixel_values", &npy("100000000, 3, 12, 12"), 128 << 20);
     refused(folder.path(), "eval in --data bomb.npz --task fidelity --against in", "bomb.npz");
+}
+
+/// The header of an array of floats.
+fn npy(shape: &str) -> Vec<u8> {
+    let header = format!("{:<117}\n", format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({shape}), }}"));
+    [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes()].concat()
+}
+
+fn npz(path: &Path, name: &str, start: &[u8], zeros: usize) {
+    let mut archive = zip::ZipWriter::new(File::create(path).unwrap());
+    archive.start_file(format!("{name}.npy"), zip::write::SimpleFileOptions::default().large_file(true)).unwrap();
+    archive.write_all(start).unwrap();
+    let block = vec![0; zeros.min(1 << 20)];
+    (0..zeros.div_ceil(1 << 20)).for_each(|_| archive.write_all(&block).unwrap());
+    archive.finish().unwrap();
+}
+
+/// Sizes that the model leaves open, and sizes beside a 0, are held to nothing but memory.
+#[test]
+fn arrays_that_claim_to_be_large() {
+    let args = |file: &str| format!("eval in --data {file} --task fidelity --against in");
+    let folder = with_model("resnet-basic");
+    let path = folder.path();
+    let large = 1usize << 40;
+    npz(&path.join("row.npz"), "pixel_values", &npy("1, 3, 60000, 60000"), 1000);
+    refused(path, &args("row.npz"), "array `pixel_values` has rows of [3, 60000, 60000]");
+    npz(&path.join("short.npz"), "pixel_values", &npy("4, 3, 10000, 10000"), 1000);
+    refused(path, &args("short.npz"), "array `pixel_values` ends before its 4 rows do");
+    npz(&path.join("header.npz"), "pixel_values", b"\x93NUMPY\x02\x00\xff\xff\xff\xff", 1000);
+    refused(path, &args("header.npz"), "array `pixel_values`: a header of 4294967295 bytes");
+    npz(&path.join("nothing.npz"), "pixel_values", &npy("2, 3, 0, 0"), 0);
+    refused(path, &args("nothing.npz"), "array `pixel_values` has rows of [3, 0, 0]");
+    file(&path.join("open.safetensors"), METADATA, &[tensor("pixel_values", "F32", &[0, 3, large, large], &[])]);
+    refused(path, &args("open.safetensors"), "array `pixel_values` has rows of [3, 1099511627776, 1099511627776]");
+    let folder = with_model("vit");
+    file(&folder.path().join("fixed.safetensors"), METADATA, &[tensor("pixel_values", "F32", &[0, large, large, 3], &[])]);
+    refused(folder.path(), &args("fixed.safetensors"), "array `pixel_values` has rows of [1099511627776, 1099511627776, 3]");
+}
+
+#[test]
+fn idx_files_of_nothing() {
+    let folder = with_model("resnet-basic");
+    let path = folder.path();
+    fs::write(path.join("labels"), idx(0x801, &[2]).into_iter().chain([0, 1]).collect::<Vec<u8>>()).unwrap();
+    for sizes in [&[2, 4_000_000_000, 4_000_000_000, 0][..], &[2, 0, 12, 12]] {
+        fs::write(path.join("images"), idx(0x804, sizes)).unwrap();
+        refused(path, "eval in --data images --labels labels", &format!("has samples of {:?}", &sizes[1..]));
+    }
+}
+
+#[test]
+fn limits_on_tokens_that_leave_nothing() {
+    let tokenizer = golden("evaluation/word-pieces.json");
+    let folder = with_model("bert-sequence-classification");
+    let path = folder.path();
+    fs::copy(&tokenizer, path.join("in/tokenizer.json")).unwrap();
+    fs::write(path.join("a.txt"), "a b c a b\n").unwrap();
+    fs::write(path.join("a.csv"), "text,pair\na b c a b,c a b\n").unwrap();
+    let fidelity = "--task fidelity --against in";
+    refused(path, &format!("eval in --data a.txt --max-length 1 {fidelity}"), "texts are cut at 1 tokens, the special ones alone are 2");
+    let pairs = format!("eval in --data a.csv --text-column text --pair-column pair --max-length 2 {fidelity}");
+    refused(path, &pairs, "texts are cut at 2 tokens, the special ones alone are 3");
+    fs::write(path.join("in/tokenizer_config.json"), json!({ "model_max_length": 1 }).to_string()).unwrap();
+    refused(path, &format!("eval in --data a.txt {fidelity}"), "texts are cut at 1 tokens, the special ones alone are 2");
+}
+
+/// A limit that is none: the whole text is one window.
+#[test]
+fn windows_of_any_length() {
+    let folder = with_model("llama");
+    let path = folder.path();
+    fs::copy(golden("evaluation/word-pieces.json"), path.join("in/tokenizer.json")).unwrap();
+    fs::write(path.join("a.txt"), "a b c a b\n").unwrap();
+    set(&path.join("in/config.json"), &path.join("in/config.json"), "max_position_embeddings", Value::Null);
+    for length in [1u64 << 62, u64::MAX] {
+        ok(path, &format!("eval in --data a.txt --max-length {length}"));
+    }
 }
 
 #[test]
 fn configurations_that_swell() {
-    let cases: [(&str, &str, Value, &str); 10] = [
+    let cases: [(&str, &str, Value, &str); 11] = [
         ("bert", "num_hidden_layers", json!(1_000_000_000), "encoder.layer.2"),
         ("bert", "hidden_size", json!(1u64 << 63), "hidden_size"),
         ("bert", "vocab_size", json!(-5), "vocab_size"),
@@ -127,14 +232,37 @@ fn configurations_that_swell() {
         ("gpt2", "n_layer", json!(1_000_000_000_000u64), "n_layer"),
         ("vit-image-classification", "patch_size", json!(0), "patch_size"),
         ("resnet-basic", "depths", json!([1_000_000_000, 1, 2]), "layers.2"),
+        ("roberta", "pad_token_id", json!(i64::MAX), "pad_token_id"),
     ];
     for (model, key, value, words) in cases {
         let folder = with_model(model);
         let path = folder.path().join("in/config.json");
-        let mut config: Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
-        config[key] = value;
-        fs::write(&path, config.to_string()).unwrap();
+        set(&path, &path, key, value);
         refused(folder.path(), "inspect in --graph", words);
+    }
+}
+
+/// A configuration with another value.
+fn set(from: &Path, to: &Path, key: &str, value: Value) {
+    let mut config: Value = serde_json::from_slice(&fs::read(from).unwrap()).unwrap();
+    config[key] = value;
+    fs::write(to, config.to_string()).unwrap();
+}
+
+#[test]
+fn students_that_swell() {
+    let cases: [(&str, &str, &str, Value, &str); 4] = [
+        ("torchvision-resnet18", "2, 3, 16, 16", "layers", json!(vec![1; 70]), "elements"),
+        ("torchvision-resnet18", "2, 3, 16, 16", "layers", json!([4_000_000_000u64]), "values"),
+        ("vit-image-classification", "2, 3, 12, 12", "num_hidden_layers", json!(4_000_000_000u64), "values"),
+        ("vit-image-classification", "2, 3, 12, 12", "hidden_size", json!(4_294_967_294u64), "elements"),
+    ];
+    for (model, shape, key, value, words) in cases {
+        let folder = with_model(model);
+        let path = folder.path();
+        set(&path.join("in/config.json"), &path.join("student.json"), key, value);
+        npz(&path.join("a.npz"), "pixel_values", &npy(shape), 1 << 20);
+        refused(path, "distill in -o out --student config=student.json --train a.npz --max-steps 1", words);
     }
 }
 

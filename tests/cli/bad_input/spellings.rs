@@ -118,6 +118,7 @@ fn quantized_weights() {
         ),
         of("four bits in words", METADATA, packed(&[2, 8]), "tensor `x`: packed words do not hold eight-bit integers of the stated shape", eight),
         of("words of a negative shape", METADATA, packed(&[-2, 3]), "tensor `x`: packed words do not hold", eight),
+        of("words of one size too many, a negative one", METADATA, packed(&[-5, 2, 3]), "tensor `x`: packed words do not hold", eight),
         of(
             "words without a shape",
             METADATA,
