@@ -36,7 +36,7 @@ impl<'c> Settings<'c> {
     pub fn size(&self, key: &str) -> Result<usize> {
         let value = self.get(key).ok_or_else(|| Self::missing(key))?;
         let number = value.as_u64().filter(|n| (1..LIMIT).contains(n));
-        number.map(|n| n as usize).ok_or_else(|| Self::wrong(key, value, "a size from 1"))
+        number.map(|n| n as usize).ok_or_else(|| Self::wrong(key, value, "a size from 1 to 4294967295"))
     }
 
     /// A whole number from 1, or a default.

@@ -61,7 +61,7 @@ impl ClassFolders {
         let mut first = None;
         for (file, _) in files {
             let image = image::ImageReader::open(file).map_err(Error::io("open", file))?;
-            let image = image.with_guessed_format().map_err(Error::io("read", file))?.decode().map_err(|e| Error::malformed(file, e))?;
+            let image = image.with_guessed_format().map_err(Error::io("read", file))?.decode().map_err(|e| unreadable(file, &e))?;
             let (mut pixels, height, width) = self.pixels.numbers(&image, channels, file)?;
             pixels::require_size(&self.port, (channels, height, width), file)?;
             if *first.get_or_insert((height, width)) != (height, width) {
@@ -73,6 +73,13 @@ impl ClassFolders {
         let tensor = Tensor::from_vec(numbers, shape(&self.port, files.len(), channels, height, width), &Device::Cpu).map_err(shaped)?;
         let truth = if self.labelled { Truth::Classes(files.iter().map(|(_, class)| *class).collect()) } else { Truth::None };
         Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: files.len() })
+    }
+}
+
+fn unreadable(file: &Path, error: &image::ImageError) -> Error {
+    match error {
+        image::ImageError::Limits(_) => Error::malformed(file, "is too large a picture to be unpacked: make it smaller, or leave it out"),
+        _ => Error::malformed(file, format!("is no picture that can be read ({error}): save it again, or leave it out")),
     }
 }
 

@@ -89,7 +89,7 @@ fn data_that_swells() {
 fn images_that_swell() {
     let folder = with_model("vit-image-classification");
     pictures(folder.path(), (60_000, 60_000), 8 << 20);
-    refused(folder.path(), "eval in --data images", "a.png");
+    refused(folder.path(), "eval in --data images", "a.png: is too large a picture");
 }
 
 /// The same small image for each of five classes.
