@@ -109,7 +109,7 @@ impl<'c> Builder<'c> {
     pub fn node(&mut self, name: &str, op: impl Into<Op>, inputs: &[ValueId]) -> Result<ValueId> {
         let op = op.into();
         let types: Vec<&TensorType> = inputs.iter().map(|id| &self.graph.value(*id).ty).collect();
-        let ty = op.spec().infer(&types).map_err(|reason| {
+        let ty = op.spec().output(&types).map_err(|reason| {
             let types = types.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
             Error::graph(format!("graph node `{name}`"), format!("{} of ({types}): {reason}", op.name()))
         })?;

@@ -28,7 +28,7 @@ pub fn check(graph: &Graph) -> Result<()> {
                 return wrong(&output.name, format!("reads `{}`, which is computed later", value.name));
             }
         }
-        match node.op.spec().infer(&graph.input_types(node)) {
+        match node.op.spec().output(&graph.input_types(node)) {
             Ok(ty) if ty == output.ty => {}
             Ok(ty) => return wrong(&output.name, format!("is {} where {ty} follows from its inputs", output.ty)),
             Err(reason) => return wrong(&output.name, reason),
