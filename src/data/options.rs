@@ -1,6 +1,5 @@
 //! What a recipe says about data.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -119,7 +118,7 @@ pub struct Data {
     /// Which array goes to which input of the model
     #[cfg_attr(feature = "cli", arg(long = "input", value_name = "INPUT=ARRAY", value_parser = parse_pair, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty", with = "pairs")]
-    #[cfg_attr(feature = "cli", schemars(with = "BTreeMap<String, String>"))]
+    #[cfg_attr(feature = "cli", schemars(with = "std::collections::BTreeMap<String, String>"))]
     pub inputs: Vec<(String, String)>,
     /// Longest sequence, in tokens; longer texts are cut [default: what the model takes; 1024 for perplexity]
     #[cfg_attr(feature = "cli", arg(long, value_name = "TOKENS", help_heading = "Data"))]

@@ -1,0 +1,68 @@
+//! Arbitrary text as `graph.json`, whose graph is run: whatever sizes and attributes it has, there are answers of the shapes that were
+//! said, or an error. Tensors have the shapes that their names say: `w3x4` is `[3, 4]`.
+
+#![no_main]
+
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
+use compress::analysis::cost;
+use compress::data::made_up_of;
+use compress::exec::{Executor, Parameters, Residence};
+use compress::ir::{Bindings, Catalog, Graph, GraphFile};
+use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
+use libfuzzer_sys::fuzz_target;
+
+/// Elements that a tensor has at most, multiplications of a graph, and bytes of its values.
+const MOST: (usize, u64, u64) = (1024, 1 << 18, 1 << 20);
+
+struct Named;
+
+impl Catalog for Named {
+    fn shape(&self, name: &str) -> Option<Vec<usize>> {
+        let shape: Vec<usize> = name.strip_prefix('w')?.split('x').map(|size| size.parse().ok()).collect::<Option<_>>()?;
+        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size));
+        elements.is_some_and(|elements| elements <= MOST.0).then_some(shape)
+    }
+
+    fn nearest(&self, _name: &str) -> Option<String> {
+        None
+    }
+}
+
+struct Floats(Vec<u8>);
+
+impl Source for Floats {
+    fn visit(&self, _unit: usize, sink: Sink) -> compress::Result<()> {
+        sink(Block::untouched(View::dense(store::DType::F32, &self.0)))
+    }
+}
+
+fn weights(graph: &Graph) -> Weights {
+    let weight = |name: &str| {
+        let shape = Named.shape(name).unwrap_or_default();
+        let values = (0..shape.iter().product::<usize>()).map(|i| (i as f32 * 0.7).sin());
+        Weight::new(store::DType::F32, shape, Encoding::Dense, Arc::new(Floats(values.flat_map(f32::to_le_bytes).collect())))
+    };
+    Weights { by_name: graph.params().map(|(_, value)| (value.name.clone(), weight(&value.name))).collect(), metadata: Default::default() }
+}
+
+fuzz_target!(|text: &str| {
+    let Ok(file) = serde_json::from_str::<GraphFile>(text) else { return };
+    let Ok(graph) = file.build(&Named) else { return };
+    let sizes: Bindings = [("batch", 2), ("sequence", 5), ("height", 7), ("width", 8)].map(|(name, size)| (name.to_owned(), size)).into();
+    let (macs, bytes) = cost(&graph, &sizes);
+    if macs > MOST.1 || bytes > MOST.2 {
+        return;
+    }
+    let Ok(batch) = made_up_of(&graph, 0, &sizes) else { return };
+    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &weights(&graph), &Device::Cpu, DType::F32, Residence::Computed, &sweep);
+    let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else { return };
+    for (name, id) in graph.outputs() {
+        let wanted: Option<Vec<usize>> = graph.value(*id).ty.shape.iter().map(|dim| dim.evaluate(&sizes)).collect();
+        if let (Some(wanted), Some(answer)) = (wanted, answers.get(name)) {
+            assert_eq!(answer.dims(), wanted, "{name}");
+        }
+    }
+});
