@@ -117,7 +117,8 @@ pub fn main() -> ExitCode {
         // Models run on these threads; a second pool is refused, and there is none.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
     }
-    match dispatch(&matches, segments, &global) {
+    let asked = crate::kernel::simd::asked().map_err(|reason| Error::option(crate::kernel::simd::VARIABLE, reason));
+    match asked.and_then(|_| dispatch(&matches, segments, &global)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             output::error(&error, &global);

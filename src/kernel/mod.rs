@@ -5,7 +5,7 @@
 //! threads; weights at rest come out the same on every instruction set too.
 
 #[macro_use]
-mod simd;
+pub(crate) mod simd;
 #[cfg(feature = "run")]
 pub mod activation;
 #[cfg(feature = "run")]
