@@ -1,12 +1,19 @@
-//! The seeds of `fuzz/`, read without a fuzzer: what has crashed a parser once is kept there.
+//! The seeds of `fuzz/` and what its runs have kept, read without a fuzzer: inputs that reach every part of the parsers, and those
+//! that have crashed one once.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use compress::Model;
 use compress::ir::{Catalog, GraphFile};
+use compress::onnx::file::decode;
+use compress::onnx::proto::ModelProto;
 use compress::recipe::Recipe;
+use compress::store::writer::Piece;
+use prost::Message;
 
 fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(target);
@@ -18,6 +25,19 @@ fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
         .collect();
     found.sort();
     found
+}
+
+/// What fuzzers have found, as few files as reach the same code.
+fn kept(target: &str) -> Vec<(String, Vec<u8>)> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/corpus").join(format!("{target}.tar.gz"));
+    let mut archive = tar::Archive::new(flate2::read::GzDecoder::new(File::open(path).unwrap()));
+    let files = archive.entries().unwrap().map(|entry| {
+        let mut entry = entry.unwrap();
+        let mut bytes = Vec::new();
+        entry.read_to_end(&mut bytes).unwrap();
+        (entry.path().unwrap().display().to_string(), bytes)
+    });
+    files.collect()
 }
 
 /// Shapes are in the names: `w3x4` is `[3, 4]`.
@@ -60,4 +80,27 @@ fn seeds_are_read_or_refused() {
             Err(e) => assert!(e.to_string().contains("graph"), "{name}: {e}"),
         }
     }
+}
+
+#[test]
+fn what_fuzzers_have_found_is_read_or_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("in.safetensors");
+    let (mut read, mut all) = ([0; 4], [0; 4]);
+    for (target, name) in ["reader", "recipe", "graph", "onnx"].into_iter().enumerate() {
+        for (_, bytes) in kept(name) {
+            all[target] += 1;
+            read[target] += usize::from(match name {
+                "reader" => {
+                    std::fs::write(&path, bytes).unwrap();
+                    Model::open(&path).is_ok_and(|model| model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()))
+                }
+                "recipe" => Recipe::parse(&String::from_utf8_lossy(&bytes), Path::new("recipe.yaml")).is_ok(),
+                "graph" => serde_json::from_slice::<GraphFile>(&bytes).is_ok_and(|file| file.build(&Named).is_ok()),
+                _ => decode(&[Piece::Bytes(bytes)]).is_ok_and(|model| ModelProto::decode(model.encode_to_vec().as_slice()).is_ok()),
+            });
+        }
+    }
+    let both = |read: usize, all: usize| read > 20 && all > read + 20;
+    assert!(read.into_iter().zip(all).all(|(read, all)| both(read, all)), "{read:?} of {all:?} are read");
 }
