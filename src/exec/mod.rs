@@ -7,6 +7,7 @@ mod load;
 mod plan;
 mod rounding;
 mod run;
+mod sizes;
 mod tape;
 
 pub use device::Choice;

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 
 use super::plan::{self, Step};
+use super::sizes::Sizes;
 use super::{Parameters, Rounding, inputs};
 use crate::error::{Error, Result};
 use crate::ir::ops::{After, Mode, Op};
@@ -24,6 +25,7 @@ pub struct Executor<'g> {
     device: Device,
     rounding: Rounding,
     mode: Mode,
+    sizes: Sizes,
     /// Every node by itself, for observers.
     single: Vec<Step>,
     /// Nodes that are computed together, where nobody looks.
@@ -33,7 +35,8 @@ pub struct Executor<'g> {
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
-        Self { graph, parameters, device, rounding: Rounding::Token, mode: Mode::Infer, single: plan::single(graph), chained: plan::chained(graph) }
+        let (single, chained) = (plan::single(graph), plan::chained(graph));
+        Self { graph, parameters, device, rounding: Rounding::Token, mode: Mode::Infer, sizes: Sizes::default(), single, chained }
     }
 
     /// Rounds inputs of layers with int8 weights in another way than for each token.
@@ -76,8 +79,8 @@ impl<'g> Executor<'g> {
 
     fn walk(&self, steps: &[Step], inputs: &Inputs, mut observe: Option<Observer>) -> Result<BTreeMap<String, Tensor>> {
         let mut values = Values(vec![None; self.graph.values().len()]);
-        for (id, value) in self.graph.inputs() {
-            values.0[id.index()] = Some(inputs::take(value, inputs, &self.device, self.parameters.compute())?);
+        for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, self.parameters.compute())? {
+            values.0[id.index()] = Some(tensor);
         }
         for step in steps {
             match self.together(step, &values)? {

@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use candle_core::{Device, Tensor};
 
+use super::sizes::Sizes;
 use super::{Inputs, Ledger, Parameters, Purpose, inputs, run};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Backward, Mode, Op, OpSpec, Saved};
@@ -19,6 +20,7 @@ use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
 pub struct Tape<'g> {
     graph: &'g Graph,
     device: Device,
+    sizes: Sizes,
     segments: Vec<Segment>,
     /// By value: whether a gradient goes through it.
     reached: Vec<bool>,
@@ -83,7 +85,7 @@ impl<'g> Tape<'g> {
             ((0..node.inputs.len()).map(|index| on && spec.reads_input(index)).collect(), on && spec.reads_output())
         };
         let reads = nodes.iter().map(reads).collect();
-        let mut tape = Tape { graph, device, segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads };
+        let mut tape = Tape { graph, device, sizes: Sizes::default(), segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads };
         tape.plan();
         tape
     }
@@ -152,8 +154,7 @@ impl<'g> Tape<'g> {
     pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, ledger: &Ledger, mut watch: Option<Watch>) -> Result<Forward> {
         let count = self.graph.values().len();
         let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
-        for (id, value) in self.graph.inputs() {
-            let tensor = inputs::take(value, inputs, &self.device, parameters.compute())?;
+        for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, parameters.compute())? {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());
             }

@@ -55,8 +55,8 @@ impl OpSpec for Conv {
             require_vector(bias, &weight.shape[0], "the bias")?;
         }
         let extent = |axis: usize| {
-            let steps = self.dilation.checked_mul(fixed(&weight.shape[axis], "the weight")?.max(1) - 1);
-            steps.and_then(|steps| steps.checked_add(1)).ok_or_else(|| format!("dilation {} is larger than any image", self.dilation))
+            let taps = fixed(&weight.shape[axis], "the weight")?.checked_sub(1).ok_or("the window has no taps")?;
+            self.dilation.checked_mul(taps).and_then(|steps| steps.checked_add(1)).ok_or_else(|| format!("dilation {} is larger than any image", self.dilation))
         };
         let slide = |axis: usize| {
             x.shape[axis].window(extent(axis)?, self.padding, self.stride).ok_or_else(|| format!("the window is larger than the image, {}", x.shape[axis]))
