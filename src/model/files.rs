@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::Model;
 use crate::error::{Error, Result};
 
 /// Weights in other formats: they belong to the uncompressed model and would contradict the result.
@@ -22,6 +23,29 @@ pub fn carried_files(folder: &Path) -> Result<Vec<PathBuf>> {
     collect(folder, Path::new(""), &mut files)?;
     files.sort();
     Ok(files)
+}
+
+impl Model {
+    /// Refuses links that lead out of the folder: what they lead to would be copied into the output, and published with it. Those of
+    /// the caches that keep files by their hash, in a folder `blobs` above the model, are followed.
+    ///
+    /// # Errors
+    /// There is such a link, or a file cannot be found.
+    pub(crate) fn require_own_files(&self) -> Result<()> {
+        let real = |path: &Path| fs::canonicalize(path).map_err(Error::io("open", path));
+        let root = real(&self.path)?;
+        let places: Vec<PathBuf> = root.ancestors().skip(1).take(2).map(|above| above.join("blobs")).chain([root.clone()]).collect();
+        for path in self.files.iter().map(|file| self.path.join(file)) {
+            let target = real(&path)?;
+            if !places.iter().any(|place| target.starts_with(place)) {
+                return Err(Error::Unsupported {
+                    what: format!("{}, a link out of the model's folder to {},", path.display(), target.display()),
+                    hint: "its content would be copied into the output: put a copy in the place of the link, or remove it".into(),
+                });
+            }
+        }
+        Ok(())
+    }
 }
 
 fn collect(root: &Path, inside: &Path, files: &mut Vec<PathBuf>) -> Result<()> {

@@ -58,6 +58,7 @@ const PROGRAM: u64 = 16 << 20;
 const RANKING: u64 = 3 << 20;
 
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
+    model.require_own_files()?;
     let after = pipeline.apply(model)?;
     #[cfg(feature = "run")]
     pipeline.check_data(model)?;

@@ -29,6 +29,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let start = Instant::now();
     let mut peak = Peak::start();
     let sweep = pipeline.sweep();
+    model.require_own_files()?;
     let mut after = pipeline.apply(&model)?;
     #[cfg(feature = "run")]
     pipeline.check_data(&model)?;

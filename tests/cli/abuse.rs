@@ -11,6 +11,7 @@
 //! | texts cut at fewer tokens than the special ones, windows of 2^62 tokens | limits are held to the special tokens; sums saturate |
 //! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
 //! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
+//! | a tokenizer that is a link to a secret, to be copied into the output | links out of the folder are refused, but for those of caches by hash |
 //! | a billion layers, sizes of 2^63, a width of 0 in config.json | layers are built as their tensors are found; sizes are held to ranges |
 //! | the same for a student of fresh weights, where nothing is stored | limits on values of a graph and elements of a weight |
 //! | a graph.json with sizes whose product overflows | sizes are multiplied with a check |
@@ -337,4 +338,27 @@ fn the_input_goes_while_it_is_read() {
             fs::read_dir(folder.path()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().contains("compress-")).count();
         assert_eq!(unfinished, 0, "{attempt}");
     }
+}
+
+#[test]
+fn links_out_of_the_folder() {
+    let folder = with_model("bert");
+    let path = folder.path();
+    fs::write(path.join("secret"), "secret").unwrap();
+    fs::create_dir(path.join("in/1_Pooling")).unwrap();
+    for (name, target) in [("in/tokenizer.json", "../secret"), ("in/1_Pooling/config.json", "../../secret"), ("in/vocab.txt", "/etc/passwd")] {
+        std::os::unix::fs::symlink(target, path.join(name)).unwrap();
+        refused(path, "quantize-dynamic in -o out", name);
+        refused(path, "densify in -o out", "a link out of the model's folder");
+        fs::write(path.join("recipe.yaml"), "model: in\npasses: [cast]\noutput: out\n").unwrap();
+        refused(path, "plan recipe.yaml", name);
+        fs::remove_file(path.join(name)).unwrap();
+    }
+    // Within the folder, and as caches keep files.
+    fs::create_dir_all(path.join("blobs")).unwrap();
+    fs::write(path.join("blobs/1f"), "{}").unwrap();
+    std::os::unix::fs::symlink("../blobs/1f", path.join("in/vocab.json")).unwrap();
+    std::os::unix::fs::symlink("vocab.json", path.join("in/words.json")).unwrap();
+    ok(path, "densify in -o out");
+    assert_eq!(fs::read(path.join("out/words.json")).unwrap(), b"{}");
 }
