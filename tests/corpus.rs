@@ -7,12 +7,19 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use std::sync::Arc;
+
+use candle_core::{DType, Device};
 use compress::Model;
-use compress::ir::{Catalog, GraphFile};
+use compress::analysis::{cost, usual_sizes};
+use compress::data::made_up_of;
+use compress::exec::{Executor, Parameters, Residence};
+use compress::ir::{Bindings, Catalog, Graph, GraphFile};
 use compress::onnx::file::decode;
 use compress::onnx::proto::ModelProto;
 use compress::recipe::Recipe;
 use compress::store::writer::Piece;
+use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
 use prost::Message;
 
 fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
@@ -103,4 +110,49 @@ fn what_fuzzers_have_found_is_read_or_refused() {
     }
     let both = |read: usize, all: usize| read > 20 && all > read + 20;
     assert!(read.into_iter().zip(all).all(|(read, all)| both(read, all)), "{read:?} of {all:?} are read");
+}
+
+/// Floats in memory.
+struct Floats(Vec<u8>);
+
+impl Source for Floats {
+    fn visit(&self, _unit: usize, sink: Sink) -> compress::Result<()> {
+        sink(Block::untouched(View::dense(store::DType::F32, &self.0)))
+    }
+}
+
+fn weights(graph: &Graph) -> Option<Weights> {
+    let weight = |name: &str| {
+        let shape = Named.shape(name)?;
+        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).filter(|elements| *elements <= 4096)?;
+        let bytes = (0..elements).flat_map(|i| (i as f32 * 0.7).sin().to_le_bytes()).collect();
+        Some(Weight::new(store::DType::F32, shape, Encoding::Dense, Arc::new(Floats(bytes))))
+    };
+    let by_name = graph.params().map(|(_, value)| Some((value.name.clone(), weight(&value.name)?))).collect::<Option<_>>()?;
+    Some(Weights { by_name, metadata: Default::default() })
+}
+
+#[test]
+fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
+    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let (mut answered, mut refused) = (0, 0);
+    for (name, bytes) in seeds("answers").into_iter().chain(kept("answers")) {
+        let Ok(graph) = serde_json::from_slice::<GraphFile>(&bytes).map_err(|_| ()).and_then(|file| file.build(&Named).map_err(|_| ())) else { continue };
+        // Whatever they are called, from 1 to 8.
+        let sizes: Bindings = usual_sizes(&graph).into_keys().map(|name| (name.clone(), name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1)).collect();
+        let (macs, memory) = cost(&graph, &sizes);
+        let (Some(weights), true) = (weights(&graph), macs <= 1 << 18 && memory <= 1 << 20) else { continue };
+        let Ok(batch) = made_up_of(&graph, 0, &sizes) else { continue };
+        let parameters = Parameters::load(&graph, &weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep);
+        let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else {
+            refused += 1;
+            continue;
+        };
+        answered += 1;
+        for (output, id) in graph.outputs() {
+            let wanted: Option<Vec<usize>> = graph.value(*id).ty.shape.iter().map(|dim| dim.evaluate(&sizes)).collect();
+            assert!(wanted.is_none_or(|wanted| wanted == answers[output].dims()), "{name}: {output}");
+        }
+    }
+    assert!(answered > 100 && refused > 0, "{answered} answered, {refused} refused");
 }
