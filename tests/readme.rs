@@ -132,3 +132,20 @@ fn guides_run() {
         }
     }
 }
+
+#[test]
+fn links_lead_somewhere() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let pages = std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
+    let mut followed = 0;
+    for page in pages.chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(|name| root.join(name))) {
+        let text = std::fs::read_to_string(&page).unwrap();
+        for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()).filter(|link| link.ends_with(".md") || link.contains('/')) {
+            if !link.starts_with("https://") {
+                assert!(page.parent().unwrap().join(link).exists(), "{}: {link}", page.display());
+                followed += 1;
+            }
+        }
+    }
+    assert!(followed > 30, "{followed}");
+}
