@@ -132,6 +132,9 @@ impl Recipe {
     }
 
     fn parse_file(path: &Path) -> Result<Recipe> {
+        if path.is_dir() {
+            return Err(Error::Recipe { path: path.to_owned(), message: "is a folder, and a recipe is a YAML file".into() });
+        }
         let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
         Recipe::parse(&text, path)
     }

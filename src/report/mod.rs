@@ -80,12 +80,13 @@ impl Report {
     /// It is missing or not a report of this schema.
     pub fn open(path: &Path) -> Result<Report> {
         let path = if path.is_dir() { path.join(FILE) } else { path.to_owned() };
+        let none = |reason: &str| Error::run(path.display(), reason, "name the output folder of a run, or its report.json");
         let missing = |e: std::io::Error| match e.kind() {
-            std::io::ErrorKind::NotFound => Error::run(path.display(), "there is no report here", "name the output folder of a run, or its report.json"),
+            std::io::ErrorKind::NotFound => none("there is no report here"),
             _ => Error::io("read", &path)(e),
         };
         let text = std::fs::read_to_string(&path).map_err(missing)?;
-        serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a report of schema {SCHEMA}: {e}")))
+        serde_json::from_str(&text).map_err(|e| none(&format!("not a report of schema {SCHEMA}: {e}")))
     }
 
     /// The text of `report.json`.

@@ -222,7 +222,9 @@ fn only_file(folder: &Path) -> Result<PathBuf> {
     found.sort();
     match (found.pop(), found.is_empty()) {
         (Some(path), true) => Ok(path),
-        (None, _) => Err(Error::malformed(folder, format!("no {SINGLE}, no {INDEX} and no other .safetensors file in this folder"))),
+        (None, _) => {
+            Err(Error::malformed(folder, format!("no {SINGLE}, no {INDEX} and no other .safetensors file in this folder: name the one that holds the weights")))
+        }
         (Some(_), false) => Err(Error::malformed(folder, format!("several .safetensors files and no {INDEX}; name the file to open"))),
     }
 }

@@ -29,7 +29,7 @@ struct Case {
 /// What is hinted at whenever a message holds these words, where a case names nothing better.
 const GENERAL: [(&str, &str); 8] = [
     ("No such file or directory", "check the name"),
-    ("Is a directory", "name a file in this folder"),
+    ("is a folder, and a recipe is a YAML file", "`compress init MODEL` writes a recipe"),
     ("File name too long", "choose a shorter name"),
     ("did not contain valid UTF-8", "is it the right file?"),
     ("error: recipe.yaml: line", "`compress init MODEL` writes a recipe"),

@@ -135,7 +135,7 @@ fn texts_that_are_no_recipe() {
         recipe("keys nested too deeply", format!("model: in\npasses: [{}", "{ cast: ".repeat(10_000)), "recipe.yaml: line 2 column…"),
         with_args("not UTF-8", b"model: in # \xff\n", RUN, 1, "cannot read recipe.yaml: stream did not contain valid UTF-8"),
         with_args("not there", "", "run other.yaml -o out", 1, "cannot read other.yaml: No such file or directory"),
-        with_args("a folder", "", "run in -o out", 1, "cannot read in: Is a directory"),
+        with_args("a folder", "", "run in -o out", 2, "in: is a folder, and a recipe is a YAML file"),
         with_args("a checkpoint", "", "plan in/model.safetensors", 1, "cannot read in/model.safetensors: stream did not contain valid UTF-8"),
         with_args("no model there", "model: nowhere\n", RUN, 1, "cannot open nowhere: No such file or directory"),
         with_args("no output", "model: in\n", "run recipe.yaml", 2, "recipe.yaml: no `output`; name a folder there or with -o"),
