@@ -14,9 +14,12 @@ use compress::Model;
 use compress::analysis::{cost, usual_sizes};
 use compress::data::made_up_of;
 use compress::exec::{Executor, Parameters, Residence};
+use compress::export::{Onnx, Safetensors};
 use compress::ir::{Bindings, Catalog, Graph, GraphFile};
 use compress::onnx::file::decode;
 use compress::onnx::proto::ModelProto;
+use compress::pass::{Cast, PruneStructured, QuantizeDynamic};
+use compress::pipeline::Pipeline;
 use compress::recipe::Recipe;
 use compress::store::writer::Piece;
 use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
@@ -155,4 +158,39 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
         }
     }
     assert!(answered > 100 && refused > 0, "{answered} answered, {refused} refused");
+}
+
+/// A folder with a graph and random weights for it; none where a weight would be large.
+fn folder(graph: &Graph, path: &Path) -> Option<()> {
+    let mut tensors = std::collections::HashMap::new();
+    for (_, value) in graph.params() {
+        let shape = Named.shape(&value.name)?;
+        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).filter(|elements| *elements <= 4096)?;
+        let values: Vec<f32> = (0..elements).map(|i| (i as f32 * 0.7).sin()).collect();
+        tensors.insert(value.name.clone(), candle_core::Tensor::from_vec(values, shape, &Device::Cpu).ok()?);
+    }
+    candle_core::safetensors::save(&tensors, path.join("model.safetensors")).ok()?;
+    std::fs::write(path.join("graph.json"), serde_json::to_string(&GraphFile::from(graph)).ok()?).ok()
+}
+
+#[test]
+fn graphs_that_fuzzers_have_found_are_compressed_or_refused() {
+    let int8 = QuantizeDynamic { targets: vec!["*".parse().unwrap()], ..QuantizeDynamic::default() };
+    let (mut written, mut refused) = (0, 0);
+    let place = tempfile::tempdir().unwrap();
+    for (number, (_, bytes)) in seeds("answers").into_iter().chain(kept("answers")).enumerate() {
+        let Ok(graph) = serde_json::from_slice::<GraphFile>(&bytes).map_err(|_| ()).and_then(|file| file.build(&Named).map_err(|_| ())) else { continue };
+        let inside = place.path().join(number.to_string());
+        std::fs::create_dir(&inside).unwrap();
+        if folder(&graph, &inside).is_none() {
+            continue;
+        }
+        let Ok(model) = Model::open(&inside) else { continue };
+        let onnx = || Pipeline::builder().export(Onnx::default()).export(Safetensors::default()).threads(1).force(true);
+        for builder in [onnx().pass(Cast::default()), onnx().pass(int8.clone()), onnx().pass(PruneStructured::default())] {
+            let done = builder.build().and_then(|pipeline| pipeline.run(model.clone(), place.path().join("out")));
+            if done.is_ok() { written += 1 } else { refused += 1 }
+        }
+    }
+    assert!(written > 100 && refused > 100, "{written} written, {refused} refused");
 }

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::{Batch, Truth, shaped};
 use crate::error::{Error, Result};
-use crate::ir::{Bindings, Element, Graph, Kind, Op};
+use crate::ir::{Bindings, Dim, Element, Graph, Kind, Op};
 
 /// Samples of a batch.
 const SAMPLES: usize = 2;
@@ -15,16 +15,25 @@ const LONG: usize = 8;
 const SHORT: usize = 5;
 /// Height and width of an image whose size is open.
 const IMAGE: usize = 64;
+/// Sizes of other names.
+const OTHER: usize = 16;
 /// Numbers of an input at most.
 const LARGEST: usize = 1 << 28;
 
 /// A batch for any graph: tokens, masks and numbers that depend on the seed alone.
 ///
 /// # Errors
-/// A size of an input is neither known nor one of the usual names.
+/// A size of an input is neither known nor a name.
 pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
-    let sizes = [("batch", SAMPLES), ("sequence", LONG), ("height", IMAGE), ("width", IMAGE)];
-    made_up_of(graph, seed, &sizes.map(|(name, size)| (name.to_owned(), size)).into())
+    let size = |name: &str| match name {
+        "batch" => SAMPLES,
+        "sequence" => LONG,
+        "height" | "width" => IMAGE,
+        _ => OTHER,
+    };
+    let dims = graph.inputs().flat_map(|(_, value)| &value.ty.shape);
+    let sizes = dims.filter_map(|dim| if let Dim::Named(name) = dim { Some((name.clone(), size(name))) } else { None });
+    made_up_of(graph, seed, &sizes.collect())
 }
 
 /// The same with named sizes of one's own.

@@ -49,6 +49,9 @@ impl<'c> Builder<'c> {
         if self.graph.values.len() >= MOST {
             return Err(Error::graph("graph", format!("has more than {MOST} values")));
         }
+        if name.is_empty() {
+            return Err(Error::graph("graph", "a value has no name"));
+        }
         let id = ValueId(self.graph.values.len() as u32);
         if self.names.insert(name.to_owned(), id).is_some() {
             return Err(Error::graph("graph", format!("two values are named `{name}`")));

@@ -96,6 +96,9 @@ impl GraphFile {
             builder.node(&node.name, node.op.clone(), &inputs)?;
         }
         for (name, value) in &self.outputs {
+            if name.is_empty() {
+                return Err(Error::graph(Self::NAME, "an output has no name"));
+            }
             let id = value
                 .as_str()
                 .and_then(|value| builder.find(value))
