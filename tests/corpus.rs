@@ -13,7 +13,7 @@ use candle_core::{DType, Device};
 use compress::Model;
 use compress::analysis::{cost, usual_sizes};
 use compress::data::made_up_of;
-use compress::exec::{Executor, Parameters, Residence};
+use compress::exec::{Executor, Inputs, Ledger, Parameters, Residence, Tape};
 use compress::export::{Onnx, Safetensors};
 use compress::ir::{Bindings, Catalog, Graph, GraphFile};
 use compress::onnx::file::decode;
@@ -135,10 +135,24 @@ fn weights(graph: &Graph) -> Option<Weights> {
     Some(Weights { by_name, metadata: Default::default() })
 }
 
+/// The way back, from ones at every output; whether there is one.
+fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> bool {
+    let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
+    let (tape, ledger) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), Ledger::default());
+    let Ok(forward) = tape.forward(parameters, inputs, &ledger, None) else { return false };
+    let ones = forward.taps().iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(id, tensor)| Some((*id, tensor.ones_like().ok()?)));
+    let Some(from) = ones.collect() else { return false };
+    tape.backward(forward, from, parameters, &ledger, &mut |name, gradient| {
+        assert_eq!(Named.shape(name).as_deref(), Some(gradient.dims()), "{name}");
+        Ok(())
+    })
+    .is_ok()
+}
+
 #[test]
 fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
     let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    let (mut answered, mut refused) = (0, 0);
+    let (mut answered, mut refused, mut learned) = (0, 0, 0);
     for (name, bytes) in seeds("answers").into_iter().chain(kept("answers")) {
         let Ok(graph) = serde_json::from_slice::<GraphFile>(&bytes).map_err(|_| ()).and_then(|file| file.build(&Named).map_err(|_| ())) else { continue };
         // Whatever they are called, from 1 to 8.
@@ -147,6 +161,7 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
         let (Some(weights), true) = (weights(&graph), macs <= 1 << 18 && memory <= 1 << 20) else { continue };
         let Ok(batch) = made_up_of(&graph, 0, &sizes) else { continue };
         let parameters = Parameters::load(&graph, &weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep);
+        learned += usize::from(parameters.as_ref().is_ok_and(|parameters| learns(&graph, parameters, &batch.inputs)));
         let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else {
             refused += 1;
             continue;
@@ -157,7 +172,7 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
             assert!(wanted.is_none_or(|wanted| wanted == answers[output].dims()), "{name}: {output}");
         }
     }
-    assert!(answered > 100 && refused > 0, "{answered} answered, {refused} refused");
+    assert!(answered > 100 && refused > 0 && learned > 100, "{answered} answered, {refused} refused, {learned} learned");
 }
 
 /// A folder with a graph and random weights for it; none where a weight would be large.

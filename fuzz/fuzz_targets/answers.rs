@@ -1,4 +1,4 @@
-//! Arbitrary text as `graph.json`, whose graph is run: whatever sizes and attributes it has, there are answers of the shapes that were
+//! Arbitrary text as `graph.json`, whose graph is run, and learns: whatever sizes and attributes it has, there are answers of the shapes that were
 //! said, or an error. Tensors have the shapes that their names say: `w3x4` is `[3, 4]`.
 
 #![no_main]
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use compress::analysis::{cost, usual_sizes};
 use compress::data::made_up_of;
-use compress::exec::{Executor, Parameters, Residence};
+use compress::exec::{Executor, Inputs, Ledger, Parameters, Residence, Tape};
 use compress::ir::{Bindings, Catalog, Graph, GraphFile};
 use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
 use libfuzzer_sys::fuzz_target;
@@ -47,6 +47,20 @@ fn weights(graph: &Graph) -> Weights {
     Weights { by_name: graph.params().map(|(_, value)| (value.name.clone(), weight(&value.name))).collect(), metadata: Default::default() }
 }
 
+/// The way back, from ones at every output.
+fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> Option<()> {
+    let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
+    let (tape, ledger) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), Ledger::default());
+    let Ok(forward) = tape.forward(parameters, inputs, &ledger, None) else { return None };
+    let ones = forward.taps().iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(id, tensor)| Some((*id, tensor.ones_like().ok()?)));
+    let from = ones.collect::<Option<_>>()?;
+    tape.backward(forward, from, parameters, &ledger, &mut |name, gradient| {
+        assert_eq!(Named.shape(name).as_deref(), Some(gradient.dims()), "{name}");
+        Ok(())
+    })
+    .ok()
+}
+
 fuzz_target!(|text: &str| {
     let Ok(file) = serde_json::from_str::<GraphFile>(text) else { return };
     let Ok(graph) = file.build(&Named) else { return };
@@ -59,6 +73,9 @@ fuzz_target!(|text: &str| {
     let Ok(batch) = made_up_of(&graph, 0, &sizes) else { return };
     let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let parameters = Parameters::load(&graph, &weights(&graph), &Device::Cpu, DType::F32, Residence::Computed, &sweep);
+    if let Ok(parameters) = &parameters {
+        let _ = learns(&graph, parameters, &batch.inputs);
+    }
     let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else { return };
     for (name, id) in graph.outputs() {
         let wanted: Option<Vec<usize>> = graph.value(*id).ty.shape.iter().map(|dim| dim.evaluate(&sizes)).collect();

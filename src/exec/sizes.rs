@@ -1,4 +1,5 @@
-//! Holding every op to the sizes that inputs really have, before anything is computed: kernels see only shapes that fit.
+//! Holding every op to the sizes that inputs really have, before anything is computed: kernels see only shapes that fit and are not
+//! empty.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -6,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Inputs, inputs};
 use crate::error::{Error, Result};
-use crate::ir::{Dim, Graph, TensorType, ValueId};
+use crate::ir::{Dim, Graph, Kind, TensorType, ValueId};
 
 /// Elements of a value at most.
 const MOST: usize = 1 << 34;
@@ -35,6 +36,11 @@ fn require(graph: &Graph, inputs: &[(ValueId, Tensor)]) -> Result<()> {
     for (id, tensor) in inputs {
         types[id.index()].shape = tensor.dims().iter().copied().map(Dim::Fixed).collect();
     }
+    for (value, ty) in graph.values().iter().zip(&types).filter(|(value, _)| !matches!(value.kind, Kind::Node(_))) {
+        if ty.shape.contains(&Dim::Fixed(0)) {
+            return Err(Error::run(format!("graph value `{}`", value.name), format!("has no elements, {ty}"), ""));
+        }
+    }
     for node in graph.nodes() {
         let wrong = |reason: String| {
             let name = &graph.value(node.output).name;
@@ -43,8 +49,8 @@ fn require(graph: &Graph, inputs: &[(ValueId, Tensor)]) -> Result<()> {
         let operands: Vec<&TensorType> = node.inputs.iter().map(|id| &types[id.index()]).collect();
         let ty = node.op.spec().output(&operands).map_err(wrong)?;
         let elements = ty.shape.iter().try_fold(1usize, |all, dim| all.checked_mul(dim.fixed()?));
-        if elements.is_none_or(|elements| elements > MOST) {
-            return Err(wrong(format!("makes {ty}, more than any memory holds")));
+        if elements.is_none_or(|elements| elements == 0 || elements > MOST) {
+            return Err(wrong(format!("makes {ty}, nothing or more than any memory holds")));
         }
         types[node.output.index()] = ty;
     }
