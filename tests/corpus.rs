@@ -11,11 +11,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use compress::Model;
-use compress::analysis::{cost, usual_sizes};
+use compress::analysis::cost;
 use compress::data::made_up_of;
 use compress::exec::{Executor, Inputs, Ledger, Parameters, Residence, Tape};
 use compress::export::{Onnx, Safetensors};
-use compress::ir::{Bindings, Catalog, Graph, GraphFile};
+use compress::ir::{Catalog, Graph, GraphFile};
 use compress::onnx::file::decode;
 use compress::onnx::proto::ModelProto;
 use compress::pass::{Cast, PruneStructured, QuantizeDynamic};
@@ -124,15 +124,27 @@ impl Source for Floats {
     }
 }
 
+/// The shape and the values of a tensor; none where there would be many.
+fn tensor(name: &str) -> Option<(Vec<usize>, Vec<f32>)> {
+    let shape = Named.shape(name)?;
+    let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).filter(|elements| *elements <= 4096)?;
+    Some((shape, (0..elements).map(|i| (i as f32 * 0.7).sin()).collect()))
+}
+
 fn weights(graph: &Graph) -> Option<Weights> {
     let weight = |name: &str| {
-        let shape = Named.shape(name)?;
-        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).filter(|elements| *elements <= 4096)?;
-        let bytes = (0..elements).flat_map(|i| (i as f32 * 0.7).sin().to_le_bytes()).collect();
+        let (shape, values) = tensor(name)?;
+        let bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
         Some(Weight::new(store::DType::F32, shape, Encoding::Dense, Arc::new(Floats(bytes))))
     };
     let by_name = graph.params().map(|(_, value)| Some((value.name.clone(), weight(&value.name)?))).collect::<Option<_>>()?;
     Some(Weights { by_name, metadata: Default::default() })
+}
+
+/// Graphs that can be built, by the name of their file.
+fn graphs() -> impl Iterator<Item = (String, Graph)> {
+    let files = seeds("answers").into_iter().chain(kept("answers"));
+    files.filter_map(|(name, bytes)| Some((name, serde_json::from_slice::<GraphFile>(&bytes).ok()?.build(&Named).ok()?)))
 }
 
 /// The way back, from ones at every output; whether there is one.
@@ -153,10 +165,9 @@ fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> bool {
 fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
     let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let (mut answered, mut refused, mut learned) = (0, 0, 0);
-    for (name, bytes) in seeds("answers").into_iter().chain(kept("answers")) {
-        let Ok(graph) = serde_json::from_slice::<GraphFile>(&bytes).map_err(|_| ()).and_then(|file| file.build(&Named).map_err(|_| ())) else { continue };
+    for (name, graph) in graphs() {
         // Whatever they are called, from 1 to 8.
-        let sizes: Bindings = usual_sizes(&graph).into_keys().map(|name| (name.clone(), name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1)).collect();
+        let sizes = graph.bind(|name| name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1);
         let (macs, memory) = cost(&graph, &sizes);
         let (Some(weights), true) = (weights(&graph), macs <= 1 << 18 && memory <= 1 << 20) else { continue };
         let Ok(batch) = made_up_of(&graph, 0, &sizes) else { continue };
@@ -179,9 +190,7 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
 fn folder(graph: &Graph, path: &Path) -> Option<()> {
     let mut tensors = std::collections::HashMap::new();
     for (_, value) in graph.params() {
-        let shape = Named.shape(&value.name)?;
-        let elements = shape.iter().try_fold(1usize, |all, size| all.checked_mul(*size)).filter(|elements| *elements <= 4096)?;
-        let values: Vec<f32> = (0..elements).map(|i| (i as f32 * 0.7).sin()).collect();
+        let (shape, values) = tensor(&value.name)?;
         tensors.insert(value.name.clone(), candle_core::Tensor::from_vec(values, shape, &Device::Cpu).ok()?);
     }
     candle_core::safetensors::save(&tensors, path.join("model.safetensors")).ok()?;
@@ -193,8 +202,7 @@ fn graphs_that_fuzzers_have_found_are_compressed_or_refused() {
     let int8 = QuantizeDynamic { targets: vec!["*".parse().unwrap()], ..QuantizeDynamic::default() };
     let (mut written, mut refused) = (0, 0);
     let place = tempfile::tempdir().unwrap();
-    for (number, (_, bytes)) in seeds("answers").into_iter().chain(kept("answers")).enumerate() {
-        let Ok(graph) = serde_json::from_slice::<GraphFile>(&bytes).map_err(|_| ()).and_then(|file| file.build(&Named).map_err(|_| ())) else { continue };
+    for (number, (_, graph)) in graphs().enumerate() {
         let inside = place.path().join(number.to_string());
         std::fs::create_dir(&inside).unwrap();
         if folder(&graph, &inside).is_none() {

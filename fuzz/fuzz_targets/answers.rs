@@ -6,10 +6,10 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use compress::analysis::{cost, usual_sizes};
+use compress::analysis::cost;
 use compress::data::made_up_of;
 use compress::exec::{Executor, Inputs, Ledger, Parameters, Residence, Tape};
-use compress::ir::{Bindings, Catalog, Graph, GraphFile};
+use compress::ir::{Catalog, Graph, GraphFile};
 use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
 use libfuzzer_sys::fuzz_target;
 
@@ -65,7 +65,7 @@ fuzz_target!(|text: &str| {
     let Ok(file) = serde_json::from_str::<GraphFile>(text) else { return };
     let Ok(graph) = file.build(&Named) else { return };
     // Whatever they are called, from 1 to 8.
-    let sizes: Bindings = usual_sizes(&graph).into_keys().map(|name| (name.clone(), name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1)).collect();
+    let sizes = graph.bind(|name| name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1);
     let (macs, bytes) = cost(&graph, &sizes);
     if macs > MOST.1 || bytes > MOST.2 {
         return;

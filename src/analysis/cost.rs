@@ -2,7 +2,7 @@
 
 use super::live::{dead_after, node_by_node};
 use crate::ir::ops::elements;
-use crate::ir::{Bindings, Dim, Graph, Kind, TensorType};
+use crate::ir::{Bindings, Graph, Kind, TensorType};
 
 /// Tokens of a text when nothing is said.
 const SEQUENCE: usize = 128;
@@ -11,16 +11,11 @@ const IMAGE: usize = 224;
 
 /// Sizes for a graph's named axes: one sample, a text of 128 tokens, an image of 224 x 224.
 pub fn usual_sizes(graph: &Graph) -> Bindings {
-    let names = graph.inputs().flat_map(|(_, value)| value.ty.shape.iter()).filter_map(|dim| match dim {
-        Dim::Named(name) => Some(name.clone()),
-        _ => None,
-    });
-    let size = |name: &str| match name {
+    graph.bind(|name| match name {
         "sequence" => SEQUENCE,
         "height" | "width" => IMAGE,
         _ => 1,
-    };
-    names.map(|name| (name.clone(), size(&name))).collect()
+    })
 }
 
 /// Multiply-accumulates of one run, and the most bytes of values that are alive at once (four a number, parameters

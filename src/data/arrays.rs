@@ -15,7 +15,7 @@ use super::pixels::Pixels;
 use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
-use crate::store::header::byte_count;
+use crate::store::header::{byte_count, element_count};
 use crate::store::{Checkpoint, DType, RawTensor};
 
 const LABELS: [&str; 3] = ["labels", "label", "y"];
@@ -322,7 +322,7 @@ fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
         return Ok(own.to_vec());
     }
     match wanted.iter().copied().collect::<Option<Vec<usize>>>() {
-        Some(fixed) if byte_count(DType::U8, &fixed) == byte_count(DType::U8, own) => Ok(fixed),
+        Some(fixed) if element_count(&fixed) == element_count(own) => Ok(fixed),
         _ => Err(Error::malformed(path, format!("array `{}` has rows of {own:?}, the model's input `{}` is {}", rows.name, port.name, port.sizes()))),
     }
 }

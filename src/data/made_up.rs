@@ -6,7 +6,8 @@ use candle_core::{Device, Tensor};
 
 use super::{Batch, Truth, shaped};
 use crate::error::{Error, Result};
-use crate::ir::{Bindings, Dim, Element, Graph, Kind, Op};
+use crate::ir::{Bindings, Element, Graph, Kind, Op};
+use crate::store::header::element_count;
 
 /// Samples of a batch.
 const SAMPLES: usize = 2;
@@ -18,7 +19,7 @@ const IMAGE: usize = 64;
 /// Sizes of other names.
 const OTHER: usize = 16;
 /// Numbers of an input at most.
-const LARGEST: usize = 1 << 28;
+const LARGEST: u64 = 1 << 28;
 
 /// A batch for any graph: tokens, masks and numbers that depend on the seed alone.
 ///
@@ -31,9 +32,7 @@ pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
         "height" | "width" => IMAGE,
         _ => OTHER,
     };
-    let dims = graph.inputs().flat_map(|(_, value)| &value.ty.shape);
-    let sizes = dims.filter_map(|dim| if let Dim::Named(name) = dim { Some((name.clone(), size(name))) } else { None });
-    made_up_of(graph, seed, &sizes.collect())
+    made_up_of(graph, seed, &graph.bind(size))
 }
 
 /// The same with named sizes of one's own.
@@ -53,7 +52,7 @@ pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
             dim.evaluate(sizes).ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("has an open size `{dim}`")))
         };
         let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
-        let count = shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).filter(|count| *count <= LARGEST);
+        let count = element_count(&shape).filter(|count| *count <= LARGEST).map(|count| count as usize);
         let count = count.ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("takes {shape:?}, more than can be made up")))?;
         let tensor = match value.ty.element {
             Element::Float => Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu),

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Dim, Op};
+use super::{Bindings, Dim, Op};
 
 /// A value of a graph, by its position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -125,6 +125,12 @@ impl Graph {
     /// Values given for each run.
     pub fn inputs(&self) -> impl Iterator<Item = (ValueId, &Value)> {
         self.of_kind(Kind::Input)
+    }
+
+    /// Sizes for the open axes of the inputs, by name.
+    pub fn bind(&self, size: impl Fn(&str) -> usize) -> Bindings {
+        let dims = self.inputs().flat_map(|(_, value)| &value.ty.shape);
+        dims.filter_map(|dim| if let Dim::Named(name) = dim { Some((name.clone(), size(name))) } else { None }).collect()
     }
 
     /// Tensors of the checkpoint.

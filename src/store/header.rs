@@ -39,10 +39,14 @@ pub struct Header {
     pub metadata: BTreeMap<String, String>,
 }
 
+/// Elements of a tensor, or `None` when they overflow.
+pub fn element_count(shape: &[usize]) -> Option<u64> {
+    shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64))
+}
+
 /// Bytes of a tensor, or `None` when they overflow or do not fill whole bytes.
 pub fn byte_count(dtype: DType, shape: &[usize]) -> Option<u64> {
-    let elements = shape.iter().try_fold(1u64, |n, &d| n.checked_mul(d as u64))?;
-    let bits = elements.checked_mul(dtype.bitsize() as u64)?;
+    let bits = element_count(shape)?.checked_mul(dtype.bitsize() as u64)?;
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 

@@ -133,8 +133,8 @@ pub fn check<'n>(field: &'static str, patterns: &[Pattern], names: impl Iterator
 /// The most similar name, if any is similar.
 pub fn nearest<'n>(wanted: &str, names: impl IntoIterator<Item = &'n str>) -> Option<String> {
     let plain: String = wanted.trim_start_matches("re:").chars().filter(|c| !"*^$\\".contains(*c)).collect();
-    let names = names.into_iter();
     names
+        .into_iter()
         .map(|name| (strsim::jaro_winkler(&plain, name), name))
         .filter(|(score, _)| *score > 0.7)
         .max_by(|a, b| a.0.total_cmp(&b.0))

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph, Op};
 use crate::model::{Config, Model};
 use crate::pass::prune_structured::keep_layers;
+use crate::store::header::element_count;
 use crate::store::{Computed, Weight};
 
 /// The model that learns: the input model with some of its layers, another folder, or fresh weights.
@@ -48,7 +49,7 @@ impl FromStr for Student {
 }
 
 /// Elements of a fresh weight at most.
-const LARGEST: usize = 1 << 32;
+const LARGEST: u64 = 1 << 32;
 
 fn wrong(reason: impl std::fmt::Display) -> Error {
     Error::option("distill: student", reason)
@@ -114,11 +115,11 @@ fn fresh(mut model: Model, path: &Path, seed: u64) -> Result<Model> {
     for (number, (id, value)) in graph.params().enumerate() {
         let shape: Option<Vec<usize>> = value.ty.shape.iter().map(crate::ir::Dim::fixed).collect();
         let shape = shape.ok_or_else(|| wrong(format!("the shape of `{}` is not known", value.name)))?;
-        let elements = shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).filter(|count| *count <= LARGEST);
+        let elements = element_count(&shape).filter(|count| *count <= LARGEST);
         let elements = elements.ok_or_else(|| wrong(format!("`{}` of shape {shape:?} would have more than {LARGEST} elements", value.name)))?;
         let filling = filling(&graph, id, &shape, deviation);
         let random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number as u64);
-        let weight: Weight = Computed { values: move || Ok(filling.values(elements, random)) }.weight(shape);
+        let weight: Weight = Computed { values: move || Ok(filling.values(elements as usize, random)) }.weight(shape);
         model.weights.by_name.insert(value.name.clone(), weight);
     }
     model.config = config;
