@@ -20,7 +20,7 @@ use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use compress::exec::{Choice, Executor, Inputs, Parameters, Residence};
 use compress::ir::{Element, Graph};
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Error, Model, Result};
 
 /// Run a model forward and say how long it takes
@@ -113,8 +113,8 @@ fn forward(args: &Args) -> Result<()> {
     let graph = model.graph()?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let residence = if args.stored { Residence::Stored } else { Residence::Computed };
-    let sweep = Sweep { threads, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(&graph, &model.weights, &device, DType::F32, residence, &sweep)?;
+    let work = Work { threads, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &model.weights, &device, DType::F32, residence, &work)?;
     let executor = Executor::new(&graph, parameters, device);
     let inputs = match &args.inputs {
         Some(file) => candle_core::safetensors::load(file, &Device::Cpu).map_err(candle)?.into_iter().collect(),

@@ -22,6 +22,7 @@ pub mod kernel;
 pub mod model;
 #[cfg(feature = "run")]
 pub mod onnx;
+pub mod output;
 pub mod pass;
 pub mod pipeline;
 pub mod prelude;
@@ -32,6 +33,7 @@ pub mod runtime;
 pub mod store;
 #[cfg(feature = "run")]
 pub mod train;
+pub mod work;
 
 #[cfg(feature = "cli")]
 pub mod cli;

@@ -2,6 +2,7 @@
 
 mod builder;
 mod cached;
+mod carry;
 #[cfg(feature = "run")]
 mod evaluate;
 #[cfg(feature = "run")]

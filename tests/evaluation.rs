@@ -54,10 +54,10 @@ fn texts(file: &str, yaml: &str) -> Data {
 }
 
 fn score(folder: &Path, data: &Data) -> compress::Result<Outcomes> {
-    common::sweep(|sweep| {
+    common::work(|work| {
         let mut subject = Subject::open(folder, 1)?;
         let data = DataSet::open(data, subject.target())?;
-        evaluate(&data, &mut [subject.load(&Device::Cpu, sweep)?], &[], sweep)
+        evaluate(&data, &mut [subject.load(&Device::Cpu, work)?], &[], work)
     })
 }
 

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::ir::{Graph, check};
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
 
 const TOLERANCE: f32 = 1e-4;
 
@@ -18,8 +18,8 @@ fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32
     check(&graph)?;
     let text = graph.to_string();
     assert!(text.parse::<Graph>()?.to_string() == text, "the text form of {}", folder.display());
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep)?;
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work)?;
     let golden = candle_core::safetensors::load(folder.join(golden), &Device::Cpu).unwrap();
     let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
     let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&inputs)?;

@@ -24,7 +24,7 @@ fn families() -> Vec<String> {
 }
 
 fn parameters(model: &Model, graph: &Graph, residence: Residence) -> Parameters {
-    common::sweep(|sweep| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, residence, sweep)).unwrap()
+    common::work(|work| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, residence, work)).unwrap()
 }
 
 fn run_as(folder: &Path, inputs: &Inputs, residence: Residence) -> compress::Result<BTreeMap<String, Tensor>> {

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 /// Top to bottom: a line uses the lines below it.
-const LAYERS: [&[&str]; 9] = [
+const LAYERS: [&[&str]; 10] = [
     &["cli", "prelude"],
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
@@ -15,6 +15,7 @@ const LAYERS: [&[&str]; 9] = [
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
     &["ir", "store", "kernel"],
+    &["work", "output"],
     &["cache", "error", "entry"],
 ];
 

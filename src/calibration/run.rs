@@ -1,4 +1,4 @@
-//! One sweep over samples.
+//! One run over samples.
 
 use std::collections::BTreeMap;
 
@@ -9,7 +9,7 @@ use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::exec::Executor;
 use crate::kernel::bins::extremes;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// Where the channels of a value are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,9 +132,9 @@ impl Seen {
 ///
 /// # Errors
 /// Reading or running fails, a value is not finite, there is no sample, or the work is cancelled.
-pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, Seen>> {
+pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, work: &Work) -> Result<BTreeMap<String, Seen>> {
     let mut seen = BTreeMap::new();
-    data.sweep("Calibrating", sweep, |batch| {
+    data.for_each_batch("Calibrating", work, |batch| {
         let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),

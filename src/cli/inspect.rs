@@ -47,14 +47,14 @@ impl Args {
         let zeros = if self.header_only {
             vec![None; weights.len()]
         } else {
-            global.sweep(|sweep| {
-                sweep.run(
+            global.work(|work| {
+                work.run(
                     "Reading",
                     &weights,
                     |(_, w)| w.stored_bytes,
                     |(_, w)| {
                         let zeros = count_zeros(w)?;
-                        sweep.advance(w.stored_bytes)?;
+                        work.advance(w.stored_bytes)?;
                         Ok(zeros)
                     },
                 )

@@ -10,7 +10,8 @@ use serde_json::json;
 
 use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
-use crate::pipeline::Plan;
+use crate::model::Model;
+use crate::pipeline::{Pipeline, Plan};
 use crate::report::Report;
 use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::table;
@@ -90,6 +91,22 @@ pub(super) fn begins(name: &str, global: &Global) {
         LogFormat::Json => format!("{}\n", json!({ "event": "run", "name": name })),
     };
     let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// Runs a pipeline and shows its report. Of several processes that work together the first writes, and the others say so.
+pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, global: &Global) -> Result<()> {
+    if pipeline.leads()? {
+        return report(&pipeline.run(model.clone(), folder)?, folder, global);
+    }
+    #[cfg(feature = "run")]
+    pipeline.follow(model, folder)?;
+    let text = match global.log_format {
+        _ if global.quiet => return Ok(()),
+        LogFormat::Text => format!("the first of the processes writes {}\n", printable(&folder.to_string_lossy())),
+        LogFormat::Json => format!("{}\n", json!({ "event": "followed", "output": folder })),
+    };
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+    Ok(())
 }
 
 pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {

@@ -67,7 +67,6 @@ impl Args {
             builder = builder.resume(self.resume);
         }
         let pipeline = builder.build()?;
-        let report = pipeline.run(Model::open(&self.model)?, &self.output)?;
-        output::report(&report, &self.output, global)
+        output::run(&pipeline, &Model::open(&self.model)?, &self.output, global)
     }
 }

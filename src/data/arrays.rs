@@ -12,7 +12,7 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, PendingBatches, Port, Source, Target, Truth, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::header::{byte_count, element_count};
@@ -328,7 +328,7 @@ fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
 }
 
 impl Source for Arrays {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let mut arrays = open(&self.path)?;
         let mut take = move |name: &str| {
             let gone = || Error::malformed(&self.path, format!("array `{name}` is gone"));

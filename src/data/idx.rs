@@ -11,7 +11,7 @@ use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, PendingBatches, Port, Source, Target, Truth, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::store::DType;
 use crate::store::header::byte_count;
@@ -131,7 +131,7 @@ impl Idx {
 }
 
 impl Source for Idx {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
         let bytes = images.bytes as usize;
         let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;

@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, Order, PendingBatches, Port, Source, Target, Truth, in_batches, shaped};
 use crate::error::{Error, Result};
 
 const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
@@ -84,7 +84,7 @@ fn unreadable(file: &Path, error: &image::ImageError) -> Error {
 }
 
 impl Source for ClassFolders {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         Ok(in_batches(self.files.iter().map(Ok), self.batch, size_of::<&(PathBuf, usize)>(), order, |files| self.batch(files)))
     }
 

@@ -35,7 +35,7 @@ pub(crate) use padding::Padding;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::store::{Event, Sweep, Unit};
+use crate::work::{Event, Unit, Work};
 
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;
@@ -97,15 +97,15 @@ impl Batch {
 }
 
 /// What remains to be done for a batch once its part of the files was read.
-type Work<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
+type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 
-/// Works in order; made by reading.
-type Works<'s> = Box<dyn Iterator<Item = Result<Work<'s>>> + Send + 's>;
+/// Batches in order; made by reading.
+type PendingBatches<'s> = Box<dyn Iterator<Item = Result<Pending<'s>>> + Send + 's>;
 
 /// Something that samples come from.
 trait Source: Send + Sync {
     /// Begins to read.
-    fn works(&self, order: Order) -> Result<Works<'_>>;
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>>;
     /// How many samples there are, as far as that can be said without reading everything.
     fn samples(&self) -> Option<usize>;
 }
@@ -178,15 +178,15 @@ impl DataSet {
     ///
     /// # Errors
     /// As [`for_each`](DataSet::for_each), or the work is cancelled.
-    pub fn sweep(&self, stage: &str, sweep: &Sweep, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
-        sweep.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: Unit::Samples });
+    pub fn for_each_batch(&self, stage: &str, work: &Work, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        work.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: Unit::Samples });
         let done = self.for_each(|batch| {
-            sweep.cancel.check()?;
+            work.cancel.check()?;
             let samples = batch.samples as u64;
             consume(batch)?;
-            sweep.advance(samples)
+            work.advance(samples)
         });
-        sweep.progress.on(Event::End);
+        work.progress.on(Event::End);
         done
     }
 
@@ -213,7 +213,7 @@ impl DataSet {
     }
 }
 
-/// Works over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an
+/// Batches over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an
 /// item takes in memory.
 fn in_batches<'s, T: Send + 's>(
     items: impl Iterator<Item = Result<T>> + Send + 's,
@@ -221,14 +221,14 @@ fn in_batches<'s, T: Send + 's>(
     bytes: usize,
     order: Order,
     make: impl Fn(&[T]) -> Result<Batch> + Send + Copy + 's,
-) -> Works<'s> {
+) -> PendingBatches<'s> {
     let mut items = order.shuffled(items, bytes);
     let size = order.batch.unwrap_or(size);
     let batches = std::iter::from_fn(move || {
         let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
         match batch {
             Ok(batch) if batch.is_empty() => None,
-            Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Work)),
+            Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Pending)),
             Err(e) => Some(Err(e)),
         }
     });

@@ -6,7 +6,7 @@ use super::labels::Classes;
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, Source, Target, Truth, Works, in_batches};
+use super::{Batch, Order, PendingBatches, Source, Target, Truth, in_batches};
 use crate::error::{Error, Result};
 
 /// About what a record takes in memory.
@@ -60,7 +60,7 @@ impl Sentences {
 }
 
 impl Source for Sentences {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
         Ok(in_batches(records, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
     }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::options::{self, Data, Task};
 use super::records::{self, Layout};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, Source, Target, Truth, Works, in_batches};
+use super::{Batch, Order, PendingBatches, Source, Target, Truth, in_batches};
 use crate::error::{Error, Result};
 
 /// Window when neither the data nor the model asks for a shorter one.
@@ -67,7 +67,7 @@ impl Windows {
 }
 
 impl Source for Windows {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
             Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
             Err(e) => vec![Err(e)],

@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::store::writer::{self, Item};
-use crate::store::{Activations, Affine, Block, Bytes, DType, Encoding, Granularity, Sink, Source, Spelling, Sweep, View, Weight, sparse};
+use crate::store::{Activations, Affine, Block, Bytes, DType, Encoding, Granularity, Sink, Source, Spelling, View, Weight, sparse};
+use crate::work::Work;
 
 /// How weights are laid out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -279,11 +280,11 @@ impl Format for Safetensors {
         Ok(Forecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !model.estimated, tensors: layout.tensors() })
     }
 
-    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {
+    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported> {
         let mut kept = std::collections::BTreeMap::new();
         if self.layout == Layout::Sparse {
             let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
-            let counts = sweep.run(
+            let counts = work.run(
                 "Counting zeros",
                 &jobs,
                 |(_, w)| w.stored_bytes,
@@ -291,7 +292,7 @@ impl Format for Safetensors {
                     let mut kept = 0;
                     weight.visit(1, &mut |block| {
                         kept += bitmask::count(block.now.values, value_size(weight) as usize);
-                        sweep.advance(block.before.values.len() as u64)
+                        work.advance(block.before.values.len() as u64)
                     })?;
                     Ok(kept)
                 },
@@ -300,7 +301,7 @@ impl Format for Safetensors {
         }
         let items = self.items(model, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;
         let layout = self.layout_of(&items, model)?;
-        let (files, seen) = writer::write(folder, &items, &layout, sweep)?;
+        let (files, seen) = writer::write(folder, &items, &layout, work)?;
         Ok(Exported {
             files,
             how: "read back: header parsed strictly and equal, every tensor's bytes equal to what was made".into(),

@@ -15,7 +15,8 @@ use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::{Applied, Model};
-use crate::store::{Block, DType, Encoding, Meter, Pattern, Sink, Source, View, Weight};
+use crate::store::{Block, DType, Encoding, Pattern, Sink, Source, View, Weight};
+use crate::work::Meter;
 
 /// A format to convert to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

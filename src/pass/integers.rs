@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::kernel::quantize::Bounds;
 use crate::kernel::{Float, convert, quantize, with_float};
-use crate::store::{Affine, Block, DType, Encoding, Granularity, Meter, Sink, Source, View, Weight, least_common_multiple};
+use crate::store::{Affine, Block, DType, Encoding, Granularity, Sink, Source, View, Weight, least_common_multiple};
+use crate::work::Meter;
 
 /// How the range of a scale is chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -112,7 +113,7 @@ impl Integers {
         best.1
     }
 
-    /// Range of the whole tensor, over sweeps of its own.
+    /// Range of the whole tensor, by a reading of its own.
     fn observe_all<F: Float>(&self) -> Result<(f32, f32)> {
         if let Some(found) = self.shared.get() {
             return Ok(*found);

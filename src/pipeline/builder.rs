@@ -18,11 +18,13 @@ use crate::exec::Choice;
 use crate::export::Export;
 use crate::model::Model;
 #[cfg(feature = "run")]
+use crate::output::Workplace;
+#[cfg(feature = "run")]
 use crate::pass::Context;
-use crate::pass::Step;
+use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Peak, Report};
-use crate::store::{Cancel, Progress, Silent, Sweep};
+use crate::work::{Cancel, Progress, Silent, Work};
 
 /// Passes and formats, ready to be run on models.
 #[derive(Clone)]
@@ -83,14 +85,40 @@ impl Pipeline {
         plan::plan(self, model)
     }
 
-    /// Does the part of another process in a run: the same work on the model, and nothing is written.
+    /// Whether this process is the one that writes: the only one, or the first of those that the environment names. The others
+    /// [`follow`](Pipeline::follow).
+    ///
+    /// # Errors
+    /// A pass trains, and the environment says something about other processes that does not hold together. Without such a pass
+    /// each process works for itself then.
+    pub fn leads(&self) -> Result<bool> {
+        #[cfg(feature = "run")]
+        {
+            let place = crate::train::communicator::Place::from_environment();
+            let place = if self.trains() { place? } else { place.unwrap_or_default() };
+            Ok(place.is_none_or(|place| place.rank == 0))
+        }
+        #[cfg(not(feature = "run"))]
+        Ok(true)
+    }
+
+    /// Does the part of another process in a run: it trains along, and nothing is written.
     ///
     /// # Errors
     /// Anything that goes wrong.
     #[cfg(feature = "run")]
     pub fn follow(&self, model: &Model, output: impl AsRef<Path>) -> Result<()> {
+        if !self.trains() {
+            return Ok(());
+        }
+        // What the first process refuses is refused by all: none waits for one that has gone.
+        crate::output::check_place(output.as_ref(), self.force, &model.path)?;
         self.check_data(model)?;
-        self.perform(model, &run::workplace(output.as_ref()), &mut Peak::start()).map(drop)
+        self.perform(model, Some(&Workplace::beside(output.as_ref())), &mut Peak::start()).map(drop)
+    }
+
+    pub(super) fn trains(&self) -> bool {
+        self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train))
     }
 
     /// Runs everything and writes the output folder, which appears whole or not at all.
@@ -114,26 +142,26 @@ impl Pipeline {
     /// No pass of this build runs a model.
     #[cfg(not(feature = "run"))]
     #[allow(clippy::unnecessary_wraps, clippy::unused_self)]
-    pub(super) fn perform(&self, _model: &Model, _workplace: &Path, _peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<Model>> {
         Ok(None)
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
     #[cfg(feature = "run")]
-    pub(super) fn perform(&self, model: &Model, workplace: &Path, peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<Model>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
-        let mut context = Context { workplace: None, resume: self.resume, sweep: self.sweep(), seed: self.seed, data: &self.data, device: self.device.open()? };
-        let mut kept = self.kept(model, &context.sweep)?;
+        let mut context = Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &self.data, device: self.device.open()? };
+        let mut kept = self.kept(model, &context.work)?;
         let found = kept.as_mut().and_then(|kept| kept.found.take());
         let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {
-                after.prepare(&context.sweep)?;
+                after.prepare(&context.work)?;
             }
-            context.workplace = Some(workplace.join(format!("{}-{}", number + 1, step.pass().name())));
+            context.workplace = workplace.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             peak.lap();
             after = step.pass().perform(after, &context)?;
@@ -141,7 +169,7 @@ impl Pipeline {
                 applied.peak_rss_bytes = peak.lap();
             }
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
-                kept.put(number, start.elapsed(), &mut after, &context.sweep);
+                kept.put(number, start.elapsed(), &mut after, &context.work);
             }
         }
         after.settle_ties(model)?;
@@ -174,8 +202,8 @@ impl Pipeline {
         steps
     }
 
-    pub(super) fn sweep(&self) -> Sweep<'_> {
-        Sweep { threads: self.threads, progress: &*self.progress, cancel: &self.cancel }
+    pub(super) fn work(&self) -> Work<'_> {
+        Work { threads: self.threads, progress: &*self.progress, cancel: &self.cancel }
     }
 }
 
@@ -282,7 +310,7 @@ impl Builder {
         self
     }
 
-    /// Tells somebody what happens: a closure over [`Event`](crate::store::Event), or a [`Progress`].
+    /// Tells somebody what happens: a closure over [`Event`](crate::work::Event), or a [`Progress`].
     pub fn progress(mut self, progress: impl Progress + 'static) -> Self {
         self.0.progress = Arc::new(progress);
         self

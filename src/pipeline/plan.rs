@@ -63,7 +63,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     #[cfg(feature = "run")]
     pipeline.check_data(model)?;
     let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
-    let threads = pipeline.sweep().threads as u64;
+    let threads = pipeline.work().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
     let passes = after

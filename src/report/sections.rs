@@ -131,6 +131,17 @@ pub struct OutputFile {
     pub verified: Verified,
 }
 
+/// A file beside the outputs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CarriedFile {
+    /// Name in the folder.
+    pub path: String,
+    /// Size.
+    pub bytes: u64,
+    /// BLAKE3 of the file, as `b3sum` prints it.
+    pub blake3: String,
+}
+
 /// How a file was checked after it was written.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verified {

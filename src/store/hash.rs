@@ -6,8 +6,8 @@ use std::path::Path;
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
-use super::Sweep;
 use crate::error::{Error, Result};
+use crate::work::Work;
 
 /// Bytes that one job hashes: a whole subtree of BLAKE3, so a power of two.
 pub const SEGMENT: u64 = 16 << 20;
@@ -22,8 +22,8 @@ enum Piece {
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
-    hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))
+pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
+    hash_file(path, work, |_| (), |(), _| Ok(()), |()| Ok(()))
 }
 
 /// Hashes a file that is looked at on the way. `see` is called with every run of bytes and its offset, in order inside each segment;
@@ -33,7 +33,7 @@ pub fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
 /// The file cannot be read, or `see` says so.
 pub fn hash_file<S>(
     path: &Path,
-    sweep: &Sweep,
+    work: &Work,
     begin: impl Fn(u64) -> S + Sync,
     see: impl Fn(&mut S, &[u8]) -> Result<()> + Sync,
     end: impl Fn(S) -> Result<()> + Sync,
@@ -43,7 +43,7 @@ pub fn hash_file<S>(
     let count = length.div_ceil(SEGMENT).max(1);
     let jobs: Vec<u64> = (0..count).map(|i| i * SEGMENT).collect();
     let size = |start: &u64| SEGMENT.min(length - start);
-    let mut pieces = sweep.run("Verifying", &jobs, size, |&start| {
+    let mut pieces = work.run("Verifying", &jobs, size, |&start| {
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(start);
         let mut state = begin(start);
@@ -56,7 +56,7 @@ pub fn hash_file<S>(
             hasher.update(run);
             see(&mut state, run)?;
             at += run.len() as u64;
-            sweep.advance(run.len() as u64)?;
+            work.advance(run.len() as u64)?;
         }
         end(state)?;
         Ok(if count == 1 { Piece::Whole(hasher.finalize()) } else { Piece::Inner(hasher.finalize_non_root()) })
@@ -86,8 +86,8 @@ fn subtree(values: &[ChainingValue]) -> ChainingValue {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Silent};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     #[test]
     fn equals_the_plain_hash() {
@@ -96,8 +96,8 @@ mod tests {
             let path = folder.path().join("file");
             let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
             std::fs::write(&path, &bytes).unwrap();
-            let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-            let hash = hash_of(&path, &sweep).unwrap();
+            let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+            let hash = hash_of(&path, &work).unwrap();
             assert_eq!(hash, blake3::hash(&bytes), "{length} bytes");
         }
     }

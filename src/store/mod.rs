@@ -22,8 +22,6 @@ pub mod select;
 mod sizes;
 pub mod sparse;
 mod spelling;
-pub mod staging;
-mod sweep;
 mod weight;
 pub mod writer;
 
@@ -38,8 +36,6 @@ pub use scaled::{Computed, Scaled, Turned};
 pub use select::{Pattern, Selection};
 pub use sizes::ByteSize;
 pub use spelling::{Part, Spelling};
-pub(crate) use sweep::lock;
-pub use sweep::{Cancel, Event, Meter, Progress, Silent, Sweep, Unit};
 pub use weight::{Encoding, Origin, Weight, Weights};
 
 pub use safetensors::Dtype as DType;

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{Block, Encoding, Meter, Sink, Source, View, Weight, block_elements};
+use super::{Block, Encoding, Sink, Source, View, Weight, block_elements};
 use crate::error::{Error, Result};
+use crate::work::Meter;
 
 /// A weight of which only some elements of an axis are left.
 struct Picked {

@@ -13,9 +13,10 @@ use super::header::Header;
 use super::measure::{Histogram, Measure};
 use super::part_writer::{PartWriter, Stretch, Target};
 use super::spelling::Emitter;
-use super::{Block, Part, Spelling, Sweep, View, Weight, checkpoint};
+use super::{Block, Part, Spelling, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
+use crate::work::Work;
 
 /// A weight to be written.
 #[derive(Debug, Clone)]
@@ -176,15 +177,15 @@ fn write_known(target: &Target, name: &str, offset: u64, bytes: &[u8]) -> Result
 }
 
 /// Makes every item and writes its parts to their places; what each file must hold is added to `stretches`.
-fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretches: &mut [Vec<Stretch>], sweep: &Sweep) -> Result<Vec<Seen>> {
+fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretches: &mut [Vec<Stretch>], work: &Work) -> Result<Vec<Seen>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
-    let done = sweep.run(
+    let done = work.run(
         "Writing",
         &jobs,
         |(item, _)| item.weight.stored_bytes.max(1),
         |(item, places)| {
             let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&targets[place.file], place.offset, place.length)).collect();
-            let seen = write_item(item, &mut writers, sweep)?;
+            let seen = write_item(item, &mut writers, work)?;
             let mut written = Vec::with_capacity(writers.len());
             for (writer, place) in writers.into_iter().zip(*places) {
                 written.push((place.file, writer.finish(place.name)?));
@@ -206,7 +207,7 @@ fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretc
 ///
 /// # Errors
 /// As [`write()`].
-pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], work: &Work) -> Result<(Vec<Written>, Vec<Seen>)> {
     let mut targets = Vec::with_capacity(files.len());
     let mut stretches = Vec::with_capacity(files.len());
     let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
@@ -234,11 +235,11 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
+    let seen = write_items(&targets, items, &places, &mut stretches, work)?;
     let mut written = Vec::new();
     for ((target, stretches), (name, pieces)) in targets.into_iter().zip(stretches).zip(files) {
         drop(target.file);
-        let hash = hold_to(&target.path, stretches, sweep)?;
+        let hash = hold_to(&target.path, stretches, work)?;
         written.push(Written { name: name.clone(), bytes: pieces.iter().map(Piece::len).sum(), blake3: hash });
     }
     Ok((written, seen))
@@ -248,7 +249,7 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+pub fn write(folder: &Path, items: &[Item], layout: &Layout, work: &Work) -> Result<(Vec<Written>, Vec<Seen>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
     let mut stretches = Vec::with_capacity(layout.files.len());
     let mut by_name = BTreeMap::new();
@@ -270,7 +271,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
         }
         places.push(placed);
     }
-    let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
+    let seen = write_items(&targets, items, &places, &mut stretches, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.join(checkpoint::INDEX);
@@ -283,7 +284,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> R
     }
     for ((target, stretches), (name, header)) in targets.into_iter().zip(stretches).zip(&layout.files) {
         drop(target.file);
-        let hash = read_back(&target.path, header, stretches, sweep)?;
+        let hash = read_back(&target.path, header, stretches, work)?;
         let bytes = std::fs::metadata(&target.path).map_err(Error::io("open", &target.path))?.len();
         files.push(Written { name: name.clone(), bytes, blake3: hash });
     }
@@ -311,7 +312,7 @@ fn add(hasher: &mut blake3::Hasher, before: &View) {
     }
 }
 
-fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<Seen> {
+fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<Seen> {
     let mut hasher = blake3::Hasher::new();
     let mut seen = Seen::default();
     let mut measure = Measure::new(item.weight.elements());
@@ -325,10 +326,10 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
         emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
         let bytes = (before.values.len() as u64).min(total - told);
         told += bytes;
-        sweep.advance(bytes)
+        work.advance(bytes)
     })?;
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
-    sweep.advance(total - told)?;
+    work.advance(total - told)?;
     seen.input_hash = Some(hasher.finalize());
     seen.bytes = writers.iter().map(|w| w.length).sum();
     seen.histogram = measure.histogram();
@@ -336,22 +337,22 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
 }
 
 /// Reads a written file again: the header must parse to the same, every stretch must hash to the same.
-fn read_back(path: &Path, header: &Header, stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
+fn read_back(path: &Path, header: &Header, stretches: Vec<Stretch>, work: &Work) -> Result<blake3::Hash> {
     let (_, back) = checkpoint::DataFile::open(path)?;
     if back != *header {
         return Err(Error::Verification { path: path.to_owned(), reason: "the header reads back differently".into() });
     }
-    hold_to(path, stretches, sweep)
+    hold_to(path, stretches, work)
 }
 
 /// Reads a file again: it must consist of these stretches, and each must hash to the same.
-fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
+fn hold_to(path: &Path, mut stretches: Vec<Stretch>, work: &Work) -> Result<blake3::Hash> {
     let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
     stretches.sort_by_key(|s| s.offset);
     let begin = |start: u64| (stretches.partition_point(|s| s.offset < start), 0u64, Xxh3Default::new());
     hash_file(
         path,
-        sweep,
+        work,
         begin,
         |(index, seen, hasher), mut bytes| {
             while !bytes.is_empty() {
@@ -380,8 +381,9 @@ fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<bl
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Checkpoint, DType, Silent, Weights};
+    use super::super::{Checkpoint, DType, Weights};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     fn written(folder: &Path) -> (Vec<Written>, Layout) {
         let source = folder.join("in.safetensors");
@@ -390,8 +392,8 @@ mod tests {
         let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), spelling: Spelling::Plain }).collect();
         let layout = Layout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let (files, _) = write(folder, &items, &layout, &sweep).unwrap();
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let (files, _) = write(folder, &items, &layout, &work).unwrap();
         (files, layout)
     }
 
@@ -414,11 +416,11 @@ mod tests {
         let stretch =
             |offset: usize, end: usize| Stretch { offset: offset as u64, length: (end - offset) as u64, hash: xxhash_rust::xxh3::xxh3_64(&bytes[offset..end]) };
         let stretches = vec![stretch(0, data), stretch(data, bytes.len())];
-        let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-        assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &sweep).is_ok());
+        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &work).is_ok());
         bytes[data + 7] ^= 1;
         std::fs::write(&path, bytes).unwrap();
-        let error = read_back(&path, &layout.files[0].1, stretches, &sweep).unwrap_err();
+        let error = read_back(&path, &layout.files[0].1, stretches, &work).unwrap_err();
         assert!(error.to_string().contains("read back differently"), "{error}");
     }
 }

@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::exec::{Ledger, Parameters, Purpose, Residence};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::store::{DType as Stored, Encoding, Pattern, Scales, Sweep, Weight, select};
+use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
+use crate::work::Work;
 
 /// Weights that train and weights that do not.
 pub struct Weights {
@@ -101,7 +102,7 @@ impl Weights {
         device: &Device,
         compute: DType,
         ledger: &Ledger,
-        sweep: &Sweep,
+        work: &Work,
     ) -> Result<Weights> {
         let statistics = statistics(graph);
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
@@ -116,7 +117,7 @@ impl Weights {
                 *weight = before.clone();
             }
         }
-        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, sweep)?;
+        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, work)?;
         let mut weights =
             Weights { trained: BTreeMap::new(), fixed: BTreeMap::new(), masks: BTreeMap::new(), rounded: BTreeMap::new(), values: BTreeMap::new(), compute };
         for name in names {

@@ -22,7 +22,7 @@ pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: i
     let options = context.data.calibration.as_ref().ok_or_else(|| Error::option(NAME, "needs calibration data"))?;
     let subject = Subject::of(model.clone())?;
     let data = DataSet::open(options, subject.target())?;
-    data.sweep(stage, &context.sweep, consume)
+    data.for_each_batch(stage, &context.work, consume)
 }
 
 /// The parameters of a graph, as floats in 32 bits.
@@ -30,7 +30,7 @@ pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: i
 /// # Errors
 /// Reading fails, or memory runs out.
 pub(super) fn parameters(graph: &Graph, model: &Model, context: &Context) -> Result<Parameters> {
-    Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Computed, &context.sweep)
+    Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Computed, &context.work)
 }
 
 /// The rows `[n, features]` of a value that a layer reads, padding left out.
