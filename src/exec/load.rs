@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::ir::Graph;
-use crate::store::{Activations, DType as Stored, Encoding, Weight, Weights};
+use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};
 use crate::work::Work;
 
 /// What is kept in memory.
@@ -58,7 +58,7 @@ impl Parameters {
                 Ok(tensor)
             },
         )?;
-        let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == Activations::DynamicToken);
+        let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == ActivationScheme::DynamicToken);
         let rounding = jobs.iter().filter(|(_, weight)| rounds(weight)).map(|(name, _)| (*name).clone()).collect();
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
     }
