@@ -112,12 +112,15 @@ fn verify_finds_what_was_damaged() {
     };
     let config = |path: &Path| fs::write(path.with_file_name("config.json"), "{").unwrap();
     type Damage<'a> = &'a dyn Fn(&Path);
-    let cases: [(Damage, &str, &str); 5] = [
+    let module = |path: &Path| path.with_file_name("1_Pooling").join("config.json");
+    let cases: [(Damage, &str, &str); 7] = [
         (&flip, "model.safetensors", "its BLAKE3 differs from the report"),
         (&shorten, "model.safetensors", "has 3000 bytes, the report says"),
         (&replace, "model.safetensors", "the report says"),
         (&|path| fs::remove_file(path).unwrap(), "model.safetensors", "cannot open out/model.safetensors"),
-        (&config, ".", "out/config.json: not a JSON object"),
+        (&config, "config.json", "has 1 bytes, the report says"),
+        (&|path| fs::write(module(path), "[]").unwrap(), "1_Pooling/config.json", "its BLAKE3 differs from the report"),
+        (&|path| fs::remove_file(module(path)).unwrap(), "1_Pooling/config.json", "cannot open out/1_Pooling/config.json"),
     ];
     for (damage, path, finding) in cases {
         let (run, checks) = verify(damage);
@@ -131,6 +134,9 @@ fn verify_finds_what_was_damaged() {
             run.stderr
         );
     }
+    let (_, checks) = verify(&config);
+    let opened = checks.as_array().unwrap().iter().find(|check| check["path"] == ".").unwrap();
+    assert!(opened["finding"].as_str().unwrap().contains("out/config.json: not a JSON object"), "{opened}");
 }
 
 #[test]
