@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use super::Pipeline;
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency};
+use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 use crate::export::{Exported, Forecast};
 use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
@@ -21,6 +21,7 @@ use crate::store::{Origin, Sweep, Weight};
 pub(super) struct Measured {
     pub compute: Option<Compute>,
     pub accuracy: Option<Accuracy>,
+    pub fidelity: Option<MeasuredFidelity>,
     pub latency: Option<Latency>,
     pub notes: Vec<String>,
 }
@@ -90,6 +91,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         size: sizes,
         compute: measured.compute,
         accuracy: measured.accuracy,
+        fidelity: measured.fidelity,
         latency: measured.latency,
         layers: layers(&model, &after, first),
         histograms: Vec::new(),

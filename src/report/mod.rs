@@ -6,6 +6,8 @@ mod budget;
 mod compare;
 mod environment;
 pub mod format;
+#[cfg(feature = "run")]
+mod free;
 mod html;
 mod markdown;
 mod measured;
@@ -22,10 +24,12 @@ pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
+#[cfg(feature = "run")]
+pub(crate) use free::free_memory;
 pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency};
+use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
@@ -57,6 +61,9 @@ pub struct Report {
     /// How good the answers are, when there is evaluation data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<Accuracy>,
+    /// How close the output's answers are to the input's, where the model could be run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fidelity: Option<MeasuredFidelity>,
     /// How long one batch takes, when it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,
