@@ -23,9 +23,9 @@ mod statistics;
 #[cfg(feature = "run")]
 mod subject;
 
-pub use figures::{Accuracy, Compute, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
 #[cfg(feature = "run")]
 pub(crate) use fidelity::Sums as FidelitySums;
+pub use figures::{Accuracy, Compute, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
 #[cfg(feature = "run")]
 pub use latency::latency;
 #[cfg(feature = "run")]
