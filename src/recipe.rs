@@ -32,6 +32,9 @@ pub struct Recipe {
     /// Carry NaN and infinite weights along instead of stopping at them
     #[serde(default)]
     pub allow_nonfinite: bool,
+    /// Measure how close the answers are to the input's where no evaluation data is named
+    #[serde(default = "yes")]
+    pub measure: bool,
     /// What to measure on
     #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "DataSets::is_empty")]
@@ -69,6 +72,10 @@ const VARIANTS: usize = 1000;
 /// Values that aliases may add to a recipe.
 const ALIASED: usize = 10_000;
 
+fn yes() -> bool {
+    true
+}
+
 fn default_export() -> Vec<Export> {
     vec![Export::default()]
 }
@@ -80,6 +87,7 @@ impl Recipe {
             model: model.into(),
             seed: 0,
             allow_nonfinite: false,
+            measure: true,
             #[cfg(feature = "run")]
             data: DataSets::default(),
             passes: Vec::new(),
@@ -152,7 +160,7 @@ impl Recipe {
         self.model = folder.join(&self.model);
         #[cfg(feature = "run")]
         self.data.resolve(folder);
-        self.passes.iter_mut().for_each(|step| step.resolve(folder));
+        self.passes.iter_mut().for_each(|step| step.pass_mut().resolve(folder));
         self.output = self.output.map(|output| folder.join(output));
         self
     }

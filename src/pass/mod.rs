@@ -1,8 +1,9 @@
 //! Passes: one algorithm a file. A pass is its own configuration: the same struct is the YAML step, the
 //! command's flags and the value that a program makes.
 //!
-//! A pass never reads or prints. It takes a model and gives back one whose weights will be different when
-//! they are written.
+//! A pass takes a model and gives back another one; it prints nothing and writes no output. Passes over weights read nothing either: the
+//! new weights are made when the model is written. Passes that [run the model](Pass::runs_on) read the data sets of the recipe, and some
+//! of them other models, like a teacher ([`Pass::reads`]); they keep unfinished work in [`Context::workplace`].
 
 mod amount;
 mod cast;
@@ -63,29 +64,32 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// Makes paths among the options relative to a folder.
     fn resolve(&mut self, _folder: &Path) {}
 
+    /// Decides what the options leave open, by the model that the pass will meet and by the data sets there are, so that recipes and
+    /// reports say what was done.
+    fn settle(&mut self, _model: &Model, _sets: &[Samples]) {}
+
     /// Files and folders that the pass reads beside the model and the data sets.
     fn reads(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// The model after the pass. Quick: bytes are made when the model is written. Of a pass that runs the model, only as far as
-    /// that can be told without running it: names, shapes, encodings.
-    ///
-    /// # Errors
-    /// A pattern without a match, or a weight that the pass cannot take.
-    fn apply(&self, model: Model) -> Result<Model>;
-
-    /// The samples that the pass runs the model on; it has work to [`perform`](Pass::perform) then.
+    /// The samples that the pass runs the model on, or [`Samples::None`] where it computes on weights before they are written; nothing
+    /// where all of its work is done while they are written.
     fn runs_on(&self) -> Option<Samples> {
         None
     }
 
-    /// The model after the pass, with all that takes running it.
+    /// The model after the pass. Without a context that is quick, and no tensor is read: what a pass does that runs the model is told as
+    /// far as it can be told beforehand, names, shapes and encodings. With one, all of its work is done but for what is left to writing.
     ///
     /// # Errors
-    /// As [`apply`](Pass::apply); samples do not fit the model, memory runs out, or the work is cancelled.
-    fn perform(&self, model: Model, _context: &Context) -> Result<Model> {
-        self.apply(model)
+    /// A pattern without a match, or a weight that the pass cannot take; with a context also: samples do not fit the model, memory runs
+    /// out, or the work is cancelled.
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model>;
+
+    /// What helps where the model's answers are ruined by the pass.
+    fn remedy(&self) -> &'static str {
+        "a smaller change"
     }
 }
 
@@ -139,13 +143,11 @@ macro_rules! passes {
                     $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass,)+
                 }
             }
-        }
 
-        impl Step {
-            /// Makes paths among the options relative to a folder.
-            pub(crate) fn resolve(&mut self, folder: &Path) {
+            /// The same, to be changed.
+            pub(crate) fn pass_mut(&mut self) -> &mut dyn Pass {
                 match self {
-                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass.resolve(folder),)+
+                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass,)+
                 }
             }
         }

@@ -5,7 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use super::Pipeline;
+use super::running::write_graph;
+use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
@@ -29,11 +30,12 @@ pub(super) struct Measured {
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
     let mut peak = Peak::start();
-    let sweep = pipeline.sweep();
     model.require_own_files()?;
-    let mut after = pipeline.apply(&model)?;
-    #[cfg(feature = "run")]
+    let (mut pipeline, mut after) = pipeline.settled(&model)?;
     pipeline.check_data(&model)?;
+    let held_out = pipeline.hold_out(&model)?;
+    let pipeline = &pipeline;
+    let sweep = pipeline.sweep();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;
@@ -52,12 +54,9 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let writing = peak.lap();
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, staging.path())?;
-    #[cfg(feature = "run")]
     write_graph(&after, staging.path())?;
-    #[cfg(feature = "run")]
-    let measured = super::evaluate::Run { pipeline, before: &model, after: &after, folder: staging.path(), sweep }.measure(&mut exports)?;
-    #[cfg(not(feature = "run"))]
-    let measured = Measured::default();
+    let measured = pipeline.measure([&model, &after], staging.path(), &mut exports, start)?;
+    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &after));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     #[cfg_attr(not(feature = "zstd"), allow(unused_mut))]
     let mut sizes = sizes(&model, &after, first)?;
@@ -96,7 +95,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         layers: layers(&model, &after, first),
         histograms: Vec::new(),
         outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
-        notes: notes(&after, &exports).into_iter().chain(measured.notes).collect(),
+        notes: ruined.into_iter().chain(notes(&after, &exports)).chain(held_out).chain(measured.notes).collect(),
         totals: Totals::default(),
     };
     report.histograms = histograms(&report, first);
@@ -179,20 +178,7 @@ fn carry_over(model: &Model, config: &Config, folder: &Path) -> Result<()> {
     }
 }
 
-/// Describes what the model computes where `config.json` cannot.
-#[cfg(feature = "run")]
-fn write_graph(after: &Model, folder: &Path) -> Result<()> {
-    use crate::ir::GraphFile;
-    let path = folder.join(GraphFile::NAME);
-    match (&after.changed_graph, after.graph_file()?) {
-        (None, _) => Ok(()),
-        (Some(_), Some(file)) => write_text(&path, &format!("{:#}\n", serde_json::to_value(&file).unwrap_or_default())),
-        (Some(_), None) if path.exists() => fs::remove_file(&path).map_err(Error::io("remove", &path)),
-        (Some(_), None) => Ok(()),
-    }
-}
-
-fn write_text(path: &Path, text: &str) -> Result<()> {
+pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
 }
 

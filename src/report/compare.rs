@@ -159,7 +159,8 @@ fn common_metric(reports: &[(String, Report)]) -> Option<String> {
 }
 
 fn fidelity(report: &Report) -> Option<f64> {
-    Some(report.accuracy.as_ref()?.fidelity.as_ref()?.cosine)
+    let evaluated = report.accuracy.as_ref().and_then(|accuracy| accuracy.fidelity.as_ref());
+    evaluated.or(report.fidelity.as_ref().map(|measured| &measured.fidelity)).map(|fidelity| fidelity.cosine)
 }
 
 fn summary(name: &str, report: &Report, metric: Option<&str>) -> Summary {

@@ -60,6 +60,8 @@ impl Report {
         }
         if let Some(accuracy) = &self.accuracy {
             out += &format!(" {} samples of {}\n", accuracy.samples, accuracy.data);
+        } else if let Some(measured) = &self.fidelity {
+            out += &format!(" answers to {}\n", measured.describe());
         }
         if !self.passes.is_empty() {
             let rows =

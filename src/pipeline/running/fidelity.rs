@@ -20,9 +20,9 @@ use crate::pass::Samples;
 use crate::report::free_memory;
 use crate::report::format::bytes;
 
-/// Multiply-accumulates of one model for each byte that the run reads and writes, where its passes run no model: about a tenth of its
-/// time for each of both models.
-const MACS_PER_BYTE: u64 = 2;
+/// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
+/// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
+const MACS_PER_BYTE: u64 = 4;
 /// Samples that passes run on for each one that is measured.
 const USED_PER_MEASURED: usize = 8;
 /// Samples at most.
@@ -46,7 +46,7 @@ impl Run<'_> {
     ///
     /// # Errors
     /// The work is cancelled.
-    pub(super) fn fidelity(&self, exports: &[(&'static str, Exported)], start: Instant) -> Result<(Option<MeasuredFidelity>, Option<String>)> {
+    pub(super) fn fidelity(&self, exports: &[(&'static str, Exported)]) -> Result<(Option<MeasuredFidelity>, Option<String>)> {
         let skipped = |reason: String| Ok((None, Some(format!("fidelity was not measured: {reason}"))));
         let graph = match self.before.graph() {
             Ok(graph) => graph,
@@ -57,7 +57,7 @@ impl Run<'_> {
         if let Some(reason) = self.too_large(&graph) {
             return skipped(reason);
         }
-        match self.compared(&graph, exports, start) {
+        match self.compared(&graph, exports) {
             Ok(measured) if measured.fidelity.cosine.is_finite() && measured.fidelity.max_abs_error.is_finite() => Ok((Some(measured), None)),
             Ok(_) => skipped("the answers are not finite numbers".into()),
             Err(Error::Cancelled) => Err(Error::Cancelled),
@@ -83,13 +83,13 @@ impl Run<'_> {
     }
 
     /// Runs one model after the other, so that only one is in memory beside the weights that both share.
-    fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)], start: Instant) -> Result<MeasuredFidelity> {
-        let device = self.pipeline.device.open()?;
-        let (samples_from, data, samples) = self.samples(graph, exports)?;
+    fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<MeasuredFidelity> {
+        let device = self.pipeline.running.device.open()?;
+        let (samples_from, data, samples) = self.samples(graph)?;
         let parameters = Parameters::load(graph, &self.before.weights, &device, candle_core::DType::F32, Residence::Stored, &self.sweep)?;
         let mut before = crate::evaluation::Candle::of(Executor::new(graph, parameters.clone(), device.clone()));
         let mut answers: Vec<Outputs> = Vec::new();
-        let (limit, begun, mut held) = (LEAST_TIME.max(start.elapsed() / 8), Instant::now(), 0);
+        let (limit, begun, mut held) = (LEAST_TIME.max(self.start.elapsed() / 8), Instant::now(), 0);
         for sample in &samples {
             if !answers.is_empty() && (begun.elapsed() > limit || held > ANSWERS) {
                 break;
@@ -130,9 +130,9 @@ impl Run<'_> {
     }
 
     /// The samples: those that no pass has used, else random ones.
-    fn samples(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<(SamplesFrom, Option<String>, Vec<Batch>)> {
-        let budget = self.budget(exports);
-        let sets = &self.pipeline.data;
+    fn samples(&self, graph: &Graph) -> Result<(SamplesFrom, Option<String>, Vec<Batch>)> {
+        let budget = self.budget();
+        let sets = &self.pipeline.running.data;
         let subject = Subject::of(self.before.clone())?;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
@@ -157,9 +157,9 @@ impl Run<'_> {
     }
 
     /// What may be spent, so that measuring takes at most a fifth of the run.
-    fn budget(&self, exports: &[(&'static str, Exported)]) -> Budget {
+    fn budget(&self) -> Budget {
         let used = |samples| match samples {
-            Samples::Calibration => self.pipeline.data.calibration.as_ref().map(|set: &Data| set.samples.unwrap_or(usize::MAX)),
+            Samples::Calibration => self.pipeline.running.data.calibration.as_ref().map(|set: &Data| set.samples.unwrap_or(usize::MAX)),
             Samples::Train => Some(usize::MAX),
             Samples::None => None,
         };
@@ -167,13 +167,7 @@ impl Run<'_> {
         if let Some(used) = used {
             return Budget { macs: u64::MAX, samples: (used / USED_PER_MEASURED).clamp(1, MOST) };
         }
-        let written: u64 = exports.iter().flat_map(|(_, exported)| &exported.files).map(|file| file.bytes).sum();
-        Budget { macs: MACS_PER_BYTE * (self.before.stored_bytes() + written), samples: MOST }
-    }
-
-    /// Leaves a part of the calibration data to be measured on, where passes would use all of it, and says so.
-    pub(super) fn writes_safetensors(&self) -> bool {
-        self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
+        Budget { macs: MACS_PER_BYTE * self.before.stored_bytes(), samples: MOST }
     }
 }
 

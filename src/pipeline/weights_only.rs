@@ -1,0 +1,71 @@
+//! The half of a pipeline that runs models, in a build that runs none.
+#![allow(clippy::unnecessary_wraps, clippy::unused_self)]
+
+use std::path::Path;
+use std::time::Instant;
+
+use super::{Check, Pipeline};
+use super::run::Measured;
+use crate::error::Result;
+use crate::export::Exported;
+use crate::model::Model;
+use crate::pass::{Samples, Step};
+use crate::recipe::Recipe;
+use crate::report::{Peak, Report};
+use crate::store::Sweep;
+
+/// Nothing: passes over weights need no data and no device.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Running;
+
+impl Running {
+    pub fn take(&mut self, _recipe: &Recipe) {}
+
+    pub fn tell(&self, _recipe: &mut Recipe) {}
+
+    pub fn check(&self, _steps: &[Step]) -> Result<()> {
+        Ok(())
+    }
+
+    pub fn sets(&self) -> Vec<Samples> {
+        Vec::new()
+    }
+
+    pub fn lend(&mut self, _steps: &[Step]) {}
+
+    pub fn describe(&self) -> Option<String> {
+        None
+    }
+
+    pub fn evaluates(&self) -> bool {
+        false
+    }
+}
+
+impl Pipeline {
+    pub(super) fn check_data(&self, _model: &Model) -> Result<()> {
+        Ok(())
+    }
+
+    pub(super) fn hold_out(&mut self, _model: &Model) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    pub(super) fn perform(&self, _model: &Model, _workplace: &Path, _peak: &mut Peak) -> Result<Option<Model>> {
+        Ok(None)
+    }
+
+    pub(super) fn measure(&self, _models: [&Model; 2], _folder: &Path, _exports: &mut [(&'static str, Exported)], _start: Instant) -> Result<Measured> {
+        Ok(Measured::default())
+    }
+}
+
+/// Nothing runs ONNX files.
+pub(super) fn check_onnx(_folder: &Path, _report: &Report, _sweep: &Sweep) -> Result<Option<Check>> {
+    Ok(None)
+}
+
+/// Passes over weights leave what the model computes as it is.
+pub(super) fn write_graph(_after: &Model, _folder: &Path) -> Result<()> {
+    Ok(())
+}
