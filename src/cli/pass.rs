@@ -46,7 +46,8 @@ fn parse_data(text: &str) -> Result<crate::data::Data, String> {
 
 impl Args {
     pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
-        let mut builder = global.builder().passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite).measure(!self.writing.no_measure);
+        let mut builder =
+            global.builder().passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite).measure(!self.writing.no_measure);
         for export in self.writing.exports() {
             builder = builder.export(export);
         }

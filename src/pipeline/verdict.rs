@@ -16,9 +16,10 @@ fn reason(fidelity: &Fidelity) -> Option<String> {
     let found = [
         (fidelity.cosine < COSINE).then(|| format!("the mean cosine of `{}` is {:.2}, below {COSINE}", fidelity.output, fidelity.cosine)),
         fidelity.kl.filter(|kl| *kl > DIVERGENCE).map(|kl| format!("the predictions diverge by {kl:.1} nats, more than {DIVERGENCE}")),
-        fidelity.top1_agreement.filter(|part| *part < AGREEMENT).map(|part| {
-            format!("{:.0} % of the likeliest classes are the same, fewer than {:.0} %", 100.0 * part, 100.0 * AGREEMENT)
-        }),
+        fidelity
+            .top1_agreement
+            .filter(|part| *part < AGREEMENT)
+            .map(|part| format!("{:.0} % of the likeliest classes are the same, fewer than {:.0} %", 100.0 * part, 100.0 * AGREEMENT)),
     ];
     let found: Vec<String> = found.into_iter().flatten().collect();
     (!found.is_empty()).then(|| found.join(", "))

@@ -4,8 +4,8 @@
 use std::path::Path;
 use std::time::Instant;
 
-use super::{Check, Pipeline};
 use super::run::Measured;
+use super::{Check, Pipeline};
 use crate::error::Result;
 use crate::export::Exported;
 use crate::model::Model;

@@ -37,9 +37,9 @@ pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
 use super::{Context, Pass, Samples, Scope, options_of};
 use crate::error::{Error, Result};
+use crate::ir::{Graph, Op};
 use crate::model::{Applied, Model};
 use crate::pass::Amount;
-use crate::ir::{Graph, Op};
 use crate::store::Pattern;
 use selection::Selection;
 

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::scores::{self, Scores};
 use super::widths::{self, Bundle};
 use super::{Importance, NAME, PruneStructured, PrunedPart, Target, latency, sensitivity};
-use crate::analysis::{self, Role, Group, GroupUnit, Groups, Member};
+use crate::analysis::{self, Group, GroupUnit, Groups, Member, Role};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Op};

@@ -5,8 +5,6 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-use crate::pipeline::{Check, Pipeline};
-use crate::pipeline::run::Measured;
 use crate::analysis;
 use crate::data::{self, DataSet};
 use crate::error::{Error, Result};
@@ -16,6 +14,8 @@ use crate::export::{Export, Exported};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
+use crate::pipeline::run::Measured;
+use crate::pipeline::{Check, Pipeline};
 use crate::report::Report;
 use crate::store::{Encoding, Sweep};
 

@@ -17,8 +17,8 @@ use crate::export::Exported;
 use crate::ir::{Bindings, Dim, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
-use crate::report::free_memory;
 use crate::report::format::bytes;
+use crate::report::free_memory;
 
 /// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
 /// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
@@ -29,6 +29,8 @@ const USED_PER_MEASURED: usize = 8;
 const MOST: usize = 16;
 /// Tokens of a text, and height and width of an image whose size is open: the largest that can be afforded, else the last.
 const SIZES: [(usize, usize); 4] = [(128, 224), (64, 160), (32, 96), (16, 64)];
+/// Samples that are better than one long one where each has one answer.
+const SEVERAL: u64 = 4;
 /// Bytes of answers that are kept while the other model is loaded.
 const ANSWERS: u64 = 128 << 20;
 /// Time that one model may take in any case.
@@ -65,17 +67,11 @@ impl Run<'_> {
         }
     }
 
-    /// Why the models are too large to be run unasked, if they are. A pass that has run one shows that it fits.
+    /// Why the models are too large to be run unasked, if they are.
     fn too_large(&self, graph: &Graph) -> Option<String> {
         let (_, activations) = analysis::cost(graph, &analysis::usual_sizes(graph));
         let parameters = self.before.weights.parameters().max(self.after.weights.parameters()).saturating_mul(4);
-        let needed = parameters.saturating_add(activations);
-        let asking = "`data: { evaluation: ... }` asks for it";
-        if needed > UNASKED && !self.runs_on_samples() {
-            return Some(format!("running the model takes about {} of memory, and {} is what a run takes for it unasked; {asking}", bytes(needed), bytes(UNASKED)));
-        }
-        let free = free_memory().filter(|free| *free / 2 < needed)?;
-        Some(format!("running the model takes about {} of memory, and {} are free; {asking}", bytes(needed), bytes(free)))
+        too_large(parameters.saturating_add(activations), free_memory(), self.runs_on_samples())
     }
 
     fn runs_on_samples(&self) -> bool {
@@ -118,7 +114,8 @@ impl Run<'_> {
 
     /// Weights that are in the output as they were in the input.
     fn unchanged<'m>(&self, written: &'m Model, exports: &[(&'static str, Exported)]) -> BTreeSet<&'m str> {
-        let changed: BTreeSet<&str> = exports.iter().flat_map(|(_, exported)| &exported.weights).filter(|(_, seen)| seen.changed).map(|(name, _)| name.as_str()).collect();
+        let changed: BTreeSet<&str> =
+            exports.iter().flat_map(|(_, exported)| &exported.weights).filter(|(_, seen)| seen.changed).map(|(name, _)| name.as_str()).collect();
         let same = |(name, weight): &(&'m String, &crate::store::Weight)| {
             let before = self.before.weights.by_name.get(*name);
             let kept = self.after.weights.by_name.get(*name);
@@ -171,6 +168,17 @@ impl Run<'_> {
     }
 }
 
+/// Why a model that needs so many bytes is not run unasked, if it is not; a pass that has run it shows that it fits.
+fn too_large(needed: u64, free: Option<u64>, has_run: bool) -> Option<String> {
+    let asking = "`data: { evaluation: ... }` asks for it";
+    let takes = format!("running the model takes about {} of memory", bytes(needed));
+    if needed > UNASKED && !has_run {
+        return Some(format!("{takes}, and {} is the most that is taken unasked; {asking}", bytes(UNASKED)));
+    }
+    let free = free.filter(|free| *free / 2 < needed)?;
+    Some(format!("{takes}, and {} are free; {asking}", bytes(free)))
+}
+
 /// Samples that a budget has room for.
 struct Found<'g> {
     graph: &'g Graph,
@@ -195,14 +203,17 @@ impl Found<'_> {
     /// The beginning of a text whose tokens are answered one by one, as much as can be afforded; other samples are whole.
     fn shortened(&self, sample: Batch) -> Result<Batch> {
         let length = self.affordable().get("sequence").copied().filter(|_| self.budget.macs < u64::MAX);
-        let by_token = self.graph.outputs().iter().any(|(name, id)| name == "logits" && self.graph.value(*id).ty.shape.len() == 3);
-        match length.filter(|_| by_token) {
+        match length.filter(|_| self.answers_by_token()) {
             Some(length) => sample.shortened(length),
             None => Ok(sample),
         }
     }
 
-    /// The largest sizes of open axes that one sample can be run at.
+    fn answers_by_token(&self) -> bool {
+        self.graph.outputs().iter().any(|(name, id)| name == "logits" && self.graph.value(*id).ty.shape.len() == 3)
+    }
+
+    /// The largest sizes of open axes that one sample can be run at; several, where a sample has one answer.
     fn affordable(&self) -> Bindings {
         let sizes = SIZES.map(|(sequence, image)| {
             self.graph.bind(|name| match name {
@@ -211,7 +222,8 @@ impl Found<'_> {
                 _ => 1,
             })
         });
-        let fits = |sizes: &&Bindings| analysis::cost(self.graph, sizes).0 <= self.budget.macs;
+        let share = self.budget.macs / if self.answers_by_token() { 1 } else { SEVERAL };
+        let fits = |sizes: &&Bindings| analysis::cost(self.graph, sizes).0 <= share;
         sizes.iter().find(fits).or(sizes.last()).cloned().unwrap_or_default()
     }
 }
@@ -219,5 +231,40 @@ impl Found<'_> {
 /// The sizes of a graph's named axes in a sample.
 fn bindings(graph: &Graph, sample: &Batch) -> Bindings {
     let axes = graph.inputs().filter_map(|(_, value)| Some((&value.ty.shape, sample.inputs.get(&value.name)?.dims())));
-    axes.flat_map(|(shape, dims)| shape.iter().zip(dims)).filter_map(|(axis, size)| if let Dim::Named(name) = axis { Some((name.clone(), *size)) } else { None }).collect()
+    axes.flat_map(|(shape, dims)| shape.iter().zip(dims))
+        .filter_map(|(axis, size)| if let Dim::Named(name) = axis { Some((name.clone(), *size)) } else { None })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_not_run_unasked() {
+        let (small, large) = (100 << 20, 28 << 30);
+        assert_eq!(too_large(small, Some(1 << 30), false), None);
+        assert_eq!(too_large(small, None, false), None);
+        assert!(too_large(small, Some(150 << 20), false).unwrap().contains("are free"));
+        assert!(too_large(large, None, false).unwrap().contains("30.1 GB"));
+        assert_eq!(too_large(large, Some(1 << 40), true), None);
+        assert!(too_large(large, Some(8 << 30), true).unwrap().contains("are free"));
+    }
+
+    #[test]
+    fn samples_are_as_many_as_the_budget_has_room_for() {
+        let text = "input input_ids: int[batch, sequence]\nparam t: float[50, 64]\nparam w: float[50, 64]\nx = Embedding(input_ids, t) -> float[batch, sequence, 64]\nlogits = Linear(x, w) -> float[batch, sequence, 50]\noutput logits = logits\n";
+        let graph: Graph = text.parse().unwrap();
+        let token = 64 * 50;
+        let found = |macs: u64, samples: usize| {
+            let mut found = Found { graph: &graph, budget: Budget { macs, samples }, spent: 0, samples: Vec::new() };
+            let sizes = found.affordable();
+            while found.take(data::made_up_of(&graph, 0, &sizes).unwrap()).unwrap().is_continue() {}
+            (found.samples.len(), found.samples[0].inputs["input_ids"].dims().to_vec())
+        };
+        assert_eq!(found(0, 16), (1, vec![1, 16]));
+        assert_eq!(found(100 * token, 16), (1, vec![1, 64]));
+        assert_eq!(found(400 * token, 16), (3, vec![1, 128]));
+        assert_eq!(found(u64::MAX, 5), (5, vec![1, 128]));
+    }
 }

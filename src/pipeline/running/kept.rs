@@ -10,14 +10,14 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::pipeline::Pipeline;
-use crate::pipeline::key::{Key, files};
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
 use crate::ir::GraphFile;
 use crate::model::{Applied, Model};
 use crate::pass::{PASSES, Samples};
+use crate::pipeline::Pipeline;
+use crate::pipeline::key::{Key, files};
 use crate::store::hash::hash_of;
 use crate::store::staging::Staging;
 use crate::store::{Origin, Sweep};
