@@ -2,6 +2,11 @@
 
 mod builder;
 mod cached;
+#[cfg(feature = "zstd")]
+mod further;
+#[cfg(not(feature = "zstd"))]
+#[path = "pipeline/no_further.rs"]
+mod further;
 mod key;
 mod plan;
 mod run;

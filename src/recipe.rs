@@ -14,7 +14,6 @@ use serde_json::Value;
 #[cfg(feature = "run")]
 use crate::data::DataSets;
 use crate::error::{Error, Result};
-#[cfg(feature = "run")]
 use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::pass::Step;
@@ -43,7 +42,6 @@ pub struct Recipe {
     #[serde(default)]
     pub passes: Vec<Step>,
     /// How to measure before and after; needs `data: { evaluation: ... }`
-    #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluate: Option<Evaluate>,
     /// What to write
@@ -91,7 +89,6 @@ impl Recipe {
             #[cfg(feature = "run")]
             data: DataSets::default(),
             passes: Vec::new(),
-            #[cfg(feature = "run")]
             evaluate: None,
             export: default_export(),
             output: None,

@@ -7,17 +7,9 @@
 
 mod amount;
 mod cast;
-#[cfg(feature = "run")]
-mod distill;
-#[cfg(feature = "run")]
-mod finetune;
 mod integers;
-#[cfg(feature = "run")]
-pub mod prune_structured;
 pub mod prune_unstructured;
 mod quantize_dynamic;
-#[cfg(feature = "run")]
-mod quantize_static;
 mod targets;
 mod threshold;
 
@@ -29,17 +21,30 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-#[cfg(feature = "run")]
-pub use distill::{Distill, Student};
-#[cfg(feature = "run")]
-pub use finetune::Finetune;
 pub use integers::WeightObserver;
-#[cfg(feature = "run")]
-pub use prune_structured::PruneStructured;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
+
 #[cfg(feature = "run")]
-pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
+#[path = "."]
+mod running {
+    //! Passes that run the model.
+
+    mod distill;
+    mod finetune;
+    pub mod prune_structured;
+    mod quantize_static;
+
+    pub use distill::{Distill, Student};
+    pub use finetune::Finetune;
+    pub use prune_structured::PruneStructured;
+    pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
+
+    use super::{Context, GranularityKind, Pass, Samples, Scope, WeightObserver, options_of};
+}
+
+#[cfg(feature = "run")]
+pub use running::*;
 
 use crate::error::Result;
 use crate::model::Model;
@@ -124,37 +129,37 @@ pub struct Context<'a> {
 
 /// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
 macro_rules! passes {
-    ($($(#[$doc:meta])* $name:literal => $pass:ident $(if $feature:literal)?),+ $(,)?) => {
+    ($($(#[$doc:meta])* $name:literal => $pass:ident,)+) => {
         /// One step of a recipe: a pass with its options, or its name alone.
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, PASSES)))]
         pub enum Step {
-            $($(#[$doc])* $(#[cfg(feature = $feature)])? #[serde(rename = $name)] $pass($pass),)+
+            $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
         }
 
         /// Names of all passes, in the order of the table.
-        pub const PASSES: &[&str] = &[$($(#[cfg(feature = $feature)])? $name),+];
+        pub const PASSES: &[&str] = &[$($name),+];
 
         impl Step {
             /// The pass behind the step.
             pub fn pass(&self) -> &dyn Pass {
                 match self {
-                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass,)+
+                    $(Step::$pass(pass) => pass,)+
                 }
             }
 
             /// The same, to be changed.
             pub(crate) fn pass_mut(&mut self) -> &mut dyn Pass {
                 match self {
-                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass,)+
+                    $(Step::$pass(pass) => pass,)+
                 }
             }
         }
 
-        crate::entry::entry!(Step, "pass", PASSES, $($(#[cfg(feature = $feature)])? $name => $pass),+);
+        crate::entry::entry!(Step, "pass", PASSES, $($name => $pass),+);
 
-        $($(#[cfg(feature = $feature)])? impl From<$pass> for Step {
+        $(impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {
                 Step::$pass(pass)
             }
@@ -162,19 +167,19 @@ macro_rules! passes {
     };
 }
 
-passes! {
+crate::entry::gather! { passes []
     /// Zero the weights that are smallest in absolute value
     "prune-unstructured" => PruneUnstructured,
     /// Take heads, neurons, channels, width or layers out of a model: smaller tensors, less to compute
-    "prune-structured" => PruneStructured if "run",
+    "prune-structured" => PruneStructured if runs,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples
-    "quantize-static" => QuantizeStatic if "run",
+    "quantize-static" => QuantizeStatic if runs,
     /// Train a student to answer as a teacher does
-    "distill" => Distill if "run",
+    "distill" => Distill if runs,
     /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers
-    "finetune" => Finetune if "run",
+    "finetune" => Finetune if runs,
     /// Convert floats to another float format
     "cast" => Cast,
 }

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use super::further::compress_further;
 use super::running::write_graph;
 use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
@@ -58,13 +59,9 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let measured = pipeline.measure([&model, &after], staging.path(), &mut exports, start)?;
     let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &after));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
-    #[cfg_attr(not(feature = "zstd"), allow(unused_mut))]
     let mut sizes = sizes(&model, &after, first)?;
-    #[cfg(feature = "zstd")]
-    {
-        let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
-        compress_further(&mut sizes, &model.weight_files, &written, &sweep)?;
-    }
+    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
+    compress_further(&mut sizes, &model.weight_files, &written, &sweep)?;
     let recipe = pipeline.recipe(&model);
     let passes = after.history.iter().map(|applied| PassReport {
         name: applied.name.into(),
@@ -180,16 +177,6 @@ fn carry_over(model: &Model, config: &Config, folder: &Path) -> Result<()> {
 
 pub(super) fn write_text(path: &Path, text: &str) -> Result<()> {
     fs::write(path, text).map_err(Error::io("write", path))
-}
-
-/// What a general compressor would make of the files.
-#[cfg(feature = "zstd")]
-fn compress_further(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], sweep: &crate::store::Sweep) -> Result<()> {
-    for (size, files) in [(&mut sizes.before, before), (&mut sizes.after, after)] {
-        let found = crate::store::compressed::compressed_size(files, sweep)?;
-        (size.bytes_zstd, size.bytes_zstd_sampled) = (Some(found.bytes), found.sampled);
-    }
-    Ok(())
 }
 
 fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {

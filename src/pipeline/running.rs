@@ -2,6 +2,7 @@
 
 mod evaluate;
 mod fidelity;
+mod free;
 mod kept;
 mod starter;
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::run::Measured;
 use super::{Check, Pipeline};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::export::Exported;
 use crate::model::Model;
 use crate::pass::{Samples, Step};
@@ -16,14 +16,22 @@ use crate::store::Sweep;
 
 /// Nothing: passes over weights need no data and no device.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Running;
+pub(super) struct Running {
+    /// Whether somebody asks for what this build cannot do.
+    evaluates: bool,
+}
 
 impl Running {
-    pub fn take(&mut self, _recipe: &Recipe) {}
+    pub fn take(&mut self, recipe: &Recipe) {
+        self.evaluates = recipe.evaluate.is_some();
+    }
 
     pub fn tell(&self, _recipe: &mut Recipe) {}
 
     pub fn check(&self, _steps: &[Step]) -> Result<()> {
+        if self.evaluates {
+            return Err(Error::option("evaluate", "this build runs no models: build it with the feature `run`"));
+        }
         Ok(())
     }
 

@@ -6,8 +6,6 @@ mod budget;
 mod compare;
 mod environment;
 pub mod format;
-#[cfg(feature = "run")]
-mod free;
 mod html;
 mod markdown;
 mod measured;
@@ -23,9 +21,7 @@ use serde_json::Value;
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
-pub(crate) use environment::Peak;
-#[cfg(feature = "run")]
-pub(crate) use free::free_memory;
+pub(crate) use environment::{Peak, kilobytes};
 pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};

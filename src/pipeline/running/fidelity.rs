@@ -8,6 +8,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use super::evaluate::{Run, UNASKED};
+use super::free::free_memory;
 use crate::analysis;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
@@ -18,7 +19,6 @@ use crate::ir::{Bindings, Dim, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
 use crate::report::format::bytes;
-use crate::report::free_memory;
 
 /// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
 /// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.

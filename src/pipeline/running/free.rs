@@ -4,11 +4,11 @@ use std::fs;
 
 use rustix::process::{Resource, getrlimit};
 
-use super::environment::kilobytes;
+use crate::report::kilobytes;
 
 /// Bytes that can be taken without swapping or being refused: of the machine, of the control group, of the address space; nothing where
 /// the system does not tell.
-pub(crate) fn free_memory() -> Option<u64> {
+pub(super) fn free_memory() -> Option<u64> {
     let machine = kilobytes("/proc/meminfo", "MemAvailable");
     let addresses = getrlimit(Resource::As).current.map(|limit| limit.saturating_sub(kilobytes("/proc/self/status", "VmSize").unwrap_or(0)));
     [machine, addresses, control_group()].into_iter().flatten().min()
