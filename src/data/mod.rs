@@ -32,7 +32,7 @@ use serde_json::{Map, Value};
 pub use options::{Column, Data, DataSets, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
-pub use synthetic::{made_up_of, synthetic};
+pub use synthetic::{longest, made_up_of, synthetic};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

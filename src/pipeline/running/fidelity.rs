@@ -23,6 +23,8 @@ use crate::report::format::bytes;
 /// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
 /// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
 const MACS_PER_BYTE: u64 = 4;
+/// Multiply-accumulates that take a few milliseconds, whatever the size.
+const LEAST_MACS: u64 = 50_000_000;
 /// Samples that passes run on for each one that is measured.
 const USED_PER_MEASURED: usize = 8;
 /// Samples at most.
@@ -164,7 +166,7 @@ impl Run<'_> {
         if let Some(used) = used {
             return Budget { macs: u64::MAX, samples: (used / USED_PER_MEASURED).clamp(1, MOST) };
         }
-        Budget { macs: MACS_PER_BYTE * self.before.stored_bytes(), samples: MOST }
+        Budget { macs: MACS_PER_BYTE.saturating_mul(self.before.stored_bytes()).max(LEAST_MACS), samples: MOST }
     }
 }
 
@@ -215,9 +217,10 @@ impl Found<'_> {
 
     /// The largest sizes of open axes that one sample can be run at; several, where a sample has one answer.
     fn affordable(&self) -> Bindings {
+        let longest = data::longest(self.graph).unwrap_or(usize::MAX);
         let sizes = SIZES.map(|(sequence, image)| {
             self.graph.bind(|name| match name {
-                "sequence" => sequence,
+                "sequence" => sequence.min(longest),
                 "height" | "width" => image,
                 _ => 1,
             })
