@@ -101,6 +101,9 @@ pub(super) struct Writing {
     /// Carry NaN and infinite weights along instead of stopping at them
     #[arg(long)]
     pub allow_nonfinite: bool,
+    /// Do not measure how close the answers are to the input's where no evaluation data is named
+    #[arg(long)]
+    pub no_measure: bool,
 }
 
 impl Writing {

@@ -10,8 +10,6 @@ use crate::error::Result;
 use crate::model::Model;
 use crate::report::format::{bytes, count, natural, percent, shape};
 use crate::report::terminal::table;
-#[cfg(feature = "run")]
-use crate::report::terminal::wrapped;
 use crate::store::{Encoding, Weight};
 
 #[derive(Debug, clap::Args)]
@@ -21,26 +19,17 @@ pub(super) struct Args {
     /// Read headers only: no zeros are counted
     #[arg(long)]
     header_only: bool,
-    /// Show what the model computes instead: one line for each input, tensor, node and output
     #[cfg(feature = "run")]
-    #[arg(long)]
-    graph: bool,
-    /// Show what could be taken out together: heads, neurons, channels, the width of a residual stream; and what could not
-    #[cfg(feature = "run")]
-    #[arg(long, conflicts_with = "graph")]
-    groups: bool,
+    #[command(flatten)]
+    graph: super::running::Graph,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let model = Model::open(&self.path)?;
         #[cfg(feature = "run")]
-        if self.graph {
-            return show_graph(&model, global);
-        }
-        #[cfg(feature = "run")]
-        if self.groups {
-            return show_groups(&model, global);
+        if self.graph.show(&model, global)? {
+            return Ok(());
         }
         let mut weights: Vec<(&String, &Weight)> = model.weights.by_name.iter().collect();
         weights.sort_by(|a, b| natural(a.0, b.0));
@@ -92,32 +81,6 @@ impl Args {
             bytes(model.stored_bytes())
         ))
     }
-}
-
-#[cfg(feature = "run")]
-fn show_graph(model: &Model, global: &Global) -> Result<()> {
-    let graph = model.graph()?;
-    if global.json {
-        return output::json(&crate::ir::GraphFile::from(&graph));
-    }
-    output::print(&graph.to_string())?;
-    let unused = model.unused(&graph);
-    if !unused.is_empty() {
-        output::print(&format!("# not used: {}\n", unused.join(", ")))?;
-    }
-    Ok(())
-}
-
-#[cfg(feature = "run")]
-fn show_groups(model: &Model, global: &Global) -> Result<()> {
-    let found = crate::analysis::groups(&model.graph()?)?;
-    if global.json {
-        return output::json(&json!({ "groups": found.groups, "held": found.held }));
-    }
-    let Some(columns) = output::columns() else { return output::print(&found.to_string()) };
-    let groups = found.groups.iter().map(|group| [group.unit.to_string(), group.size.to_string(), group.name.clone(), group.carriers()]);
-    let held = found.held.iter().map(|held| ["held".to_owned(), held.size.to_string(), format!("{}[{}]", held.param, held.axis), held.reason.to_string()]);
-    output::print(&format!("{}\n", wrapped(&["unit", "size", "first", "carried by, or held by"], groups.chain(held), columns)))
 }
 
 /// Values that are zero; none for types that are not floats.

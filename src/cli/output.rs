@@ -25,12 +25,6 @@ pub(super) fn print(text: &str) -> Result<()> {
     }
 }
 
-/// Columns of the terminal that stdout is, if it is one.
-#[cfg(feature = "run")]
-pub(super) fn columns() -> Option<u16> {
-    rustix::termios::tcgetwinsize(io::stdout()).ok().map(|size| size.ws_col).filter(|columns| *columns > 0)
-}
-
 /// Names come from files of any origin; they must not steer the terminal.
 fn printable(text: &str) -> Cow<'_, str> {
     let steers = |c: char| c.is_control() && !matches!(c, '\n' | '\t');

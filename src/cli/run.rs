@@ -41,6 +41,9 @@ pub(super) struct Args {
     /// Keep no results of passes for later runs
     #[arg(long, conflicts_with = "resume")]
     no_cache: bool,
+    /// Do not measure how close the answers are to the input's where no evaluation data is named
+    #[arg(long)]
+    no_measure: bool,
     /// Only say what would be done
     #[arg(long)]
     dry_run: bool,
@@ -82,7 +85,7 @@ impl Args {
     fn job(&self, variant: Variant, global: &Global) -> Result<Job> {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
-        let builder = global.builder().recipe(&recipe).force(self.force).resume(self.resume);
+        let builder = global.builder().recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         #[cfg(feature = "run")]
         let builder = match crate::pipeline::Shelf::usual().filter(|_| !self.no_cache) {
             // Runs of a sweep begin with the same passes.

@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod arrays;
+mod held_out;
 mod idx;
 mod images;
 mod labels;
@@ -31,7 +32,7 @@ use serde_json::{Map, Value};
 pub use options::{Column, Data, DataSets, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
-pub use synthetic::{made_up_of, synthetic};
+pub use synthetic::{longest, made_up_of, synthetic};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
@@ -78,6 +79,19 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// The first tokens of texts, without what is known of them.
+    ///
+    /// # Errors
+    /// An input has no tokens.
+    pub fn shortened(self, length: usize) -> Result<Batch> {
+        let first = |(name, tensor): (String, Tensor)| {
+            let tokens = tensor.dims().get(1).map_or(0, |tokens| length.min(*tokens));
+            Ok((name, tensor.narrow(1, 0, tokens)?))
+        };
+        let inputs = self.inputs.into_iter().map(first).collect::<candle_core::Result<_>>().map_err(shaped)?;
+        Ok(Batch { inputs, references: References::None, ..self })
+    }
+
     /// Some of the samples, of a batch without pairs.
     ///
     /// # Errors

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 
 /// Sums of what two models say.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Sums {
+pub(crate) struct Sums {
     output: String,
     logits: bool,
     rows: u64,

@@ -37,6 +37,24 @@ impl Parameters {
         Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, work)
     }
 
+    /// Loads what a graph needs but for some parameters, which it shares with others.
+    ///
+    /// # Errors
+    /// As [`load`](Parameters::load).
+    pub fn load_beside(self, graph: &Graph, weights: &Weights, device: &Device, residence: Residence, work: &Work) -> Result<Parameters> {
+        let names = graph.params().map(|(_, value)| &value.name).filter(|name| !self.tensors.contains_key(*name)).collect();
+        let mut all = Self::load_named(names, weights, device, self.compute, residence, work)?;
+        all.tensors.extend(self.tensors);
+        all.rounding.extend(self.rounding);
+        Ok(all)
+    }
+
+    /// The same without parameters that a test does not hold for.
+    pub fn retain(&mut self, keep: impl Fn(&str) -> bool) {
+        self.tensors.retain(|name, _| keep(name));
+        self.rounding.retain(|name| keep(name));
+    }
+
     /// Loads parameters by name.
     ///
     /// # Errors

@@ -61,19 +61,6 @@ impl Integers {
         Self { name, upstream, affine, observer, reduced: false, least: None, meter, shared: OnceLock::new() }
     }
 
-    /// Uses -64 to 64 alone, so that two products with unsigned activations fit 16 bits.
-    #[cfg(feature = "run")]
-    pub fn reduced(self, reduced: bool) -> Self {
-        Self { reduced, ..self }
-    }
-
-    /// Makes room for this bias, added to sums of products with an input of this scale.
-    #[cfg(feature = "run")]
-    pub fn for_sums(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
-        let least = |bias: f32| (f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32;
-        Self { least: bias.map(|bias| bias.into_iter().map(least).collect()), ..self }
-    }
-
     /// The weight that the integers stand for.
     pub fn weight(self) -> Weight {
         let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
@@ -201,6 +188,21 @@ impl Integers {
                 zero_points,
             }))
         })
+    }
+}
+
+/// What activations ask of weights.
+#[cfg(feature = "run")]
+impl Integers {
+    /// Uses -64 to 64 alone, so that two products with unsigned activations fit 16 bits.
+    pub fn reduced(self, reduced: bool) -> Self {
+        Self { reduced, ..self }
+    }
+
+    /// Makes room for this bias, added to sums of products with an input of this scale.
+    pub fn for_sums(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
+        let least = |bias: f32| (f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32;
+        Self { least: bias.map(|bias| bias.into_iter().map(least).collect()), ..self }
     }
 }
 

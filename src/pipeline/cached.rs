@@ -62,8 +62,7 @@ impl Pipeline {
 
     fn require_model_alone(&self) -> Result<()> {
         let running = self.steps.iter().find(|step| step.pass().runs_on().is_some()).map(|step| step.pass().name());
-        #[cfg(feature = "run")]
-        let running = running.or(self.data.evaluation.is_some().then_some("evaluation"));
+        let running = running.or(self.running.evaluates().then_some("evaluation"));
         match running {
             None => Ok(()),
             Some(name) => Err(Error::option(name, "reads data beside the model, whose changes a cached run would not notice")),

@@ -29,8 +29,7 @@ impl<'s> Key<'s> {
         let mut key = Key::empty(work);
         let tool = Tool::default();
         key.say(&format!("{} {:?} {}", tool.version, tool.commit, pipeline.seed));
-        #[cfg(feature = "run")]
-        key.say(&pipeline.device.to_string());
+        pipeline.running.describe().iter().for_each(|how| key.say(how));
         for path in model.inputs() {
             key.add(&path, &model.path, DEEPEST)?;
         }
@@ -44,7 +43,7 @@ impl<'s> Key<'s> {
     }
 
     /// Adds a file, or all files of a folder and of those in it, by their contents and their names below it.
-    #[cfg(feature = "run")]
+    #[cfg_attr(not(feature = "run"), allow(dead_code))]
     pub fn contents(&mut self, path: &Path) -> Result<()> {
         self.add(path, path.parent().unwrap_or(path), DEEPEST)
     }

@@ -59,8 +59,7 @@ const RANKING: u64 = 3 << 20;
 
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     model.require_own_files()?;
-    let after = pipeline.apply(model)?;
-    #[cfg(feature = "run")]
+    let (pipeline, after) = &pipeline.settled(model)?;
     pipeline.check_data(model)?;
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let threads = pipeline.work().threads as u64;

@@ -5,10 +5,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use super::Pipeline;
 use super::carry::{self, carry_over, write_text};
+use super::further::compress_further;
+use super::running::write_graph;
+use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency};
+use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
 use crate::model::Model;
 use crate::output::{Staging, Workplace};
@@ -26,6 +28,7 @@ const GRAPH: &str = "graph.json";
 pub(super) struct Measured {
     pub compute: Option<Compute>,
     pub accuracy: Option<Accuracy>,
+    pub fidelity: Option<MeasuredFidelity>,
     pub latency: Option<Latency>,
     pub notes: Vec<String>,
 }
@@ -33,11 +36,12 @@ pub(super) struct Measured {
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
     let mut peak = Peak::start();
-    let work = pipeline.work();
     model.require_own_files()?;
-    let mut after = pipeline.apply(&model)?;
-    #[cfg(feature = "run")]
+    let (mut pipeline, mut after) = pipeline.settled(&model)?;
     pipeline.check_data(&model)?;
+    let held_out = pipeline.hold_out(&model)?;
+    let pipeline = &pipeline;
+    let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     let folder = staging.path();
@@ -56,22 +60,13 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let writing = peak.lap();
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, &folder, &work)?;
-    #[cfg(feature = "run")]
     let left_out = write_graph(&after, &folder)?;
-    #[cfg(not(feature = "run"))]
-    let left_out: Option<String> = None;
-    #[cfg(feature = "run")]
-    let measured = super::evaluate::Run { pipeline, before: &model, after: &after, folder: &folder, work }.measure(&mut exports)?;
-    #[cfg(not(feature = "run"))]
-    let measured = Measured::default();
+    let measured = pipeline.measure([&model, &after], &folder, &mut exports, start)?;
+    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &after));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
-    #[cfg_attr(not(feature = "zstd"), allow(unused_mut))]
     let mut sizes = sizes(&model, &after, first)?;
-    #[cfg(feature = "zstd")]
-    {
-        let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| folder.join(&f.name)).collect();
-        compress_further(&mut sizes, &model.weight_files, &written, &work)?;
-    }
+    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| folder.join(&f.name)).collect();
+    compress_further(&mut sizes, &model.weight_files, &written, &work)?;
     let recipe = pipeline.recipe(&model);
     let passes = after.history.iter().map(|applied| PassReport {
         name: applied.name.into(),
@@ -97,12 +92,22 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         size: sizes,
         compute: measured.compute,
         accuracy: measured.accuracy,
+        fidelity: measured.fidelity,
         latency: measured.latency,
         layers: layers(&model, &after, first),
         histograms: Vec::new(),
         outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
         carried: Vec::new(),
-        notes: [model.beside.notes(&model.path), left_out.into_iter().collect(), staging.notes().to_vec(), notes(&after, &exports), measured.notes].concat(),
+        notes: [
+            ruined.into_iter().collect(),
+            model.beside.notes(&model.path),
+            left_out.into_iter().collect(),
+            staging.notes().to_vec(),
+            notes(&after, &exports),
+            held_out.into_iter().collect(),
+            measured.notes,
+        ]
+        .concat(),
         totals: Totals::default(),
     };
     report.histograms = histograms(&report, first);
@@ -149,30 +154,6 @@ fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
     }
 }
 
-/// Describes what the model computes where `config.json` cannot.
-#[cfg(feature = "run")]
-fn write_graph(after: &Model, folder: &Path) -> Result<Option<String>> {
-    use crate::ir::GraphFile;
-    let path = folder.join(GraphFile::NAME);
-    match (&after.changed_graph, after.graph_file()?) {
-        (None, _) => Ok(None),
-        (Some(_), Some(file)) => write_text(&path, &format!("{:#}\n", serde_json::to_value(&file).unwrap_or_default())).map(|()| None),
-        (Some(_), None) if path.exists() => {
-            fs::remove_file(&path).map_err(Error::io("remove", &path))?;
-            Ok(Some(format!("{} of the input was left out: config.json describes the same", GraphFile::NAME)))
-        }
-        (Some(_), None) => Ok(None),
-    }
-}
-
-/// What a general compressor would make of the files.
-#[cfg(feature = "zstd")]
-fn compress_further(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], work: &crate::work::Work) -> Result<()> {
-    for (size, files) in [(&mut sizes.before, before), (&mut sizes.after, after)] {
-        let found = crate::store::compressed::compressed_size(files, work)?;
-        (size.bytes_zstd, size.bytes_zstd_sampled) = (Some(found.bytes), found.sampled);
-    }
-    Ok(())
 }
 
 fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {

@@ -50,27 +50,8 @@ pub fn verify(folder: &Path, work: &Work) -> Result<Vec<Check>> {
         Err(error) => (false, error.to_string()),
     };
     checks.push(Check { path: ".".into(), ok, finding });
-    #[cfg(feature = "run")]
-    if let Some(output) = report.outputs.iter().find(|output| output.path == crate::onnx::file::MODEL) {
-        checks.push(run_onnx(folder, output, &report, work)?);
-    }
+    checks.extend(super::running::check_onnx(folder, &report, work)?);
     Ok(checks)
-}
-
-/// Runs the ONNX file, when there is a runtime.
-#[cfg(feature = "run")]
-fn run_onnx(folder: &Path, output: &crate::report::OutputFile, report: &Report, work: &Work) -> Result<Check> {
-    let path = format!("{}, run", output.path);
-    if let Err(reason) = crate::runtime::library() {
-        return Ok(Check { path, ok: true, finding: format!("not run: {reason}") });
-    }
-    let exports = report.recipe.get("export").and_then(serde_json::Value::as_array).into_iter().flatten();
-    let half = exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16");
-    match super::evaluate::check_onnx(folder, half, work) {
-        Ok((ok, finding)) => Ok(Check { path, ok, finding }),
-        Err(Error::Cancelled) => Err(Error::Cancelled),
-        Err(error) => Ok(Check { path, ok: false, finding: error.to_string() }),
-    }
 }
 
 fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, String)> {

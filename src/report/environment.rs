@@ -94,6 +94,7 @@ fn field(path: &str, key: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-fn kilobytes(path: &str, key: &str) -> Option<u64> {
+/// A figure of a file of the system, in bytes.
+pub(crate) fn kilobytes(path: &str, key: &str) -> Option<u64> {
     field(path, key)?.split_whitespace().next()?.parse::<u64>().ok().map(|kb| kb * 1024)
 }

@@ -21,11 +21,11 @@ use serde_json::Value;
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
-pub(crate) use environment::Peak;
+pub(crate) use environment::{Peak, kilobytes};
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency};
+use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
@@ -59,6 +59,9 @@ pub struct Report {
     /// How good the answers are, when there is evaluation data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<Accuracy>,
+    /// How close the output's answers are to the input's, where the model could be run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fidelity: Option<MeasuredFidelity>,
     /// How long one batch takes, when it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,

@@ -21,11 +21,32 @@ use crate::pass::Context;
 use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
 
+/// What helps where a training has ruined its model.
+pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student that begins with more of its teacher";
+
+/// Trains; without a context the model as it will be, as far as that can be told.
+///
+/// # Errors
+/// Losses that the models do not allow; with a context, whatever goes wrong in training.
+pub(in crate::pass) fn train(
+    name: &'static str,
+    model: Model,
+    options: Value,
+    training: &Training,
+    teacher: (Option<&Model>, Option<(&Path, usize)>),
+    context: Option<&Context>,
+) -> Result<Model> {
+    match context {
+        None => planned(name, model, options, training, teacher.0),
+        Some(context) => trained(name, model, options, training, teacher, context),
+    }
+}
+
 /// The model as it will be, as far as that can be told without training.
 ///
 /// # Errors
 /// Losses that the models do not allow.
-pub(in crate::pass) fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
+fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
     let graph = model.graph()?;
     let their_graph = teacher.map(Model::graph).transpose()?;
     if let Some(teacher) = teacher {
@@ -116,7 +137,7 @@ fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u6
 ///
 /// # Errors
 /// Samples or losses do not fit, numbers leave what floats can hold, memory is too small, or the work is interrupted.
-pub(in crate::pass) fn train(
+fn trained(
     name: &'static str,
     mut model: Model,
     options: Value,

@@ -278,16 +278,14 @@ impl Pass for QuantizeStatic {
         Some(Samples::Calibration)
     }
 
-    fn apply(&self, model: Model) -> Result<Model> {
-        let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
         let meter = Arc::new(Meter::default());
-        let found = self.quantizers(&prepared, &prepared.layers, None)?;
-        let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
-        Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()))
-    }
-
-    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
-        let meter = Arc::new(Meter::default());
+        let Some(context) = context else {
+            let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+            let found = self.quantizers(&prepared, &prepared.layers, None)?;
+            let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
+            return Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()));
+        };
         let original = model.clone();
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
         let mut layers = prepared.layers.clone();
@@ -311,6 +309,10 @@ impl Pass for QuantizeStatic {
             "sensitivity": damages,
         });
         Ok(self.record(model, &prepared, &layers, meter, details, notes))
+    }
+
+    fn remedy(&self) -> &'static str {
+        "more or other calibration samples, `accuracy_goal`, `granularity: channel`, or `ignore` for the layers that `compress analyze` names"
     }
 }
 

@@ -10,8 +10,6 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Pipeline;
-use super::key::{Key, files};
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
@@ -19,6 +17,8 @@ use crate::ir::GraphFile;
 use crate::model::{Applied, Model};
 use crate::output::Staging;
 use crate::pass::{PASSES, Samples};
+use crate::pipeline::Pipeline;
+use crate::pipeline::key::{Key, files};
 use crate::store::Origin;
 use crate::store::hash::hash_of;
 use crate::work::Work;
@@ -172,7 +172,7 @@ impl Shelf {
                 key.contents(&path)?;
             }
             // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
-            let data = &pipeline.data;
+            let data = &pipeline.running.data;
             let sets: &[(&str, &Option<Data>)] = match pass.runs_on() {
                 None | Some(Samples::None) => &[],
                 Some(Samples::Calibration) => &[("calibration", &data.calibration), ("evaluation", &data.evaluation)],
@@ -272,7 +272,7 @@ impl Pipeline {
     /// Opens the shelf, if there is one; processes that train together have none, since each would find something else.
     pub(super) fn kept(&self, model: &Model, work: &Work) -> Result<Option<CachedResult<'_>>> {
         let alone = crate::train::communicator::Place::from_environment()?.is_none_or(|place| place.size == 1);
-        let Some((shelf, reuse)) = self.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
+        let Some((shelf, reuse)) = self.running.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
         let keys = shelf.keys(self, model, work)?;
         let mut found = None;
         if self.resume || *reuse {

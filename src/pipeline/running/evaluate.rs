@@ -1,26 +1,28 @@
 //! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
 
 use std::path::Path;
+use std::time::Instant;
 
 use candle_core::Device;
 
-use super::Pipeline;
-use super::run::Measured;
 use crate::analysis;
-use crate::data::{self, Data, DataSet};
+use crate::data::{self, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, Outcomes, Runner, Runtime, Score, Subject};
+use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Runner, Runtime, SamplesFrom, Score, Subject};
 use crate::exec::Rounding;
 use crate::export::{Export, Exported};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
 use crate::pass::Samples;
+use crate::pipeline::run::Measured;
+use crate::pipeline::{Check, Pipeline};
+use crate::report::Report;
 use crate::store::Encoding;
 use crate::work::Work;
 
 /// Largest model, in bytes of 32-bit parameters, that is run without being asked for.
-const UNASKED: u64 = 1 << 30;
+pub(super) const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
 /// What is run where there is no evaluation data.
@@ -33,62 +35,12 @@ const TOLERANCE: f64 = 1e-3;
 const MEAN_COSINE: f64 = 0.99;
 
 impl Pipeline {
-    /// Holds what is said of evaluation to the data there is.
-    pub(super) fn check_evaluation(&self) -> Result<()> {
-        match (&self.evaluate, &self.data.evaluation) {
-            (Some(_), None) => Err(Error::option("evaluate", "needs samples: add `data: { evaluation: ... }`")),
-            (_, Some(data)) => data.check(),
-            (None, None) => Ok(()),
-        }
-    }
-
-    /// Holds passes that run the model to the samples there are.
-    pub(super) fn check_samples(&self) -> Result<()> {
-        for pass in self.steps.iter().map(|step| step.pass()) {
-            if let Some((key, None)) = pass.runs_on().and_then(|samples| self.samples(samples)) {
-                return Err(Error::option(
-                    pass.name(),
-                    format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line"),
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    /// A data set by what it is for: its key, and what is said of it.
-    fn samples(&self, samples: Samples) -> Option<(&'static str, Option<&Data>)> {
-        match samples {
-            Samples::Calibration => Some(("calibration", self.data.calibration.as_ref())),
-            Samples::Train => Some(("train", self.data.train.as_ref())),
-            Samples::None => None,
-        }
-    }
-
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
-        let used = self.steps.iter().filter_map(|step| self.samples(step.pass().runs_on()?)?.1);
-        let options: Vec<&Data> = self.data.evaluation.iter().chain(used).collect();
-        if options.is_empty() {
-            return Ok(());
-        }
-        let subject = Subject::of(model.clone())?;
-        for options in options {
-            DataSet::open(options, subject.target())?;
-        }
-        self.device.open()?;
-        let onnxruntime = self.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
-        if onnxruntime && self.onnx().is_none() {
-            return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
-        }
-        if onnxruntime { crate::runtime::library().map(|_| ()) } else { Ok(()) }
-    }
-
     /// How to evaluate, if anybody asked.
     fn evaluation(&self) -> Option<Evaluate> {
-        self.data.evaluation.as_ref().map(|_| self.evaluate.clone().unwrap_or_default())
+        self.running.data.evaluation.as_ref().map(|_| self.running.evaluate.clone().unwrap_or_default())
     }
 
-    fn onnx(&self) -> Option<&Export> {
+    pub(super) fn onnx(&self) -> Option<&Export> {
         self.export.iter().find(|export| export.format().name() == "onnx")
     }
 }
@@ -135,6 +87,8 @@ pub(super) struct Run<'r> {
     pub after: &'r Model,
     pub folder: &'r Path,
     pub work: Work<'r>,
+    /// When the run began.
+    pub start: Instant,
 }
 
 impl Run<'_> {
@@ -143,6 +97,11 @@ impl Run<'_> {
         let mut measured = Measured { compute: self.compute(), ..Measured::default() };
         let asked = self.pipeline.evaluation();
         let onnx = self.pipeline.onnx().is_some();
+        if asked.is_none() && self.pipeline.measures {
+            let (fidelity, note) = self.fidelity(exports)?;
+            measured.fidelity = fidelity;
+            measured.notes.extend(note);
+        }
         if asked.is_none() && !onnx {
             return Ok(measured);
         }
@@ -194,9 +153,12 @@ impl Run<'_> {
     }
 
     /// The output as it was written, where the built-in executor can read it.
-    fn written(&self) -> Result<Model> {
-        let safetensors = self.pipeline.export.iter().any(|export| export.format().name() == "safetensors");
-        if safetensors { Model::open(self.folder) } else { Ok(self.after.clone()) }
+    pub(super) fn written(&self) -> Result<Model> {
+        if self.writes_safetensors() { Model::open(self.folder) } else { Ok(self.after.clone()) }
+    }
+
+    pub(super) fn writes_safetensors(&self) -> bool {
+        self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
     }
 
     fn session(&self, path: &Path) -> Result<Subject> {
@@ -219,7 +181,7 @@ impl Run<'_> {
 
     /// Runs everything on the evaluation data.
     fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
-        let Some(options) = &self.pipeline.data.evaluation else { return Ok(()) };
+        let Some(options) = &self.pipeline.running.data.evaluation else { return Ok(()) };
         if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
@@ -230,7 +192,7 @@ impl Run<'_> {
         let mut cast = self.cast(both.chain(check))?;
         let data = DataSet::open(options, cast.subjects[0].2.target())?;
         let pairs = cast.pairs();
-        let mut models = cast.load(&self.pipeline.device.open()?, &self.work)?;
+        let mut models = cast.load(&self.pipeline.running.device.open()?, &self.work)?;
         let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
         if evaluate.latency {
             let batch = data.first()?;
@@ -240,7 +202,14 @@ impl Run<'_> {
             measured.latency = Some(latency);
         }
         drop(models);
-        measured.accuracy = Some(accuracy(runtimes, &data, &outcomes));
+        let accuracy = accuracy(runtimes, &data, &outcomes);
+        measured.fidelity = accuracy.fidelity.clone().map(|fidelity| MeasuredFidelity {
+            samples_from: SamplesFrom::Evaluation,
+            samples: accuracy.samples,
+            data: Some(accuracy.data.clone()),
+            fidelity,
+        });
+        measured.accuracy = Some(accuracy);
         let folder = self.folder.join(BEFORE);
         if folder.exists() {
             std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
@@ -295,8 +264,28 @@ fn has_integers(model: &Model) -> bool {
     model.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
 }
 
-/// Runs the ONNX file of an output folder on made-up samples and holds it to the weights beside it.
-pub(super) fn check_onnx(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
+/// Runs the ONNX file of an output folder, where it holds one and there is a runtime, on synthetic samples and holds it to the weights
+/// beside it.
+pub(in crate::pipeline) fn check_onnx(folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
+    let Some(output) = report.outputs.iter().find(|output| output.path == MODEL) else { return Ok(None) };
+    let path = format!("{}, run", output.path);
+    let (ok, finding) = match (crate::runtime::library(), half(report)) {
+        (Err(reason), _) => (true, format!("not run: {reason}")),
+        (Ok(_), half) => match agreement(folder, half, work) {
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            found => found.unwrap_or_else(|error| (false, error.to_string())),
+        },
+    };
+    Ok(Some(Check { path, ok, finding }))
+}
+
+/// Whether the ONNX file of a run computes with 16-bit floats.
+fn half(report: &Report) -> bool {
+    let exports = report.recipe.get("export").and_then(serde_json::Value::as_array).into_iter().flatten();
+    exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
+}
+
+fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
     let model = Model::open(folder)?;
     if is_large(&model) {
         return Ok((true, "not run, since the model is large".into()));
