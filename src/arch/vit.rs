@@ -3,7 +3,7 @@
 use super::parts::{activation, attend, image_input, layer_norm, linear, linear_with};
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Conv, Prepend, Select, Tokens};
+use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select};
 use crate::ir::{Builder, Dim};
 
 pub(super) const KEYS: Keys = Keys { harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob"], neutral: &[] };
@@ -19,7 +19,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let projection = format!("{prefix}embeddings.patch_embeddings.projection");
     let inputs = [pixels, b.param(&format!("{projection}.weight"), &[hidden, channels, patch, patch])?, b.param(&format!("{projection}.bias"), &[hidden])?];
     let patches = b.node("embeddings.patch_embeddings.projection", Conv { stride: patch, ..Conv::default() }, &inputs)?;
-    let patches = b.node("embeddings.patch_embeddings", Tokens {}, &[patches])?;
+    let patches = b.node("embeddings.patch_embeddings", Patchify {}, &[patches])?;
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
