@@ -93,9 +93,6 @@ const COMMON: Keys = Keys {
 };
 
 impl Keys {
-    /// No keys.
-    pub const NONE: Keys = Keys { harmless: &[], neutral: &[] };
-
     /// Refuses, by name, a value that changes what is computed and that nothing has read; returns the keys that are not known.
     ///
     /// # Errors

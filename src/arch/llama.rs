@@ -114,8 +114,7 @@ impl Family<'_, '_> {
 fn window(s: &Settings, layer: usize) -> Result<Option<usize>> {
     let slides = match s.text("model_type")? {
         "mistral" => true,
-        // Both are looked at, so that neither is taken for one that nobody knows.
-        "qwen2" | "qwen3" => slides(s, layer)? && s.flag_or("use_sliding_window", false)?,
+        "qwen2" | "qwen3" => slides(s, layer)?,
         _ => false,
     };
     if !slides || s.is_null("sliding_window") {
@@ -132,12 +131,15 @@ fn window(s: &Settings, layer: usize) -> Result<Option<usize>> {
 
 /// Whether a layer of a model with a sliding window is one that has it.
 fn slides(s: &Settings, layer: usize) -> Result<bool> {
-    let first = s.token_or("max_window_layers", 28)?;
+    let (first, used) = (s.token_or("max_window_layers", 28)?, s.flag_or("use_sliding_window", false)?);
     match s.get("layer_types").map(|types| types.get(layer).and_then(serde_json::Value::as_str)) {
-        None => Ok(i64::try_from(layer).is_ok_and(|layer| layer >= first)),
-        Some(Some("sliding_attention")) => Ok(true),
+        None => Ok(used && i64::try_from(layer).is_ok_and(|layer| layer >= first)),
+        Some(Some("sliding_attention")) if used => Ok(true),
         Some(Some("full_attention")) => Ok(false),
-        Some(other) => Err(Error::graph("config.json", format!("`layer_types` of layer {layer} is {other:?}, expected full_attention or sliding_attention"))),
+        Some(other) => Err(Error::graph(
+            "config.json",
+            format!("`layer_types` of layer {layer} is {other:?}, expected full_attention, or sliding_attention with `use_sliding_window`"),
+        )),
     }
 }
 

@@ -71,9 +71,20 @@ impl Model {
 
     /// The same before quantizers are put in, with the keys of the folder's files that are not known.
     fn described_by_config(&self) -> Result<(Graph, Vec<String>)> {
+        if self.config.carried_quantization().contains_key("kv_cache_scheme") {
+            return Err(Error::Unsupported {
+                what: format!("{}: running a model whose cache of keys and values is quantized (`kv_cache_scheme`)", self.path.display()),
+                hint: "passes over weights carry it along; take it out of config.json to run the model without".into(),
+            });
+        }
         let (pooling, modules) = Pooling::described(&self.path)?;
         let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
         Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(modules).collect()))
+    }
+
+    /// Whether there is anything to make a graph from.
+    pub fn describes_itself(&self) -> bool {
+        !self.config.model_type().is_empty() || self.path.join(GraphFile::NAME).is_file()
     }
 
     /// Keys of the folder's files about the model that are not known and change nothing here, each behind its file's name.
