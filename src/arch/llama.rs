@@ -7,8 +7,8 @@ use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, Rotary,
 use crate::ir::{Builder, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
-    // Llama has no windows; Qwen reads the others only where it uses them.
-    harmless: &["attention_dropout", "max_window_layers", "pretraining_tp", "sliding_window", "use_sliding_window"],
+    // Llama has no windows, and only some scalings of rotary positions know how many there are.
+    harmless: &["attention_dropout", "max_position_embeddings", "max_window_layers", "pretraining_tp", "sliding_window", "use_sliding_window"],
     neutral: &[("layer_types", "[]"), ("partial_rotary_factor", "1.0")],
 };
 

@@ -6,7 +6,11 @@ use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select};
 use crate::ir::{Builder, Dim};
 
-pub(super) const KEYS: Keys = Keys { harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob"], neutral: &[] };
+pub(super) const KEYS: Keys = Keys {
+    // The pooler's only where there is none.
+    harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "pooler_act", "pooler_output_size"],
+    neutral: &[],
+};
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("vit.embeddings.cls_token") { "vit." } else { "" };
