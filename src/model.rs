@@ -8,6 +8,7 @@ mod diff;
 mod files;
 #[cfg(feature = "run")]
 mod graph;
+mod quantization;
 mod roles;
 
 use std::collections::{BTreeMap, BTreeSet};

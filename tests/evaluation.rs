@@ -259,3 +259,62 @@ fn a_folder_without_known_names_of_classes_must_have_as_many() {
     let unlabelled = Data { task: Some(Task::Fidelity), ..data };
     assert!(batches(vit.path(), &unlabelled).unwrap_err().to_string().contains("a.png"));
 }
+
+/// Token ids of the sample of a text file.
+fn ids(folder: &Path, text: &str) -> compress::Result<Vec<Vec<i64>>> {
+    let file = folder.join("text.txt");
+    fs::write(&file, format!("{text}\n")).unwrap();
+    let data = Data { text: Some(file), ..options("{}") };
+    Ok(batches(folder, &data)?.iter().map(|batch| batch.inputs["input_ids"].flatten_all().unwrap().to_vec1().unwrap()).collect())
+}
+
+#[test]
+fn texts_are_cased_and_cut_as_the_folder_says() {
+    let place = model("sentence-mean", &[WORDS]);
+    let folder = place.path();
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    let (upper, lower) = ("THE RAIN", "the rain");
+    let plain = ids(folder, lower).unwrap();
+    assert_eq!(ids(folder, upper).unwrap(), plain, "the tokenizer's own normalizer writes in lower case");
+
+    // As BertTokenizer of transformers 4 and 5: the configuration counts more than tokenizer.json.
+    write("tokenizer_config.json", r#"{"tokenizer_class": "BertTokenizer", "do_lower_case": false}"#);
+    assert_ne!(ids(folder, upper).unwrap(), plain);
+    // As sentence-transformers: texts are written in lower case before the tokenizer sees them.
+    write("sentence_bert_config.json", r#"{"max_seq_length": 12, "do_lower_case": true}"#);
+    assert_eq!(ids(folder, upper).unwrap(), plain);
+    fs::remove_file(folder.join("sentence_bert_config.json")).unwrap();
+    write("sentence_roberta_config.json", r#"{"max_seq_length": 3, "do_lower_case": false}"#);
+    assert_eq!(ids(folder, lower).unwrap()[0].len(), 3);
+    // The class that reads tokenizer.json alone.
+    write("tokenizer_config.json", r#"{"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": false}"#);
+    assert_eq!(ids(folder, upper).unwrap(), ids(folder, lower).unwrap());
+
+    write("config_sentence_transformers.json", r#"{"prompts": {"query": "query: "}, "default_prompt_name": "query"}"#);
+    let refused = ids(folder, lower).unwrap_err().to_string();
+    assert!(refused.contains("config_sentence_transformers.json: `default_prompt_name` of \"query\" is not supported"), "{refused}");
+}
+
+#[test]
+fn poolings_that_are_not_known_are_refused_by_name() {
+    let place = model("sentence-mean", &[]);
+    let path = place.path().join("1_Pooling/config.json");
+    let usual: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let refused = |key: &str, value: Value| {
+        let mut changed = usual.clone();
+        changed[key] = value;
+        fs::write(&path, changed.to_string()).unwrap();
+        compress::Model::open(place.path()).unwrap().graph().unwrap_err().to_string()
+    };
+    for (key, value) in [
+        ("pooling_mode_cls_token", true.into()),
+        ("pooling_mode_max_tokens", true.into()),
+        ("pooling_mode_mean_sqrt_len_tokens", true.into()),
+        ("pooling_mode_weightedmean_tokens", true.into()),
+        ("pooling_mode_lasttoken", true.into()),
+        ("pooling_mode", "max".into()),
+    ] {
+        let error = refused(key, value);
+        assert!(error.contains(&format!("`{key}`")) && error.contains("1_Pooling/config.json"), "{key}: {error}");
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::args::Global;
 use super::output;
@@ -49,6 +49,7 @@ impl Args {
                 )
             })?
         };
+        let unused = unused(&model);
         if global.json {
             let tensors: Vec<_> = weights
                 .iter()
@@ -56,7 +57,7 @@ impl Args {
                 .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
                 .collect();
             return output::json(
-                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "tensors": tensors }),
+                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "unused": unused, "tensors": tensors }),
             );
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
@@ -72,6 +73,15 @@ impl Args {
         let architecture = Some(model.config.model_type()).filter(|t| !t.is_empty()).map_or(String::new(), |t| format!("{t}, "));
         let quantized = weights.iter().filter(|(_, w)| w.encoding != Encoding::Dense).count();
         output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)))?;
+        for (label, key) in [("keys that are not known", "keys"), ("weights that nothing is computed with", "weights"), ("cannot be run", "refused")] {
+            match &unused[key] {
+                Value::Array(names) if !names.is_empty() => {
+                    output::print(&format!("\n {label}: {}\n", names.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ")))?;
+                }
+                Value::String(reason) => output::print(&format!("\n {label}: {reason}\n"))?,
+                _ => {}
+            }
+        }
         let quantized = if quantized > 0 { format!(", {quantized} quantized") } else { String::new() };
         output::print(&format!(
             "\n {}: {architecture}{} weights{quantized}, {} parameters, {}\n",
@@ -81,6 +91,22 @@ impl Args {
             bytes(model.stored_bytes())
         ))
     }
+}
+
+/// What of a folder nothing is computed by: keys of its files, weights; or why it cannot be run. Nothing for weights alone.
+fn unused(model: &Model) -> Value {
+    #[cfg(feature = "run")]
+    if model.describes_itself() {
+        let found = || -> Result<Value> {
+            let weights = model.unused(&model.graph()?);
+            let mut keys = model.unknown_keys()?;
+            keys.extend(crate::data::unknown_keys(&model.path)?);
+            Ok(json!({ "keys": keys, "weights": weights }))
+        };
+        return found().unwrap_or_else(|e| json!({ "refused": e.to_string() }));
+    }
+    let _ = model;
+    Value::Null
 }
 
 /// Values that are zero; none for types that are not floats.

@@ -17,6 +17,7 @@ mod order;
 mod padding;
 mod pixels;
 mod records;
+mod sentences;
 mod synthetic;
 mod text;
 mod tokens;
@@ -37,6 +38,16 @@ pub use synthetic::{longest, made_up_of, synthetic};
 use crate::error::{Error, Result};
 use crate::ir::Port;
 use crate::work::{Event, ProgressUnit, Work};
+
+/// Keys of a folder's files about samples that are not known and change nothing here, each behind its file's name.
+///
+/// # Errors
+/// A file cannot be read, or asks for something that is not supported.
+pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
+    let mut unknown = sentences::Sentences::open(folder)?.unknown;
+    unknown.extend(pixels::unknown_keys(folder)?);
+    Ok(unknown)
+}
 
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;

@@ -5,7 +5,9 @@ use candle_core::{D, DType, Device, Tensor};
 /// How inputs of layers with int8 weights are rounded while the model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
-    /// Int8 with a scale for each token, as compressed-tensors says and vLLM does.
+    /// Int8 with a scale for each token, as compressed-tensors computes it. The largest value of a token is 127.5 steps: a negative one
+    /// becomes -127 or -128 with the last bit of a division, so that two runs of a whole model whose sums differ by a bit can differ by
+    /// such steps. vLLM's kernels take 127 steps.
     Token,
     /// Uint8 with a scale and a zero point for the whole tensor: ONNX's `DynamicQuantizeLinear`.
     Tensor,
@@ -30,7 +32,9 @@ impl Rounding {
     fn primitive(self, x: &Tensor) -> candle_core::Result<Tensor> {
         match self {
             Rounding::Token => {
-                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?.maximum(f64::from(f32::EPSILON))?;
+                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
+                // Only where all values are zero.
+                let scale = (&scale + (scale.eq(0f32)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
                 x.broadcast_div(&scale)?.round()?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
             }
             Rounding::Tensor => {
@@ -45,7 +49,7 @@ impl Rounding {
 
 fn token(row: &mut [f32]) {
     let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let scale = (largest / 127.5).max(f32::EPSILON);
+    let scale = if largest / 127.5 > 0.0 { largest / 127.5 } else { f32::EPSILON };
     for x in row {
         *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
     }
@@ -75,6 +79,15 @@ mod tests {
         let slow = rounding.primitive(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert!(fast.iter().zip(&slow).all(|(a, b)| (a - b).abs() < 1e-6), "{fast:?} {slow:?}");
         fast
+    }
+
+    #[test]
+    fn tokens_are_rounded_bit_for_bit_as_by_compressed_tensors() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/int8/rows.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let bits = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let found = Rounding::Token.apply(&golden["in"]).unwrap();
+        assert_eq!(bits(&found), bits(&golden["out"]));
     }
 
     #[test]

@@ -116,7 +116,7 @@ impl Safetensors {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
-        let described = integers.then(|| quantization::describe(items, model));
+        let described = quantization::is_needed(items, model).then(|| quantization::describe(items, model));
         // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
         // without a word.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
@@ -136,6 +136,10 @@ impl Safetensors {
 
     fn notes(&self, model: &Model, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
         let mut notes = Vec::new();
+        let left_out = quantization::left_out(items, model);
+        if !left_out.is_empty() {
+            notes.push(format!("`{}` of the input's quantization_config is left out: it describes the weights as they were", left_out.join("`, `")));
+        }
         let sparse = items.iter().filter(|item| matches!(item.storage_format, StorageFormat::Sparse { .. })).count();
         if sparse > 0 {
             notes.push(format!("{sparse} tensors are stored sparse: only compress reads this folder, `compress densify` brings it back bit for bit"));
