@@ -89,7 +89,7 @@ impl Pipeline {
     /// Anything that goes wrong.
     #[cfg(feature = "run")]
     pub fn follow(&self, model: &Model, output: impl AsRef<Path>) -> Result<()> {
-        self.check_data(model)?;
+        self.open_data(model)?;
         self.perform(model, &run::workplace(output.as_ref()), &mut Peak::start()).map(drop)
     }
 
@@ -138,7 +138,8 @@ impl Pipeline {
             peak.lap();
             after = step.pass().perform(after, &context)?;
             if let Some(applied) = after.history.last_mut().filter(|_| runs) {
-                applied.peak_rss_bytes = peak.lap();
+                let lap = peak.lap();
+                (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
             }
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
                 kept.put(number, start.elapsed(), &mut after, &context.sweep);
@@ -146,6 +147,13 @@ impl Pipeline {
         }
         after.settle_ties(model)?;
         Ok(Some(after))
+    }
+
+    /// The device that models run on, where any does.
+    #[cfg(feature = "run")]
+    pub(super) fn used_device(&self) -> Result<Option<candle_core::Device>> {
+        let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.data.evaluation.is_some();
+        used.then(|| self.device.open()).transpose()
     }
 
     /// The recipe of this pipeline for a model.

@@ -1,5 +1,6 @@
 //! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::Device;
@@ -63,23 +64,26 @@ impl Pipeline {
         }
     }
 
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
-        let used = self.steps.iter().filter_map(|step| self.samples(step.pass().runs_on()?)?.1);
-        let options: Vec<&Data> = self.data.evaluation.iter().chain(used).collect();
+    /// Opens the data that is used, by its key, so that what does not fit is said before any work is done.
+    pub(super) fn open_data(&self, model: &Model) -> Result<BTreeMap<&'static str, DataSet>> {
+        let used = self.steps.iter().filter_map(|step| self.samples(step.pass().runs_on()?));
+        let options: BTreeMap<&'static str, &Data> =
+            used.chain([("evaluation", self.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect();
         if options.is_empty() {
-            return Ok(());
+            return Ok(BTreeMap::new());
         }
         let subject = Subject::of(model.clone())?;
-        for options in options {
-            DataSet::open(options, subject.target())?;
-        }
+        let open = |(key, options): (&'static str, &Data)| Ok((key, DataSet::open(options, subject.target())?));
+        let opened = options.into_iter().map(open).collect::<Result<_>>()?;
         self.device.open()?;
         let onnxruntime = self.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
         }
-        if onnxruntime { crate::runtime::library().map(|_| ()) } else { Ok(()) }
+        if onnxruntime {
+            crate::runtime::library()?;
+        }
+        Ok(opened)
     }
 
     /// How to evaluate, if anybody asked.
@@ -155,7 +159,7 @@ impl Run<'_> {
             && !wanted.contains(&Runtime::OnnxRuntime)
             && let Err(reason) = &ready
         {
-            measured.notes.push(format!("{MODEL} was not run: {reason}"));
+            measured.notes.push(format!("{MODEL} was read back but not run: {reason}; {}", reason.hint().unwrap_or_default()));
         }
         match asked {
             Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,

@@ -27,12 +27,19 @@ pub(super) struct Measured {
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
+    #[cfg(feature = "run")]
+    let device = pipeline.used_device()?;
+    #[cfg(feature = "run")]
+    let memory = device.as_ref().map(crate::exec::DeviceMemory::watch);
+    #[cfg(feature = "run")]
+    let mut peak = Peak::of(move || memory.as_ref()?.peak());
+    #[cfg(not(feature = "run"))]
     let mut peak = Peak::start();
     let sweep = pipeline.sweep();
     model.require_own_files()?;
     let mut after = pipeline.apply(&model)?;
     #[cfg(feature = "run")]
-    pipeline.check_data(&model)?;
+    pipeline.open_data(&model)?;
     let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;
@@ -48,7 +55,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         require_finite(pipeline, &exported)?;
         exports.push((export.format().name(), exported));
     }
-    let writing = peak.lap();
+    let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, staging.path())?;
     #[cfg(feature = "run")]
@@ -71,14 +78,17 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         options: applied.options.clone(),
         seconds: applied.meter.total().as_secs_f64(),
         peak_rss_bytes: applied.peak_rss_bytes.or(writing),
-        peak_vram_bytes: Some(0),
+        peak_vram_bytes: applied.peak_vram_bytes,
         tensors_changed: applied.tensors.len(),
         details: (applied.details)(),
     });
+    let environment = Environment::detect();
+    #[cfg(feature = "run")]
+    let environment = device.as_ref().map_or(environment.clone(), |device| environment.on(crate::exec::name(device)));
     let mut report = Report {
         schema: report::SCHEMA,
         tool: Tool::default(),
-        environment: Environment::detect(),
+        environment,
         model: ModelId {
             source: recipe.model.clone(),
             architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
@@ -99,7 +109,8 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     };
     report.histograms = histograms(&report, first);
     write_text(&staging.path().join("recipe.yaml"), &recipe.to_yaml())?;
-    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: peak.highest() };
+    let highest = peak.highest();
+    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
     write_text(&staging.path().join(report::FILE), &report.to_json())?;
     write_text(&staging.path().join("report.md"), &report.to_markdown())?;
     write_text(&staging.path().join("report.html"), &report.to_html())?;
