@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::options::{Data, LabelKind};
-use super::{Port, Target, Truth};
+use super::{Port, References, Target};
 use crate::error::{Error, Result};
 
 /// Names that are listed in an error.
@@ -89,9 +89,9 @@ impl Classes {
     }
 
     /// The classes of samples by number; the first of each pair is the sample's place in its file.
-    pub fn truth(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<Truth> {
+    pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
         let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}"));
-        numbers.into_iter().map(class).collect::<Result<_>>().map(Truth::Classes)
+        numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
     /// Classes for the names of folders: those that the model knows, else their order.
@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn numbers_are_indices_and_text_is_a_name() {
         let (number, text) = (|n: &str| Label::Number(n.into()), |t: &str| Label::Text(t.into()));
-        assert_eq!(classes(STARS, None).truth([(0, 1), (1, 2), (2, 0)], Path::new("a")).unwrap(), Truth::Classes(vec![1, 2, 0]));
+        assert_eq!(classes(STARS, None).references([(0, 1), (1, 2), (2, 0)], Path::new("a")).unwrap(), References::Classes(vec![1, 2, 0]));
         assert_eq!(find(STARS, None, number("1")), Ok(1));
         assert_eq!(find(STARS, None, text("3")), Ok(2));
         assert!(find(STARS, None, text("1")).unwrap_err().contains("`label_kind: index`"));

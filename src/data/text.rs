@@ -6,7 +6,7 @@ use super::labels::{Classes, Label};
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, Source, Target, Truth, Works, counted, in_batches};
+use super::{Batch, Order, References, SampleSource, Target, Works, counted, in_batches};
 use crate::error::{Error, Result};
 
 /// About what a record takes in memory.
@@ -38,13 +38,13 @@ impl Sentences {
     }
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
-        let truth = match self.task {
-            Task::Classification => Truth::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
-            Task::Embedding => Truth::Scores(self.labels(records, |label, place| {
+        let references = match self.task {
+            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
+            Task::Embedding => References::Scores(self.labels(records, |label, place| {
                 let score = label.text().parse::<f64>().ok().filter(|score| score.is_finite());
                 score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{}` is no number", label.text())))
             })?),
-            Task::LanguageModelling | Task::Fidelity => Truth::None,
+            Task::LanguageModelling | Task::Fidelity => References::None,
         };
         let rows: Vec<Tokens> = if self.task == Task::Embedding {
             let second = records.iter().filter_map(|r| r.pair.as_ref());
@@ -52,7 +52,7 @@ impl Sentences {
         } else {
             records.iter().map(|r| self.tokenizer.encode(&r.text, r.pair.as_deref())).collect::<Result<_>>()?
         };
-        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, truth, samples: records.len() })
+        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: records.len() })
     }
 
     fn labels<T>(&self, records: &[Record], read: impl Fn(&Label, &str) -> Result<T>) -> Result<Vec<T>> {
@@ -61,7 +61,7 @@ impl Sentences {
     }
 }
 
-impl Source for Sentences {
+impl SampleSource for Sentences {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         Ok(in_batches(self.records()?, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
     }

@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::Pipeline;
 use crate::error::Result;
-use crate::export::Forecast;
+use crate::export::SizeForecast;
 use crate::model::Model;
 use crate::store::{Weight, block_elements};
 
@@ -72,7 +72,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     let peak_vram_bytes = pipeline.used_device()?.is_none_or(|device| device.is_cpu()).then_some(0);
     #[cfg(not(feature = "run"))]
     let peak_vram_bytes = Some(0);
-    let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let threads = pipeline.sweep().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
