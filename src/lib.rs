@@ -25,6 +25,7 @@ pub mod onnx;
 pub mod pass;
 pub mod pipeline;
 pub mod prelude;
+mod program;
 pub mod recipe;
 pub mod report;
 #[cfg(feature = "run")]

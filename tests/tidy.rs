@@ -15,7 +15,7 @@ const LAYERS: [&[&str]; 9] = [
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
     &["ir", "store", "kernel"],
-    &["cache", "error", "entry"],
+    &["cache", "error", "entry", "program"],
 ];
 
 /// What a line may use of itself.
@@ -164,6 +164,8 @@ fn every_file_says_what_it_is() {
 fn only_the_command_line_prints_and_exits() {
     check(|source| match source.path.starts_with("cli/") {
         true => Vec::new(),
+        // What other programs write is read in one place.
+        false if source.path == "program.rs" => without(source, &["println!", "eprintln!", "print!", "eprint!", "dbg!"]),
         false => without(source, &["println!", "eprintln!", "print!", "eprint!", "dbg!", "stdout", "stderr", "process::exit", "process::abort"]),
     });
 }

@@ -21,7 +21,8 @@ pub(super) struct Args {
 
 /// What runs models on this machine.
 struct Runtimes {
-    device: String,
+    /// What is to be said of the device.
+    remark: &'static str,
     /// Version and place of ONNX Runtime, or why it cannot be used.
     onnxruntime: Result<(String, String)>,
     cache: Option<String>,
@@ -33,15 +34,17 @@ impl Args {
         let fetched = self.fetch.then(crate::runtime::fetch).transpose()?;
         #[cfg(not(feature = "run"))]
         let fetched: Option<std::path::PathBuf> = None;
-        let runtimes = runtimes(global)?;
+        let runtimes = runtimes();
         let (tool, machine) = (Tool::default(), Environment::detect());
+        #[cfg(feature = "run")]
+        let machine = machine.on(crate::exec::name(&global.device.open()?));
         if global.json {
             let (library, complaint) = match &runtimes.onnxruntime {
                 Ok((_, place)) => (place.clone(), None),
                 Err(reason) => (reason.to_string(), reason.hint()),
             };
             return output::json(&json!({
-                "tool": tool, "environment": machine, "threads": global.threads(), "device": runtimes.device,
+                "tool": tool, "environment": machine, "threads": global.threads(),
                 "onnxruntime": library, "hint": complaint, "cache": runtimes.cache,
             }));
         }
@@ -65,7 +68,7 @@ fn show(tool: &Tool, machine: Environment, runtimes: &Runtimes) -> Result<()> {
         ("kernels", machine.simd),
         ("int8 products", if machine.int8 == "none" { "none: ONNX Runtime adds them in 16 bits, which saturate".into() } else { machine.int8 }),
         ("GPU", machine.gpu.unwrap_or_else(|| "none found".into())),
-        ("models run on", runtimes.device.clone()),
+        ("models run on", format!("{}{}", machine.device.unwrap_or_else(unknown), runtimes.remark)),
         (
             "ONNX Runtime",
             runtimes
@@ -79,19 +82,16 @@ fn show(tool: &Tool, machine: Environment, runtimes: &Runtimes) -> Result<()> {
 }
 
 #[cfg(feature = "run")]
-fn runtimes(global: &Global) -> Result<Runtimes> {
-    use crate::{cache, exec, runtime};
-    let (device, _) = exec::name(&global.device.open()?);
-    let cuda = candle_core::utils::cuda_is_available();
-    let device = if cuda { device } else { format!("{device} (this program was built without CUDA)") };
+fn runtimes() -> Runtimes {
+    use crate::{cache, runtime};
+    let remark = if candle_core::utils::cuda_is_available() { "" } else { " (this program was built without CUDA)" };
     let version = || runtime::in_use().and_then(|library| library.version.clone()).unwrap_or_else(|| "of unknown version".into());
     let onnxruntime = runtime::library().map(|path| (version(), path.display().to_string()));
-    Ok(Runtimes { device, onnxruntime, cache: cache::folder(cache::variable).map(|folder| folder.display().to_string()) })
+    Runtimes { remark, onnxruntime, cache: cache::folder(cache::variable).map(|folder| folder.display().to_string()) }
 }
 
 #[cfg(not(feature = "run"))]
-#[allow(clippy::unnecessary_wraps)]
-fn runtimes(_global: &Global) -> Result<Runtimes> {
+fn runtimes() -> Runtimes {
     let without = |what: &str| Error::run(what.to_owned(), "is not part of this program", "build with the feature `run`");
-    Ok(Runtimes { device: "none: this program only changes weights".into(), onnxruntime: Err(without("ONNX Runtime")), cache: None })
+    Runtimes { remark: " (this program only changes weights)", onnxruntime: Err(without("ONNX Runtime")), cache: None }
 }

@@ -70,13 +70,14 @@ pub(super) fn misused(error: clap::Error) -> ! {
 /// The error of a number that cannot be read, in words for people instead of those of the standard library.
 fn in_words(error: &clap::Error) -> Option<clap::Error> {
     let source = std::error::Error::source(error)?;
+    let (argument, value) = (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?.to_string());
     let reason = match (source.downcast_ref::<ParseIntError>().map(ParseIntError::kind), source.downcast_ref::<ParseFloatError>()) {
         (Some(IntErrorKind::PosOverflow | IntErrorKind::NegOverflow), _) => "the number is too large",
+        (Some(_), _) if value.parse::<i128>().is_ok() => "the number must not be negative",
         (Some(_), _) => "expected a whole number",
         (None, Some(_)) => "expected a number",
         (None, None) => return None,
     };
-    let (argument, value) = (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?);
     let message = format!("invalid value '{value}' for '{argument}': {reason}\n\nFor more information, try '--help'.\n");
     Some(clap::Error::raw(error.kind(), message))
 }

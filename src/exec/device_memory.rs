@@ -36,14 +36,13 @@ mod cuda {
     use std::time::Duration;
 
     use candle_core::Device;
-    use candle_core::cuda_backend::cudarc::driver::CudaContext;
+    use candle_core::cuda_backend::cudarc::driver::result::mem_get_info;
 
     /// Between two looks. The driver gives memory back when a stream is waited for, so that peaks last longer than this.
     const PAUSE: Duration = Duration::from_millis(2);
 
     #[derive(Debug)]
     struct Seen {
-        context: Arc<CudaContext>,
         /// Bytes that were free at first.
         free: u64,
         peak: AtomicU64,
@@ -51,8 +50,9 @@ mod cuda {
     }
 
     impl Seen {
+        /// On a thread that is bound to the device. The context itself is not asked: it would hand its pending errors to this caller.
         fn look(&self) {
-            if let Ok((free, _)) = self.context.mem_get_info() {
+            if let Ok((free, _)) = mem_get_info() {
                 self.peak.fetch_max(self.free.saturating_sub(free as u64), Ordering::Relaxed);
             }
         }
@@ -69,11 +69,13 @@ mod cuda {
         pub fn start(device: &Device) -> Option<Watch> {
             let Device::Cuda(cuda) = device else { return None };
             let context = cuda.cuda_stream().context().clone();
-            let (free, _) = context.mem_get_info().ok()?;
-            let seen = Arc::new(Seen { context, free: free as u64, peak: AtomicU64::new(0), over: AtomicBool::new(false) });
+            context.bind_to_thread().ok()?;
+            let (free, _) = mem_get_info().ok()?;
+            let seen = Arc::new(Seen { free: free as u64, peak: AtomicU64::new(0), over: AtomicBool::new(false) });
             let watched = seen.clone();
             let thread = std::thread::Builder::new().spawn(move || {
-                while !watched.over.load(Ordering::Relaxed) {
+                let bound = context.bind_to_thread().is_ok();
+                while bound && !watched.over.load(Ordering::Relaxed) {
                     watched.look();
                     std::thread::sleep(PAUSE);
                 }

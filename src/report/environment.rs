@@ -2,11 +2,10 @@
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
 
-use crate::kernel;
+use crate::{kernel, program};
 
 /// What the machine offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,12 +72,11 @@ fn onnxruntime() -> Option<(String, String)> {
 }
 
 /// The name of the first GPU, as its driver tells it in a folder for each; or as a program tells it, where only that can see them.
-fn gpu(folder: &Path, program: &str) -> Option<String> {
+fn gpu(folder: &Path, smi: &str) -> Option<String> {
     let mut folders: Vec<_> = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     folders.sort();
     let told = || {
-        let output = Command::new(program).args(["--query-gpu=name", "--format=csv,noheader"]).stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
-        let text = String::from_utf8(output.stdout).ok().filter(|_| output.status.success())?;
+        let text = program::ask(smi, ["--query-gpu=name", "--format=csv,noheader"]).ok()?;
         text.lines().next().map(|name| name.trim().to_owned())
     };
     folders.iter().find_map(|folder| field(folder.join("information"), "Model")).or_else(told).filter(|name| !name.is_empty())

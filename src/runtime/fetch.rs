@@ -1,11 +1,12 @@
 //! Bringing the library: the wheel of ONNX Runtime, by the user's own pip, into the cache.
 
+use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 use super::find;
 use crate::error::{Error, Result};
+use crate::program;
 
 /// The version that is brought, the one that the tests hold exports to; `scripts/fetch` brings the same.
 const VERSION: &str = "1.31.1";
@@ -56,20 +57,15 @@ fn download(folder: &Path, pips: &[&[&str]]) -> Result<PathBuf> {
     let mut tried = Vec::new();
     for pip in pips {
         let Some((program, arguments)) = pip.split_first() else { continue };
-        let mut command = Command::new(program);
-        command.args(arguments).args(["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"]).args(PLATFORM);
-        command.arg("--dest").arg(folder).arg("--requirement").arg(&wanted).stdin(Stdio::null());
-        match command.output() {
-            Ok(output) if output.status.success() => {
+        let fixed = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:"].into_iter().chain(PLATFORM).map(OsStr::new);
+        let places = [OsStr::new("--dest"), folder.as_os_str(), OsStr::new("--requirement"), wanted.as_os_str()];
+        match program::ask(program, arguments.iter().map(OsStr::new).chain(fixed).chain(places)) {
+            Ok(_) => {
                 let wheel = fs::read_dir(folder).map_err(Error::io("read", folder))?.flatten().map(|entry| entry.path());
                 let mut wheels = wheel.filter(|path| path.extension().is_some_and(|ending| ending == "whl"));
                 return wheels.next().ok_or_else(|| Error::run(pip.join(" "), "left no wheel", find::HINT));
             }
-            Ok(output) => {
-                let said = String::from_utf8_lossy(&output.stderr).into_owned();
-                tried.push(format!("`{}`: {}", pip.join(" "), said.trim().lines().last().unwrap_or("failed")));
-            }
-            Err(e) => tried.push(format!("`{program}`: {e}")),
+            Err(reason) => tried.push(format!("`{}`: {reason}", pip.join(" "))),
         }
     }
     let hint = format!("download ONNX Runtime {VERSION} for this machine from its release page, and set {} to its library", find::LIBRARY_VARIABLE);

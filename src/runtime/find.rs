@@ -3,12 +3,12 @@
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 
 use ort::environment::Environment;
 
 use crate::error::{Error, Result};
+use crate::program;
 
 /// Names the library; nothing else is tried then.
 pub const LIBRARY_VARIABLE: &str = "ORT_DYLIB_PATH";
@@ -66,8 +66,7 @@ fn packaged(package: &Path) -> Vec<PathBuf> {
 /// Libraries of the package that `python3`, or `python`, would import.
 fn asked() -> Vec<PathBuf> {
     let ask = |python: &str| {
-        let answer = Command::new(python).args(["-c", ASK]).stdin(Stdio::null()).stderr(Stdio::null()).output().ok()?;
-        let package = PathBuf::from(String::from_utf8(answer.stdout).ok()?.trim());
+        let package = PathBuf::from(program::ask(python, ["-c", ASK]).ok()?.trim());
         package.is_absolute().then(|| packaged(&package))
     };
     ["python3", "python"].into_iter().filter_map(ask).flatten().collect()
