@@ -10,6 +10,7 @@ pub mod output;
 pub mod pass;
 pub mod pipeline;
 pub mod prelude;
+mod program;
 pub mod recipe;
 pub mod report;
 pub mod store;

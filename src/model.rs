@@ -53,6 +53,8 @@ pub struct Applied {
     pub meter: Arc<Meter>,
     /// The most memory that was resident while it ran; nothing for passes that take part in writing.
     pub peak_rss_bytes: Option<u64>,
+    /// The most memory of a GPU that was taken while it ran; nothing where none was used.
+    pub peak_vram_bytes: Option<u64>,
     /// What only the work itself can tell; asked for when everything is written.
     pub details: Arc<dyn Fn() -> Value + Send + Sync>,
     /// Plain words for the report.
@@ -71,6 +73,7 @@ impl Applied {
             rule: String::new(),
             meter: Arc::new(Meter::default()),
             peak_rss_bytes: None,
+            peak_vram_bytes: None,
             details: Arc::new(|| Value::Null),
             notes: Vec::new(),
             zeroes: false,

@@ -33,7 +33,7 @@ impl ClassFolders {
         let labelled = task == Task::Classification;
         let mut files = Vec::new();
         if labelled {
-            let classes = Classes::of(&target).for_folders(&names, path)?;
+            let classes = Classes::of(options, &target).for_folders(&names, path)?;
             for (name, class) in names.iter().zip(classes) {
                 files.extend(pictures(&path.join(name))?.into_iter().map(|file| (file, class)));
             }
@@ -88,8 +88,8 @@ impl SampleSource for ClassFolders {
         Ok(in_batches(self.files.iter().map(Ok), self.batch, size_of::<&(PathBuf, usize)>(), order, |files| self.batch(files)))
     }
 
-    fn samples(&self) -> Option<usize> {
-        Some(self.files.len())
+    fn count(&self) -> Result<usize> {
+        Ok(self.files.len())
     }
 }
 

@@ -26,11 +26,12 @@ mod windows;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use candle_core::Tensor;
 use serde_json::{Map, Value};
 
-pub use options::{Column, Data, DataSets, Task};
+pub use options::{Column, Data, DataSets, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
 pub use synthetic::{longest, made_up_of, synthetic};
@@ -131,8 +132,12 @@ type PendingBatches<'s> = Box<dyn Iterator<Item = Result<Pending<'s>>> + Send + 
 trait SampleSource: Send + Sync {
     /// Begins to read.
     fn works(&self, order: Order) -> Result<PendingBatches<'_>>;
-    /// How many samples there are, as far as that can be said without reading everything.
-    fn samples(&self) -> Option<usize>;
+    /// How many samples `works` hands out: the cap, what is left out and where records end are taken into account.
+    fn count(&self) -> Result<usize>;
+    /// Whether counting takes as long as tokenizing everything.
+    fn counts_by_tokens(&self) -> bool {
+        false
+    }
 }
 
 /// A data set that fits a model.
@@ -140,6 +145,7 @@ pub struct DataSet {
     source: Box<dyn SampleSource>,
     task: Task,
     description: String,
+    count: OnceLock<usize>,
 }
 
 impl DataSet {
@@ -159,7 +165,7 @@ impl DataSet {
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
             _ => return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`")),
         };
-        Ok(DataSet { source, task, description: path.display().to_string() })
+        Ok(DataSet { source, task, description: path.display().to_string(), count: OnceLock::new() })
     }
 
     /// What the data asks of the model.
@@ -172,9 +178,20 @@ impl DataSet {
         &self.description
     }
 
-    /// How many samples there are, as far as that is known before they are read.
+    /// How many samples there are: those that a sweep sees. Texts are read for it the first time, windows of them tokenized.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn count(&self) -> Result<usize> {
+        match self.count.get() {
+            Some(count) => Ok(*count),
+            None => self.source.count().map(|count| *self.count.get_or_init(|| count)),
+        }
+    }
+
+    /// How many samples there are, where that is known or found without tokenizing.
     pub fn samples(&self) -> Option<usize> {
-        self.source.samples()
+        if self.source.counts_by_tokens() { self.count.get().copied() } else { self.count().ok() }
     }
 
     /// Goes through the batches in order, while other threads prepare the next ones.
@@ -220,9 +237,9 @@ impl DataSet {
     /// # Errors
     /// Reading fails.
     pub fn batches(&self, order: Order) -> Result<usize> {
-        match (self.samples(), order.batch) {
-            (Some(samples), Some(batch)) => Ok(samples.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1)),
-            _ => self.source.works(order)?.try_fold(0usize, |count, work| work.map(|_| count.saturating_add(1))),
+        match order.batch {
+            Some(batch) => Ok(self.count()?.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1).saturating_sub(order.skip)),
+            None => counted(self.source.works(order)?),
         }
     }
 
@@ -236,6 +253,11 @@ impl DataSet {
             None => Err(Error::malformed(Path::new(&self.description), "holds no samples")),
         }
     }
+}
+
+/// How many there are, unless one of them is an error.
+fn counted<T>(mut items: impl Iterator<Item = Result<T>>) -> Result<usize> {
+    items.try_fold(0usize, |count, item| item.map(|_| count.saturating_add(1)))
 }
 
 /// Batches over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an

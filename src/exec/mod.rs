@@ -1,6 +1,7 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod device;
+mod device_memory;
 mod inputs;
 mod load;
 mod memory_tracker;
@@ -10,7 +11,8 @@ mod run;
 mod sizes;
 mod tape;
 
-pub use device::Choice;
+pub use device::{Choice, name};
+pub use device_memory::DeviceMemory;
 pub use load::{Parameters, Residence};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;

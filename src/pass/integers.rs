@@ -1,7 +1,7 @@
 //! Weights as int8, by rounding to nearest: what the passes that quantize share.
 //!
 //! The arithmetic is that of compressed-tensors: symmetric `scale = absmax / 127.5`, asymmetric
-//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used.
+//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used (up, where that is subnormal).
 
 use std::sync::{Arc, OnceLock};
 
@@ -77,7 +77,7 @@ impl Integers {
         let exact = if self.affine.symmetric { low.abs().max(high.abs()) / if self.reduced { REDUCED[1] } else { 127.5 } } else { step(low, high) };
         // Zeros alone stay zero bits, so that a sparse layout drops them.
         let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
-        (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
+        (positive(convert::scale(self.affine.scale_dtype, exact)), zero_point)
     }
 
     fn observe<F: Float>(&self, values: &[u8]) -> (f32, f32) {

@@ -35,7 +35,7 @@ pub(super) struct Measured {
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
-    let mut peak = Peak::start();
+    let mut peak = pipeline.watch()?;
     model.require_own_files()?;
     let (mut pipeline, mut after) = pipeline.settled(&model)?;
     pipeline.check_data(&model)?;
@@ -57,7 +57,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         require_finite(pipeline, &exported)?;
         exports.push((export.format().name(), exported));
     }
-    let writing = peak.lap();
+    let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, &folder, &work)?;
     let left_out = write_graph(&after, &folder)?;
@@ -73,14 +73,15 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         options: applied.options.clone(),
         seconds: applied.meter.total().as_secs_f64(),
         peak_rss_bytes: applied.peak_rss_bytes.or(writing),
-        peak_vram_bytes: Some(0),
+        peak_vram_bytes: applied.peak_vram_bytes,
         tensors_changed: applied.tensors.len(),
         details: (applied.details)(),
     });
+    let environment = pipeline.environment()?;
     let mut report = Report {
         schema: report::SCHEMA,
         tool: Tool::default(),
-        environment: Environment::detect(),
+        environment,
         model: ModelId {
             source: recipe.model.clone(),
             architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
@@ -118,7 +119,8 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     }
     let written = |name: &str| name == GRAPH || after.attached.contains_key(name);
     report.carried = carry::list(&folder, &model, &report.outputs, written, &work)?;
-    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: peak.highest() };
+    let highest = peak.highest();
+    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
     write_text(&folder.join(report::FILE), &report.to_json())?;
     write_text(&folder.join("report.md"), &report.to_markdown())?;
     write_text(&folder.join("report.html"), &report.to_html())?;

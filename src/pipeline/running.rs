@@ -6,8 +6,11 @@ mod free;
 mod kept;
 mod starter;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
+
+use candle_core::Device;
 
 pub use kept::{Entry, Shelf};
 pub use starter::starter;
@@ -20,14 +23,14 @@ use super::{Builder, Pipeline};
 use crate::data::{Data, DataSet, DataSets};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
-use crate::exec::Choice;
+use crate::exec::{Choice, DeviceMemory};
 use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::Workplace;
 use crate::pass::{Context, Samples, Step};
 use crate::recipe::Recipe;
-use crate::report::Peak;
+use crate::report::{Environment, Peak};
 use crate::train::communicator::Place;
 
 /// Samples of the training data that a pass looks at which needs calibration data and has none of its own.
@@ -136,24 +139,63 @@ impl Pipeline {
         Ok(place.is_none_or(|place| place.rank == 0))
     }
 
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
+    /// Opens the data that is used, by its key, so that what does not fit is said before any work is done.
+    fn open_data(&self, model: &Model) -> Result<BTreeMap<&'static str, DataSet>> {
         let running = &self.running;
-        let used = self.steps.iter().filter_map(|step| running.set(step.pass().runs_on()?)?.1);
-        let options: Vec<&Data> = running.data.evaluation.iter().chain(used).collect();
+        let used = self.steps.iter().filter_map(|step| running.set(step.pass().runs_on()?));
+        let options: BTreeMap<&'static str, &Data> =
+            used.chain([("evaluation", running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect();
         if options.is_empty() {
-            return Ok(());
+            return Ok(BTreeMap::new());
         }
         let subject = Subject::of(model.clone())?;
-        for options in options {
-            DataSet::open(options, subject.target())?;
-        }
+        let open = |(key, options): (&'static str, &Data)| Ok((key, DataSet::open(options, subject.target())?));
+        let opened = options.into_iter().map(open).collect::<Result<_>>()?;
         running.device.open()?;
         let onnxruntime = running.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
         }
-        if onnxruntime { crate::runtime::library().map(|_| ()) } else { Ok(()) }
+        if onnxruntime {
+            crate::runtime::library()?;
+        }
+        Ok(opened)
+    }
+
+    /// Opens the data, so that what does not fit is said before any work is done.
+    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
+        self.open_data(model).map(drop)
+    }
+
+    /// How many samples there are of each data set that is used.
+    pub(super) fn count_samples(&self, model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+        self.open_data(model)?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
+    }
+
+    /// The device that models run on, where any does.
+    fn used_device(&self) -> Result<Option<Device>> {
+        let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.running.evaluates();
+        used.then(|| self.running.device.open()).transpose()
+    }
+
+    /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
+    pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
+        Ok(self.used_device()?.is_none_or(|device| device.is_cpu()).then_some(0))
+    }
+
+    /// Watches the memory of this process and of the device that models run on.
+    pub(super) fn watch(&self) -> Result<Peak> {
+        let memory = self.used_device()?.as_ref().map(DeviceMemory::watch);
+        Ok(Peak::of(move || memory.as_ref()?.peak()))
+    }
+
+    /// The machine, with the device that models run on.
+    pub(super) fn environment(&self) -> Result<Environment> {
+        let environment = Environment::detect();
+        Ok(match self.used_device()? {
+            Some(device) => environment.on(crate::exec::name(&device)),
+            None => environment,
+        })
     }
 
     /// Leaves some of the calibration samples to be measured on, where passes would use all of them; whether they are measured on does
@@ -192,7 +234,8 @@ impl Pipeline {
             peak.lap();
             after = step.pass().apply(after, Some(&context))?;
             if let Some(applied) = after.history.last_mut().filter(|_| runs) {
-                applied.peak_rss_bytes = peak.lap();
+                let lap = peak.lap();
+                (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
             }
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
                 kept.put(number, start.elapsed(), &mut after, &context.work);

@@ -1,6 +1,7 @@
 //! The half of a pipeline that runs models, in a build that runs none.
 #![allow(clippy::unnecessary_wraps, clippy::unused_self)]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -11,7 +12,7 @@ use crate::export::Exported;
 use crate::model::Model;
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
-use crate::report::{Peak, Report};
+use crate::report::{Environment, Peak, Report};
 use crate::work::Work;
 
 /// Nothing: passes over weights need no data and no device.
@@ -61,6 +62,22 @@ impl Pipeline {
 
     pub(super) fn check_data(&self, _model: &Model) -> Result<()> {
         Ok(())
+    }
+
+    pub(super) fn count_samples(&self, _model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+        Ok(BTreeMap::new())
+    }
+
+    pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
+        Ok(Some(0))
+    }
+
+    pub(super) fn watch(&self) -> Result<Peak> {
+        Ok(Peak::start())
+    }
+
+    pub(super) fn environment(&self) -> Result<Environment> {
+        Ok(Environment::detect())
     }
 
     pub(super) fn hold_out(&mut self, _model: &Model) -> Result<Option<String>> {

@@ -45,7 +45,7 @@ pub struct PassReport {
     pub seconds: f64,
     /// Peak resident memory of the process up to the end of the pass.
     pub peak_rss_bytes: Option<u64>,
-    /// Peak device memory; passes over weights use none.
+    /// Peak memory of the GPU that the pass ran on; none where it used none.
     pub peak_vram_bytes: Option<u64>,
     /// Weights that it changed.
     pub tensors_changed: usize,
@@ -160,4 +160,7 @@ pub struct Totals {
     pub seconds: f64,
     /// Peak resident memory of the process.
     pub peak_rss_bytes: Option<u64>,
+    /// Peak memory of the GPU; none where none was used.
+    #[serde(default)]
+    pub peak_vram_bytes: Option<u64>,
 }

@@ -1,5 +1,6 @@
 //! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -115,7 +116,7 @@ impl Run<'_> {
             && !wanted.contains(&Runtime::OnnxRuntime)
             && let Err(reason) = &ready
         {
-            measured.notes.push(format!("{MODEL} was not run: {reason}"));
+            measured.notes.push(format!("{MODEL} was read back but not run: {reason}; {}", reason.hint().unwrap_or_default()));
         }
         match asked {
             Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,

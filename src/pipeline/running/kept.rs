@@ -75,6 +75,8 @@ struct Past {
     rule: String,
     seconds: f64,
     peak_rss_bytes: Option<u64>,
+    #[serde(default)]
+    peak_vram_bytes: Option<u64>,
     details: Value,
     notes: Vec<String>,
     zeroes: bool,
@@ -89,6 +91,7 @@ impl Past {
             rule: applied.rule.clone(),
             seconds: applied.meter.total().as_secs_f64(),
             peak_rss_bytes: applied.peak_rss_bytes,
+            peak_vram_bytes: applied.peak_vram_bytes,
             details: (applied.details)(),
             notes: applied.notes.clone(),
             zeroes: applied.zeroes,
@@ -98,7 +101,7 @@ impl Past {
     fn applied(self) -> Option<Applied> {
         let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options);
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
-        applied.peak_rss_bytes = self.peak_rss_bytes;
+        (applied.peak_rss_bytes, applied.peak_vram_bytes) = (self.peak_rss_bytes, self.peak_vram_bytes);
         let details = self.details;
         applied.details = Arc::new(move || details.clone());
         (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors, self.rule, self.notes, self.zeroes);

@@ -26,9 +26,19 @@ fn inspect() {
     ok(folder.path(), "chain in -o out -- prune-unstructured -- quantize-dynamic");
     let text = ok(folder.path(), "inspect out").stdout;
     assert!(text.contains(QUERY) && text.contains("16 x 16") && text.contains("int8 channel"), "{text}");
-    assert!(text.ends_with(" out: bert, 7 weights, 4 quantized, 3.10 k parameters, 4.99 kB\n"), "{text}");
+    let (_, summary) = text.split_once("\n\n").unwrap();
+    for line in [
+        ["architecture", "bert"],
+        ["parameters", "3.10 k, of them 2.56 k in linear layers; "],
+        ["tensors", "3 f32 (2.18 kB), 4 int8 channel ("],
+        ["size", "4.99 kB in 1 file"],
+    ] {
+        assert!(summary.lines().any(|found| line.iter().all(|part| found.contains(part))), "{line:?} in\n{text}");
+    }
+    assert!(summary.contains("cannot be run") && summary.contains("passes over weights take it"), "{text}");
     assert!(text.find("layer.0.").unwrap() < text.find("layer.1.").unwrap());
     let json = data(folder.path(), "inspect out --json");
+    assert!(json["cannot_run"].is_string() && json["inputs"] == json!([]), "{json}");
     assert_eq!((&json["path"], &json["architecture"], &json["parameters"]), (&json!("out"), &json!("bert"), &json!(3104)));
     let query = named(&json["tensors"], QUERY);
     assert_eq!(
