@@ -49,7 +49,7 @@ impl Lock {
         };
         let owner = fs::read_to_string(path).unwrap_or_default();
         match Lock::of(file, path) {
-            Attempt::Taken(lock) if !lock.held || !(is_local(path) || (!owner.is_empty() && owner == system())) => Attempt::Unknown,
+            Attempt::Taken(lock) if !lock.held || !tells(is_local(path), &owner) => Attempt::Unknown,
             attempt => attempt,
         }
     }
@@ -76,6 +76,11 @@ impl Lock {
     }
 }
 
+/// Whether a lock of this owner that is free here is free everywhere.
+fn tells(local: bool, owner: &str) -> bool {
+    local || (!owner.is_empty() && owner == system())
+}
+
 /// Names the running kernel: its processes, in whatever namespaces, see each other's locks on any file system.
 fn system() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default()
@@ -91,6 +96,14 @@ fn is_local(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_free_lock_tells_nothing_of_other_machines() {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        assert!(is_local(folder.path()) && !is_local(Path::new("/proc")));
+        assert!(tells(true, "") && tells(true, "another system") && tells(false, &system()));
+        assert!(!tells(false, "") && !tells(false, "another system"));
+    }
 
     #[test]
     fn one_process_has_it_and_a_removed_file_is_nobodys() {

@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+#[cfg(feature = "zstd")]
+use std::path::PathBuf;
 use std::time::Instant;
 
 use super::carry::{self, carry_over, write_text};

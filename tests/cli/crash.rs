@@ -146,7 +146,7 @@ fn what_cannot_fit_is_refused_before_anything_is_written() {
         fs::write(folder.join("in/tokenizer.json"), vec![b' '; 2 << 20]).unwrap();
     };
     let run =
-        check(large_tokenizer, "cast in -o disk/out --log-format json", "needs 2.11 MB, and 1.04 MB are free on this disk", "choose a folder on another disk");
+        check(large_tokenizer, "cast in -o disk/out --log-format json", "needs 2.10 MB, and 1.04 MB are free on this disk", "choose a folder on another disk");
     assert!(!run.stderr.contains("Writing"), "{}", run.stderr);
 }
 
