@@ -1,6 +1,7 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod device;
+mod host;
 mod inputs;
 mod ledger;
 mod load;
@@ -11,8 +12,9 @@ mod sizes;
 mod tape;
 
 pub use device::Choice;
+pub(crate) use host::{on_host, read};
 pub use ledger::{Ledger, Purpose};
 pub use load::{Parameters, Residence};
 pub use rounding::Rounding;
-pub use run::{Executor, Inputs};
+pub use run::{Executor, Inputs, Observation, PartialRun};
 pub use tape::{Forward, Sink, Tape, Watch};

@@ -21,12 +21,16 @@ pub mod bitmask;
 pub mod channels;
 #[cfg(feature = "run")]
 pub mod codes;
+#[cfg(feature = "run")]
+pub mod columns;
 pub mod compare;
 pub mod convert;
 #[cfg(feature = "run")]
 pub mod convolution;
 #[cfg(feature = "run")]
 pub mod convolution_gradient;
+#[cfg(feature = "run")]
+pub mod epilogue;
 mod float;
 pub mod histogram;
 pub mod mask;
@@ -46,6 +50,8 @@ mod scratch;
 pub mod shifted;
 #[cfg(feature = "run")]
 pub mod solve;
+#[cfg(feature = "run")]
+mod tile;
 #[cfg(feature = "run")]
 pub mod update;
 
