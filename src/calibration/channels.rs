@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::histogram::{Histogram, exponent_of};
+use super::histogram::{ActivationHistogram, exponent_of};
 use crate::kernel::bins::{add_row, extremes, number, number_row};
 use crate::kernel::columns::STRIPE;
 
@@ -195,8 +195,8 @@ impl Channels {
     }
 
     /// All channels in one histogram, each value in the middle of its bin.
-    pub fn histogram(&self) -> Histogram {
-        let mut all = Histogram::default();
+    pub fn histogram(&self) -> ActivationHistogram {
+        let mut all = ActivationHistogram::default();
         for channel in (0..self.low.len()).filter(|channel| self.low[*channel] <= self.high[*channel]) {
             all.make_room(self.low[channel], self.high[channel]);
             self.each_bin(channel, |middle, count| all.add_many(middle, count as u64));
@@ -233,7 +233,11 @@ mod tests {
         let values: Vec<f32> = (0..width * 40).map(|i| ((i * 7919) % 1009) as f32 / 100.0 - 5.0).collect();
         let add = |threads| {
             let mut channels = Channels::new(width, true);
-            rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| values.chunks(width * 8).for_each(|batch| channels.add_rows(batch)));
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap()
+                .install(|| values.chunks(width * 8).for_each(|batch| channels.add_rows(batch)));
             channels
         };
         let all = add(1);

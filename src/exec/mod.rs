@@ -3,8 +3,8 @@
 mod device;
 mod host;
 mod inputs;
-mod ledger;
 mod load;
+mod memory_tracker;
 mod plan;
 mod rounding;
 mod run;
@@ -13,8 +13,8 @@ mod tape;
 
 pub use device::Choice;
 pub(crate) use host::{on_host, read};
-pub use ledger::{Ledger, Purpose};
 pub use load::{Parameters, Residence};
+pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;
 pub use run::{Executor, Inputs, Observation, PartialRun};
-pub use tape::{Forward, Sink, Tape, Watch};
+pub use tape::{Forward, GradientSink, Tape, Watch};

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use crate::analysis;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
-use crate::kernel::activation::Activation;
+use crate::kernel::activation::ActivationFunction;
 
 /// Nodes that are computed in one go.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct FusedNodes {
     /// The first computes, the others finish its result; only the last one's value is seen.
     pub nodes: Vec<usize>,
     /// Values that nobody reads afterwards.
@@ -18,7 +18,7 @@ pub(super) struct Step {
 
 /// Linear layers and convolutions with what is done to their results alone: of the nodes that some values depend on, none of
 /// which is hidden within a step.
-pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<Step> {
+pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<FusedNodes> {
     let nodes = graph.nodes();
     let needed = graph.dependencies(graph.ids().filter(|id| visible(*id)));
     let mut readers: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
@@ -52,7 +52,7 @@ pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<Ste
     // A chain runs when everything that its last node reads is there.
     chains.sort_by_key(|chain| chain.last().copied());
     let dead = analysis::dead_after(graph, &chains);
-    chains.into_iter().zip(dead).map(|(nodes, dead)| Step { nodes, dead }).collect()
+    chains.into_iter().zip(dead).map(|(nodes, dead)| FusedNodes { nodes, dead }).collect()
 }
 
 fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
@@ -64,7 +64,7 @@ fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
 }
 
 /// The function of single elements that an op is.
-pub(super) fn activation(op: &Op) -> Option<Activation> {
+pub(super) fn activation(op: &Op) -> Option<ActivationFunction> {
     Some(match op {
         Op::Relu(op) => op.kernel(),
         Op::Gelu(op) => op.kernel(),

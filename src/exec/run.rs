@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::plan::{self, Step};
+use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
 use super::{Parameters, Rounding, inputs};
 use crate::error::{Error, Result};
@@ -23,7 +23,7 @@ pub struct Executor<'g> {
     rounding: Rounding,
     mode: Mode,
     sizes: Sizes,
-    steps: Vec<Step>,
+    steps: Vec<FusedNodes>,
 }
 
 impl<'g> Executor<'g> {
@@ -141,7 +141,7 @@ impl<'g> Executor<'g> {
     }
 
     /// Computes the value of a step's last node.
-    fn step(&self, step: &Step, run: &mut PartialRun) -> Result<()> {
+    fn step(&self, step: &FusedNodes, run: &mut PartialRun) -> Result<()> {
         if let Some(result) = self.together(step, run)? {
             run.keep(self.last(step), result);
             return Ok(());
@@ -157,7 +157,7 @@ impl<'g> Executor<'g> {
         &self.graph.value(node.output).name
     }
 
-    fn last(&self, step: &Step) -> &Node {
+    fn last(&self, step: &FusedNodes) -> &Node {
         &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
     }
 
@@ -191,7 +191,7 @@ impl<'g> Executor<'g> {
     }
 
     /// The value of a step's last node, if the others can be done within the first.
-    fn together(&self, step: &Step, run: &PartialRun) -> Result<Option<Tensor>> {
+    fn together(&self, step: &FusedNodes, run: &PartialRun) -> Result<Option<Tensor>> {
         let [first, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
         if rest.is_empty() {
             return Ok(None);
@@ -232,7 +232,7 @@ impl<'g> Executor<'g> {
 /// Values of a graph that are looked at, and what is computed for them.
 #[derive(Debug)]
 pub struct Observation {
-    steps: Vec<Step>,
+    steps: Vec<FusedNodes>,
     /// By the value's position.
     wanted: Vec<bool>,
 }
@@ -256,7 +256,7 @@ impl PartialRun {
         self.values[node.output.index()] = Some(result);
     }
 
-    fn forget(&mut self, step: &Step) {
+    fn forget(&mut self, step: &FusedNodes) {
         step.dead.iter().for_each(|id| self.values[id.index()] = None);
     }
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::activation::{self, Activation};
+use super::activation::{self, ActivationFunction};
 
 /// One thing that is done to the result.
 #[derive(Debug, Clone, Copy)]
@@ -18,7 +18,7 @@ pub enum Fused<'a> {
     /// Multiplies with a matrix like the result.
     Multiply(&'a [f32]),
     /// Applies a function.
-    Activate(Activation),
+    Activate(ActivationFunction),
 }
 
 impl<'a> Fused<'a> {

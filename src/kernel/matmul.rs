@@ -16,26 +16,26 @@ use super::tile::{self, BLOCK, PANEL, Panel};
 const HELD: usize = 1 << 20;
 
 /// A float as it is kept.
-pub trait Kept: Copy + Sync {
+pub trait StoredFloat: Copy + Sync {
     /// Its value.
     fn value(self) -> f32;
 }
 
-impl Kept for f32 {
+impl StoredFloat for f32 {
     #[inline(always)]
     fn value(self) -> f32 {
         self
     }
 }
 
-impl Kept for half::bf16 {
+impl StoredFloat for half::bf16 {
     #[inline(always)]
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 }
 
-impl Kept for half::f16 {
+impl StoredFloat for half::f16 {
     #[inline(always)]
     fn value(self) -> f32 {
         self.to_f32()
@@ -51,7 +51,7 @@ pub struct Left {
 
 impl Left {
     /// Packs rows of `inner` elements that begin `stride` apart.
-    pub fn pack<T: Kept>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
+    pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
         Left::packed(rows, inner, |first, block| {
             let last = rows - 1;
             // Rows beyond the last are never looked at.
@@ -102,7 +102,7 @@ const RUN: usize = 16;
 
 /// Writes the elements of all rows with one inner index side by side.
 #[inline(always)]
-fn turn<T: Kept>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; BLOCK]]) {
+fn turn<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; BLOCK]]) {
     let full = rows[0].0.len();
     let (runs, rest) = groups.split_at_mut(full * RUN);
     for (at, groups) in runs.as_chunks_mut::<RUN>().0.iter_mut().enumerate() {
@@ -135,7 +135,7 @@ pub struct Columns<'a, T> {
     pub stride: usize,
 }
 
-impl<T: Kept> Right for Columns<'_, T> {
+impl<T: StoredFloat> Right for Columns<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let groups = panel.as_chunks_mut::<PANEL>().0;
         // A stretch of the panel stays in the first-level cache while all columns are written into it.
@@ -160,7 +160,7 @@ pub struct Rows<'a, T> {
     pub stride: usize,
 }
 
-impl<T: Kept> Right for Rows<'_, T> {
+impl<T: StoredFloat> Right for Rows<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let width = PANEL.min(self.count - first);
         for (row, group) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
@@ -265,7 +265,7 @@ pub fn product_here(left: &Left, right: &impl Right, width: usize, epilogue: Epi
 
 #[cfg(test)]
 mod tests {
-    use super::super::activation::Activation;
+    use super::super::activation::ActivationFunction;
     use super::super::epilogue::Fused;
     use super::*;
 
@@ -281,7 +281,8 @@ mod tests {
             let transposed: Vec<f32> = (0..inner * width).map(|i| b[(i % width) * inner + i / width]).collect();
             let mut one = vec![0.0; rows * width];
             let mut other = one.clone();
-            let steps = [Fused::AddToColumns(&c[..width]), Fused::Activate(Activation::Relu), Fused::Add(&c), Fused::MultiplyRows(&a[..rows.min(a.len())])];
+            let steps =
+                [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Relu), Fused::Add(&c), Fused::MultiplyRows(&a[..rows.min(a.len())])];
             let epilogue = Epilogue::of(if inner == 0 { &[] } else { &steps });
             product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
             product_here(&left, &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
@@ -304,7 +305,7 @@ mod tests {
             let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let left = Left::pack(&a, rows, inner, inner);
             let right = Columns { values: &b, count: width, stride: inner };
-            let steps = [Fused::AddToColumns(&b[..width]), Fused::Activate(Activation::Relu)];
+            let steps = [Fused::AddToColumns(&b[..width]), Fused::Activate(ActivationFunction::Relu)];
             let mut finished = vec![0.0; rows * width];
             product_here(&left, &right, width, Epilogue::of(&steps), &mut finished, width);
             let wanted: Vec<f32> = old.iter().zip(&finished).map(|(old, new)| old + new).collect();

@@ -19,10 +19,7 @@ pub(super) enum Panel<'a> {
     /// `[inner][PANEL]`, one row behind the other.
     Packed(&'a [f32]),
     /// Rows that begin anywhere in `values`; at least [`PANEL`] values are behind the last offset.
-    Shifted {
-        values: &'a [f32],
-        offsets: &'a [usize],
-    },
+    Shifted { values: &'a [f32], offsets: &'a [usize] },
 }
 
 /// `R × C` of a tile, from row `top` on: for each inner index, an element of each row of the block times a row of the panel.

@@ -187,7 +187,15 @@ impl Mending<'_> {
     }
 
     /// Mean and variance with which a normalisation gives values of the same mean and variance as in the whole model.
-    fn statistics(&self, graph: &Graph, node: &Node, op: &BatchNorm, whole: &Parameters, moments: &[Moments; 2], device: &Device) -> Result<Vec<(String, Tensor)>> {
+    fn statistics(
+        &self,
+        graph: &Graph,
+        node: &Node,
+        op: &BatchNorm,
+        whole: &Parameters,
+        moments: &[Moments; 2],
+        device: &Device,
+    ) -> Result<Vec<(String, Tensor)>> {
         let name = |at: usize| graph.value(node.inputs[at]).name.clone();
         let (mean_name, variance_name) = (name(3), name(4));
         let channels = moments[1].features();

@@ -102,4 +102,3 @@ impl Sums {
         Some(matrix)
     }
 }
-
