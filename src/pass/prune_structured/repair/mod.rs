@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use candle_core::{Device, Tensor};
 
 use super::calibrate::{self, Moments, computed, numbers};
-use super::cut::Kept;
+use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters};
@@ -30,7 +30,7 @@ pub(super) struct Mending<'a> {
     pub before: &'a Model,
     pub graph: &'a Graph,
     pub after: &'a mut Model,
-    pub kept: &'a Kept,
+    pub kept: &'a Surviving,
     pub repair: Repair,
 }
 

@@ -8,7 +8,7 @@ use crate::exec::{Executor, Observation, PartialRun};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::prune_structured::calibrate;
-use crate::store::{Event, GroupUnit};
+use crate::store::{Event, ProgressUnit};
 
 /// Bytes of stopped runs that are held. Samples beyond them run from the beginning for each site.
 const HELD: u64 = 1 << 30;
@@ -72,7 +72,7 @@ impl<'a> Pairs<'a> {
             see(&stopped.batch, [&x, &y])
         };
         let context = self.context;
-        context.sweep.progress.on(Event::Begin { stage: "Repairing", total: self.samples, unit: GroupUnit::Samples });
+        context.sweep.progress.on(Event::Begin { stage: "Repairing", total: self.samples, unit: ProgressUnit::Samples });
         let done = held.iter_mut().try_for_each(|stopped| {
             context.sweep.cancel.check()?;
             advance(stopped)?;

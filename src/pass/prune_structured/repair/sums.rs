@@ -4,7 +4,7 @@ use candle_core::{D, Tensor};
 
 use crate::error::Result;
 use crate::ir::ops::transposed_product;
-use crate::kernel::solve;
+use crate::kernel::solve::Factor;
 use crate::pass::prune_structured::calibrate::{column_moments, computed, numbers};
 
 /// What is added to squares at least, in parts of their mean: keeps weights near what they were where data says little. With
@@ -83,7 +83,7 @@ impl Sums {
         let ridge = RIDGE.max(left as f64 / self.rows.max(1.0));
         let mut matrix = self.selection(kept);
         // What the selection leaves over is estimated, so that the ridge draws towards the selection.
-        let rest: Vec<f64> = (0..n * left)
+        let mut rest: Vec<f64> = (0..n * left)
             .map(|at| {
                 let (i, j) = (at / left, at % left);
                 let xy = self.xy[at] / self.count - mean(&self.x, i) * mean(&self.y, j);
@@ -91,14 +91,8 @@ impl Sums {
             })
             .collect();
         (0..left).for_each(|j| yy[j * left + j] += ridge * scale + f64::MIN_POSITIVE);
-        if !solve::factor(&mut yy, left) {
-            return None;
-        }
-        for (row, target) in rest.chunks(left).zip(matrix.chunks_mut(left)) {
-            let mut row = row.to_vec();
-            solve::solve(&yy, left, &mut row);
-            target.iter_mut().zip(row).for_each(|(m, r)| *m += r);
-        }
+        Factor::new(yy, left)?.solve(&mut rest);
+        matrix.iter_mut().zip(rest).for_each(|(m, r)| *m += r);
         Some(matrix)
     }
 }
