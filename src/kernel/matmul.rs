@@ -1,6 +1,6 @@
 //! Matrix products in f32, a tile of registers at a time.
 //!
-//! The left matrix is packed in blocks of rows, the right one in panels of columns; a [tile](super::tile) of the result is a
+//! The left matrix is packed in blocks of rows, the right one in panels of columns; a tile (`kernel/tile.rs`) of the result is a
 //! block times a panel, summed over the whole inner axis. The right matrix is asked for panel by panel: it may be 16-bit
 //! weights or the windows of an image that are never stored as a matrix (Goto and van de Geijn, 2008).
 

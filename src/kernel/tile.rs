@@ -24,11 +24,16 @@ pub(super) enum Panel<'a> {
 
 /// `R × C` of a tile, from row `top` on: for each inner index, an element of each row of the block times a row of the panel.
 #[inline(always)]
-fn part<'p, const FUSED: bool, const R: usize, const C: usize>(block: &[f32], top: usize, panel: impl Iterator<Item = &'p [f32; C]>) -> [[f32; C]; R] {
+fn part<'p, const FUSED: bool, const R: usize, const C: usize, T>(
+    block: &[f32],
+    top: usize,
+    panel: &'p [T],
+    row: impl Fn(&'p T) -> Option<&'p [f32; C]>,
+) -> [[f32; C]; R] {
     let mut sums = [[0f32; C]; R];
     for (a, b) in block.as_chunks::<BLOCK>().0.iter().zip(panel) {
         // Arrays of known length: the loops below unroll, and the sums stay in registers.
-        let Some(a) = a[top..].first_chunk::<R>() else { break };
+        let (Some(a), Some(b)) = (a[top..].first_chunk::<R>(), row(b)) else { break };
         for i in 0..R {
             for j in 0..C {
                 // Without the instruction, `mul_add` would be a call.
@@ -44,14 +49,19 @@ macro_rules! tiles {
         $(mod $name {
             use super::{BLOCK, PANEL, Tile, part};
 
+            const _: () = assert!(BLOCK.is_multiple_of($rows) && PANEL.is_multiple_of($columns));
+
             simd! {
                 // Stands alone: as a part of a larger function, its sums have been seen to leave the registers.
                 #[inline(never)]
                 pub fn packed(block: &[f32], panel: &[f32], rows: usize, tile: &mut Tile) {
+                    let panel = panel.as_chunks::<PANEL>().0;
                     for top in (0..rows).step_by($rows) {
                         for left in (0..PANEL).step_by($columns) {
-                            let panel = panel.as_chunks::<PANEL>().0.iter().map_while(|row| row[left..].first_chunk());
-                            put(tile, part::<{ $fused }, $rows, $columns>(block, top, panel), top, left);
+                            let sums = part::<{ $fused }, $rows, $columns, _>(block, top, panel, |row| row[left..].first_chunk());
+                            for (out, sums) in tile[top..].iter_mut().zip(&sums) {
+                                out[left..left + $columns].copy_from_slice(sums);
+                            }
                         }
                     }
                 }
@@ -63,19 +73,14 @@ macro_rules! tiles {
                     for top in (0..rows).step_by($rows) {
                         for left in (0..columns).step_by($columns) {
                             let values = values.get(left..).unwrap_or_default();
-                            // Zeros where nothing is: with a way out of the loop, the sums would not stay in registers.
-                            let panel = offsets.iter().map(|offset| values.get(*offset..).and_then(|values| values.first_chunk()).unwrap_or(&[0.0; $columns]));
-                            put(tile, part::<{ $fused }, $rows, $columns>(block, top, panel), top, left);
+                            // Zeros where nothing is: with another way out of the loop, the sums would not stay in registers.
+                            let row = |offset: &usize| values.get(*offset..).and_then(|values| values.first_chunk()).or(Some(&[0.0; $columns]));
+                            let sums = part::<{ $fused }, $rows, $columns, _>(block, top, offsets, row);
+                            for (out, sums) in tile[top..].iter_mut().zip(&sums) {
+                                out[left..left + $columns].copy_from_slice(sums);
+                            }
                         }
                     }
-                }
-            }
-
-            #[inline(always)]
-            fn put(tile: &mut Tile, sums: [[f32; $columns]; $rows], top: usize, left: usize) {
-                const { assert!(BLOCK.is_multiple_of($rows) && PANEL.is_multiple_of($columns)) };
-                for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                    out[left..left + $columns].copy_from_slice(sums);
                 }
             }
         })+

@@ -18,7 +18,7 @@ use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters};
-use crate::ir::ops::BatchNorm;
+use crate::ir::ops::{BatchNorm, transposed_product};
 use crate::ir::{Graph, Node, Op};
 use crate::model::Model;
 use crate::pass::Context;
@@ -158,13 +158,14 @@ impl Mending<'_> {
             let (out, taps, _) = full.dims3()?;
             let matrix: Vec<f32> = estimate.iter().map(|v| *v as f32).collect();
             let matrix = Tensor::from_vec(matrix, (features, left), full.device())?;
-            let new = full.reshape((out * taps, features))?.matmul(&matrix)?.reshape((out, taps, left))?;
+            let product = |rows: &Tensor, matrix: &Tensor| transposed_product(&rows.t()?.contiguous()?, matrix);
+            let new = product(&full.reshape((out * taps, features))?, &matrix)?.reshape((out, taps, left))?;
             let mut changed = Vec::with_capacity(2);
             if let Some(bias) = &bias {
                 let column =
                     |values: &[f64]| Tensor::from_vec(values.iter().map(|v| (v / sums.count) as f32).collect::<Vec<_>>(), (values.len(), 1), full.device());
-                let before = full.sum(1)?.matmul(&column(&sums.x)?)?;
-                let after = new.sum(1)?.matmul(&column(&sums.y)?)?;
+                let before = product(&full.sum(1)?, &column(&sums.x)?)?;
+                let after = product(&new.sum(1)?, &column(&sums.y)?)?;
                 let shift = (before - after)?.flatten_all()?;
                 let mut old = whole.get(bias)?;
                 if let Some(kept) = self.kept.get(&(bias.clone(), 0)) {
