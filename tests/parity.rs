@@ -102,8 +102,8 @@ fn int8_activations_with_outliers_are_those_of_the_consumer() {
 
 /// Three sums over the first sample of each output, as `scripts/goldens-keys` makes them.
 fn numbers(graph: &Graph, model: &Model, folder: &Path) -> BTreeMap<String, Vec<f64>> {
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
     let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
     let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
     let number = |tensor: &Tensor| {

@@ -2,6 +2,7 @@
 
 mod device;
 mod device_memory;
+mod host;
 mod inputs;
 mod load;
 mod memory_tracker;
@@ -13,8 +14,9 @@ mod tape;
 
 pub use device::{Choice, name};
 pub use device_memory::DeviceMemory;
+pub(crate) use host::{on_host, read};
 pub use load::{Parameters, Residence};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;
-pub use run::{Executor, Inputs};
+pub use run::{Executor, Inputs, Observation, PartialRun};
 pub use tape::{Forward, GradientSink, Tape, Watch};

@@ -28,23 +28,29 @@ impl Rounding {
         Tensor::from_vec(values, x.dims(), &Device::Cpu)?.to_dtype(dtype)
     }
 
-    /// The same in tensor operations, which round halves away from zero.
+    /// The same in tensor operations.
     fn primitive(self, x: &Tensor) -> candle_core::Result<Tensor> {
         match self {
             Rounding::Token => {
                 let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
                 // Only where all values are zero.
                 let scale = (&scale + (scale.eq(0f32)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
-                x.broadcast_div(&scale)?.round()?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
+                half_even(&x.broadcast_div(&scale)?)?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
             }
             Rounding::Tensor => {
                 let (low, high) = (x.min_all()?.to_scalar::<f32>()?.min(0.0), x.max_all()?.to_scalar::<f32>()?.max(0.0));
                 let (scale, zero) = range(low, high);
                 let zero = f64::from(zero);
-                ((((x / f64::from(scale))?.round()? + zero)?.clamp(0f32, 255f32)? - zero)? * f64::from(scale))?.contiguous()
+                (((half_even(&(x / f64::from(scale))?)? + zero)?.clamp(0f32, 255f32)? - zero)? * f64::from(scale))?.contiguous()
             }
         }
     }
+}
+
+/// Rounds numbers below 2²² to whole ones, halves to even ones: adding 1.5 · 2²³ leaves no room for fractions.
+fn half_even(x: &Tensor) -> candle_core::Result<Tensor> {
+    const ROUND: f64 = 12_582_912.0;
+    (x + ROUND)? - ROUND
 }
 
 fn token(row: &mut [f32]) {
@@ -97,6 +103,9 @@ mod tests {
         let token = rounded(Rounding::Token, &rows);
         assert!((token[0] - 1.27).abs() < 1e-6 && (token[1] + 0.5).abs() < 1e-6 && token[2] == 0.0 && token[3..] == [0.0; 3]);
         rounded(Rounding::Tensor, &[[0.1, 2.0, -3.0], [-2.4, 1.34, 0.5]]);
+        // Halves go to even numbers.
+        assert_eq!(rounded(Rounding::Token, &[[127.5, 0.5, -2.5], [127.5, 1.5, 6.5]]), [127.0, 0.0, -2.0, 127.0, 2.0, 6.0]);
+        assert_eq!(rounded(Rounding::Tensor, &[[0.0, 255.0, 0.5], [2.5, 1.5, 6.5]]), [0.0, 255.0, 0.0, 2.0, 2.0, 6.0]);
         // The example of DynamicQuantizeLinear in ONNX's documentation: 153, 255, 0, 26, 221, 179 around 153.
         let x = Tensor::new(&[0.0f32, 2.0, -3.0, -2.5, 1.34, 0.5], &Device::Cpu).unwrap();
         let tensor = Rounding::Tensor.apply(&x).unwrap().to_vec1::<f32>().unwrap();

@@ -3,8 +3,10 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
 use rayon::prelude::*;
+
+pub(super) use crate::exec::{on_host, read};
 
 /// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
@@ -53,26 +55,6 @@ pub(super) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]
     tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
 }
 
-/// Calls a function with the elements of an f32 tensor in host memory that has no gaps.
-///
-/// # Errors
-/// The tensor is none of that; or the function's.
-pub(super) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-        bail!("not f32 in one piece of host memory")
-    };
-    match values.get(start..end) {
-        Some(values) => function(values),
-        None => bail!("it is longer than its memory"),
-    }
-}
-
-/// The tensor as f32 in one piece of host memory; itself where it is that.
-pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
-    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
-}
-
 /// Puts other elements into a tensor, on whichever device.
 pub(super) fn assign(tensor: &Tensor, value: &Tensor) -> Result<()> {
     if tensor.dims() != value.dims() || !tensor.is_contiguous() {
@@ -89,6 +71,8 @@ pub(super) fn squares(values: &[f32]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::{DType, Device};
+
     use super::*;
 
     #[test]

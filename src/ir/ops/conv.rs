@@ -10,7 +10,8 @@ use super::host::{Host, Steps, channels_first, planes};
 use super::{After, Backward, Mode, OpSpec, elements, require_floats, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 use crate::kernel::convolution::{Window, depthwise};
-use crate::kernel::matmul::{Finish, Left, finish_rows};
+use crate::kernel::epilogue::{self, Epilogue, Fused};
+use crate::kernel::matmul::Left;
 use crate::kernel::shifted::convolve;
 
 /// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`; the bias may be left out.
@@ -109,7 +110,7 @@ impl OpSpec for Conv {
             let steps = Steps::new(after, fits)?;
             let mut finish = Vec::new();
             if let Some(bias) = &bias {
-                finish.push(Finish::AddToRows(bias.floats()?));
+                finish.push(Fused::AddToRows(bias.floats()?));
             }
             finish.extend(steps.finish()?);
             let (x_host, weight) = (Host::of(x)?, Host::of(&weight)?);
@@ -118,15 +119,15 @@ impl OpSpec for Conv {
             let size = images * rows * columns;
             if inner == 1 && channels == self.groups {
                 depthwise(&planes, images, weight, window, &mut y);
-                finish_rows(&finish, &mut y, size);
+                epilogue::apply_to(&finish, &mut y, size);
                 return Some(y);
             }
             let (taps, group) = (inner * kernel_height * kernel_width, channels / self.groups);
             let parts = planes.chunks_exact((inner * images).max(1)).zip(y.chunks_exact_mut((group * size).max(1)));
             for (index, (planes, y)) in parts.enumerate() {
                 let left = Left::pack(&weight[index * group * taps..], group, taps, taps);
-                let steps: Vec<Finish> = finish.iter().map(|step| step.from_row(index * group, size)).collect();
-                convolve(planes, images, &left, window, &steps, y);
+                let steps: Vec<Fused> = finish.iter().map(|step| step.from_row(index * group, size)).collect();
+                convolve(planes, images, &left, window, Epilogue::of(&steps), y);
             }
             Some(y)
         };

@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::gradient::{Backward, wide};
 use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
-use crate::kernel::matmul::Finish;
+use crate::kernel::epilogue::Fused;
 use crate::kernel::matmul_gradient::add_up;
 use crate::kernel::rows_gradient;
 
@@ -288,14 +288,14 @@ impl<'t> Steps<'t> {
     }
 
     /// As a product wants them; channels are rows.
-    pub(super) fn finish(&self) -> Option<Vec<Finish<'_>>> {
+    pub(super) fn finish(&self) -> Option<Vec<Fused<'_>>> {
         let finish = |step| {
             Some(match step {
-                &Step::Activate(function) => Finish::Activate(function),
-                Step::Add(host) => Finish::Add(host.floats()?),
-                Step::Multiply(host) => Finish::Multiply(host.floats()?),
-                Step::Scale(host) => Finish::MultiplyRows(host.floats()?),
-                Step::Shift(host) => Finish::AddToRows(host.floats()?),
+                &Step::Activate(function) => Fused::Activate(function),
+                Step::Add(host) => Fused::Add(host.floats()?),
+                Step::Multiply(host) => Fused::Multiply(host.floats()?),
+                Step::Scale(host) => Fused::MultiplyRows(host.floats()?),
+                Step::Shift(host) => Fused::AddToRows(host.floats()?),
             })
         };
         self.0.iter().map(finish).collect()

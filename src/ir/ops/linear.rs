@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 use super::host::{Host, Steps, column_sums, readable};
 use super::{After, Backward, Mode, OpSpec, elements, last, require, require_rank, require_vector};
 use crate::ir::{Bindings, Element, TensorType};
-use crate::kernel::matmul::{Columns, Finish, Left, Rows, StoredFloat, product};
+use crate::kernel::epilogue::{Epilogue, Fused};
+use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
 
 /// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias may be left out.
@@ -87,11 +88,11 @@ impl OpSpec for Linear {
             let steps = Steps::new(after, fits)?;
             let mut finish = Vec::new();
             if let Some(bias) = &bias {
-                finish.push(Finish::AddToColumns(bias.floats()?));
+                finish.push(Fused::AddToColumns(bias.floats()?));
             }
             // A linear layer's channels are columns.
             let steps = steps.finish()?;
-            if steps.iter().any(|s| matches!(s, Finish::AddToRows(_) | Finish::MultiplyRows(_))) {
+            if steps.iter().any(|s| matches!(s, Fused::AddToRows(_) | Fused::MultiplyRows(_))) {
                 return None;
             }
             finish.extend(steps);
@@ -139,22 +140,25 @@ impl OpSpec for Linear {
 }
 
 impl Linear {
-    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], first: usize, second: usize, count: usize, finish: &[Finish]) -> Option<Vec<f32>> {
+    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], first: usize, second: usize, count: usize, finish: &[Fused]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
         let left = Left::pack(x, rows, inner, inner);
         let mut y = vec![0.0; count];
         if self.input_major {
-            product(&left, &Rows { values: weight, count: out, stride: out }, out, finish, &mut y);
+            product(&left, &Rows { values: weight, count: out, stride: out }, out, Epilogue::of(finish), &mut y);
         } else {
-            product(&left, &Columns { values: weight, count: out, stride: inner }, out, finish, &mut y);
+            product(&left, &Columns { values: weight, count: out, stride: inner }, out, Epilogue::of(finish), &mut y);
         }
         Some(y)
     }
 }
 
 /// `aᵀ b` of two matrices with the same rows.
-fn transposed_product(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
+///
+/// # Errors
+/// Memory runs out.
+pub(crate) fn transposed_product(a: &Tensor, b: &Tensor) -> candle_core::Result<Tensor> {
     let ((inner, rows), (_, width)) = (a.dims2()?, b.dims2()?);
     if !readable([a, b]) {
         return a.t()?.matmul(b);

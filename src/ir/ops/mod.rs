@@ -47,6 +47,7 @@ pub use host::After;
 pub use layer_norm::LayerNorm;
 pub use learned_fake_quantize::LearnedFakeQuantize;
 pub use linear::Linear;
+pub(crate) use linear::transposed_product;
 pub use masked_mean::MaskedMean;
 pub use normalize::Normalize;
 pub use patchify::Patchify;
