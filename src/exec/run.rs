@@ -8,7 +8,7 @@ use super::plan::{self, Step};
 use super::sizes::Sizes;
 use super::{Parameters, Rounding, inputs};
 use crate::error::{Error, Result};
-use crate::ir::ops::{After, Mode, Op};
+use crate::ir::ops::{Epilogue, Op, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Values for the graph's inputs, by name.
@@ -24,8 +24,9 @@ pub struct Executor<'g> {
     parameters: Parameters,
     device: Device,
     rounding: Rounding,
-    mode: Mode,
     sizes: Sizes,
+    /// By node.
+    prepared: Vec<PreparedOp>,
     /// Every node by itself, for observers.
     single: Vec<Step>,
     /// Nodes that are computed together, where nobody looks.
@@ -35,20 +36,15 @@ pub struct Executor<'g> {
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
+        let prepared = graph.nodes().iter().map(|node| PreparedOp::new(&node.op, &device, parameters.compute())).collect();
         let (single, chained) = (plan::single(graph), plan::chained(graph));
-        Self { graph, parameters, device, rounding: Rounding::Token, mode: Mode::Infer, sizes: Sizes::default(), single, chained }
+        Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, single, chained }
     }
 
     /// Rounds inputs of layers with int8 weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
-    }
-
-    /// Computes with primitives that have gradients, node by node; parameters that are variables gather them.
-    #[must_use]
-    pub fn for_training(self) -> Self {
-        Self { mode: Mode::Train, chained: plan::single(self.graph), ..self }
     }
 
     /// The graph.
@@ -86,8 +82,9 @@ impl<'g> Executor<'g> {
             match self.together(step, &values)? {
                 Some(result) => values.keep(self.last(step), result),
                 None => {
-                    for node in step.nodes.iter().map(|index| &self.graph.nodes()[*index]) {
-                        let result = self.alone(node, &values)?;
+                    for &index in &step.nodes {
+                        let node = &self.graph.nodes()[index];
+                        let result = self.alone(index, &values)?;
                         if let Some(observe) = &mut observe {
                             let name = self.name(node);
                             observe(name, &result.contiguous().map_err(failed(name))?)?;
@@ -116,7 +113,7 @@ impl<'g> Executor<'g> {
         &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
     }
 
-    fn operands(&self, node: &Node, values: &Values) -> Result<Vec<Tensor>> {
+    fn operands(&self, node: &Node, ids: &[ValueId], values: &Values) -> Result<Vec<Tensor>> {
         let spec = node.op.spec();
         let operand = |(index, id): (usize, &ValueId)| {
             let value = self.graph.value(*id);
@@ -126,7 +123,7 @@ impl<'g> Executor<'g> {
                 _ => values.get(self.graph, *id),
             }
         };
-        let mut operands = node.inputs.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
+        let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
             && self.parameters.rounds_inputs(&self.graph.value(*weight).name)
         {
@@ -135,52 +132,44 @@ impl<'g> Executor<'g> {
         Ok(operands)
     }
 
-    fn alone(&self, node: &Node, values: &Values) -> Result<Tensor> {
-        let operands = self.operands(node, values)?;
+    fn alone(&self, index: usize, values: &Values) -> Result<Tensor> {
+        let node = &self.graph.nodes()[index];
+        let operands = self.operands(node, &node.inputs, values)?;
         if let (Op::Embedding(_), [indices, table]) = (&node.op, operands.as_slice()) {
             inputs::require_rows(self.graph, node, indices, table)?;
         }
-        let result = node.op.spec().eval(&operands, self.mode);
+        let result = self.prepared[index].forward(&operands);
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
     }
 
     /// The value of a step's last node, if the others can be done within the first.
     fn together(&self, step: &Step, values: &Values) -> Result<Option<Tensor>> {
-        let [first, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
+        let [index, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
         if rest.is_empty() {
             return Ok(None);
         }
-        let first = &self.graph.nodes()[*first];
-        let mut after = Vec::with_capacity(rest.len());
+        let first = &self.graph.nodes()[*index];
+        let mut epilogue = Vec::with_capacity(rest.len());
         let mut value = first.output;
         for node in rest.iter().map(|index| &self.graph.nodes()[*index]) {
-            let other = || node.inputs.iter().find(|id| **id != value).map(|id| values.get(self.graph, *id)).transpose();
-            after.push(match (&node.op, plan::activation(&node.op)) {
-                (_, Some(function)) => After::Activate(function),
+            let other = || node.inputs.iter().find(|id| **id != value).map_or(Ok(None), |id| values.get(self.graph, *id).map(Some));
+            match (&node.op, node.op.activation()) {
+                (_, Some(function)) => epilogue.push(Epilogue::Activate(function)),
                 (Op::BatchNorm(op), _) => {
                     let name = self.name(node);
-                    let mut vectors = Vec::with_capacity(4);
-                    for id in &node.inputs[1..] {
-                        vectors.push(self.parameters.get(&self.graph.value(*id).name).map_err(failed(name))?);
-                    }
+                    let vectors = self.operands(node, &node.inputs[1..], values)?;
                     let [weight, bias, mean, variance] = vectors.as_slice() else { return Ok(None) };
                     let (scale, shift) = op.channels([weight, bias, mean, variance]).map_err(failed(name))?;
-                    After::Channels { scale, shift }
+                    epilogue.extend([Epilogue::MultiplyRows(scale), Epilogue::AddToRows(shift)]);
                 }
-                (Op::Add(_), _) => match other()? {
-                    Some(tensor) => After::Add(tensor),
-                    None => return Ok(None),
-                },
-                (Op::Mul(_), _) => match other()? {
-                    Some(tensor) => After::Multiply(tensor),
-                    None => return Ok(None),
-                },
+                (Op::Add(_), _) => epilogue.extend(other()?.map(Epilogue::Add)),
+                (Op::Mul(_), _) => epilogue.extend(other()?.map(Epilogue::Multiply)),
                 _ => return Ok(None),
-            });
+            }
             value = node.output;
         }
-        first.op.spec().eval_then(&self.operands(first, values)?, &after).map_err(failed(self.name(first)))
+        self.prepared[*index].fused(&self.operands(first, &first.inputs, values)?, &epilogue).map_err(failed(self.name(first)))
     }
 }
 

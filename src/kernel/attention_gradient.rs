@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::attention::{Attention, Heads, QUERIES, pack};
-use super::matmul::{BLOCK, Columns, Finish, Left, PANEL, Rows, multiply};
+use super::matmul::{BLOCK, Columns, Epilogue, Left, PANEL, Rows, multiply};
 use super::rows_gradient::softmax;
 use super::scratch::Scratch;
 
@@ -116,7 +116,7 @@ fn rows_from<'a>(heads: Heads<'a>, (batch, head, first): (usize, usize, usize)) 
 
 /// Adds a product to `sums`.
 fn add(left: &Left, rows: usize, panels: &[f32], width: usize, sums: &mut [f32]) {
-    multiply(left, 0..rows.div_ceil(BLOCK), panels, 0, &[Finish::Accumulate], sums, width, width);
+    multiply(left, 0..rows.div_ceil(BLOCK), panels, 0, &[Epilogue::Accumulate], sums, width, width);
 }
 
 #[cfg(test)]

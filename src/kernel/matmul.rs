@@ -160,34 +160,49 @@ impl<T: Kept> Right for Rows<'_, T> {
     }
 }
 
-/// What is done with a tile of the result before it is stored, one after the other.
+/// A step that is done with a tile of the result before it is stored; of several, one after the other.
 #[derive(Debug, Clone, Copy)]
-pub enum Finish<'a> {
+pub enum Epilogue<T> {
     /// Adds a number to each column.
-    AddToColumns(&'a [f32]),
-    /// Adds a number to each row.
-    AddToRows(&'a [f32]),
+    AddToColumns(T),
+    /// Adds a number to each row; rows of a convolution are its channels.
+    AddToRows(T),
     /// Multiplies each row by a number.
-    MultiplyRows(&'a [f32]),
+    MultiplyRows(T),
     /// Adds a matrix like the result.
-    Add(&'a [f32]),
+    Add(T),
     /// Multiplies with a matrix like the result.
-    Multiply(&'a [f32]),
+    Multiply(T),
     /// Applies a function.
     Activate(Activation),
     /// Adds what the result held before; the last step.
     Accumulate,
 }
 
-impl<'a> Finish<'a> {
+impl<T> Epilogue<T> {
+    /// The same step with something else in the place of its numbers, if that can be had.
+    pub fn map<'t, U>(&'t self, of: impl FnOnce(&'t T) -> Option<U>) -> Option<Epilogue<U>> {
+        Some(match self {
+            Epilogue::AddToColumns(values) => Epilogue::AddToColumns(of(values)?),
+            Epilogue::AddToRows(values) => Epilogue::AddToRows(of(values)?),
+            Epilogue::MultiplyRows(values) => Epilogue::MultiplyRows(of(values)?),
+            Epilogue::Add(values) => Epilogue::Add(of(values)?),
+            Epilogue::Multiply(values) => Epilogue::Multiply(of(values)?),
+            Epilogue::Activate(function) => Epilogue::Activate(*function),
+            Epilogue::Accumulate => Epilogue::Accumulate,
+        })
+    }
+}
+
+impl<'a> Epilogue<&'a [f32]> {
     /// The same for a result that begins at a row of this one.
-    pub fn from_row(self, row: usize, width: usize) -> Finish<'a> {
+    pub fn from_row(self, row: usize, width: usize) -> Self {
         match self {
-            Finish::AddToRows(values) => Finish::AddToRows(&values[row..]),
-            Finish::MultiplyRows(values) => Finish::MultiplyRows(&values[row..]),
-            Finish::Add(values) => Finish::Add(&values[row * width..]),
-            Finish::Multiply(values) => Finish::Multiply(&values[row * width..]),
-            Finish::AddToColumns(_) | Finish::Activate(_) | Finish::Accumulate => self,
+            Epilogue::AddToRows(values) => Epilogue::AddToRows(&values[row..]),
+            Epilogue::MultiplyRows(values) => Epilogue::MultiplyRows(&values[row..]),
+            Epilogue::Add(values) => Epilogue::Add(&values[row * width..]),
+            Epilogue::Multiply(values) => Epilogue::Multiply(&values[row * width..]),
+            Epilogue::AddToColumns(_) | Epilogue::Activate(_) | Epilogue::Accumulate => self,
         }
     }
 }
@@ -200,16 +215,16 @@ fn combine(out: &mut [f32], other: &[f32], function: impl Fn(f32, f32) -> f32) {
 }
 
 #[inline(always)]
-pub(super) fn finish_row(steps: &[Finish], out: &mut [f32], row: usize, column: usize, width: usize) {
+pub(super) fn finish_row(steps: &[Epilogue<&[f32]>], out: &mut [f32], row: usize, column: usize, width: usize) {
     for step in steps {
         match step {
-            Finish::AddToColumns(values) => combine(out, &values[column..], |a, b| a + b),
-            Finish::AddToRows(values) => out.iter_mut().for_each(|x| *x += values[row]),
-            Finish::MultiplyRows(values) => out.iter_mut().for_each(|x| *x *= values[row]),
-            Finish::Add(values) => combine(out, &values[row * width + column..], |a, b| a + b),
-            Finish::Multiply(values) => combine(out, &values[row * width + column..], |a, b| a * b),
-            Finish::Activate(function) => activation::apply(*function, out),
-            Finish::Accumulate => {}
+            Epilogue::AddToColumns(values) => combine(out, &values[column..], |a, b| a + b),
+            Epilogue::AddToRows(values) => out.iter_mut().for_each(|x| *x += values[row]),
+            Epilogue::MultiplyRows(values) => out.iter_mut().for_each(|x| *x *= values[row]),
+            Epilogue::Add(values) => combine(out, &values[row * width + column..], |a, b| a + b),
+            Epilogue::Multiply(values) => combine(out, &values[row * width + column..], |a, b| a * b),
+            Epilogue::Activate(function) => activation::apply(*function, out),
+            Epilogue::Accumulate => {}
         }
     }
 }
@@ -262,11 +277,11 @@ simd! {
     /// Some blocks times consecutive panels, the first of which begins at `column` of a result `width` wide; `out`
     /// holds the rows of the blocks, `stride` apart.
     #[allow(clippy::too_many_arguments)]
-    pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, steps: &[Finish], out: &mut [f32], width: usize, stride: usize) {
+    pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, steps: &[Epilogue<&[f32]>], out: &mut [f32], width: usize, stride: usize) {
         let size = PANEL * left.inner;
         let mut tile = [[0f32; PANEL]; BLOCK];
         let level = simd::level();
-        let accumulate = matches!(steps.last(), Some(Finish::Accumulate));
+        let accumulate = matches!(steps.last(), Some(Epilogue::Accumulate));
         for (number, panel) in panels.chunks_exact(size.max(1)).enumerate() {
             let column = column + number * PANEL;
             let columns = PANEL.min(width - column);
@@ -294,7 +309,7 @@ simd! {
 }
 
 /// The product of a left matrix with a right one of `width` columns, by all threads; rows of `out` are contiguous.
-pub fn product(left: &Left, right: &impl Right, width: usize, steps: &[Finish], out: &mut [f32]) {
+pub fn product(left: &Left, right: &impl Right, width: usize, steps: &[Epilogue<&[f32]>], out: &mut [f32]) {
     let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
     if blocks == 0 || panels == 0 {
         return;
@@ -322,7 +337,7 @@ pub fn product(left: &Left, right: &impl Right, width: usize, steps: &[Finish], 
 }
 
 /// [`product`] with few rows: jobs are panels, and their tiles are put in place afterwards.
-fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Finish], out: &mut [f32]) {
+fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Epilogue<&[f32]>], out: &mut [f32]) {
     let size = (PANEL * left.inner).max(1);
     let tiles: Vec<Vec<f32>> = (0..width.div_ceil(PANEL))
         .into_par_iter()
@@ -339,7 +354,7 @@ fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Finish], o
         )
         .collect();
     for (row, out) in out.chunks_exact_mut(width).enumerate() {
-        let accumulate = matches!(steps.last(), Some(Finish::Accumulate));
+        let accumulate = matches!(steps.last(), Some(Epilogue::Accumulate));
         for (tile, out) in tiles.iter().zip(out.chunks_mut(PANEL)) {
             let tile = &tile[row * out.len()..][..out.len()];
             if accumulate {
@@ -353,18 +368,18 @@ fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Finish], o
 }
 
 simd! {
-    fn finish(steps: &[Finish], out: &mut [f32], row: usize, width: usize) {
+    fn finish(steps: &[Epilogue<&[f32]>], out: &mut [f32], row: usize, width: usize) {
         finish_row(steps, out, row, 0, width);
     }
 }
 
 /// The last steps for a matrix that was not made by a product.
-pub fn finish_rows(steps: &[Finish], out: &mut [f32], width: usize) {
+pub fn finish_rows(steps: &[Epilogue<&[f32]>], out: &mut [f32], width: usize) {
     out.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, out)| finish(steps, out, row, width));
 }
 
 /// The product by the calling thread alone; rows of `out` begin `stride` apart.
-pub fn product_here(left: &Left, right: &impl Right, width: usize, steps: &[Finish], out: &mut [f32], stride: usize) {
+pub fn product_here(left: &Left, right: &impl Right, width: usize, steps: &[Epilogue<&[f32]>], out: &mut [f32], stride: usize) {
     let mut panel = Scratch::new(PANEL * left.inner);
     for column in (0..width).step_by(PANEL) {
         right.pack(column, &mut panel);
@@ -388,7 +403,7 @@ mod tests {
             let transposed: Vec<f32> = (0..inner * width).map(|i| b[(i % width) * inner + i / width]).collect();
             let mut one = vec![0.0; rows * width];
             let mut other = one.clone();
-            let steps = [Finish::AddToColumns(&c[..width]), Finish::Activate(Activation::Relu), Finish::Add(&c), Finish::MultiplyRows(&a[..rows.min(a.len())])];
+            let steps = [Epilogue::AddToColumns(&c[..width]), Epilogue::Activate(Activation::Relu), Epilogue::Add(&c), Epilogue::MultiplyRows(&a[..rows.min(a.len())])];
             let steps = if inner == 0 { &steps[..0] } else { &steps[..] };
             product(&left, &Columns { values: &b, count: width, stride: inner }, width, steps, &mut one);
             product_here(&left, &Rows { values: &transposed, count: width, stride: width }, width, steps, &mut other, width);

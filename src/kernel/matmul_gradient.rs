@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::matmul::{Finish, Left, Right, product, product_here};
+use super::matmul::{Epilogue, Left, Right, product, product_here};
 use super::scratch::Scratch;
 
 /// Inner indices of a stretch.
@@ -25,7 +25,7 @@ pub fn long_product<R: Right>(
     right: impl Fn(Range<usize>) -> R + Sync,
     out: &mut [f32],
 ) {
-    let steps = |range: &Range<usize>| if range.start == 0 { &[][..] } else { &[Finish::Accumulate][..] };
+    let steps = |range: &Range<usize>| if range.start == 0 { &[][..] } else { &[Epilogue::Accumulate][..] };
     if inner == 0 {
         return out.fill(0.0);
     }
@@ -35,7 +35,7 @@ pub fn long_product<R: Right>(
         }
         return;
     }
-    in_parts(inner, |range, sum| product_here(&left(range.clone()), &right(range), width, &[Finish::Accumulate], sum, width), out);
+    in_parts(inner, |range, sum| product_here(&left(range.clone()), &right(range), width, &[Epilogue::Accumulate], sum, width), out);
 }
 
 /// Inner indices, stretch by stretch.

@@ -6,7 +6,7 @@
 use rayon::prelude::*;
 
 use super::convolution::Window;
-use super::matmul::{BLOCK, Finish, Left, PANEL, Tile, finish_row};
+use super::matmul::{BLOCK, Epilogue, Left, PANEL, Tile, finish_row};
 use super::scratch::Scratch;
 use super::simd::{self, Level};
 
@@ -122,7 +122,7 @@ impl Layout {
 
 /// A convolution: `left` is the weight, a row for each channel of the result with a column for each channel and tap; `planes`
 /// lie as in [`convolution`](super::convolution), and `output` gets such planes too.
-pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, steps: &[Finish], output: &mut [f32]) {
+pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, steps: &[Epilogue<&[f32]>], output: &mut [f32]) {
     let layout = Layout::new(window);
     let channels = planes.len() / images.max(1);
     let offsets = layout.offsets(channels);
@@ -142,7 +142,7 @@ pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, s
 
 simd! {
     /// All tiles of one image; its results begin at column `place[0]` of rows `place[1]` wide.
-    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &Layout, steps: &[Finish], place: [usize; 2], out: &mut [&mut [f32]]) {
+    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &Layout, steps: &[Epilogue<&[f32]>], place: [usize; 2], out: &mut [&mut [f32]]) {
         let [rows, columns] = layout.shape;
         let span = (rows * layout.step).saturating_sub(layout.step - columns.min(layout.step)).max(if rows == 1 { columns } else { 0 });
         let mut sums = [[0f32; PANEL]; BLOCK];
@@ -225,7 +225,7 @@ mod tests {
             let (bias, sum) = (numbers(outputs, 3), numbers(outputs * size, 4));
             let planes: Vec<&[f32]> = x.chunks_exact(window.height * window.width).collect();
             let left = Left::pack(&weight, outputs, taps, taps);
-            let steps = [Finish::AddToRows(&bias), Finish::Add(&sum)];
+            let steps = [Epilogue::AddToRows(&bias), Epilogue::Add(&sum)];
             let compute = |threads| {
                 let mut ours = vec![f32::NAN; outputs * size];
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

@@ -423,11 +423,11 @@ pub(super) const MASTER: DType = DType::F32;
 
 /// The sum of gradients, each in f32.
 pub(super) fn add_up(sums: &mut BTreeMap<String, Tensor>, name: &str, gradient: &Tensor) -> Result<u64> {
-    use crate::ir::ops::{Add, Mode, OpSpec};
+    use crate::ir::ops::sum;
     let mut add = || {
         let gradient = gradient.to_dtype(MASTER)?;
         let (sum, new) = match sums.remove(name) {
-            Some(other) => (Add {}.eval(&[other, gradient], Mode::Infer)?, 0),
+            Some(other) => (sum(other, gradient)?, 0),
             None => {
                 let bytes = 4 * gradient.elem_count() as u64;
                 (gradient, bytes)

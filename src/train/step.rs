@@ -11,7 +11,7 @@ use super::{Precision, Weights};
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::{Parameters, Purpose, Tape};
-use crate::ir::ops::BatchNorm;
+use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
 /// Factor on the loss at the beginning, for 16-bit floats.
@@ -228,7 +228,7 @@ fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
 fn moments(trainer: &Trainer, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
     let name = |at: usize| node.inputs.get(at).map(|id| trainer.graph.value(*id).name.clone()).unwrap_or_default();
     let compute = || {
-        let (mean, variance) = BatchNorm::moments(x)?;
+        let (mean, variance) = ops::moments(x)?;
         let count = (x.elem_count() / x.dim(1)?.max(1)) as f64;
         Ok(vec![(name(3), mean.detach()), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?.detach())])
     };

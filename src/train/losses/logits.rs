@@ -9,7 +9,7 @@ use super::{Said, mask};
 use crate::data::{Batch, Truth};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
-use crate::ir::ops::{Backward, Linear, Mode, OpSpec, Saved};
+use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::train::cache::Cache;
 
 /// Logits that are in memory at a time.
@@ -48,12 +48,16 @@ impl Source {
     fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         match self {
             Source::Value(_) => Ok(rows.clone()),
-            Source::Head(head) => head.op.eval(&head.operands(rows, parameters)?, Mode::Infer),
+            Source::Head(head) => head.prepared(rows).forward(&head.operands(rows, parameters)?),
         }
     }
 }
 
 impl Head {
+    fn prepared(&self, rows: &Tensor) -> PreparedOp {
+        PreparedOp::new(&self.op.into(), rows.device(), rows.dtype())
+    }
+
     fn operands(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Vec<Tensor>> {
         std::iter::once(Ok(rows.clone())).chain(self.parameters.iter().map(|name| parameters.get(name))).collect()
     }
@@ -261,7 +265,7 @@ impl Logits {
 }
 
 /// Logarithms of probabilities, row by row.
-fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
+pub(super) fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
     let moved = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?;
     let sums = moved.exp()?.sum_keepdim(D::Minus1)?.log()?;
     moved.broadcast_sub(&sums)
@@ -280,7 +284,7 @@ impl Head {
         let inputs: Vec<Saved> = self.operands(rows, parameters)?.into_iter().map(Saved::whole).collect();
         let wanted: Vec<bool> = std::iter::once(true).chain(self.parameters.iter().map(|name| trained(name))).collect();
         let output = Saved::shape(gradient.dims());
-        let mut found = self.op.backward(&Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted })?.into_iter();
+        let mut found = self.prepared(rows).backward(&Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted })?.into_iter();
         let back = found.next().flatten();
         for (name, gradient) in self.parameters.iter().zip(found) {
             let Some(gradient) = gradient else { continue };

@@ -21,10 +21,10 @@ pub(super) fn tokens(batch: &Batch) -> Result<f64> {
     }
 }
 
-/// A value `[batch, sequence]` with padding at zero.
-pub(super) fn masked(value: &Tensor, batch: &Batch) -> Result<Tensor> {
+/// 1 for each token of a value `[batch, sequence]`, and 0 for padding.
+pub(super) fn weights(value: &Tensor, batch: &Batch) -> Result<Tensor> {
     match of(batch, value.device())?.filter(|mask| mask.dims() == value.dims()) {
-        Some(mask) => value * mask,
-        None => Ok(value.clone()),
+        Some(mask) => Ok(mask),
+        None => value.ones_like(),
     }
 }
