@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
-use compress::exec::{Inputs, Ledger, Parameters, Purpose, Residence, Tape};
+use compress::exec::{Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::ops::{Backward, Saved};
 use compress::ir::{Graph, Node, given};
 use compress::store::{Cancel, Silent, Sweep};
@@ -20,7 +20,8 @@ fn weights(like: &Tensor) -> Tensor {
 
 /// Gradients of parameters as ops mean them: everything is kept, and every node goes back by itself.
 fn reference(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> BTreeMap<String, Tensor> {
-    let mut values: Vec<Option<Tensor>> = graph.values().iter().map(|value| parameters.get(&value.name).ok().or_else(|| given(inputs, &value.name)?.ok())).collect();
+    let mut values: Vec<Option<Tensor>> =
+        graph.values().iter().map(|value| parameters.get(&value.name).ok().or_else(|| given(inputs, &value.name)?.ok())).collect();
     let operands = |values: &[Option<Tensor>], node: &Node| node.inputs.iter().map(|id| values[id.index()].clone().unwrap()).collect::<Vec<_>>();
     for node in graph.nodes() {
         values[node.output.index()] = Some(node.op.spec().eval(&operands(&values, node)).unwrap());
@@ -56,23 +57,23 @@ fn walked_from(
 ) -> (BTreeMap<String, Tensor>, u64) {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
     let tape = Tape::new(graph, Device::Cpu, taps, &|_| true, cuts);
-    let ledger = Ledger::default();
-    let forward = tape.forward(parameters, inputs, &ledger, None).unwrap();
+    let memory_tracker = MemoryTracker::default();
+    let forward = tape.forward(parameters, inputs, &memory_tracker, None).unwrap();
     let mut from = BTreeMap::new();
     for (name, id) in graph.outputs() {
         let gradient = weights(name, &forward.taps()[id]);
         from.entry(*id).and_modify(|other: &mut Tensor| *other = (&*other + &gradient).unwrap()).or_insert(gradient);
     }
     let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
-    tape.backward(forward, from, parameters, &ledger, &mut |name, gradient| {
+    tape.backward(forward, from, parameters, &memory_tracker, &mut |name, gradient| {
         let sum = found.get(name).map_or_else(|| gradient.clone(), |other| (other + &gradient).unwrap());
         found.insert(name.to_owned(), sum);
         Ok(())
     })
     .unwrap();
-    assert_eq!((ledger.now(Purpose::Activations), ledger.now(Purpose::Data)), (0, 0), "something is still on the books");
-    let peaks = ledger.peaks().0;
-    (found, peaks.iter().find(|(purpose, _)| *purpose == Purpose::Activations).unwrap().1)
+    assert_eq!((memory_tracker.now(MemoryCategory::Activations), memory_tracker.now(MemoryCategory::Data)), (0, 0), "something is still on the books");
+    let peaks = memory_tracker.peaks().0;
+    (found, peaks.iter().find(|(category, _)| *category == MemoryCategory::Activations).unwrap().1)
 }
 
 fn walked(graph: &Graph, parameters: &Parameters, inputs: &Inputs, cuts: &[usize]) -> (BTreeMap<String, Tensor>, u64) {

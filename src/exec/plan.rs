@@ -8,7 +8,7 @@ use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Nodes that are computed in one go.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct FusedNodes {
     /// The first computes, the others are its epilogue; only the last one's value is seen.
     pub nodes: Vec<usize>,
     /// Values that nobody reads afterwards.
@@ -16,12 +16,12 @@ pub(super) struct Step {
 }
 
 /// Every node by itself.
-pub(super) fn single(graph: &Graph) -> Vec<Step> {
+pub(super) fn single(graph: &Graph) -> Vec<FusedNodes> {
     with_dead(graph, analysis::node_by_node(graph))
 }
 
 /// Linear layers and convolutions with what is done to their results alone.
-pub(super) fn chained(graph: &Graph) -> Vec<Step> {
+pub(super) fn chained(graph: &Graph) -> Vec<FusedNodes> {
     let nodes = graph.nodes();
     let mut readers: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
     for (index, node) in nodes.iter().enumerate() {
@@ -64,9 +64,9 @@ fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
     }
 }
 
-fn with_dead(graph: &Graph, chains: Vec<Vec<usize>>) -> Vec<Step> {
+fn with_dead(graph: &Graph, chains: Vec<Vec<usize>>) -> Vec<FusedNodes> {
     let dead = analysis::dead_after(graph, &chains);
-    chains.into_iter().zip(dead).map(|(nodes, dead)| Step { nodes, dead }).collect()
+    chains.into_iter().zip(dead).map(|(nodes, dead)| FusedNodes { nodes, dead }).collect()
 }
 
 #[cfg(test)]

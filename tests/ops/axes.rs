@@ -152,8 +152,7 @@ fn law(case: &Case, text: &str) -> Result<usize, String> {
             infer(&op, &cut(false)).map_err(|e| format!("{} without one `{letter}`: {e}", case.op))?;
             let result = op.spec().eval(&cut(false)).map_err(|e| format!("{} without one `{letter}`: {e}", case.op))?;
             let summed = !positions(&axes.output, whole.dims()).iter().any(|(_, axis)| place(axis, &sizes).mentions(&letter));
-            let expected =
-                if summed { case.op.spec().eval(&cut(true)).unwrap() } else { without(&whole, &axes.output, &sizes, &letter, unit, false) };
+            let expected = if summed { case.op.spec().eval(&cut(true)).unwrap() } else { without(&whole, &axes.output, &sizes, &letter, unit, false) };
             if result.dims() != expected.dims() || distance(&result, &expected) > 1e-5 {
                 return Err(format!("{}, letter `{letter}`, unit {unit}", case.op));
             }

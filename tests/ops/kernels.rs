@@ -27,7 +27,8 @@ fn compare(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64, failur
     }
     let (found, expected) = (wide(&found.to_device(&Device::Cpu).unwrap()), wide(expected));
     let largest = expected.iter().fold(0.2f64, |most, x| most.max(x.abs()));
-    let worst = found.iter().zip(&expected).map(|(a, b)| (a - b).abs() / largest).fold(0.0, |worst: f64, off| if off >= worst || off.is_nan() { off } else { worst });
+    let worst =
+        found.iter().zip(&expected).map(|(a, b)| (a - b).abs() / largest).fold(0.0, |worst: f64, off| if off >= worst || off.is_nan() { off } else { worst });
     if worst.is_nan() || worst > tolerance {
         failures.push(format!("{what}: {worst:e} of the largest"));
     }

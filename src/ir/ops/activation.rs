@@ -9,10 +9,10 @@ use super::gradient::wide;
 use super::rounding::round_half_even;
 use super::{Backward, OpSpec, require};
 use crate::ir::{Element, TensorType};
-use crate::kernel::activation::Activation;
+use crate::kernel::activation::ActivationFunction;
 
 macro_rules! activation {
-    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr, $slope:expr) => {
+    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr, $derivative:expr) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -50,24 +50,24 @@ macro_rules! activation {
                 let of_input = backward.of(0, || {
                     let ($op, $x) = (self, &wide(kept(self.function(), backward)?)?);
                     let _ = $op;
-                    let derivative: candle_core::Result<Tensor> = $slope;
+                    let derivative: candle_core::Result<Tensor> = $derivative;
                     (derivative? * wide(backward.gradient)?)?.to_dtype(backward.gradient.dtype())
                 })?;
                 Ok(vec![of_input])
             }
 
             fn reads_input(&self, _input: usize) -> bool {
-                !self.function().slope_is_of_result()
+                !self.function().derivative_reads_result()
             }
 
             fn reads_output(&self) -> bool {
-                self.function().slope_is_of_result()
+                self.function().derivative_reads_result()
             }
         }
 
         impl $name {
             /// The function, as the kernels know it.
-            pub fn function(&self) -> Activation {
+            pub fn function(&self) -> ActivationFunction {
                 let $op = self;
                 let _ = $op;
                 $kernel
@@ -77,8 +77,8 @@ macro_rules! activation {
 }
 
 /// What the derivative is made of: the argument, or the result.
-pub(super) fn kept<'b>(function: Activation, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
-    if function.slope_is_of_result() { backward.output } else { &backward.inputs[0] }.tensor()
+pub(super) fn kept<'b>(function: ActivationFunction, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
+    if function.derivative_reads_result() { backward.output } else { &backward.inputs[0] }.tensor()
 }
 
 /// One where both bounds are kept, else zero.
@@ -88,14 +88,14 @@ fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tens
 
 activation!(
     /// `max(x, 0)`
-    Relu {}, |op, x| Activation::Relu, x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
+    Relu {}, |op, x| ActivationFunction::Relu, x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
 );
 activation!(
     /// `x Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, 2016).
     Gelu {
         /// Whether Φ is approximated by a hyperbolic tangent.
         tanh: bool = false,
-    }, |op, x| if op.tanh { Activation::GeluTanh } else { Activation::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
+    }, |op, x| if op.tanh { ActivationFunction::GeluTanh } else { ActivationFunction::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
         let inner = (std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2, 0.044_715);
         let tanh = ((x + (x.powf(3.0)? * inner.1)?)? * inner.0)?.tanh()?;
         let steepness = ((x * (1.0 - tanh.sqr()?)?)? * (((x.sqr()? * (3.0 * inner.1))? + 1.0)? * inner.0)?)?;
@@ -107,18 +107,18 @@ activation!(
 );
 activation!(
     /// `x · sigmoid(x)`
-    Silu {}, |op, x| Activation::Silu, x.silu(), {
+    Silu {}, |op, x| ActivationFunction::Silu, x.silu(), {
         let sigmoid = candle_nn::ops::sigmoid(x)?;
         &sigmoid * ((x * (1.0 - &sigmoid)?)? + 1.0)?
     }
 );
 activation!(
     /// `1 / (1 + exp(-x))`
-    Sigmoid {}, |op, x| Activation::Sigmoid, candle_nn::ops::sigmoid(x), x * (1.0 - x)?
+    Sigmoid {}, |op, x| ActivationFunction::Sigmoid, candle_nn::ops::sigmoid(x), x * (1.0 - x)?
 );
 activation!(
     /// Hyperbolic tangent.
-    Tanh {}, |op, x| Activation::Tanh, x.tanh(), 1.0 - x.sqr()?
+    Tanh {}, |op, x| ActivationFunction::Tanh, x.tanh(), 1.0 - x.sqr()?
 );
 activation!(
     /// Values held between two bounds; 0 and 6 make a ReLU6.
@@ -127,7 +127,7 @@ activation!(
         min: f64 = 0.0,
         /// Upper bound.
         max: f64 = 6.0,
-    }, |op, x| Activation::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
+    }, |op, x| ActivationFunction::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
 );
 activation!(
     /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values that
@@ -137,7 +137,7 @@ activation!(
         scale: f32 = 1.0,
         /// The integer that stands for zero, of -128 to 127.
         zero_point: i32 = 0,
-    }, |op, x| Activation::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
+    }, |op, x| ActivationFunction::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
         let (low, high) = op.steps();
         let rounded = round_half_even(&op.in_steps(x)?.clamp(low, high)?)? * f64::from(op.scale);
         rounded?.to_dtype(x.dtype())

@@ -58,7 +58,8 @@ impl BatchNorm {
         let scale = (&weight * &inverse)?;
         let none = scale.zeros_like()?;
         let summed = if self.batch { 0..3 } else { 1..5 };
-        let [plain, products] = if summed.into_iter().any(|input| backward.wants(input)) { ways.sums(x, gradient, &mean)? } else { [none.clone(), none.clone()] };
+        let [plain, products] =
+            if summed.into_iter().any(|input| backward.wants(input)) { ways.sums(x, gradient, &mean)? } else { [none.clone(), none.clone()] };
         let of_input = backward.of(0, || {
             if !self.batch {
                 return ways.scaled(gradient, &scale, &none);

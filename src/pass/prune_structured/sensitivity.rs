@@ -8,9 +8,9 @@ use super::NAME;
 use super::calibrate::{self, Squares, computed, numbers};
 use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
-use crate::data::{Batch, Truth};
+use crate::data::{Batch, References};
 use crate::error::{Error, Result};
-use crate::exec::{Executor, Ledger, Tape};
+use crate::exec::{Executor, MemoryTracker, Tape};
 use crate::ir::{Graph, Op, ValueId};
 use crate::model::Model;
 use crate::pass::Context;
@@ -90,15 +90,15 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
         groups.iter().flat_map(|group| &group.members).filter(|member| member.role == Role::Writes).map(|member| member.param.as_str()).collect();
     let outputs: BTreeMap<String, ValueId> = graph.outputs().iter().cloned().collect();
     let tape = Tape::new(graph, context.device.clone(), outputs.values().copied().collect(), &|name| written.contains(name), &[]);
-    let ledger = Ledger::default();
+    let memory_tracker = MemoryTracker::default();
     let mut scores: Scores = groups.iter().map(|group| vec![0.0; group.size]).collect();
     calibrate::for_each("Differentiating", model, context, |batch| {
-        let forward = tape.forward(&parameters, &batch.inputs, &ledger, None)?;
+        let forward = tape.forward(&parameters, &batch.inputs, &memory_tracker, None)?;
         let values = outputs.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
         let (name, gradient) = gradient_of_loss(&batch, &values).map_err(computed)?;
         let from = outputs.get(&name).map(|id| (*id, gradient)).into_iter().collect();
         let mut products: BTreeMap<String, Tensor> = BTreeMap::new();
-        tape.backward(forward, from, &parameters, &ledger, &mut |name, gradient| {
+        tape.backward(forward, from, &parameters, &memory_tracker, &mut |name, gradient| {
             let product = parameters.get(name).and_then(|parameter| gradient * parameter).map_err(computed)?;
             let sum = products.remove(name).map_or(Ok(product.clone()), |other| other + &product).map_err(computed)?;
             products.insert(name.to_owned(), sum);
@@ -127,12 +127,12 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
 /// An output and the gradient of the loss with respect to it. The loss is the cross-entropy with the labels or the next tokens;
 /// without either, how alike the samples of a batch are to the model, the mean square of all products of two samples' features.
 fn gradient_of_loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> candle_core::Result<(String, Tensor)> {
-    let gradient = match (&batch.truth, outputs.get("logits")) {
-        (Truth::Classes(classes), Some(logits)) if logits.rank() == 2 => {
+    let gradient = match (&batch.references, outputs.get("logits")) {
+        (References::Classes(classes), Some(logits)) if logits.rank() == 2 => {
             let classes: Vec<u32> = classes.iter().map(|class| *class as u32).collect();
             Some(of_cross_entropy(logits, &classes)?)
         }
-        (Truth::Next(places), Some(logits)) if logits.rank() == 3 => Some(of_next_tokens(batch, places, logits)?),
+        (References::Next(places), Some(logits)) if logits.rank() == 3 => Some(of_next_tokens(batch, places, logits)?),
         _ => None,
     };
     gradient.map_or_else(|| of_likeness(outputs), |gradient| Ok(("logits".to_owned(), gradient)))

@@ -4,16 +4,16 @@ use candle_core::{Result, Tensor};
 
 use super::super::activation::kept;
 use super::super::gradient::summed_to;
-use super::super::{Add, Backward, Clip, FakeQuantize, Gelu, LearnedQuantize, Mul, Op, Relu, Sigmoid, Silu, Tanh};
+use super::super::{Add, Backward, Clip, FakeQuantize, Gelu, LearnedFakeQuantize, Mul, Op, Relu, Sigmoid, Silu, Tanh};
 use super::host::{Host, activated, column_sums, combined, laid_like, readable};
 use super::{Epilogue, Gradients, Kernel};
-use crate::kernel::activation::Activation;
-use crate::kernel::activation_gradient::{scale_slope, slope};
+use crate::kernel::activation::ActivationFunction;
+use crate::kernel::activation_gradient::{derivative, scale_derivative};
 use crate::kernel::rows;
 
 impl Op {
     /// The function of single elements that an op is.
-    pub fn activation(&self) -> Option<Activation> {
+    pub fn activation(&self) -> Option<ActivationFunction> {
         Some(match self {
             Op::Relu(op) => Relu::function(op),
             Op::Gelu(op) => Gelu::function(op),
@@ -27,7 +27,7 @@ impl Op {
     }
 }
 
-impl Kernel for Activation {
+impl Kernel for ActivationFunction {
     fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
         if epilogue.is_empty() { activated(&inputs[0], *self).transpose() } else { Ok(None) }
     }
@@ -37,12 +37,12 @@ impl Kernel for Activation {
             return Ok(Some(vec![None]));
         }
         let kept = kept(*self, backward)?;
-        let found = combined(kept, &laid_like(backward.gradient, kept)?, |x, g, out| slope(*self, x, g, out)).transpose()?;
+        let found = combined(kept, &laid_like(backward.gradient, kept)?, |x, g, out| derivative(*self, x, g, out)).transpose()?;
         Ok(found.map(|gradient| vec![Some(gradient)]))
     }
 }
 
-impl LearnedQuantize {
+impl LearnedFakeQuantize {
     /// The quantizer that it is now.
     fn fixed(&self, logarithm: &Tensor) -> Option<FakeQuantize> {
         let logarithm = *Host::of(logarithm)?.floats()?.first()?;
@@ -50,7 +50,7 @@ impl LearnedQuantize {
     }
 }
 
-impl Kernel for LearnedQuantize {
+impl Kernel for LearnedFakeQuantize {
     fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
         self.fixed(&inputs[1]).map_or(Ok(None), |fixed| fixed.function().forward(&inputs[..1], epilogue))
     }
@@ -61,7 +61,7 @@ impl Kernel for LearnedQuantize {
         let alone = Backward { inputs: &backward.inputs[..1], wanted: &backward.wanted[..1], ..*backward };
         let Some(mut found) = fixed.function().backward(&alone)? else { return Ok(None) };
         let of_logarithm = if backward.wants(1) {
-            let moved = |x: &[f32], g: &[f32], out: &mut [f32]| scale_slope(fixed.scale, fixed.zero_point as f32, x, g, out);
+            let moved = |x: &[f32], g: &[f32], out: &mut [f32]| scale_derivative(fixed.scale, fixed.zero_point as f32, x, g, out);
             let Some(parts) = combined(x, &laid_like(backward.gradient, x)?, moved) else { return Ok(None) };
             Some(parts?.sum_all()?.reshape(1)?)
         } else {

@@ -5,8 +5,8 @@ use candle_core::{D, Result, Tensor};
 use candle_nn::ops::{layer_norm, rms_norm, softmax_last_dim};
 use candle_nn::rotary_emb::rope;
 
-use super::super::gradient::wide;
 use super::super::Op;
+use super::super::gradient::wide;
 use super::{Epilogue, Kernel};
 
 /// The kernel of an op.

@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::super::Backward;
 use super::Epilogue;
-use crate::kernel::activation::{Activation, activate};
+use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
 use crate::kernel::matmul_gradient::add_up;
 use crate::kernel::rows_gradient;
@@ -130,7 +130,7 @@ fn alike(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// A function of single elements; elements stay where they lie.
-pub(super) fn activated(x: &Tensor, function: Activation) -> Option<Result<Tensor>> {
+pub(super) fn activated(x: &Tensor, function: ActivationFunction) -> Option<Result<Tensor>> {
     let order = order(x)?;
     let host = Host::of(x)?;
     let input = &host.floats()?[..x.elem_count()];

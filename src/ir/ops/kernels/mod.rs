@@ -71,7 +71,7 @@ fn of_host(op: &Op) -> Option<Box<dyn Kernel>> {
         Op::LayerNorm(op) => Box::new(*op),
         Op::RmsNorm(op) => Box::new(*op),
         Op::Softmax(op) => Box::new(*op),
-        Op::LearnedQuantize(op) => Box::new(*op),
+        Op::LearnedFakeQuantize(op) => Box::new(*op),
         Op::Add(op) => Box::new(*op),
         Op::Mul(op) => Box::new(*op),
         Op::Embedding(op) => Box::new(*op),

@@ -16,26 +16,26 @@ use crate::ir::{Dim, Element, TensorType};
 /// (Jain et al., *Trained Quantization Thresholds*, 2020).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct LearnedQuantize {
+pub struct LearnedFakeQuantize {
     /// Distance of neighbouring values where the logarithm is zero.
     pub scale: f32,
     /// The integer that stands for zero, of -128 to 127.
     pub zero_point: i32,
 }
 
-impl Default for LearnedQuantize {
+impl Default for LearnedFakeQuantize {
     fn default() -> Self {
         FakeQuantize::default().into()
     }
 }
 
-impl From<FakeQuantize> for LearnedQuantize {
+impl From<FakeQuantize> for LearnedFakeQuantize {
     fn from(fixed: FakeQuantize) -> Self {
         Self { scale: fixed.scale, zero_point: fixed.zero_point }
     }
 }
 
-impl LearnedQuantize {
+impl LearnedFakeQuantize {
     /// The quantizer that it is with this logarithm.
     pub fn at(&self, logarithm: f32) -> FakeQuantize {
         FakeQuantize { scale: self.scale * logarithm.exp(), zero_point: self.zero_point }
@@ -47,7 +47,7 @@ impl LearnedQuantize {
     }
 
     /// The gradient times what each value moves when the logarithm grows.
-    fn slope_of_logarithm(&self, x: &Tensor, logarithm: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+    fn derivative_of_logarithm(&self, x: &Tensor, logarithm: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
         let (low, high) = self.at(0.0).steps();
         let steps = self.steps(x, logarithm)?;
         let moved = (round_half_even(&steps.clamp(low, high)?)? - (&steps * self.at(0.0).passes(&steps)?)?)?;
@@ -59,7 +59,7 @@ impl LearnedQuantize {
     }
 }
 
-impl OpSpec for LearnedQuantize {
+impl OpSpec for LearnedFakeQuantize {
     fn arity(&self) -> Range<usize> {
         2..3
     }
@@ -86,7 +86,7 @@ impl OpSpec for LearnedQuantize {
         let (x, logarithm) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
         let summed = |part: Tensor| part.sum_all()?.reshape(1)?.to_dtype(backward.gradient.dtype());
         let of_value = backward.of(0, || backward.gradient * self.at(0.0).passes(&self.steps(x, logarithm)?)?.to_dtype(backward.gradient.dtype())?)?;
-        let of_logarithm = backward.of(1, || summed(self.slope_of_logarithm(x, logarithm, backward.gradient)?))?;
+        let of_logarithm = backward.of(1, || summed(self.derivative_of_logarithm(x, logarithm, backward.gradient)?))?;
         Ok(vec![of_value, of_logarithm])
     }
 }
