@@ -406,7 +406,7 @@ mod tests {
             let steps = [
                 Epilogue::AddToColumns(&c[..width]),
                 Epilogue::Activate(ActivationFunction::Relu),
-                Epilogue::Add(&c),
+                Epilogue::Add(&c[..]),
                 Epilogue::MultiplyRows(&a[..rows.min(a.len())]),
             ];
             let steps = if inner == 0 { &steps[..0] } else { &steps[..] };

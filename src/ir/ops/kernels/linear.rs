@@ -8,7 +8,7 @@ use super::super::linear::by_row;
 use super::super::{Backward, Linear};
 use super::host::{Host, column_sums, readable, steps};
 use super::{Epilogue, Gradients, Kernel};
-use crate::kernel::matmul::{Columns, Kept, Left, Rows, product};
+use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
 
 impl Kernel for Linear {
@@ -65,7 +65,7 @@ impl Kernel for Linear {
 }
 
 impl Linear {
-    fn multiply<T: Kept>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Epilogue<&[f32]>]) -> Option<Vec<f32>> {
+    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Epilogue<&[f32]>]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
         let left = Left::pack(x, rows, inner, inner);
