@@ -2,12 +2,13 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::{CpuStorage, Storage, Tensor};
 
 use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::exec::Executor;
+use crate::exec::transfer::{self, Cause};
 use crate::kernel::bins::extremes;
 use crate::store::Sweep;
 
@@ -160,7 +161,7 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
     let failed = |e: candle_core::Error| Error::run(format!("graph value `{name}`"), e, "");
-    let value = value.to_device(&Device::Cpu).and_then(|v| v.to_dtype(candle_core::DType::F32)).and_then(|v| v.contiguous()).map_err(failed)?;
+    let value = transfer::to_host(value, Cause::Statistics).and_then(|v| v.to_dtype(candle_core::DType::F32)).and_then(|v| v.contiguous()).map_err(failed)?;
     let (storage, layout) = value.storage_and_layout();
     let values = match &*storage {
         Storage::Cpu(CpuStorage::F32(values)) => &values[layout.start_offset()..layout.start_offset() + value.elem_count()],

@@ -58,6 +58,9 @@ impl Args {
         let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
         let device = global.device.open()?;
         let outcomes = global.sweep(|sweep| {
+            if let Some(reason) = global.device.reason() {
+                sweep.progress.on(crate::store::Event::Message(&reason));
+            }
             let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, sweep)).collect::<Result<Vec<_>>>()?;
             evaluation::evaluate(&data, &mut runners, pairs, sweep)
         })?;

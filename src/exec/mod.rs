@@ -9,6 +9,7 @@ mod rounding;
 mod run;
 mod sizes;
 mod tape;
+pub mod transfer;
 
 pub use device::Choice;
 pub use load::{Parameters, Residence};

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
-use super::{Parameters, Rounding, inputs};
+use super::{Parameters, Rounding};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Epilogue, Op, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -135,9 +135,6 @@ impl<'g> Executor<'g> {
     fn alone(&self, index: usize, values: &Values) -> Result<Tensor> {
         let node = &self.graph.nodes()[index];
         let operands = self.operands(node, &node.inputs, values)?;
-        if let (Op::Embedding(_), [indices, table]) = (&node.op, operands.as_slice()) {
-            inputs::require_rows(self.graph, node, indices, table)?;
-        }
         let result = self.prepared[index].forward(&operands);
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))

@@ -11,9 +11,9 @@ use std::sync::OnceLock;
 use candle_core::{DType, Device, Tensor};
 
 use super::sizes::Sizes;
-use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, inputs, run};
+use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, run};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Backward, Op, PreparedOp, Saved, sum};
+use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
 use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
 
 /// A graph with a plan of what is kept when.
@@ -198,9 +198,6 @@ impl<'g> Tape<'g> {
                 continue;
             }
             let operands = self.operands(node, parameters, values)?;
-            if let (Op::Embedding(_), [indices, table], false) = (&node.op, operands.as_slice(), again) {
-                inputs::require_rows(self.graph, node, indices, table)?;
-            }
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;

@@ -125,6 +125,9 @@ impl Pipeline {
             return Ok(None);
         }
         let mut context = Context { workplace: None, resume: self.resume, sweep: self.sweep(), seed: self.seed, data: &self.data, device: self.device.open()? };
+        if let Some(reason) = self.device.reason() {
+            context.sweep.progress.on(crate::store::Event::Message(&reason));
+        }
         let mut kept = self.kept(model, &context.sweep)?;
         let found = kept.as_mut().and_then(|kept| kept.found.take());
         let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));

@@ -6,6 +6,8 @@ use std::marker::PhantomData;
 use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
 use rayon::prelude::*;
 
+use crate::exec::transfer::{self, Cause};
+
 /// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
 
@@ -70,7 +72,7 @@ pub(super) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R
 
 /// The tensor as f32 in one piece of host memory; itself where it is that.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
-    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
+    transfer::beside(tensor, &Device::Cpu, Cause::Offload)?.to_dtype(DType::F32)?.contiguous()
 }
 
 /// Puts other elements into a tensor, on whichever device.
@@ -78,7 +80,7 @@ pub(super) fn assign(tensor: &Tensor, value: &Tensor) -> Result<()> {
     if tensor.dims() != value.dims() || !tensor.is_contiguous() {
         bail!("{:?} cannot take the place of {:?}", value.dims(), tensor.dims());
     }
-    let value = value.to_device(tensor.device())?.to_dtype(tensor.dtype())?;
+    let value = transfer::beside(value, tensor.device(), Cause::Offload)?.to_dtype(tensor.dtype())?;
     tensor.flatten_all()?.slice_set(&value.flatten_all()?.contiguous()?, 0, 0)
 }
 

@@ -63,7 +63,7 @@ fn gradients_are_those_of_finite_differences() {
             let (found, values) = (wide(found), wide(input));
             let largest = found.iter().fold(0f64, |most, g| most.max(g.abs()));
             // Large tensors are sampled.
-            for at in (0..values.len()).step_by(values.len().div_ceil(if values.len() > 1000 { 3 } else { 60 })) {
+            for at in (0..values.len()).step_by(values.len().div_ceil(if values.len() > 1000 { 2 } else { 60 })) {
                 let moved = |by: f64| {
                     let (mut values, mut inputs) = (values.clone(), inputs.clone());
                     values[at] += by;

@@ -40,10 +40,10 @@ impl Attention {
     /// 0 where a query may look as far as order goes, `[sequence, keys]`, else [`HIDDEN`].
     fn order(&self, sequence: usize, keys: usize, device: &Device) -> Computed<Tensor> {
         let window = self.window;
-        constant(format!("order {window:?} {sequence} {keys}"), device, || {
+        constant(format!("order {window:?} {sequence} {keys}"), device, |device| {
             let hidden = |query: usize, key: usize| key > query || window.is_some_and(|w| query - key >= w);
             let values: Vec<f32> = (0..sequence).flat_map(|q| (0..keys).map(move |k| if hidden(q, k) { HIDDEN } else { 0.0 })).collect();
-            Tensor::from_vec(values, (sequence, keys), &Device::Cpu)
+            Tensor::from_vec(values, (sequence, keys), device)
         })
     }
 

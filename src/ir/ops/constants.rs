@@ -10,8 +10,8 @@ const MOST: usize = 24;
 /// The ones asked for last stand at the end.
 static KEPT: Mutex<Vec<(String, DeviceLocation, Tensor)>> = Mutex::new(Vec::new());
 
-/// What `make` makes on the host, on a device. The key says what it depends on.
-pub(super) fn constant(key: String, device: &Device, make: impl FnOnce() -> Result<Tensor>) -> Result<Tensor> {
+/// What `make` makes on a device. The key says what it depends on.
+pub(crate) fn constant(key: String, device: &Device, make: impl FnOnce(&Device) -> Result<Tensor>) -> Result<Tensor> {
     let kept = || KEPT.lock().unwrap_or_else(PoisonError::into_inner);
     let place = device.location();
     {
@@ -23,7 +23,7 @@ pub(super) fn constant(key: String, device: &Device, make: impl FnOnce() -> Resu
             return Ok(tensor);
         }
     }
-    let tensor = make()?.to_device(device)?;
+    let tensor = make(device)?;
     let mut kept = kept();
     if kept.len() >= MOST {
         kept.remove(0);

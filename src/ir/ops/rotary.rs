@@ -138,12 +138,12 @@ impl Rotary {
     /// # Errors
     /// The device runs out of memory.
     pub fn tables(&self, width: usize, sequence: usize, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
-        let tables = constant(format!("{self:?} {width} {sequence}"), device, || {
+        let tables = constant(format!("{self:?} {width} {sequence}"), device, |device| {
             let (frequencies, factor) = self.frequencies(width, sequence);
             // Angles are products of f32 numbers in the models' own code; in f64 they would differ at long positions.
             let angles = || (0..sequence).flat_map(|p| frequencies.iter().map(move |f| p as f32 * *f as f32));
             let values: Vec<f32> = angles().map(f32::cos).chain(angles().map(f32::sin)).map(|x| x * factor as f32).collect();
-            Tensor::from_vec(values, (2, sequence, width / 2), &Device::Cpu)
+            Tensor::from_vec(values, (2, sequence, width / 2), device)
         })?;
         Ok((tables.get(0)?, tables.get(1)?))
     }

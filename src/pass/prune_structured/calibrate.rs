@@ -2,11 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
 use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Parameters, Residence};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
@@ -67,6 +68,6 @@ pub(super) fn computed(e: candle_core::Error) -> Error {
 /// # Errors
 /// It cannot be copied to main memory.
 pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    let read = || tensor.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f64>();
+    let read = || transfer::values::<f64>(tensor, Cause::Statistics);
     read().map_err(computed)
 }

@@ -6,12 +6,13 @@
 //! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). Layers behind see what came of it. Batch
 //! normalisation gets statistics with which it gives values of the same mean and variance as before. Only sums of products of features are kept.
 
-use candle_core::{D, Device, Tensor};
+use candle_core::{D, Tensor};
 
 use super::calibrate::{self, computed, numbers};
 use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Executor, Parameters};
 use crate::ir::{Graph, Node, Op};
 use crate::kernel::solve;
@@ -257,7 +258,7 @@ fn normalised(graph: &Graph, node: &Node) -> bool {
 fn evenly(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
-        let mean = squares.mean_all()?.to_scalar::<f32>()?;
+        let mean = transfer::number(&squares.mean_all()?, Cause::Statistics)? as f32;
         let mean = f64::from(mean).max(f64::from(f32::MIN_POSITIVE));
         (squares + 0.1 * mean)?.recip()? * mean
     };
@@ -342,7 +343,7 @@ impl Sums {
 /// Puts a tensor in the place of a weight, in the weight's own format.
 fn hold(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
     let weight = model.weights.get(name)?.clone();
-    let values: Vec<f32> = tensor.to_device(&Device::Cpu).and_then(|t| t.flatten_all()?.to_vec1()).map_err(computed)?;
+    let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(computed)?;
     let held = weight.with_values(name, &values)?;
     model.weights.by_name.insert(name.to_owned(), held);
     Ok(())

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use candle_core::{D, DType, Tensor};
+use candle_core::{D, Device, Tensor};
 
 use super::NAME;
 use super::calibrate::{self, Squares, computed, numbers};
@@ -10,6 +10,7 @@ use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Executor, MemoryTracker, Tape};
 use crate::ir::{Graph, Op, ValueId};
 use crate::model::Model;
@@ -140,7 +141,7 @@ fn gradient_of_loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> candle
 
 /// Of the mean over rows.
 fn of_cross_entropy(logits: &Tensor, classes: &[u32]) -> candle_core::Result<Tensor> {
-    let places = Tensor::from_slice(classes, (classes.len(), 1), logits.device())?;
+    let places = transfer::to_device(&Tensor::from_slice(classes, (classes.len(), 1), &Device::Cpu)?, logits.device(), Cause::Batch)?;
     let powers = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?.exp()?;
     let probabilities = powers.broadcast_div(&powers.sum_keepdim(D::Minus1)?)?;
     let ones = Tensor::ones(places.shape(), logits.dtype(), logits.device())?;
@@ -154,8 +155,7 @@ fn of_next_tokens(batch: &Batch, places: &[std::ops::Range<usize>], logits: &Ten
     let mut windows = Vec::with_capacity(places.len());
     for (window, places) in places.iter().enumerate() {
         let rows = logits.get(window)?.narrow(0, places.start - 1, places.len())?;
-        let next: Vec<u32> =
-            tokens.get(window)?.narrow(0, places.start, places.len())?.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().map(|t| t as u32).collect();
+        let next: Vec<u32> = transfer::read::<i64>(&tokens.get(window)?.narrow(0, places.start, places.len())?)?.into_iter().map(|t| t as u32).collect();
         windows.push(of_cross_entropy(&rows, &next)?.pad_with_zeros(0, places.start - 1, sequence + 1 - places.end)?);
     }
     Tensor::stack(&windows, 0)? / places.len() as f64

@@ -7,6 +7,7 @@ use super::logits::log_softmax;
 use super::{AttentionTarget, Loss, Sum, mask};
 use crate::data::Batch;
 use crate::error;
+use crate::ir::ops::constant;
 
 /// What one attention node reads.
 #[derive(Debug, Clone)]
@@ -56,8 +57,11 @@ impl Attention {
             products = products.broadcast_add(&hidden)?;
         }
         if causal {
-            let later: Vec<f32> = (0..sequence * sequence).map(|i| if i % sequence > i / sequence { HIDDEN as f32 } else { 0.0 }).collect();
-            products = products.broadcast_add(&Tensor::from_vec(later, (1, 1, sequence, sequence), products.device())?)?;
+            let later = constant(format!("later {sequence}"), products.device(), |device| {
+                let later: Vec<f32> = (0..sequence * sequence).map(|i| if i % sequence > i / sequence { HIDDEN as f32 } else { 0.0 }).collect();
+                Tensor::from_vec(later, (1, 1, sequence, sequence), device)
+            })?;
+            products = products.broadcast_add(&later)?;
         }
         Ok(products)
     }

@@ -22,6 +22,7 @@ pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardL
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 
 /// A loss over values of the two graphs.
 pub trait Loss: Send {
@@ -69,8 +70,8 @@ pub struct Term {
 /// What the losses say to a part of a step.
 #[derive(Debug, Default)]
 pub struct Said {
-    /// Each loss's share of its mean over the step, by name.
-    pub losses: BTreeMap<&'static str, f64>,
+    /// Each loss's share of its mean over the step, by name: numbers in f64, where the values are.
+    pub losses: BTreeMap<&'static str, Tensor>,
     /// Gradients of values of the student, by name.
     pub values: BTreeMap<String, Tensor>,
     /// Gradients of projections and of the head's weights, by name.
@@ -78,6 +79,16 @@ pub struct Said {
 }
 
 impl Said {
+    fn add_loss(&mut self, name: &'static str, sum: &Tensor, factor: f64) -> candle_core::Result<()> {
+        let share = sum.to_dtype(DType::F64)?.affine(factor, 0.0)?;
+        let sum = match self.losses.remove(name) {
+            Some(other) => (other + share)?,
+            None => share,
+        };
+        self.losses.insert(name, sum);
+        Ok(())
+    }
+
     fn add_value(&mut self, name: &str, gradient: Tensor) -> candle_core::Result<()> {
         let sum = match self.values.remove(name) {
             Some(other) => (other + gradient)?,
@@ -111,10 +122,14 @@ impl Term {
         let learned: Vec<String> = self.loss.projections().into_iter().map(|(name, ..)| name).collect();
         let projections: Vec<Tensor> = learned.iter().map(|name| pick(projections, name)).collect::<Result<_>>()?;
         let mut compute = || {
-            let floats = |tensors: &[Tensor]| tensors.iter().map(|t| t.to_dtype(DType::F32)).collect::<candle_core::Result<Vec<_>>>();
+            let Some(device) = values.first().map(Tensor::device) else { candle_core::bail!("a loss over no values") };
+            let floats = |tensors: &[Tensor]| {
+                let float = |tensor: &Tensor| transfer::beside(tensor, device, Cause::Offload)?.to_dtype(DType::F32);
+                tensors.iter().map(float).collect::<candle_core::Result<Vec<_>>>()
+            };
             let sum = self.loss.sum(&floats(&values)?, &floats(&teacher)?, &floats(&projections)?, batch)?;
             let factor = self.weight / items.max(1.0) * scale;
-            *said.losses.entry(name).or_default() += f64::from(sum.value.to_scalar::<f32>()?) / items.max(1.0);
+            said.add_loss(name, &sum.value, 1.0 / items.max(1.0))?;
             for (name, (gradient, value)) in names.iter().zip(sum.student.iter().zip(&values)) {
                 said.add_value(name, (gradient * factor)?.to_dtype(value.dtype())?)?;
             }

@@ -13,6 +13,7 @@ mod linear;
 mod rows;
 
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 
@@ -40,16 +41,25 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
 }
 
 /// Whether kernels are used at all.
-static ENABLED: LazyLock<bool> = LazyLock::new(|| std::env::var_os("COMPRESS_KERNELS").is_none_or(|value| value != "off"));
+static ENABLED: LazyLock<AtomicBool> = LazyLock::new(|| AtomicBool::new(std::env::var_os("COMPRESS_KERNELS").is_none_or(|value| value != "off")));
+
+fn enabled() -> bool {
+    ENABLED.load(Ordering::Relaxed)
+}
+
+/// Computes everything as it is meant, from now on.
+pub fn disable() {
+    ENABLED.store(false, Ordering::Relaxed);
+}
 
 /// Whether kernels of the host may be used where values are on this device.
 pub fn on_host(device: &Device) -> bool {
-    *ENABLED && device.is_cpu()
+    enabled() && device.is_cpu()
 }
 
 /// The kernel of an op for a device and the type of floats that it computes with.
 pub fn kernel(op: &Op, device: &Device, dtype: DType) -> Option<Box<dyn Kernel>> {
-    if !*ENABLED {
+    if !enabled() {
         return None;
     }
     match (device, dtype) {
