@@ -6,7 +6,7 @@ use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::windows::{apart, fit, from_taps, taps};
+use super::windows::{apart, convolved, fit, from_taps, taps};
 use super::{Backward, OpSpec, elements, require_floats, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 use crate::kernel::convolution::Window;
@@ -83,7 +83,7 @@ impl OpSpec for Conv {
             let parts = met.iter().enumerate().map(|(tap, met)| met.broadcast_mul(&self.tap(weight, tap)?));
             sum(parts)?
         } else {
-            x.contiguous()?.conv2d(weight, self.padding, self.stride, self.dilation, self.groups)?
+            convolved(x, weight, self.padding, [self.stride, self.dilation, self.groups])?
         };
         match inputs.get(2) {
             Some(bias) => y.broadcast_add(&bias.reshape((1, bias.elem_count(), 1, 1))?),
@@ -105,8 +105,8 @@ impl OpSpec for Conv {
                 wide = fit(&wide, axis, reach as isize - self.padding as isize, x.dim(axis)? + reach, 0.0)?;
             }
             self.in_groups(1, |group| {
-                let flipped = self.part(weight, 0, group)?.transpose(0, 1)?.contiguous()?.flip(&[2, 3])?.contiguous()?;
-                self.part(&wide, 1, group)?.contiguous()?.conv2d(&flipped, 0, 1, self.dilation, 1)
+                let flipped = self.part(weight, 0, group)?.transpose(0, 1)?.contiguous()?.flip(&[2, 3])?;
+                convolved(&self.part(&wide, 1, group)?, &flipped, 0, [1, self.dilation, 1])
             })
         })?;
         let of_weight = backward.of(1, || {
@@ -118,12 +118,12 @@ impl OpSpec for Conv {
             let padded = x.pad_with_zeros(2, self.padding, self.padding)?.pad_with_zeros(3, self.padding, self.padding)?;
             self.in_groups(0, |group| {
                 // Images and channels change places: the gradient is the window, and its step the distance of the taps.
-                let window = self.part(gradient, 1, group)?.transpose(0, 1)?.contiguous()?;
+                let window = self.part(gradient, 1, group)?.transpose(0, 1)?;
                 let mut images = self.part(&padded, 1, group)?.transpose(0, 1)?;
                 for axis in [2, 3] {
                     images = images.narrow(axis, 0, self.stride * (window.dim(axis)? - 1) + self.dilation * (weight.dim(axis)? - 1) + 1)?;
                 }
-                images.contiguous()?.conv2d(&window, 0, self.dilation, self.stride, 1)?.transpose(0, 1)
+                convolved(&images, &window, 0, [self.dilation, self.stride, 1])?.transpose(0, 1)
             })
         })?;
         let of_bias = backward.of(2, || wide(gradient)?.sum((0, 2, 3))?.to_dtype(gradient.dtype()))?;

@@ -1,7 +1,8 @@
 //! Windows that slide over images, tap by tap.
 
-use candle_core::{Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 
+use super::gradient::wide;
 use crate::kernel::convolution::Window;
 
 /// What each tap of a window meets, `[batch, channels, rows, columns]`, row by row of the window. Places around the image hold `fill`.
@@ -44,6 +45,15 @@ pub(super) fn from_taps(window: Window, mut part: impl FnMut(usize) -> Result<Te
         });
     }
     sum.ok_or_else(|| candle_core::Error::Msg("a window without taps".into()))
+}
+
+/// A convolution of images with gaps between taps. In bf16 not every device has one; the same product in 32 bits is rounded then.
+pub(super) fn convolved(x: &Tensor, weight: &Tensor, padding: usize, [stride, dilation, groups]: [usize; 3]) -> Result<Tensor> {
+    let (x, weight) = (x.contiguous()?, weight.contiguous()?);
+    match x.conv2d(&weight, padding, stride, dilation, groups) {
+        Err(_) if x.dtype() == DType::BF16 => wide(&x)?.conv2d(&wide(&weight)?, padding, stride, dilation, groups)?.to_dtype(DType::BF16),
+        result => result,
+    }
 }
 
 /// Images with `stride - 1` zeros behind each row and column.
