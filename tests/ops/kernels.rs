@@ -70,7 +70,7 @@ impl Law<'_> {
 
     fn kernel(&self, kernel: &dyn Kernel, device: &Device, dtype: DType, failures: &mut Vec<String>) {
         let name = format!("kernel of {}", self.name);
-        let output = kernel.forward(&self.inputs, &[]).unwrap();
+        let output = kernel.forward(&self.inputs).unwrap();
         if let Some(output) = &output {
             compare(&name, output, &self.output, self.tolerance, failures);
         }
@@ -122,7 +122,7 @@ impl Law<'_> {
                 };
                 epilogue.push(steps[at].map(|t| Some(as_kernel(t))).unwrap());
             }
-            if let Some(found) = kernel.forward(&self.inputs, &epilogue).unwrap() {
+            if let Some(found) = kernel.fused(&self.inputs, &epilogue).unwrap() {
                 compare(&format!("{} with the steps {chosen:?}", self.name), &found, &expected, self.tolerance, failures);
                 taken += 1;
             }

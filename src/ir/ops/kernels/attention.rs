@@ -2,9 +2,9 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::{Attention, Backward, MergeHeads, OpSpec, Rotary, Saved, SplitHeads};
+use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
-use super::{Epilogue, Gradients, Kernel};
+use super::{Gradients, Kernel};
 use crate::kernel::attention::{self, merge_heads, rotate_heads};
 use crate::kernel::attention_gradient::Given;
 
@@ -34,7 +34,7 @@ impl Attention {
 }
 
 impl Kernel for Attention {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
         let padding = padding(inputs.get(3))?;
         let sizes = self.sizes([q, k, v], padding.as_deref())?;
@@ -45,7 +45,7 @@ impl Kernel for Attention {
             sizes.run(heads(&hosts[0])?, heads(&hosts[1])?, heads(&hosts[2])?, &mut y);
             Some(y)
         };
-        if epilogue.is_empty() { compute().map(|values| Tensor::from_vec(values, shape, q.device())).transpose() } else { Ok(None) }
+        compute().map(|values| Tensor::from_vec(values, shape, q.device())).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -78,8 +78,8 @@ impl Kernel for Attention {
 }
 
 impl Kernel for Rotary {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if epilogue.is_empty() { self.rotated(&inputs[0], false) } else { Ok(None) }
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.rotated(&inputs[0], false)
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -121,16 +121,12 @@ fn merged(x: &Tensor) -> Result<Option<Tensor>> {
 }
 
 impl Kernel for MergeHeads {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if epilogue.is_empty() { merged(&inputs[0]) } else { Ok(None) }
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        merged(&inputs[0])
     }
 }
 
 impl Kernel for SplitHeads {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if epilogue.is_empty() { self.eval(inputs).map(Some) } else { Ok(None) }
-    }
-
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let found = if backward.wants(0) { merged(backward.gradient)? } else { None };
         Ok(found.map(|gradient| vec![Some(gradient)]))

@@ -12,7 +12,11 @@ use crate::kernel::matmul::{Left, finish_rows};
 use crate::kernel::shifted::convolve;
 
 impl Kernel for Conv {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.fused(inputs, &[])
+    }
+
+    fn fused(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
         let (x, weight) = (&inputs[0], inputs[1].contiguous()?);
         let (images, window) = (x.dim(0)?, self.window_over(x, &weight)?);
         let (outputs, inner, _, _) = weight.dims4()?;

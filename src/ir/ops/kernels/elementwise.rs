@@ -6,7 +6,7 @@ use super::super::activation::kept;
 use super::super::gradient::summed_to;
 use super::super::{Add, Backward, Clip, FakeQuantize, Gelu, LearnedFakeQuantize, Mul, Op, Relu, Sigmoid, Silu, Tanh};
 use super::host::{Host, activated, column_sums, combined, laid_like, readable};
-use super::{Epilogue, Gradients, Kernel};
+use super::{Gradients, Kernel};
 use crate::kernel::activation::ActivationFunction;
 use crate::kernel::activation_gradient::{derivative, scale_derivative};
 use crate::kernel::rows;
@@ -28,8 +28,8 @@ impl Op {
 }
 
 impl Kernel for ActivationFunction {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if epilogue.is_empty() { activated(&inputs[0], *self).transpose() } else { Ok(None) }
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        activated(&inputs[0], *self).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -51,8 +51,8 @@ impl LearnedFakeQuantize {
 }
 
 impl Kernel for LearnedFakeQuantize {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        self.fixed(&inputs[1]).map_or(Ok(None), |fixed| fixed.function().forward(&inputs[..1], epilogue))
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.fixed(&inputs[1]).map_or(Ok(None), |fixed| fixed.function().forward(&inputs[..1]))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -73,8 +73,8 @@ impl Kernel for LearnedFakeQuantize {
 }
 
 impl Kernel for Add {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if epilogue.is_empty() { combined(&inputs[0], &inputs[1], rows::add).transpose() } else { Ok(None) }
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        combined(&inputs[0], &inputs[1], rows::add).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -84,8 +84,8 @@ impl Kernel for Add {
 }
 
 impl Kernel for Mul {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if epilogue.is_empty() { combined(&inputs[0], &inputs[1], rows::multiply).transpose() } else { Ok(None) }
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        combined(&inputs[0], &inputs[1], rows::multiply).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {

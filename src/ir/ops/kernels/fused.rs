@@ -1,13 +1,13 @@
 //! Operations of candle that do in one go what takes several: for GPUs, where every operation reads and writes memory. They have no
 //! gradients.
 
-use candle_core::{D, Result, Tensor};
+use candle_core::{Result, Tensor};
 use candle_nn::ops::{layer_norm, rms_norm, softmax_last_dim};
 use candle_nn::rotary_emb::rope;
 
 use super::super::Op;
 use super::super::gradient::wide;
-use super::{Epilogue, Kernel};
+use super::Kernel;
 
 /// The kernel of an op.
 pub(super) fn kernel(op: &Op) -> Option<Box<dyn Kernel>> {
@@ -24,10 +24,7 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
 }
 
 impl Kernel for Fused {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        if !epilogue.is_empty() || inputs[0].dim(D::Minus1)? == 0 {
-            return Ok(None);
-        }
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let x = inputs[0].contiguous()?;
         match &self.0 {
             Op::LayerNorm(op) => layer_norm(&x, &inputs[1], &inputs[2], op.epsilon as f32),

@@ -12,7 +12,11 @@ use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
 
 impl Kernel for Linear {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.fused(inputs, &[])
+    }
+
+    fn fused(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
         let (x, weight) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
         let (first, second) = weight.dims2()?;
         let out = if self.input_major { second } else { first };
@@ -47,7 +51,7 @@ impl Kernel for Linear {
         if backward.wants(0) {
             // The layer with its weight transposed.
             let transposed = Linear { input_major: !self.input_major };
-            let Some(of_input) = transposed.forward(&[backward.gradient.clone(), backward.inputs[1].tensor()?.clone()], &[])? else { return Ok(None) };
+            let Some(of_input) = transposed.forward(&[backward.gradient.clone(), backward.inputs[1].tensor()?.clone()])? else { return Ok(None) };
             found[0] = Some(of_input);
         }
         if backward.wants(1) {

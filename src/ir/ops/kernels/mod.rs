@@ -25,11 +25,21 @@ type Gradients = Vec<Option<Tensor>>;
 
 /// A faster way to compute an op.
 pub trait Kernel: Send + Sync + std::fmt::Debug {
+    /// The output; `None` where the kernel does not take these tensors.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    fn forward(&self, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// The output after these steps; `None` where the kernel does not take these tensors or steps.
     ///
     /// # Errors
     /// The device runs out of memory.
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>>;
+    fn fused(&self, _inputs: &[Tensor], _epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 
     /// As [`OpSpec::backward`](super::OpSpec::backward); `None` where the kernel does not take these tensors.
     ///
@@ -113,10 +123,8 @@ impl PreparedOp {
     /// # Errors
     /// The device runs out of memory.
     pub fn forward(&self, inputs: &[Tensor]) -> Result<Tensor> {
-        match self.fused(inputs, &[])? {
-            Some(output) => Ok(output),
-            None => self.op.spec().eval(inputs),
-        }
+        let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward(inputs))?;
+        found.map_or_else(|| self.op.spec().eval(inputs), Ok)
     }
 
     /// The output after these steps, where a kernel does them.
@@ -124,7 +132,7 @@ impl PreparedOp {
     /// # Errors
     /// The device runs out of memory.
     pub fn fused(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward(inputs, epilogue))
+        self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.fused(inputs, epilogue))
     }
 
     /// Gradients by input.
@@ -150,5 +158,6 @@ pub fn sum(a: Tensor, b: Tensor) -> Result<Tensor> {
 /// # Errors
 /// The device runs out of memory.
 pub fn moments(x: &Tensor) -> Result<(Tensor, Tensor)> {
-    if on_host(x.device()) { super::batch_norm::Channels::moments(&images::OnHost, x) } else { super::BatchNorm::moments(x) }
+    let readable = on_host(x.device()) && images::is_readable(x, []);
+    if readable { super::batch_norm::Channels::moments(&images::OnHost, x) } else { super::BatchNorm::moments(x) }
 }

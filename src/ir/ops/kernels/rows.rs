@@ -4,14 +4,14 @@ use candle_core::{D, Result, Tensor};
 
 use super::super::{Backward, Embedding, LayerNorm, RmsNorm, Softmax};
 use super::host::{Host, by_rows, combined_rows, integers, norm_back};
-use super::{Epilogue, Gradients, Kernel};
+use super::{Gradients, Kernel};
 use crate::kernel::{rows, rows_gradient};
 
 impl Kernel for LayerNorm {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [x, weight, bias] = inputs else { return Ok(None) };
         let epsilon = self.epsilon as f32;
-        if epilogue.is_empty() { by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon)) } else { Ok(None) }
+        by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -21,10 +21,10 @@ impl Kernel for LayerNorm {
 }
 
 impl Kernel for RmsNorm {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [x, weight] = inputs else { return Ok(None) };
         let epsilon = self.epsilon as f32;
-        if epilogue.is_empty() { by_rows(x, [weight], |x, y, [weight]| rows::rms_norm(x, y, weight, epsilon)) } else { Ok(None) }
+        by_rows(x, [weight], |x, y, [weight]| rows::rms_norm(x, y, weight, epsilon))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -34,13 +34,13 @@ impl Kernel for RmsNorm {
 }
 
 impl Kernel for Softmax {
-    fn forward(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let width = inputs[0].dim(D::Minus1)?;
         let kernel = |x: &[f32], y: &mut [f32], []: [&[f32]; 0]| {
             y.copy_from_slice(x);
             rows::softmax(y, width);
         };
-        if epilogue.is_empty() { by_rows(&inputs[0], [], kernel) } else { Ok(None) }
+        by_rows(&inputs[0], [], kernel)
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -56,10 +56,6 @@ impl Kernel for Softmax {
 }
 
 impl Kernel for Embedding {
-    fn forward(&self, _inputs: &[Tensor], _epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
-        Ok(None)
-    }
-
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let table = backward.inputs[1].dims();
         if !backward.wants(1) {
