@@ -7,6 +7,7 @@ use rayon::prelude::*;
 
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::on_host;
 use crate::kernel::update;
 
@@ -53,6 +54,25 @@ pub(super) fn shorten(gradients: &mut BTreeMap<String, Tensor>, norm: f64, most:
     Ok(())
 }
 
+/// The Euclidean norm of all gradients as one vector. Squares are summed as f64 in the order of names.
+///
+/// # Errors
+/// A gradient that holds NaN or infinite values, by name; memory runs out.
+pub fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
+    let sums = squares(gradients)?.iter().map(|sum| transfer::number(sum, Cause::Step)).collect::<candle_core::Result<Vec<_>>>();
+    norm_of(gradients.keys(), &sums.map_err(|e| Error::computed("the length of gradients", e))?)
+}
+
+/// Shortens all gradients by one factor, so that their [`norm`] is no more than `most`; gives back what the norm was.
+///
+/// # Errors
+/// As [`norm`].
+pub fn clip(gradients: &mut BTreeMap<String, Tensor>, most: f64) -> Result<f64> {
+    let norm = norm(gradients)?;
+    shorten(gradients, norm, most)?;
+    Ok(norm)
+}
+
 /// A new tensor: several gradients may share their memory.
 fn scaled(gradient: &Tensor, factor: f64) -> candle_core::Result<Tensor> {
     if !on_host(gradient.device()) || gradient.dtype() != DType::F32 {
@@ -71,17 +91,6 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-
-    fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
-        let sums: Vec<f64> = squares(gradients)?.iter().map(|sum| sum.to_scalar().unwrap()).collect();
-        norm_of(gradients.keys(), &sums)
-    }
-
-    fn clip(gradients: &mut BTreeMap<String, Tensor>, most: f64) -> Result<f64> {
-        let norm = norm(gradients)?;
-        shorten(gradients, norm, most)?;
-        Ok(norm)
-    }
 
     fn gradients() -> BTreeMap<String, Tensor> {
         let tensor = Tensor::new(&[[3f32, 0.0], [0.0, 0.0]], &Device::Cpu).unwrap();

@@ -227,7 +227,9 @@ impl<'t> Stepper<'t> {
     fn diverged(&self, parameters: &Parameters, batches: &[Batch], loss: &str) -> Error {
         let mut first = None;
         let graph = self.tape.graph();
-        for part in batches.iter().filter_map(|batch| batch.narrow(0, self.part.unwrap_or(batch.samples).min(batch.samples)).ok()) {
+        let part = |batch: &Batch| self.part.unwrap_or(batch.samples).max(1);
+        let parts = batches.iter().flat_map(|batch| (0..batch.samples).step_by(part(batch)).map(move |from| (batch, from)));
+        for part in parts.filter_map(|(batch, from)| batch.narrow(from, part(batch).min(batch.samples - from)).ok()) {
             let looked = self.tape.forward(
                 parameters,
                 &part.inputs,
