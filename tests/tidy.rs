@@ -177,6 +177,28 @@ fn unsafe_code_has_one_place() {
 }
 
 #[test]
+fn values_leave_and_reach_devices_in_one_place() {
+    let words = [".to_vec0", ".to_vec1", ".to_vec2", ".to_vec3", ".to_scalar", ".to_device"];
+    // What `data` and `runtime` hold, and what answers become, is on the host.
+    let free = ["exec/transfer.rs", "data/", "runtime/", "evaluation/"];
+    check(|source| if free.iter().any(|path| source.path.starts_with(path)) { Vec::new() } else { without(source, &words) });
+}
+
+#[test]
+fn gradients_come_from_ops_alone() {
+    check(|source| without(source, &["Var::", ".detach()", "GradStore", "backprop"]));
+}
+
+#[test]
+fn what_ops_mean_is_the_same_on_every_device() {
+    let words = ["is_cpu()", "is_cuda()", "is_metal()", "Device::Cpu", "Device::Cuda", "on_host("];
+    check(|source| {
+        let meaning = source.path.starts_with("ir/ops/") && !source.path.starts_with("ir/ops/kernels/");
+        if meaning { without(source, &words) } else { Vec::new() }
+    });
+}
+
+#[test]
 fn nothing_panics_on_purpose() {
     check(|source| without(source, &[".unwrap()", ".expect(", ".unwrap_err()", ".expect_err(", "panic!", "todo!", "unimplemented!", "unreachable!"]));
 }

@@ -123,6 +123,33 @@ fn a_killed_run_ends_as_one_that_was_not() {
     assert!(!place.folder.path().join("parts.unfinished").exists());
 }
 
+/// With `cpu:strict`, a step that copies more than its samples in and its figures out is an error, and no kernel of the host is used.
+#[test]
+fn steps_are_the_same_where_every_copy_counts() {
+    let cases = [
+        ("finetune", "", ""),
+        ("finetune", "average: 0.9, evaluate_every: 2, offload: [optimizer], gradient_checkpointing: blocks", ""),
+        ("finetune", "evaluate_every: 2, scales: learnable", "  - quantize-dynamic: {}\n"),
+        ("distill", "student: { layers: [0] }, offload: [teacher], losses: { soft: { temperature: 2 }, hidden: 1, attention: 1 }, average: 0.9", ""),
+    ];
+    for (pass, options, before) in cases {
+        let place = Place::new(24);
+        let path = place.folder.path().join("recipe.yaml");
+        let data = "data: { train: { arrays: train.safetensors }, evaluation: { arrays: train.safetensors } }";
+        let comma = if options.is_empty() { "" } else { ", " };
+        let options = format!("max_steps: 4, batch_size: 6, gradient_accumulation: 2, learning_rate: 1e-3{comma}{options}");
+        std::fs::write(&path, format!("model: {}\n{data}\npasses:\n{before}  - {pass}: {{ {options} }}\n", golden().display())).unwrap();
+        place.finish(place.start(&path, "kernels", &[], &[]));
+        place.finish(place.start(&path, "strict", &["--device", "cpu:strict"], &[]));
+        let (kernels, strict) = (place.weights("kernels"), place.weights("strict"));
+        for (name, values) in kernels.iter().filter(|(name, _)| !name.contains("key.bias")) {
+            let apart = values.iter().zip(&strict[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            // One step of eight bits may be more or less.
+            assert!(apart < if before.is_empty() { 1e-4 } else { 1e-2 }, "{pass} {options}, {name}: {apart}");
+        }
+    }
+}
+
 #[test]
 fn two_processes_make_the_steps_of_one() {
     for (shard, tight) in [(false, false), (true, false), (false, true)] {

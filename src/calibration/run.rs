@@ -7,6 +7,7 @@ use candle_core::Tensor;
 use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
+use crate::exec::transfer::Cause;
 use crate::exec::{Executor, on_host, read};
 use crate::kernel::bins::extremes;
 use crate::work::Work;

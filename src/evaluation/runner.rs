@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Outputs, Runtime};
 use crate::error::Result;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
@@ -59,7 +60,7 @@ impl Runner for Candle<'_> {
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
         let outputs = self.executor.run(inputs)?;
-        let home = |(name, tensor): (String, Tensor)| tensor.to_device(&Device::Cpu).map(|tensor| (name, tensor)).map_err(super::computed);
+        let home = |(name, tensor): (String, Tensor)| transfer::to_host(&tensor, Cause::Answers).map(|tensor| (name, tensor)).map_err(super::computed);
         outputs.into_iter().map(home).collect()
     }
 }

@@ -2,6 +2,8 @@
 
 use candle_core::{CpuStorage, DType, Device, Result, Storage, Tensor, bail};
 
+use super::transfer::{self, Cause};
+
 /// Calls a function with the elements of an f32 tensor in host memory that has no gaps.
 ///
 /// # Errors
@@ -18,6 +20,9 @@ pub(crate) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R
 }
 
 /// The tensor as f32 in one piece of host memory; itself where it is that.
-pub(crate) fn on_host(tensor: &Tensor) -> Result<Tensor> {
-    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
+///
+/// # Errors
+/// Memory runs out.
+pub(crate) fn on_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
+    transfer::beside(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?.contiguous()
 }

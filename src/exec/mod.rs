@@ -11,6 +11,7 @@ mod rounding;
 mod run;
 mod sizes;
 mod tape;
+pub mod transfer;
 
 pub use device::{Choice, name};
 pub use device_memory::DeviceMemory;

@@ -5,12 +5,11 @@ use std::collections::BTreeMap;
 use crate::analysis;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
-use crate::kernel::activation::ActivationFunction;
 
 /// Nodes that are computed in one go.
 #[derive(Debug)]
 pub(super) struct FusedNodes {
-    /// The first computes, the others finish its result; only the last one's value is seen.
+    /// The first computes, the others are its epilogue; only the last one's value is seen.
     pub nodes: Vec<usize>,
     /// Values that nobody reads afterwards.
     pub dead: Vec<ValueId>,
@@ -58,23 +57,9 @@ pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<Fus
 fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
     match &next.op {
         Op::Add(_) | Op::Mul(_) => next.inputs.iter().all(|id| graph.value(*id).kind != Kind::Param && graph.value(*id).ty == graph.value(value).ty),
-        Op::BatchNorm(_) => matches!(first.op, Op::Conv(_)) && next.inputs[0] == value,
-        op => activation(op).is_some(),
+        Op::BatchNorm(op) => matches!(first.op, Op::Conv(_)) && next.inputs[0] == value && !op.batch,
+        op => op.activation().is_some(),
     }
-}
-
-/// The function of single elements that an op is.
-pub(super) fn activation(op: &Op) -> Option<ActivationFunction> {
-    Some(match op {
-        Op::Relu(op) => op.kernel(),
-        Op::Gelu(op) => op.kernel(),
-        Op::Silu(op) => op.kernel(),
-        Op::Sigmoid(op) => op.kernel(),
-        Op::Tanh(op) => op.kernel(),
-        Op::Clip(op) => op.kernel(),
-        Op::FakeQuantize(op) => op.kernel(),
-        _ => return None,
-    })
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! What the consumer of int8 weights does to the inputs of their layers.
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{D, DType, Tensor};
+
+use super::transfer;
+use crate::ir::ops::{on_host, round_half_even};
 
 /// How inputs of layers with int8 weights are rounded while the model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,41 +19,38 @@ pub enum Rounding {
 impl Rounding {
     /// The numbers that the integers stand for.
     pub(super) fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let dtype = x.dtype();
-        if !matches!(x.device(), Device::Cpu) {
-            return self.primitive(&x.to_dtype(DType::F32)?)?.to_dtype(dtype);
+        let wide = x.to_dtype(DType::F32)?;
+        if !on_host(x.device()) {
+            return self.by_operations(&wide)?.to_dtype(x.dtype());
         }
-        let mut values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let mut values = transfer::read::<f32>(&wide)?;
         match self {
             Rounding::Token => values.chunks_mut(x.dim(D::Minus1)?.max(1)).for_each(token),
             Rounding::Tensor => tensor(&mut values),
         }
-        Tensor::from_vec(values, x.dims(), &Device::Cpu)?.to_dtype(dtype)
+        Tensor::from_vec(values, x.dims(), x.device())?.to_dtype(x.dtype())
     }
 
     /// The same in tensor operations.
-    fn primitive(self, x: &Tensor) -> candle_core::Result<Tensor> {
+    fn by_operations(self, x: &Tensor) -> candle_core::Result<Tensor> {
         match self {
             Rounding::Token => {
                 let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
                 // Only where all values are zero.
-                let scale = (&scale + (scale.eq(0f32)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
-                half_even(&x.broadcast_div(&scale)?)?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
+                let scale = (&scale + (scale.eq(0.0)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
+                round_half_even(&x.broadcast_div(&scale)?)?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
             }
             Rounding::Tensor => {
-                let (low, high) = (x.min_all()?.to_scalar::<f32>()?.min(0.0), x.max_all()?.to_scalar::<f32>()?.max(0.0));
-                let (scale, zero) = range(low, high);
-                let zero = f64::from(zero);
-                (((half_even(&(x / f64::from(scale))?)? + zero)?.clamp(0f32, 255f32)? - zero)? * f64::from(scale))?.contiguous()
+                let (low, high) = (x.min_all()?.minimum(0.0)?, x.max_all()?.maximum(0.0)?);
+                let scale = ((high - &low)? / 255.0)?;
+                // A tensor of zeros has steps of one.
+                let scale = (&scale + scale.eq(0.0)?.to_dtype(DType::F32)?)?;
+                let zero = round_half_even(&(low.neg()? / &scale)?)?.clamp(0f32, 255f32)?;
+                let integers = round_half_even(&x.broadcast_div(&scale)?)?.broadcast_add(&zero)?.clamp(0f32, 255f32)?;
+                integers.broadcast_sub(&zero)?.broadcast_mul(&scale)
             }
         }
     }
-}
-
-/// Rounds numbers below 2²² to whole ones, halves to even ones: adding 1.5 · 2²³ leaves no room for fractions.
-fn half_even(x: &Tensor) -> candle_core::Result<Tensor> {
-    const ROUND: f64 = 12_582_912.0;
-    (x + ROUND)? - ROUND
 }
 
 fn token(row: &mut [f32]) {
@@ -77,12 +77,14 @@ fn range(low: f32, high: f32) -> (f32, f32) {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     fn rounded(rounding: Rounding, rows: &[[f32; 3]; 2]) -> Vec<f32> {
         let x = Tensor::new(rows, &Device::Cpu).unwrap();
         let fast = rounding.apply(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let slow = rounding.primitive(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let slow = rounding.by_operations(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert!(fast.iter().zip(&slow).all(|(a, b)| (a - b).abs() < 1e-6), "{fast:?} {slow:?}");
         fast
     }

@@ -6,9 +6,9 @@ use candle_core::{DType, Device, Tensor};
 
 use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
-use super::{Parameters, Rounding, inputs};
+use super::{Parameters, Rounding};
 use crate::error::{Error, Result};
-use crate::ir::ops::{After, Mode, Op};
+use crate::ir::ops::{Fused, Op, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Values for the graph's inputs, by name.
@@ -21,28 +21,24 @@ pub struct Executor<'g> {
     parameters: Parameters,
     device: Device,
     rounding: Rounding,
-    mode: Mode,
     sizes: Sizes,
+    /// By node.
+    prepared: Vec<PreparedOp>,
     steps: Vec<FusedNodes>,
 }
 
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
+        let prepared = graph.nodes().iter().map(|node| PreparedOp::new(&node.op, &device, parameters.compute())).collect();
         let steps = plan::fused(graph, &|id| graph.is_output(id));
-        Self { graph, parameters, device, rounding: Rounding::Token, mode: Mode::Infer, sizes: Sizes::default(), steps }
+        Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps }
     }
 
     /// Rounds inputs of layers with int8 weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
-    }
-
-    /// Computes with primitives that have gradients, node by node; parameters that are variables gather them.
-    #[must_use]
-    pub fn for_training(self) -> Self {
-        Self { mode: Mode::Train, steps: plan::fused(self.graph, &|_| true), ..self }
     }
 
     /// The graph.
@@ -146,9 +142,9 @@ impl<'g> Executor<'g> {
             run.keep(self.last(step), result);
             return Ok(());
         }
-        for node in step.nodes.iter().map(|index| &self.graph.nodes()[*index]) {
-            let result = self.alone(node, run)?;
-            run.keep(node, result);
+        for &index in &step.nodes {
+            let result = self.alone(index, run)?;
+            run.keep(&self.graph.nodes()[index], result);
         }
         Ok(())
     }
@@ -161,7 +157,7 @@ impl<'g> Executor<'g> {
         &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
     }
 
-    fn operands(&self, node: &Node, run: &PartialRun) -> Result<Vec<Tensor>> {
+    fn operands(&self, node: &Node, ids: &[ValueId], run: &PartialRun) -> Result<Vec<Tensor>> {
         let spec = node.op.spec();
         let operand = |(index, id): (usize, &ValueId)| {
             let value = self.graph.value(*id);
@@ -171,7 +167,7 @@ impl<'g> Executor<'g> {
                 _ => run.get(self.graph, *id),
             }
         };
-        let mut operands = node.inputs.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
+        let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
             && self.parameters.rounds_inputs(&self.graph.value(*weight).name)
         {
@@ -180,52 +176,43 @@ impl<'g> Executor<'g> {
         Ok(operands)
     }
 
-    fn alone(&self, node: &Node, run: &PartialRun) -> Result<Tensor> {
-        let operands = self.operands(node, run)?;
-        if let (Op::Embedding(_), [indices, table]) = (&node.op, operands.as_slice()) {
-            inputs::require_rows(self.graph, node, indices, table)?;
-        }
-        let result = node.op.spec().eval(&operands, self.mode);
+    fn alone(&self, index: usize, run: &PartialRun) -> Result<Tensor> {
+        let node = &self.graph.nodes()[index];
+        let operands = self.operands(node, &node.inputs, run)?;
+        let result = self.prepared[index].forward(&operands);
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
     }
 
     /// The value of a step's last node, if the others can be done within the first.
     fn together(&self, step: &FusedNodes, run: &PartialRun) -> Result<Option<Tensor>> {
-        let [first, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
+        let [index, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
         if rest.is_empty() {
             return Ok(None);
         }
-        let first = &self.graph.nodes()[*first];
-        let mut after = Vec::with_capacity(rest.len());
+        let first = &self.graph.nodes()[*index];
+        let mut epilogue = Vec::with_capacity(rest.len());
         let mut value = first.output;
         for node in rest.iter().map(|index| &self.graph.nodes()[*index]) {
             let other = || node.inputs.iter().find(|id| **id != value).map(|id| run.get(self.graph, *id)).transpose();
-            after.push(match (&node.op, plan::activation(&node.op)) {
-                (_, Some(function)) => After::Activate(function),
+            match (&node.op, node.op.activation()) {
+                (_, Some(function)) => epilogue.push(Fused::Activate(function)),
                 (Op::BatchNorm(op), _) => {
                     let name = self.name(node);
-                    let mut vectors = Vec::with_capacity(4);
-                    for id in &node.inputs[1..] {
-                        vectors.push(self.parameters.get(&self.graph.value(*id).name).map_err(failed(name))?);
-                    }
+                    let vectors = self.operands(node, &node.inputs[1..], run)?;
                     let [weight, bias, mean, variance] = vectors.as_slice() else { return Ok(None) };
                     let (scale, shift) = op.channels([weight, bias, mean, variance]).map_err(failed(name))?;
-                    After::Channels { scale, shift }
+                    epilogue.extend([Fused::MultiplyRows(scale), Fused::AddToRows(shift)]);
                 }
-                (Op::Add(_), _) => match other()? {
-                    Some(tensor) => After::Add(tensor),
-                    None => return Ok(None),
-                },
-                (Op::Mul(_), _) => match other()? {
-                    Some(tensor) => After::Multiply(tensor),
-                    None => return Ok(None),
-                },
+                (Op::Add(_) | Op::Mul(_), _) => {
+                    let Some(other) = other()? else { return Ok(None) };
+                    epilogue.push(if matches!(node.op, Op::Add(_)) { Fused::Add(other) } else { Fused::Multiply(other) });
+                }
                 _ => return Ok(None),
-            });
+            }
             value = node.output;
         }
-        first.op.spec().eval_then(&self.operands(first, run)?, &after).map_err(failed(self.name(first)))
+        self.prepared[*index].fused(&self.operands(first, &first.inputs, run)?, &epilogue).map_err(failed(self.name(first)))
     }
 }
 

@@ -4,26 +4,40 @@ use rayon::prelude::*;
 
 use super::activation::{self, ActivationFunction};
 
-/// One thing that is done to the result.
+/// One thing that is done to the result; what it reads is a `T`, for kernels a slice.
 #[derive(Debug, Clone, Copy)]
-pub enum Fused<'a> {
+pub enum Fused<T> {
     /// Adds a number to each column.
-    AddToColumns(&'a [f32]),
+    AddToColumns(T),
     /// Adds a number to each row.
-    AddToRows(&'a [f32]),
+    AddToRows(T),
     /// Multiplies each row by a number.
-    MultiplyRows(&'a [f32]),
+    MultiplyRows(T),
     /// Adds a matrix like the result.
-    Add(&'a [f32]),
+    Add(T),
     /// Multiplies with a matrix like the result.
-    Multiply(&'a [f32]),
+    Multiply(T),
     /// Applies a function.
     Activate(ActivationFunction),
 }
 
-impl<'a> Fused<'a> {
+impl<T> Fused<T> {
+    /// The same with something else in the place of what it reads, if that can be had.
+    pub fn map<'t, U>(&'t self, of: impl FnOnce(&'t T) -> Option<U>) -> Option<Fused<U>> {
+        Some(match self {
+            Fused::AddToColumns(values) => Fused::AddToColumns(of(values)?),
+            Fused::AddToRows(values) => Fused::AddToRows(of(values)?),
+            Fused::MultiplyRows(values) => Fused::MultiplyRows(of(values)?),
+            Fused::Add(values) => Fused::Add(of(values)?),
+            Fused::Multiply(values) => Fused::Multiply(of(values)?),
+            Fused::Activate(function) => Fused::Activate(*function),
+        })
+    }
+}
+
+impl Fused<&[f32]> {
     /// The same for a result that begins at a row of this one.
-    pub fn from_row(self, row: usize, width: usize) -> Fused<'a> {
+    pub fn from_row(self, row: usize, width: usize) -> Self {
         match self {
             Fused::AddToRows(values) => Fused::AddToRows(&values[row..]),
             Fused::MultiplyRows(values) => Fused::MultiplyRows(&values[row..]),
@@ -38,7 +52,7 @@ impl<'a> Fused<'a> {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Epilogue<'a> {
     /// What is done.
-    pub steps: &'a [Fused<'a>],
+    pub steps: &'a [Fused<&'a [f32]>],
     /// Whether it is added to what the result holds, instead of replacing it.
     pub accumulate: bool,
 }
@@ -57,7 +71,7 @@ impl<'a> Epilogue<'a> {
     pub const ACCUMULATE: Epilogue<'static> = Epilogue { steps: &[], accumulate: true };
 
     /// These things, and the result replaces what is there.
-    pub fn of(steps: &'a [Fused<'a>]) -> Epilogue<'a> {
+    pub fn of(steps: &'a [Fused<&'a [f32]>]) -> Epilogue<'a> {
         Epilogue { steps, accumulate: false }
     }
 
@@ -94,12 +108,12 @@ impl<'a> Epilogue<'a> {
 }
 
 simd! {
-    fn apply(steps: &[Fused], out: &mut [f32], row: usize, width: usize) {
+    fn apply(steps: &[Fused<&[f32]>], out: &mut [f32], row: usize, width: usize) {
         Epilogue::of(steps).apply(out, [row, 0, width]);
     }
 }
 
 /// The same for a matrix that was not made by a product.
-pub fn apply_to(steps: &[Fused], out: &mut [f32], width: usize) {
+pub fn apply_to(steps: &[Fused<&[f32]>], out: &mut [f32], width: usize) {
     out.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, out)| apply(steps, out, row, width));
 }

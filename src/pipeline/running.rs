@@ -32,6 +32,7 @@ use crate::pass::{Context, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
 use crate::train::communicator::Place;
+use crate::work::Event;
 
 /// Samples of the training data that a pass looks at which needs calibration data and has none of its own.
 const LENT: usize = 128;
@@ -221,6 +222,9 @@ impl Pipeline {
         let running = &self.running;
         let mut context =
             Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device.open()? };
+        if let Some(reason) = running.device.reason() {
+            context.work.progress.on(Event::Message(&reason));
+        }
         let mut kept = self.kept(model, &context.work)?;
         let found = kept.as_mut().and_then(|kept| kept.found.take());
         let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));

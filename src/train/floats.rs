@@ -6,7 +6,8 @@ use std::marker::PhantomData;
 use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
 use rayon::prelude::*;
 
-pub(super) use crate::exec::{on_host, read};
+pub(super) use crate::exec::read;
+use crate::exec::transfer::Cause;
 
 /// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
@@ -55,12 +56,20 @@ pub(super) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]
     tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
 }
 
+/// The tensor as f32 in one piece of host memory; itself where it is that.
+///
+/// # Errors
+/// Memory runs out.
+pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
+    crate::exec::on_host(tensor, Cause::Offload)
+}
+
 /// Puts other elements into a tensor, on whichever device.
 pub(super) fn assign(tensor: &Tensor, value: &Tensor) -> Result<()> {
     if tensor.dims() != value.dims() || !tensor.is_contiguous() {
         bail!("{:?} cannot take the place of {:?}", value.dims(), tensor.dims());
     }
-    let value = value.to_device(tensor.device())?.to_dtype(tensor.dtype())?;
+    let value = transfer::beside(value, tensor.device(), Cause::Offload)?.to_dtype(tensor.dtype())?;
     tensor.flatten_all()?.slice_set(&value.flatten_all()?.contiguous()?, 0, 0)
 }
 

@@ -19,6 +19,7 @@ use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
 use crate::data::{Batch, DataSet, Order};
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
+use crate::exec::transfer::{self, Cause, Copies, Direction};
 use crate::exec::{MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
 use crate::work::{Event, ProgressUnit, Work};
@@ -226,17 +227,14 @@ impl Trainer<'_> {
     }
 
     fn step(&self, state: &mut State, stepper: &mut Stepper, batches: &[Batch]) -> Result<()> {
-        let start = Instant::now();
+        let (start, before) = (Instant::now(), transfer::copies());
         let number = state.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
-        let StepResult { losses, mut gradients, statistics, overflow } =
+        let StepResult { losses, mut gradients, statistics, norm } =
             stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
-        let mut norm = None;
-        if !overflow {
-            state.weights.add_scales(&mut gradients)?;
-            state.weights.mask(&mut gradients)?;
+        if let Some(norm) = norm {
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
-            norm = Some(clip::clip(&mut gradients, most).map_err(|e| self.explain(e, state))?);
+            clip::shorten(&mut gradients, norm, most)?;
             for (name, gradient) in &gradients {
                 if let Some(parameter) = state.weights.trained.get(name).filter(|_| self.team.owns(name)) {
                     state.optimizer.update(name, parameter, gradient, rate, number)?;
@@ -251,6 +249,7 @@ impl Trainer<'_> {
             }
         }
         drop(gradients);
+        self.require_few_copies(&before)?;
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
         self.memory_tracker.set(MemoryCategory::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
         state.position.step = number;
@@ -296,6 +295,26 @@ impl Trainer<'_> {
         }
     }
 
+    /// Where copies count, holds those of a step to its samples on the way in and its figures on the way out.
+    fn require_few_copies(&self, before: &Copies) -> Result<()> {
+        let since = |((direction, cause), count): (&(Direction, Cause), &u64)| {
+            let made = count - before.get(&(*direction, *cause)).unwrap_or(&0);
+            let allowed = match (direction, cause) {
+                (Direction::In, Cause::Batch) => u64::MAX,
+                (Direction::Out, Cause::Step) => 1,
+                // What lies elsewhere is fetched and brought back.
+                (_, Cause::Offload) if !self.options.offload.is_empty() => u64::MAX,
+                (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
+                _ => 0,
+            };
+            (made > allowed).then(|| format!("{made} copies ({direction:?}) for {cause:?}, {allowed} are allowed"))
+        };
+        match transfer::copies().iter().find_map(since).filter(|_| transfer::is_strict()) {
+            Some(reason) => Err(Error::run("a training step", reason, "")),
+            None => Ok(()),
+        }
+    }
+
     /// Says what can still be gone on from.
     fn explain(&self, error: Error, state: &State) -> Error {
         if !matches!(error, Error::Diverged { .. } | Error::Tensor { .. }) {
@@ -327,7 +346,7 @@ impl Trainer<'_> {
         state.position.evaluations.push(Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value });
         state.position.waited = if best { 0 } else { state.position.waited + 1 };
         if best {
-            let copies = current.into_iter().map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?.copy()?)));
+            let copies = current.into_iter().map(|(name, tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?)));
             state.best = Some(copies.collect::<candle_core::Result<_>>().map_err(|e| Error::computed("the best weights", e))?);
         }
         self.around.work.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
@@ -423,11 +442,11 @@ pub(super) const MASTER: DType = DType::F32;
 
 /// The sum of gradients, each in f32.
 pub(super) fn add_up(sums: &mut BTreeMap<String, Tensor>, name: &str, gradient: &Tensor) -> Result<u64> {
-    use crate::ir::ops::{Add, Mode, OpSpec};
+    use crate::ir::ops::sum;
     let mut add = || {
         let gradient = gradient.to_dtype(MASTER)?;
         let (sum, new) = match sums.remove(name) {
-            Some(other) => (Add {}.eval(&[other, gradient], Mode::Infer)?, 0),
+            Some(other) => (sum(other, gradient)?, 0),
             None => {
                 let bytes = 4 * gradient.elem_count() as u64;
                 (gradient, bytes)

@@ -38,14 +38,12 @@ impl Teacher {
         Ok(Teacher { graph, parameters, device: device.clone() })
     }
 
-    /// The values for some samples, by name, on a device.
+    /// The values for some samples, by name, where the teacher is.
     ///
     /// # Errors
     /// Inputs do not fit, or memory runs out.
-    pub fn values(&self, inputs: &Inputs, device: &Device) -> Result<BTreeMap<String, Tensor>> {
-        let found = Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)?;
-        let moved = |(name, tensor): (String, Tensor)| tensor.to_device(device).map(|tensor| (name, tensor));
-        found.into_iter().map(moved).collect::<candle_core::Result<_>>().map_err(|e| crate::error::Error::computed("the teacher", e))
+    pub fn values(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
+        Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)
     }
 
     /// Its parameters.

@@ -5,6 +5,7 @@ use candle_core::{DType, Device, Tensor};
 use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Parameters, Residence, on_host, read};
 use crate::ir::{Graph, Op};
 use crate::kernel::columns;
@@ -63,7 +64,7 @@ pub(super) fn computed(e: candle_core::Error) -> Error {
 /// # Errors
 /// It cannot be copied to main memory.
 pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    let read = || tensor.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f64>();
+    let read = || transfer::values::<f64>(tensor, Cause::Statistics);
     read().map_err(computed)
 }
 
@@ -74,7 +75,7 @@ pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 pub(super) fn column_moments(rows: &Tensor) -> Result<[Vec<f64>; 2]> {
     if matches!(rows.device(), Device::Cpu) {
         let width = rows.dims().last().copied().unwrap_or(0);
-        return on_host(rows).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
+        return on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
     }
     let sums = |rows: candle_core::Result<Tensor>| rows.and_then(|rows| rows.sum(0)).map_err(computed).and_then(|sums| numbers(&sums));
     Ok([sums(Ok(rows.clone()))?, sums(rows.sqr())?])

@@ -16,6 +16,7 @@ use crate::analysis::{self, Layers};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::exec::Executor;
+use crate::exec::transfer::{self, Cause};
 use crate::ir::{Graph, GraphFile};
 use crate::model::Model;
 use crate::pass::{Amount, Context};
@@ -95,7 +96,7 @@ fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) ->
 fn cosines(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     let norm = |x: &Tensor| x.sqr()?.sum(D::Minus1)?.sqrt();
     let cosine = ((a * b)?.sum(D::Minus1)? / ((norm(a)? * norm(b)?)? + 1e-12)?)?;
-    Ok(f64::from(cosine.sum_all()?.to_scalar::<f32>()?))
+    transfer::number(&cosine.sum_all()?, Cause::Statistics)
 }
 
 /// The number that a layer has afterwards.

@@ -17,6 +17,7 @@ use super::calibrate::{self, Moments, computed, numbers};
 use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Executor, Parameters};
 use crate::ir::ops::{BatchNorm, transposed_product};
 use crate::ir::{Graph, Node, Op};
@@ -228,7 +229,7 @@ fn normalised(graph: &Graph, node: &Node) -> bool {
 /// Puts a tensor in the place of a weight, in the weight's own format.
 fn hold(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
     let weight = model.weights.get(name)?.clone();
-    let values: Vec<f32> = tensor.to_device(&Device::Cpu).and_then(|t| t.flatten_all()?.to_vec1()).map_err(computed)?;
+    let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(computed)?;
     let held = weight.with_values(name, &values)?;
     model.weights.by_name.insert(name.to_owned(), held);
     Ok(())

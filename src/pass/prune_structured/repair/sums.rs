@@ -3,6 +3,7 @@
 use candle_core::{D, Tensor};
 
 use crate::error::Result;
+use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::transposed_product;
 use crate::kernel::solve::Factor;
 use crate::pass::prune_structured::calibrate::{column_moments, computed, numbers};
@@ -16,7 +17,7 @@ const RIDGE: f64 = 1e-3;
 pub(super) fn evenly(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
-        let mean = squares.mean_all()?.to_scalar::<f32>()?;
+        let mean = transfer::number(&squares.mean_all()?, Cause::Statistics)? as f32;
         let mean = f64::from(mean).max(f64::from(f32::MIN_POSITIVE));
         (squares + 0.1 * mean)?.recip()? * mean
     };
