@@ -24,6 +24,7 @@ pub mod sparse;
 pub mod staging;
 mod storage_format;
 mod sweep;
+mod verified_file;
 mod weight;
 pub mod writer;
 
