@@ -16,11 +16,12 @@ pub(super) struct PartWriter<'a> {
     pending: Vec<u8>,
     hasher: Xxh3Default,
     hashed_from: u64,
+    buffer: Vec<u8>,
 }
 
 impl<'a> PartWriter<'a> {
     pub(super) fn new(file: &'a VerifiedFile, offset: u64, length: u64) -> Self {
-        Self { file, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset }
+        Self { file, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, buffer: Vec::new() }
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -66,7 +67,7 @@ impl<'a> PartWriter<'a> {
         let offset = std::mem::replace(&mut self.hashed_from, end);
         let hash = self.hasher.digest();
         self.hasher.reset();
-        if end > offset { self.file.written(Stretch { offset, length: end - offset, hash }) } else { Ok(()) }
+        if end > offset { self.file.written(Stretch { offset, length: end - offset, hash }, &mut self.buffer) } else { Ok(()) }
     }
 
     pub(super) fn finish(mut self, name: &str) -> Result<()> {

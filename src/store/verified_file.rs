@@ -62,8 +62,8 @@ impl VerifiedFile {
         self.file.write_all_at(bytes, offset).map_err(Error::io("write", &self.path))
     }
 
-    /// Takes note of what was written. A segment that is complete is read back.
-    pub(super) fn written(&self, stretch: Stretch) -> Result<()> {
+    /// Takes note of what was written. A segment that is complete is read back, through a buffer that the caller keeps.
+    pub(super) fn written(&self, stretch: Stretch, buffer: &mut Vec<u8>) -> Result<()> {
         let index = stretch.offset / SEGMENT;
         let start = index * SEGMENT;
         let length = SEGMENT.min(self.length.saturating_sub(start));
@@ -77,7 +77,7 @@ impl VerifiedFile {
             }
             state.open.remove(&index).unwrap_or_default()
         };
-        let hash = self.read_back(start, length, complete)?;
+        let hash = self.read_back(start, length, complete, buffer)?;
         match lock(&self.state).hashes.get_mut(index) {
             Some(place @ None) => *place = Some(hash),
             _ => return Err(self.failed(&format!("bytes {start} to {} were written twice", start + length))),
@@ -86,11 +86,11 @@ impl VerifiedFile {
     }
 
     /// Reads a segment, holds it to its stretches, and hashes it.
-    fn read_back(&self, start: u64, length: u64, mut stretches: Vec<Stretch>) -> Result<ChainingValue> {
+    fn read_back(&self, start: u64, length: u64, mut stretches: Vec<Stretch>, buffer: &mut Vec<u8>) -> Result<ChainingValue> {
         stretches.sort_by_key(|s| s.offset);
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(start);
-        let mut buffer = vec![0; BUFFER.min(length as usize)];
+        buffer.resize(BUFFER, 0);
         let mut expected = stretches.iter();
         let (mut stretch, mut left, mut sum) = (None::<&Stretch>, 0, Xxh3Default::new());
         let mut at = start;
@@ -172,7 +172,7 @@ mod tests {
             cuts.sort_unstable();
             cuts.dedup();
             for stretch in stretches(bytes, &cuts).into_iter().rev() {
-                file.written(stretch).unwrap();
+                file.written(stretch, &mut Vec::new()).unwrap();
             }
             assert_eq!(file.finish().unwrap(), blake3::hash(bytes), "{length} bytes");
         }
@@ -185,10 +185,10 @@ mod tests {
         let meant = stretches(&bytes, &[0, 1000, SEGMENT, 2 * SEGMENT]);
         bytes[SEGMENT as usize - 1] ^= 1;
         let file = file(folder.path(), &bytes);
-        file.written(meant[0]).unwrap();
-        let error = file.written(meant[1]).unwrap_err().to_string();
+        file.written(meant[0], &mut Vec::new()).unwrap();
+        let error = file.written(meant[1], &mut Vec::new()).unwrap_err().to_string();
         assert!(error.contains("bytes 1000 to 524288 read back differently"), "{error}");
-        file.written(meant[2]).unwrap();
+        file.written(meant[2], &mut Vec::new()).unwrap();
     }
 
     #[test]
@@ -198,15 +198,15 @@ mod tests {
         let file = file(folder.path(), &bytes);
         let parts = stretches(&bytes, &[0, 1000, SEGMENT - 1000, SEGMENT, SEGMENT + 1000]);
         for stretch in [parts[1], parts[2]] {
-            file.written(stretch).unwrap();
+            file.written(stretch, &mut Vec::new()).unwrap();
         }
-        assert!(file.written(parts[2]).unwrap_err().to_string().contains("byte 0 was written twice or not at all"));
+        assert!(file.written(parts[2], &mut Vec::new()).unwrap_err().to_string().contains("byte 0 was written twice or not at all"));
         for stretch in &parts[..2] {
-            file.written(*stretch).unwrap();
+            file.written(*stretch, &mut Vec::new()).unwrap();
         }
-        file.written(parts[2]).unwrap();
+        file.written(parts[2], &mut Vec::new()).unwrap();
         assert!(
-            file.written(Stretch { offset: 0, length: SEGMENT, hash: xxhash_rust::xxh3::xxh3_64(&bytes[..SEGMENT as usize]) })
+            file.written(Stretch { offset: 0, length: SEGMENT, hash: xxhash_rust::xxh3::xxh3_64(&bytes[..SEGMENT as usize]) }, &mut Vec::new())
                 .unwrap_err()
                 .to_string()
                 .contains("written twice")
