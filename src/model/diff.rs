@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::Model;
 use crate::error::{Error, Result};
-use crate::kernel::compare::Difference;
+use crate::kernel::compare::{self, Difference};
 use crate::store::{Block, Weight};
 use crate::work::Work;
 
@@ -113,7 +113,7 @@ fn weight_diff(name: &str, a: Option<&Weight>, b: Option<&Weight>) -> Result<Wei
             let count = RUN.min(elements.saturating_sub(start));
             let ((x, _), (y, _)) = (x.split_at_mut(count), y.split_at_mut(count));
             if one.now.decode(start, x) && two.decode(start, y) {
-                sums.add(x, y);
+                sums.add(&compare::floats(x, y));
                 same &= x == y;
             }
         }

@@ -22,6 +22,7 @@ pub mod select;
 mod sizes;
 pub mod sparse;
 mod storage_format;
+mod verified_file;
 mod weight;
 pub mod writer;
 
