@@ -7,7 +7,7 @@
 use std::hint::black_box;
 
 use compress::kernel::compare::Difference;
-use compress::kernel::histogram::{Histogram, Window};
+use compress::kernel::histogram::{MagnitudeHistogram, Window};
 use compress::kernel::{Bf16, F32, Float, bitmask, convert, mask, quantize, scan};
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime};
 use rand::SeedableRng;
@@ -53,10 +53,10 @@ fn kernels<F: Float>(criterion: &mut Criterion) {
 fn pruning<F: Float>(group: &mut BenchmarkGroup<WallTime>, bytes: &[u8], threshold: F::Magnitude) {
     let mut output = vec![0; BYTES];
     let first = Window::leading(F::BITS);
-    let mut histogram = Histogram::new(first);
+    let mut histogram = MagnitudeHistogram::new(first);
     group.bench_function("histogram", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
     if let Some(second) = first.inside(threshold.into() >> first.shift) {
-        let mut histogram = Histogram::new(second);
+        let mut histogram = MagnitudeHistogram::new(second);
         group.bench_function("histogram, second sweep", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
     }
     group.bench_function("mask", |b| b.iter(|| mask::keep_from::<F>(black_box(bytes), &mut output, threshold)));

@@ -4,7 +4,7 @@
 //! cargo run --release --example make_checkpoint -- OUT --size 1b --dtype bf16
 //! ```
 //!
-//! Every tensor is a [`Source`] that makes its values when the writer asks for them, so that 7 billion parameters
+//! Every tensor is a [`WeightSource`] that makes its values when the writer asks for them, so that 7 billion parameters
 //! need no more memory than a thousand. The same seed gives the same files.
 
 use std::collections::BTreeMap;
@@ -15,8 +15,8 @@ use std::sync::Arc;
 use clap::{Parser, ValueEnum};
 use compress::export::ByteSize;
 use compress::kernel::convert;
-use compress::store::writer::{self, Item, Layout};
-use compress::store::{Block, Cancel, DType, Encoding, Silent, Sink, Source, Spelling, Sweep, View, Weight, block_elements};
+use compress::store::writer::{self, FileLayout, Item};
+use compress::store::{Block, BlockSink, Cancel, DType, Encoding, Silent, StorageFormat, Sweep, View, Weight, WeightSource, block_elements};
 use compress::{Error, Result};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
@@ -166,8 +166,8 @@ impl Random {
     }
 }
 
-impl Source for Random {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Random {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let mut random = Xoshiro256PlusPlus::seed_from_u64(self.seed);
         let (elements, row) = (self.shape.iter().product::<usize>(), self.row());
         let step = block_elements(unit);
@@ -203,10 +203,10 @@ fn make(args: &Args) -> Result<u64> {
             let source = Random { seed: seeds.next_u64(), dtype, shape: shape.clone() };
             let mut weight = Weight::new(dtype, shape, Encoding::Dense, Arc::new(source));
             weight.stored_bytes = weight.value_bytes();
-            Item { name, weight, spelling: Spelling::Plain }
+            Item { name, weight, storage_format: StorageFormat::Plain }
         })
         .collect();
-    let layout = Layout::new(&items, &BTreeMap::from([("format".into(), "pt".into())]), args.shard_size.0)?;
+    let layout = FileLayout::new(&items, &BTreeMap::from([("format".into(), "pt".into())]), args.shard_size.0)?;
     let folder = &args.output;
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;

@@ -19,7 +19,7 @@ use serde_json::Value;
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
 pub use files::carried_files;
-pub use roles::{LINEAR_RULE, PRUNABLE_RULE, Part, class, is_embedding, is_linear, is_prunable, part};
+pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
 use crate::store::checkpoint::INDEX;

@@ -13,7 +13,7 @@ use candle_core::{DType, Device};
 use compress::Model;
 use compress::analysis::cost;
 use compress::data::made_up_of;
-use compress::exec::{Executor, Inputs, Ledger, Parameters, Residence, Tape};
+use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::export::{Onnx, Safetensors};
 use compress::ir::{Catalog, Graph, GraphFile};
 use compress::onnx::file::decode;
@@ -22,7 +22,7 @@ use compress::pass::{Cast, PruneStructured, QuantizeDynamic};
 use compress::pipeline::Pipeline;
 use compress::recipe::Recipe;
 use compress::store::writer::Piece;
-use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
+use compress::store::{self, Block, BlockSink, Cancel, Encoding, Silent, Sweep, View, Weight, WeightSource, Weights};
 use prost::Message;
 
 fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
@@ -118,8 +118,8 @@ fn what_fuzzers_have_found_is_read_or_refused() {
 /// Floats in memory.
 struct Floats(Vec<u8>);
 
-impl Source for Floats {
-    fn visit(&self, _unit: usize, sink: Sink) -> compress::Result<()> {
+impl WeightSource for Floats {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> compress::Result<()> {
         sink(Block::untouched(View::dense(store::DType::F32, &self.0)))
     }
 }
@@ -147,14 +147,14 @@ fn graphs() -> impl Iterator<Item = (String, Graph)> {
     files.filter_map(|(name, bytes)| Some((name, serde_json::from_slice::<GraphFile>(&bytes).ok()?.build(&Named).ok()?)))
 }
 
-/// The way back, from ones at every output; whether there is one.
+/// The backward pass, from ones at every output; whether there is one.
 fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> bool {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
-    let (tape, ledger) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), Ledger::default());
-    let Ok(forward) = tape.forward(parameters, inputs, &ledger, None) else { return false };
+    let (tape, memory_tracker) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), MemoryTracker::default());
+    let Ok(forward) = tape.forward(parameters, inputs, &memory_tracker, None) else { return false };
     let ones = forward.taps().iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(id, tensor)| Some((*id, tensor.ones_like().ok()?)));
     let Some(from) = ones.collect() else { return false };
-    tape.backward(forward, from, parameters, &ledger, &mut |name, gradient| {
+    tape.backward(forward, from, parameters, &memory_tracker, &mut |name, gradient| {
         assert_eq!(Named.shape(name).as_deref(), Some(gradient.dims()), "{name}");
         Ok(())
     })

@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use compress::data::{Batch, Data, DataSet, Task, Truth};
+use compress::data::{Batch, Data, DataSet, References, Task};
 use compress::evaluation::{Outcomes, Subject, evaluate};
 use serde_json::Value;
 
@@ -179,7 +179,7 @@ fn idx_files_are_read() {
         assert_eq!(score(folder.path(), &data).unwrap().models[0].score.as_ref().unwrap().value, 0.75);
         let first = &batches(folder.path(), &data).unwrap()[0];
         assert!((first.inputs["x"].flatten_all().unwrap().to_vec1::<f32>().unwrap()[0] - 9.0 / 255.0).abs() < 1e-7);
-        assert_eq!(first.truth, Truth::Classes(vec![0, 2, 5]));
+        assert_eq!(first.references, References::Classes(vec![0, 2, 5]));
     }
     let folder = largest_of_six("1, 2, 3");
     idx(&labels, &[3], &CLASSES[..3]);

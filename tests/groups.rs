@@ -10,11 +10,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
-use compress::analysis::{Group, Groups, Unit, groups};
-use compress::data::made_up;
+use compress::analysis::{Group, GroupUnit, Groups, groups};
+use compress::data::synthetic;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::ir::Graph;
-use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
+use compress::store::{self, Block, BlockSink, Cancel, Encoding, Silent, Sweep, View, Weight, WeightSource, Weights};
 
 fn models() -> Vec<(String, PathBuf)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
@@ -43,8 +43,8 @@ fn groups_are_those_that_were_checked_by_hand() {
 /// Floats in memory.
 struct Floats(Vec<u8>);
 
-impl Source for Floats {
-    fn visit(&self, _unit: usize, sink: Sink) -> compress::Result<()> {
+impl WeightSource for Floats {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> compress::Result<()> {
         sink(Block::untouched(View::dense(store::DType::F32, &self.0)))
     }
 }
@@ -108,14 +108,14 @@ fn law(graph: &Graph, tensors: &BTreeMap<String, Tensor>, found: &Groups, group:
 
 #[test]
 fn taking_units_out_equals_making_them_zero() {
-    let mut held: BTreeMap<Unit, usize> = BTreeMap::new();
+    let mut held: BTreeMap<GroupUnit, usize> = BTreeMap::new();
     for (name, path) in models() {
         let model = Model::open(&path).unwrap();
         let graph = model.graph().unwrap();
         let stored = candle_core::safetensors::load(path.join("model.safetensors"), &Device::Cpu).unwrap();
         let tensors: BTreeMap<String, Tensor> =
             stored.into_iter().filter(|(_, t)| t.dtype().is_float()).map(|(name, t)| (name, t.to_dtype(DType::F32).unwrap())).collect();
-        let inputs = made_up(&graph, 7).unwrap().inputs;
+        let inputs = synthetic(&graph, 7).unwrap().inputs;
         let found = groups(&graph).unwrap();
         // Taking a unit out of what is divided by a statistic changes the statistic, and features that are given become fewer.
         for group in found.groups.iter().filter(|group| !group.normalised && group.output.is_none()) {
@@ -124,7 +124,7 @@ fn taking_units_out_equals_making_them_zero() {
             *held.entry(group.unit).or_default() += 1;
         }
     }
-    for (unit, least) in [(Unit::Heads, 50), (Unit::Mlp, 50), (Unit::Channels, 50)] {
+    for (unit, least) in [(GroupUnit::Heads, 50), (GroupUnit::Mlp, 50), (GroupUnit::Channels, 50)] {
         assert!(held[&unit] >= least, "{held:?}");
     }
 }

@@ -90,7 +90,7 @@ const MODEL: &str = "torchvision-resnet18";
 
 #[test]
 fn what_was_kept_ends_as_what_was_not() {
-    let prune = PruneStructured { dims: vec![compress::pass::prune_structured::Part::Channels], ..PruneStructured::default() };
+    let prune = PruneStructured { dims: vec![compress::pass::prune_structured::PrunedPart::Channels], ..PruneStructured::default() };
     let pipelines: [Vec<Step>; 4] = [
         vec![finetune(), QuantizeStatic::default().into()],
         vec![PruneUnstructured::default().into(), finetune(), QuantizeDynamic::default().into()],

@@ -10,7 +10,7 @@ use compress::ir::Graph;
 use compress::onnx::proto::{DataType, Dimension, ModelProto};
 use compress::onnx::{Draft, Precision, Style, draft, file};
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{Cancel, Silent, Spelling, Sweep, Weight};
+use compress::store::{Cancel, Silent, StorageFormat, Sweep, Weight};
 use compress::{Model, Pipeline, Recipe};
 use prost::Message;
 
@@ -166,7 +166,7 @@ fn weights_of_large_models_lie_beside() {
     let item = |slot: &compress::onnx::Slot| Item {
         name: slot.weight.clone(),
         weight: model.weights.by_name[&slot.weight].clone(),
-        spelling: if slot.transposed { Spelling::Transposed } else { Spelling::Plain },
+        storage_format: if slot.transposed { StorageFormat::Transposed } else { StorageFormat::Plain },
     };
     let items: Vec<Item> = draft.weights.iter().map(item).collect();
     let out = tempfile::tempdir().unwrap();

@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use compress::export::Onnx;
 use compress::onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorProto};
 use compress::onnx::{Precision, Style, draft, file};
-use compress::pass::{ActivationScheme, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
+use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{Activations, Affine, Cancel, DType, Encoding, Granularity, Rescaled, Silent, Spelling, Sweep};
+use compress::store::{ActivationScheme, Affine, Cancel, DType, Encoding, Granularity, Rescaled, Silent, StorageFormat, Sweep};
 use compress::{Model, Pipeline};
 use prost::Message;
 
@@ -129,7 +129,7 @@ fn one_scale_and_zero_points() {
 
 #[test]
 fn weights_alone_are_dequantized_and_groups_need_their_opset() {
-    let pass = QuantizeDynamic { activations: ActivationScheme::None, ..QuantizeDynamic::default() };
+    let pass = QuantizeDynamic { activations: ActivationRounding::None, ..QuantizeDynamic::default() };
     let (graph, _) = quantized("llama", &pass, Onnx::default()).unwrap();
     assert!(nodes(&graph, "MatMulInteger").is_empty() && nodes(&graph, "DequantizeLinear").len() > 10);
     let pass = QuantizeDynamic { granularity: GranularityKind::Group, group_size: Some(4), symmetric: false, ..QuantizeDynamic::default() };
@@ -178,7 +178,7 @@ fn scales_of_inputs_go_to_the_input() {
 #[test]
 fn what_the_graph_uses_otherwise_is_written_as_floats_and_said_to_be() {
     let text = "input x: float[batch, 3, 4]\nparam w: float[4, 4]\nfc = Linear(x, w) -> float[batch, 3, 4]\noutput y = fc\noutput z = w\n";
-    let affine = Affine { granularity: Granularity::Channel, symmetric: true, scale_dtype: DType::F32, activations: Activations::None };
+    let affine = Affine { granularity: Granularity::Channel, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
     let style = Style { integers: [("w".to_owned(), affine)].into(), ..Style::default() };
     let made = draft(&text.parse().unwrap(), &style, &BTreeMap::new()).unwrap();
     assert!(made.weights[0].integers.is_none() && made.weights[0].remark.unwrap().contains("as the floats"));
@@ -214,8 +214,8 @@ fn scales_become_floats_and_integers_lie_beside() {
                 weight.then(DType::F32, Encoding::Affine(affine), std::sync::Arc::new(source))
             }
         };
-        let spelling = if slot.transposed { Spelling::Transposed } else { Spelling::Plain };
-        Item { name: slot.weight.clone(), weight, spelling }
+        let storage_format = if slot.transposed { StorageFormat::Transposed } else { StorageFormat::Plain };
+        Item { name: slot.weight.clone(), weight, storage_format }
     };
     let items: Vec<Item> = made.weights.iter().map(item).collect();
     let layout = file::layout(&made, 1).unwrap();

@@ -12,7 +12,7 @@ use common::{Desk, pipeline};
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::export::{Layout, Safetensors};
 use compress::ir::Graph;
-use compress::pass::{ActivationScheme, Amount, GranularityKind, PruneUnstructured, QuantizeDynamic};
+use compress::pass::{ActivationRounding, Amount, GranularityKind, PruneUnstructured, QuantizeDynamic};
 use compress::{Error, Model};
 
 fn golden(name: &str) -> PathBuf {
@@ -129,11 +129,11 @@ fn quantized_and_sparse_weights_run_as_the_floats_they_stand_for() {
     let quantize = |granularity, group_size, symmetric, activations| QuantizeDynamic { granularity, group_size, symmetric, activations, ..Default::default() };
     let (channel, group) = (GranularityKind::Channel, GranularityKind::Group);
     let passes = [
-        quantize(channel, None, true, ActivationScheme::Token),
-        quantize(channel, None, true, ActivationScheme::None),
-        quantize(group, Some(16), true, ActivationScheme::None),
-        quantize(group, Some(16), false, ActivationScheme::None),
-        quantize(GranularityKind::Tensor, None, false, ActivationScheme::None),
+        quantize(channel, None, true, ActivationRounding::Token),
+        quantize(channel, None, true, ActivationRounding::None),
+        quantize(group, Some(16), true, ActivationRounding::None),
+        quantize(group, Some(16), false, ActivationRounding::None),
+        quantize(GranularityKind::Tensor, None, false, ActivationRounding::None),
     ];
     let inputs = text(&[vec![1, 5, 9, 60, 2, 7], vec![8, 3]], 0);
     for dtype in [common::DType::F32, common::DType::BF16] {

@@ -14,7 +14,7 @@ use compress::onnx::proto::{DataType, ModelProto};
 use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
 use compress::report::Report;
 use compress::runtime::{Options, Session, library};
-use compress::store::{Activations, Cancel, Encoding, Silent, Sweep};
+use compress::store::{ActivationScheme, Cancel, Encoding, Silent, Sweep};
 use compress::{Model, Pipeline};
 use prost::Message;
 
@@ -120,7 +120,7 @@ fn stored_scales_are_those_of_the_graph() {
     let mut scales = BTreeSet::new();
     for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| name.ends_with("proj.weight")) {
         let Encoding::Affine(affine) = &weight.encoding else { panic!("{name} is not quantized") };
-        let Activations::Static(by) = affine.activations else { panic!("{name} has no static activations") };
+        let ActivationScheme::Static(by) = affine.activations else { panic!("{name} has no static activations") };
         scales.insert(by.scale().to_bits());
     }
     let text = model.graph().unwrap().to_string();

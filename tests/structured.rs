@@ -8,10 +8,10 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
-use compress::data::{Data, made_up};
+use compress::data::{Data, synthetic};
 use compress::exec::{Executor, Parameters, Residence};
 use compress::export::Onnx;
-use compress::pass::prune_structured::{Amounts, Importance, Part, Repair, Target};
+use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair, Target};
 use compress::pass::{Amount, PruneStructured, PruneUnstructured, QuantizeDynamic, Scope};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
@@ -20,7 +20,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
 }
 
-fn half(dims: &[Part]) -> PruneStructured {
+fn half(dims: &[PrunedPart]) -> PruneStructured {
     PruneStructured { dims: dims.to_vec(), amount: Some(Amounts::All(Amount::fraction(0.5))), round_to: 2, ..Default::default() }
 }
 
@@ -56,7 +56,7 @@ impl Done {
 
 /// Outputs on made-up samples of the original.
 fn outputs(model: &Model, like: &Model) -> BTreeMap<String, Tensor> {
-    outputs_of(model, &made_up(&like.graph().unwrap(), 3).unwrap().inputs)
+    outputs_of(model, &synthetic(&like.graph().unwrap(), 3).unwrap().inputs)
 }
 
 fn outputs_of(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
@@ -75,23 +75,23 @@ fn error(done: &Done, name: &str, inputs: &BTreeMap<String, Tensor>) -> f64 {
 #[test]
 fn config_json_is_rewritten_where_it_can_describe_the_result() {
     for (name, dims, keys) in [
-        ("bert", vec![Part::Mlp], vec![("intermediate_size", 14)]),
-        ("bert-masked-lm", vec![Part::Heads, Part::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
-        ("roberta-sequence-classification", vec![Part::Heads, Part::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
-        ("distilbert-sequence-classification", vec![Part::Heads, Part::Hidden, Part::Mlp], vec![("dim", 8), ("n_heads", 1)]),
-        ("gpt2", vec![Part::Mlp], vec![("n_inner", 32)]),
-        ("gpt2", vec![Part::Heads, Part::Hidden], vec![("n_embd", 8), ("n_head", 1)]),
-        ("llama-grouped-tied", vec![Part::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1), ("head_dim", 4)]),
-        ("mistral", vec![Part::Heads, Part::Mlp], vec![]),
-        ("qwen2", vec![Part::Heads, Part::Mlp, Part::Hidden], vec![("hidden_size", 8)]),
-        ("qwen3", vec![Part::Heads], vec![]),
-        ("vit-image-classification", vec![Part::Heads, Part::Hidden], vec![("hidden_size", 8)]),
-        ("resnet-basic", vec![Part::Channels], vec![]),
-        ("resnet-bottleneck", vec![Part::Channels], vec![]),
-        ("torchvision-mobilenet-v2", vec![Part::Channels], vec![]),
-        ("bert", vec![Part::Layers], vec![("num_hidden_layers", 1)]),
-        ("gpt2", vec![Part::Layers], vec![("n_layer", 1)]),
-        ("llama", vec![Part::Layers], vec![("num_hidden_layers", 1)]),
+        ("bert", vec![PrunedPart::Mlp], vec![("intermediate_size", 14)]),
+        ("bert-masked-lm", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
+        ("roberta-sequence-classification", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
+        ("distilbert-sequence-classification", vec![PrunedPart::Heads, PrunedPart::Hidden, PrunedPart::Mlp], vec![("dim", 8), ("n_heads", 1)]),
+        ("gpt2", vec![PrunedPart::Mlp], vec![("n_inner", 32)]),
+        ("gpt2", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("n_embd", 8), ("n_head", 1)]),
+        ("llama-grouped-tied", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1), ("head_dim", 4)]),
+        ("mistral", vec![PrunedPart::Heads, PrunedPart::Mlp], vec![]),
+        ("qwen2", vec![PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Hidden], vec![("hidden_size", 8)]),
+        ("qwen3", vec![PrunedPart::Heads], vec![]),
+        ("vit-image-classification", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8)]),
+        ("resnet-basic", vec![PrunedPart::Channels], vec![]),
+        ("resnet-bottleneck", vec![PrunedPart::Channels], vec![]),
+        ("torchvision-mobilenet-v2", vec![PrunedPart::Channels], vec![]),
+        ("bert", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        ("gpt2", vec![PrunedPart::Layers], vec![("n_layer", 1)]),
+        ("llama", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&dims)));
         assert!(done.described(), "{name} {dims:?}: {:?}", done.report.notes);
@@ -106,11 +106,11 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
 #[test]
 fn graph_json_describes_the_rest() {
     for (name, dims) in [
-        ("bert", Part::Heads),
-        ("gpt2", Part::Heads),
-        ("vit", Part::Heads),
-        ("torchvision-resnet18", Part::Channels),
-        ("gpt2-inverse-layer-scale", Part::Layers),
+        ("bert", PrunedPart::Heads),
+        ("gpt2", PrunedPart::Heads),
+        ("vit", PrunedPart::Heads),
+        ("torchvision-resnet18", PrunedPart::Channels),
+        ("gpt2-inverse-layer-scale", PrunedPart::Layers),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&[dims])));
         let said = done.report.notes.iter().any(|note| note.contains("graph.json does"));
@@ -119,7 +119,7 @@ fn graph_json_describes_the_rest() {
         outputs(&done.model(), &Model::open(golden(name)).unwrap());
         // And it can be pruned again.
         let again = tempfile::tempdir().unwrap();
-        if dims != Part::Layers {
+        if dims != PrunedPart::Layers {
             let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(0))), ..half(&[]) };
             Pipeline::builder().pass(pass).build().unwrap().run(done.model(), again.path().join("out")).unwrap();
         }
@@ -149,7 +149,7 @@ fn passes_compose_and_the_result_is_exported() {
 #[test]
 fn the_same_options_give_the_same_bytes() {
     let bytes = || {
-        let done = run("resnet-basic", Pipeline::builder().pass(half(&[Part::Channels])).threads(3));
+        let done = run("resnet-basic", Pipeline::builder().pass(half(&[PrunedPart::Channels])).threads(3));
         std::fs::read(done.folder.path().join("out/model.safetensors")).unwrap()
     };
     assert_eq!(bytes(), bytes());
@@ -186,12 +186,13 @@ fn data_ranks_and_repairs() {
     let data = pictures(folder.path());
     let name = "torchvision-resnet18";
     for importance in [Importance::Taylor, Importance::Activation] {
-        let pass = PruneStructured { importance, ..half(&[Part::Channels]) };
+        let pass = PruneStructured { importance, ..half(&[PrunedPart::Channels]) };
         run(name, Pipeline::builder().calibration(data.clone()).pass(pass));
     }
     let seen = candle_core::safetensors::load(folder.path().join("pictures.safetensors"), &Device::Cpu).unwrap().into_iter().collect();
-    let with =
-        |repair| error(&run(name, Pipeline::builder().calibration(data.clone()).pass(PruneStructured { repair, ..half(&[Part::Channels]) })), name, &seen);
+    let with = |repair| {
+        error(&run(name, Pipeline::builder().calibration(data.clone()).pass(PruneStructured { repair, ..half(&[PrunedPart::Channels]) })), name, &seen)
+    };
     let (none, least) = (with(Repair::None), with(Repair::LeastSquares));
     assert!(least < none, "{none} {least}");
 }
@@ -203,7 +204,7 @@ fn layers_go_by_their_influence() {
     let ids = Tensor::from_vec(ids, (8, 8), &Device::Cpu).unwrap();
     let path = folder.path().join("tokens.safetensors");
     candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
-    let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[Part::Layers]) };
+    let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
     let done = run("llama", Pipeline::builder().calibration(Data::at(&path)).pass(pass));
     let influence = done.report.passes[0].details["layers"]["influence"].as_array().unwrap().clone();
     assert_eq!(influence.len(), 2);

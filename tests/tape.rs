@@ -7,7 +7,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor, Var};
 use compress::Model;
-use compress::exec::{Executor, Inputs, Ledger, Parameters, Purpose, Residence, Tape};
+use compress::exec::{Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::Graph;
 use compress::store::{Cancel, Silent, Sweep};
 
@@ -43,23 +43,23 @@ fn walked_from(
 ) -> (BTreeMap<String, Tensor>, u64) {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
     let tape = Tape::new(graph, Device::Cpu, taps, &|_| true, cuts);
-    let ledger = Ledger::default();
-    let forward = tape.forward(parameters, inputs, &ledger, None).unwrap();
+    let memory_tracker = MemoryTracker::default();
+    let forward = tape.forward(parameters, inputs, &memory_tracker, None).unwrap();
     let mut from = BTreeMap::new();
     for (name, id) in graph.outputs() {
         let gradient = weights(name, &forward.taps()[id]);
         from.entry(*id).and_modify(|other: &mut Tensor| *other = (&*other + &gradient).unwrap()).or_insert(gradient);
     }
     let mut found: BTreeMap<String, Tensor> = BTreeMap::new();
-    tape.backward(forward, from, parameters, &ledger, &mut |name, gradient| {
+    tape.backward(forward, from, parameters, &memory_tracker, &mut |name, gradient| {
         let sum = found.get(name).map_or_else(|| gradient.clone(), |other| (other + &gradient).unwrap());
         found.insert(name.to_owned(), sum);
         Ok(())
     })
     .unwrap();
-    assert_eq!((ledger.now(Purpose::Activations), ledger.now(Purpose::Data)), (0, 0), "something is still on the books");
-    let peaks = ledger.peaks().0;
-    (found, peaks.iter().find(|(purpose, _)| *purpose == Purpose::Activations).unwrap().1)
+    assert_eq!((memory_tracker.now(MemoryCategory::Activations), memory_tracker.now(MemoryCategory::Data)), (0, 0), "something is still on the books");
+    let peaks = memory_tracker.peaks().0;
+    (found, peaks.iter().find(|(category, _)| *category == MemoryCategory::Activations).unwrap().1)
 }
 
 fn walked(graph: &Graph, parameters: &Parameters, inputs: &Inputs, cuts: &[usize]) -> (BTreeMap<String, Tensor>, u64) {

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use compress::analysis::cost;
 use compress::data::made_up_of;
-use compress::exec::{Executor, Inputs, Ledger, Parameters, Residence, Tape};
+use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::{Catalog, Graph, GraphFile};
-use compress::store::{self, Block, Cancel, Encoding, Silent, Sink, Source, Sweep, View, Weight, Weights};
+use compress::store::{self, Block, Cancel, Encoding, Silent, BlockSink, WeightSource, Sweep, View, Weight, Weights};
 use libfuzzer_sys::fuzz_target;
 
 /// Elements that a tensor has at most, multiplications of a graph, and bytes of its values.
@@ -32,8 +32,8 @@ impl Catalog for Named {
 
 struct Floats(Vec<u8>);
 
-impl Source for Floats {
-    fn visit(&self, _unit: usize, sink: Sink) -> compress::Result<()> {
+impl WeightSource for Floats {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> compress::Result<()> {
         sink(Block::untouched(View::dense(store::DType::F32, &self.0)))
     }
 }
@@ -50,7 +50,7 @@ fn weights(graph: &Graph) -> Weights {
 /// The way back, from ones at every output.
 fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> Option<()> {
     let taps = graph.outputs().iter().map(|(_, id)| *id).collect();
-    let (tape, ledger) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), Ledger::default());
+    let (tape, ledger) = (Tape::new(graph, Device::Cpu, taps, &|_| true, &[]), MemoryTracker::default());
     let Ok(forward) = tape.forward(parameters, inputs, &ledger, None) else { return None };
     let ones = forward.taps().iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(id, tensor)| Some((*id, tensor.ones_like().ok()?)));
     let from = ones.collect::<Option<_>>()?;

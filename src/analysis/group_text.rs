@@ -8,7 +8,7 @@
 
 use std::fmt;
 
-use super::{Group, Groups, Held, Member, Place};
+use super::{FrozenAxis, Group, Groups, Member, Place};
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -48,7 +48,7 @@ impl Group {
     }
 }
 
-impl fmt::Display for Held {
+impl fmt::Display for FrozenAxis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "held {} {}[{}]: {}", self.size, self.param, self.axis, self.reason)
     }

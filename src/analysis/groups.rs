@@ -11,13 +11,13 @@ use serde::{Deserialize, Serialize};
 use super::atoms::{AxisId, Place};
 use super::axes::{Traced, is_param, trace};
 use crate::error::Result;
-use crate::ir::{Builder, Catalog, Graph, Hold, Op, Step, rebuild};
+use crate::ir::{Builder, Catalog, Graph, Hold, Op, Rewrite, rebuild};
 
 /// What the units of a group are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-pub enum Unit {
+pub enum GroupUnit {
     /// Heads of attention; heads that share keys and values go together
     Heads,
     /// Neurons between two linear layers
@@ -30,14 +30,14 @@ pub enum Unit {
     Other,
 }
 
-impl fmt::Display for Unit {
+impl fmt::Display for GroupUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Unit::Heads => "heads",
-            Unit::Mlp => "mlp",
-            Unit::Channels => "channels",
-            Unit::Hidden => "hidden",
-            Unit::Other => "other",
+            GroupUnit::Heads => "heads",
+            GroupUnit::Mlp => "mlp",
+            GroupUnit::Channels => "channels",
+            GroupUnit::Hidden => "hidden",
+            GroupUnit::Other => "other",
         })
     }
 }
@@ -75,7 +75,7 @@ pub struct Group {
     /// The first module that carries it.
     pub name: String,
     /// What the units are.
-    pub unit: Unit,
+    pub unit: GroupUnit,
     /// How many.
     pub size: usize,
     /// In the order of the graph.
@@ -90,7 +90,7 @@ pub struct Group {
 
 /// An axis that nothing can be taken out of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Held {
+pub struct FrozenAxis {
     /// The first tensor that carries it.
     pub param: String,
     /// Which of its axes.
@@ -106,7 +106,7 @@ pub struct Groups {
     /// What can be taken out.
     pub groups: Vec<Group>,
     /// What cannot.
-    pub held: Vec<Held>,
+    pub held: Vec<FrozenAxis>,
     traced: Traced,
 }
 
@@ -119,7 +119,7 @@ pub fn groups(graph: &Graph) -> Result<Groups> {
     let roles = Roles::of(graph, &traced);
     let mut found: BTreeMap<AxisId, Group> = BTreeMap::new();
     let mut order = Vec::new();
-    let mut held: BTreeMap<AxisId, Held> = BTreeMap::new();
+    let mut held: BTreeMap<AxisId, FrozenAxis> = BTreeMap::new();
     for (index, value) in graph.values().iter().enumerate().filter(|(_, value)| is_param(value)) {
         for (axis, id) in traced.values[index].iter().enumerate() {
             let Some(id) = id else { continue };
@@ -129,7 +129,7 @@ pub fn groups(graph: &Graph) -> Result<Groups> {
                     return;
                 }
                 if let Some(reason) = traced.atoms.reason(atom) {
-                    held.entry(atom).or_insert_with(|| Held { param: value.name.clone(), axis, size, reason: reason.to_owned() });
+                    held.entry(atom).or_insert_with(|| FrozenAxis { param: value.name.clone(), axis, size, reason: reason.to_owned() });
                     return;
                 }
                 let group = found.entry(atom).or_insert_with(|| {
@@ -147,9 +147,9 @@ pub fn groups(graph: &Graph) -> Result<Groups> {
         let Some(group) = found.remove(&atom) else { continue };
         match &group.output {
             // Features of a residual stream become narrower where that is asked for; others are the answer.
-            Some(output) if group.unit != Unit::Hidden && group.unit != Unit::Other => {
+            Some(output) if group.unit != GroupUnit::Hidden && group.unit != GroupUnit::Other => {
                 let reason = format!("output `{output}`");
-                held.entry(atom).or_insert_with(|| Held { param: group.name.clone(), axis: 0, size: group.size, reason });
+                held.entry(atom).or_insert_with(|| FrozenAxis { param: group.name.clone(), axis: 0, size: group.size, reason });
             }
             _ => groups.push(group),
         }
@@ -166,7 +166,7 @@ impl Groups {
         let sizes: BTreeMap<AxisId, usize> = self.groups.iter().map(|group| (group.atom, kept(group))).collect();
         let size = |atom: AxisId| sizes.get(&atom).copied().unwrap_or_else(|| self.traced.atoms.size(atom));
         let positions: BTreeMap<&str, usize> = graph.nodes().iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
-        rebuild(graph, catalog, &mut |step: Step| {
+        rebuild(graph, catalog, &mut |step: Rewrite| {
             let letters = positions.get(step.name).map(|index| &self.traced.letters[*index]);
             let letter = |name: &str| letters.and_then(|l| l.get(name)).map_or(0, |(axis, _)| self.traced.atoms.resized(*axis, &size));
             let op = step.node.op.resized(&letter);
@@ -262,17 +262,17 @@ impl Roles {
 
     fn group(&self, name: String, size: usize, atom: AxisId) -> Group {
         let unit = if self.heads.contains(&atom) {
-            Unit::Heads
+            GroupUnit::Heads
         } else if self.shared.contains(&atom) {
-            Unit::Other
+            GroupUnit::Other
         } else if self.stream.contains(&atom) {
-            Unit::Hidden
+            GroupUnit::Hidden
         } else if self.channels.contains(&atom) {
-            Unit::Channels
+            GroupUnit::Channels
         } else if self.inner.contains(&atom) {
-            Unit::Mlp
+            GroupUnit::Mlp
         } else {
-            Unit::Other
+            GroupUnit::Other
         };
         Group { name, unit, size, members: Vec::new(), normalised: self.normalised.contains(&atom), output: self.features.get(&atom).cloned(), atom }
     }

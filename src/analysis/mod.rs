@@ -10,6 +10,6 @@ mod live;
 
 pub use atoms::Place;
 pub use cost::{cost, usual_sizes};
-pub use groups::{Group, Groups, Held, Member, Role, Unit, groups};
+pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number};
 pub use live::{dead_after, node_by_node};

@@ -3,7 +3,7 @@
 use super::Settings;
 use super::parts::{activation, attend, image_input, layer_norm, linear};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Conv, Prepend, Select, Tanh, Tokens};
+use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select, Tanh};
 use crate::ir::{Builder, Dim};
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -17,7 +17,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let projection = format!("{prefix}embeddings.patch_embeddings.projection");
     let inputs = [pixels, b.param(&format!("{projection}.weight"), &[hidden, channels, patch, patch])?, b.param(&format!("{projection}.bias"), &[hidden])?];
     let patches = b.node("embeddings.patch_embeddings.projection", Conv { stride: patch, ..Conv::default() }, &inputs)?;
-    let patches = b.node("embeddings.patch_embeddings", Tokens {}, &[patches])?;
+    let patches = b.node("embeddings.patch_embeddings", Patchify {}, &[patches])?;
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;

@@ -1,6 +1,6 @@
 //! What each channel of a value is like.
 
-use super::histogram::{Histogram, exponent_of};
+use super::histogram::{ActivationHistogram, exponent_of};
 use crate::kernel::bins::{add_row, extremes, number, number_row};
 
 /// Bins of a channel, half of them below zero.
@@ -175,8 +175,8 @@ impl Channels {
     }
 
     /// All channels in one histogram, each value in the middle of its bin.
-    pub fn histogram(&self) -> Histogram {
-        let mut all = Histogram::default();
+    pub fn histogram(&self) -> ActivationHistogram {
+        let mut all = ActivationHistogram::default();
         for channel in (0..self.low.len()).filter(|channel| self.low[*channel] <= self.high[*channel]) {
             all.make_room(self.low[channel], self.high[channel]);
             self.each_bin(channel, |middle, count| all.add_many(middle, count as u64));

@@ -14,7 +14,7 @@ const LEAST: i32 = -100;
 /// Bins of a wider range are unions of those of a narrower one, so that counts do not depend on the order of values or on how they
 /// came in batches.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Histogram {
+pub struct ActivationHistogram {
     exponent: i32,
     counts: Vec<u64>,
     low: f32,
@@ -22,7 +22,7 @@ pub struct Histogram {
     total: u64,
 }
 
-impl Default for Histogram {
+impl Default for ActivationHistogram {
     fn default() -> Self {
         Self { exponent: LEAST, counts: vec![0; BINS], low: f32::INFINITY, high: f32::NEG_INFINITY, total: 0 }
     }
@@ -33,7 +33,7 @@ pub(super) fn exponent_of(largest: f32) -> i32 {
     if largest < f32::MIN_POSITIVE { LEAST } else { ((largest.to_bits() >> 23) as i32 - 126).max(LEAST) }
 }
 
-impl Histogram {
+impl ActivationHistogram {
     /// Counts finite values; others are for the caller to refuse.
     pub fn add(&mut self, values: &[f32]) {
         let (low, high, _) = extremes(values);
@@ -75,7 +75,7 @@ impl Histogram {
     }
 
     /// Adds what another has counted.
-    pub fn merge(&mut self, other: &Histogram) {
+    pub fn merge(&mut self, other: &ActivationHistogram) {
         let mut other = other.clone();
         let exponent = self.exponent.max(other.exponent);
         self.grow(exponent);
@@ -135,8 +135,8 @@ mod tests {
 
     use super::*;
 
-    fn counted(batches: &[Vec<f32>]) -> Histogram {
-        let mut histogram = Histogram::default();
+    fn counted(batches: &[Vec<f32>]) -> ActivationHistogram {
+        let mut histogram = ActivationHistogram::default();
         batches.iter().for_each(|batch| histogram.add(batch));
         histogram
     }
@@ -166,7 +166,7 @@ mod tests {
             let bin = (f64::from(value) / histogram.width()).floor() as i64 + 4096;
             assert!(histogram.counts()[bin as usize] > 0, "{value}");
         }
-        assert_eq!(Histogram::default().range(), (0.0, 0.0));
+        assert_eq!(ActivationHistogram::default().range(), (0.0, 0.0));
         assert_eq!(counted(&[vec![3.0; 5]]).range(), (0.0, 3.0));
     }
 }

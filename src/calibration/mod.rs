@@ -7,6 +7,6 @@ mod observer;
 mod run;
 
 pub use channels::Channels;
-pub use histogram::{BINS, Histogram};
-pub use observer::{Averages, Observer, Weighted, with_headroom};
-pub use run::{Axis, Request, Seen, calibrate};
+pub use histogram::{ActivationHistogram, BINS};
+pub use observer::{ActivationObserver, Averages, Weighted, with_headroom};
+pub use run::{Axis, Request, ValueStatistics, calibrate};

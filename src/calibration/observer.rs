@@ -3,13 +3,13 @@
 use serde::{Deserialize, Serialize};
 
 use super::histogram::BINS;
-use super::{Channels, Histogram, Seen};
+use super::{ActivationHistogram, Channels, ValueStatistics};
 
 /// How the range of activations is chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-pub enum Observer {
+pub enum ActivationObserver {
     /// From the smallest to the largest value seen
     Minmax,
     /// Smallest and largest values of batches, averaged with a weight of 0.01 for each new batch
@@ -52,19 +52,19 @@ impl Averages {
     }
 }
 
-impl Observer {
+impl ActivationObserver {
     /// The range for what was seen, zero included; never wider than from the smallest to the largest value. `weights` says how
     /// much an error of each channel counts.
-    pub fn range(self, seen: &Seen, weights: Option<&[f64]>, percentile: f64) -> (f32, f32) {
+    pub fn range(self, seen: &ValueStatistics, weights: Option<&[f64]>, percentile: f64) -> (f32, f32) {
         let histogram = &seen.histogram;
         let (low, high) = histogram.range();
         let wide = (f64::from(low), f64::from(high));
         let (low, high) = match self {
-            Observer::Minmax => wide,
-            Observer::MovingAverage => return seen.averages.range(),
-            Observer::Percentile => percentiles(histogram, wide, percentile),
-            Observer::Entropy => entropy(histogram, wide),
-            Observer::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels(), weights)) {
+            ActivationObserver::Minmax => wide,
+            ActivationObserver::MovingAverage => return seen.averages.range(),
+            ActivationObserver::Percentile => percentiles(histogram, wide, percentile),
+            ActivationObserver::Entropy => entropy(histogram, wide),
+            ActivationObserver::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels(), weights)) {
                 Some(weighted) => search(wide, |range| weighted.error(range)),
                 None => squares(histogram, wide),
             },
@@ -78,7 +78,7 @@ const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 
 /// The range for what was seen, with room for what was not: as much as each half of the samples needs beyond what the other half
 /// asks for.
-pub fn with_headroom(observer: Observer, seen: &Seen, weights: &[f64], percentile: f64) -> (f32, f32) {
+pub fn with_headroom(observer: ActivationObserver, seen: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(seen, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
     let Some(halves) = seen.halves() else { return (low, high) };
@@ -133,7 +133,7 @@ impl Weighted {
 }
 
 /// The values at both ends of the middle part, interpolated within their bins.
-fn percentiles(seen: &Histogram, (low, high): (f64, f64), percentile: f64) -> (f64, f64) {
+fn percentiles(seen: &ActivationHistogram, (low, high): (f64, f64), percentile: f64) -> (f64, f64) {
     let outside = (1.0 - percentile / 100.0) / 2.0;
     let at = |fraction: f64| {
         let wanted = fraction * seen.total() as f64;
@@ -157,7 +157,7 @@ const STRIDE: usize = 32;
 const FIRST: usize = 128;
 
 /// Clips both ends at the threshold whose merged distribution diverges least (Migacz, 8-bit inference with TensorRT, 2017).
-fn entropy(seen: &Histogram, (low, high): (f64, f64)) -> (f64, f64) {
+fn entropy(seen: &ActivationHistogram, (low, high): (f64, f64)) -> (f64, f64) {
     let half = BINS / 2;
     let largest = low.abs().max(high);
     let last = ((largest / seen.width()).ceil() as usize).next_multiple_of(STRIDE).clamp(FIRST, half);
@@ -173,18 +173,18 @@ fn entropy(seen: &Histogram, (low, high): (f64, f64)) -> (f64, f64) {
     best.1
 }
 
-fn divergence(seen: &Histogram, (low, high): (f64, f64)) -> f64 {
+fn divergence(seen: &ActivationHistogram, (low, high): (f64, f64)) -> f64 {
     let half = BINS as f64 / 2.0;
     let first = ((low / seen.width()).floor() + half).clamp(0.0, half) as usize;
     let end = ((high / seen.width()).floor() + half + 1.0).clamp(half + 1.0, BINS as f64) as usize;
     let counts = seen.counts();
     // What an activation cuts off is zero, exact in any range, and would outweigh everything else.
     let mut inside = counts[first..end].to_vec();
-    if let Some(zeros) = inside.get_mut(Histogram::zero_bin() - first) {
+    if let Some(zeros) = inside.get_mut(ActivationHistogram::zero_bin() - first) {
         *zeros = 0;
     }
     let size = inside.len();
-    let total = (seen.total() - counts[Histogram::zero_bin()]) as f64;
+    let total = (seen.total() - counts[ActivationHistogram::zero_bin()]) as f64;
     if size == 0 || total == 0.0 {
         return f64::INFINITY;
     }
@@ -214,7 +214,7 @@ fn part(step: usize) -> f64 {
 }
 
 /// Of the histogram alone, every value as important as every other.
-fn squares(seen: &Histogram, wide: (f64, f64)) -> (f64, f64) {
+fn squares(seen: &ActivationHistogram, wide: (f64, f64)) -> (f64, f64) {
     let filled: Vec<(f64, f64)> =
         seen.counts().iter().enumerate().filter(|(_, count)| **count > 0).map(|(bin, count)| (seen.middle(bin), *count as f64)).collect();
     search(wide, |range| squared_error(&filled, range))
@@ -294,20 +294,20 @@ mod tests {
             for (value, first) in values.iter().zip(case["first"].as_array().unwrap()) {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
-            let mut seen = Seen::new(1, Request { axis: Axis::Last, histograms: false });
+            let mut seen = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: false });
             values.chunks(1000).for_each(|batch| seen.add("x", batch, &[batch.len(), 1], Axis::Last).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, wanted) in case["ranges"].as_object().unwrap() {
                 let (kind, percentile) = match observer.as_str() {
-                    "minmax" => (Observer::Minmax, 0.0),
-                    "moving-average" => (Observer::MovingAverage, 0.0),
-                    "percentile" => (Observer::Percentile, 99.99),
-                    "percentile-99.9" => (Observer::Percentile, 99.9),
-                    "entropy" => (Observer::Entropy, 0.0),
-                    _ => (Observer::Mse, 0.0),
+                    "minmax" => (ActivationObserver::Minmax, 0.0),
+                    "moving-average" => (ActivationObserver::MovingAverage, 0.0),
+                    "percentile" => (ActivationObserver::Percentile, 99.99),
+                    "percentile-99.9" => (ActivationObserver::Percentile, 99.9),
+                    "entropy" => (ActivationObserver::Entropy, 0.0),
+                    _ => (ActivationObserver::Mse, 0.0),
                 };
                 let (low, high) = kind.range(&seen, None, percentile);
-                let (widest_low, widest_high) = Observer::Minmax.range(&seen, None, 0.0);
+                let (widest_low, widest_high) = ActivationObserver::Minmax.range(&seen, None, 0.0);
                 assert!(low >= widest_low && high <= widest_high && low <= 0.0 && high >= 0.0, "{name} {observer}");
                 let near = |ours: f32, theirs: &serde_json::Value| (f64::from(ours) - theirs.as_f64().unwrap()).abs() <= 1e-6 * bin.max(f64::from(ours.abs()));
                 assert!(near(low, &wanted[0]) && near(high, &wanted[1]), "{name} {observer}: {low} {high}, not {wanted}");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{CpuStorage, Device, Storage, Tensor};
 
-use super::{Averages, Channels, Histogram};
+use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::exec::Executor;
@@ -34,9 +34,9 @@ const KEPT: usize = 64;
 
 /// What was seen of a value.
 #[derive(Debug, Clone)]
-pub struct Seen {
+pub struct ValueStatistics {
     /// All elements.
-    pub histogram: Histogram,
+    pub histogram: ActivationHistogram,
     /// The extremes of batches.
     pub averages: Averages,
     /// Channel by channel, of every second batch: what one half says can be held to the other.
@@ -46,7 +46,7 @@ pub struct Seen {
     batches: u64,
 }
 
-impl Seen {
+impl ValueStatistics {
     /// What would have been seen, had every channel been multiplied by a number of its own.
     pub fn multiply(&mut self, factors: &[f64]) {
         if factors.iter().all(|factor| *factor == 1.0) {
@@ -64,9 +64,9 @@ impl Seen {
         }
     }
 
-    pub(super) fn new(width: usize, request: Request) -> Seen {
+    pub(super) fn new(width: usize, request: Request) -> ValueStatistics {
         let halves = [(); 2].map(|()| Channels::new(width, request.histograms));
-        Seen { histogram: Histogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0 }
+        ValueStatistics { histogram: ActivationHistogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0 }
     }
 
     /// Channel by channel.
@@ -77,14 +77,14 @@ impl Seen {
     }
 
     /// The halves of what was seen as if each were all of it, where both have something.
-    pub fn halves(&self) -> Option<[Seen; 2]> {
+    pub fn halves(&self) -> Option<[ValueStatistics; 2]> {
         let half = |index: usize| {
             let channels = &self.halves[index];
             let mut averages = self.averages;
             let histogram = channels.histogram();
             averages.scale(self.histogram.range(), histogram.range());
             let halves = [channels.clone(), Channels::new(channels.channels(), true)];
-            Seen { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2 }
+            ValueStatistics { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2 }
         };
         let both = self.halves.iter().all(|half| half.has_histograms() && half.count() > 0);
         both.then(|| [half(0), half(1)])
@@ -132,7 +132,7 @@ impl Seen {
 ///
 /// # Errors
 /// Reading or running fails, a value is not finite, there is no sample, or the work is cancelled.
-pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, Seen>> {
+pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
     data.sweep("Calibrating", sweep, |batch| {
         let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
@@ -148,7 +148,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
     Ok(seen)
 }
 
-fn watch(seen: &mut BTreeMap<String, Seen>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {
+fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {
     let shape = value.dims();
     let width = match request.axis {
         Axis::Last => shape.last(),
@@ -156,7 +156,7 @@ fn watch(seen: &mut BTreeMap<String, Seen>, name: &str, value: &Tensor, request:
     };
     let width = width.copied().unwrap_or(1);
     if !seen.contains_key(name) {
-        seen.insert(name.to_owned(), Seen::new(width, request));
+        seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
     let failed = |e: candle_core::Error| Error::run(format!("graph value `{name}`"), e, "");

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::report::format::{bytes, seconds};
-use crate::store::{Event, Progress, Unit, lock};
+use crate::store::{Event, Progress, ProgressUnit, lock};
 
 /// Stages shorter than this leave no line behind.
 const WORTH_A_LINE: Duration = Duration::from_secs(1);
@@ -23,7 +23,7 @@ pub(super) struct Bars(Mutex<Option<Stage>>);
 
 struct Stage {
     name: String,
-    unit: Unit,
+    unit: ProgressUnit,
     done: u64,
     start: Instant,
     told: Instant,
@@ -41,9 +41,9 @@ impl Progress for Bars {
             Event::Begin { stage: name, total, unit } => {
                 let template = match (unit, total) {
                     (_, 0) => UNCOUNTED,
-                    (Unit::Bytes, _) => BYTES,
-                    (Unit::Samples, _) => SAMPLES,
-                    (Unit::Steps, _) => STEPS,
+                    (ProgressUnit::Bytes, _) => BYTES,
+                    (ProgressUnit::Samples, _) => SAMPLES,
+                    (ProgressUnit::Steps, _) => STEPS,
                 };
                 let bar = io::stderr().is_terminal().then(|| {
                     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("=> ");
@@ -82,9 +82,9 @@ impl Progress for Bars {
                 if elapsed >= WORTH_A_LINE {
                     let rate = done as f64 / elapsed.as_secs_f64();
                     let (amount, rate) = match unit {
-                        Unit::Bytes => (bytes(done), bytes(rate as u64)),
-                        Unit::Samples => (format!("{done} samples"), format!("{rate:.1}")),
-                        Unit::Steps => (format!("{done} steps"), format!("{rate:.2}")),
+                        ProgressUnit::Bytes => (bytes(done), bytes(rate as u64)),
+                        ProgressUnit::Samples => (format!("{done} samples"), format!("{rate:.1}")),
+                        ProgressUnit::Steps => (format!("{done} steps"), format!("{rate:.2}")),
                     };
                     let _ = writeln!(io::stderr().lock(), "{name}: {amount} in {}, {rate}/s", seconds(elapsed.as_secs_f64()));
                 }
@@ -113,9 +113,9 @@ impl Progress for JsonLines {
         let line = match event {
             Event::Begin { stage, total, unit } => {
                 let unit = match unit {
-                    Unit::Bytes => "bytes",
-                    Unit::Samples => "samples",
-                    Unit::Steps => "steps",
+                    ProgressUnit::Bytes => "bytes",
+                    ProgressUnit::Samples => "samples",
+                    ProgressUnit::Steps => "steps",
                 };
                 *state = Some(Counter { done: 0, total, unit, told: Instant::now() });
                 json!({ "event": "begin", "stage": stage, unit: total })

@@ -12,7 +12,7 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, Port, References, SampleSource, Target, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::header::{byte_count, element_count};
@@ -308,8 +308,8 @@ impl Arrays {
                 labels.extend(integers(bytes, *dtype)?.into_iter().map(|label| (sample.index, label)));
             }
         }
-        let truth = if self.labels.is_some() { self.classes.truth(labels, &self.path)? } else { Truth::None };
-        Ok(Batch { inputs: named, truth, samples: count })
+        let references = if self.labels.is_some() { self.classes.references(labels, &self.path)? } else { References::None };
+        Ok(Batch { inputs: named, references, samples: count })
     }
 }
 
@@ -327,7 +327,7 @@ fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
     }
 }
 
-impl Source for Arrays {
+impl SampleSource for Arrays {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         let mut arrays = open(&self.path)?;
         let mut take = move |name: &str| {

@@ -11,7 +11,7 @@ use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, LARGEST, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, Port, References, SampleSource, Target, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::store::DType;
 use crate::store::header::byte_count;
@@ -125,12 +125,12 @@ impl Idx {
         pixels::require_size(&self.port, (channels, high, wide), &self.images)?;
         let tensor = Tensor::from_vec(numbers, shape(&self.port, count, channels, high, wide), &Device::Cpu).map_err(shaped)?;
         let labels = || samples.iter().filter_map(|sample| Some((sample.index, i64::from(sample.label?))));
-        let truth = self.labels.as_ref().map_or(Ok(Truth::None), |path| self.classes.truth(labels(), path))?;
-        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: count })
+        let references = self.labels.as_ref().map_or(Ok(References::None), |path| self.classes.references(labels(), path))?;
+        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), references, samples: count })
     }
 }
 
-impl Source for Idx {
+impl SampleSource for Idx {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
         let bytes = images.bytes as usize;

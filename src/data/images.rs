@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Order, Port, Source, Target, Truth, Works, in_batches, shaped};
+use super::{Batch, Order, Port, References, SampleSource, Target, Works, in_batches, shaped};
 use crate::error::{Error, Result};
 
 const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
@@ -71,8 +71,8 @@ impl ClassFolders {
         }
         let (height, width) = first.unwrap_or_default();
         let tensor = Tensor::from_vec(numbers, shape(&self.port, files.len(), channels, height, width), &Device::Cpu).map_err(shaped)?;
-        let truth = if self.labelled { Truth::Classes(files.iter().map(|(_, class)| *class).collect()) } else { Truth::None };
-        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), truth, samples: files.len() })
+        let references = if self.labelled { References::Classes(files.iter().map(|(_, class)| *class).collect()) } else { References::None };
+        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), references, samples: files.len() })
     }
 }
 
@@ -83,7 +83,7 @@ fn unreadable(file: &Path, error: &image::ImageError) -> Error {
     }
 }
 
-impl Source for ClassFolders {
+impl SampleSource for ClassFolders {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         Ok(in_batches(self.files.iter().map(Ok), self.batch, size_of::<&(PathBuf, usize)>(), order, |files| self.batch(files)))
     }

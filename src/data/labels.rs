@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use super::{Port, Target, Truth};
+use super::{Port, References, Target};
 use crate::error::{Error, Result};
 
 /// Names that are listed in an error.
@@ -46,9 +46,9 @@ impl Classes {
     }
 
     /// The classes of samples by number; the first of each pair is the sample's place in its file.
-    pub fn truth(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<Truth> {
+    pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
         let class = |(index, number): (usize, i64)| self.find(&number.to_string(), path, &format!("label {index}"));
-        numbers.into_iter().map(class).collect::<Result<_>>().map(Truth::Classes)
+        numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
     /// Classes for the names of folders: those that the model knows, else their order.

@@ -79,7 +79,7 @@ fn work_once(jobs: &Mutex<Receiver<Job>>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Truth;
+    use super::super::References;
     use super::*;
 
     fn works(count: usize, failing: Option<usize>) -> Works<'static> {
@@ -89,7 +89,7 @@ mod tests {
                 if failing == Some(index) {
                     Err(Error::option("sample", index))
                 } else {
-                    Ok(Batch { inputs: Default::default(), truth: Truth::None, samples: index })
+                    Ok(Batch { inputs: Default::default(), references: References::None, samples: index })
                 }
             });
             Ok(work)

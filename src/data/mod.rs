@@ -11,12 +11,12 @@ mod idx;
 mod images;
 mod labels;
 mod loader;
-mod made_up;
 mod options;
 mod order;
 mod padding;
 mod pixels;
 mod records;
+mod synthetic;
 mod text;
 mod tokens;
 mod windows;
@@ -28,14 +28,14 @@ use std::path::Path;
 use candle_core::Tensor;
 use serde_json::{Map, Value};
 
-pub use made_up::{made_up, made_up_of};
 pub use options::{Column, Data, DataSets, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
+pub use synthetic::{made_up_of, synthetic};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::store::{Event, Sweep, Unit};
+use crate::store::{Event, ProgressUnit, Sweep};
 
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;
@@ -55,7 +55,7 @@ pub struct Target<'m> {
 
 /// What is known about the samples of a batch.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Truth {
+pub enum References {
     /// Nothing.
     None,
     /// The class of each sample.
@@ -72,7 +72,7 @@ pub struct Batch {
     /// Values of the model's inputs, and possibly of others that a model may take.
     pub inputs: BTreeMap<String, Tensor>,
     /// What is known.
-    pub truth: Truth,
+    pub references: References,
     /// How many samples.
     pub samples: usize,
 }
@@ -85,14 +85,14 @@ impl Batch {
     pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
         let inputs = self.inputs.iter().map(|(name, tensor)| Ok((name.clone(), tensor.narrow(0, from, count)?))).collect::<candle_core::Result<_>>();
         let some = from..from.saturating_add(count);
-        let truth = match &self.truth {
-            Truth::None => Some(Truth::None),
-            Truth::Classes(classes) => classes.get(some).map(|some| Truth::Classes(some.to_vec())),
-            Truth::Scores(scores) => scores.get(some).map(|some| Truth::Scores(some.to_vec())),
-            Truth::Next(ranges) => ranges.get(some).map(|some| Truth::Next(some.to_vec())),
+        let references = match &self.references {
+            References::None => Some(References::None),
+            References::Classes(classes) => classes.get(some).map(|some| References::Classes(some.to_vec())),
+            References::Scores(scores) => scores.get(some).map(|some| References::Scores(some.to_vec())),
+            References::Next(ranges) => ranges.get(some).map(|some| References::Next(some.to_vec())),
         };
-        let truth = truth.ok_or_else(|| Error::option("data", format!("a batch of {} has no {count} samples from {from}", self.samples)))?;
-        Ok(Batch { inputs: inputs.map_err(shaped)?, truth, samples: count })
+        let references = references.ok_or_else(|| Error::option("data", format!("a batch of {} has no {count} samples from {from}", self.samples)))?;
+        Ok(Batch { inputs: inputs.map_err(shaped)?, references, samples: count })
     }
 }
 
@@ -103,7 +103,7 @@ type Work<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 type Works<'s> = Box<dyn Iterator<Item = Result<Work<'s>>> + Send + 's>;
 
 /// Something that samples come from.
-trait Source: Send + Sync {
+trait SampleSource: Send + Sync {
     /// Begins to read.
     fn works(&self, order: Order) -> Result<Works<'_>>;
     /// How many samples there are, as far as that can be said without reading everything.
@@ -112,7 +112,7 @@ trait Source: Send + Sync {
 
 /// A data set that fits a model.
 pub struct DataSet {
-    source: Box<dyn Source>,
+    source: Box<dyn SampleSource>,
     task: Task,
     description: String,
 }
@@ -126,7 +126,7 @@ impl DataSet {
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
         let task = options.task(&target)?;
-        let (source, path): (Box<dyn Source>, &Path) = match (&options.text, &options.images, &options.arrays) {
+        let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
             (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
             (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),
@@ -179,7 +179,7 @@ impl DataSet {
     /// # Errors
     /// As [`for_each`](DataSet::for_each), or the work is cancelled.
     pub fn sweep(&self, stage: &str, sweep: &Sweep, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
-        sweep.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: Unit::Samples });
+        sweep.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: ProgressUnit::Samples });
         let done = self.for_each(|batch| {
             sweep.cancel.check()?;
             let samples = batch.samples as u64;
@@ -247,8 +247,8 @@ mod tests {
 
     #[test]
     fn a_batch_has_no_more_than_its_samples() {
-        let batch = Batch { inputs: BTreeMap::new(), truth: Truth::Classes(vec![3, 4, 5]), samples: 3 };
-        assert_eq!(batch.narrow(1, 2).unwrap().truth, Truth::Classes(vec![4, 5]));
+        let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![3, 4, 5]), samples: 3 };
+        assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![4, 5]));
         for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {
             assert!(batch.narrow(from, count).is_err(), "{from} {count}");
         }

@@ -23,7 +23,7 @@ pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
 
 /// How a file of text is laid out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Layout {
+pub(super) enum TextFormat {
     Lines,
     Columns { delimiter: u8, quoting: bool },
     Json,
@@ -33,17 +33,17 @@ const TEXT: [&str; 2] = ["text", "sentence"];
 const LABEL: [&str; 2] = ["label", "labels"];
 
 /// The layout that a file's name tells.
-pub(super) fn layout(options: &Data, path: &Path) -> Result<Layout> {
+pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
     let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
     let tabs = ending == "tsv";
     if let Some(delimiter) = options.delimiter {
         let delimiter = u8::try_from(delimiter).map_err(|_| Error::option("data", format!("`delimiter` must be a character of ASCII, not `{delimiter}`")))?;
-        return Ok(Layout::Columns { delimiter, quoting: options.quoting.unwrap_or(delimiter != b'\t') });
+        return Ok(TextFormat::Columns { delimiter, quoting: options.quoting.unwrap_or(delimiter != b'\t') });
     }
     match ending.as_str() {
-        "csv" | "tsv" => Ok(Layout::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
-        "jsonl" => Ok(Layout::Json),
-        "txt" => Ok(Layout::Lines),
+        "csv" | "tsv" => Ok(TextFormat::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
+        "jsonl" => Ok(TextFormat::Json),
+        "txt" => Ok(TextFormat::Lines),
         _ => Err(Error::option("data", format!("{}: text must be .txt, .csv, .tsv or .jsonl, or `delimiter` must be given", path.display()))),
     }
 }
@@ -52,7 +52,7 @@ pub(super) fn layout(options: &Data, path: &Path) -> Result<Layout> {
 pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Records> {
     let file = File::open(path).map_err(Error::io("open", path))?;
     match layout(options, path)? {
-        Layout::Lines => {
+        TextFormat::Lines => {
             if labelled || options.pair_column.is_some() {
                 return Err(Error::option("data", format!("{}: lines of plain text have no columns; use .csv, .tsv or .jsonl", path.display())));
             }
@@ -62,8 +62,8 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
                 Err(e) => Some(Err(e)),
             })))
         }
-        Layout::Columns { delimiter, quoting } => columns(options, file, path, labelled, (delimiter, quoting)),
-        Layout::Json => objects(options, file, path, labelled),
+        TextFormat::Columns { delimiter, quoting } => columns(options, file, path, labelled, (delimiter, quoting)),
+        TextFormat::Json => objects(options, file, path, labelled),
     }
 }
 

@@ -6,7 +6,7 @@ use super::labels::Classes;
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, Source, Target, Truth, Works, in_batches};
+use super::{Batch, Order, References, SampleSource, Target, Works, in_batches};
 use crate::error::{Error, Result};
 
 /// About what a record takes in memory.
@@ -37,13 +37,13 @@ impl Sentences {
     }
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
-        let truth = match self.task {
-            Task::Classification => Truth::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
-            Task::Embedding => Truth::Scores(self.labels(records, |label, place| {
+        let references = match self.task {
+            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
+            Task::Embedding => References::Scores(self.labels(records, |label, place| {
                 let score = label.trim().parse::<f64>().ok().filter(|score| score.is_finite());
                 score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{label}` is no number")))
             })?),
-            Task::LanguageModelling | Task::Fidelity => Truth::None,
+            Task::LanguageModelling | Task::Fidelity => References::None,
         };
         let rows: Vec<Tokens> = if self.task == Task::Embedding {
             let second = records.iter().filter_map(|r| r.pair.as_ref());
@@ -51,7 +51,7 @@ impl Sentences {
         } else {
             records.iter().map(|r| self.tokenizer.encode(&r.text, r.pair.as_deref())).collect::<Result<_>>()?
         };
-        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, truth, samples: records.len() })
+        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: records.len() })
     }
 
     fn labels<T>(&self, records: &[Record], read: impl Fn(&str, &str) -> Result<T>) -> Result<Vec<T>> {
@@ -59,7 +59,7 @@ impl Sentences {
     }
 }
 
-impl Source for Sentences {
+impl SampleSource for Sentences {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         let records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
         Ok(in_batches(records, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
@@ -67,7 +67,7 @@ impl Source for Sentences {
 
     fn samples(&self) -> Option<usize> {
         let header =
-            usize::from(self.options.header.unwrap_or(true) && matches!(records::layout(&self.options, &self.path), Ok(records::Layout::Columns { .. })));
+            usize::from(self.options.header.unwrap_or(true) && matches!(records::layout(&self.options, &self.path), Ok(records::TextFormat::Columns { .. })));
         let lines = records::count_lines(&self.path)?.saturating_sub(header);
         Some(lines.min(self.options.samples.unwrap_or(usize::MAX)))
     }

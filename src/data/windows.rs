@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::options::{self, Data, Task};
-use super::records::{self, Layout};
+use super::records::{self, TextFormat};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, Source, Target, Truth, Works, in_batches};
+use super::{Batch, Order, References, SampleSource, Target, Works, in_batches};
 use crate::error::{Error, Result};
 
 /// Window when neither the data nor the model asks for a shorter one.
@@ -52,7 +52,7 @@ impl Windows {
     }
 
     fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<String>> + Send>> {
-        if records::layout(&self.options, &self.path)? == Layout::Lines {
+        if records::layout(&self.options, &self.path)? == TextFormat::Lines {
             let file = File::open(&self.path).map_err(Error::io("open", &self.path))?;
             return Ok(Box::new(Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE }));
         }
@@ -61,12 +61,12 @@ impl Windows {
 
     fn batch(&self, windows: &[Window]) -> Result<Batch> {
         let rows: Vec<Tokens> = windows.iter().map(|w| Tokens { ids: w.ids.clone(), types: vec![0; w.ids.len()] }).collect();
-        let truth = Truth::Next(windows.iter().map(|w| w.predicted.clone()).collect());
-        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, truth, samples: windows.len() })
+        let references = References::Next(windows.iter().map(|w| w.predicted.clone()).collect());
+        Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: windows.len() })
     }
 }
 
-impl Source for Windows {
+impl SampleSource for Windows {
     fn works(&self, order: Order) -> Result<Works<'_>> {
         let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
             Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),

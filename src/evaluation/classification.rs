@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::D;
 
 use super::{Metric, Outputs, Score, answer, computed, statistics};
-use crate::data::{Batch, Truth};
+use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 
 /// Counts for each pair of true and predicted class.
@@ -16,7 +16,7 @@ pub(super) struct Classification {
 
 impl Metric for Classification {
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
-        let Truth::Classes(classes) = &batch.truth else { return Ok(()) };
+        let References::Classes(classes) = &batch.references else { return Ok(()) };
         let (name, logits) = answer(outputs, &["logits"], 2)?;
         let count = logits.dim(1).map_err(computed)?;
         let predicted = logits.argmax(D::Minus1).and_then(|t| t.to_vec1::<u32>()).map_err(computed)?;
@@ -66,13 +66,13 @@ mod tests {
     fn accuracy_and_f1() {
         let mut metric = Classification::default();
         let logits = Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 1., 0.], [0., 0., 1.]], &Device::Cpu).unwrap();
-        let batch = Batch { inputs: Default::default(), truth: Truth::Classes(vec![0, 1, 2, 2]), samples: 4 };
+        let batch = Batch { inputs: Default::default(), references: References::Classes(vec![0, 1, 2, 2]), samples: 4 };
         metric.add(&batch, &[("logits".to_owned(), logits)].into()).unwrap();
         let score = metric.score().unwrap();
         assert_eq!(score.value, 0.75);
         // sklearn: f1_score([0, 1, 2, 2], [0, 1, 1, 2], average="macro")
         assert!((score.more["f1_macro"] - 0.777_777_77).abs() < 1e-6);
-        let wrong = Batch { truth: Truth::Classes(vec![0, 1, 2, 3]), ..batch };
+        let wrong = Batch { references: References::Classes(vec![0, 1, 2, 3]), ..batch };
         let logits = Tensor::zeros((4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
         assert!(metric.add(&wrong, &[("logits".to_owned(), logits)].into()).unwrap_err().to_string().contains("a label is 3"));
     }

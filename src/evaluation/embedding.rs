@@ -1,7 +1,7 @@
 //! Likeness of texts.
 
 use super::{Metric, Outputs, Score, answer, computed, statistics};
-use crate::data::{Batch, Truth};
+use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 
 /// Names of outputs that stand for a whole text, best first.
@@ -16,7 +16,7 @@ pub(super) struct Similarity {
 
 impl Metric for Similarity {
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
-        let Truth::Scores(scores) = &batch.truth else { return Ok(()) };
+        let References::Scores(scores) = &batch.references else { return Ok(()) };
         let (name, embeddings) = answer(outputs, &EMBEDDINGS, 2)?;
         let rows = embeddings.to_vec2::<f32>().map_err(computed)?;
         if rows.len() != 2 * scores.len() {

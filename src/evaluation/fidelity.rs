@@ -110,7 +110,7 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::data::Truth;
+    use crate::data::References;
 
     fn compare(name: &str, a: &[[f32; 3]; 2], b: &[[f32; 3]; 2], mask: Option<[i64; 2]>) -> Fidelity {
         let tensor = |rows: &[[f32; 3]; 2]| {
@@ -118,7 +118,7 @@ mod tests {
             if mask.is_some() { tensor.unsqueeze(0).unwrap() } else { tensor }
         };
         let inputs = mask.map(|mask| ("attention_mask".to_owned(), Tensor::new(&[mask], &Device::Cpu).unwrap()));
-        let batch = Batch { inputs: inputs.into_iter().collect(), truth: Truth::None, samples: 2 };
+        let batch = Batch { inputs: inputs.into_iter().collect(), references: References::None, samples: 2 };
         let mut sums = Sums::default();
         sums.add(&batch, &[(name.to_owned(), tensor(a))].into(), &[(name.to_owned(), tensor(b))].into()).unwrap();
         sums.finish()

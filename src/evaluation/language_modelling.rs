@@ -3,7 +3,7 @@
 use candle_core::{D, IndexOp};
 
 use super::{Metric, Outputs, Score, answer, computed, statistics};
-use crate::data::{Batch, Truth};
+use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 
 /// Rows of logits that are gone through at once, so that their logarithms stay small beside the logits.
@@ -19,7 +19,7 @@ pub(super) struct Perplexity {
 
 impl Metric for Perplexity {
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
-        let Truth::Next(places) = &batch.truth else { return Ok(()) };
+        let References::Next(places) = &batch.references else { return Ok(()) };
         let (name, logits) = answer(outputs, &["logits"], 3)?;
         let ids = batch.inputs.get("input_ids").ok_or_else(|| Error::option("task", "perplexity needs tokens"))?;
         let (windows, length) = ids.dims2().map_err(computed)?;
@@ -76,7 +76,7 @@ mod tests {
     fn an_even_guess_has_the_perplexity_of_its_choices() {
         let mut metric = Perplexity::default();
         let ids = Tensor::new(&[[1i64, 2, 3, 0]], &Device::Cpu).unwrap();
-        let batch = Batch { inputs: [("input_ids".to_owned(), ids)].into(), truth: Truth::Next(std::iter::once(1..3).collect()), samples: 1 };
+        let batch = Batch { inputs: [("input_ids".to_owned(), ids)].into(), references: References::Next(std::iter::once(1..3).collect()), samples: 1 };
         let logits = Tensor::full(2f32, (1, 4, 5), &Device::Cpu).unwrap();
         metric.add(&batch, &[("logits".to_owned(), logits)].into()).unwrap();
         let score = metric.score().unwrap();

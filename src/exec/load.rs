@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::ir::Graph;
-use crate::store::{Activations, DType as Stored, Encoding, Sweep, Weight, Weights};
+use crate::store::{ActivationScheme, DType as Stored, Encoding, Sweep, Weight, Weights};
 
 /// What is kept in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -57,7 +57,7 @@ impl Parameters {
                 Ok(tensor)
             },
         )?;
-        let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == Activations::DynamicToken);
+        let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == ActivationScheme::DynamicToken);
         let rounding = jobs.iter().filter(|(_, weight)| rounds(weight)).map(|(name, _)| (*name).clone()).collect();
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
     }

@@ -2,8 +2,8 @@
 
 mod device;
 mod inputs;
-mod ledger;
 mod load;
+mod memory_tracker;
 mod plan;
 mod rounding;
 mod run;
@@ -11,8 +11,8 @@ mod sizes;
 mod tape;
 
 pub use device::Choice;
-pub use ledger::{Ledger, Purpose};
 pub use load::{Parameters, Residence};
+pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;
 pub use run::{Executor, Inputs};
-pub use tape::{Forward, Sink, Tape, Watch};
+pub use tape::{Forward, GradientSink, Tape, Watch};

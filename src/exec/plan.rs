@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use crate::analysis;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
-use crate::kernel::activation::Activation;
+use crate::kernel::activation::ActivationFunction;
 
 /// Nodes that are computed in one go.
 #[derive(Debug)]
-pub(super) struct Step {
+pub(super) struct FusedNodes {
     /// The first computes, the others finish its result; only the last one's value is seen.
     pub nodes: Vec<usize>,
     /// Values that nobody reads afterwards.
@@ -17,12 +17,12 @@ pub(super) struct Step {
 }
 
 /// Every node by itself.
-pub(super) fn single(graph: &Graph) -> Vec<Step> {
+pub(super) fn single(graph: &Graph) -> Vec<FusedNodes> {
     with_dead(graph, analysis::node_by_node(graph))
 }
 
 /// Linear layers and convolutions with what is done to their results alone.
-pub(super) fn chained(graph: &Graph) -> Vec<Step> {
+pub(super) fn chained(graph: &Graph) -> Vec<FusedNodes> {
     let nodes = graph.nodes();
     let mut readers: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
     for (index, node) in nodes.iter().enumerate() {
@@ -66,7 +66,7 @@ fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
 }
 
 /// The function of single elements that an op is.
-pub(super) fn activation(op: &Op) -> Option<Activation> {
+pub(super) fn activation(op: &Op) -> Option<ActivationFunction> {
     Some(match op {
         Op::Relu(op) => op.kernel(),
         Op::Gelu(op) => op.kernel(),
@@ -79,9 +79,9 @@ pub(super) fn activation(op: &Op) -> Option<Activation> {
     })
 }
 
-fn with_dead(graph: &Graph, chains: Vec<Vec<usize>>) -> Vec<Step> {
+fn with_dead(graph: &Graph, chains: Vec<Vec<usize>>) -> Vec<FusedNodes> {
     let dead = analysis::dead_after(graph, &chains);
-    chains.into_iter().zip(dead).map(|(nodes, dead)| Step { nodes, dead }).collect()
+    chains.into_iter().zip(dead).map(|(nodes, dead)| FusedNodes { nodes, dead }).collect()
 }
 
 #[cfg(test)]

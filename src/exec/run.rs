@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::plan::{self, Step};
+use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
 use super::{Parameters, Rounding, inputs};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use crate::ir::{Graph, Kind, Node, ValueId};
 pub type Inputs = BTreeMap<String, Tensor>;
 
 /// Is told every value that is computed, with its node's name.
-type Observer<'o> = &'o mut dyn FnMut(&str, &Tensor) -> Result<()>;
+type ValueObserver<'o> = &'o mut dyn FnMut(&str, &Tensor) -> Result<()>;
 
 /// A graph with its parameters, ready to run.
 #[derive(Debug)]
@@ -27,9 +27,9 @@ pub struct Executor<'g> {
     mode: Mode,
     sizes: Sizes,
     /// Every node by itself, for observers.
-    single: Vec<Step>,
+    single: Vec<FusedNodes>,
     /// Nodes that are computed together, where nobody looks.
-    chained: Vec<Step>,
+    chained: Vec<FusedNodes>,
 }
 
 impl<'g> Executor<'g> {
@@ -77,7 +77,7 @@ impl<'g> Executor<'g> {
         self.walk(&self.single, inputs, Some(observe))
     }
 
-    fn walk(&self, steps: &[Step], inputs: &Inputs, mut observe: Option<Observer>) -> Result<BTreeMap<String, Tensor>> {
+    fn walk(&self, steps: &[FusedNodes], inputs: &Inputs, mut observe: Option<ValueObserver>) -> Result<BTreeMap<String, Tensor>> {
         let mut values = Values(vec![None; self.graph.values().len()]);
         for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, self.parameters.compute())? {
             values.0[id.index()] = Some(tensor);
@@ -112,7 +112,7 @@ impl<'g> Executor<'g> {
         &self.graph.value(node.output).name
     }
 
-    fn last(&self, step: &Step) -> &Node {
+    fn last(&self, step: &FusedNodes) -> &Node {
         &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
     }
 
@@ -146,7 +146,7 @@ impl<'g> Executor<'g> {
     }
 
     /// The value of a step's last node, if the others can be done within the first.
-    fn together(&self, step: &Step, values: &Values) -> Result<Option<Tensor>> {
+    fn together(&self, step: &FusedNodes, values: &Values) -> Result<Option<Tensor>> {
         let [first, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
         if rest.is_empty() {
             return Ok(None);

@@ -2,7 +2,7 @@
 //! Derivatives*, 2008), with values kept no longer than somebody reads them.
 //!
 //! The nodes are cut into segments. Of a segment that is computed again, only what later segments read is kept on the
-//! way forwards; on the way back it runs once more (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016).
+//! forward pass; in the backward pass it runs once more (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -10,7 +10,7 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 
 use super::sizes::Sizes;
-use super::{Inputs, Ledger, Parameters, Purpose, inputs, run};
+use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, inputs, run};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Backward, Mode, Op, OpSpec, Saved};
 use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
@@ -25,11 +25,11 @@ pub struct Tape<'g> {
     /// By value: whether a gradient goes through it.
     reached: Vec<bool>,
     taps: BTreeSet<ValueId>,
-    /// By node: values that nobody reads after it on the way forwards.
+    /// By node: values that nobody reads after it in the forward pass.
     dead: Vec<Vec<ValueId>>,
-    /// By node: values that no node before it reads on the way back.
+    /// By node: values that no node before it reads in the backward pass.
     done: Vec<Vec<ValueId>>,
-    /// By node: its inputs that the way back reads, and whether it reads the output.
+    /// By node: its inputs that the backward pass reads, and whether it reads the output.
     reads: Vec<(Vec<bool>, bool)>,
 }
 
@@ -39,7 +39,7 @@ struct Segment {
     again: bool,
 }
 
-/// What the way forwards leaves.
+/// What the forward pass leaves.
 #[derive(Debug)]
 pub struct Forward {
     values: Vec<Option<Tensor>>,
@@ -56,10 +56,10 @@ impl Forward {
 }
 
 /// Is told gradients of parameters.
-pub type Sink<'s> = &'s mut dyn FnMut(&str, Tensor) -> Result<()>;
+pub type GradientSink<'s> = &'s mut dyn FnMut(&str, Tensor) -> Result<()>;
 
 /// Is told a node, what it reads, and what it computes.
-type Seen<'s> = &'s mut dyn FnMut(&Node, &[Tensor], &Tensor) -> Result<()>;
+type NodeObserver<'s> = &'s mut dyn FnMut(&Node, &[Tensor], &Tensor) -> Result<()>;
 
 /// Is told what nodes read as they are computed for the first time.
 pub type Watch<'w> = &'w mut dyn FnMut(&Node, &[Tensor]) -> Result<()>;
@@ -98,9 +98,9 @@ impl<'g> Tape<'g> {
         let segments: Vec<usize> = (0..nodes.len()).map(segment_of).collect();
         let mut maker = vec![None; count];
         nodes.iter().enumerate().for_each(|(index, node)| maker[node.output.index()] = Some(index));
-        // On the way forwards within a segment: the last node of it that reads the value.
+        // In the forward pass within a segment: the last node of it that reads the value.
         let mut last = vec![None; count];
-        // On the way back: the first node that reads the value, or the start of a segment that is computed from it.
+        // In the backward pass: the first node that reads the value, or the start of a segment that is computed from it.
         let mut first: Vec<Option<usize>> = vec![None; count];
         let mut stays = vec![false; count];
         for (index, node) in nodes.iter().enumerate() {
@@ -147,11 +147,11 @@ impl<'g> Tape<'g> {
         self.graph
     }
 
-    /// Computes the graph and keeps what the way back needs.
+    /// Computes the graph and keeps what the backward pass needs.
     ///
     /// # Errors
     /// An input is missing or does not fit, or memory runs out.
-    pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, ledger: &Ledger, mut watch: Option<Watch>) -> Result<Forward> {
+    pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, mut watch: Option<Watch>) -> Result<Forward> {
         let count = self.graph.values().len();
         let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
         for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, parameters.compute())? {
@@ -159,12 +159,12 @@ impl<'g> Tape<'g> {
                 forward.taps.insert(id, tensor.clone());
             }
             forward.dims[id.index()] = tensor.dims().to_vec();
-            ledger.take(Purpose::Data, bytes(&tensor))?;
+            memory_tracker.take(MemoryCategory::Data, bytes(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
         for segment in &self.segments {
             let (dims, taps) = (&mut forward.dims, &mut forward.taps);
-            let first = self.compute(segment, parameters, &mut forward.values, ledger, false, &mut |node, operands, result| {
+            let first = self.compute(segment, parameters, &mut forward.values, memory_tracker, false, &mut |node, operands, result| {
                 dims[node.output.index()] = result.dims().to_vec();
                 if self.taps.contains(&node.output) {
                     taps.insert(node.output, result.clone());
@@ -172,14 +172,22 @@ impl<'g> Tape<'g> {
                 watch.as_mut().map_or(Ok(()), |watch| watch(node, operands))
             });
             if let Err(e) = first {
-                self.release_all(&mut forward.values, ledger);
+                self.release_all(&mut forward.values, memory_tracker);
                 return Err(e);
             }
         }
         Ok(forward)
     }
 
-    fn compute(&self, segment: &Segment, parameters: &Parameters, values: &mut [Option<Tensor>], ledger: &Ledger, again: bool, seen: Seen) -> Result<()> {
+    fn compute(
+        &self,
+        segment: &Segment,
+        parameters: &Parameters,
+        values: &mut [Option<Tensor>],
+        memory_tracker: &MemoryTracker,
+        again: bool,
+        seen: NodeObserver,
+    ) -> Result<()> {
         for index in segment.nodes.clone() {
             let node = &self.graph.nodes()[index];
             if again && values[node.output.index()].is_some() {
@@ -194,20 +202,20 @@ impl<'g> Tape<'g> {
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
             seen(node, &operands, &result)?;
             drop(operands);
-            ledger.take(Purpose::Activations, bytes(&result))?;
+            memory_tracker.take(MemoryCategory::Activations, bytes(&result))?;
             values[node.output.index()] = Some(result);
             for id in &self.dead[index] {
-                // Computed again, it is needed on the way back now.
+                // Computed again, it is needed in the backward pass now.
                 let needed = again && self.read_back(*id, segment);
                 if !needed {
-                    self.release(values, *id, ledger);
+                    self.release(values, *id, memory_tracker);
                 }
             }
         }
         Ok(())
     }
 
-    /// Whether the way back through a segment reads a value that was made in it.
+    /// Whether the backward pass of a segment reads a value that was made in it.
     fn read_back(&self, id: ValueId, segment: &Segment) -> bool {
         self.done[segment.nodes.clone()].iter().flatten().any(|done| *done == id)
     }
@@ -217,13 +225,20 @@ impl<'g> Tape<'g> {
     ///
     /// # Errors
     /// Memory runs out, or the sink fails.
-    pub fn backward(&self, forward: Forward, from: BTreeMap<ValueId, Tensor>, parameters: &Parameters, ledger: &Ledger, sink: Sink) -> Result<()> {
+    pub fn backward(
+        &self,
+        forward: Forward,
+        from: BTreeMap<ValueId, Tensor>,
+        parameters: &Parameters,
+        memory_tracker: &MemoryTracker,
+        sink: GradientSink,
+    ) -> Result<()> {
         let Forward { mut values, dims, taps } = forward;
         drop(taps);
-        let mut gradients = Gradients { by_value: vec![None; values.len()], ledger };
+        let mut gradients = Gradients { by_value: vec![None; values.len()], memory_tracker };
         let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
-        let done = done.and_then(|()| self.walk_back(&mut values, &dims, &mut gradients, parameters, ledger, sink));
-        self.release_all(&mut values, ledger);
+        let done = done.and_then(|()| self.walk_back(&mut values, &dims, &mut gradients, parameters, memory_tracker, sink));
+        self.release_all(&mut values, memory_tracker);
         gradients.clear();
         done
     }
@@ -234,24 +249,24 @@ impl<'g> Tape<'g> {
         dims: &[Vec<usize>],
         gradients: &mut Gradients,
         parameters: &Parameters,
-        ledger: &Ledger,
-        sink: Sink,
+        memory_tracker: &MemoryTracker,
+        sink: GradientSink,
     ) -> Result<()> {
         let goes_back = |node: &Node| self.reached[node.output.index()];
         for segment in self.segments.iter().rev() {
             let nodes = &self.graph.nodes()[segment.nodes.clone()];
             if segment.again && nodes.iter().any(goes_back) {
-                self.compute(segment, parameters, values, ledger, true, &mut |_, _, _| Ok(()))?;
+                self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?;
             }
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
                 if let Some(gradient) = gradients.take(node.output).filter(|_| goes_back(node)) {
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
                 for id in &self.done[index] {
-                    self.release(values, *id, ledger);
+                    self.release(values, *id, memory_tracker);
                 }
             }
-            nodes.iter().for_each(|node| self.release(values, node.output, ledger));
+            nodes.iter().for_each(|node| self.release(values, node.output, memory_tracker));
         }
         Ok(())
     }
@@ -263,7 +278,7 @@ impl<'g> Tape<'g> {
         parameters: &Parameters,
         (values, dims): (&[Option<Tensor>], &[Vec<usize>]),
         gradients: &mut Gradients,
-        sink: Sink,
+        sink: GradientSink,
     ) -> Result<()> {
         let node = &self.graph.nodes()[index];
         let failed = |e: candle_core::Error| run::failed(self.name(node))(e);
@@ -356,22 +371,22 @@ impl<'g> Tape<'g> {
         &self.graph.value(node.output).name
     }
 
-    fn release(&self, values: &mut [Option<Tensor>], id: ValueId, ledger: &Ledger) {
+    fn release(&self, values: &mut [Option<Tensor>], id: ValueId, memory_tracker: &MemoryTracker) {
         if let Some(tensor) = values[id.index()].take() {
-            let purpose = if self.graph.value(id).kind == Kind::Input { Purpose::Data } else { Purpose::Activations };
-            ledger.give(purpose, bytes(&tensor));
+            let category = if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
+            memory_tracker.give(category, bytes(&tensor));
         }
     }
 
-    fn release_all(&self, values: &mut [Option<Tensor>], ledger: &Ledger) {
-        self.graph.ids().for_each(|id| self.release(values, id, ledger));
+    fn release_all(&self, values: &mut [Option<Tensor>], memory_tracker: &MemoryTracker) {
+        self.graph.ids().for_each(|id| self.release(values, id, memory_tracker));
     }
 }
 
 /// Gradients that wait for the nodes which made their values.
 struct Gradients<'l> {
     by_value: Vec<Option<Tensor>>,
-    ledger: &'l Ledger,
+    memory_tracker: &'l MemoryTracker,
 }
 
 impl Gradients<'_> {
@@ -380,18 +395,18 @@ impl Gradients<'_> {
             Some(other) => Add {}.eval(&[other, found], Mode::Infer)?,
             None => found,
         };
-        let kept = self.ledger.take(Purpose::Activations, bytes(&sum));
+        let kept = self.memory_tracker.take(MemoryCategory::Activations, bytes(&sum));
         self.by_value[id.index()] = Some(sum);
         Ok(kept)
     }
 
     fn take(&mut self, id: ValueId) -> Option<Tensor> {
         let gradient = self.by_value[id.index()].take();
-        gradient.inspect(|gradient| self.ledger.give(Purpose::Activations, bytes(gradient)))
+        gradient.inspect(|gradient| self.memory_tracker.give(MemoryCategory::Activations, bytes(gradient)))
     }
 
     fn clear(&mut self) {
-        self.by_value.iter_mut().filter_map(Option::take).for_each(|gradient| self.ledger.give(Purpose::Activations, bytes(&gradient)));
+        self.by_value.iter_mut().filter_map(Option::take).for_each(|gradient| self.memory_tracker.give(MemoryCategory::Activations, bytes(&gradient)));
     }
 }
 

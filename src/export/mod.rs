@@ -18,11 +18,11 @@ pub use crate::store::ByteSize;
 use crate::error::Result;
 use crate::model::{Config, Model};
 use crate::store::Sweep;
-use crate::store::writer::{Seen, Written};
+use crate::store::writer::{WeightMeasurement, Written};
 
 /// What a format would write, known before any byte is read.
 #[derive(Debug, Clone)]
-pub struct Forecast {
+pub struct SizeForecast {
     /// Names of the files.
     pub files: Vec<String>,
     /// Their size, or the most that it can be.
@@ -43,7 +43,7 @@ pub struct Exported {
     /// Largest difference to what was meant, of the files or of what a runtime makes of them.
     pub max_abs_error: f64,
     /// What was seen of each weight.
-    pub weights: Vec<(String, Seen)>,
+    pub weights: Vec<(String, WeightMeasurement)>,
     /// Number of tensors in the files.
     pub tensors: usize,
     /// How each weight is stored, in the order of `weights`.
@@ -66,7 +66,7 @@ pub trait Format: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// The format cannot express the model, by name.
-    fn forecast(&self, model: &Model) -> Result<Forecast>;
+    fn forecast(&self, model: &Model) -> Result<SizeForecast>;
 
     /// Writes into a folder, and reads back.
     ///

@@ -12,14 +12,14 @@ use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::{Value, json};
 
-use super::{Exported, Forecast, Format};
+use super::{Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
 use crate::store::writer::{self, Item};
-use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, Spelling, Sweep, Weights};
+use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Sweep, Weights};
 
 /// The ONNX format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,7 +65,7 @@ struct Prepared {
     graph: Graph,
     draft: Draft,
     items: Vec<Item>,
-    layout: file::Layout,
+    layout: file::Pieces,
 }
 
 impl Onnx {
@@ -97,7 +97,7 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
         let of =
             Bias { name: name.clone(), values: weight.clone(), weight: weights.get(&sums.weight)?.clone(), input_scale: sums.input_scale, scales: sums.scales };
         let name = if sums.scales { format!("{name}_scale") } else { name };
-        return Ok(Item { name, weight: of.weight(), spelling: Spelling::Plain });
+        return Ok(Item { name, weight: of.weight(), storage_format: StorageFormat::Plain });
     }
     if !weight.is_float() {
         return Err(Error::tensor(
@@ -117,8 +117,8 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
         let source = Decoded { upstream: weight.source(), dtype, name: name.clone() };
         weight.then(dtype, Encoding::Dense, Arc::new(source))
     };
-    let spelling = if slot.transposed { Spelling::Transposed } else { Spelling::Plain };
-    Ok(Item { name, weight, spelling })
+    let storage_format = if slot.transposed { StorageFormat::Transposed } else { StorageFormat::Plain };
+    Ok(Item { name, weight, storage_format })
 }
 
 fn metadata(model: &Model) -> BTreeMap<String, String> {
@@ -158,9 +158,9 @@ impl Format for Onnx {
         serde_json::to_value(self).unwrap_or(Value::Null)
     }
 
-    fn forecast(&self, model: &Model) -> Result<Forecast> {
+    fn forecast(&self, model: &Model) -> Result<SizeForecast> {
         let Prepared { draft, layout, .. } = self.prepare(model)?;
-        Ok(Forecast {
+        Ok(SizeForecast {
             files: layout.iter().map(|(name, _)| name.clone()).collect(),
             bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
             exact: !model.estimated,

@@ -13,12 +13,12 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{ByteSize, Exported, Forecast, Format};
+use super::{ByteSize, Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::store::writer::{self, Item};
-use crate::store::{Activations, Affine, Block, Bytes, DType, Encoding, Granularity, Sink, Source, Spelling, Sweep, View, Weight, sparse};
+use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, DType, Encoding, Granularity, StorageFormat, Sweep, View, Weight, WeightSource, sparse};
 
 /// How weights are laid out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,21 +61,21 @@ impl Safetensors {
 
     fn items(&self, model: &Model, mut kept: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
         let item = |(name, weight): (&String, &Weight)| {
-            let (weight, spelling) = match self.layout {
-                Layout::Dense => (weight.dense(name), Spelling::Plain),
+            let (weight, storage_format) = match self.layout {
+                Layout::Dense => (weight.dense(name), StorageFormat::Plain),
                 Layout::Sparse => {
                     let kept = kept(name, weight)?;
                     let size = value_size(weight);
                     let bytes = sparse::stored_bytes(weight.elements() as u64, kept, size, weight.shape.len() as u64);
                     let smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
-                    (weight.clone(), if smaller { Spelling::Sparse { kept } } else { Spelling::Plain })
+                    (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { StorageFormat::Plain })
                 }
                 Layout::Auto | Layout::CompressedTensors => {
                     require_matrix_layout(model, name, weight)?;
-                    (weight.clone(), if is_packed(name, weight) { Spelling::Packed } else { Spelling::Plain })
+                    (weight.clone(), if is_packed(name, weight) { StorageFormat::Packed } else { StorageFormat::Plain })
                 }
             };
-            Ok(Item { name: name.clone(), weight, spelling })
+            Ok(Item { name: name.clone(), weight, storage_format })
         };
         let mut items: Vec<Item> = model.weights.by_name.iter().map(item).collect::<Result<_>>()?;
         if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
@@ -88,18 +88,18 @@ impl Safetensors {
         Ok(items)
     }
 
-    fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::Layout> {
+    fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::FileLayout> {
         let mut metadata = model.weights.metadata.clone();
         // Readers refuse metadata that does not name a framework.
         metadata.entry("format".into()).or_insert_with(|| "pt".into());
-        if items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. })) {
+        if items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. })) {
             metadata.insert(sparse::MARK.into(), sparse::VERSION.into());
-            if let Some(item) = items.iter().find(|item| item.spelling == Spelling::Plain && item.name.ends_with(".bitmask")) {
+            if let Some(item) = items.iter().find(|item| item.storage_format == StorageFormat::Plain && item.name.ends_with(".bitmask")) {
                 return Err(Error::tensor(&item.name, "is named like the mask of a sparse tensor", "rename it, or choose another layout"));
             }
         }
         let mut names = std::collections::BTreeSet::new();
-        for part in items.iter().flat_map(|item| item.spelling.parts(&item.name, &item.weight)) {
+        for part in items.iter().flat_map(|item| item.storage_format.parts(&item.name, &item.weight)) {
             if !names.insert(part.name.clone()) {
                 return Err(Error::tensor(
                     &part.name,
@@ -108,13 +108,13 @@ impl Safetensors {
                 ));
             }
         }
-        writer::Layout::new(items, &metadata, self.shard_size.0)
+        writer::FileLayout::new(items, &metadata, self.shard_size.0)
     }
 
     fn config(&self, model: &Model, items: &[Item]) -> Config {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
-        let sparse = items.iter().any(|item| matches!(item.spelling, Spelling::Sparse { .. }));
+        let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
         let described = integers.then(|| quantization::describe(items, model));
         // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
         // without a word.
@@ -133,18 +133,19 @@ impl Safetensors {
         config
     }
 
-    fn notes(&self, model: &Model, items: &[Item], seen: &[writer::Seen]) -> Vec<String> {
+    fn notes(&self, model: &Model, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
         let mut notes = Vec::new();
-        let sparse = items.iter().filter(|item| matches!(item.spelling, Spelling::Sparse { .. })).count();
+        let sparse = items.iter().filter(|item| matches!(item.storage_format, StorageFormat::Sparse { .. })).count();
         if sparse > 0 {
             notes.push(format!("{sparse} tensors are stored sparse: only compress reads this folder, `compress densify` brings it back bit for bit"));
         }
         // Rounding alone makes a few zeros; pruning makes many.
-        let pruned = |elements: u64, seen: &writer::Seen| seen.changed && seen.difference.zeros_after > seen.difference.zeros_before + elements / 10;
+        let pruned =
+            |elements: u64, seen: &writer::WeightMeasurement| seen.changed && seen.difference.zeros_after > seen.difference.zeros_before + elements / 10;
         let (mut zeros, mut elements) = (0, 0);
         for (item, seen) in items.iter().zip(seen) {
             let count = item.weight.elements() as u64;
-            if pruned(count, seen) && !matches!(item.spelling, Spelling::Sparse { .. }) {
+            if pruned(count, seen) && !matches!(item.storage_format, StorageFormat::Sparse { .. }) {
                 zeros += seen.difference.zeros_after;
                 elements += count;
             }
@@ -172,7 +173,7 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
         let Encoding::Affine(affine) = &weight.encoding else { return None };
         let source = Scales { of: weight.clone(), dtype: affine.scale_dtype };
         let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
-        (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, spelling: Spelling::Plain })
+        (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, storage_format: StorageFormat::Plain })
     })
 }
 
@@ -191,14 +192,14 @@ fn needs_graph(_model: &Model) -> bool {
 fn input_scales(model: &Model) -> Vec<Item> {
     let mut items = Vec::new();
     for (name, weight) in &model.weights.by_name {
-        let Encoding::Affine(Affine { activations: Activations::Static(by), scale_dtype, .. }) = &weight.encoding else { continue };
+        let Encoding::Affine(Affine { activations: ActivationScheme::Static(by), scale_dtype, .. }) = &weight.encoding else { continue };
         let module = name.strip_suffix("weight").unwrap_or(name);
         let mut scale = vec![0; scale_dtype.bitsize() / 8];
         let written = convert::from_f32(*scale_dtype, &[by.scale()], &mut scale);
         debug_assert!(written, "scales are floats");
         let mut item = |what: &str, dtype, bytes| {
             let weight = Weight::new(dtype, vec![1], Encoding::Dense, std::sync::Arc::new(Bytes { dtype, bytes }));
-            items.push(Item { name: format!("{module}{what}"), weight, spelling: Spelling::Plain });
+            items.push(Item { name: format!("{module}{what}"), weight, storage_format: StorageFormat::Plain });
         };
         item("input_scale", *scale_dtype, scale);
         if let Some(zero_point) = by.zero_point {
@@ -214,8 +215,8 @@ struct Scales {
     dtype: DType,
 }
 
-impl Source for Scales {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Scales {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let mut first = true;
         self.of.visit(unit, &mut |block| {
             let one = block.now.affine.is_some_and(|(affine, _)| affine.granularity == Granularity::Tensor);
@@ -240,7 +241,7 @@ fn is_packed(name: &str, weight: &Weight) -> bool {
         Encoding::Dense => false,
         Encoding::Affine(_) if is_embedding(name, weight) => false,
         Encoding::Affine(affine) => {
-            weight.shape.len() == 2 && affine.activations == Activations::None && affine.symmetric && affine.granularity != Granularity::Tensor
+            weight.shape.len() == 2 && affine.activations == ActivationScheme::None && affine.symmetric && affine.granularity != Granularity::Tensor
         }
     }
 }
@@ -257,10 +258,10 @@ fn require_matrix_layout(model: &Model, name: &str, weight: &Weight) -> Result<(
 }
 
 fn encoding(item: &Item) -> String {
-    match item.spelling {
-        Spelling::Sparse { .. } => format!("{} sparse", item.weight.describe()),
-        Spelling::Packed => format!("{} packed", item.weight.describe()),
-        Spelling::Plain | Spelling::Transposed => item.weight.describe(),
+    match item.storage_format {
+        StorageFormat::Sparse { .. } => format!("{} sparse", item.weight.describe()),
+        StorageFormat::Packed => format!("{} packed", item.weight.describe()),
+        StorageFormat::Plain | StorageFormat::Transposed => item.weight.describe(),
     }
 }
 
@@ -273,10 +274,10 @@ impl Format for Safetensors {
         serde_json::to_value(self).unwrap_or(Value::Null)
     }
 
-    fn forecast(&self, model: &Model) -> Result<Forecast> {
+    fn forecast(&self, model: &Model) -> Result<SizeForecast> {
         let items = self.items(model, |_, weight| Ok(weight.elements() as u64))?;
         let layout = self.layout_of(&items, model)?;
-        Ok(Forecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !model.estimated, tensors: layout.tensors() })
+        Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !model.estimated, tensors: layout.tensors() })
     }
 
     fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {

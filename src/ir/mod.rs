@@ -23,4 +23,4 @@ pub use file::GraphFile;
 pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
 pub use ops::{Op, OpSpec};
 pub use port::{Port, given};
-pub use rebuild::{Step, part, rebuild, same};
+pub use rebuild::{Rewrite, part, rebuild, same};

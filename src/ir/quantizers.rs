@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::graph::{Graph, ValueId};
 use super::ops::{FakeQuantize, Op};
-use super::rebuild::{Step, rebuild};
+use super::rebuild::{Rewrite, rebuild};
 use super::{Builder, Catalog};
 use crate::error::Result;
 
@@ -36,7 +36,7 @@ pub fn insert(graph: &Graph, catalog: &dyn Catalog, quantizers: &Quantizers) -> 
         made.insert(key, id);
         Ok(id)
     };
-    rebuild(graph, catalog, &mut |mut step: Step| {
+    rebuild(graph, catalog, &mut |mut step: Rewrite| {
         let old = step.node.inputs.clone();
         let weight = layer_weight(graph, step.node);
         for (at, id) in old.iter().enumerate() {

@@ -5,7 +5,7 @@ use super::{Builder, Catalog};
 use crate::error::{Error, Result};
 
 /// One node on its way from the old graph to the new one.
-pub struct Step<'s, 'c> {
+pub struct Rewrite<'s, 'c> {
     /// The graph that is made.
     pub builder: &'s mut Builder<'c>,
     /// The node of the old graph.
@@ -16,7 +16,7 @@ pub struct Step<'s, 'c> {
     pub inputs: Vec<ValueId>,
 }
 
-impl Step<'_, '_> {
+impl Rewrite<'_, '_> {
     /// The node as it is, over its inputs.
     ///
     /// # Errors
@@ -31,7 +31,7 @@ impl Step<'_, '_> {
 ///
 /// # Errors
 /// Those of `edit`; a tensor is missing or has lost its shape.
-pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) -> Result<ValueId>) -> Result<Graph> {
+pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {
     let made = once(graph, catalog, edit)?;
     // What the edit has stopped reading was made before it could say so.
     if unread(&made) { once(&made, catalog, &mut |step| step.keep()) } else { Ok(made) }
@@ -44,7 +44,7 @@ fn unread(graph: &Graph) -> bool {
     graph.params().any(|(id, _)| !read[id.index()])
 }
 
-fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) -> Result<ValueId>) -> Result<Graph> {
+fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {
     let needed = needed(graph);
     let mut builder = Builder::new(catalog);
     let mut made: Vec<Option<ValueId>> = vec![None; graph.values().len()];
@@ -62,7 +62,7 @@ fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Step) -> Resu
             });
         }
         let name = graph.value(node.output).name.as_str();
-        made[node.output.index()] = Some(edit(Step { builder: &mut builder, node, name, inputs })?);
+        made[node.output.index()] = Some(edit(Rewrite { builder: &mut builder, node, name, inputs })?);
     }
     for (name, id) in graph.outputs() {
         let value = match made[id.index()] {
@@ -127,7 +127,7 @@ fn needed(graph: &Graph) -> Vec<bool> {
 
 /// Whether two graphs over the same checkpoint compute the same in the same nodes, in whatever order they were declared.
 pub fn same(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> bool {
-    let plain = |graph: &Graph| rebuild(graph, catalog, &mut |step: Step| step.keep()).map(|graph| graph.to_string());
+    let plain = |graph: &Graph| rebuild(graph, catalog, &mut |step: Rewrite| step.keep()).map(|graph| graph.to_string());
     match (plain(a), plain(b)) {
         (Ok(a), Ok(b)) => a == b,
         _ => false,
@@ -160,20 +160,20 @@ mod tests {
     fn what_nobody_reads_is_left_out_and_edits_are_typed() {
         let graph: Graph = TEXT.parse().unwrap();
         let shapes = Shapes([("w", vec![2, 4])].into());
-        let plain = rebuild(&graph, &shapes, &mut |step: Step| step.keep()).unwrap();
+        let plain = rebuild(&graph, &shapes, &mut |step: Rewrite| step.keep()).unwrap();
         assert!(!plain.to_string().contains("dead") && !plain.to_string().contains("unread"));
         assert!(same(&graph, &plain, &shapes));
-        let clipped = |step: Step| match step.node.op {
+        let clipped = |step: Rewrite| match step.node.op {
             Op::Relu(_) => step.builder.node(step.name, Clip { min: 0.0, max: 1.0 }, &step.inputs),
             _ => step.keep(),
         };
-        let skipped = |step: Step| if step.name == "fc" { Ok(step.inputs[0]) } else { step.keep() };
+        let skipped = |step: Rewrite| if step.name == "fc" { Ok(step.inputs[0]) } else { step.keep() };
         assert!(!rebuild(&graph, &shapes, &mut { skipped }).unwrap().to_string().contains("param w"));
         let edited = rebuild(&graph, &shapes, &mut { clipped }).unwrap();
         assert!(edited.to_string().contains("act = Clip") && !same(&graph, &edited, &shapes));
         let wider = Shapes([("w", vec![3, 4])].into());
-        assert!(rebuild(&graph, &wider, &mut |step: Step| step.keep()).unwrap().to_string().contains("act = Relu(fc) -> float[batch, 3]"));
+        assert!(rebuild(&graph, &wider, &mut |step: Rewrite| step.keep()).unwrap().to_string().contains("act = Relu(fc) -> float[batch, 3]"));
         let wrong = Shapes([("w", vec![2, 5])].into());
-        assert!(rebuild(&graph, &wrong, &mut |step: Step| step.keep()).is_err());
+        assert!(rebuild(&graph, &wrong, &mut |step: Rewrite| step.keep()).is_err());
     }
 }

@@ -4,7 +4,7 @@
 
 /// A function of single numbers.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Activation {
+pub enum ActivationFunction {
     /// `max(x, 0)`
     Relu,
     /// `x Φ(x)`
@@ -35,26 +35,26 @@ pub enum Activation {
 
 simd! {
     /// Puts a function's results in the place of its arguments.
-    pub fn activate(function: Activation, values: &mut [f32]) {
+    pub fn activate(function: ActivationFunction, values: &mut [f32]) {
         apply(function, values);
     }
 }
 
 /// [`activate`] as a part of a larger loop.
 #[inline(always)]
-pub(super) fn apply(function: Activation, values: &mut [f32]) {
+pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
     match function {
-        Activation::Relu => each(values, |x| if x < 0.0 { 0.0 } else { x }),
-        Activation::Gelu => each(values, |x| 0.5 * x * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2))),
-        Activation::GeluTanh => each(values, |x| 0.5 * x * (1.0 + tanh(GELU_INNER * (x + 0.044_715 * x * x * x)))),
-        Activation::Silu => each(values, |x| x * sigmoid(x)),
-        Activation::Sigmoid => each(values, sigmoid),
-        Activation::Tanh => each(values, tanh),
-        Activation::Clip { min, max } => each(values, |x| {
+        ActivationFunction::Relu => each(values, |x| if x < 0.0 { 0.0 } else { x }),
+        ActivationFunction::Gelu => each(values, |x| 0.5 * x * (1.0 + erf(x * std::f32::consts::FRAC_1_SQRT_2))),
+        ActivationFunction::GeluTanh => each(values, |x| 0.5 * x * (1.0 + tanh(GELU_INNER * (x + 0.044_715 * x * x * x)))),
+        ActivationFunction::Silu => each(values, |x| x * sigmoid(x)),
+        ActivationFunction::Sigmoid => each(values, sigmoid),
+        ActivationFunction::Tanh => each(values, tanh),
+        ActivationFunction::Clip { min, max } => each(values, |x| {
             let x = if x < min { min } else { x };
             if x > max { max } else { x }
         }),
-        Activation::Round { scale, zero_point } => {
+        ActivationFunction::Round { scale, zero_point } => {
             let (least, most) = (-128.0 - zero_point, 127.0 - zero_point);
             each(values, |x| {
                 let steps = x / scale;
@@ -156,10 +156,10 @@ mod tests {
     fn rounding_is_that_of_onnx() {
         // 0.5, 1.5, 2.5 go to the even neighbour; with a zero point of -128 nothing below zero is left.
         let mut values = [0.5, 1.5, 2.5, -0.5, -1.5, 300.0, -300.0];
-        activate(Activation::Round { scale: 1.0, zero_point: 0.0 }, &mut values);
+        activate(ActivationFunction::Round { scale: 1.0, zero_point: 0.0 }, &mut values);
         assert_eq!(values, [0.0, 2.0, 2.0, 0.0, -2.0, 127.0, -128.0]);
         let mut values = [-1.0, 0.2, 12.8, 30.0];
-        activate(Activation::Round { scale: 0.1, zero_point: -128.0 }, &mut values);
+        activate(ActivationFunction::Round { scale: 0.1, zero_point: -128.0 }, &mut values);
         assert_eq!(values, [0.0, 0.2, 12.8, 25.5]);
     }
 
@@ -171,12 +171,12 @@ mod tests {
         assert!(exp(f32::NAN).is_nan());
         assert_eq!((tanh(100.0), tanh(-100.0)), (1.0, -1.0));
         for function in [
-            Activation::Relu,
-            Activation::Gelu,
-            Activation::Silu,
-            Activation::Tanh,
-            Activation::Clip { min: 0.0, max: 6.0 },
-            Activation::Round { scale: 0.1, zero_point: 3.0 },
+            ActivationFunction::Relu,
+            ActivationFunction::Gelu,
+            ActivationFunction::Silu,
+            ActivationFunction::Tanh,
+            ActivationFunction::Clip { min: 0.0, max: 6.0 },
+            ActivationFunction::Round { scale: 0.1, zero_point: 3.0 },
         ] {
             let mut value = [f32::NAN];
             activate(function, &mut value);

@@ -1,35 +1,35 @@
 //! Slopes of the functions of [`activation`](super::activation), times a gradient.
 
-use super::activation::{Activation, GELU_INNER, ROUND, erf_and_decay, sigmoid, tanh};
+use super::activation::{ActivationFunction, GELU_INNER, ROUND, erf_and_decay, sigmoid, tanh};
 
-impl Activation {
-    /// Whether the slope is read off the function's result; else it is read off the argument.
-    pub fn slope_is_of_result(self) -> bool {
-        matches!(self, Activation::Relu | Activation::Sigmoid | Activation::Tanh | Activation::Clip { .. })
+impl ActivationFunction {
+    /// Whether the derivative is read off the function's result; else it is read off the argument.
+    pub fn derivative_reads_result(self) -> bool {
+        matches!(self, ActivationFunction::Relu | ActivationFunction::Sigmoid | ActivationFunction::Tanh | ActivationFunction::Clip { .. })
     }
 }
 
 simd! {
-    /// The gradient times the slope; `values` are results or arguments, see [`Activation::slope_is_of_result`].
-    pub fn slope(function: Activation, values: &[f32], gradient: &[f32], out: &mut [f32]) {
+    /// The gradient times the derivative; `values` are results or arguments, see [`ActivationFunction::derivative_reads_result`].
+    pub fn derivative(function: ActivationFunction, values: &[f32], gradient: &[f32], out: &mut [f32]) {
         match function {
-            Activation::Relu => each(values, gradient, out, |y, g| if y > 0.0 { g } else { 0.0 }),
-            Activation::Gelu => each(values, gradient, out, |x, g| {
+            ActivationFunction::Relu => each(values, gradient, out, |y, g| if y > 0.0 { g } else { 0.0 }),
+            ActivationFunction::Gelu => each(values, gradient, out, |x, g| {
                 let (erf, decay) = erf_and_decay(x * std::f32::consts::FRAC_1_SQRT_2);
                 g * (0.5 * (1.0 + erf) + x * decay * DENSITY)
             }),
-            Activation::GeluTanh => each(values, gradient, out, |x, g| {
+            ActivationFunction::GeluTanh => each(values, gradient, out, |x, g| {
                 let t = tanh(GELU_INNER * (x + 0.044_715 * x * x * x));
                 g * 0.5 * (1.0 + t + x * (1.0 - t * t) * GELU_INNER * (1.0 + 0.134_145 * x * x))
             }),
-            Activation::Silu => each(values, gradient, out, |x, g| {
+            ActivationFunction::Silu => each(values, gradient, out, |x, g| {
                 let s = sigmoid(x);
                 g * s * (1.0 + x * (1.0 - s))
             }),
-            Activation::Sigmoid => each(values, gradient, out, |y, g| g * y * (1.0 - y)),
-            Activation::Tanh => each(values, gradient, out, |y, g| g * (1.0 - y * y)),
-            Activation::Clip { min, max } => each(values, gradient, out, |y, g| if y > min && y < max { g } else { 0.0 }),
-            Activation::Round { scale, zero_point } => {
+            ActivationFunction::Sigmoid => each(values, gradient, out, |y, g| g * y * (1.0 - y)),
+            ActivationFunction::Tanh => each(values, gradient, out, |y, g| g * (1.0 - y * y)),
+            ActivationFunction::Clip { min, max } => each(values, gradient, out, |y, g| if y > min && y < max { g } else { 0.0 }),
+            ActivationFunction::Round { scale, zero_point } => {
                 each(values, gradient, out, |x, g| {
                     let (steps, held) = rounded(x / scale, zero_point);
                     if steps == held { g } else { 0.0 }
@@ -42,7 +42,7 @@ simd! {
 simd! {
     /// The gradient times what rounding to eight bits moves when its scale grows, as a part of the scale: the distance to the
     /// nearest step, and the whole value where it was held.
-    pub fn scale_slope(scale: f32, zero_point: f32, values: &[f32], gradient: &[f32], out: &mut [f32]) {
+    pub fn scale_derivative(scale: f32, zero_point: f32, values: &[f32], gradient: &[f32], out: &mut [f32]) {
         each(values, gradient, out, |x, g| {
             let (steps, held) = rounded(x / scale, zero_point);
             let moved = if steps == held { held - x / scale } else { held };
@@ -78,15 +78,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slopes_are_differences() {
+    fn derivatives_are_differences() {
         for function in [
-            Activation::Relu,
-            Activation::Gelu,
-            Activation::GeluTanh,
-            Activation::Silu,
-            Activation::Sigmoid,
-            Activation::Tanh,
-            Activation::Clip { min: -1.0, max: 6.0 },
+            ActivationFunction::Relu,
+            ActivationFunction::Gelu,
+            ActivationFunction::GeluTanh,
+            ActivationFunction::Silu,
+            ActivationFunction::Sigmoid,
+            ActivationFunction::Tanh,
+            ActivationFunction::Clip { min: -1.0, max: 6.0 },
         ] {
             for step in -160..160 {
                 let (x, h) = (step as f32 / 20.0 + 0.013, 1e-2);
@@ -97,13 +97,14 @@ mod tests {
                 };
                 let difference = (at(x + h) - at(x - h)) / (2.0 * h);
                 let mut ours = [0.0];
-                slope(function, &[if function.slope_is_of_result() { at(x) } else { x }], &[2.0], &mut ours);
-                let kink = matches!(function, Activation::Relu | Activation::Clip { .. }) && [-1.0, 0.0, 6.0].iter().any(|k: &f32| (k - x).abs() <= h);
+                derivative(function, &[if function.derivative_reads_result() { at(x) } else { x }], &[2.0], &mut ours);
+                let kink =
+                    matches!(function, ActivationFunction::Relu | ActivationFunction::Clip { .. }) && [-1.0, 0.0, 6.0].iter().any(|k: &f32| (k - x).abs() <= h);
                 assert!(kink || (ours[0] / 2.0 - difference).abs() < 2e-4, "{function:?} at {x}: {} for {difference}", ours[0] / 2.0);
             }
         }
         let mut ours = [0.0; 3];
-        slope(Activation::Round { scale: 0.1, zero_point: -128.0 }, &[-0.1, 3.0, 25.6], &[1.0; 3], &mut ours);
+        derivative(ActivationFunction::Round { scale: 0.1, zero_point: -128.0 }, &[-0.1, 3.0, 25.6], &[1.0; 3], &mut ours);
         assert_eq!(ours, [0.0, 1.0, 0.0]);
     }
 }

@@ -1,4 +1,4 @@
-//! The way back through attention: a block of queries at a time, whose probabilities are computed once more.
+//! Backward pass of attention: a block of queries at a time, whose probabilities are computed once more.
 
 use rayon::prelude::*;
 
@@ -81,12 +81,12 @@ impl Attention<'_> {
                     continue;
                 }
                 let left = Left::pack(gradient, count, self.out, gradient_step);
-                let mut slopes = Scratch::new(count * span);
+                let mut derivative = Scratch::new(count * span);
                 let panels = &value_columns[seen.start * self.out..seen.end.next_multiple_of(PANEL) * self.out];
-                multiply(&left, blocks.clone(), panels, 0, &[], &mut slopes, span, span);
-                softmax(&probabilities, &mut slopes, span, self.scale);
+                multiply(&left, blocks.clone(), panels, 0, &[], &mut derivative, span, span);
+                softmax(&probabilities, &mut derivative, span, self.scale);
                 if !job.queries.is_empty() {
-                    let left = Left::pack(&slopes, count, span, span);
+                    let left = Left::pack(&derivative, count, span, span);
                     let mut rows = Scratch::new(count * self.width);
                     for (index, panel) in key_rows.chunks_exact((PANEL * self.keys).max(1)).enumerate() {
                         let panel = &panel[seen.start * PANEL..seen.end * PANEL];
@@ -97,7 +97,7 @@ impl Attention<'_> {
                     places.zip(rows.chunks_exact(self.width.max(1))).for_each(|(place, row)| place.copy_from_slice(row));
                 }
                 if !job.keys.is_empty() {
-                    let transposed = Left::pack_transposed(&slopes, span, count, span);
+                    let transposed = Left::pack_transposed(&derivative, span, count, span);
                     let rows = pack(&Rows { values: queries, count: self.width, stride: query_step }, self.width, count);
                     add(&transposed, span, &rows, self.width, &mut key_sums[seen.start * self.width..]);
                 }

@@ -1,4 +1,4 @@
-//! The way back through convolutions and pooling; planes lie as in [`convolution`](super::convolution).
+//! Backward pass of convolutions and pooling; planes lie as in [`convolution`](super::convolution).
 
 use std::ops::Range;
 

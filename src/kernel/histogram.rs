@@ -38,14 +38,14 @@ const TABLES: usize = 4;
 
 /// Counts of one window. Four tables take turns, so that equal neighbours do not wait for each other's store.
 #[derive(Debug)]
-pub struct Histogram {
+pub struct MagnitudeHistogram {
     window: Window,
     tables: Vec<u32>,
     totals: Vec<u64>,
     pending: u64,
 }
 
-impl Histogram {
+impl MagnitudeHistogram {
     /// Empty counts.
     pub fn new(window: Window) -> Self {
         let bins = 1usize << window.width;
@@ -118,11 +118,11 @@ mod tests {
         let bits = u64::from(F32::magnitude(value.to_le_bytes()));
         let bytes = [value.to_le_bytes(), 7f32.to_le_bytes()].concat();
         let first = Window::leading(F32::BITS);
-        let mut histogram = Histogram::new(first);
+        let mut histogram = MagnitudeHistogram::new(first);
         histogram.add::<F32>(&bytes);
         assert!(histogram.take().contains(&((bits >> 16) as u16, 1)));
         let second = first.inside(bits >> 16).unwrap();
-        let mut histogram = Histogram::new(second);
+        let mut histogram = MagnitudeHistogram::new(second);
         histogram.add::<F32>(&bytes);
         assert_eq!(histogram.take(), [(bits as u16, 1)]);
         assert_eq!(second.key(bits & 0xFFFF), bits);
@@ -132,7 +132,7 @@ mod tests {
     #[test]
     fn sixteen_bit_floats_need_one_window() {
         let window = Window::leading(Bf16::BITS);
-        let mut histogram = Histogram::new(window);
+        let mut histogram = MagnitudeHistogram::new(window);
         histogram.add::<Bf16>(&[0x80, 0x3F, 0x80, 0xBF, 0x00, 0x80]);
         assert_eq!(histogram.take(), [(0, 1), (0x3F80, 2)]);
         assert_eq!(window.inside(3), None);

@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::activation::{self, Activation};
+use super::activation::{self, ActivationFunction};
 use super::scratch::Scratch;
 use super::simd::{self, Level};
 
@@ -21,26 +21,26 @@ pub const PANEL: usize = 32;
 const HELD: usize = 1 << 20;
 
 /// A float as it is kept.
-pub trait Kept: Copy + Sync {
+pub trait StoredFloat: Copy + Sync {
     /// Its value.
     fn value(self) -> f32;
 }
 
-impl Kept for f32 {
+impl StoredFloat for f32 {
     #[inline(always)]
     fn value(self) -> f32 {
         self
     }
 }
 
-impl Kept for half::bf16 {
+impl StoredFloat for half::bf16 {
     #[inline(always)]
     fn value(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
 }
 
-impl Kept for half::f16 {
+impl StoredFloat for half::f16 {
     #[inline(always)]
     fn value(self) -> f32 {
         self.to_f32()
@@ -56,7 +56,7 @@ pub struct Left {
 
 impl Left {
     /// Packs rows of `inner` elements that begin `stride` apart.
-    pub fn pack<T: Kept>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
+    pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
         let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
         let fill = |(index, block): (usize, &mut [f32])| {
             let first = index * BLOCK;
@@ -124,7 +124,7 @@ pub struct Columns<'a, T> {
     pub stride: usize,
 }
 
-impl<T: Kept> Right for Columns<'_, T> {
+impl<T: StoredFloat> Right for Columns<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let groups = panel.as_chunks_mut::<PANEL>().0;
         // A stretch of the panel stays in the first-level cache while all columns are written into it.
@@ -149,7 +149,7 @@ pub struct Rows<'a, T> {
     pub stride: usize,
 }
 
-impl<T: Kept> Right for Rows<'_, T> {
+impl<T: StoredFloat> Right for Rows<'_, T> {
     fn pack(&self, first: usize, panel: &mut [f32]) {
         let width = PANEL.min(self.count - first);
         for (row, group) in panel.as_chunks_mut::<PANEL>().0.iter_mut().enumerate() {
@@ -174,7 +174,7 @@ pub enum Finish<'a> {
     /// Multiplies with a matrix like the result.
     Multiply(&'a [f32]),
     /// Applies a function.
-    Activate(Activation),
+    Activate(ActivationFunction),
     /// Adds what the result held before; the last step.
     Accumulate,
 }
@@ -388,7 +388,8 @@ mod tests {
             let transposed: Vec<f32> = (0..inner * width).map(|i| b[(i % width) * inner + i / width]).collect();
             let mut one = vec![0.0; rows * width];
             let mut other = one.clone();
-            let steps = [Finish::AddToColumns(&c[..width]), Finish::Activate(Activation::Relu), Finish::Add(&c), Finish::MultiplyRows(&a[..rows.min(a.len())])];
+            let steps =
+                [Finish::AddToColumns(&c[..width]), Finish::Activate(ActivationFunction::Relu), Finish::Add(&c), Finish::MultiplyRows(&a[..rows.min(a.len())])];
             let steps = if inner == 0 { &steps[..0] } else { &steps[..] };
             product(&left, &Columns { values: &b, count: width, stride: inner }, width, steps, &mut one);
             product_here(&left, &Rows { values: &transposed, count: width, stride: width }, width, steps, &mut other, width);

@@ -1,4 +1,4 @@
-//! Ways back through normalisation and softmax, row by row, and sums of columns.
+//! Backward passes of normalisation and softmax, row by row, and sums of columns.
 
 use rayon::prelude::*;
 

@@ -66,7 +66,7 @@ pub(super) fn tile(level: Level, block: &[f32], values: &[f32], offsets: &[usize
 }
 
 /// How a padded image lies while it is convolved.
-struct Layout {
+struct PaddedImage {
     window: Window,
     /// Width of a row of a phase.
     step: usize,
@@ -78,14 +78,14 @@ struct Layout {
     shape: [usize; 2],
 }
 
-impl Layout {
-    fn new(window: Window) -> Layout {
+impl PaddedImage {
+    fn new(window: Window) -> PaddedImage {
         let long = |size: usize| (size + 2 * window.padding).div_ceil(window.stride);
         let step = long(window.width);
         let phase = long(window.height) * step;
         let [rows, columns] = window.positions();
         let shape = if step == columns { [1, rows * columns] } else { [rows, columns] };
-        Layout { window, step, phase, channel: phase * window.stride * window.stride, shape }
+        PaddedImage { window, step, phase, channel: phase * window.stride * window.stride, shape }
     }
 
     /// Where the taps of some channels begin.
@@ -123,7 +123,7 @@ impl Layout {
 /// A convolution: `left` is the weight, a row for each channel of the result with a column for each channel and tap; `planes`
 /// lie as in [`convolution`](super::convolution), and `output` gets such planes too.
 pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, steps: &[Finish], output: &mut [f32]) {
-    let layout = Layout::new(window);
+    let layout = PaddedImage::new(window);
     let channels = planes.len() / images.max(1);
     let offsets = layout.offsets(channels);
     let size: usize = window.positions().iter().product();
@@ -142,7 +142,7 @@ pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, s
 
 simd! {
     /// All tiles of one image; its results begin at column `place[0]` of rows `place[1]` wide.
-    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &Layout, steps: &[Finish], place: [usize; 2], out: &mut [&mut [f32]]) {
+    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, steps: &[Finish], place: [usize; 2], out: &mut [&mut [f32]]) {
         let [rows, columns] = layout.shape;
         let span = (rows * layout.step).saturating_sub(layout.step - columns.min(layout.step)).max(if rows == 1 { columns } else { 0 });
         let mut sums = [[0f32; PANEL]; BLOCK];

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
-use crate::store::{Activations, Affine, Granularity, Pattern};
+use crate::store::{ActivationScheme, Affine, Granularity, Pattern};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -131,8 +131,8 @@ impl Config {
                 return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             }
             let activations = match group.get("input_activations") {
-                None | Some(Value::Null) => Said::Is(Activations::None),
-                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Said::Is(Activations::DynamicToken),
+                None | Some(Value::Null) => Said::Is(ActivationScheme::None),
+                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Said::Is(ActivationScheme::DynamicToken),
                 Some(args) if args.get("strategy").and_then(Value::as_str).unwrap_or("tensor") == "tensor" => Said::Static,
                 Some(args) => return Err(unsupported(format!("static scales for activations by {}", args["strategy"]))),
             };
@@ -157,7 +157,7 @@ impl Config {
 #[derive(Debug, Clone, Copy)]
 enum Said {
     /// This.
-    Is(Activations),
+    Is(ActivationScheme),
     /// They are quantized by what is stored beside the weight.
     Static,
 }
@@ -186,7 +186,7 @@ impl Schemes {
         let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return Ok(()) };
         affine.activations = match (scheme.activations, affine.activations) {
             (Said::Is(activations), _) => activations,
-            (Said::Static, stored @ Activations::Static(_)) => stored,
+            (Said::Static, stored @ ActivationScheme::Static(_)) => stored,
             (Said::Static, _) => {
                 return Err(Error::tensor(
                     &format!("{module}.input_scale"),

@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
 use crate::ir::{Builder, Catalog, Graph, GraphFile, same};
-use crate::store::{Activations, Affine, Encoding, Weight, Weights, select};
+use crate::store::{ActivationScheme, Affine, Encoding, Weight, Weights, select};
 
 impl Catalog for Weights {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -73,7 +73,7 @@ impl Model {
     /// Layers whose inputs are quantized by parameters that are stored with their weights.
     fn quantizers(&self) -> Quantizers {
         let of = |(name, weight): (&String, &Weight)| match &weight.encoding {
-            Encoding::Affine(Affine { activations: Activations::Static(by), .. }) => {
+            Encoding::Affine(Affine { activations: ActivationScheme::Static(by), .. }) => {
                 Some((name.clone(), FakeQuantize { scale: by.scale(), zero_point: by.zero_point.unwrap_or(0).into() }))
             }
             _ => None,

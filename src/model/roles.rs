@@ -51,7 +51,7 @@ pub fn class(name: &str, weight: &Weight) -> &'static str {
 
 /// A part of a model, for sums that people read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Part {
+pub enum ModelPart {
     /// Tables of tokens and positions, the first layer of a vision transformer.
     Embeddings,
     /// Queries, keys, values and what follows them.
@@ -68,44 +68,45 @@ pub enum Part {
     Other,
 }
 
-impl Part {
+impl ModelPart {
     /// All parts, in the order in which they are shown.
-    pub const ALL: [Part; 7] = [Part::Embeddings, Part::Attention, Part::Mlp, Part::Convolutions, Part::Norms, Part::Heads, Part::Other];
+    pub const ALL: [ModelPart; 7] =
+        [ModelPart::Embeddings, ModelPart::Attention, ModelPart::Mlp, ModelPart::Convolutions, ModelPart::Norms, ModelPart::Heads, ModelPart::Other];
 
     /// Its name.
     pub fn name(self) -> &'static str {
         match self {
-            Part::Embeddings => "embeddings",
-            Part::Attention => "attention",
-            Part::Mlp => "mlp",
-            Part::Convolutions => "convolutions",
-            Part::Norms => "norms",
-            Part::Heads => "heads",
-            Part::Other => "other",
+            ModelPart::Embeddings => "embeddings",
+            ModelPart::Attention => "attention",
+            ModelPart::Mlp => "mlp",
+            ModelPart::Convolutions => "convolutions",
+            ModelPart::Norms => "norms",
+            ModelPart::Heads => "heads",
+            ModelPart::Other => "other",
         }
     }
 }
 
 /// The first of these that a name holds says what part it is of.
-const PARTS: [(Part, &[&str]); 6] = [
-    (Part::Norms, &["norm", ".ln_", ".bn", "running_mean", "running_var"]),
-    (Part::Heads, &["lm_head", "cls.", "classifier", "pooler", "vocab_", "predictions", "score.", "qa_outputs", "sentence_head"]),
-    (Part::Embeddings, &["embeddings", "embed_", "wte.", "wpe.", "shared.weight", "cls_token", "pos_embed", "patch_embed"]),
-    (Part::Attention, &["attention", "attn", "q_proj", "k_proj", "v_proj", "o_proj"]),
-    (Part::Mlp, &["mlp", "ffn", "feed_forward", "intermediate", "output.dense", "experts", "gate_proj", "up_proj", "down_proj", "lin1", "lin2", "c_fc"]),
-    (Part::Convolutions, &["conv"]),
+const PARTS: [(ModelPart, &[&str]); 6] = [
+    (ModelPart::Norms, &["norm", ".ln_", ".bn", "running_mean", "running_var"]),
+    (ModelPart::Heads, &["lm_head", "cls.", "classifier", "pooler", "vocab_", "predictions", "score.", "qa_outputs", "sentence_head"]),
+    (ModelPart::Embeddings, &["embeddings", "embed_", "wte.", "wpe.", "shared.weight", "cls_token", "pos_embed", "patch_embed"]),
+    (ModelPart::Attention, &["attention", "attn", "q_proj", "k_proj", "v_proj", "o_proj"]),
+    (ModelPart::Mlp, &["mlp", "ffn", "feed_forward", "intermediate", "output.dense", "experts", "gate_proj", "up_proj", "down_proj", "lin1", "lin2", "c_fc"]),
+    (ModelPart::Convolutions, &["conv"]),
 ];
 
 /// What part of a model a weight belongs to, judged by its name and shape, for any checkpoint.
-pub fn part(name: &str, shape: &[usize]) -> Part {
+pub fn part(name: &str, shape: &[usize]) -> ModelPart {
     let name = name.to_ascii_lowercase();
     let named = PARTS.iter().find(|(_, parts)| parts.iter().any(|part| name.contains(part))).map(|(part, _)| *part);
     match named {
         Some(part) => part,
-        None if shape.len() > 2 => Part::Convolutions,
-        None if name.starts_with("fc.") => Part::Heads,
-        None if name.starts_with("bn") => Part::Norms,
-        None => Part::Other,
+        None if shape.len() > 2 => ModelPart::Convolutions,
+        None if name.starts_with("fc.") => ModelPart::Heads,
+        None if name.starts_with("bn") => ModelPart::Norms,
+        None => ModelPart::Other,
     }
 }
 
@@ -116,33 +117,33 @@ mod tests {
     #[test]
     fn names_of_all_families_say_the_part() {
         for (name, dimensions, expected) in [
-            ("bert.embeddings.word_embeddings.weight", 2, Part::Embeddings),
-            ("embeddings.LayerNorm.weight", 1, Part::Norms),
-            ("encoder.layer.0.attention.output.dense.weight", 2, Part::Attention),
-            ("encoder.layer.0.output.dense.weight", 2, Part::Mlp),
-            ("cls.predictions.transform.dense.weight", 2, Part::Heads),
-            ("transformer.layer.0.attention.q_lin.weight", 2, Part::Attention),
-            ("transformer.layer.0.ffn.lin1.weight", 2, Part::Mlp),
-            ("transformer.h.3.attn.c_attn.weight", 2, Part::Attention),
-            ("transformer.h.3.mlp.c_proj.weight", 2, Part::Mlp),
-            ("transformer.h.3.ln_1.weight", 1, Part::Norms),
-            ("transformer.wte.weight", 2, Part::Embeddings),
-            ("model.embed_tokens.weight", 2, Part::Embeddings),
-            ("model.layers.0.self_attn.q_proj.weight", 2, Part::Attention),
-            ("model.layers.0.mlp.gate_proj.weight", 2, Part::Mlp),
-            ("model.layers.0.input_layernorm.weight", 1, Part::Norms),
-            ("lm_head.weight", 2, Part::Heads),
-            ("vit.embeddings.patch_embeddings.projection.weight", 4, Part::Embeddings),
-            ("resnet.embedder.embedder.convolution.weight", 4, Part::Convolutions),
-            ("resnet.encoder.stages.0.layers.0.layer.0.normalization.weight", 1, Part::Norms),
-            ("layer1.0.conv1.weight", 4, Part::Convolutions),
-            ("layer1.0.bn1.weight", 1, Part::Norms),
-            ("layer2.0.downsample.0.weight", 4, Part::Convolutions),
-            ("bn1.running_mean", 1, Part::Norms),
-            ("features.1.conv.0.0.weight", 4, Part::Convolutions),
-            ("fc.weight", 2, Part::Heads),
-            ("classifier.1.bias", 1, Part::Heads),
-            ("something.weight", 2, Part::Other),
+            ("bert.embeddings.word_embeddings.weight", 2, ModelPart::Embeddings),
+            ("embeddings.LayerNorm.weight", 1, ModelPart::Norms),
+            ("encoder.layer.0.attention.output.dense.weight", 2, ModelPart::Attention),
+            ("encoder.layer.0.output.dense.weight", 2, ModelPart::Mlp),
+            ("cls.predictions.transform.dense.weight", 2, ModelPart::Heads),
+            ("transformer.layer.0.attention.q_lin.weight", 2, ModelPart::Attention),
+            ("transformer.layer.0.ffn.lin1.weight", 2, ModelPart::Mlp),
+            ("transformer.h.3.attn.c_attn.weight", 2, ModelPart::Attention),
+            ("transformer.h.3.mlp.c_proj.weight", 2, ModelPart::Mlp),
+            ("transformer.h.3.ln_1.weight", 1, ModelPart::Norms),
+            ("transformer.wte.weight", 2, ModelPart::Embeddings),
+            ("model.embed_tokens.weight", 2, ModelPart::Embeddings),
+            ("model.layers.0.self_attn.q_proj.weight", 2, ModelPart::Attention),
+            ("model.layers.0.mlp.gate_proj.weight", 2, ModelPart::Mlp),
+            ("model.layers.0.input_layernorm.weight", 1, ModelPart::Norms),
+            ("lm_head.weight", 2, ModelPart::Heads),
+            ("vit.embeddings.patch_embeddings.projection.weight", 4, ModelPart::Embeddings),
+            ("resnet.embedder.embedder.convolution.weight", 4, ModelPart::Convolutions),
+            ("resnet.encoder.stages.0.layers.0.layer.0.normalization.weight", 1, ModelPart::Norms),
+            ("layer1.0.conv1.weight", 4, ModelPart::Convolutions),
+            ("layer1.0.bn1.weight", 1, ModelPart::Norms),
+            ("layer2.0.downsample.0.weight", 4, ModelPart::Convolutions),
+            ("bn1.running_mean", 1, ModelPart::Norms),
+            ("features.1.conv.0.0.weight", 4, ModelPart::Convolutions),
+            ("fc.weight", 2, ModelPart::Heads),
+            ("classifier.1.bias", 1, ModelPart::Heads),
+            ("something.weight", 2, ModelPart::Other),
         ] {
             assert_eq!(part(name, &vec![2; dimensions]), expected, "{name}");
         }

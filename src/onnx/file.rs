@@ -31,13 +31,13 @@ const INITIALIZER: u8 = 5 << 3 | 2;
 const RAW_DATA: u8 = 9 << 3 | 2;
 
 /// A file, piece by piece; items have the numbers of the draft's weights.
-pub type Layout = Vec<(String, Vec<Piece>)>;
+pub type Pieces = Vec<(String, Vec<Piece>)>;
 
 /// Lays out the files: one, or two when one would be larger than `largest`.
 ///
 /// # Errors
 /// A weight is too large to be counted.
-pub fn layout(draft: &Draft, largest: u64) -> Result<Layout> {
+pub fn layout(draft: &Draft, largest: u64) -> Result<Pieces> {
     let one = single(draft, |_| false)?;
     if bytes(&one) <= largest {
         return Ok(vec![(MODEL.into(), one)]);
@@ -162,12 +162,12 @@ mod tests {
     use super::*;
     use crate::ir::Graph;
     use crate::onnx::{Style, draft};
-    use crate::store::{Activations, Affine, DType, Granularity};
+    use crate::store::{ActivationScheme, Affine, DType, Granularity};
 
     fn example() -> Draft {
         let text = "input x: float[batch, 4]\nparam w: float[300, 4]\nparam b: float[300]\nparam q: float[300, 300]\nfc = Linear(x, w, b) -> float[batch, 300]\nlong = Linear(fc, q) -> float[batch, 300]\noutput y = long\n";
         let graph: Graph = text.parse().unwrap();
-        let affine = Affine { granularity: Granularity::Channel, symmetric: false, scale_dtype: DType::F32, activations: Activations::DynamicToken };
+        let affine = Affine { granularity: Granularity::Channel, symmetric: false, scale_dtype: DType::F32, activations: ActivationScheme::DynamicToken };
         let style = Style { integers: [("q".to_owned(), affine)].into(), ..Style::default() };
         draft(&graph, &style, &[("a".to_owned(), "b".to_owned())].into()).unwrap()
     }

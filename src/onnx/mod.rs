@@ -1,10 +1,10 @@
 //! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
 
 pub mod file;
+mod lower;
+mod lowering;
 mod place;
 pub mod proto;
-mod spell;
-mod speller;
 mod style;
 mod write;
 

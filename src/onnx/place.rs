@@ -6,7 +6,7 @@ use super::proto::DataType;
 use super::style::{Precision, Style};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Op, Value, ValueId};
-use crate::store::{Activations, Affine, Granularity};
+use crate::store::{ActivationScheme, Affine, Granularity};
 
 /// The first opset whose `DequantizeLinear` takes scales of groups.
 const BLOCKS: u32 = 21;
@@ -119,7 +119,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
     let mut scales = match affine.granularity {
         // ONNX Runtime would merge equal scales of layers that share an input and then fuse none of them: rank 0 and 1 keep two
         // apart. A third rank is none: of `[1, 1]` the fused kernel reads a scale for each column, past the end.
-        Granularity::Tensor if affine.activations == Activations::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling % 2)],
+        Granularity::Tensor if affine.activations == ActivationScheme::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling % 2)],
         Granularity::Tensor => vec![],
         Granularity::Channel => vec![shape[0]],
         Granularity::Group(_) => affine.scale_shape(&shape),
@@ -144,12 +144,12 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
     let mut tensors = vec![Tensor { name, data_type: DataType::Int8, dims }];
     tensors.append(&mut beside);
     let grouped = matches!(affine.granularity, Granularity::Group(_));
-    let alone = affine.activations == Activations::None || grouped;
+    let alone = affine.activations == ActivationScheme::None || grouped;
     let remark = match layer {
         Some(_) if alone && uses.iter().any(Use::is_table) => {
             Some("int8 in the file, where an output head that shares them with an embedding computes in floats, made when the file is loaded")
         }
-        Some(_) if grouped && affine.activations == Activations::DynamicToken => Some(
+        Some(_) if grouped && affine.activations == ActivationScheme::DynamicToken => Some(
             "int8 with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
         ),
         _ => None,
@@ -197,7 +197,7 @@ impl Use<'_> {
         let layer = matches!(self.op, Op::Linear(op) if !op.input_major) || matches!(self.op, Op::Conv(_));
         let Kind::Node(producer) = self.first.map(|id| graph.value(id).kind)? else { return None };
         match &graph.nodes()[producer].op {
-            Op::FakeQuantize(op) if layer && self.input == 2 && !self.result && affine.activations != Activations::DynamicToken => {
+            Op::FakeQuantize(op) if layer && self.input == 2 && !self.result && affine.activations != ActivationScheme::DynamicToken => {
                 Some(Sums { weight: self.weight.to_owned(), input_scale: op.scale, scales: false })
             }
             _ => None,

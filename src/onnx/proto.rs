@@ -158,7 +158,7 @@ pub enum DataType {
     Int32 = 6,
     /// 64-bit integers.
     Int64 = 7,
-    /// Truth values.
+    /// References values.
     Bool = 9,
     /// 16-bit floats.
     Float16 = 10,

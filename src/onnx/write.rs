@@ -2,13 +2,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::lower::lower;
+use super::lowering::Lowering;
 use super::place::{Slot, places};
 use super::proto::{
     DataType, Dimension, DimensionProto, GraphProto, ModelProto, OperatorSetIdProto, StringStringEntryProto, TensorShapeProto, TensorTypeProto, TypeProto,
     ValueInfoProto,
 };
-use super::spell::spell;
-use super::speller::Speller;
 use super::style::{OPSETS, Precision, Style};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Element, Graph, Kind, TensorType};
@@ -42,18 +42,18 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     let (names, aliases) = names(graph, half)?;
     let mut taken = names.iter().cloned().chain(graph.outputs().iter().map(|(name, _)| name.clone())).collect();
     let places = places(graph, style, &names, &mut taken)?;
-    let mut speller = Speller::new(graph, style, names, taken, places);
+    let mut lowering = Lowering::new(graph, style, names, taken, places);
     for (id, value) in graph.inputs().filter(|(_, value)| half && value.ty.element == Element::Float) {
-        speller.narrow_input(id.index(), &value.name);
+        lowering.narrow_input(id.index(), &value.name);
     }
     for node in graph.nodes() {
-        speller.enter(node);
-        spell(&node.op, &mut speller)?;
+        lowering.enter(node);
+        lower(&node.op, &mut lowering)?;
     }
     for (public, value) in aliases {
-        speller.alias(value, &public);
+        lowering.alias(value, &public);
     }
-    let Speller { places, nodes, constants, .. } = speller;
+    let Lowering { places, nodes, constants, .. } = lowering;
     let weights = places.into_values().flatten().collect();
     let body = GraphProto {
         node: nodes,

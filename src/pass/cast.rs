@@ -15,7 +15,7 @@ use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::{Applied, Model};
-use crate::store::{Block, DType, Encoding, Meter, Pattern, Sink, Source, View, Weight};
+use crate::store::{Block, BlockSink, DType, Encoding, Meter, Pattern, View, Weight, WeightSource};
 
 /// A format to convert to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -191,8 +191,8 @@ fn round_to_odd(input: &[u8], floats: &mut [f32]) {
     }
 }
 
-impl Source for Converted {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Converted {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let size = self.to.dtype().bitsize() / 8;
         let mut floats = vec![0f32; RUN];
         let mut output = Vec::new();

@@ -10,13 +10,13 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::kernel::quantize::Bounds;
 use crate::kernel::{Float, convert, quantize, with_float};
-use crate::store::{Affine, Block, DType, Encoding, Granularity, Meter, Sink, Source, View, Weight, least_common_multiple};
+use crate::store::{Affine, Block, BlockSink, DType, Encoding, Granularity, Meter, View, Weight, WeightSource, least_common_multiple};
 
 /// How the range of a scale is chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-pub enum Observer {
+pub enum WeightObserver {
     /// From the smallest to the largest value
     #[default]
     Minmax,
@@ -29,7 +29,7 @@ pub(super) struct Integers {
     name: String,
     upstream: Weight,
     affine: Affine,
-    observer: Observer,
+    observer: WeightObserver,
     /// The integers that may be used: all, or those that cannot saturate.
     reduced: bool,
     /// The least scale of each row (with a scale per channel) or of all, so that a bias in units of the products fits 32 bits.
@@ -55,7 +55,7 @@ fn shrink(step: usize) -> f32 {
 }
 
 impl Integers {
-    pub fn new(name: &str, upstream: &Weight, affine: Affine, observer: Observer, meter: &Arc<Meter>) -> Self {
+    pub fn new(name: &str, upstream: &Weight, affine: Affine, observer: WeightObserver, meter: &Arc<Meter>) -> Self {
         let (name, upstream, meter) = (name.to_owned(), upstream.clone(), meter.clone());
         Self { name, upstream, affine, observer, reduced: false, least: None, meter, shared: OnceLock::new() }
     }
@@ -95,8 +95,8 @@ impl Integers {
     fn observe<F: Float>(&self, values: &[u8]) -> (f32, f32) {
         let (low, high) = quantize::range::<F>(values);
         match self.observer {
-            Observer::Minmax => self.parameters((low, high)),
-            Observer::Mse => self.best((low, high), |scale, zero| quantize::squared_error::<F>(values, scale, zero, self.bounds())),
+            WeightObserver::Minmax => self.parameters((low, high)),
+            WeightObserver::Mse => self.best((low, high), |scale, zero| quantize::squared_error::<F>(values, scale, zero, self.bounds())),
         }
     }
 
@@ -124,8 +124,8 @@ impl Integers {
             Ok(())
         })?;
         let found = match self.observer {
-            Observer::Minmax => self.parameters(range),
-            Observer::Mse => {
+            WeightObserver::Minmax => self.parameters(range),
+            WeightObserver::Mse => {
                 let mut errors = [0f64; MSE_STEPS + 1];
                 self.upstream.visit(1, &mut |block| {
                     self.meter.time(|| {
@@ -156,7 +156,7 @@ impl Integers {
         }
     }
 
-    fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
+    fn visit_as<F: Float>(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let row = self.upstream.row();
         let least = |row: Option<usize>| match (&self.least, row) {
             (None, _) => 0.0,
@@ -225,8 +225,8 @@ impl Output {
     }
 }
 
-impl Source for Integers {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Integers {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
     }
 

@@ -32,11 +32,11 @@ pub use cast::{Cast, FloatFormat, Overflow};
 pub use distill::{Distill, Student};
 #[cfg(feature = "run")]
 pub use finetune::Finetune;
-pub use integers::Observer;
+pub use integers::WeightObserver;
 #[cfg(feature = "run")]
 pub use prune_structured::PruneStructured;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
-pub use quantize_dynamic::{ActivationScheme, GranularityKind, QuantizeDynamic};
+pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
 #[cfg(feature = "run")]
 pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 

@@ -27,7 +27,7 @@ use super::{Amount, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Applied, Model, Prepare};
-use crate::store::{Block, Encoding, Meter, Pattern, Sink, Source, View, Weight, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Meter, Pattern, View, Weight, WeightSource, least_common_multiple};
 
 /// What weights are ranked against.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -257,7 +257,7 @@ struct Masked {
 }
 
 impl Masked {
-    fn visit_as<F: Float>(&self, unit: usize, sink: Sink) -> Result<()> {
+    fn visit_as<F: Float>(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let cut = self.meter.time(|| self.pool.cut(self.index))?;
         let threshold = F::from_key(cut.threshold);
         let mut ties = cut.ties;
@@ -297,8 +297,8 @@ fn mask_run<F: Float>(input: &[u8], output: &mut [u8], threshold: F::Magnitude, 
     *ties -= equal.min(*ties);
 }
 
-impl Source for Masked {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Masked {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
     }
 }
@@ -311,8 +311,8 @@ struct Patterned {
     meter: Arc<Meter>,
 }
 
-impl Source for Patterned {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Patterned {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let NOfM { n, m } = self.pattern;
         let mut output = Vec::new();
         self.upstream.visit(least_common_multiple(unit, m * self.stride), &mut |block: Block| {

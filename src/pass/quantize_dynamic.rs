@@ -13,12 +13,12 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::integers::{Integers, Observer};
+use super::integers::{Integers, WeightObserver};
 use super::targets::{self, Chosen};
 use super::{Pass, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Applied, Model};
-use crate::store::{Activations, Affine, DType, Granularity, Meter, Pattern, Weight};
+use crate::store::{ActivationScheme, Affine, DType, Granularity, Meter, Pattern, Weight};
 
 /// How many weights share a scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,7 +38,7 @@ pub enum GranularityKind {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-pub enum ActivationScheme {
+pub enum ActivationRounding {
     /// Int8, with a scale for each token found while the model runs (W8A8)
     #[default]
     Token,
@@ -63,10 +63,10 @@ pub struct QuantizeDynamic {
     pub symmetric: bool,
     /// What the consumer does to the inputs of a quantized layer
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().activations))]
-    pub activations: ActivationScheme,
+    pub activations: ActivationRounding,
     /// How the range of a scale is chosen
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().observer))]
-    pub observer: Observer,
+    pub observer: WeightObserver,
     /// Quantize embedding tables too (weights only)
     #[cfg_attr(feature = "cli", arg(long))]
     pub embeddings: bool,
@@ -86,8 +86,8 @@ impl Default for QuantizeDynamic {
             granularity: GranularityKind::Channel,
             group_size: None,
             symmetric: true,
-            activations: ActivationScheme::Token,
-            observer: Observer::Minmax,
+            activations: ActivationRounding::Token,
+            observer: WeightObserver::Minmax,
             embeddings: false,
             targets: Vec::new(),
             ignore: Vec::new(),
@@ -108,8 +108,8 @@ impl QuantizeDynamic {
             GranularityKind::Group => Granularity::Group(self.group_size.unwrap_or(DEFAULT_GROUP)),
         };
         let activations = match self.activations {
-            ActivationScheme::Token if !embedding => Activations::DynamicToken,
-            _ => Activations::None,
+            ActivationRounding::Token if !embedding => ActivationScheme::DynamicToken,
+            _ => ActivationScheme::None,
         };
         let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
         Affine { granularity, symmetric: self.symmetric, scale_dtype, activations }

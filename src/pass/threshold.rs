@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use crate::error::{Error, Result};
-use crate::kernel::histogram::{Histogram, Window};
+use crate::kernel::histogram::{MagnitudeHistogram, Window};
 use crate::kernel::{Float, convert, with_float};
 use crate::model::Prepare;
 use crate::store::{DType, Sweep, Weight, lock};
@@ -117,7 +117,7 @@ impl Pool {
 
 /// Counts one weight's magnitudes in the format of the pool.
 fn count<F: Float>(weight: &Weight, window: Window, advance: &dyn Fn(u64) -> Result<()>) -> Result<Vec<(u16, u64)>> {
-    let mut histogram = Histogram::new(window);
+    let mut histogram = MagnitudeHistogram::new(window);
     let (mut floats, mut bytes) = (Vec::new(), Vec::new());
     weight.visit(1, &mut |block| {
         if block.now.dtype == F::DTYPE {

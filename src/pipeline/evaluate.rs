@@ -277,7 +277,7 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 
 /// Runs the ONNX file of an output folder beside a model on made-up samples: how close they are, and on how many samples.
 fn run_made_up(model: Model, folder: &Path, seed: u64, sweep: &Sweep) -> Result<(Fidelity, usize)> {
-    let batch = data::made_up(&model.graph()?, seed)?;
+    let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
     let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, sweep.threads)?];
     let [ours, theirs] = &mut subjects;

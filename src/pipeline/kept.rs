@@ -250,14 +250,14 @@ impl Shelf {
 }
 
 /// What a run keeps, and what it found.
-pub(super) struct Kept<'p> {
+pub(super) struct CachedResult<'p> {
     shelf: &'p Shelf,
     keys: Vec<String>,
     /// The last pass whose result there was, by position, and the model after it.
     pub found: Option<(usize, Model)>,
 }
 
-impl Kept<'_> {
+impl CachedResult<'_> {
     /// Keeps the result of a pass. That it cannot be kept is no reason to stop: a note says so.
     pub fn put(&self, number: usize, took: Duration, after: &mut Model, sweep: &Sweep) {
         if let Err(e) = self.shelf.put(&self.keys[number], took, after, sweep) {
@@ -269,7 +269,7 @@ impl Kept<'_> {
 
 impl Pipeline {
     /// Opens the shelf, if there is one; processes that train together have none, since each would find something else.
-    pub(super) fn kept(&self, model: &Model, sweep: &Sweep) -> Result<Option<Kept<'_>>> {
+    pub(super) fn kept(&self, model: &Model, sweep: &Sweep) -> Result<Option<CachedResult<'_>>> {
         let alone = crate::train::communicator::Place::from_environment()?.is_none_or(|place| place.size == 1);
         let Some((shelf, reuse)) = self.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
         let keys = shelf.keys(self, model, sweep)?;
@@ -282,7 +282,7 @@ impl Pipeline {
             let pass = self.steps[*number].pass().name();
             after.notes.push(format!("the model after {pass} is that of an earlier run of the same passes on the same bytes: see `compress cache`"));
         }
-        Ok(Some(Kept { shelf, keys, found }))
+        Ok(Some(CachedResult { shelf, keys, found }))
     }
 }
 

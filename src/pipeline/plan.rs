@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::Pipeline;
 use crate::error::Result;
-use crate::export::Forecast;
+use crate::export::SizeForecast;
 use crate::model::Model;
 use crate::store::{Weight, block_elements};
 
@@ -62,7 +62,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     let after = pipeline.apply(model)?;
     #[cfg(feature = "run")]
     pipeline.check_data(model)?;
-    let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let threads = pipeline.sweep().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);

@@ -8,12 +8,12 @@ use std::time::Instant;
 use super::Pipeline;
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Latency};
-use crate::export::{Exported, Forecast};
+use crate::export::{Exported, SizeForecast};
 use crate::model::{Config, Model};
 use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
 use crate::store::staging::Staging;
-use crate::store::writer::{Seen, input_hash};
+use crate::store::writer::{WeightMeasurement, input_hash};
 use crate::store::{Origin, Sweep, Weight};
 
 /// What was found by running the models.
@@ -33,7 +33,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let mut after = pipeline.apply(&model)?;
     #[cfg(feature = "run")]
     pipeline.check_data(&model)?;
-    let forecasts: Vec<Forecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     require_space(staging.path(), staging.target(), &forecasts)?;
     let workplace = workplace(staging.target());
@@ -138,7 +138,7 @@ fn require_no_rest(pipeline: &Pipeline, workplace: &Path) -> Result<()> {
 }
 
 /// Refuses before the first byte what cannot fit.
-fn require_space(folder: &Path, target: &Path, forecasts: &[Forecast]) -> Result<()> {
+fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast]) -> Result<()> {
     let needed: u64 = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum();
     let Ok(space) = rustix::fs::statvfs(folder) else { return Ok(()) };
     let free = space.f_bavail.saturating_mul(space.f_frsize);
@@ -209,7 +209,7 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
     for path in &model.weight_files {
         bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
     }
-    let zeros = |of: &Model, pick: fn(&Seen) -> u64| {
+    let zeros = |of: &Model, pick: fn(&WeightMeasurement) -> u64| {
         exported.weights.iter().filter(|(name, _)| of.weights.by_name.contains_key(name)).map(|(_, seen)| pick(seen)).sum::<u64>()
     };
     let mut zeros_before = zeros(model, |s| s.difference.zeros_before);
@@ -264,7 +264,7 @@ fn model_hash(model: &Model, after: &Model, exported: &Exported, sweep: &Sweep) 
 }
 
 fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
-    let layer = |((name, seen), encoding): (&(String, Seen), &String)| Layer {
+    let layer = |((name, seen), encoding): (&(String, WeightMeasurement), &String)| Layer {
         name: name.clone(),
         shape: after.weights.by_name.get(name).map(|w| w.shape.clone()).unwrap_or_default(),
         encoding: encoding.clone(),
@@ -281,7 +281,7 @@ fn layers(model: &Model, after: &Model, exported: &Exported) -> Vec<Layer> {
 const PICTURED: usize = 8;
 
 fn histograms(report: &Report, exported: &Exported) -> Vec<WeightHistogram> {
-    let seen: BTreeMap<&str, &Seen> = exported.weights.iter().map(|(name, seen)| (name.as_str(), seen)).collect();
+    let seen: BTreeMap<&str, &WeightMeasurement> = exported.weights.iter().map(|(name, seen)| (name.as_str(), seen)).collect();
     let picture = |layer: &&Layer| {
         let found = seen.get(layer.name.as_str())?.histogram.clone()?;
         Some(WeightHistogram { name: layer.name.clone(), low: found.low, high: found.high, before: found.before, after: found.after })

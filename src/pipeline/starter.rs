@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::model::{Model, Part, is_linear, part};
+use crate::model::{Model, ModelPart, is_linear, part};
 use crate::report::format::{bytes, count, percent};
 use crate::store::Encoding;
 
@@ -38,20 +38,20 @@ struct Facts<'m> {
     /// The float format that most bytes are stored in.
     dtype: String,
     /// Bytes by part, the largest first.
-    parts: Vec<(Part, u64)>,
+    parts: Vec<(ModelPart, u64)>,
 }
 
 impl Facts<'_> {
     fn of(model: &Model) -> Facts<'_> {
-        let (mut dtypes, mut parts) = (BTreeMap::<String, u64>::new(), BTreeMap::<Part, u64>::new());
+        let (mut dtypes, mut parts) = (BTreeMap::<String, u64>::new(), BTreeMap::<ModelPart, u64>::new());
         for (name, weight) in &model.weights.by_name {
             *dtypes.entry(weight.dtype.to_string().to_lowercase()).or_default() += weight.stored_bytes;
             *parts.entry(part(name, &weight.shape)).or_default() += weight.stored_bytes;
         }
-        let mut parts: Vec<(Part, u64)> = parts.into_iter().collect();
+        let mut parts: Vec<(ModelPart, u64)> = parts.into_iter().collect();
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let runs = model.graph().is_ok();
-        let convolutions = parts.first().is_some_and(|(part, _)| *part == Part::Convolutions);
+        let convolutions = parts.first().is_some_and(|(part, _)| *part == ModelPart::Convolutions);
         let kind = match model.config.model_type() {
             "bert" | "roberta" | "xlm-roberta" | "distilbert" => Kind::Encoder,
             "gpt2" | "llama" | "mistral" | "qwen2" | "qwen3" => Kind::Decoder,
@@ -75,13 +75,13 @@ impl Facts<'_> {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
     }
 
-    fn share(&self, of: Part) -> f64 {
+    fn share(&self, of: ModelPart) -> f64 {
         let bytes = self.parts.iter().find(|(part, _)| *part == of).map_or(0, |(_, bytes)| *bytes);
         bytes as f64 / self.total().max(1) as f64
     }
 
     fn large_table(&self) -> bool {
-        self.share(Part::Embeddings) >= LARGE_TABLE
+        self.share(ModelPart::Embeddings) >= LARGE_TABLE
     }
 
     fn has_file(&self, name: &str) -> bool {

@@ -71,24 +71,24 @@ pub struct Finding {
     pub ok: bool,
     /// How both are told to people.
     #[serde(skip)]
-    unit: Unit,
+    unit: MeasureUnit,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Unit {
+enum MeasureUnit {
     Plain,
     Bytes,
     Milliseconds,
     Seconds,
 }
 
-impl Unit {
+impl MeasureUnit {
     fn tell(self, value: f64) -> String {
         match self {
-            Unit::Plain => format!("{value:.4}"),
-            Unit::Bytes => bytes(value.max(0.0) as u64),
-            Unit::Milliseconds => milliseconds(value),
-            Unit::Seconds => seconds(value),
+            MeasureUnit::Plain => format!("{value:.4}"),
+            MeasureUnit::Bytes => bytes(value.max(0.0) as u64),
+            MeasureUnit::Milliseconds => milliseconds(value),
+            MeasureUnit::Seconds => seconds(value),
         }
     }
 }
@@ -106,7 +106,7 @@ struct Limit {
     name: &'static str,
     allowed: Option<f64>,
     measured: Option<f64>,
-    unit: Unit,
+    unit: MeasureUnit,
     /// What to add to the recipe for the figure to be there.
     needs: &'static str,
 }
@@ -146,20 +146,20 @@ impl Budgets {
         let latency = report.latency.as_ref();
         let limit = |name, allowed, measured, unit, needs| Limit { name, allowed, measured, unit, needs };
         [
-            limit("max-bytes", size(self.max_bytes), Some(report.size.after.bytes as f64), Unit::Bytes, ""),
-            limit("max-size-ratio", self.max_size_ratio, ratio(report.size.after.bytes, report.size.before.bytes), Unit::Plain, ""),
-            limit("max-drop", self.max_drop, report.accuracy.as_ref().and_then(|accuracy| accuracy.drop), Unit::Plain, LABELS),
-            limit("min-cosine", self.min_cosine, fidelity.map(|f| f.cosine), Unit::Plain, SAMPLES),
-            limit("min-least-cosine", self.min_least_cosine, fidelity.map(|f| f.cosine_min), Unit::Plain, SAMPLES),
+            limit("max-bytes", size(self.max_bytes), Some(report.size.after.bytes as f64), MeasureUnit::Bytes, ""),
+            limit("max-size-ratio", self.max_size_ratio, ratio(report.size.after.bytes, report.size.before.bytes), MeasureUnit::Plain, ""),
+            limit("max-drop", self.max_drop, report.accuracy.as_ref().and_then(|accuracy| accuracy.drop), MeasureUnit::Plain, LABELS),
+            limit("min-cosine", self.min_cosine, fidelity.map(|f| f.cosine), MeasureUnit::Plain, SAMPLES),
+            limit("min-least-cosine", self.min_least_cosine, fidelity.map(|f| f.cosine_min), MeasureUnit::Plain, SAMPLES),
             // Answers without any difference have no noise.
-            limit("min-sqnr", self.min_sqnr, fidelity.map(|f| f.sqnr_db.unwrap_or(f64::MAX)), Unit::Plain, SAMPLES),
-            limit("min-agreement", self.min_agreement, fidelity.and_then(|f| f.top1_agreement), Unit::Plain, CLASSES),
-            limit("min-speedup", self.min_speedup, latency.map(|l| l.speedup), Unit::Plain, TIMES),
-            limit("max-latency", self.max_latency, latency.map(|l| l.after_ms.p50), Unit::Milliseconds, TIMES),
-            limit("max-latency-p95", self.max_latency_p95, latency.map(|l| l.after_ms.p95), Unit::Milliseconds, TIMES),
-            limit("max-macs-ratio", self.max_macs_ratio, report.compute.as_ref().and_then(|c| ratio(c.after.macs, c.before.macs)), Unit::Plain, GRAPH),
-            limit("max-memory", size(self.max_memory), report.totals.peak_rss_bytes.map(|b| b as f64), Unit::Bytes, SYSTEM),
-            limit("max-seconds", self.max_seconds, Some(report.totals.seconds), Unit::Seconds, ""),
+            limit("min-sqnr", self.min_sqnr, fidelity.map(|f| f.sqnr_db.unwrap_or(f64::MAX)), MeasureUnit::Plain, SAMPLES),
+            limit("min-agreement", self.min_agreement, fidelity.and_then(|f| f.top1_agreement), MeasureUnit::Plain, CLASSES),
+            limit("min-speedup", self.min_speedup, latency.map(|l| l.speedup), MeasureUnit::Plain, TIMES),
+            limit("max-latency", self.max_latency, latency.map(|l| l.after_ms.p50), MeasureUnit::Milliseconds, TIMES),
+            limit("max-latency-p95", self.max_latency_p95, latency.map(|l| l.after_ms.p95), MeasureUnit::Milliseconds, TIMES),
+            limit("max-macs-ratio", self.max_macs_ratio, report.compute.as_ref().and_then(|c| ratio(c.after.macs, c.before.macs)), MeasureUnit::Plain, GRAPH),
+            limit("max-memory", size(self.max_memory), report.totals.peak_rss_bytes.map(|b| b as f64), MeasureUnit::Bytes, SYSTEM),
+            limit("max-seconds", self.max_seconds, Some(report.totals.seconds), MeasureUnit::Seconds, ""),
         ]
     }
 }

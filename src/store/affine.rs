@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Block, DType, RawTensor, Sink, Source, View, block_elements};
+use super::{Block, BlockSink, DType, RawTensor, View, WeightSource, block_elements};
 use crate::error::Result;
 
 /// How many elements share a scale.
@@ -32,7 +32,7 @@ impl Granularity {
 /// What the consumer does to activations that meet the weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Activations {
+pub enum ActivationScheme {
     /// Int8 with a scale for each token, found while running.
     DynamicToken,
     /// Eight bits with a scale and a zero point that are known beforehand.
@@ -72,7 +72,7 @@ pub struct Affine {
     /// Format of the scales.
     pub scale_dtype: DType,
     /// What happens to activations.
-    pub activations: Activations,
+    pub activations: ActivationScheme,
 }
 
 impl Affine {
@@ -80,7 +80,7 @@ impl Affine {
     #[must_use]
     pub fn scheme(&self) -> Affine {
         let activations = match self.activations {
-            Activations::Static(by) => Activations::Static(Static::new(1.0, by.zero_point.map(|_| 0))),
+            ActivationScheme::Static(by) => ActivationScheme::Static(Static::new(1.0, by.zero_point.map(|_| 0))),
             other => other,
         };
         Affine { activations, ..self.clone() }
@@ -121,8 +121,8 @@ pub struct IntegerFile {
     pub dtype: DType,
 }
 
-impl Source for IntegerFile {
-    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for IntegerFile {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let row = row(&self.shape);
         let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
         let stored = if self.packed { row.next_multiple_of(4) } else { row };

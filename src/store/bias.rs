@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Block, DType, Encoding, Granularity, Sink, Source, View, Weight};
+use super::{Block, BlockSink, DType, Encoding, Granularity, View, Weight, WeightSource};
 use crate::error::{Error, Result};
 
 /// `round(bias / (input scale · weight scale))`, or those products of scales, one for each output.
@@ -47,8 +47,8 @@ impl Bias {
     }
 }
 
-impl Source for Bias {
-    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Bias {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let scales = self.products()?;
         if self.scales {
             let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();

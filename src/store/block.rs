@@ -25,15 +25,15 @@ pub fn least_common_multiple(a: usize, b: usize) -> usize {
 }
 
 /// What a visitor is called with.
-pub type Sink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
+pub type BlockSink<'a> = &'a mut dyn FnMut(Block<'_>) -> Result<()>;
 
 /// Something that can produce a tensor, in order, any number of times, always the same.
-pub trait Source: Send + Sync {
+pub trait WeightSource: Send + Sync {
     /// Calls `sink` with consecutive blocks, each (but the last) a multiple of `unit` elements.
     ///
     /// # Errors
     /// Reading fails, a value cannot be represented, or the sink says so.
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()>;
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()>;
 
     /// Of a stage that rounds: the weight before.
     fn unrounded(&self) -> Option<&super::Weight> {
@@ -49,8 +49,8 @@ pub struct Bytes {
     pub bytes: Vec<u8>,
 }
 
-impl Source for Bytes {
-    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Bytes {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         sink(Block::untouched(View::dense(self.dtype, &self.bytes)))
     }
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::header::{Entry, Header, MAX_HEADER};
-use super::{Block, DType, Sink, Source, View, block_elements};
+use super::{Block, BlockSink, DType, View, WeightSource, block_elements};
 use crate::error::{Error, Result};
 
 /// The only file of an unsharded checkpoint.
@@ -113,8 +113,8 @@ impl RawTensor {
     }
 }
 
-impl Source for RawTensor {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for RawTensor {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let bits = self.dtype.bitsize();
         // Elements of less than a byte go by whole bytes.
         let (elements, size, unit) = if bits < 8 { (self.bytes as usize, 1, 1) } else { (self.elements(), bits / 8, unit) };

@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use super::{Affine, DType, Sink, Source, View};
+use super::{Affine, BlockSink, DType, View, WeightSource};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
 /// Another source's values as plain floats of a given format.
 pub struct Decoded {
     /// Where the values come from.
-    pub upstream: Arc<dyn Source>,
+    pub upstream: Arc<dyn WeightSource>,
     /// Format to decode to: f16, bf16 or f32.
     pub dtype: DType,
     /// Name, for errors.
@@ -19,8 +19,8 @@ pub struct Decoded {
 /// Elements that are decoded at a time, small enough for the first-level cache.
 pub(crate) const RUN: usize = 4096;
 
-impl Source for Decoded {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Decoded {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let size = self.dtype.bitsize() / 8;
         let largest = convert::largest(self.dtype);
         let mut bytes = Vec::new();
@@ -58,15 +58,15 @@ impl Source for Decoded {
 /// Another source's integers, with the scales in a format that holds them exactly.
 pub struct Rescaled {
     /// Where the integers come from.
-    pub upstream: Arc<dyn Source>,
+    pub upstream: Arc<dyn WeightSource>,
     /// The encoding as it will be: upstream's, but for `scale_dtype`.
     pub affine: Affine,
     /// Name, for errors.
     pub name: String,
 }
 
-impl Source for Rescaled {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Rescaled {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let dtype = self.affine.scale_dtype;
         let (mut scales, mut bytes) = (Vec::new(), Vec::new());
         self.upstream.visit(unit, &mut |block| {

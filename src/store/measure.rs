@@ -1,7 +1,7 @@
 //! Comparing a weight with its input while it is written, and a coarse picture of how its values lie.
 
 use super::convert::RUN;
-use super::writer::Seen;
+use super::writer::WeightMeasurement;
 use super::{Block, DType};
 use crate::kernel::{scan, with_float};
 
@@ -16,7 +16,7 @@ const SPREAD: f64 = 4.0;
 
 /// Counts of a sample of a weight's values in bins of equal width, before and after.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Histogram {
+pub struct ValueHistogram {
     /// Where the first bin begins.
     pub low: f32,
     /// Where the last bin ends.
@@ -27,9 +27,9 @@ pub struct Histogram {
     pub after: Vec<u32>,
 }
 
-impl Histogram {
+impl ValueHistogram {
     /// Bins around the mean of what was; nothing where all values are the same.
-    fn of(before: &[f32], after: &[f32]) -> Option<Histogram> {
+    fn of(before: &[f32], after: &[f32]) -> Option<ValueHistogram> {
         let finite = || before.iter().filter(|v| v.is_finite()).map(|v| f64::from(*v));
         let (mut count, mut sum, mut squares, mut least, mut most) = (0.0, 0.0, 0.0, f64::INFINITY, f64::NEG_INFINITY);
         for value in finite() {
@@ -50,7 +50,7 @@ impl Histogram {
             }
             counts
         };
-        Some(Histogram { low, high, before: counts(before), after: counts(after) })
+        Some(ValueHistogram { low, high, before: counts(before), after: counts(after) })
     }
 }
 
@@ -75,12 +75,12 @@ impl Measure {
     }
 
     /// The picture, of what was added.
-    pub(super) fn histogram(&self) -> Option<Histogram> {
+    pub(super) fn histogram(&self) -> Option<ValueHistogram> {
         let [before, after] = &self.sample;
-        Histogram::of(before, after)
+        ValueHistogram::of(before, after)
     }
 
-    pub(super) fn add(&mut self, block: &Block, seen: &mut Seen) {
+    pub(super) fn add(&mut self, block: &Block, seen: &mut WeightMeasurement) {
         let (now, before) = (&block.now, &block.before);
         // Integers are finite, their scales need not be.
         let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
@@ -132,7 +132,7 @@ mod tests {
             let after: Vec<f32> = before.iter().map(|v| if *v < 0.5 { 0.0 } else { *v }).collect();
             let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
             let (before, after) = (bytes(&before), bytes(&after));
-            let (mut measure, mut seen) = (Measure::new(elements), Seen::default());
+            let (mut measure, mut seen) = (Measure::new(elements), WeightMeasurement::default());
             for (before, after) in before.chunks(4 << 17).zip(after.chunks(4 << 17)) {
                 measure.add(&Block { now: View::dense(DType::F32, after), before: View::dense(DType::F32, before) }, &mut seen);
             }
@@ -148,10 +148,10 @@ mod tests {
 
     #[test]
     fn odd_values_give_a_picture_or_none() {
-        assert_eq!(Histogram::of(&[], &[]), None);
-        assert_eq!(Histogram::of(&[2.0; 9], &[2.0; 9]), None);
-        assert_eq!(Histogram::of(&[f32::NAN; 3], &[0.0; 3]), None);
-        let picture = Histogram::of(&[-1.0, 1.0, f32::INFINITY, f32::NAN], &[-9.0, 9.0, f32::NEG_INFINITY, 0.0]).unwrap();
+        assert_eq!(ValueHistogram::of(&[], &[]), None);
+        assert_eq!(ValueHistogram::of(&[2.0; 9], &[2.0; 9]), None);
+        assert_eq!(ValueHistogram::of(&[f32::NAN; 3], &[0.0; 3]), None);
+        let picture = ValueHistogram::of(&[-1.0, 1.0, f32::INFINITY, f32::NAN], &[-9.0, 9.0, f32::NEG_INFINITY, 0.0]).unwrap();
         assert_eq!((picture.before.iter().sum::<u32>(), picture.after[0], picture.after[BINS - 1]), (3, 2, 1));
     }
 }

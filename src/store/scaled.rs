@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Block, DType, Encoding, Origin, Sink, Source, View, Weight};
+use super::{Block, BlockSink, DType, Encoding, Origin, View, Weight, WeightSource};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -31,8 +31,8 @@ struct Typed {
     dtype: DType,
 }
 
-impl Source for Typed {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Typed {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let Scaled { name, upstream, rows, columns } = &self.scaled;
         let row = upstream.row().max(1);
         // Elements under one index of the second axis.
@@ -71,22 +71,22 @@ impl<F: Fn() -> Result<Vec<f32>> + Send + Sync + 'static> Computed<F> {
     }
 }
 
-impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> Source for Computed<F> {
-    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for Computed<F> {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let bytes: Vec<u8> = (self.values)()?.iter().flat_map(|value| value.to_le_bytes()).collect();
         sink(Block::untouched(View::dense(DType::F32, &bytes)))
     }
 }
 
 /// A matrix with its axes exchanged; made as a whole.
-pub struct Turned {
+pub struct Transposed {
     /// Name, for errors.
     pub name: String,
     /// Where the values come from; floats.
     pub upstream: Weight,
 }
 
-impl Turned {
+impl Transposed {
     /// The matrix `[b, a]` for one of `[a, b]`.
     pub fn weight(self) -> Weight {
         let mut weight = self.upstream.clone();
@@ -96,8 +96,8 @@ impl Turned {
     }
 }
 
-impl Source for Turned {
-    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Transposed {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let columns = self.upstream.row().max(1);
         let values = self.upstream.floats(&self.name)?;
         let turned: Vec<f32> = (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect();

@@ -10,7 +10,7 @@
 
 use std::sync::Arc;
 
-use super::{Affine, Block, Checkpoint, DType, IntegerFile, RawTensor, Sink, Source, View, block_elements};
+use super::{Affine, Block, BlockSink, Checkpoint, DType, IntegerFile, RawTensor, View, WeightSource, block_elements};
 use crate::error::{Error, Result};
 use crate::kernel::bitmask;
 
@@ -114,8 +114,8 @@ fn realign(mask: &mut [u8], shift: u32) {
     }
 }
 
-impl Source for SparseFile {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for SparseFile {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         self.blocks(unit, &mut |dense| sink(Block::untouched(View::dense(self.dtype(), dense))))
     }
 }
@@ -134,8 +134,8 @@ pub struct SparseInteger {
     pub dtype: DType,
 }
 
-impl Source for SparseInteger {
-    fn visit(&self, _unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for SparseInteger {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let row = super::affine::row(&self.values.shape);
         let mut parameters = super::affine::Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
         self.values.blocks(row, &mut |values| {
@@ -146,7 +146,7 @@ impl Source for SparseInteger {
 }
 
 /// Any of the forms that a quantized weight is read from.
-pub fn integer_source(values: IntegerValues, scales: RawTensor, zero_points: Option<RawTensor>, affine: Affine, dtype: DType) -> Arc<dyn Source> {
+pub fn integer_source(values: IntegerValues, scales: RawTensor, zero_points: Option<RawTensor>, affine: Affine, dtype: DType) -> Arc<dyn WeightSource> {
     match values {
         IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, affine, dtype }),
         IntegerValues::Plain { values, packed, shape } => Arc::new(IntegerFile { values, scales, zero_points, packed, shape, affine, dtype }),

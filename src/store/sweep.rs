@@ -27,7 +27,7 @@ impl Cancel {
 
 /// What progress is counted in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Unit {
+pub enum ProgressUnit {
     /// Bytes of input.
     Bytes,
     /// Samples of a data set.
@@ -46,7 +46,7 @@ pub enum Event<'a> {
         /// How much there is to go over; 0 when that is not known.
         total: u64,
         /// What it is counted in.
-        unit: Unit,
+        unit: ProgressUnit,
     },
     /// This much more is done.
     Advance(u64),
@@ -124,7 +124,7 @@ impl<'a> Sweep<'a> {
     pub fn run<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
         let mut order: Vec<usize> = (0..jobs.len()).collect();
         order.sort_by_key(|&i| std::cmp::Reverse(size(&jobs[i])));
-        self.progress.on(Event::Begin { stage, total: jobs.iter().map(size).sum(), unit: Unit::Bytes });
+        self.progress.on(Event::Begin { stage, total: jobs.iter().map(size).sum(), unit: ProgressUnit::Bytes });
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let results: Mutex<Vec<(usize, Result<T>)>> = Mutex::new(Vec::with_capacity(jobs.len()));
         let worker = || {

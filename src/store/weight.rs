@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::affine::row;
 use super::convert::Decoded;
-use super::{Affine, Checkpoint, DType, Sink, Source, spelling};
+use super::{Affine, BlockSink, Checkpoint, DType, WeightSource, storage_format};
 use crate::error::{Error, Result};
 
 /// How elements are represented.
@@ -47,7 +47,7 @@ pub struct Weight {
     pub stored_as: Vec<String>,
     /// What its values are to those of the file.
     pub origin: Origin,
-    source: Arc<dyn Source>,
+    source: Arc<dyn WeightSource>,
 }
 
 impl std::fmt::Debug for Weight {
@@ -58,12 +58,12 @@ impl std::fmt::Debug for Weight {
 
 impl Weight {
     /// A weight with a source; meant for readers of formats and for tests.
-    pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
+    pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
         Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), origin: Origin::File, source }
     }
 
     /// The same weight after a stage that changes what its bytes are; where it came from is kept.
-    pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn Source>) -> Weight {
+    pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
         Weight { dtype, encoding, source, ..self.clone() }
     }
 
@@ -83,15 +83,15 @@ impl Weight {
     }
 
     /// Where the bytes come from.
-    pub fn source(&self) -> Arc<dyn Source> {
+    pub fn source(&self) -> Arc<dyn WeightSource> {
         self.source.clone()
     }
 
-    /// Produces the bytes; see [`Source::visit`].
+    /// Produces the bytes; see [`WeightSource::visit`].
     ///
     /// # Errors
     /// Reading fails, or a stage cannot represent a value.
-    pub fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+    pub fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         self.source.visit(unit, sink)
     }
 
@@ -160,7 +160,7 @@ impl Weights {
     /// # Errors
     /// Tensors that belong together do not fit each other.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
-        spelling::assemble(checkpoint)
+        storage_format::assemble(checkpoint)
     }
 
     /// The weight of this name.

@@ -10,10 +10,10 @@ use xxhash_rust::xxh3::Xxh3Default;
 
 use super::hash::hash_file;
 use super::header::Header;
-use super::measure::{Histogram, Measure};
+use super::measure::{Measure, ValueHistogram};
 use super::part_writer::{PartWriter, Stretch, Target};
-use super::spelling::Emitter;
-use super::{Block, Part, Spelling, Sweep, View, Weight, checkpoint};
+use super::storage_format::Emitter;
+use super::{Block, StorageFormat, StoredTensor, Sweep, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
 
@@ -25,12 +25,12 @@ pub struct Item {
     /// The weight.
     pub weight: Weight,
     /// How to store it.
-    pub spelling: Spelling,
+    pub storage_format: StorageFormat,
 }
 
 /// What was seen of a weight while it was written.
 #[derive(Debug, Clone, Default)]
-pub struct Seen {
+pub struct WeightMeasurement {
     /// Against the input.
     pub difference: Difference,
     /// Whether any element changed.
@@ -42,7 +42,7 @@ pub struct Seen {
     /// Bytes that the weight takes in the output.
     pub bytes: u64,
     /// How its values lie, when they changed.
-    pub histogram: Option<Histogram>,
+    pub histogram: Option<ValueHistogram>,
 }
 
 /// A written file.
@@ -58,21 +58,21 @@ pub struct Written {
 
 /// Which file each tensor goes to, and where in it.
 #[derive(Debug)]
-pub struct Layout {
+pub struct FileLayout {
     files: Vec<(String, Header)>,
     index: Option<String>,
-    parts: Vec<Vec<Part>>,
+    parts: Vec<Vec<StoredTensor>>,
 }
 
-impl Layout {
+impl FileLayout {
     /// Distributes items over files of at most `shard_bytes` (a larger tensor gets a file of its own),
     /// in the order given, and names them as the Hub does. Parts of a weight stay together.
     ///
     /// # Errors
     /// A tensor's size overflows.
-    pub fn new(items: &[Item], metadata: &BTreeMap<String, String>, shard_bytes: u64) -> Result<Layout> {
-        let parts: Vec<Vec<Part>> = items.iter().map(|item| item.spelling.parts(&item.name, &item.weight)).collect();
-        let mut shards: Vec<(u64, Vec<&Part>)> = vec![(0, Vec::new())];
+    pub fn new(items: &[Item], metadata: &BTreeMap<String, String>, shard_bytes: u64) -> Result<FileLayout> {
+        let parts: Vec<Vec<StoredTensor>> = items.iter().map(|item| item.storage_format.parts(&item.name, &item.weight)).collect();
+        let mut shards: Vec<(u64, Vec<&StoredTensor>)> = vec![(0, Vec::new())];
         let mut total = 0u64;
         for (item, parts) in items.iter().zip(&parts) {
             let bytes = sum_bytes(parts).ok_or_else(|| Error::tensor(&item.name, "its size overflows", ""))?;
@@ -99,7 +99,7 @@ impl Layout {
             files.push((name, header));
         }
         let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
-        Ok(Layout { files, index, parts })
+        Ok(FileLayout { files, index, parts })
     }
 
     /// Bytes of all files, headers included.
@@ -118,7 +118,7 @@ impl Layout {
     }
 }
 
-fn sum_bytes(parts: &[Part]) -> Option<u64> {
+fn sum_bytes(parts: &[StoredTensor]) -> Option<u64> {
     parts.iter().try_fold(0u64, |sum, p| sum.checked_add(super::header::byte_count(p.dtype, &p.shape)?))
 }
 
@@ -131,7 +131,7 @@ pub enum Piece {
     Item {
         /// Number of the item.
         index: usize,
-        /// Number of the part, as its spelling counts them.
+        /// Number of the part, as its storage format counts them.
         part: usize,
         /// How many bytes it is.
         bytes: u64,
@@ -176,7 +176,7 @@ fn write_known(target: &Target, name: &str, offset: u64, bytes: &[u8]) -> Result
 }
 
 /// Makes every item and writes its parts to their places; what each file must hold is added to `stretches`.
-fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretches: &mut [Vec<Stretch>], sweep: &Sweep) -> Result<Vec<Seen>> {
+fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretches: &mut [Vec<Stretch>], sweep: &Sweep) -> Result<Vec<WeightMeasurement>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
     let done = sweep.run(
         "Writing",
@@ -206,7 +206,7 @@ fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretc
 ///
 /// # Errors
 /// As [`write()`].
-pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(files.len());
     let mut stretches = Vec::with_capacity(files.len());
     let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
@@ -228,8 +228,8 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
     }
     for (item, places) in items.iter().zip(&mut places) {
         places.sort_by_key(|place| place.part);
-        let parts = item.spelling.parts(&item.name, &item.weight);
-        let fits = |(place, part): (&Place, &Part)| super::header::byte_count(part.dtype, &part.shape) == Some(place.length);
+        let parts = item.storage_format.parts(&item.name, &item.weight);
+        let fits = |(place, part): (&Place, &StoredTensor)| super::header::byte_count(part.dtype, &part.shape) == Some(place.length);
         if parts.len() != places.len() || !places.iter().zip(&parts).all(fits) {
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
@@ -248,7 +248,7 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &Layout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<Seen>)> {
+pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
     let mut stretches = Vec::with_capacity(layout.files.len());
     let mut by_name = BTreeMap::new();
@@ -311,11 +311,11 @@ fn add(hasher: &mut blake3::Hasher, before: &View) {
     }
 }
 
-fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<Seen> {
+fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<WeightMeasurement> {
     let mut hasher = blake3::Hasher::new();
-    let mut seen = Seen::default();
+    let mut seen = WeightMeasurement::default();
     let mut measure = Measure::new(item.weight.elements());
-    let mut emitter = Emitter::new(item.spelling, &item.weight);
+    let mut emitter = Emitter::new(item.storage_format, &item.weight);
     let total = item.weight.stored_bytes;
     let mut told = 0;
     item.weight.visit(1, &mut |block: Block| {
@@ -383,13 +383,13 @@ mod tests {
     use super::super::{Cancel, Checkpoint, DType, Silent, Weights};
     use super::*;
 
-    fn written(folder: &Path) -> (Vec<Written>, Layout) {
+    fn written(folder: &Path) -> (Vec<Written>, FileLayout) {
         let source = folder.join("in.safetensors");
         let header = Header::layout([("a".into(), DType::F32, vec![3, 5]), ("b".into(), DType::I64, vec![])], BTreeMap::new()).unwrap();
         std::fs::write(&source, [header.to_bytes(), (0..68).collect()].concat()).unwrap();
         let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
-        let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), spelling: Spelling::Plain }).collect();
-        let layout = Layout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
+        let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
+        let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
         let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
         let (files, _) = write(folder, &items, &layout, &sweep).unwrap();
         (files, layout)

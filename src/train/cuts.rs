@@ -1,4 +1,4 @@
-//! Where segments begin that are computed again on the way back.
+//! Where segments begin that are computed again in the backward pass.
 
 use std::collections::BTreeMap;
 

@@ -4,19 +4,19 @@ use std::collections::BTreeSet;
 
 use super::optimizer::Kind;
 use super::{Objective, Training, cuts};
-use crate::exec::{Purpose, Tape};
+use crate::exec::{MemoryCategory, Tape};
 use crate::ir::{Bindings, Graph, TensorType};
 
-/// Bytes by purpose.
+/// Bytes by category.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Forecast {
+pub struct MemoryForecast {
     bytes: [u64; 6],
 }
 
-impl Forecast {
-    /// Of one purpose.
-    pub fn of(&self, purpose: Purpose) -> u64 {
-        self.bytes[purpose as usize]
+impl MemoryForecast {
+    /// Of one category.
+    pub fn of(&self, category: MemoryCategory) -> u64 {
+        self.bytes[category as usize]
     }
 
     /// Of all.
@@ -26,7 +26,12 @@ impl Forecast {
 
     /// In plain words.
     pub fn describe(&self) -> String {
-        Purpose::ALL.iter().filter(|p| self.of(**p) > 0).map(|p| format!("{} {} MB", p.name(), self.of(*p).div_ceil(1 << 20))).collect::<Vec<_>>().join(", ")
+        MemoryCategory::ALL
+            .iter()
+            .filter(|p| self.of(**p) > 0)
+            .map(|p| format!("{} {} MB", p.name(), self.of(*p).div_ceil(1 << 20)))
+            .collect::<Vec<_>>()
+            .join(", ")
     }
 }
 
@@ -39,13 +44,13 @@ fn parameters(graph: &Graph, sizes: &Bindings) -> u64 {
 }
 
 /// What a step over samples of these sizes takes.
-pub fn forecast(graph: &Graph, options: &Training, teacher: Option<&Graph>, objective: &Objective, sizes: &Bindings) -> Forecast {
+pub fn forecast(graph: &Graph, options: &Training, teacher: Option<&Graph>, objective: &Objective, sizes: &Bindings) -> MemoryForecast {
     let width = options.precision.dtype().size_in_bytes() as u64;
     let weights = parameters(graph, sizes);
-    let mut found = Forecast::default();
-    let mut set = |purpose: Purpose, bytes: u64| found.bytes[purpose as usize] = bytes;
-    set(Purpose::Weights, weights * if width == 4 { 4 } else { 4 + width });
-    set(Purpose::Gradients, 4 * weights);
+    let mut found = MemoryForecast::default();
+    let mut set = |category: MemoryCategory, bytes: u64| found.bytes[category as usize] = bytes;
+    set(MemoryCategory::Weights, weights * if width == 4 { 4 } else { 4 + width });
+    set(MemoryCategory::Gradients, 4 * weights);
     let state = match options.optimizer {
         Kind::AdamW => 8 * weights,
         Kind::AdamW8bit => 2 * weights + weights / 32,
@@ -59,11 +64,11 @@ pub fn forecast(graph: &Graph, options: &Training, teacher: Option<&Graph>, obje
             })
             .sum(),
     };
-    set(Purpose::Optimizer, state + if options.average.is_some() { 4 * weights } else { 0 });
+    set(MemoryCategory::Optimizer, state + if options.average.is_some() { 4 * weights } else { 0 });
     let taps: BTreeSet<_> = graph.outputs().iter().map(|(_, id)| *id).collect();
     let tape = Tape::new(graph, candle_core::Device::Cpu, taps, &|_| true, &cuts::cuts(graph, options.gradient_checkpointing));
-    set(Purpose::Activations, tape.forecast(&|ty| width * elements(ty, sizes)));
-    set(Purpose::Data, graph.inputs().map(|(_, value)| 8 * elements(&value.ty, sizes)).sum());
-    set(Purpose::Teacher, teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |teacher| 4 * parameters(teacher, sizes)));
+    set(MemoryCategory::Activations, tape.forecast(&|ty| width * elements(ty, sizes)));
+    set(MemoryCategory::Data, graph.inputs().map(|(_, value)| 8 * elements(&value.ty, sizes)).sum());
+    set(MemoryCategory::Teacher, teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |teacher| 4 * parameters(teacher, sizes)));
     found
 }

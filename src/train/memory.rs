@@ -18,7 +18,7 @@ pub struct Point {
     pub step: u64,
     /// Resident memory of the process.
     pub rss_bytes: Option<u64>,
-    /// What tensors of training take by the ledger.
+    /// What tensors of training take by the memory tracker.
     pub device_bytes: u64,
     /// What was being done.
     pub phase: &'static str,

@@ -22,7 +22,7 @@ mod teacher;
 mod team;
 mod weights;
 
-pub use forecast::{Forecast, forecast};
+pub use forecast::{MemoryForecast, forecast};
 pub use objective::Objective;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 #[cfg(feature = "cli")]

@@ -174,8 +174,8 @@ impl Objective {
 
     /// Parameters that are read beside the graph's: those of heads, of the student and of the teacher.
     pub fn heads(&self) -> (Vec<String>, Vec<String>) {
-        let of = |source: Option<&losses::Source>| match source {
-            Some(losses::Source::Head(head)) => head.parameters.clone(),
+        let of = |source: Option<&losses::LogitsSource>| match source {
+            Some(losses::LogitsSource::Head(head)) => head.parameters.clone(),
             _ => Vec::new(),
         };
         self.logits.as_ref().map(|logits| (of(Some(&logits.student)), of(logits.teacher.as_ref()))).unwrap_or_default()
@@ -274,7 +274,7 @@ fn usual(student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Losses>
 }
 
 /// The logits of a graph, how many columns they have, and whether every token has some.
-fn logits(graph: &Graph) -> Result<(losses::Source, usize, bool)> {
+fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, bool)> {
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         return Err(Error::option("losses", format!("soft and hard need an output `logits`; the model gives {names}")));
@@ -285,12 +285,12 @@ fn logits(graph: &Graph) -> Result<(losses::Source, usize, bool)> {
     let node = graph.nodes().iter().find(|node| node.output == *id);
     let read = graph.nodes().iter().any(|node| node.inputs.contains(id));
     let source = match node.map(|node| (&node.op, node.inputs.as_slice())) {
-        Some((Op::Linear(op), [input, parameters @ ..])) if by_token && !read => losses::Source::Head(Head {
+        Some((Op::Linear(op), [input, parameters @ ..])) if by_token && !read => losses::LogitsSource::Head(Head {
             input: graph.value(*input).name.clone(),
             parameters: parameters.iter().map(|id| graph.value(*id).name.clone()).collect(),
             op: *op,
         }),
-        _ => losses::Source::Value(value.name.clone()),
+        _ => losses::LogitsSource::Value(value.name.clone()),
     };
     Ok((source, columns, by_token))
 }

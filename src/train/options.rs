@@ -367,7 +367,7 @@ macro_rules! training_pass {
             /// Precision of values and gradients
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().precision))]
             pub precision: Precision,
-            /// Compute values again on the way back instead of keeping them: none, blocks, or every=K layers
+            /// Compute values again in the backward pass instead of keeping them: none, blocks, or every=K layers
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHICH", default_value = "none"))]
             pub gradient_checkpointing: Checkpointing,
             /// Statistics of batch normalisation

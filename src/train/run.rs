@@ -14,14 +14,14 @@ use super::cache::Cache;
 use super::checkpoint::{self, Position, Tensors};
 use super::memory::Timeline;
 use super::optimizer::{self, Optimizer};
-use super::step::{Step, Stepper};
+use super::step::{StepResult, Stepper};
 use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
 use crate::data::{Batch, DataSet, Order};
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
-use crate::exec::{Ledger, Purpose};
+use crate::exec::{MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
-use crate::store::{Event, Sweep, Unit};
+use crate::store::{Event, ProgressUnit, Sweep};
 
 /// Figures of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -93,7 +93,7 @@ pub struct Trainer<'a> {
     /// Where it runs.
     pub device: &'a Device,
     /// Accounts of memory.
-    pub ledger: &'a Ledger,
+    pub memory_tracker: &'a MemoryTracker,
     /// Other processes that train with this one.
     pub team: &'a Team,
     /// Everything else.
@@ -175,7 +175,7 @@ impl Trainer<'_> {
         }
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.weights, state.position.part);
-        self.around.sweep.progress.on(Event::Begin { stage: "Training", total, unit: Unit::Steps });
+        self.around.sweep.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
         self.around.sweep.advance(state.position.step)?;
         let done = self.epochs(&mut state, &mut stepper, &mut timeline);
         self.around.sweep.progress.on(Event::End);
@@ -202,7 +202,7 @@ impl Trainer<'_> {
                 }
                 if pending.len() == self.options.gradient_accumulation {
                     self.step(state, stepper, &std::mem::take(&mut pending))?;
-                    timeline.add("training", state.position.step, self.ledger.all());
+                    timeline.add("training", state.position.step, self.memory_tracker.all());
                 }
                 state.busy += start.elapsed();
                 asked = Instant::now();
@@ -229,7 +229,7 @@ impl Trainer<'_> {
         let start = Instant::now();
         let number = state.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
-        let Step { losses, mut gradients, statistics, overflow } =
+        let StepResult { losses, mut gradients, statistics, overflow } =
             stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
         let mut norm = None;
         if !overflow {
@@ -251,8 +251,8 @@ impl Trainer<'_> {
             }
         }
         drop(gradients);
-        self.ledger.set(Purpose::Gradients, 0)?;
-        self.ledger.set(Purpose::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
+        self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
+        self.memory_tracker.set(MemoryCategory::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
         state.position.step = number;
         state.position.part = stepper.part();
         let samples: usize = batches.iter().map(|batch| batch.samples).sum();

@@ -7,11 +7,11 @@ use candle_core::Tensor;
 
 use super::checkpoint::Tensors;
 use crate::error::{Error, Result};
-use crate::ir::ops::{FakeQuantize, LearnedQuantize};
+use crate::ir::ops::{FakeQuantize, LearnedFakeQuantize};
 use crate::ir::quantizers::layer_weight;
-use crate::ir::{Dim, Graph, Op, Step, rebuild};
+use crate::ir::{Dim, Graph, Op, Rewrite, rebuild};
 use crate::model::Model;
-use crate::store::{Activations, Encoding, Static};
+use crate::store::{ActivationScheme, Encoding, Static};
 
 /// The largest integer: gradients of a scale are divided by the square root of it and of how many values the scale moves, so
 /// that they are no larger than those of weights (Esser et al., *Learned Step Size Quantization*, 2020, section 2.2).
@@ -32,7 +32,7 @@ pub struct Quantizers {
     /// The graph that trains: quantizers read a logarithm.
     pub graph: Graph,
     /// By the name of the quantizer's value, with the number of values of a sample.
-    by_name: BTreeMap<String, (LearnedQuantize, usize)>,
+    by_name: BTreeMap<String, (LearnedFakeQuantize, usize)>,
 }
 
 impl Quantizers {
@@ -54,7 +54,7 @@ impl Quantizers {
         let shape = |(_, value): (_, &crate::ir::Value)| Some((value.name.clone(), value.ty.shape.iter().map(Dim::fixed).collect::<Option<_>>()?));
         let mut shapes: BTreeMap<String, Vec<usize>> = graph.params().filter_map(shape).collect();
         shapes.extend(by_name.keys().map(|name| (logarithm(name), vec![1])));
-        let graph = rebuild(graph, &shapes, &mut |mut step: Step| match by_name.get(step.name) {
+        let graph = rebuild(graph, &shapes, &mut |mut step: Rewrite| match by_name.get(step.name) {
             Some((op, _)) => {
                 step.inputs.push(step.builder.param(&logarithm(step.name), &[1])?);
                 step.builder.node(step.name, *op, &step.inputs)
@@ -86,12 +86,12 @@ impl Quantizers {
             let read = node.inputs.first().and_then(|id| learned.get(graph.value(*id).name.as_str()));
             let weight = layer_weight(&graph, node).and_then(|name| model.weights.by_name.get_mut(name));
             if let (Some(by), Some(Encoding::Affine(affine))) = (read, weight.map(|weight| &mut weight.encoding))
-                && let Activations::Static(old) = &mut affine.activations
+                && let ActivationScheme::Static(old) = &mut affine.activations
             {
                 *old = Static::new(by.scale, old.zero_point);
             }
         }
-        let graph = rebuild(&graph, &model.weights, &mut |step: Step| match learned.get(step.name) {
+        let graph = rebuild(&graph, &model.weights, &mut |step: Rewrite| match learned.get(step.name) {
             Some(by) => step.builder.node(step.name, *by, &step.inputs),
             None => step.keep(),
         })?;
@@ -113,6 +113,6 @@ pub(super) fn require_scale(name: &str, scale: f32) -> Result<()> {
     Err(Error::tensor(name, format!("its learned scale {scale} is of no use"), "lower `learning_rate`, or train with `scales: fixed`"))
 }
 
-fn settled(op: LearnedQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
+fn settled(op: LearnedFakeQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
     Ok(op.at(logarithm.flatten_all()?.get(0)?.to_scalar()?))
 }

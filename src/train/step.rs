@@ -10,7 +10,7 @@ use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
 use crate::data::Batch;
 use crate::error::{Error, Result};
-use crate::exec::{Parameters, Purpose, Tape};
+use crate::exec::{MemoryCategory, Parameters, Tape};
 use crate::ir::ops::BatchNorm;
 use crate::ir::{Op, ValueId};
 
@@ -20,7 +20,7 @@ pub(super) const FIRST_SCALE: f64 = 65536.0;
 const PATIENCE: u64 = 2000;
 
 /// What a step found.
-pub(super) struct Step {
+pub(super) struct StepResult {
     /// Each loss, by name.
     pub losses: BTreeMap<&'static str, f64>,
     /// Gradients of everything that trains, in f32.
@@ -68,7 +68,7 @@ impl<'t> Stepper<'t> {
     ///
     /// # Errors
     /// A single sample does not fit, or the loss is not finite.
-    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<Step> {
+    pub fn step(&mut self, weights: &Weights, batches: &[Batch], scale: &mut (f64, u64)) -> Result<StepResult> {
         let largest_batch = batches.iter().map(|batch| batch.samples).max().unwrap_or(1);
         let mut items = Items::new();
         for batch in batches {
@@ -87,7 +87,7 @@ impl<'t> Stepper<'t> {
                     return Ok(step);
                 }
                 Err(e) if e.is_out_of_memory() => {
-                    self.trainer.ledger.give(Purpose::Gradients, u64::MAX);
+                    self.trainer.memory_tracker.give(MemoryCategory::Gradients, u64::MAX);
                     let part = self.part.map_or(largest_batch, |part| part.min(largest_batch));
                     if part <= 1 {
                         return Err(e);
@@ -101,7 +101,7 @@ impl<'t> Stepper<'t> {
     }
 
     /// Takes the factor on the loss out of the gradients, and moves it.
-    fn rescale(&self, step: &mut Step, (scale, steps): &mut (f64, u64)) -> Result<()> {
+    fn rescale(&self, step: &mut StepResult, (scale, steps): &mut (f64, u64)) -> Result<()> {
         if self.trainer.options.precision != Precision::F16 {
             return Ok(());
         }
@@ -120,10 +120,10 @@ impl<'t> Stepper<'t> {
         Ok(())
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Step> {
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<StepResult> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
-        let mut step = Step { losses: BTreeMap::new(), gradients: BTreeMap::new(), statistics: Vec::new(), overflow: false };
+        let mut step = StepResult { losses: BTreeMap::new(), gradients: BTreeMap::new(), statistics: Vec::new(), overflow: false };
         for batch in batches {
             let part = self.part.unwrap_or(batch.samples).max(1);
             for from in (0..batch.samples).step_by(part) {
@@ -134,7 +134,7 @@ impl<'t> Stepper<'t> {
         Ok(step)
     }
 
-    fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut Step) -> Result<()> {
+    fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut StepResult) -> Result<()> {
         let trainer = self.trainer;
         let keys = trainer.cache.map(|_| cache::keys(batch)).transpose()?;
         let known = match (trainer.cache, &keys) {
@@ -147,7 +147,7 @@ impl<'t> Stepper<'t> {
         let forward = self.tape.forward(
             parameters,
             &batch.inputs,
-            trainer.ledger,
+            trainer.memory_tracker,
             Some(&mut |node, operands| {
                 if let (Op::BatchNorm(op), [x, ..]) = (&node.op, operands)
                     && op.batch
@@ -184,12 +184,12 @@ impl<'t> Stepper<'t> {
         let gradients = &mut step.gradients;
         let mut sink = |name: &str, gradient: Tensor| {
             let bytes = add_up(gradients, name, &gradient)?;
-            trainer.ledger.take(Purpose::Gradients, bytes)
+            trainer.memory_tracker.take(MemoryCategory::Gradients, bytes)
         };
         for (name, gradient) in said.parameters {
             sink(&name, gradient)?;
         }
-        self.tape.backward(forward, from, parameters, trainer.ledger, &mut sink)
+        self.tape.backward(forward, from, parameters, trainer.memory_tracker, &mut sink)
     }
 
     /// Which value was the first that is not finite.
@@ -199,7 +199,7 @@ impl<'t> Stepper<'t> {
         let looked = self.tape.forward(
             parameters,
             &batch.inputs,
-            self.trainer.ledger,
+            self.trainer.memory_tracker,
             Some(&mut |node, operands| {
                 for (id, operand) in node.inputs.iter().zip(operands) {
                     let finite = operand.dtype() == DType::I64 || is_finite(operand).unwrap_or(false);

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 
 use crate::error::Result;
-use crate::exec::{Executor, Inputs, Ledger, Parameters, Purpose, Residence};
+use crate::exec::{Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence};
 use crate::ir::{Graph, Op, part};
 use crate::model::Model;
 use crate::store::Sweep;
@@ -28,13 +28,13 @@ impl Teacher {
         (values, more): (&[String], &[String]),
         device: &Device,
         compute: DType,
-        ledger: &Ledger,
+        memory_tracker: &MemoryTracker,
         sweep: &Sweep,
     ) -> Result<Teacher> {
         let graph = part(graph, values, &Op::clone)?;
         let names = graph.params().map(|(_, value)| &value.name).chain(more).collect();
         let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, sweep)?;
-        ledger.set(Purpose::Teacher, parameters.bytes())?;
+        memory_tracker.set(MemoryCategory::Teacher, parameters.bytes())?;
         Ok(Teacher { graph, parameters, device: device.clone() })
     }
 

@@ -6,7 +6,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
-use crate::exec::{Ledger, Parameters, Purpose, Residence};
+use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::store::{DType as Stored, Encoding, Pattern, Scales, Sweep, Weight, select};
@@ -67,7 +67,7 @@ impl Rounding {
     }
 
     /// Gradients of the logarithms of scales, given that of the rounded weight: as for
-    /// [`LearnedQuantize`](crate::ir::ops::LearnedQuantize).
+    /// [`LearnedFakeQuantize`](crate::ir::ops::LearnedFakeQuantize).
     fn of_logarithms(&self, weight: &Tensor, learned: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
         let scale = self.scale(Some(learned))?;
         let steps = self.steps(weight, &scale)?;
@@ -100,7 +100,7 @@ impl Weights {
         (targets, ignore): (&[Pattern], &[Pattern]),
         device: &Device,
         compute: DType,
-        ledger: &Ledger,
+        memory_tracker: &MemoryTracker,
         sweep: &Sweep,
     ) -> Result<Weights> {
         let statistics = statistics(graph);
@@ -150,7 +150,7 @@ impl Weights {
         if compute != DType::F32 {
             bytes += weights.trained.values().map(|tensor| (tensor.elem_count() * compute.size_in_bytes()) as u64).sum::<u64>();
         }
-        ledger.set(Purpose::Weights, bytes)?;
+        memory_tracker.set(MemoryCategory::Weights, bytes)?;
         Ok(weights)
     }
 

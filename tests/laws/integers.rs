@@ -10,7 +10,7 @@ use super::given::{Values, config, long, model};
 use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read};
 use compress::Pipeline;
 use compress::export::{ByteSize, Layout, Safetensors};
-use compress::pass::{ActivationScheme, Cast, GranularityKind, PruneUnstructured, QuantizeDynamic, Step};
+use compress::pass::{ActivationRounding, Cast, GranularityKind, PruneUnstructured, QuantizeDynamic, Step};
 use compress::pipeline::Builder;
 
 /// The integers of a weight, taken out of their words when they are packed.
@@ -98,7 +98,7 @@ fn passes(size: usize) -> impl Strategy<Value = Passes> {
                 granularity,
                 group_size: (granularity == GranularityKind::Group).then_some(size),
                 symmetric,
-                activations: if weights_only { ActivationScheme::None } else { ActivationScheme::Token },
+                activations: if weights_only { ActivationRounding::None } else { ActivationRounding::Token },
                 embeddings,
                 ..Default::default()
             },

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::common::{DType, Desk, Tensors, contents, pico, pipeline};
 use compress::Error;
 use compress::export::{ByteSize, Layout, Safetensors};
-use compress::pass::{Amount, Cast, FloatFormat, GranularityKind, NOfM, Observer, PruneUnstructured, QuantizeDynamic, Scope, Step};
+use compress::pass::{Amount, Cast, FloatFormat, GranularityKind, NOfM, PruneUnstructured, QuantizeDynamic, Scope, Step, WeightObserver};
 use compress::pipeline::Builder;
 use compress::store::{Cancel, Event};
 
@@ -16,7 +16,7 @@ use compress::store::{Cancel, Event};
 fn chains() -> Vec<Vec<Step>> {
     let global = PruneUnstructured { amount: Some(Amount::fraction(0.4)), scope: Scope::Global, ..Default::default() };
     let pattern = PruneUnstructured { pattern: Some(NOfM { n: 2, m: 4 }), ..Default::default() };
-    let mse = QuantizeDynamic { granularity: GranularityKind::Tensor, observer: Observer::Mse, symmetric: false, ..Default::default() };
+    let mse = QuantizeDynamic { granularity: GranularityKind::Tensor, observer: WeightObserver::Mse, symmetric: false, ..Default::default() };
     let cast = Cast { to: FloatFormat::Bf16, ..Default::default() };
     vec![
         vec![PruneUnstructured::default().into(), global.clone().into()],

@@ -5,7 +5,7 @@ use proptest::sample::select;
 
 use super::given::{FLOATS, Values, config, long, model};
 use crate::common::{DType, Desk, Tensor, Tensors, all};
-use compress::pass::{GranularityKind, Observer, QuantizeDynamic};
+use compress::pass::{GranularityKind, QuantizeDynamic, WeightObserver};
 
 /// A quantized weight as it was written, with the values that it was made from.
 struct Quantized {
@@ -79,7 +79,7 @@ fn matrices(values: Values) -> impl Strategy<Value = (usize, Tensors)> {
     })
 }
 
-fn pass(granularity: GranularityKind, size: usize, symmetric: bool, observer: Observer) -> QuantizeDynamic {
+fn pass(granularity: GranularityKind, size: usize, symmetric: bool, observer: WeightObserver) -> QuantizeDynamic {
     let group_size = (granularity == GranularityKind::Group).then_some(size);
     QuantizeDynamic { granularity, group_size, symmetric, observer, targets: all(), ..Default::default() }
 }
@@ -91,12 +91,12 @@ proptest! {
 
     #[test]
     fn values_go_to_the_nearest_level((size, before) in matrices(Values::Finite), kind in select(&KINDS[..]), symmetric in any::<bool>(), mse in any::<bool>()) {
-        check(&before, &pass(kind, size, symmetric, if mse { Observer::Mse } else { Observer::Minmax }));
+        check(&before, &pass(kind, size, symmetric, if mse { WeightObserver::Mse } else { WeightObserver::Minmax }));
     }
 
     #[test]
     fn scales_span_the_range_and_finer_ones_are_no_larger((size, before) in matrices(Values::Finite), symmetric in any::<bool>()) {
-        let [tensor, channel, group] = KINDS.map(|kind| quantized(&before, &pass(kind, size, symmetric, Observer::Minmax)));
+        let [tensor, channel, group] = KINDS.map(|kind| quantized(&before, &pass(kind, size, symmetric, WeightObserver::Minmax)));
         for ((tensor, channel), group) in tensor.iter().zip(&channel).zip(&group) {
             for weight in [tensor, channel, group] {
                 for (values, scale) in weight.before.chunks(weight.run()).zip(&weight.scales) {
@@ -120,7 +120,7 @@ proptest! {
 
     #[test]
     fn values_that_are_not_finite_leave_the_others_alone((size, before) in matrices(Values::Any), kind in select(&KINDS[..]), symmetric in any::<bool>(), mse in any::<bool>()) {
-        let pass = pass(kind, size, symmetric, if mse { Observer::Mse } else { Observer::Minmax });
+        let pass = pass(kind, size, symmetric, if mse { WeightObserver::Mse } else { WeightObserver::Minmax });
         let narrow: Tensors = before.into_iter().filter(|(_, tensor)| tensor.dtype != DType::F64).collect();
         prop_assume!(!narrow.is_empty());
         let without = narrow.iter().map(|(name, t)| (name.clone(), Tensor::floats(t.dtype, &t.shape, &t.values().iter().map(|v| if v.is_finite() { *v } else { 0.0 }).collect::<Vec<_>>()))).collect();
@@ -135,7 +135,7 @@ proptest! {
 
     #[test]
     fn searching_by_error_never_makes_more_of_it((size, before) in matrices(Values::Finite), kind in select(&KINDS[..]), symmetric in any::<bool>()) {
-        let [plain, searched] = [Observer::Minmax, Observer::Mse].map(|observer| quantized(&before, &pass(kind, size, symmetric, observer)));
+        let [plain, searched] = [WeightObserver::Minmax, WeightObserver::Mse].map(|observer| quantized(&before, &pass(kind, size, symmetric, observer)));
         for (plain, searched) in plain.iter().zip(&searched) {
             for (plain, searched) in plain.errors().into_iter().zip(searched.errors()) {
                 prop_assert!(searched <= plain * (1.0 + 1e-4), "{} is more than {}", searched, plain);
@@ -148,7 +148,7 @@ proptest! {
 fn doubles_that_no_scale_reaches_are_refused() {
     let before = Tensors::from([("t.weight".to_owned(), Tensor::floats(DType::F64, &[1, 2], &[1.0, -1e300]))]);
     for kind in KINDS {
-        let error = Desk::new().apply(&before, pass(kind, 1, true, Observer::Minmax)).unwrap_err().to_string();
+        let error = Desk::new().apply(&before, pass(kind, 1, true, WeightObserver::Minmax)).unwrap_err().to_string();
         assert!(error.contains("`t.weight`"), "{error}");
     }
 }
@@ -159,7 +159,7 @@ fn long_tensors_are_quantized_as_short_ones() {
         for shape in [[1301, 211], [3, 70_007]] {
             let before = long(dtype, &shape, seed as u64);
             for (kind, size) in [(GranularityKind::Tensor, 0), (GranularityKind::Channel, 0), (GranularityKind::Group, if shape[0] == 3 { 73 } else { 211 })] {
-                check(&before, &pass(kind, size, seed % 2 == 0, Observer::Mse));
+                check(&before, &pass(kind, size, seed % 2 == 0, WeightObserver::Mse));
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Ways back of single ops against PyTorch's, which `scripts/goldens-gradients` wrote.
+//! Backward passes of single ops against PyTorch's, which `scripts/goldens-gradients` wrote.
 
 use std::path::Path;
 

@@ -62,7 +62,7 @@ fn gradients_are_those_of_finite_differences() {
             };
             let like = smooth(&case.op);
             // Counts rounding as done for the scale; PyTorch's goldens hold it.
-            if matches!(case.op, Op::LearnedQuantize(_)) {
+            if matches!(case.op, Op::LearnedFakeQuantize(_)) {
                 continue;
             }
             let gradients = with(&case.op, variable.as_tensor()).backward().unwrap_or_else(|e| panic!("{}: {e}", case.op));
@@ -94,14 +94,14 @@ fn gradients_are_those_of_finite_differences() {
     assert!(checked > 1000, "only {checked} elements were checked");
 }
 
-/// What an op's own way back is given: only what it says that it reads.
+/// What an op's own backward is given: only what it says that it reads.
 fn saved(op: &Op, inputs: &[Tensor], output: &Tensor) -> (Vec<Saved>, Saved) {
     let keep = |keep: bool, tensor: &Tensor| if keep { Saved::whole(tensor.clone()) } else { Saved::shape(tensor.dims()) };
     let inputs = inputs.iter().enumerate().map(|(index, input)| keep(op.spec().reads_input(index), input)).collect();
     (inputs, keep(op.spec().reads_output(), output))
 }
 
-/// Gradients of all inputs by the op's own way back, from inputs of this type; those of whole numbers stay.
+/// Gradients of all inputs by the op's own backward, from inputs of this type; those of whole numbers stay.
 fn ours(case: &Case, inputs: &[Tensor], gradient: &Tensor, wanted: &[bool]) -> Vec<Option<Tensor>> {
     let mode = if gradient.dtype() == DType::F64 { Mode::Train } else { Mode::Infer };
     let output = case.op.spec().eval(inputs, mode).unwrap();

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 use super::is_packed;
 use crate::model::{Model, class, is_embedding, is_linear};
 use crate::store::writer::Item;
-use crate::store::{Activations, Affine, Encoding, Granularity};
+use crate::store::{ActivationScheme, Affine, Encoding, Granularity};
 
 /// Version of compressed-tensors whose fields are written.
 const VERSION: &str = "0.13.0";
@@ -39,11 +39,11 @@ impl Group<'_> {
             weights["group_size"] = json!(size);
         }
         let activations = match self.affine.activations {
-            Activations::DynamicToken => json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true }),
-            Activations::Static(quantizer) => {
+            ActivationScheme::DynamicToken => json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true }),
+            ActivationScheme::Static(quantizer) => {
                 json!({ "num_bits": 8, "type": "int", "symmetric": quantizer.zero_point.is_none(), "strategy": "tensor", "dynamic": false })
             }
-            Activations::None => Value::Null,
+            ActivationScheme::None => Value::Null,
         };
         json!({ "targets": targets, "weights": weights, "input_activations": activations, "output_activations": null, "format": self.format() })
     }
@@ -137,7 +137,7 @@ fn ignored(items: &[Item], groups: &[Group], tied: &[&str]) -> Vec<String> {
 pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let mut notes = Vec::new();
     let groups = groups(items);
-    let dynamic = |g: &&Group| g.affine.activations == Activations::DynamicToken;
+    let dynamic = |g: &&Group| g.affine.activations == ActivationScheme::DynamicToken;
     if groups.iter().filter(dynamic).any(|g| !g.affine.symmetric) {
         notes.push("asymmetric int8 weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
     }
@@ -147,10 +147,10 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().any(|g| g.class == "Embedding") {
         notes.push("int8 embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
     }
-    if groups.iter().any(|g| g.class == "Linear" && g.affine.activations == Activations::None && !g.packed) {
+    if groups.iter().any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
     }
-    if groups.iter().any(|g| g.affine.activations == Activations::DynamicToken) {
+    if groups.iter().any(|g| g.affine.activations == ActivationScheme::DynamicToken) {
         notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them, transformers computes in floats)".to_owned());
     }
     if !groups.is_empty() && model.config.model_type().is_empty() {

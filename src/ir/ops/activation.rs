@@ -9,11 +9,11 @@ use super::gradient::wide;
 use super::host::{activated, combined, laid_like, readable};
 use super::{Backward, Mode, OpSpec, require};
 use crate::ir::{Element, TensorType};
-use crate::kernel::activation::Activation;
-use crate::kernel::activation_gradient::slope;
+use crate::kernel::activation::ActivationFunction;
+use crate::kernel::activation_gradient::derivative;
 
 macro_rules! activation {
-    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr, $slope:expr) => {
+    ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr, $derivative:expr) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -53,29 +53,29 @@ macro_rules! activation {
             }
 
             fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-                let kept = if self.kernel().slope_is_of_result() { backward.output } else { &backward.inputs[0] }.tensor()?;
+                let kept = if self.kernel().derivative_reads_result() { backward.output } else { &backward.inputs[0] }.tensor()?;
                 let of_input = backward.of(0, || {
                     through(self.kernel(), kept, backward.gradient, |$x| {
                         let $op = self;
                         let _ = $op;
-                        $slope
+                        $derivative
                     })
                 })?;
                 Ok(vec![of_input])
             }
 
             fn reads_input(&self, _input: usize) -> bool {
-                !self.kernel().slope_is_of_result()
+                !self.kernel().derivative_reads_result()
             }
 
             fn reads_output(&self) -> bool {
-                self.kernel().slope_is_of_result()
+                self.kernel().derivative_reads_result()
             }
         }
 
         impl $name {
             /// The function, as the kernels know it.
-            pub fn kernel(&self) -> Activation {
+            pub fn kernel(&self) -> ActivationFunction {
                 let $op = self;
                 let _ = $op;
                 $kernel
@@ -84,14 +84,19 @@ macro_rules! activation {
     };
 }
 
-/// A gradient times a function's slope, which is made of what was kept: the argument, or the result.
-fn through(function: Activation, kept: &Tensor, gradient: &Tensor, slope_of: impl Fn(&Tensor) -> candle_core::Result<Tensor>) -> candle_core::Result<Tensor> {
+/// A gradient times a function's derivative, which is made of what was kept: the argument, or the result.
+fn through(
+    function: ActivationFunction,
+    kept: &Tensor,
+    gradient: &Tensor,
+    derivative_of: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
+) -> candle_core::Result<Tensor> {
     if readable([kept, gradient])
-        && let Some(product) = combined(kept, &laid_like(gradient, kept)?, |x, g, out| slope(function, x, g, out))
+        && let Some(product) = combined(kept, &laid_like(gradient, kept)?, |x, g, out| derivative(function, x, g, out))
     {
         return product;
     }
-    (slope_of(&wide(kept)?)? * wide(gradient)?)?.to_dtype(gradient.dtype())
+    (derivative_of(&wide(kept)?)? * wide(gradient)?)?.to_dtype(gradient.dtype())
 }
 
 /// One where both bounds are kept, else zero.
@@ -101,14 +106,14 @@ fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tens
 
 activation!(
     /// `max(x, 0)`
-    Relu {}, |op, x| Activation::Relu, x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
+    Relu {}, |op, x| ActivationFunction::Relu, x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
 );
 activation!(
     /// `x Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, 2016).
     Gelu {
         /// Whether Φ is approximated by a hyperbolic tangent.
         tanh: bool = false,
-    }, |op, x| if op.tanh { Activation::GeluTanh } else { Activation::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
+    }, |op, x| if op.tanh { ActivationFunction::GeluTanh } else { ActivationFunction::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
         let inner = (std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2, 0.044_715);
         let tanh = ((x + (x.powf(3.0)? * inner.1)?)? * inner.0)?.tanh()?;
         let steepness = ((x * (1.0 - tanh.sqr()?)?)? * (((x.sqr()? * (3.0 * inner.1))? + 1.0)? * inner.0)?)?;
@@ -120,18 +125,18 @@ activation!(
 );
 activation!(
     /// `x · sigmoid(x)`
-    Silu {}, |op, x| Activation::Silu, x.silu(), {
+    Silu {}, |op, x| ActivationFunction::Silu, x.silu(), {
         let sigmoid = candle_nn::ops::sigmoid(x)?;
         &sigmoid * ((x * (1.0 - &sigmoid)?)? + 1.0)?
     }
 );
 activation!(
     /// `1 / (1 + exp(-x))`
-    Sigmoid {}, |op, x| Activation::Sigmoid, candle_nn::ops::sigmoid(x), x * (1.0 - x)?
+    Sigmoid {}, |op, x| ActivationFunction::Sigmoid, candle_nn::ops::sigmoid(x), x * (1.0 - x)?
 );
 activation!(
     /// Hyperbolic tangent.
-    Tanh {}, |op, x| Activation::Tanh, x.tanh(), 1.0 - x.sqr()?
+    Tanh {}, |op, x| ActivationFunction::Tanh, x.tanh(), 1.0 - x.sqr()?
 );
 activation!(
     /// Values held between two bounds; 0 and 6 make a ReLU6.
@@ -140,7 +145,7 @@ activation!(
         min: f64 = 0.0,
         /// Upper bound.
         max: f64 = 6.0,
-    }, |op, x| Activation::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
+    }, |op, x| ActivationFunction::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
 );
 activation!(
     /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values that
@@ -150,7 +155,7 @@ activation!(
         scale: f32 = 1.0,
         /// The integer that stands for zero, of -128 to 127.
         zero_point: i32 = 0,
-    }, |op, x| Activation::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
+    }, |op, x| ActivationFunction::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
         let scale = f64::from(op.scale);
         let (low, high) = op.steps();
         let passed = (x * op.passes(&(x / scale)?)?)?;

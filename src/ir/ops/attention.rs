@@ -200,16 +200,16 @@ impl OpSpec for Attention {
                 let (scaled, probabilities) = self.probabilities(q, k, mask, Mode::Train)?;
                 let gradient = backward.gradient.reshape((batch, groups, (), out))?;
                 let of_values = backward.of(2, || probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient))?;
-                let slopes = if backward.wants(0) || backward.wants(1) {
+                let derivatives = if backward.wants(0) || backward.wants(1) {
                     Some(back(&probabilities, &wide(&gradient.matmul(&v.contiguous()?.transpose(2, 3)?)?)?)?.to_dtype(q.dtype())?)
                 } else {
                     None
                 };
                 let of = |input: usize, product: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>| {
-                    slopes.as_ref().and_then(|s| backward.of(input, || product(s)).transpose()).transpose()
+                    derivatives.as_ref().and_then(|s| backward.of(input, || product(s)).transpose()).transpose()
                 };
-                let of_queries = of(0, &|slopes| (slopes.matmul(&k.contiguous()?)? * self.scale)?.reshape(q.dims()))?;
-                let of_keys = of(1, &|slopes| slopes.transpose(2, 3)?.contiguous()?.matmul(&scaled))?;
+                let of_queries = of(0, &|derivatives| (derivatives.matmul(&k.contiguous()?)? * self.scale)?.reshape(q.dims()))?;
+                let of_keys = of(1, &|derivatives| derivatives.transpose(2, 3)?.contiguous()?.matmul(&scaled))?;
                 vec![of_queries, of_keys, of_values]
             }
         };

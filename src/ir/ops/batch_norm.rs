@@ -174,8 +174,8 @@ impl OpSpec for BatchNorm {
         let (x, gradient) = (backward.inputs[0].tensor()?, backward.gradient);
         let weight = wide(backward.inputs[1].tensor()?)?;
         let (mean, variance) = if self.batch { Self::moments(x)? } else { (wide(backward.inputs[3].tensor()?)?, wide(backward.inputs[4].tensor()?)?) };
-        let slope = (variance + self.epsilon)?.sqrt()?.recip()?;
-        let scale = (&weight * &slope)?;
+        let derivative = (variance + self.epsilon)?.sqrt()?.recip()?;
+        let scale = (&weight * &derivative)?;
         let none = scale.zeros_like()?;
         let fixed = !self.batch;
         let sums = if (fixed && !(1..5).any(|input| backward.wants(input))) || (self.batch && !(0..3).any(|input| backward.wants(input))) {
@@ -190,18 +190,18 @@ impl OpSpec for BatchNorm {
             }
             // What changes the mean and the variance of the batch changes nothing.
             let count = (x.elem_count() / mean.elem_count().max(1)) as f64;
-            let along = (((products * &slope)? * (&slope * &scale)?)? / -count)?;
+            let along = (((products * &derivative)? * (&derivative * &scale)?)? / -count)?;
             let constant = (((plain * &scale)? / -count)? - (&along * &mean)?)?;
             Self::mixed(x, gradient, [&scale, &along, &constant])
         })?;
         let like = |t: Tensor| t.to_dtype(x.dtype());
-        let of_weight = backward.of(1, || like((products * &slope)?))?;
+        let of_weight = backward.of(1, || like((products * &derivative)?))?;
         let of_bias = backward.of(2, || like(plain.clone()))?;
         if self.batch {
             return Ok(vec![of_input, of_weight, of_bias, None, None]);
         }
         let of_mean = backward.of(3, || like((plain * &scale)?.neg()?))?;
-        let of_variance = backward.of(4, || like(((products * &scale)? * (slope.sqr()? * -0.5)?)?))?;
+        let of_variance = backward.of(4, || like(((products * &scale)? * (derivative.sqr()? * -0.5)?)?))?;
         Ok(vec![of_input, of_weight, of_bias, of_mean, of_variance])
     }
 

@@ -1,4 +1,4 @@
-//! The way back through convolutions: by kernels on the CPU in f32, elsewhere as convolutions of the gradient.
+//! Backward pass of convolutions: by kernels on the CPU in f32, elsewhere as convolutions of the gradient.
 
 use candle_core::{D, Result, Tensor};
 

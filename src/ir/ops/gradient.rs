@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor, Var};
 
 use super::host::column_sums;
 
-/// An input, or the output, of a node as it is remembered for the way back.
+/// An input, or the output, of a node as it is kept for the backward pass.
 #[derive(Debug, Clone)]
 pub struct Saved {
     dims: Vec<usize>,
@@ -39,7 +39,7 @@ impl Saved {
     }
 }
 
-/// What is known on the way back through a node.
+/// What is known in the backward pass of a node.
 #[derive(Debug)]
 pub struct Backward<'a> {
     /// The inputs.

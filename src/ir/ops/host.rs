@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, D, DType, Device, Result, Storage, StorageRef, Ten
 use rayon::prelude::*;
 
 use super::gradient::{Backward, wide};
-use crate::kernel::activation::{Activation, activate};
+use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
 use crate::kernel::matmul::Finish;
 use crate::kernel::matmul_gradient::add_up;
@@ -121,7 +121,7 @@ fn alike(a: &Tensor, b: &Tensor) -> bool {
 }
 
 /// A function of single elements; elements stay where they lie.
-pub(super) fn activated(x: &Tensor, function: Activation) -> Option<Result<Tensor>> {
+pub(super) fn activated(x: &Tensor, function: ActivationFunction) -> Option<Result<Tensor>> {
     let order = order(x)?;
     let host = Host::of(x)?;
     let input = &host.floats()?[..x.elem_count()];
@@ -244,7 +244,7 @@ pub(super) fn channels_first(values: Vec<f32>, [images, channels, height, width]
 #[derive(Debug, Clone)]
 pub enum After {
     /// A function of single elements.
-    Activate(Activation),
+    Activate(ActivationFunction),
     /// A tensor of the same shape is added.
     Add(Tensor),
     /// A tensor of the same shape is multiplied with.
@@ -262,7 +262,7 @@ pub enum After {
 pub(super) struct Steps<'t>(Vec<Step<'t>>);
 
 enum Step<'t> {
-    Activate(Activation),
+    Activate(ActivationFunction),
     Add(Host<'t>),
     Multiply(Host<'t>),
     Scale(Host<'t>),

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::host::{Host, Steps, column_sums, readable};
 use super::{After, Backward, Mode, OpSpec, elements, last, require, require_rank, require_vector};
 use crate::ir::{Bindings, Element, TensorType};
-use crate::kernel::matmul::{Columns, Finish, Kept, Left, Rows, product};
+use crate::kernel::matmul::{Columns, Finish, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
 
 /// `y = x Wᵀ + b` with `W: [out, in]`, or `y = x W + b` with `W: [in, out]`; the bias may be left out.
@@ -112,7 +112,7 @@ impl OpSpec for Linear {
         let by_row = |x: &Tensor, width: usize| x.reshape((x.elem_count() / width.max(1), width));
         let gradient_rows = by_row(gradient, out)?;
         let of_input = backward.of(0, || {
-            // The way back is the layer with its weight turned.
+            // the gradient is the layer with its weight turned.
             Linear { input_major: !self.input_major }.eval(&[gradient.clone(), backward.inputs[1].tensor()?.clone()], Mode::Infer)
         })?;
         let of_weight = backward.of(1, || {
@@ -139,7 +139,7 @@ impl OpSpec for Linear {
 }
 
 impl Linear {
-    fn multiply<T: Kept>(&self, x: &[f32], weight: &[T], first: usize, second: usize, count: usize, finish: &[Finish]) -> Option<Vec<f32>> {
+    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], first: usize, second: usize, count: usize, finish: &[Finish]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
         let left = Left::pack(x, rows, inner, inner);

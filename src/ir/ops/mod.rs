@@ -12,10 +12,11 @@ mod gradient;
 mod heads;
 mod host;
 mod layer_norm;
-mod learned_quantize;
+mod learned_fake_quantize;
 mod linear;
 mod masked_mean;
 mod normalize;
+mod patchify;
 mod pool;
 mod positions;
 mod prepend;
@@ -24,7 +25,6 @@ mod rotary;
 mod select;
 mod slice;
 mod softmax;
-mod tokens;
 
 use std::fmt;
 use std::ops::Range;
@@ -45,10 +45,11 @@ pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
 pub use host::After;
 pub use layer_norm::LayerNorm;
-pub use learned_quantize::LearnedQuantize;
+pub use learned_fake_quantize::LearnedFakeQuantize;
 pub use linear::Linear;
 pub use masked_mean::MaskedMean;
 pub use normalize::Normalize;
+pub use patchify::Patchify;
 pub use pool::{GlobalAveragePool, MaxPool};
 pub use positions::Positions;
 pub use prepend::Prepend;
@@ -57,7 +58,6 @@ pub use rotary::{Rotary, RotaryScaling};
 pub use select::Select;
 pub use slice::Slice;
 pub use softmax::Softmax;
-pub use tokens::Tokens;
 
 use super::{Bindings, Dim, Element, TensorType};
 
@@ -200,10 +200,10 @@ macro_rules! ops {
 
 ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
-    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedQuantize,
+    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedFakeQuantize,
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
-    MaxPool, GlobalAveragePool, Flatten, Tokens, Prepend, Select, Slice,
+    MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, Normalize,
 }
 

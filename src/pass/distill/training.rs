@@ -13,7 +13,7 @@ use crate::analysis;
 use crate::data::{Data, DataSet, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
-use crate::exec::{Executor, Ledger, Purpose};
+use crate::exec::{Executor, MemoryCategory, MemoryTracker};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::{Applied, Model};
@@ -142,9 +142,9 @@ pub(in crate::pass) fn train(
         let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
-        let ledger = Ledger::with_budget(training.memory_limit.map(|size| size.0));
+        let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0));
         let compute = training.precision.dtype();
-        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &ledger, &context.sweep)?;
+        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.sweep)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
@@ -162,7 +162,7 @@ pub(in crate::pass) fn train(
             (Some(teacher), Some(graph)) if !their_values.is_empty() => {
                 let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
                 let compute = if on.is_cpu() { candle_core::DType::F32 } else { compute };
-                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &ledger, &context.sweep)?)
+                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &memory_tracker, &context.sweep)?)
             }
             _ => None,
         };
@@ -205,7 +205,7 @@ pub(in crate::pass) fn train(
             data: &samples,
             batch,
             device,
-            ledger: &ledger,
+            memory_tracker: &memory_tracker,
             team: &team,
             around,
         };
@@ -225,11 +225,11 @@ pub(in crate::pass) fn train(
         if let Some(quantizers) = &quantizers {
             applied.notes.push(format!("scales of {rounded} weights and of {} values were learned with them", quantizers.count()));
         }
-        let peaks = ledger.peaks();
+        let peaks = memory_tracker.peaks();
         let phases: Vec<Value> = peaks
             .0
             .iter()
-            .map(|(purpose, bytes)| json!({ "name": purpose.name(), "predicted_bytes": forecast.of(*purpose), "measured_bytes": bytes }))
+            .map(|(category, bytes)| json!({ "name": category.name(), "predicted_bytes": forecast.of(*category), "measured_bytes": bytes }))
             .collect();
         let table = context.workplace.as_ref().map(|folder| folder.join("training.csv"));
         if let Some(text) = table.and_then(|path| std::fs::read(path).ok()) {
@@ -240,7 +240,7 @@ pub(in crate::pass) fn train(
             "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points },
         });
         applied.details = Arc::new(move || details.clone());
-        ledger.give(Purpose::Weights, u64::MAX);
+        memory_tracker.give(MemoryCategory::Weights, u64::MAX);
         Ok(())
     });
     done?;

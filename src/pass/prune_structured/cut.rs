@@ -13,13 +13,13 @@ use crate::model::Model;
 use crate::store::Meter;
 
 /// Elements that stay, by tensor and axis.
-pub(super) type Kept = BTreeMap<(String, usize), Vec<usize>>;
+pub(super) type Surviving = BTreeMap<(String, usize), Vec<usize>>;
 
 /// What stays of all tensors that carry the units of groups, by position, that go.
 ///
 /// # Errors
 /// A tensor is missing.
-pub(super) fn kept(model: &Model, groups: &Groups, gone: &BTreeMap<usize, Vec<usize>>) -> Result<Kept> {
+pub(super) fn kept(model: &Model, groups: &Groups, gone: &BTreeMap<usize, Vec<usize>>) -> Result<Surviving> {
     let mut kept: BTreeMap<(String, usize), Vec<bool>> = BTreeMap::new();
     for (index, units) in gone {
         for member in &groups.groups[*index].members {
@@ -38,7 +38,7 @@ pub(super) fn kept(model: &Model, groups: &Groups, gone: &BTreeMap<usize, Vec<us
 ///
 /// # Errors
 /// A tensor is quantized, or nothing would be left of it.
-pub(super) fn cut(model: &mut Model, kept: &Kept, meter: &Arc<Meter>) -> Result<BTreeSet<String>> {
+pub(super) fn cut(model: &mut Model, kept: &Surviving, meter: &Arc<Meter>) -> Result<BTreeSet<String>> {
     let mut changed = BTreeSet::new();
     for ((name, axis), kept) in kept {
         if kept.is_empty() {

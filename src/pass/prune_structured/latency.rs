@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Graph;
 use crate::pass::Context;
-use crate::store::{self, Block, Encoding, Sink, Source, View, Weight, Weights};
+use crate::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
 
 /// Runs of which the median counts.
 const RUNS: usize = 7;
@@ -20,8 +20,8 @@ const RUNS: usize = 7;
 /// Small numbers, all the same.
 struct Constant(usize);
 
-impl Source for Constant {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Constant {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let block = store::block_elements(unit).min(self.0.max(1));
         let bytes: Vec<u8> = std::iter::repeat_n(0.01f32.to_le_bytes(), block).flatten().collect();
         let mut left = self.0;

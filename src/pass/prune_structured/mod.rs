@@ -33,7 +33,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 pub(super) use layers::keep_layers;
-pub use options::{Amounts, Importance, Part, Repair, Target};
+pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
 use super::{Context, Pass, Samples, Scope, options_of};
 use crate::error::{Error, Result};
@@ -50,7 +50,7 @@ pub struct PruneStructured {
     /// What to take out [default: heads, mlp and channels, as far as the model has them]
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub dims: Vec<Part>,
+    pub dims: Vec<PrunedPart>,
     /// How much of each group to take out: a fraction like 0.25 or a number of units, or by part: heads=0.25,mlp=0.5 [default: 0.25]
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -116,7 +116,7 @@ impl PruneStructured {
     }
 
     /// What goes of a part.
-    fn amount(&self, part: Part) -> Amount {
+    fn amount(&self, part: PrunedPart) -> Amount {
         match &self.amount {
             None => Amount::fraction(0.25),
             Some(amounts) => amounts.of(part).unwrap_or(Amount::Count(0)),
@@ -126,16 +126,16 @@ impl PruneStructured {
     /// Whether whole layers go.
     fn takes_layers(&self) -> bool {
         match (&self.amount, self.dims.is_empty()) {
-            (Some(Amounts::Each(amounts)), true) => amounts.contains_key(&Part::Layers),
-            _ => self.dims.contains(&Part::Layers),
+            (Some(Amounts::Each(amounts)), true) => amounts.contains_key(&PrunedPart::Layers),
+            _ => self.dims.contains(&PrunedPart::Layers),
         }
     }
 
     /// Whether anything but layers goes.
     fn takes_units(&self) -> bool {
         match (&self.amount, self.dims.is_empty()) {
-            (Some(Amounts::Each(amounts)), true) => amounts.keys().any(|part| *part != Part::Layers),
-            _ => self.dims.is_empty() || self.dims.iter().any(|part| *part != Part::Layers),
+            (Some(Amounts::Each(amounts)), true) => amounts.keys().any(|part| *part != PrunedPart::Layers),
+            _ => self.dims.is_empty() || self.dims.iter().any(|part| *part != PrunedPart::Layers),
         }
     }
 
@@ -145,7 +145,7 @@ impl PruneStructured {
         let meter = applied.meter.clone();
         let mut details = Map::new();
         if self.takes_layers() {
-            let removed = layers::remove(&mut model, self.amount(Part::Layers), context)?;
+            let removed = layers::remove(&mut model, self.amount(PrunedPart::Layers), context)?;
             applied.tensors.extend(removed.tensors);
             applied.notes.extend(removed.notes);
             applied.rule = "whole layers".to_owned();

@@ -7,14 +7,14 @@ use std::str::FromStr;
 use serde::de::{self, Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 
-use crate::analysis::Unit;
+use crate::analysis::GroupUnit;
 use crate::pass::Amount;
 
 /// What can be taken out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-pub enum Part {
+pub enum PrunedPart {
     /// Heads of attention; heads that share keys and values go together
     Heads,
     /// Neurons between two linear layers
@@ -27,20 +27,20 @@ pub enum Part {
     Layers,
 }
 
-impl Part {
+impl PrunedPart {
     /// The units of groups that it means; none for layers.
-    pub fn unit(self) -> Option<Unit> {
+    pub fn unit(self) -> Option<GroupUnit> {
         match self {
-            Part::Heads => Some(Unit::Heads),
-            Part::Mlp => Some(Unit::Mlp),
-            Part::Channels => Some(Unit::Channels),
-            Part::Hidden => Some(Unit::Hidden),
-            Part::Layers => None,
+            PrunedPart::Heads => Some(GroupUnit::Heads),
+            PrunedPart::Mlp => Some(GroupUnit::Mlp),
+            PrunedPart::Channels => Some(GroupUnit::Channels),
+            PrunedPart::Hidden => Some(GroupUnit::Hidden),
+            PrunedPart::Layers => None,
         }
     }
 }
 
-impl fmt::Display for Part {
+impl fmt::Display for PrunedPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.unit() {
             Some(unit) => unit.fmt(f),
@@ -49,11 +49,11 @@ impl fmt::Display for Part {
     }
 }
 
-impl FromStr for Part {
+impl FromStr for PrunedPart {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parts = [Part::Heads, Part::Mlp, Part::Channels, Part::Hidden, Part::Layers];
+        let parts = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden, PrunedPart::Layers];
         parts.into_iter().find(|part| part.to_string() == text).ok_or_else(|| format!("`{text}` is none of heads, mlp, channels, hidden, layers"))
     }
 }
@@ -65,12 +65,12 @@ pub enum Amounts {
     /// The same of everything.
     All(Amount),
     /// By part.
-    Each(BTreeMap<Part, Amount>),
+    Each(BTreeMap<PrunedPart, Amount>),
 }
 
 impl Amounts {
     /// The amount of a part, if there is one.
-    pub fn of(&self, part: Part) -> Option<Amount> {
+    pub fn of(&self, part: PrunedPart) -> Option<Amount> {
         match self {
             Amounts::All(amount) => Some(*amount),
             Amounts::Each(amounts) => amounts.get(&part).copied(),
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn text_and_yaml() {
-        let each = Amounts::Each([(Part::Heads, Amount::fraction(0.25)), (Part::Mlp, Amount::Count(8))].into());
+        let each = Amounts::Each([(PrunedPart::Heads, Amount::fraction(0.25)), (PrunedPart::Mlp, Amount::Count(8))].into());
         assert_eq!("heads=0.25,mlp=8".parse::<Amounts>().unwrap(), each);
         assert_eq!(serde_saphyr::from_str::<Amounts>("{ heads: 0.25, mlp: 8 }").unwrap(), each);
         assert_eq!(serde_saphyr::from_str::<Amounts>("0.5").unwrap(), Amounts::All(Amount::fraction(0.5)));

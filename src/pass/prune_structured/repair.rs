@@ -9,7 +9,7 @@
 use candle_core::{D, Device, Tensor};
 
 use super::calibrate::{self, computed, numbers};
-use super::cut::Kept;
+use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters};
@@ -27,7 +27,7 @@ pub(super) struct Mending<'a> {
     pub before: &'a Model,
     pub graph: &'a Graph,
     pub after: &'a mut Model,
-    pub kept: &'a Kept,
+    pub kept: &'a Surviving,
     pub repair: Repair,
 }
 

@@ -6,8 +6,8 @@ use serde_json::{Value, json};
 
 use super::scores::{self, Scores};
 use super::widths::{self, Bundle};
-use super::{Importance, NAME, Part, PruneStructured, Target, latency, sensitivity};
-use crate::analysis::{self, Group, Groups, Member, Unit};
+use super::{Importance, NAME, PruneStructured, PrunedPart, Target, latency, sensitivity};
+use crate::analysis::{self, Group, GroupUnit, Groups, Member};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::ir::Graph;
@@ -30,7 +30,7 @@ pub(super) struct Selection {
 const ATTEMPTS: usize = 7;
 
 /// Parts that are taken when nothing is said.
-const USUAL: [Part; 3] = [Part::Heads, Part::Mlp, Part::Channels];
+const USUAL: [PrunedPart; 3] = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels];
 
 impl Selection {
     /// Selects by part and by name.
@@ -43,10 +43,11 @@ impl Selection {
         let groups = analysis::groups(graph)?;
         let parts = parts(pass, &groups)?;
         let model_type = if model.is_described() { model.config.model_type() } else { "" };
-        let units: BTreeSet<Unit> = parts.iter().filter_map(|part| part.unit()).collect();
-        let hidden = groups.groups.iter().find(|group| group.unit == Unit::Hidden).map(|group| group.size);
+        let units: BTreeSet<GroupUnit> = parts.iter().filter_map(|part| part.unit()).collect();
+        let hidden = groups.groups.iter().find(|group| group.unit == GroupUnit::Hidden).map(|group| group.size);
         // What config.json calls by the width of the stream goes along with it.
-        let follows = |group: &Group| units.contains(&Unit::Hidden) && group.unit == Unit::Other && Some(group.size) == hidden && arch::one_width(model_type);
+        let follows =
+            |group: &Group| units.contains(&GroupUnit::Hidden) && group.unit == GroupUnit::Other && Some(group.size) == hidden && arch::one_width(model_type);
         let named = |members: &[Member]| {
             let any = |patterns: &[crate::store::Pattern]| members.iter().any(|member| patterns.iter().any(|pattern| pattern.matches(&member.param)));
             (pass.targets.is_empty() || any(&pass.targets)) && !any(&pass.ignore)
@@ -56,7 +57,7 @@ impl Selection {
         if chosen.is_empty() {
             return Err(Error::option(NAME, "no group is selected; `compress inspect --groups` shows which tensors belong together"));
         }
-        let rule = format!("{} of {}", parts.iter().map(Part::to_string).collect::<Vec<_>>().join(", "), count(chosen.len(), "group"));
+        let rule = format!("{} of {}", parts.iter().map(PrunedPart::to_string).collect::<Vec<_>>().join(", "), count(chosen.len(), "group"));
         let mut selection = Selection { groups, chosen, bundles: Vec::new(), rule };
         let uniform = pass.uniform.unwrap_or(arch::one_width(model_type) || model_type == "resnet");
         selection.bundles = selection.bundle(pass, model_type, uniform);
@@ -70,16 +71,16 @@ impl Selection {
 
     fn bundle(&self, pass: &PruneStructured, model_type: &str, uniform: bool) -> Vec<Bundle> {
         let groups = self.of();
-        let amount = |part: Part| pass.amount(part);
-        let together = arch::heads_fill_the_stream(model_type) && amount(Part::Heads) == amount(Part::Hidden);
-        let both = [Unit::Heads, Unit::Hidden].iter().all(|unit| groups.iter().any(|group| group.unit == *unit));
-        let mut by_key: BTreeMap<(Unit, usize), Vec<usize>> = BTreeMap::new();
+        let amount = |part: PrunedPart| pass.amount(part);
+        let together = arch::heads_fill_the_stream(model_type) && amount(PrunedPart::Heads) == amount(PrunedPart::Hidden);
+        let both = [GroupUnit::Heads, GroupUnit::Hidden].iter().all(|unit| groups.iter().any(|group| group.unit == *unit));
+        let mut by_key: BTreeMap<(GroupUnit, usize), Vec<usize>> = BTreeMap::new();
         for (index, group) in groups.iter().enumerate() {
             let key = match group.unit {
                 _ if !uniform => (group.unit, index),
-                Unit::Other => (Unit::Hidden, 0),
-                Unit::Heads if together && both => (Unit::Hidden, 0),
-                Unit::Channels if model_type == "resnet" => (Unit::Channels, stage(group)),
+                GroupUnit::Other => (GroupUnit::Hidden, 0),
+                GroupUnit::Heads if together && both => (GroupUnit::Hidden, 0),
+                GroupUnit::Channels if model_type == "resnet" => (GroupUnit::Channels, stage(group)),
                 unit => (unit, 0),
             };
             by_key.entry(key).or_default().push(index);
@@ -155,14 +156,14 @@ impl Selection {
     /// Steps of each bundle that leave what the amounts say.
     fn amounts(&self, pass: &PruneStructured, ranked: Option<&Scores>) -> Result<Vec<usize>> {
         let groups = self.of();
-        let part = |unit: Unit| USUAL.into_iter().chain([Part::Hidden]).find(|part| part.unit() == Some(unit)).unwrap_or(Part::Hidden);
+        let part = |unit: GroupUnit| USUAL.into_iter().chain([PrunedPart::Hidden]).find(|part| part.unit() == Some(unit)).unwrap_or(PrunedPart::Hidden);
         let alone = |bundle: &Bundle| {
             let name = bundle.groups.first().map_or("", |index| groups[*index].name.as_str());
             bundle.leave(name, pass.amount(part(bundle.unit)))
         };
         let mut taken: Vec<usize> = self.bundles.iter().map(alone).collect::<Result<_>>()?;
         // Ranked against each other, bundles of one kind lose together what they would lose one by one.
-        let units: BTreeSet<Unit> = self.bundles.iter().map(|bundle| bundle.unit).collect();
+        let units: BTreeSet<GroupUnit> = self.bundles.iter().map(|bundle| bundle.unit).collect();
         for unit in units.into_iter().filter(|_| ranked.is_some()) {
             let same: Vec<usize> = (0..self.bundles.len()).filter(|index| self.bundles[*index].unit == unit).collect();
             let bundles: Vec<Bundle> = same.iter().map(|index| self.bundles[*index].clone()).collect();
@@ -254,21 +255,21 @@ impl Selection {
 }
 
 /// The parts to take, held to what there is.
-fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<Part>> {
-    let has = |part: &Part| part.unit().is_some_and(|unit| groups.groups.iter().any(|group| group.unit == unit));
-    let all = [Part::Heads, Part::Mlp, Part::Channels, Part::Hidden];
-    let there: Vec<String> = all.iter().filter(|part| has(part)).map(Part::to_string).collect();
-    if let Some(part) = pass.dims.iter().find(|part| **part != Part::Layers && !has(part)) {
+fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<PrunedPart>> {
+    let has = |part: &PrunedPart| part.unit().is_some_and(|unit| groups.groups.iter().any(|group| group.unit == unit));
+    let all = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden];
+    let there: Vec<String> = all.iter().filter(|part| has(part)).map(PrunedPart::to_string).collect();
+    if let Some(part) = pass.dims.iter().find(|part| **part != PrunedPart::Layers && !has(part)) {
         let there = if there.is_empty() { "nothing that could be taken out".to_owned() } else { there.join(", ") };
         return Err(Error::option(format!("{NAME}: dims"), format!("the model has no {part} to take out; it has {there}{}", why(groups))));
     }
-    let parts: Vec<Part> = if pass.dims.is_empty() {
+    let parts: Vec<PrunedPart> = if pass.dims.is_empty() {
         match &pass.amount {
-            Some(super::Amounts::Each(amounts)) => amounts.keys().copied().filter(|part| *part != Part::Layers).collect(),
+            Some(super::Amounts::Each(amounts)) => amounts.keys().copied().filter(|part| *part != PrunedPart::Layers).collect(),
             _ => USUAL.into_iter().filter(has).collect(),
         }
     } else {
-        pass.dims.iter().copied().filter(|part| *part != Part::Layers).collect()
+        pass.dims.iter().copied().filter(|part| *part != PrunedPart::Layers).collect()
     };
     match parts.iter().find(|part| !has(part)) {
         None if !parts.is_empty() => Ok(parts),

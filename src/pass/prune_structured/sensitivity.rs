@@ -8,7 +8,7 @@ use super::NAME;
 use super::calibrate::{self, Squares, computed, numbers};
 use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
-use crate::data::{Batch, Truth};
+use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::Executor;
 use crate::ir::{Graph, Op};
@@ -128,12 +128,12 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
 /// What the gradient is of: cross-entropy with the labels or the next tokens; without either, how alike the samples of a
 /// batch are to the model, the mean square of all products of two samples' features.
 fn loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> Result<Tensor> {
-    match (&batch.truth, outputs.get("logits")) {
-        (Truth::Classes(classes), Some(logits)) if logits.rank() == 2 => {
+    match (&batch.references, outputs.get("logits")) {
+        (References::Classes(classes), Some(logits)) if logits.rank() == 2 => {
             let classes: Vec<u32> = classes.iter().map(|class| *class as u32).collect();
             cross_entropy(logits, &classes).map_err(computed)
         }
-        (Truth::Next(places), Some(logits)) if logits.rank() == 3 => next_token(batch, places, logits).map_err(computed),
+        (References::Next(places), Some(logits)) if logits.rank() == 3 => next_token(batch, places, logits).map_err(computed),
         _ => alike(outputs).map_err(computed),
     }
 }

@@ -1,7 +1,7 @@
 //! How many units stay in each group.
 
 use super::scores::Scores;
-use crate::analysis::{Group, Unit};
+use crate::analysis::{Group, GroupUnit};
 use crate::error::{Error, Result};
 use crate::pass::Amount;
 
@@ -9,7 +9,7 @@ use crate::pass::Amount;
 #[derive(Debug, Clone)]
 pub(super) struct Bundle {
     /// What the units of the largest group are.
-    pub unit: Unit,
+    pub unit: GroupUnit,
     /// Groups by position in the selection.
     pub groups: Vec<usize>,
     /// Units of the largest group.
@@ -20,12 +20,12 @@ pub(super) struct Bundle {
 
 impl Bundle {
     /// Bundles groups; `round_to` and `minimum` do not hold for heads, which are as coarse as they are.
-    pub fn new(unit: Unit, members: Vec<usize>, groups: &[&Group], round_to: usize, minimum: Option<usize>) -> Bundle {
+    pub fn new(unit: GroupUnit, members: Vec<usize>, groups: &[&Group], round_to: usize, minimum: Option<usize>) -> Bundle {
         let size = members.iter().map(|index| groups[*index].size).max().unwrap_or(0);
         let fits = |width: &usize| {
             members.iter().map(|index| groups[*index]).all(|group| {
                 let (step, least) = match group.unit {
-                    Unit::Heads => (1, 1),
+                    GroupUnit::Heads => (1, 1),
                     _ => (round_to, minimum.unwrap_or(round_to)),
                 };
                 let kept = group.size * width / size;
@@ -61,7 +61,7 @@ impl Bundle {
         if exact >= size as f64 {
             return wrong(format!("{amount} of {size} {} of `{name}` leaves none; it can take {}", self.unit, listed()));
         }
-        if self.unit == Unit::Heads && (exact - exact.round()).abs() > 0.05 {
+        if self.unit == GroupUnit::Heads && (exact - exact.round()).abs() > 0.05 {
             return wrong(format!("{amount} of {size} heads of `{name}` is {exact:.2} heads, and a head goes as a whole; it can take {}", listed()));
         }
         let wanted = size as f64 - exact;

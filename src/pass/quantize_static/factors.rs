@@ -8,10 +8,10 @@ use super::prepare::Prepared;
 use super::scaling::{Chain, is_factor};
 use super::sites::Sites;
 use super::walk::weight_input;
-use crate::calibration::Seen;
+use crate::calibration::ValueStatistics;
 use crate::error::Result;
 use crate::ir::ops::{Mul, Op};
-use crate::ir::{Graph, Step, ValueId, rebuild};
+use crate::ir::{Graph, Rewrite, ValueId, rebuild};
 use crate::store::{Bytes, DType, Encoding, Weight};
 
 /// End of the names of factors.
@@ -37,7 +37,7 @@ pub(super) fn insert(prepared: &mut Prepared, chains: &[Chain]) -> Result<()> {
     }
     let (layers, weights) = (&prepared.layers, &prepared.model.weights);
     let mut made: BTreeMap<ValueId, ValueId> = BTreeMap::new();
-    let after = rebuild(graph, weights, &mut |mut step: Step| {
+    let after = rebuild(graph, weights, &mut |mut step: Rewrite| {
         let layer = matches!(step.node.op, Op::Linear(_)) && layers.contains(weight_input(graph, step.node));
         if let (true, Some(name)) = (layer, step.node.inputs.first().and_then(|id| wanted.get(id))) {
             let value = step.inputs[0];
@@ -58,13 +58,13 @@ pub(super) fn insert(prepared: &mut Prepared, chains: &[Chain]) -> Result<()> {
 }
 
 /// Takes factors out again that have stayed one. What was seen of the products was seen of the values then.
-pub(super) fn remove_idle(prepared: &mut Prepared, changed: &BTreeSet<String>, seen: &mut BTreeMap<String, Seen>) -> Result<()> {
+pub(super) fn remove_idle(prepared: &mut Prepared, changed: &BTreeSet<String>, seen: &mut BTreeMap<String, ValueStatistics>) -> Result<()> {
     let graph = &prepared.graph;
     let idle = |graph: &Graph, node: &crate::ir::Node| {
         is_factor(graph, node) && graph.value(node.inputs[1]).name.ends_with(ENDING) && !changed.contains(&graph.value(node.output).name)
     };
     let weights = &prepared.model.weights;
-    let after = rebuild(graph, weights, &mut |step: Step| if idle(graph, step.node) { Ok(step.inputs[0]) } else { step.keep() })?;
+    let after = rebuild(graph, weights, &mut |step: Rewrite| if idle(graph, step.node) { Ok(step.inputs[0]) } else { step.keep() })?;
     let mut kept = false;
     for node in graph.nodes().iter().filter(|node| is_factor(graph, node)) {
         if !idle(graph, node) {

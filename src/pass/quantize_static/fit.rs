@@ -7,7 +7,7 @@ use super::prepare::Prepared;
 use super::sites::Sites;
 use super::walk::weight_input;
 use super::{QuantizeStatic, scaling};
-use crate::calibration::{Histogram, Seen, with_headroom};
+use crate::calibration::{ActivationHistogram, ValueStatistics, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
 use crate::ir::quantizers::{self, Quantizers};
@@ -15,7 +15,7 @@ use crate::ir::{Graph, Node, ValueId};
 use crate::model::{self, Model};
 use crate::pass::integers::Integers;
 use crate::pass::{ActivationTarget, GranularityKind};
-use crate::store::{Activations, Affine, Computed, DType, Granularity, Meter, Scaled, Static, Weight};
+use crate::store::{ActivationScheme, Affine, Computed, DType, Granularity, Meter, Scaled, Static, Weight};
 
 /// Quantizers of values by name, and whether everybody sees them.
 pub(super) type Found = BTreeMap<String, (FakeQuantize, bool)>;
@@ -25,7 +25,7 @@ impl QuantizeStatic {
     ///
     /// # Errors
     /// A weight cannot be read.
-    pub(super) fn quantizers(&self, prepared: &Prepared, layers: &BTreeSet<String>, seen: Option<&BTreeMap<String, Seen>>) -> Result<Found> {
+    pub(super) fn quantizers(&self, prepared: &Prepared, layers: &BTreeSet<String>, seen: Option<&BTreeMap<String, ValueStatistics>>) -> Result<Found> {
         let graph = &prepared.graph;
         let sites = Sites::of(graph, layers);
         let mut found = Found::new();
@@ -77,7 +77,7 @@ impl QuantizeStatic {
         prepared: &Prepared,
         found: &Found,
         layers: &BTreeSet<String>,
-        seen: Option<&BTreeMap<String, Seen>>,
+        seen: Option<&BTreeMap<String, ValueStatistics>>,
         meter: &Arc<Meter>,
     ) -> Result<Model> {
         let mut model = prepared.model.clone();
@@ -99,7 +99,7 @@ impl QuantizeStatic {
         }
         if self.embeddings {
             for (name, weight) in prepared.model.weights.by_name.iter().filter(|(name, w)| model::is_embedding(name, w) && !layers.contains(*name)) {
-                let integers = Integers::new(name, weight, self.affine(weight, Granularity::Channel, Activations::None), self.weight_observer, meter);
+                let integers = Integers::new(name, weight, self.affine(weight, Granularity::Channel, ActivationScheme::None), self.weight_observer, meter);
                 model.weights.by_name.insert(name.clone(), integers.weight());
             }
         }
@@ -109,19 +109,19 @@ impl QuantizeStatic {
         Ok(model)
     }
 
-    pub(super) fn affine(&self, weight: &Weight, granularity: Granularity, activations: Activations) -> Affine {
+    pub(super) fn affine(&self, weight: &Weight, granularity: Granularity, activations: ActivationScheme) -> Affine {
         let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
         Affine { granularity, symmetric: true, scale_dtype, activations }
     }
 
     /// Gives a layer its int8 weight, and a bias that takes up what the rounding does on average.
-    fn layer(&self, model: &mut Model, prepared: &Prepared, node: &Node, by: FakeQuantize, seen: Option<&Seen>, meter: &Arc<Meter>) -> Result<()> {
+    fn layer(&self, model: &mut Model, prepared: &Prepared, node: &Node, by: FakeQuantize, seen: Option<&ValueStatistics>, meter: &Arc<Meter>) -> Result<()> {
         let graph = &prepared.graph;
         let name = weight_input(graph, node).to_owned();
         let weight = prepared.model.weights.get(&name)?.clone();
         let granularity = if self.granularity == GranularityKind::Tensor { Granularity::Tensor } else { Granularity::Channel };
         let zero_point = (!self.symmetric || by.zero_point != 0).then_some(by.zero_point as i8);
-        let activations = if prepared.described { Activations::Static(Static::new(by.scale, zero_point)) } else { Activations::None };
+        let activations = if prepared.described { ActivationScheme::Static(Static::new(by.scale, zero_point)) } else { ActivationScheme::None };
         let integers = Integers::new(&name, &weight, self.affine(&weight, granularity, activations), self.weight_observer, meter)
             .reduced(self.target == ActivationTarget::Portable)
             .for_sums(if seen.is_some() { bias(graph, node, &prepared.model)? } else { None }, by.scale);
@@ -164,7 +164,7 @@ fn corrected(mut bias: Vec<f32>, before: &[f32], after: &[f32], means: &[f64]) -
 }
 
 /// Values that nothing was seen of, or nothing but zeros: their quantizers mean nothing.
-pub(super) fn empty(found: &Found, seen: &BTreeMap<String, Seen>) -> Vec<String> {
-    let is_empty = |histogram: &Histogram| histogram.range() == (0.0, 0.0);
+pub(super) fn empty(found: &Found, seen: &BTreeMap<String, ValueStatistics>) -> Vec<String> {
+    let is_empty = |histogram: &ActivationHistogram| histogram.range() == (0.0, 0.0);
     found.keys().filter(|name| seen.get(*name).is_none_or(|seen| is_empty(&seen.histogram))).cloned().collect()
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::walk::{only_reader, weight_input};
 use crate::error::Result;
 use crate::ir::ops::{BatchNorm, Flatten, Op};
-use crate::ir::{Graph, Node, Step, ValueId, rebuild};
+use crate::ir::{Graph, Node, Rewrite, ValueId, rebuild};
 use crate::model::Model;
 use crate::store::{Computed, DType, Scaled, Weight};
 
@@ -78,7 +78,7 @@ pub(super) fn fold(model: &mut Model, graph: Graph) -> Result<(Graph, Folded)> {
         return Ok((graph, folded));
     }
     let weights = &model.weights;
-    let after = rebuild(&graph, weights, &mut |step: Step| {
+    let after = rebuild(&graph, weights, &mut |step: Rewrite| {
         if gone.contains(&step.node.output) {
             return Ok(step.inputs[0]);
         }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::prepare::Prepared;
 use super::{Damage, NAME, QuantizeStatic, sensitivity};
-use crate::calibration::Seen;
+use crate::calibration::ValueStatistics;
 use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Subject};
@@ -106,7 +106,7 @@ impl QuantizeStatic {
         goal: &Goal,
         original: &Model,
         prepared: &Prepared,
-        seen: &BTreeMap<String, Seen>,
+        seen: &BTreeMap<String, ValueStatistics>,
         context: &Context,
         meter: &Arc<Meter>,
     ) -> Result<Outcome> {
@@ -159,7 +159,7 @@ impl QuantizeStatic {
     }
 
     /// The model with the first so many layers in floats.
-    fn with_kept(&self, prepared: &Prepared, order: &[String], kept: usize, seen: &BTreeMap<String, Seen>, meter: &Arc<Meter>) -> Result<Model> {
+    fn with_kept(&self, prepared: &Prepared, order: &[String], kept: usize, seen: &BTreeMap<String, ValueStatistics>, meter: &Arc<Meter>) -> Result<Model> {
         let layers: BTreeSet<String> = order[kept..].iter().cloned().collect();
         let found = self.quantizers(prepared, &layers, Some(seen))?;
         self.fit(prepared, &found, &layers, Some(seen), meter)

@@ -32,8 +32,8 @@ use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::{Context, GranularityKind, Observer as WeightObserver, Pass, Samples, options_of};
-use crate::calibration::{Observer, Seen, calibrate};
+use super::{Context, GranularityKind, Pass, Samples, WeightObserver, options_of};
+use crate::calibration::{ActivationObserver, ValueStatistics, calibrate};
 use crate::data::{DataSet, Target};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters, Residence};
@@ -136,7 +136,7 @@ impl schemars::JsonSchema for Smooth {
 pub struct QuantizeStatic {
     /// How ranges of activations are chosen
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().observer))]
-    pub observer: Observer,
+    pub observer: ActivationObserver,
     /// Percentage of values that stay within the range, with `observer: percentile`
     #[cfg_attr(feature = "cli", arg(long, value_name = "PERCENT", default_value_t = Self::default().percentile))]
     pub percentile: f64,
@@ -181,7 +181,7 @@ pub struct QuantizeStatic {
 impl Default for QuantizeStatic {
     fn default() -> Self {
         Self {
-            observer: Observer::default(),
+            observer: ActivationObserver::default(),
             percentile: 99.99,
             headroom: true,
             symmetric: false,
@@ -202,7 +202,7 @@ const NAME: &str = "quantize-static";
 
 impl QuantizeStatic {
     /// Runs the model over the samples.
-    fn observe(&self, prepared: &Prepared, context: &Context) -> Result<BTreeMap<String, Seen>> {
+    fn observe(&self, prepared: &Prepared, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
         let Some(options) = &context.data.calibration else {
             return Err(Error::option(NAME, "needs samples to run the model on: add `data: { calibration: ... }`"));
         };
@@ -217,7 +217,7 @@ impl QuantizeStatic {
     }
 
     /// Brings the model into shape, runs it over the samples, and moves ranges.
-    fn study(&self, model: Model, context: &Context) -> Result<(Prepared, BTreeMap<String, Seen>, Vec<Choice>)> {
+    fn study(&self, model: Model, context: &Context) -> Result<(Prepared, BTreeMap<String, ValueStatistics>, Vec<Choice>)> {
         let mut prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
         let mut chains = match self.smooth {
             Smooth::None => Vec::new(),

@@ -7,10 +7,10 @@ use super::sites::Sites;
 use super::walk::weight_input;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Linear, Op};
-use crate::ir::{Graph, GraphFile, Step, rebuild};
+use crate::ir::{Graph, GraphFile, Rewrite, rebuild};
 use crate::model::{self, Model};
 use crate::pass::targets::{self, Chosen};
-use crate::store::{Pattern, Turned};
+use crate::store::{Pattern, Transposed};
 
 /// A model that is ready to be quantized.
 #[derive(Clone)]
@@ -68,10 +68,10 @@ fn turn(model: &mut Model, graph: Graph, layers: &BTreeSet<String>, described: &
     }
     for name in &names {
         let upstream = model.weights.get(name)?.clone();
-        model.weights.by_name.insert((*name).to_owned(), Turned { name: (*name).to_owned(), upstream }.weight());
+        model.weights.by_name.insert((*name).to_owned(), Transposed { name: (*name).to_owned(), upstream }.weight());
     }
     *described = false;
-    rebuild(&graph, &model.weights, &mut |step: Step| {
+    rebuild(&graph, &model.weights, &mut |step: Rewrite| {
         if stored(&graph, step.node) { step.builder.node(step.name, Linear { input_major: false }, &step.inputs) } else { step.keep() }
     })
 }

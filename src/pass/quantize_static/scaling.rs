@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::walk::{only_reader, readers, weight_input};
-use crate::calibration::{Observer, Seen, Weighted};
+use crate::calibration::{ActivationObserver, ValueStatistics, Weighted};
 use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -30,11 +30,11 @@ pub(super) struct Chain {
     /// Values on the way, with the channel that each of their channels is.
     pub values: Vec<(ValueId, Vec<usize>)>,
     /// Layers that take the multiplication over: the value they read, their weight, and whether it is `[in, out]` or depthwise.
-    pub sinks: Vec<Sink>,
+    pub sinks: Vec<ScaledLayer>,
 }
 
 #[derive(Debug, Clone)]
-pub(super) struct Sink {
+pub(super) struct ScaledLayer {
     pub value: ValueId,
     pub weight: String,
     /// The channel of each index of the weight's axis of inputs.
@@ -128,7 +128,7 @@ fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool 
         },
         _ => false,
     };
-    chain.sinks.push(Sink { value: node.inputs[0], weight, index: index.to_vec(), first });
+    chain.sinks.push(ScaledLayer { value: node.inputs[0], weight, index: index.to_vec(), first });
     own
 }
 
@@ -159,9 +159,9 @@ pub(super) fn rescale(
     chains: &[Chain],
     graph: &Graph,
     model: &mut Model,
-    seen: &mut BTreeMap<String, Seen>,
+    seen: &mut BTreeMap<String, ValueStatistics>,
     fixed: Option<f64>,
-    observer: Observer,
+    observer: ActivationObserver,
     percentile: f64,
 ) -> Result<Vec<Choice>> {
     let mut choices = Vec::new();
@@ -191,7 +191,7 @@ pub(super) fn rescale(
 
 impl Chain {
     /// Divides channels by `2ᵖ` where they are made, and multiplies where they are read.
-    pub fn apply(&self, powers: &[f64], graph: &Graph, model: &mut Model, seen: &mut BTreeMap<String, Seen>) -> Result<()> {
+    pub fn apply(&self, powers: &[f64], graph: &Graph, model: &mut Model, seen: &mut BTreeMap<String, ValueStatistics>) -> Result<()> {
         let factor = |power: f64| power.exp2() as f32;
         for (name, second) in &self.makers {
             let divisors = Arc::new(powers.iter().map(|p| factor(-p)).collect());
@@ -222,7 +222,7 @@ fn scale(model: &mut Model, name: &str, factors: Arc<Vec<f32>>, first: bool) -> 
 /// What is needed to tell the error of a chain's layers from the powers.
 struct Measure<'s> {
     width: usize,
-    sinks: Vec<(Layer, &'s Seen, &'s [usize])>,
+    sinks: Vec<(Layer, &'s ValueStatistics, &'s [usize])>,
 }
 
 /// What an error of each input of a layer costs: the squares of its weights.
@@ -236,7 +236,7 @@ pub(super) fn costs(model: &Model, graph: &Graph, node: &Node) -> Result<Vec<f64
         return Ok(Vec::new());
     }
     let first = matches!(&node.op, Op::Linear(op) if op.input_major);
-    let sink = Sink { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first };
+    let sink = ScaledLayer { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first };
     Ok(Layer::of(model, &sink)?.squares)
 }
 
@@ -252,7 +252,7 @@ struct Layer {
 }
 
 impl Layer {
-    fn of(model: &Model, sink: &Sink) -> Result<Layer> {
+    fn of(model: &Model, sink: &ScaledLayer) -> Result<Layer> {
         let weight = model.weights.get(&sink.weight)?;
         let values = weight.floats(&sink.weight)?;
         let inputs = sink.index.len();
@@ -281,7 +281,7 @@ impl Layer {
 }
 
 impl<'s> Measure<'s> {
-    fn of(chain: &'s Chain, graph: &Graph, model: &Model, seen: &'s BTreeMap<String, Seen>) -> Result<Option<Measure<'s>>> {
+    fn of(chain: &'s Chain, graph: &Graph, model: &Model, seen: &'s BTreeMap<String, ValueStatistics>) -> Result<Option<Measure<'s>>> {
         let mut sinks = Vec::new();
         for sink in &chain.sinks {
             let Some(seen) = seen.get(&graph.value(sink.value).name) else { continue };
@@ -321,13 +321,13 @@ impl<'s> Measure<'s> {
 
     /// Estimated squared error of the layers' outputs when channels are divided by `2ᵖ`: ranges are chosen on one half of the
     /// samples and held to the other.
-    fn error(&self, powers: &[f64], observer: Observer, percentile: f64) -> f64 {
+    fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
         self.sinks.iter().map(|(layer, seen, index)| layer.error(seen, index, powers, observer, percentile)).sum()
     }
 }
 
 impl Layer {
-    fn error(&self, seen: &Seen, index: &[usize], powers: &[f64], observer: Observer, percentile: f64) -> f64 {
+    fn error(&self, seen: &ValueStatistics, index: &[usize], powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
         let by: Vec<f64> = index.iter().map(|channel| powers[*channel].exp2()).collect();
         let mut divided = seen.clone();
         divided.multiply(&by.iter().map(|by| 1.0 / by).collect::<Vec<_>>());
@@ -348,6 +348,6 @@ impl Layer {
 }
 
 /// What rounding to a range costs in the outputs.
-fn cost((low, high): (f32, f32), seen: &Seen, columns: &[f64]) -> f64 {
+fn cost((low, high): (f32, f32), seen: &ValueStatistics, columns: &[f64]) -> f64 {
     Weighted::of(&seen.channels(), columns).map_or(0.0, |weighted| weighted.error((low.into(), high.into())))
 }

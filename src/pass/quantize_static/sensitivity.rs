@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::QuantizeStatic;
 use super::prepare::Prepared;
-use crate::calibration::Seen;
+use crate::calibration::ValueStatistics;
 use crate::data::{Batch, DataSet};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, Outputs, Subject};
@@ -15,7 +15,7 @@ use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::integers::Integers;
-use crate::store::{Activations, Event, Granularity, Meter, Unit};
+use crate::store::{ActivationScheme, Event, Granularity, Meter, ProgressUnit};
 
 /// The damage that one layer does.
 #[derive(Debug, Clone, Serialize)]
@@ -46,7 +46,7 @@ impl Damage {
 }
 
 /// Layers, the most sensitive first, each quantized alone.
-pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap<String, Seen>, context: &Context) -> Result<Vec<Damage>> {
+pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap<String, ValueStatistics>, context: &Context) -> Result<Vec<Damage>> {
     let trial = Trial::new(prepared, context)?;
     let alone = QuantizeStatic { embeddings: false, ..pass.clone() };
     each(prepared, context, |name| {
@@ -59,7 +59,7 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap
 }
 
 fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result<Damage>) -> Result<Vec<Damage>> {
-    context.sweep.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: Unit::Samples });
+    context.sweep.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: ProgressUnit::Samples });
     let measured = prepared.layers.iter().map(|name| {
         context.sweep.cancel.check()?;
         let damage = measure(name)?;
@@ -121,14 +121,14 @@ impl QuantizeStatic {
             let found = alone.quantizers(&prepared, &layers, Some(&seen))?;
             let fidelity = trial.run(alone.fit(&prepared, &found, &layers, Some(&seen), &meter)?, context)?;
             (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
-            damage.weights = Some(plain_trial.run(alone.with_weight(&plain, name, Activations::None)?, context)?.cosine);
-            damage.dynamic = Some(plain_trial.run(alone.with_weight(&plain, name, Activations::DynamicToken)?, context)?.cosine);
+            damage.weights = Some(plain_trial.run(alone.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
+            damage.dynamic = Some(plain_trial.run(alone.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
             Ok(damage)
         })
     }
 
     /// The model with one weight as int8.
-    fn with_weight(&self, prepared: &Prepared, name: &str, activations: Activations) -> Result<Model> {
+    fn with_weight(&self, prepared: &Prepared, name: &str, activations: ActivationScheme) -> Result<Model> {
         let mut model = prepared.model.clone();
         let weight = model.weights.get(name)?.clone();
         let affine = self.affine(&weight, Granularity::Channel, activations);
@@ -140,7 +140,7 @@ impl QuantizeStatic {
 
     fn of_weight(&self, prepared: &Prepared, name: &str) -> Result<Damage> {
         let before = prepared.model.weights.get(name)?.floats(name)?;
-        let after = self.with_weight(prepared, name, Activations::None)?.weights.get(name)?.floats(name)?;
+        let after = self.with_weight(prepared, name, ActivationScheme::None)?.weights.get(name)?.floats(name)?;
         let weight_sqnr_db = compare::compare(&before, &after).sqnr_db();
         Ok(Damage { name: name.to_owned(), weight_sqnr_db, weights: None, dynamic: None, quantized: None, kl: None })
     }

@@ -4,7 +4,7 @@ use maud::{Markup, html};
 
 use super::{prose, section, table};
 use crate::evaluation::Runtime;
-use crate::model::{Part, part};
+use crate::model::{ModelPart, part};
 use crate::report::Report;
 use crate::report::format::{bytes, count, milliseconds, percent, seconds};
 
@@ -108,7 +108,7 @@ pub(super) fn notes(notes: &[String]) -> Markup {
 
 /// Bytes by part of the model, as bars on one scale.
 pub(super) fn parts(report: &Report) -> Markup {
-    let mut sums: Vec<(Part, u64, u64)> = Part::ALL.into_iter().map(|part| (part, 0, 0)).collect();
+    let mut sums: Vec<(ModelPart, u64, u64)> = ModelPart::ALL.into_iter().map(|part| (part, 0, 0)).collect();
     for layer in &report.layers {
         let of = part(&layer.name, &layer.shape);
         if let Some(sum) = sums.iter_mut().find(|sum| sum.0 == of) {
@@ -116,10 +116,10 @@ pub(super) fn parts(report: &Report) -> Markup {
         }
     }
     sums.retain(|(_, before, after)| before + after > 0);
-    let total = |pick: fn(&(Part, u64, u64)) -> u64| sums.iter().map(pick).sum::<u64>();
+    let total = |pick: fn(&(ModelPart, u64, u64)) -> u64| sums.iter().map(pick).sum::<u64>();
     let (before, after) = (total(|sum| sum.1), total(|sum| sum.2));
     let most = before.max(after).max(1) as f64;
-    let bar = |label: &str, pick: &dyn Fn(&(Part, u64, u64)) -> u64, total: u64| {
+    let bar = |label: &str, pick: &dyn Fn(&(ModelPart, u64, u64)) -> u64, total: u64| {
         let width = |value: u64| format!("width:{:.3}%", 100.0 * value as f64 / most);
         html! {
             div.bar-label { (label) }

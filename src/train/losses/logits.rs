@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use candle_core::{D, DType, Device, Tensor};
 
 use super::{Said, mask};
-use crate::data::{Batch, Truth};
+use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::ir::ops::{Backward, Linear, Mode, OpSpec, Saved};
@@ -28,27 +28,27 @@ pub struct Head {
 
 /// Where logits come from.
 #[derive(Debug, Clone)]
-pub enum Source {
+pub enum LogitsSource {
     /// A value of the graph.
     Value(String),
     /// A layer that is computed row by row.
     Head(Head),
 }
 
-impl Source {
+impl LogitsSource {
     /// The value of the graph that is read.
     pub fn value(&self) -> &String {
         match self {
-            Source::Value(name) => name,
-            Source::Head(head) => &head.input,
+            LogitsSource::Value(name) => name,
+            LogitsSource::Head(head) => &head.input,
         }
     }
 
     /// Logits of rows.
     fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         match self {
-            Source::Value(_) => Ok(rows.clone()),
-            Source::Head(head) => head.op.eval(&head.operands(rows, parameters)?, Mode::Infer),
+            LogitsSource::Value(_) => Ok(rows.clone()),
+            LogitsSource::Head(head) => head.op.eval(&head.operands(rows, parameters)?, Mode::Infer),
         }
     }
 }
@@ -67,9 +67,9 @@ pub struct Logits {
     /// Weight and label smoothing.
     pub hard: Option<(f64, f64)>,
     /// The student's logits.
-    pub student: Source,
+    pub student: LogitsSource,
     /// The teacher's.
-    pub teacher: Option<Source>,
+    pub teacher: Option<LogitsSource>,
     /// Columns that both have.
     pub classes: usize,
     /// Whether every token has logits.
@@ -117,8 +117,8 @@ impl Logits {
     fn rows(&self, batch: &Batch) -> Result<Rows> {
         let missing = |what: &str| Error::option("losses: hard", format!("needs {what}"));
         if !self.by_token {
-            let targets = match (&batch.truth, self.hard) {
-                (Truth::Classes(classes), Some(_)) => classes.iter().map(|class| *class as u32).collect(),
+            let targets = match (&batch.references, self.hard) {
+                (References::Classes(classes), Some(_)) => classes.iter().map(|class| *class as u32).collect(),
                 (_, Some(_)) => return Err(missing("the class of every sample: name `label_column`, or the file of `labels`")),
                 (_, None) => Vec::new(),
             };
@@ -133,7 +133,7 @@ impl Logits {
         let sequence = ids.first().map_or(0, Vec::len);
         let place = |sample: usize, at: usize| (sample * sequence + at) as u32;
         let mut rows = Rows { indices: Vec::new(), targets: Vec::new() };
-        if let Truth::Next(ranges) = &batch.truth {
+        if let References::Next(ranges) = &batch.references {
             for (sample, range) in ranges.iter().enumerate() {
                 for at in range.clone() {
                     rows.indices.push(place(sample, at - 1));
@@ -207,8 +207,8 @@ impl Logits {
                 let along = self.gradient(said, &logits, soft.as_ref(), targets, items)?;
                 let along = (along * scale)?.to_dtype(values.dtype())?;
                 let back = match &self.student {
-                    Source::Value(_) => along,
-                    Source::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
+                    LogitsSource::Value(_) => along,
+                    LogitsSource::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
                 };
                 gradient = if whole { back } else { gradient.index_add(&places, &back, 0)? };
             }

@@ -9,7 +9,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
-use super::{Algorithm, Now, Part, Settings};
+use super::{Algorithm, Now, Settings, StateTensor};
 use crate::kernel::update;
 
 /// Columns that are summed by one job.
@@ -91,7 +91,7 @@ impl Adafactor {
 impl Algorithm for Adafactor {
     const PARTS: &'static [&'static str] = &["row", "column", "square"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<Part> {
+    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
         match matrix(dims) {
             Some((rows, columns)) => vec![("row", vec![rows], DType::F32), ("column", vec![columns], DType::F32)],
             None => vec![("square", dims.to_vec(), DType::F32)],

@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
-use super::{Algorithm, Now, Part, Settings};
+use super::{Algorithm, Now, Settings, StateTensor};
 use crate::kernel::update;
 
 /// Keeps both moments in f32.
@@ -47,7 +47,7 @@ impl AdamW {
 impl Algorithm for AdamW {
     const PARTS: &'static [&'static str] = &["mean", "square"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<Part> {
+    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
         Self::PARTS.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
     }
 

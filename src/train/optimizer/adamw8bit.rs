@@ -9,7 +9,7 @@ use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
 use super::adamw::AdamW;
-use super::{Algorithm, Now, Part, Settings};
+use super::{Algorithm, Now, Settings, StateTensor};
 use crate::kernel::codes::{self, BLOCK, Range};
 use crate::kernel::update;
 
@@ -99,7 +99,7 @@ fn in_blocks(tensor: &Tensor) -> Result<Tensor> {
 impl Algorithm for AdamW8bit {
     const PARTS: &'static [&'static str] = &["mean", "mean_scale", "square", "square_scale"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<Part> {
+    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
         if is_small(dims) {
             return self.0.parts(dims);
         }

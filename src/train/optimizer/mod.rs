@@ -146,7 +146,7 @@ pub fn build(kind: Kind, settings: &Settings, state_on: &Device) -> Result<Box<d
 }
 
 /// Name, shape and type of a tensor that is kept of a parameter; it starts as zeros.
-type Part = (&'static str, Vec<usize>, DType);
+type StateTensor = (&'static str, Vec<usize>, DType);
 
 /// What holds for one step of one parameter.
 #[derive(Debug, Clone, Copy)]
@@ -163,7 +163,7 @@ trait Algorithm: Send {
     const PARTS: &'static [&'static str];
 
     /// What is kept of a parameter of this shape.
-    fn parts(&self, dims: &[usize]) -> Vec<Part>;
+    fn parts(&self, dims: &[usize]) -> Vec<StateTensor>;
 
     /// A step in host memory.
     fn on_host(&self, now: Now, dims: &[usize], parameter: &mut [f32], gradient: &[f32], state: &[Tensor]) -> candle_core::Result<()>;

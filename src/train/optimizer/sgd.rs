@@ -4,7 +4,7 @@ use candle_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
-use super::{Algorithm, Now, Part, Settings};
+use super::{Algorithm, Now, Settings, StateTensor};
 use crate::kernel::update;
 
 /// Keeps a velocity where there is momentum, else nothing.
@@ -22,7 +22,7 @@ impl Sgd {
 impl Algorithm for Sgd {
     const PARTS: &'static [&'static str] = &["velocity"];
 
-    fn parts(&self, dims: &[usize]) -> Vec<Part> {
+    fn parts(&self, dims: &[usize]) -> Vec<StateTensor> {
         let parts: &[&str] = if self.momentum > 0.0 { Self::PARTS } else { &[] };
         parts.iter().map(|part| (*part, dims.to_vec(), DType::F32)).collect()
     }

@@ -3,17 +3,17 @@
 use std::f64::consts::{FRAC_2_PI, SQRT_2};
 
 use super::super::proto::AttributeProto;
-use super::Speller;
+use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{Clip, Gelu};
 
 /// ONNX has an operator of this name.
-pub(super) fn plain(op: &str, n: &mut Speller) -> Result<()> {
+pub(super) fn plain(op: &str, n: &mut Lowering) -> Result<()> {
     n.finish(op, &[&n.input(0)], vec![]);
     Ok(())
 }
 
-pub(super) fn gelu(op: &Gelu, n: &mut Speller) -> Result<()> {
+pub(super) fn gelu(op: &Gelu, n: &mut Lowering) -> Result<()> {
     let x = n.input(0);
     if n.opset >= 20 {
         let attributes = if op.tanh { vec![AttributeProto::text("approximate", "tanh")] } else { vec![] };
@@ -40,20 +40,20 @@ pub(super) fn gelu(op: &Gelu, n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn silu(n: &mut Speller) -> Result<()> {
+pub(super) fn silu(n: &mut Lowering) -> Result<()> {
     let x = n.input(0);
     let gate = n.emit("Sigmoid", "sigmoid", &[&x], vec![]);
     n.finish("Mul", &[&x, &gate], vec![]);
     Ok(())
 }
 
-pub(super) fn clip(op: &Clip, n: &mut Speller) -> Result<()> {
+pub(super) fn clip(op: &Clip, n: &mut Lowering) -> Result<()> {
     let (min, max) = (n.float(op.min), n.float(op.max));
     n.finish("Clip", &[&n.input(0), &min, &max], vec![]);
     Ok(())
 }
 
-pub(super) fn softmax(n: &mut Speller) -> Result<()> {
+pub(super) fn softmax(n: &mut Lowering) -> Result<()> {
     n.finish("Softmax", &[&n.input(0)], vec![AttributeProto::int("axis", -1)]);
     Ok(())
 }

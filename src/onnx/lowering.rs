@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::ir::{Element, Graph, Node, Op, TensorType};
 
 /// The ONNX graph as far as it is written.
-pub(super) struct Speller<'g> {
+pub(super) struct Lowering<'g> {
     pub graph: &'g Graph,
     pub opset: u32,
     /// Whether floats are 16 bits wide.
@@ -30,7 +30,7 @@ pub(super) struct Speller<'g> {
     node: Option<&'g Node>,
 }
 
-impl<'g> Speller<'g> {
+impl<'g> Lowering<'g> {
     pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, taken: BTreeSet<String>, places: BTreeMap<usize, Vec<Slot>>) -> Self {
         let mut readers = vec![Vec::new(); graph.values().len()];
         for node in graph.nodes() {

@@ -11,9 +11,9 @@ use crate::ir::{Dim, Element, TensorType};
 /// `[batch, channels, height, width]` to `[batch, height · width, channels]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Tokens {}
+pub struct Patchify {}
 
-impl OpSpec for Tokens {
+impl OpSpec for Patchify {
     fn arity(&self) -> Range<usize> {
         1..2
     }

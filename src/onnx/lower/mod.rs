@@ -19,12 +19,12 @@ mod norm;
 mod rotary;
 mod sequence;
 
-use super::speller::Speller;
+use super::lowering::Lowering;
 use crate::error::Result;
 use crate::ir::Op;
 
 /// Writes the operators of the current node.
-pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
+pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
     match op {
         Op::Linear(op) => layer::linear(op, n),
         Op::Conv(op) => layer::conv(op, n),
@@ -40,7 +40,7 @@ pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
         Op::Clip(op) => activation::clip(op, n),
         Op::Softmax(_) => activation::softmax(n),
         Op::FakeQuantize(op) => integer::fake_quantize(op, n),
-        Op::LearnedQuantize(op) => integer::learned_quantize(op, n),
+        Op::LearnedFakeQuantize(op) => integer::learned_fake_quantize(op, n),
         // As a `Sum`, which ONNX Runtime does not put into one kernel with the normalisation: that kernel is ten times slower.
         Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),
@@ -54,7 +54,7 @@ pub(super) fn spell(op: &Op, n: &mut Speller) -> Result<()> {
         Op::MaxPool(op) => image::max_pool(op, n),
         Op::GlobalAveragePool(_) => image::global_average_pool(n),
         Op::Flatten(op) => image::flatten(op, n),
-        Op::Tokens(_) => image::tokens(n),
+        Op::Patchify(_) => image::tokens(n),
         Op::Prepend(_) => sequence::prepend(n),
         Op::Select(op) => sequence::select(op, n),
         Op::Slice(op) => sequence::slice(op, n),

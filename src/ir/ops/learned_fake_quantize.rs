@@ -10,33 +10,33 @@ use super::gradient::wide;
 use super::host::{combined, laid_like, readable};
 use super::{Backward, Mode, OpSpec, require, require_vector};
 use crate::ir::{Dim, Element, TensorType};
-use crate::kernel::activation_gradient::scale_slope;
+use crate::kernel::activation_gradient::scale_derivative;
 
 /// [`FakeQuantize`] in steps of `scale · exp(logarithm)`, the logarithm being an input `[1]`. Its gradient is that of Esser et
 /// al., *Learned Step Size Quantization*, 2020; the logarithm keeps scales positive and steps as large as they are themselves
 /// (Jain et al., *Trained Quantization Thresholds*, 2020).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct LearnedQuantize {
+pub struct LearnedFakeQuantize {
     /// Distance of neighbouring values where the logarithm is zero.
     pub scale: f32,
     /// The integer that stands for zero, of -128 to 127.
     pub zero_point: i32,
 }
 
-impl Default for LearnedQuantize {
+impl Default for LearnedFakeQuantize {
     fn default() -> Self {
         FakeQuantize::default().into()
     }
 }
 
-impl From<FakeQuantize> for LearnedQuantize {
+impl From<FakeQuantize> for LearnedFakeQuantize {
     fn from(fixed: FakeQuantize) -> Self {
         Self { scale: fixed.scale, zero_point: fixed.zero_point }
     }
 }
 
-impl LearnedQuantize {
+impl LearnedFakeQuantize {
     /// The quantizer that it is with this logarithm.
     pub fn at(&self, logarithm: f32) -> FakeQuantize {
         FakeQuantize { scale: self.scale * logarithm.exp(), zero_point: self.zero_point }
@@ -49,7 +49,7 @@ impl LearnedQuantize {
     }
 
     /// The gradient times what each value moves when the logarithm grows.
-    fn slope_of_logarithm(&self, x: &Tensor, logarithm: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+    fn derivative_of_logarithm(&self, x: &Tensor, logarithm: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
         let (low, high) = self.at(0.0).steps();
         let steps = self.steps(x, logarithm)?;
         let moved = (steps.clamp(low, high)?.round()? - (&steps * self.at(0.0).passes(&steps)?)?)?;
@@ -62,7 +62,7 @@ impl LearnedQuantize {
     }
 }
 
-impl OpSpec for LearnedQuantize {
+impl OpSpec for LearnedFakeQuantize {
     fn arity(&self) -> Range<usize> {
         2..3
     }
@@ -101,16 +101,16 @@ impl OpSpec for LearnedQuantize {
             let of_logarithm = backward.of(1, || {
                 let (scale, zero_point) = (fixed.scale, fixed.zero_point as f32);
                 let gradient = laid_like(backward.gradient, x)?;
-                match combined(x, &gradient, |x, g, out| scale_slope(scale, zero_point, x, g, out)) {
+                match combined(x, &gradient, |x, g, out| scale_derivative(scale, zero_point, x, g, out)) {
                     Some(parts) => summed(parts?),
-                    None => summed(self.slope_of_logarithm(x, logarithm, &gradient)?),
+                    None => summed(self.derivative_of_logarithm(x, logarithm, &gradient)?),
                 }
             })?;
             found.push(of_logarithm);
             return Ok(found);
         }
         let of_value = backward.of(0, || backward.gradient * self.at(0.0).passes(&self.steps(x, logarithm)?)?.to_dtype(backward.gradient.dtype())?)?;
-        let of_logarithm = backward.of(1, || summed(self.slope_of_logarithm(x, logarithm, backward.gradient)?))?;
+        let of_logarithm = backward.of(1, || summed(self.derivative_of_logarithm(x, logarithm, backward.gradient)?))?;
         Ok(vec![of_value, of_logarithm])
     }
 }

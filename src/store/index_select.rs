@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{Block, Encoding, Meter, Sink, Source, View, Weight, block_elements};
+use super::{Block, BlockSink, Encoding, Meter, View, Weight, WeightSource, block_elements};
 use crate::error::{Error, Result};
 
 /// A weight of which only some elements of an axis are left.
-struct Picked {
+struct IndexSelect {
     upstream: Weight,
     /// Elements of the axis.
     size: usize,
@@ -45,7 +45,7 @@ impl Weight {
             }
         }
         let inner = self.shape[axis + 1..].iter().product();
-        let source = Picked { upstream: self.clone(), size, inner, runs, meter };
+        let source = IndexSelect { upstream: self.clone(), size, inner, runs, meter };
         let mut weight = self.then(self.dtype, Encoding::Dense, Arc::new(source));
         weight.shape[axis] = kept.len();
         Ok(weight)
@@ -61,7 +61,7 @@ struct Gathered {
     changed: bool,
 }
 
-impl Picked {
+impl IndexSelect {
     /// Copies what stays of elements `from..` of the weight.
     fn gather(&self, from: usize, values: &[u8], width: usize, output: &mut Vec<u8>) {
         let (line, count) = (self.size * self.inner, values.len() / width);
@@ -82,7 +82,7 @@ impl Picked {
     }
 
     /// Hands on whole units; everything, when it is the end.
-    fn hand_on(&self, gathered: &mut Gathered, unit: usize, end: bool, sink: Sink) -> Result<()> {
+    fn hand_on(&self, gathered: &mut Gathered, unit: usize, end: bool, sink: BlockSink) -> Result<()> {
         let width = self.upstream.dtype.bitsize() / 8;
         let block = block_elements(unit) * width;
         while gathered.now.len() >= block || (end && !gathered.now.is_empty()) {
@@ -100,8 +100,8 @@ impl Picked {
     }
 }
 
-impl Source for Picked {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for IndexSelect {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let width = self.upstream.dtype.bitsize() / 8;
         let line = self.size * self.inner;
         // Short runs are many: whole lines keep the search for the first one rare.
@@ -136,8 +136,8 @@ mod tests {
 
     struct Numbers(Vec<u8>, usize);
 
-    impl Source for Numbers {
-        fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+    impl WeightSource for Numbers {
+        fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
             self.0.chunks(unit.max(self.1) / unit * unit * 2).try_for_each(|part| sink(Block::untouched(View::dense(DType::U16, part))))
         }
     }

@@ -1,11 +1,11 @@
 //! Normalisations.
 
 use super::super::proto::AttributeProto;
-use super::Speller;
+use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{BatchNorm, LayerNorm, RmsNorm};
 
-pub(super) fn batch_norm(op: &BatchNorm, n: &mut Speller) -> Result<()> {
+pub(super) fn batch_norm(op: &BatchNorm, n: &mut Lowering) -> Result<()> {
     if op.batch {
         return Err(n.wrong("normalizes by the statistics of the batch, as in training; a file for inference needs fixed ones".into()));
     }
@@ -14,14 +14,14 @@ pub(super) fn batch_norm(op: &BatchNorm, n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn layer_norm(op: &LayerNorm, n: &mut Speller) -> Result<()> {
+pub(super) fn layer_norm(op: &LayerNorm, n: &mut Lowering) -> Result<()> {
     let attributes = vec![AttributeProto::int("axis", -1), AttributeProto::float("epsilon", op.epsilon)];
     n.finish("LayerNormalization", &[&n.input(0), &n.input(1), &n.input(2)], attributes);
     Ok(())
 }
 
 /// ONNX Runtime makes one kernel of exactly these operators.
-pub(super) fn rms_norm(op: &RmsNorm, n: &mut Speller) -> Result<()> {
+pub(super) fn rms_norm(op: &RmsNorm, n: &mut Lowering) -> Result<()> {
     let (x, weight) = (n.wide(&n.input(0))?, n.input(1));
     let (two, epsilon) = (n.float_wide(2.0), n.float_wide(op.epsilon));
     let square = n.emit("Pow", "square", &[&x, &two], vec![]);
@@ -34,7 +34,7 @@ pub(super) fn rms_norm(op: &RmsNorm, n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn normalize(n: &mut Speller) -> Result<()> {
+pub(super) fn normalize(n: &mut Lowering) -> Result<()> {
     let (x, least) = (n.wide(&n.input(0))?, n.float_wide(1e-12));
     let norm = n.reduce("ReduceL2", "norm", &x, -1, true);
     let norm = n.emit("Clip", "positive", &[&norm, &least], vec![]);

@@ -1,11 +1,11 @@
 //! Rotary embedding: tables for the length at hand, shared by all layers.
 
 use super::super::proto::{AttributeProto, DataType};
-use super::Speller;
+use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{Rotary, RotaryScaling};
 
-pub(super) fn rotary(op: &Rotary, n: &mut Speller) -> Result<()> {
+pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
     let (x, half) = (n.input(0), n.fixed(0, 3)? / 2);
     let (cos, sin) = (table(op, "Cos", n)?, table(op, "Sin", n)?);
     let halves = n.ints(&[half, half]);
@@ -21,7 +21,7 @@ pub(super) fn rotary(op: &Rotary, n: &mut Speller) -> Result<()> {
 }
 
 /// Cosines or sines `[sequence, width / 2]`.
-fn table(op: &Rotary, function: &str, n: &mut Speller) -> Result<String> {
+fn table(op: &Rotary, function: &str, n: &mut Lowering) -> Result<String> {
     let width = n.fixed(0, 3)? as usize;
     let what = format!("|{}|{width}|{op:?}", n.ty(0)?.shape[2]);
     let angles = n.share(&format!("rotary{what}"), |n| {
@@ -45,7 +45,7 @@ fn table(op: &Rotary, function: &str, n: &mut Speller) -> Result<String> {
 }
 
 /// Angles by one position; where they depend on the length, computed when it is known.
-fn frequencies(op: &Rotary, width: usize, n: &mut Speller) -> Result<String> {
+fn frequencies(op: &Rotary, width: usize, n: &mut Lowering) -> Result<String> {
     match &op.scaling {
         RotaryScaling::LongRope { original, .. } => {
             let short = n.floats("rotary/short_frequencies", &op.frequencies(width, 0).0);

@@ -3,10 +3,10 @@
 //! All of it works on 32-bit floats, whatever the width of the model's: the quantizer of ONNX takes nothing else.
 
 use super::super::proto::{AttributeProto, DataType};
-use super::Speller;
+use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{FakeQuantize, LearnedQuantize, Linear};
-use crate::store::{Activations, Affine, Granularity};
+use crate::ir::ops::{FakeQuantize, LearnedFakeQuantize, Linear};
+use crate::store::{ActivationScheme, Affine, Granularity};
 
 /// The tensors of a weight, by name.
 struct Integers {
@@ -21,7 +21,7 @@ struct Integers {
 }
 
 impl Integers {
-    fn of(n: &Speller) -> Result<Self> {
+    fn of(n: &Lowering) -> Result<Self> {
         let missing = || n.wrong("reads a weight that is not quantized as if it were".into());
         let slot = n.place(1).ok_or_else(missing)?;
         let affine = slot.integers.clone().ok_or_else(missing)?;
@@ -31,7 +31,7 @@ impl Integers {
     }
 
     /// The tensors with axes swapped, as the product takes them; runtimes do that once, when they load the file.
-    fn turn(&mut self, n: &mut Speller) -> Result<()> {
+    fn turn(&mut self, n: &mut Lowering) -> Result<()> {
         let grouped = self.grouped();
         let mut names = vec![&mut self.values];
         if grouped {
@@ -51,7 +51,7 @@ impl Integers {
     }
 
     /// The floats that they stand for. Scales run along the outputs, those of groups along what was a row in the checkpoint.
-    fn dequantize(&self, n: &mut Speller) -> Result<String> {
+    fn dequantize(&self, n: &mut Lowering) -> Result<String> {
         let axis = |axis| AttributeProto::int("axis", axis);
         let attributes = match self.affine.granularity {
             Granularity::Tensor => vec![],
@@ -65,7 +65,7 @@ impl Integers {
 
     /// The same, for a matrix `[in, out]` that is read by others too: in operators that runtimes evaluate when they load the
     /// file. A `DequantizeLinear` would wait for each run, because kernels take over only weights that nobody else reads.
-    fn floats(&self, n: &mut Speller) -> Result<String> {
+    fn floats(&self, n: &mut Lowering) -> Result<String> {
         let (outputs, inputs) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
         n.share(&format!("{}/floats|", self.values), |n| {
             let mut values = n.cast("integers", &self.values, DataType::Float);
@@ -90,7 +90,7 @@ impl Integers {
     }
 }
 
-pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
+pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
     let mut weight = Integers::of(n)?;
     weight.input_major = op.input_major;
     let x = n.wide(&n.input(0))?;
@@ -126,14 +126,14 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
 }
 
 /// A bias that is stored as integers, as the floats that they stand for.
-fn bias_of_sums(n: &mut Speller) -> Option<String> {
+fn bias_of_sums(n: &mut Lowering) -> Option<String> {
     let [integers, scales] = n.slots(2) else { return None };
     let [integers, scales] = [integers, scales].map(|slot| slot.tensors[0].name.clone());
     Some(n.emit("DequantizeLinear", "bias", &[&integers, &scales], vec![AttributeProto::int("axis", 0)]))
 }
 
 /// A convolution with int8 weights; between quantized values, ONNX Runtime runs it in integers.
-pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Speller) -> Result<()> {
+pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<()> {
     let weight = Integers::of(n)?;
     let x = n.wide(&n.input(0))?;
     let axis = match weight.affine.granularity {
@@ -154,13 +154,13 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Speller) -> Result<(
 }
 
 /// A value that goes through eight bits: in this form, ONNX Runtime makes integer kernels of what stands between two of them.
-pub(super) fn fake_quantize(op: &FakeQuantize, n: &mut Speller) -> Result<()> {
+pub(super) fn fake_quantize(op: &FakeQuantize, n: &mut Lowering) -> Result<()> {
     let scale = n.float_wide(op.scale.into());
     rounded(&scale, op.zero_point, n)
 }
 
 /// The same with a scale that is computed.
-pub(super) fn learned_quantize(op: &LearnedQuantize, n: &mut Speller) -> Result<()> {
+pub(super) fn learned_fake_quantize(op: &LearnedFakeQuantize, n: &mut Lowering) -> Result<()> {
     let logarithm = n.wide(&n.input(1))?;
     let factor = n.emit("Exp", "factor", &[&logarithm], vec![]);
     let base = n.float_wide(op.scale.into());
@@ -169,7 +169,7 @@ pub(super) fn learned_quantize(op: &LearnedQuantize, n: &mut Speller) -> Result<
     rounded(&scale, op.zero_point, n)
 }
 
-fn rounded(scale: &str, zero_point: i32, n: &mut Speller) -> Result<()> {
+fn rounded(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
     let x = n.wide(&n.input(0))?;
     let zero_point = n.zero_point(zero_point);
     let integers = n.emit("QuantizeLinear", "integers", &[&x, scale, &zero_point], vec![]);
@@ -180,12 +180,12 @@ fn rounded(scale: &str, zero_point: i32, n: &mut Speller) -> Result<()> {
 /// An operator that is still to be written, and what it reads.
 type Pending = (&'static str, [String; 2]);
 
-fn product(mut weight: Integers, x: &str, n: &mut Speller) -> Result<Pending> {
+fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     let shared = !weight.input_major && !weight.ready;
     if shared {
         weight.turn(n)?;
     }
-    if weight.affine.activations == Activations::DynamicToken && !weight.grouped() {
+    if weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
         return integer_product(&weight, x, n);
     }
     let floats = if shared { weight.floats(n)? } else { weight.dequantize(n)? };
@@ -193,7 +193,7 @@ fn product(mut weight: Integers, x: &str, n: &mut Speller) -> Result<Pending> {
 }
 
 /// The product of a value that is quantized as it comes; layers that read the same value share its quantizer.
-fn integer_product(weight: &Integers, x: &str, n: &mut Speller) -> Result<Pending> {
+fn integer_product(weight: &Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     let [integers, scale, zero_point] =
         n.share_many(&format!("{x}/quantized|"), |n| Ok(n.emit_many("DynamicQuantizeLinear", ["integers", "scale", "zero_point"], &[x], vec![])))?;
     // In this order of operands: only so is the form recognised.
@@ -206,7 +206,7 @@ fn integer_product(weight: &Integers, x: &str, n: &mut Speller) -> Result<Pendin
 }
 
 /// A weight with a scale for each *input* has no integer kernel, but the input can take the scales over.
-fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Speller) -> Result<Pending> {
+fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     let width = n.fixed(1, 1)?;
     let x = n.emit("Mul", "scaled_input", &[x, &weight.scales], vec![]);
     // Of this layer alone: kernels take over only scales that nobody else reads.
@@ -222,10 +222,10 @@ fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Speller) -> Result<Pendi
 }
 
 /// Rows are looked up as integers, so that only they are turned into floats, never the whole table.
-pub(super) fn embedding(n: &mut Speller) -> Result<()> {
+pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
     let table = Integers::of(n)?;
     let (tokens, rank) = (n.input(0), n.ty(0)?.shape.len());
-    let gather = |n: &mut Speller, part: &str, from: &str| n.emit("Gather", part, &[from, &tokens], vec![AttributeProto::int("axis", 0)]);
+    let gather = |n: &mut Lowering, part: &str, from: &str| n.emit("Gather", part, &[from, &tokens], vec![AttributeProto::int("axis", 0)]);
     let rows = gather(n, "rows", &table.values);
     if table.affine.granularity == Granularity::Tensor {
         let mut inputs = vec![rows.as_str(), &table.scales];

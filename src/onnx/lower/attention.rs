@@ -1,13 +1,13 @@
 //! Attention in plain operators, so that its products can be quantized.
 
 use super::super::proto::AttributeProto;
-use super::Speller;
+use super::Lowering;
 use crate::error::Result;
 use crate::ir::ops::{Attention, SplitHeads};
 
 const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
 
-pub(super) fn split_heads(op: &SplitHeads, n: &mut Speller) -> Result<()> {
+pub(super) fn split_heads(op: &SplitHeads, n: &mut Lowering) -> Result<()> {
     let width = op.head_dim.max(1) as i64;
     let shape = n.ints(&[0, 0, n.width(0)? / width, width]);
     let heads = n.emit("Reshape", "heads", &[&n.input(0), &shape], vec![]);
@@ -15,7 +15,7 @@ pub(super) fn split_heads(op: &SplitHeads, n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn merge_heads(n: &mut Speller) -> Result<()> {
+pub(super) fn merge_heads(n: &mut Lowering) -> Result<()> {
     let shape = n.ints(&[0, 0, n.fixed(0, 1)? * n.fixed(0, 3)?]);
     let heads = n.emit("Transpose", "heads", &[&n.input(0)], vec![AttributeProto::ints("perm", HEADS_FIRST)]);
     n.finish("Reshape", &[&heads, &shape], vec![]);
@@ -23,7 +23,7 @@ pub(super) fn merge_heads(n: &mut Speller) -> Result<()> {
 }
 
 /// Query heads that share a key head stand one below the other in one product, so that no key is copied.
-pub(super) fn attention(op: &Attention, n: &mut Speller) -> Result<()> {
+pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     let [mut q, k, v] = [0, 1, 2].map(|i| n.input(i));
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
     let grouped = heads != groups;
@@ -64,13 +64,13 @@ pub(super) fn attention(op: &Attention, n: &mut Speller) -> Result<()> {
 }
 
 /// The same rows in this many matrices.
-fn stack(n: &mut Speller, part: &str, scores: &str, matrices: i64) -> String {
+fn stack(n: &mut Lowering, part: &str, scores: &str, matrices: i64) -> String {
     let shape = n.ints(&[0, matrices, -1, 0]);
     n.emit("Reshape", part, &[scores, &shape], vec![])
 }
 
 /// What is added to the products: nothing where a query may look, a number below all of them elsewhere.
-fn bias(op: &Attention, n: &mut Speller) -> Result<Option<String>> {
+fn bias(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
     let mask = (n.inputs() > 3).then(|| n.input(3));
     if mask.is_none() && !op.causal {
         return Ok(None);
@@ -100,7 +100,7 @@ fn bias(op: &Attention, n: &mut Speller) -> Result<Option<String>> {
 }
 
 /// Keys that a query must not see because of their place, `[queries, keys]`.
-fn later(op: &Attention, n: &mut Speller) -> Result<String> {
+fn later(op: &Attention, n: &mut Lowering) -> Result<String> {
     let (queries, keys) = (n.range(0, 2)?, n.range(1, 2)?);
     let column = n.ints(&[1]);
     let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);

@@ -1,11 +1,11 @@
 //! Tokens, their positions, and what is taken out of sequences.
 
 use super::super::proto::{AttributeProto, DataType};
-use super::{Speller, integer};
+use super::{Lowering, integer};
 use crate::error::Result;
 use crate::ir::ops::{Positions, Select, Slice};
 
-pub(super) fn embedding(n: &mut Speller) -> Result<()> {
+pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
     if n.place(1).is_some_and(|place| place.integers.is_some()) {
         return integer::embedding(n);
     }
@@ -13,7 +13,7 @@ pub(super) fn embedding(n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn positions(op: &Positions, n: &mut Speller) -> Result<()> {
+pub(super) fn positions(op: &Positions, n: &mut Lowering) -> Result<()> {
     let tokens = n.input(0);
     let Some(padding) = op.padding else {
         let range = n.range(0, 1)?;
@@ -31,7 +31,7 @@ pub(super) fn positions(op: &Positions, n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn prepend(n: &mut Speller) -> Result<()> {
+pub(super) fn prepend(n: &mut Lowering) -> Result<()> {
     let (token, x) = (n.input(0), n.input(1));
     let rest = n.ints(&[n.fixed(0, 1)?, n.fixed(0, 2)?]);
     let batch = n.emit("Shape", "batch", &[&x], vec![AttributeProto::int("start", 0), AttributeProto::int("end", 1)]);
@@ -41,19 +41,19 @@ pub(super) fn prepend(n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn select(op: &Select, n: &mut Speller) -> Result<()> {
+pub(super) fn select(op: &Select, n: &mut Lowering) -> Result<()> {
     let index = n.int(op.index as i64);
     n.finish("Gather", &[&n.input(0), &index], vec![AttributeProto::int("axis", 1)]);
     Ok(())
 }
 
-pub(super) fn slice(op: &Slice, n: &mut Speller) -> Result<()> {
+pub(super) fn slice(op: &Slice, n: &mut Lowering) -> Result<()> {
     let [start, end, axis] = [op.start as i64, (op.start + op.length) as i64, -1].map(|v| n.ints(&[v]));
     n.finish("Slice", &[&n.input(0), &start, &end, &axis], vec![]);
     Ok(())
 }
 
-pub(super) fn masked_mean(n: &mut Speller) -> Result<()> {
+pub(super) fn masked_mean(n: &mut Lowering) -> Result<()> {
     let (x, mask) = (n.wide(&n.input(0))?, n.input(1));
     let (last, least) = (n.ints(&[2]), n.float_wide(1e-9));
     let mask = n.cast("mask", &mask, DataType::Float);

@@ -1,6 +1,6 @@
 //! How a logical weight is spelled as tensors of a file, and read back.
 //!
-//! | spelling | tensors of `x.weight` |
+//! | format | tensors of `x.weight` |
 //! | --- | --- |
 //! | plain | `x.weight` |
 //! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8; of static activations `x.input_scale`, `x.input_zero_point` I8 |
@@ -16,13 +16,13 @@ use std::sync::Arc;
 
 use super::affine::row;
 use super::sparse::{self, IntegerValues, SparseFile};
-use super::{Activations, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Source, Static, View, Weight, Weights};
+use super::{ActivationScheme, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Static, View, Weight, WeightSource, Weights};
 use crate::error::{Error, Result};
 use crate::kernel::{bitmask, convert};
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Part {
+pub struct StoredTensor {
     /// Name in the file.
     pub name: String,
     /// Format of an element.
@@ -33,7 +33,7 @@ pub struct Part {
 
 /// How a weight is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Spelling {
+pub enum StorageFormat {
     /// As it is: dense elements, or integers with their scales beside them.
     Plain,
     /// Integers, four to a 32-bit word.
@@ -47,10 +47,10 @@ pub enum Spelling {
     Transposed,
 }
 
-impl Spelling {
+impl StorageFormat {
     /// The tensors that the weight `name` becomes: the elements first, then everything else.
-    pub fn parts(self, name: &str, weight: &Weight) -> Vec<Part> {
-        let part = |suffix: &str, dtype, shape| Part { name: format!("{name}{suffix}"), dtype, shape };
+    pub fn parts(self, name: &str, weight: &Weight) -> Vec<StoredTensor> {
+        let part = |suffix: &str, dtype, shape| StoredTensor { name: format!("{name}{suffix}"), dtype, shape };
         let integers = match &weight.encoding {
             Encoding::Dense => None,
             Encoding::Affine(affine) => Some(affine),
@@ -58,13 +58,13 @@ impl Spelling {
         let dtype = if integers.is_some() { DType::I8 } else { weight.dtype };
         let shape = weight.shape.clone();
         let mut parts = match self {
-            Spelling::Plain => vec![part("", dtype, shape)],
-            Spelling::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
-            Spelling::Packed => vec![
+            StorageFormat::Plain => vec![part("", dtype, shape)],
+            StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
+            StorageFormat::Packed => vec![
                 part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(4)]),
                 part("_shape", DType::I64, vec![shape.len()]),
             ],
-            Spelling::Sparse { kept } => vec![
+            StorageFormat::Sparse { kept } => vec![
                 part(".values", dtype, vec![kept as usize]),
                 part(".shape", DType::I64, vec![shape.len()]),
                 part(".bitmask", DType::U8, vec![weight.elements().div_ceil(8)]),
@@ -72,7 +72,7 @@ impl Spelling {
         };
         if let Some(affine) = integers {
             let mut shape = affine.scale_shape(&weight.shape);
-            if self == Spelling::Transposed {
+            if self == StorageFormat::Transposed {
                 shape.reverse();
             }
             parts.push(part("_scale", affine.scale_dtype, shape.clone()));
@@ -85,16 +85,16 @@ impl Spelling {
 
     fn value_parts(self) -> usize {
         match self {
-            Spelling::Plain | Spelling::Transposed => 1,
-            Spelling::Packed => 2,
-            Spelling::Sparse { .. } => 3,
+            StorageFormat::Plain | StorageFormat::Transposed => 1,
+            StorageFormat::Packed => 2,
+            StorageFormat::Sparse { .. } => 3,
         }
     }
 }
 
 /// Turns the blocks of one weight into the bytes of its parts.
 pub(super) struct Emitter {
-    spelling: Spelling,
+    storage_format: StorageFormat,
     shape: Vec<usize>,
     row: usize,
     size: usize,
@@ -111,13 +111,13 @@ pub(super) struct Emitter {
 pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
 
 impl Emitter {
-    pub(super) fn new(spelling: Spelling, weight: &Weight) -> Self {
+    pub(super) fn new(storage_format: StorageFormat, weight: &Weight) -> Self {
         let (size, scale_size) = match &weight.encoding {
             Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0),
             Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8),
         };
         Self {
-            spelling,
+            storage_format,
             shape: weight.shape.clone(),
             row: weight.row(),
             size,
@@ -132,14 +132,14 @@ impl Emitter {
 
     pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
         let first = !std::mem::replace(&mut self.started, true);
-        if first && self.spelling.value_parts() > 1 {
+        if first && self.storage_format.value_parts() > 1 {
             let shape: Vec<u8> = self.shape.iter().flat_map(|&d| (d as i64).to_le_bytes()).collect();
             sink(1, &shape)?;
         }
-        match self.spelling {
-            Spelling::Plain => sink(0, view.values)?,
-            Spelling::Transposed => self.pending.extend_from_slice(view.values),
-            Spelling::Packed => {
+        match self.storage_format {
+            StorageFormat::Plain => sink(0, view.values)?,
+            StorageFormat::Transposed => self.pending.extend_from_slice(view.values),
+            StorageFormat::Packed => {
                 self.values.clear();
                 for row in view.values.chunks_exact(self.row.max(1)) {
                     self.values.extend(row.iter().map(|b| b ^ 0x80));
@@ -147,13 +147,13 @@ impl Emitter {
                 }
                 sink(0, &self.values)?;
             }
-            Spelling::Sparse { .. } => self.sparse(view.values, sink)?,
+            StorageFormat::Sparse { .. } => self.sparse(view.values, sink)?,
         }
         if let Some((affine, _)) = view.affine
             && (first || affine.granularity != Granularity::Tensor)
         {
-            let at = self.spelling.value_parts();
-            if self.spelling == Spelling::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
+            let at = self.storage_format.value_parts();
+            if self.storage_format == StorageFormat::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
                 let [scales, zero_points] = &mut self.parameters;
                 scales.extend_from_slice(view.scales);
                 zero_points.extend_from_slice(view.zero_points);
@@ -198,9 +198,9 @@ impl Emitter {
 
     pub(super) fn finish(&mut self, sink: PartSink) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
-        match self.spelling {
+        match self.storage_format {
             _ if pending.is_empty() => Ok(()),
-            Spelling::Transposed => {
+            StorageFormat::Transposed => {
                 let rows = pending.len().checked_div(self.row.saturating_mul(self.size)).unwrap_or(0);
                 self.transpose(&pending, self.size, self.row, &mut |bytes| sink(0, bytes))?;
                 for (part, parameters) in std::mem::take(&mut self.parameters).into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
@@ -347,18 +347,18 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
     {
         return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
     }
-    let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: Activations::None };
+    let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: ActivationScheme::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
     let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));
     let mut affine = affine;
     if let Some((by, mut names, size)) = input(checkpoint, name)? {
-        affine.activations = Activations::Static(by);
+        affine.activations = ActivationScheme::Static(by);
         stored_as.append(&mut names);
         bytes = bytes.saturating_add(size);
     }
     let dtype = scales.dtype;
-    let source: Arc<dyn Source> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
+    let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
     let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as;

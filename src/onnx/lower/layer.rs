@@ -1,17 +1,17 @@
 //! Layers with weights, and sums.
 
 use super::super::proto::AttributeProto;
-use super::{Speller, integer};
+use super::{Lowering, integer};
 use crate::error::Result;
 use crate::ir::ops::{Conv, Linear};
 
-pub(super) fn binary(op: &str, n: &mut Speller) -> Result<()> {
+pub(super) fn binary(op: &str, n: &mut Lowering) -> Result<()> {
     n.finish(op, &[&n.input(0), &n.input(1)], vec![]);
     Ok(())
 }
 
 /// `Gemm` for matrices; `MatMul` and `Add`, in this order of operands, for everything else.
-pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
+pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
     if n.place(1).is_some_and(|place| place.integers.is_some()) {
         return integer::linear(op, n);
     }
@@ -36,7 +36,7 @@ pub(super) fn linear(op: &Linear, n: &mut Speller) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn conv(op: &Conv, n: &mut Speller) -> Result<()> {
+pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
     let attributes = vec![
         AttributeProto::ints("kernel_shape", [n.fixed(1, 2)?, n.fixed(1, 3)?]),
         AttributeProto::ints("strides", [op.stride as i64; 2]),

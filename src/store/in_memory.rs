@@ -2,19 +2,19 @@
 
 use std::sync::Arc;
 
-use super::{Affine, DType, Encoding, Granularity, Origin, Sink, Source, View, Weight, least_common_multiple};
+use super::{Affine, BlockSink, DType, Encoding, Granularity, Origin, View, Weight, WeightSource, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
 /// Bytes of floats, in the place of a weight that is gone over beside them: what was read is told with what it became.
-struct Held {
+struct InMemory {
     before: Weight,
     dtype: DType,
     bytes: Vec<u8>,
 }
 
-impl Source for Held {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for InMemory {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (mut at, size) = (0, (self.dtype.bitsize() / 8).max(1));
         self.before.visit(unit, &mut |block| {
             let from = at;
@@ -25,7 +25,7 @@ impl Source for Held {
 }
 
 /// Integers with their scales.
-struct HeldIntegers {
+struct InMemoryIntegers {
     before: Weight,
     dtype: DType,
     affine: Affine,
@@ -35,8 +35,8 @@ struct HeldIntegers {
     zero_points: Vec<u8>,
 }
 
-impl Source for HeldIntegers {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for InMemoryIntegers {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let run = self.affine.granularity.run(self.row, self.integers.len());
         let size = self.affine.scale_dtype.bitsize() / 8;
         let mut at = 0;
@@ -80,7 +80,7 @@ impl Weight {
         if self.elements() != values.len() || !convert::from_f32(self.dtype, values, &mut bytes) {
             return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
         }
-        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(Held { before: self.clone(), dtype: self.dtype, bytes })).of_origin(Origin::Learned))
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(InMemory { before: self.clone(), dtype: self.dtype, bytes })).of_origin(Origin::Learned))
     }
 
     /// The scales of a quantized weight; nothing when it is dense.
@@ -111,7 +111,7 @@ impl Weight {
         if integers.len() != self.elements() || !convert::from_f32(affine.scale_dtype, &scales.scales, &mut bytes) {
             return Err(Error::tensor(name, "has another number of elements, or scales in another format", ""));
         }
-        let source = HeldIntegers {
+        let source = InMemoryIntegers {
             before: self.clone(),
             dtype: self.dtype,
             affine: affine.clone(),
@@ -127,13 +127,13 @@ impl Weight {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{Activations, Block, block_elements};
+    use crate::store::{ActivationScheme, Block, block_elements};
 
     /// Zeros, in blocks as a file gives them.
     struct Zeros(DType, usize);
 
-    impl Source for Zeros {
-        fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+    impl WeightSource for Zeros {
+        fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
             let size = self.0.bitsize() / 8;
             let bytes = vec![0; self.1 * size];
             bytes.chunks(block_elements(unit) * size).try_for_each(|part| sink(Block::untouched(View::dense(self.0, part))))
@@ -144,7 +144,7 @@ mod tests {
     fn integers_come_back_with_their_scales() {
         for granularity in [Granularity::Tensor, Granularity::Channel, Granularity::Group(50)] {
             for symmetric in [true, false] {
-                let affine = Affine { granularity, symmetric, scale_dtype: DType::F32, activations: Activations::None };
+                let affine = Affine { granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
                 let (rows, row) = (3000, 100);
                 let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Affine(affine), Arc::new(Zeros(DType::F32, rows * row)));
                 let run = granularity.run(row, rows * row);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{Device, Tensor};
 
-use super::{Batch, Truth, shaped};
+use super::{Batch, References, shaped};
 use crate::error::{Error, Result};
 use crate::ir::{Bindings, Element, Graph, Kind, Op};
 use crate::store::header::element_count;
@@ -25,7 +25,7 @@ const LARGEST: u64 = 1 << 28;
 ///
 /// # Errors
 /// A size of an input is neither known nor a name.
-pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
+pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
     let size = |name: &str| match name {
         "batch" => SAMPLES,
         "sequence" => LONG,
@@ -38,7 +38,7 @@ pub fn made_up(graph: &Graph, seed: u64) -> Result<Batch> {
 /// The same with named sizes of one's own.
 ///
 /// # Errors
-/// As [`made_up`].
+/// As [`synthetic`].
 pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
     let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
     let mut next = move || {
@@ -68,7 +68,7 @@ pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
         };
         inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
     }
-    Ok(Batch { inputs, truth: Truth::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
+    Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
 }
 
 /// Rows of the smallest table that is looked up by an input.
@@ -93,7 +93,7 @@ mod tests {
     fn inputs_that_no_memory_holds_are_refused() {
         for size in [1usize << 20, 1 << 40] {
             let graph = graph(&format!("input x: float[batch, 3, {size}, {size}]\ny = GlobalAveragePool(x) -> float[batch, 3]\noutput y = y\n"));
-            let error = made_up(&graph, 0).unwrap_err().to_string();
+            let error = synthetic(&graph, 0).unwrap_err().to_string();
             assert!(error.starts_with("graph input `x`: takes ["), "{error}");
         }
     }
@@ -102,7 +102,7 @@ mod tests {
     fn tables_of_any_height_have_tokens() {
         for rows in [0, 1, 7, u32::MAX as usize, 1 << 32] {
             let lines = format!("input x: int[batch, sequence]\nparam t: float[{rows}, 0]\ny = Embedding(x, t) -> float[batch, sequence, 0]\noutput y = y\n");
-            let batch = made_up(&graph(&lines), 0).unwrap();
+            let batch = synthetic(&graph(&lines), 0).unwrap();
             let tokens = batch.inputs["x"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
             assert!(tokens.iter().all(|token| (0..rows.max(1) as i64).contains(token)), "{rows}: {tokens:?}");
         }

@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use super::{DType, Encoding, Sink, Source, Weight};
+use super::{BlockSink, DType, Encoding, Weight, WeightSource};
 use crate::error::Result;
 
 /// Read whole when it is gone over: no more than one of them is in memory at a time for each thread.
-struct Kept {
+struct Reread {
     name: String,
     before: Weight,
     now: Weight,
 }
 
-impl Kept {
+impl Reread {
     /// The values of the one in the form of the other.
     fn held(&self) -> Result<Weight> {
         let like = self.before.then(self.now.dtype, self.now.encoding.clone(), self.before.source());
@@ -28,8 +28,8 @@ impl Kept {
     }
 }
 
-impl Source for Kept {
-    fn visit(&self, unit: usize, sink: Sink) -> Result<()> {
+impl WeightSource for Reread {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         self.held()?.visit(unit, sink)
     }
 }
@@ -42,7 +42,7 @@ impl Weight {
         if self.shape != now.shape || !computed {
             return now;
         }
-        let kept = Kept { name: name.to_owned(), before: self.clone(), now: now.clone() };
+        let kept = Reread { name: name.to_owned(), before: self.clone(), now: now.clone() };
         self.then(now.dtype, now.encoding, Arc::new(kept))
     }
 }
