@@ -2,7 +2,7 @@
 //!
 //! A tensor `NAME` of any shape becomes three: `NAME.bitmask`, U8 `[ceil(n / 8)]`, bit `i % 8` of byte `i / 8`
 //! set when element `i` (row-major) is kept; `NAME.values`, the kept elements in order, in the tensor's own
-//! dtype; `NAME.shape`, I64 `[rank]`. Only elements whose bits are all zero are dropped, so the way back is
+//! dtype; `NAME.shape`, I64 `[rank]`. Only elements whose bits are all zero are dropped, so decoding is
 //! exact. Files that hold such tensors say `"compress.sparse": "1"` in their metadata.
 
 // What is read here, anybody may have written.

@@ -132,6 +132,9 @@ pub trait OpSpec: fmt::Debug {
     }
 }
 
+/// Names that ops have had in files of earlier versions, and those of today.
+const RENAMED: [(&str, &str); 2] = [("LearnedQuantize", "LearnedFakeQuantize"), ("Tokens", "Patchify")];
+
 /// Writes the table of ops.
 macro_rules! ops {
     ($($name:ident),+ $(,)?) => {
@@ -178,6 +181,7 @@ macro_rules! ops {
             }
 
             fn from_parts(name: &str, attributes: Json) -> Result<Op, String> {
+                let name = RENAMED.iter().find(|(before, _)| *before == name).map_or(name, |(_, now)| now);
                 match name {
                     $(stringify!($name) => serde_json::from_value(attributes).map(Op::$name).map_err(|e| format!("{name}: {e}")),)+
                     _ => Err(format!("unknown op `{name}`, there are {}", OPS.join(", "))),
@@ -300,6 +304,7 @@ mod tests {
             assert_eq!(serde_json::from_value::<Op>(serde_json::to_value(&op).unwrap()).unwrap(), op);
         }
         assert!("Linear{\"inputmajor\":true}".parse::<Op>().unwrap_err().contains("input_major"));
+        assert_eq!("Tokens".parse::<Op>().unwrap(), Op::Patchify(Patchify {}));
         assert!("Lineal".parse::<Op>().unwrap_err().contains("Linear"));
     }
 }
