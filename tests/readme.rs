@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The contents of fenced blocks of one language.
@@ -106,14 +106,19 @@ fn with_all_models() -> tempfile::TempDir {
     folder
 }
 
+/// The pages of `docs/` and `docs/internals/`.
+fn pages() -> Vec<PathBuf> {
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+    let pages = |folder: PathBuf| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.is_file()).collect::<Vec<_>>();
+    [pages(docs.join("internals")), pages(docs)].concat()
+}
+
 #[test]
 fn guides_run() {
-    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
-    let index = std::fs::read_to_string(docs.join("README.md")).unwrap();
-    for entry in std::fs::read_dir(&docs).unwrap() {
-        let path = entry.unwrap().path();
+    for path in pages() {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        assert!(name == "README.md" || index.contains(&format!("]({name})")), "docs/README.md does not name {name}");
+        let index = std::fs::read_to_string(path.with_file_name("README.md")).unwrap();
+        assert!(name == "README.md" || index.contains(&format!("]({name})")), "the index beside {} does not name it", path.display());
         let text = std::fs::read_to_string(&path).unwrap();
         let folder = with_all_models();
         // Every second part is a fenced block, its language in the first line.
@@ -136,9 +141,8 @@ fn guides_run() {
 #[test]
 fn links_lead_somewhere() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let pages = std::fs::read_dir(root.join("docs")).unwrap().map(|entry| entry.unwrap().path());
     let mut followed = 0;
-    for page in pages.chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(|name| root.join(name))) {
+    for page in pages().into_iter().chain(["README.md", "ARCHITECTURE.md", "CHANGELOG.md"].map(|name| root.join(name))) {
         let text = std::fs::read_to_string(&page).unwrap();
         for link in text.split("](").skip(1).filter_map(|rest| rest.split(')').next()).filter(|link| link.ends_with(".md") || link.contains('/')) {
             if !link.starts_with("https://") {
