@@ -327,8 +327,8 @@ mod tests {
         let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        write(folder, &items, &layout, &sweep).unwrap().0
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        write(folder, &items, &layout, &work).unwrap().0
     }
 
     #[test]

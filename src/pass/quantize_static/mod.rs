@@ -326,6 +326,7 @@ mod tests {
     use crate::data::{Data, DataSets};
     use crate::exec::Inputs;
     use crate::ir::Graph;
+    use crate::ir::ops::Op;
     use crate::work::{Cancel, Silent, Work};
 
     fn outputs(graph: &Graph, model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
@@ -338,7 +339,7 @@ mod tests {
     #[test]
     fn preparation_changes_no_answer() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
-        let (mut folded, mut rescaled) = (0, 0);
+        let (mut folded, mut rescaled, mut past_ceilings) = (0, 0, 0);
         for entry in std::fs::read_dir(folder).unwrap() {
             let place = entry.unwrap().path();
             let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
@@ -355,6 +356,8 @@ mod tests {
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();
+                let is_cut = |name: &str| prepared.graph.nodes().iter().any(|n| matches!(n.op, Op::Clip(_)) && prepared.graph.value(n.inputs[0]).name == name);
+                past_ceilings += choices.iter().filter(|choice| is_cut(&choice.name)).count();
                 let after = outputs(&prepared.graph, &prepared.model, &inputs);
                 for (name, tensor) in &before {
                     let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
@@ -364,5 +367,6 @@ mod tests {
             }
         }
         assert!(folded > 10 && rescaled > 30, "{folded} models folded, {rescaled} chains rescaled");
+        assert!(past_ceilings > 0, "no chain goes through a ReLU6");
     }
 }
