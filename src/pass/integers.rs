@@ -74,9 +74,14 @@ impl Integers {
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / if self.reduced { REDUCED[1] } else { 127.5 } } else { step(low, high) };
+        let exact = match self.affine.symmetric {
+            true => f64::from(low.abs().max(high.abs())) / f64::from(if self.reduced { REDUCED[1] } else { 127.5 }),
+            false => step(low, high).into(),
+        };
         // Zeros alone stay zero bits, so that a sparse layout drops them.
-        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact as f32).clamp(-128.0, 127.0).round_ties_even() };
+        // A range that is no zero has a scale, however small.
+        let exact = if exact == 0.0 { (f64::from(high) - f64::from(low)) / 255.0 } else { exact };
         (positive(convert::scale(self.affine.scale_dtype, exact)), zero_point)
     }
 
