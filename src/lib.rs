@@ -15,7 +15,6 @@ pub mod recipe;
 pub mod report;
 pub mod store;
 
-#[cfg(feature = "run")]
 pub mod work;
 
 #[cfg(feature = "run")]

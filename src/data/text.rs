@@ -6,7 +6,7 @@ use super::labels::{Classes, Label};
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, References, SampleSource, PendingBatches, Target, counted, in_batches};
+use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
 
 /// About what a record takes in memory.

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::options::{self, Data, Task};
 use super::records::{self, TextFormat};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, References, SampleSource, PendingBatches, Target, counted, in_batches};
+use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
 
 /// Window when neither the data nor the model asks for a shorter one.

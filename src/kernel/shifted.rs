@@ -168,7 +168,7 @@ mod tests {
             let (bias, sum) = (numbers(outputs, 3), numbers(outputs * size, 4));
             let planes: Vec<&[f32]> = x.chunks_exact(window.height * window.width).collect();
             let left = Left::pack(&weight, outputs, taps, taps);
-            let steps = [Fused::AddToRows(&bias), Fused::Add(&sum)];
+            let steps = [Fused::AddToRows(&bias[..]), Fused::Add(&sum[..])];
             let compute = |threads| {
                 let mut ours = vec![f32::NAN; outputs * size];
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();

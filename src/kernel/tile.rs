@@ -4,7 +4,7 @@
 //! the same order with any number of threads. With fused multiply-add (AVX2, AVX-512, NEON) all elements come out the same on every
 //! processor; the baseline of x86-64 has no such instruction and rounds each product, so its results differ in their last bits.
 
-use super::simd::{self, Level};
+use crate::kernel::simd::{self, Level};
 
 /// Rows of a block.
 pub const BLOCK: usize = 12;

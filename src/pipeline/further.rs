@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use crate::error::Result;
 use crate::report::Sizes;
-use crate::work::Work;
 use crate::store::compressed::compressed_size;
+use crate::work::Work;
 
 /// Measures the files before and after.
 pub(super) fn compress_further(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], work: &Work) -> Result<()> {

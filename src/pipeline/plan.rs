@@ -66,7 +66,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     let (pipeline, after) = &pipeline.settled(model)?;
     let samples = pipeline.count_samples(model)?;
     let peak_vram_bytes = pipeline.planned_vram()?;
-    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after)).collect::<Result<_>>()?;
     let threads = pipeline.work().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);

@@ -2,9 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::Path;
-#[cfg(feature = "zstd")]
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::carry::{self, carry_over, write_text};
@@ -16,7 +14,7 @@ use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
 use crate::model::Model;
 use crate::output::{Staging, Workplace};
-use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
 use crate::store::writer::{WeightMeasurement, input_hash};
 use crate::store::{Origin, Weight};
@@ -156,8 +154,6 @@ fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
         None => Ok(()),
         Some((name, seen)) => Err(Error::NotFinite { name: name.clone(), count: seen.nonfinite }),
     }
-}
-
 }
 
 fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {

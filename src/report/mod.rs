@@ -21,7 +21,9 @@ use serde_json::Value;
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
-pub(crate) use environment::{Peak, kilobytes};
+pub(crate) use environment::Peak;
+#[cfg(feature = "run")]
+pub(crate) use environment::kilobytes;
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};

@@ -7,7 +7,7 @@ use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
 use rayon::prelude::*;
 
 pub(super) use crate::exec::read;
-use crate::exec::transfer::Cause;
+use crate::exec::transfer::{self, Cause};
 
 /// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;

@@ -1,6 +1,5 @@
 //! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
 
-use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -15,7 +14,6 @@ use crate::export::{Export, Exported};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
-use crate::pass::Samples;
 use crate::pipeline::run::Measured;
 use crate::pipeline::{Check, Pipeline};
 use crate::report::Report;

@@ -84,7 +84,7 @@ impl Mending<'_> {
                     let mut moments = [Moments::default(), Moments::default()];
                     pairs.each(&site.value, |batch, seen| {
                         let both = moments.iter_mut().zip(seen);
-                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(op.clone()), batch)?))
+                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch)?))
                     })?;
                     self.statistics(&smaller, &smaller.nodes()[site.nodes[0]], op, &whole, &moments, &context.device)?
                 }
@@ -103,7 +103,7 @@ impl Mending<'_> {
         for (index, node) in graph.nodes().iter().enumerate() {
             let axis = match &node.op {
                 Op::BatchNorm(op) => {
-                    sites.push(Site { value: graph.value(node.inputs[0]).name.clone(), nodes: vec![index], kind: Kind::Statistics { op: op.clone() } });
+                    sites.push(Site { value: graph.value(node.inputs[0]).name.clone(), nodes: vec![index], kind: Kind::Statistics { op: *op } });
                     continue;
                 }
                 Op::Linear(op) => usize::from(!op.input_major),

@@ -8,7 +8,7 @@ use crate::exec::{Executor, Observation, PartialRun};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::prune_structured::calibrate;
-use crate::store::{Event, ProgressUnit};
+use crate::work::{Event, ProgressUnit};
 
 /// Bytes of stopped runs that are held. Samples beyond them run from the beginning for each site.
 const HELD: u64 = 1 << 30;
@@ -72,13 +72,13 @@ impl<'a> Pairs<'a> {
             see(&stopped.batch, [&x, &y])
         };
         let context = self.context;
-        context.sweep.progress.on(Event::Begin { stage: "Repairing", total: self.samples, unit: ProgressUnit::Samples });
+        context.work.progress.on(Event::Begin { stage: "Repairing", total: self.samples, unit: ProgressUnit::Samples });
         let done = held.iter_mut().try_for_each(|stopped| {
-            context.sweep.cancel.check()?;
+            context.work.cancel.check()?;
             advance(stopped)?;
-            context.sweep.advance(stopped.batch.samples as u64)
+            context.work.advance(stopped.batch.samples as u64)
         });
-        context.sweep.progress.on(Event::End);
+        context.work.progress.on(Event::End);
         done?;
         if held.len() < self.batches {
             let mut index = 0;
