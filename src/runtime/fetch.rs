@@ -35,9 +35,7 @@ fn fetch_into(cache: &Path, pips: &[&[&str]]) -> Result<PathBuf> {
     if let Some(found) = find::libraries(&home).into_iter().next() {
         return Ok(found);
     }
-    let scratch = cache.join(format!(".onnxruntime-{VERSION}-{}", std::process::id()));
-    // What a killed fetch of the same number has left.
-    let _ = fs::remove_dir_all(&scratch);
+    let scratch = cache.join(format!(".onnxruntime-{VERSION}-{:016x}", fastrand::u64(..)));
     let result = download(&scratch, pips).and_then(|wheel| unpack(&wheel, &scratch.join("libraries"))).and_then(|libraries| {
         let renamed = fs::rename(libraries, &home).map_err(Error::io("create", &home));
         // Another fetch may have been faster.
