@@ -1,4 +1,4 @@
-//! The ops, one file each: type rule, axes, evaluation, gradients, cost. [`kernels`] holds faster ways for single devices.
+//! The ops, one file each: type rule, axes, evaluation, gradients, cost. `kernels` holds faster ways for single devices.
 
 mod activation;
 mod attention;
