@@ -1,15 +1,16 @@
-//! One sweep over samples.
+//! One run over samples.
 
 use std::collections::BTreeMap;
 
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::Tensor;
 
 use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
-use crate::exec::Executor;
+use crate::exec::transfer::Cause;
+use crate::exec::{Executor, on_host, read};
 use crate::kernel::bins::extremes;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// Where the channels of a value are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,9 +141,10 @@ impl ValueStatistics {
 ///
 /// # Errors
 /// Reading or running fails, a value is not finite, there is no sample, or the work is cancelled.
-pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, ValueStatistics>> {
+pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, work: &Work) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
-    data.sweep("Calibrating", sweep, |batch| {
+    let observation = executor.observation(|name| requests.contains_key(name));
+    data.for_each_batch("Calibrating", work, |batch| {
         let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),
@@ -151,7 +153,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
         for (name, value) in &batch.inputs {
             look(name, value)?;
         }
-        executor.run_observed(&batch.inputs, &mut look).map(drop)
+        executor.run_observed(&observation, &batch.inputs, &mut look)
     })?;
     Ok(seen)
 }
@@ -167,14 +169,7 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
         seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
-    let failed = |e: candle_core::Error| Error::run(format!("graph value `{name}`"), e, "");
-    let value = value.to_device(&Device::Cpu).and_then(|v| v.to_dtype(candle_core::DType::F32)).and_then(|v| v.contiguous()).map_err(failed)?;
-    let (storage, layout) = value.storage_and_layout();
-    let values = match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) => &values[layout.start_offset()..layout.start_offset() + value.elem_count()],
-        _ => return Ok(()),
-    };
-    match padding.kept(shape) {
+    let mut take = |values: &[f32]| match padding.kept(shape) {
         Some(kept) if request.axis == Axis::Last => {
             let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
             so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)
@@ -183,7 +178,10 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
             let each = request.axis == Axis::Second || shape.len() == 2;
             so_far.add(name, values, shape, request.axis, if each { shape[0] } else { 1 })
         }
-    }
+    };
+    on_host(value, Cause::Statistics)
+        .and_then(|value| read(&value, |values| Ok(take(values))))
+        .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?
 }
 
 #[cfg(test)]

@@ -40,7 +40,8 @@ use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Port;
 use crate::model::{Applied, Model};
-use crate::store::{Meter, Pattern};
+use crate::store::Pattern;
+use crate::work::Meter;
 pub use goal::Goal;
 use prepare::Prepared;
 use scaling::Choice;
@@ -212,9 +213,9 @@ impl QuantizeStatic {
         let (inputs, outputs) = Port::of(graph);
         let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
         let data = DataSet::open(options, target)?;
-        let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.sweep)?;
+        let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
         let executor = Executor::new(graph, parameters, context.device.clone());
-        calibrate(&executor, &data, &requests, &context.sweep)
+        calibrate(&executor, &data, &requests, &context.work)
     }
 
     /// Brings the model into shape, runs it over the samples, and moves ranges.
@@ -278,16 +279,14 @@ impl Pass for QuantizeStatic {
         Some(Samples::Calibration)
     }
 
-    fn apply(&self, model: Model) -> Result<Model> {
-        let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
         let meter = Arc::new(Meter::default());
-        let found = self.quantizers(&prepared, &prepared.layers, None)?;
-        let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
-        Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()))
-    }
-
-    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
-        let meter = Arc::new(Meter::default());
+        let Some(context) = context else {
+            let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+            let found = self.quantizers(&prepared, &prepared.layers, None)?;
+            let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
+            return Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()));
+        };
         let original = model.clone();
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
         let mut layers = prepared.layers.clone();
@@ -312,6 +311,10 @@ impl Pass for QuantizeStatic {
         });
         Ok(self.record(model, &prepared, &layers, meter, details, notes))
     }
+
+    fn remedy(&self) -> &'static str {
+        "more or other calibration samples, `accuracy_goal`, `granularity: channel`, or `ignore` for the layers that `compress analyze` names"
+    }
 }
 
 #[cfg(test)]
@@ -325,11 +328,11 @@ mod tests {
     use crate::exec::Inputs;
     use crate::ir::Graph;
     use crate::ir::ops::Op;
-    use crate::store::{Cancel, Silent, Sweep};
+    use crate::work::{Cancel, Silent, Work};
 
     fn outputs(graph: &Graph, model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
         Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
     }
 
@@ -349,8 +352,8 @@ mod tests {
             let model = Model::open(&place).unwrap();
             let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
-                let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context { sweep, seed: 0, data: &data, device: Device::Cpu, workplace: None, resume: false };
+                let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+                let context = Context { work, seed: 0, data: &data, device: Device::Cpu, workplace: None, resume: false };
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();
