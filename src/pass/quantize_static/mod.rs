@@ -12,6 +12,7 @@
 //!   - quantize-static: { observer: mse }
 //! ```
 
+mod ceiling;
 mod factors;
 mod fit;
 mod fold;

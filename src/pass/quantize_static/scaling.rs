@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::ceiling::Ceiling;
 use super::walk::{only_reader, readers, weight_input};
 use crate::calibration::{ActivationObserver, ValueStatistics, Weighted};
 use crate::error::Result;
@@ -24,15 +25,15 @@ pub(super) struct Chain {
     /// channels made alike on some leave the range on others: on MiniLM the worst cosine fell from 0.989 to 0.94.
     mixed: bool,
     /// How many.
-    width: usize,
+    pub width: usize,
     /// Parameters that take the division over, along their first axis (or their second, when said so).
-    makers: Vec<(String, bool)>,
+    pub makers: Vec<(String, bool)>,
     /// Values on the way, with the channel that each of their channels is.
     pub values: Vec<(ValueId, Vec<usize>)>,
     /// Layers that take the multiplication over: the value they read, their weight, and whether it is `[in, out]` or depthwise.
     pub sinks: Vec<ScaledLayer>,
     /// Values that are cut off above, with the channel that each of their channels is, and where.
-    ceilings: Vec<(ValueId, Vec<usize>, f64)>,
+    pub ceilings: Vec<(ValueId, Vec<usize>, f64)>,
 }
 
 #[derive(Debug, Clone)]
@@ -149,8 +150,6 @@ fn is_depthwise(graph: &Graph, node: &Node) -> bool {
 const SILENT: f64 = 1e-3;
 /// Steps from one power of two to the next where nothing stands against it.
 const FINE: f64 = 4.0;
-/// So many times the largest value that a channel was seen with has to pass where values are cut off.
-const ROOM: f64 = 1.5;
 /// The strength where values are cut off: what samples of one kind hold says little of how far a channel is from its ceiling for
 /// others, so that the weights on both sides alone decide (Nagel et al., 2019).
 const BALANCED: f64 = 0.5;
@@ -243,14 +242,6 @@ struct Measure<'s> {
     width: usize,
     sinks: Vec<(Layer, &'s ValueStatistics, &'s [usize])>,
     ceiling: Option<Ceiling>,
-}
-
-/// Where values of a chain are cut off on the way.
-struct Ceiling {
-    /// How many powers of two each channel can grow by.
-    growth: Vec<f64>,
-    /// Largest weight that makes each channel.
-    makers: Vec<f32>,
 }
 
 /// What an error of each input of a layer costs: the squares of its weights.
@@ -382,43 +373,6 @@ impl Layer {
             step * step / 12.0 * energy
         };
         activations + self.largest.chunks_exact(self.inputs.max(1)).map(row).sum::<f64>()
-    }
-}
-
-impl Ceiling {
-    fn of(chain: &Chain, graph: &Graph, model: &Model, seen: &BTreeMap<String, ValueStatistics>) -> Result<Ceiling> {
-        let mut growth = vec![f64::INFINITY; chain.width];
-        for (value, index, ceiling) in &chain.ceilings {
-            // What nothing was seen of stays as it is.
-            let largest = seen.get(&graph.value(*value).name).map_or(vec![f32::INFINITY; index.len()], |seen| seen.channels().largest());
-            for (channel, largest) in index.iter().zip(largest) {
-                growth[*channel] = growth[*channel].min((ceiling / (ROOM * f64::from(largest))).log2().max(0.0));
-            }
-        }
-        let mut makers = vec![0f32; chain.width];
-        if let Some((name, second)) = chain.makers.first() {
-            let weight = model.weights.get(name)?;
-            for (at, value) in weight.floats(name)?.iter().enumerate() {
-                let channel = if *second { at % chain.width } else { at / weight.row().max(1) };
-                makers[channel] = makers[channel].max(value.abs());
-            }
-        }
-        Ok(Ceiling { growth, makers })
-    }
-
-    /// What reaches the ceiling stays there: such channels are what the others are brought in line with. None of them shrinks, and
-    /// what grows stays below; of a channel that was always zero nothing is known.
-    fn powers(&self, readers: &[f64], strength: f64, steps: f64) -> Vec<f64> {
-        let logs = self.makers.iter().zip(readers).map(|(maker, reader)| strength * f64::from(*maker).log2() - (1.0 - strength) * reader.log2());
-        let logs: Vec<f64> = logs.collect();
-        let held: Vec<f64> = logs.iter().zip(&self.growth).filter(|(l, growth)| l.is_finite() && **growth <= 0.0).map(|(l, _)| *l).collect();
-        let level = match held.len() {
-            0 => logs.iter().copied().filter(|l| l.is_finite()).fold(f64::NEG_INFINITY, f64::max),
-            count => held.iter().sum::<f64>() / count as f64,
-        };
-        let power =
-            |(l, growth): (&f64, &f64)| if l.is_finite() && growth.is_finite() { ((l - level).max(-growth).min(0.0) * steps).ceil() / steps } else { 0.0 };
-        logs.iter().zip(&self.growth).map(power).collect()
     }
 }
 
