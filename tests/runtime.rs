@@ -48,7 +48,7 @@ fn apart(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&Tensor
         let opset = 17 + index as u32 % 5;
         let mut pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() });
         if let Some(pass) = &pass {
-            match pass.clone().apply(model.clone()) {
+            match pass.clone().apply(model.clone(), None) {
                 Ok(quantized) => model = quantized,
                 // Convolutional networks have no matrix that it takes.
                 Err(_) => continue,

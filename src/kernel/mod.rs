@@ -37,6 +37,8 @@ mod running {
     pub mod shifted;
     pub mod solve;
     pub mod update;
+
+    use super::simd;
 }
 
 #[cfg(feature = "run")]

@@ -21,6 +21,7 @@ use serde_json::Value;
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
+#[cfg_attr(not(feature = "run"), allow(unused_imports))]
 pub(crate) use environment::{Peak, kilobytes};
 pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 

@@ -23,7 +23,7 @@ use crate::store::Pattern;
 
 The recipe names the model, `data: { calibration: ... }` (without it only weights are looked at), and may hold a
 quantize-static pass, whose options count.")]
-pub(super) struct Args {
+pub(in crate::cli) struct Args {
     /// The recipe
     recipe: PathBuf,
     /// Write a recipe that leaves the most sensitive layers in floats

@@ -18,7 +18,7 @@ use crate::report::terminal::table;
   compress eval ./llama --data book.txt --max-length 512
   compress eval out/minilm-int8/model.onnx --data sentences.txt --against ./minilm
   compress eval ./cnn --images test-images-idx3-ubyte --labels test-labels-idx1-ubyte")]
-pub(super) struct Args {
+pub(in crate::cli) struct Args {
     /// Model folder, or an .onnx file
     model: PathBuf,
     /// Data, its kind told by its name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
