@@ -6,12 +6,16 @@ pub mod evaluation;
 pub mod export;
 pub mod kernel;
 pub mod model;
+pub mod output;
 pub mod pass;
 pub mod pipeline;
 pub mod prelude;
+mod program;
 pub mod recipe;
 pub mod report;
 pub mod store;
+
+pub mod work;
 
 #[cfg(feature = "run")]
 #[path = "."]

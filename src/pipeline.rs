@@ -2,6 +2,7 @@
 
 mod builder;
 mod cached;
+mod carry;
 #[cfg(feature = "zstd")]
 mod further;
 #[cfg(not(feature = "zstd"))]

@@ -11,7 +11,8 @@ use compress::onnx::{Precision, Style, draft, file};
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{ActivationScheme, Affine, Cancel, DType, Encoding, Granularity, Rescaled, Silent, StorageFormat, Sweep};
+use compress::store::{ActivationScheme, Affine, DType, Encoding, Granularity, Rescaled, StorageFormat};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
 
@@ -219,8 +220,8 @@ fn scales_become_floats_and_integers_lie_beside() {
     };
     let items: Vec<Item> = made.weights.iter().map(item).collect();
     let layout = file::layout(&made, 1).unwrap();
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    write_pieces(out.path(), &layout, &items, &sweep).unwrap();
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    write_pieces(out.path(), &layout, &items, &work).unwrap();
     let graph = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let bytes = |t: &TensorProto| {

@@ -61,7 +61,7 @@ fn outputs(model: &Model, like: &Model) -> BTreeMap<String, Tensor> {
 
 fn outputs_of(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let graph = model.graph().unwrap();
-    let parameters = common::sweep(|sweep| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, sweep)).unwrap();
+    let parameters = common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
     Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 

@@ -85,8 +85,8 @@ enum Command {
     Completions(completions::Args),
     /// Print the manual page, or write the pages of all commands
     Man(man::Args),
-    /// Show what this machine offers
-    Doctor,
+    /// Show what this machine offers, and bring what it lacks
+    Doctor(doctor::Args),
 }
 
 type Failure = Error;
@@ -95,7 +95,7 @@ type Failure = Error;
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let (head, segments) = chain::split(args);
-    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(&e));
+    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
     #[cfg(feature = "run")]
     if let Some(threads) = global.threads {
@@ -131,11 +131,11 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
     if let Some((name, sub)) = matches.subcommand()
         && PASSES.contains(&name)
     {
-        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::misused(&e));
-        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::misused(&e));
+        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::misused(e));
+        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::misused(e));
         return args.run(vec![step], global);
     }
-    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::misused(&e)).command {
+    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::misused(e)).command {
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),
@@ -150,7 +150,7 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Schema => schema::run(),
         Command::Completions(args) => args.run(),
         Command::Man(args) => args.run(),
-        Command::Doctor => doctor::run(global),
+        Command::Doctor(args) => args.run(global),
     }
 }
 

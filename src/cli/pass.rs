@@ -33,7 +33,6 @@ impl Args {
         #[cfg(feature = "run")]
         let builder = self.samples.tell(builder);
         let pipeline = builder.build()?;
-        let report = pipeline.run(Model::open(&self.model)?, &self.output)?;
-        output::report(&report, &self.output, global)
+        output::run(&pipeline, &Model::open(&self.model)?, &self.output, global)
     }
 }

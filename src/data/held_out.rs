@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use super::{Batch, Data, DataSet, Order, Target, Work};
+use super::{Batch, Data, DataSet, Order, Pending, Target};
 use crate::error::Result;
 
 /// One of so many samples is kept from passes that would use all of them.
@@ -37,15 +37,15 @@ impl Data {
         let set = DataSet::open(&self.all(), target)?;
         let works = set.source.works(SINGLE)?.enumerate();
         // Of a folder, `samples` are spread over all classes; of anything else they are the first.
-        let left: Box<dyn Iterator<Item = Result<Work>>> = if let (Some(true), Some(all)) = (self.images.as_ref().map(|path| path.is_dir()), set.samples()) {
+        let left: Box<dyn Iterator<Item = Result<Pending>>> = if let (Some(true), Some(all)) = (self.images.as_ref().map(|path| path.is_dir()), set.samples()) {
             let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
             left.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            Box::new(left.into_iter().map(|(_, work)| work))
+            Box::new(left.into_iter().map(|(_, pending)| pending))
         } else {
-            Box::new(works.skip(used).map(|(_, work)| work))
+            Box::new(works.skip(used).map(|(_, pending)| pending))
         };
-        for work in left.take(MOST) {
-            if consume(work?()?)?.is_break() {
+        for pending in left.take(MOST) {
+            if consume(pending?()?)?.is_break() {
                 break;
             }
         }

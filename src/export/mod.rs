@@ -17,8 +17,8 @@ pub use crate::store::ByteSize;
 
 use crate::error::Result;
 use crate::model::{Config, Model};
-use crate::store::Sweep;
 use crate::store::writer::{WeightMeasurement, Written};
+use crate::work::Work;
 
 /// What a format would write, known before any byte is read.
 #[derive(Debug, Clone)]
@@ -72,7 +72,7 @@ pub trait Format: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Reading, making or writing tensors fails, or the files do not read back as meant.
-    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported>;
+    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported>;
 }
 
 /// Writes the table of formats.

@@ -2,7 +2,8 @@
 //!
 //! Loops over weights at rest read little-endian bytes, so no buffer needs to be aligned; loops of a running model
 //! read f32. Floats are summed in a fixed number of lanes, or one by one, so results are the same with any number of
-//! threads; weights at rest come out the same on every instruction set too.
+//! threads; weights at rest come out the same on every instruction set too. Products of a running model (`tile`) use fused
+//! multiply-add where there is one.
 
 #[macro_use]
 pub(crate) mod simd;
@@ -27,8 +28,10 @@ mod running {
     pub mod bins;
     pub mod channels;
     pub mod codes;
+    pub mod columns;
     pub mod convolution;
     pub mod convolution_gradient;
+    pub mod epilogue;
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod rows;
@@ -36,6 +39,7 @@ mod running {
     pub(crate) mod scratch;
     pub mod shifted;
     pub mod solve;
+    pub(crate) mod tile;
     pub mod update;
 
     use super::simd;

@@ -15,7 +15,8 @@ use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::{Applied, Model};
-use crate::store::{Block, BlockSink, DType, Encoding, Meter, Pattern, View, Weight, WeightSource};
+use crate::store::{Block, BlockSink, DType, Encoding, Pattern, View, Weight, WeightSource};
+use crate::work::Meter;
 
 /// A format to convert to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

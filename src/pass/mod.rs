@@ -48,7 +48,7 @@ pub use running::*;
 
 use crate::error::Result;
 use crate::model::Model;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A step of a pipeline.
 pub trait Pass: fmt::Debug + Send + Sync {
@@ -112,7 +112,7 @@ pub enum Samples {
 /// What a pass works with.
 pub struct Context<'a> {
     /// Threads, progress, and the wish to stop.
-    pub sweep: Sweep<'a>,
+    pub work: Work<'a>,
     /// Start of every random choice.
     pub seed: u64,
     /// The data sets of the recipe.

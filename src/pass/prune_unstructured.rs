@@ -27,7 +27,8 @@ use super::{Amount, Context, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Applied, Model, Prepare};
-use crate::store::{Block, BlockSink, Encoding, Meter, Pattern, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, least_common_multiple};
+use crate::work::Meter;
 
 /// What weights are ranked against.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

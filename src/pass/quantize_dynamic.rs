@@ -18,7 +18,8 @@ use super::targets::{self, Chosen};
 use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Applied, Model};
-use crate::store::{ActivationScheme, Affine, DType, Granularity, Meter, Pattern, Weight};
+use crate::store::{ActivationScheme, Affine, DType, Granularity, Pattern, Weight};
+use crate::work::Meter;
 
 /// How many weights share a scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,10 +8,10 @@ use super::{plan, run};
 use crate::error::{Error, Result};
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::Step;
+use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
-use crate::store::{Cancel, Progress, Silent, Sweep};
+use crate::work::{Cancel, Progress, Silent, Work};
 
 /// Passes and formats, ready to be run on models.
 #[derive(Clone)]
@@ -58,6 +58,10 @@ impl Pipeline {
     /// Whatever can be known to fail before the first tensor is read.
     pub fn plan(&self, model: &Model) -> Result<plan::Plan> {
         plan::plan(self, model)
+    }
+
+    pub(super) fn trains(&self) -> bool {
+        self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train))
     }
 
     /// Runs everything and writes the output folder, which appears whole or not at all.
@@ -107,8 +111,8 @@ impl Pipeline {
         steps
     }
 
-    pub(super) fn sweep(&self) -> Sweep<'_> {
-        Sweep { threads: self.threads, progress: &*self.progress, cancel: &self.cancel }
+    pub(super) fn work(&self) -> Work<'_> {
+        Work { threads: self.threads, progress: &*self.progress, cancel: &self.cancel }
     }
 }
 
@@ -176,7 +180,7 @@ impl Builder {
         self
     }
 
-    /// Tells somebody what happens: a closure over [`Event`](crate::store::Event), or a [`Progress`].
+    /// Tells somebody what happens: a closure over [`Event`](crate::work::Event), or a [`Progress`].
     pub fn progress(mut self, progress: impl Progress + 'static) -> Self {
         self.0.progress = Arc::new(progress);
         self

@@ -43,7 +43,7 @@ impl Pipeline {
         if !fs::read(output.join(Model::KEY)).is_ok_and(|found| found == key.as_bytes()) {
             return Ok(None);
         }
-        match verify(output, &self.sweep().quiet()) {
+        match verify(output, &self.work().quiet()) {
             Ok(checks) if checks.iter().all(|check| check.ok) => Report::open(output).map(Some),
             Err(Error::Cancelled) => Err(Error::Cancelled),
             _ => Ok(None),
@@ -55,7 +55,7 @@ impl Pipeline {
         let mut recipe = self.recipe(model);
         // Where the model lies changes nothing.
         recipe.model.clear();
-        let mut key = Key::new(self, model, &self.sweep())?;
+        let mut key = Key::new(self, model, &self.work())?;
         key.say(&serde_json::to_string(&recipe).unwrap_or_default());
         Ok(format!("{}\n", key.name()))
     }

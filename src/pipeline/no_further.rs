@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use crate::error::Result;
 use crate::report::Sizes;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// Nothing.
-pub(super) fn compress_further(_sizes: &mut Sizes, _before: &[PathBuf], _after: &[PathBuf], _sweep: &Sweep) -> Result<()> {
+pub(super) fn compress_further(_sizes: &mut Sizes, _before: &[PathBuf], _after: &[PathBuf], _work: &Work) -> Result<()> {
     Ok(())
 }

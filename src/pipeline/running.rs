@@ -6,26 +6,33 @@ mod free;
 mod kept;
 mod starter;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
+
+use candle_core::Device;
 
 pub use kept::{Entry, Shelf};
 pub use starter::starter;
 
 use self::evaluate::Run;
 pub(super) use self::evaluate::check_onnx;
-use super::run::{Measured, workplace, write_text};
+use super::carry::write_text;
+use super::run::Measured;
 use super::{Builder, Pipeline};
 use crate::data::{Data, DataSet, DataSets};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
-use crate::exec::Choice;
+use crate::exec::{Choice, DeviceMemory};
 use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
+use crate::output::Workplace;
 use crate::pass::{Context, Samples, Step};
 use crate::recipe::Recipe;
-use crate::report::Peak;
+use crate::report::{Environment, Peak};
+use crate::train::communicator::Place;
+use crate::work::Event;
 
 /// Samples of the training data that a pass looks at which needs calibration data and has none of its own.
 const LENT: usize = 128;
@@ -105,35 +112,91 @@ impl Running {
 }
 
 impl Pipeline {
-    /// Does the part of another process in a run: the same work on the model, and nothing is written.
+    /// Does the part of another process in a run: it trains along, and nothing is written.
     ///
     /// # Errors
     /// Anything that goes wrong.
     pub fn follow(&self, model: &Model, output: impl AsRef<Path>) -> Result<()> {
+        if !self.trains() {
+            return Ok(());
+        }
+        // What the first process refuses is refused by all: none waits for one that has gone.
+        crate::output::check_place(output.as_ref(), self.force, &model.path)?;
         let (mut pipeline, _) = self.settled(model)?;
         pipeline.check_data(model)?;
         pipeline.hold_out(model)?;
-        pipeline.perform(model, &workplace(output.as_ref()), &mut Peak::start()).map(drop)
+        pipeline.perform(model, Some(&Workplace::beside(output.as_ref())), &mut Peak::start()).map(drop)
     }
 
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
+    /// Whether this process is the one that writes: the only one, or the first of those that the environment names. The others
+    /// [`follow`](Pipeline::follow).
+    ///
+    /// # Errors
+    /// A pass trains, and the environment says something about other processes that does not hold together. Without such a pass
+    /// each process works for itself then.
+    pub fn leads(&self) -> Result<bool> {
+        let place = Place::from_environment();
+        let place = if self.trains() { place? } else { place.unwrap_or_default() };
+        Ok(place.is_none_or(|place| place.rank == 0))
+    }
+
+    /// Opens the data that is used, by its key, so that what does not fit is said before any work is done.
+    fn open_data(&self, model: &Model) -> Result<BTreeMap<&'static str, DataSet>> {
         let running = &self.running;
-        let used = self.steps.iter().filter_map(|step| running.set(step.pass().runs_on()?)?.1);
-        let options: Vec<&Data> = running.data.evaluation.iter().chain(used).collect();
+        let used = self.steps.iter().filter_map(|step| running.set(step.pass().runs_on()?));
+        let options: BTreeMap<&'static str, &Data> =
+            used.chain([("evaluation", running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect();
         if options.is_empty() {
-            return Ok(());
+            return Ok(BTreeMap::new());
         }
         let subject = Subject::of(model.clone())?;
-        for options in options {
-            DataSet::open(options, subject.target())?;
-        }
+        let open = |(key, options): (&'static str, &Data)| Ok((key, DataSet::open(options, subject.target())?));
+        let opened = options.into_iter().map(open).collect::<Result<_>>()?;
         running.device.open()?;
         let onnxruntime = running.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
         }
-        if onnxruntime { crate::runtime::library().map(|_| ()) } else { Ok(()) }
+        if onnxruntime {
+            crate::runtime::library()?;
+        }
+        Ok(opened)
+    }
+
+    /// Opens the data, so that what does not fit is said before any work is done.
+    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
+        self.open_data(model).map(drop)
+    }
+
+    /// How many samples there are of each data set that is used.
+    pub(super) fn count_samples(&self, model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+        self.open_data(model)?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
+    }
+
+    /// The device that models run on, where any does.
+    fn used_device(&self) -> Result<Option<Device>> {
+        let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.running.evaluates();
+        used.then(|| self.running.device.open()).transpose()
+    }
+
+    /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
+    pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
+        Ok(self.used_device()?.is_none_or(|device| device.is_cpu()).then_some(0))
+    }
+
+    /// Watches the memory of this process and of the device that models run on.
+    pub(super) fn watch(&self) -> Result<Peak> {
+        let memory = self.used_device()?.as_ref().map(DeviceMemory::watch);
+        Ok(Peak::of(move || memory.as_ref()?.peak()))
+    }
+
+    /// The machine, with the device that models run on.
+    pub(super) fn environment(&self) -> Result<Environment> {
+        let environment = Environment::detect();
+        Ok(match self.used_device()? {
+            Some(device) => environment.on(crate::exec::name(&device)),
+            None => environment,
+        })
     }
 
     /// Leaves some of the calibration samples to be measured on, where passes would use all of them; whether they are measured on does
@@ -152,30 +215,34 @@ impl Pipeline {
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
-    pub(super) fn perform(&self, model: &Model, workplace: &Path, peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<Model>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
         let running = &self.running;
         let mut context =
-            Context { workplace: None, resume: self.resume, sweep: self.sweep(), seed: self.seed, data: &running.data, device: running.device.open()? };
-        let mut kept = self.kept(model, &context.sweep)?;
+            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device.open()? };
+        if let Some(reason) = running.device.reason() {
+            context.work.progress.on(Event::Message(&reason));
+        }
+        let mut kept = self.kept(model, &context.work)?;
         let found = kept.as_mut().and_then(|kept| kept.found.take());
         let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {
-                after.prepare(&context.sweep)?;
+                after.prepare(&context.work)?;
             }
-            context.workplace = Some(workplace.join(format!("{}-{}", number + 1, step.pass().name())));
+            context.workplace = workplace.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             peak.lap();
             after = step.pass().apply(after, Some(&context))?;
             if let Some(applied) = after.history.last_mut().filter(|_| runs) {
-                applied.peak_rss_bytes = peak.lap();
+                let lap = peak.lap();
+                (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
             }
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
-                kept.put(number, start.elapsed(), &mut after, &context.sweep);
+                kept.put(number, start.elapsed(), &mut after, &context.work);
             }
         }
         after.settle_ties(model)?;
@@ -184,7 +251,7 @@ impl Pipeline {
 
     /// Measures before and after.
     pub(super) fn measure(&self, [before, after]: [&Model; 2], folder: &Path, exports: &mut [(&'static str, Exported)], start: Instant) -> Result<Measured> {
-        Run { pipeline: self, before, after, folder, sweep: self.sweep(), start }.measure(exports)
+        Run { pipeline: self, before, after, folder, work: self.work(), start }.measure(exports)
     }
 }
 
@@ -226,13 +293,16 @@ impl Builder {
     }
 }
 
-/// Describes what the model computes where `config.json` cannot.
-pub(super) fn write_graph(after: &Model, folder: &Path) -> Result<()> {
+/// Describes what the model computes where `config.json` cannot; a note where the input's description was left out.
+pub(super) fn write_graph(after: &Model, folder: &Path) -> Result<Option<String>> {
     let path = folder.join(GraphFile::NAME);
     match (&after.changed_graph, after.graph_file()?) {
-        (None, _) => Ok(()),
-        (Some(_), Some(file)) => write_text(&path, &format!("{:#}\n", serde_json::to_value(&file).unwrap_or_default())),
-        (Some(_), None) if path.exists() => std::fs::remove_file(&path).map_err(Error::io("remove", &path)),
-        (Some(_), None) => Ok(()),
+        (None, _) => Ok(None),
+        (Some(_), Some(file)) => write_text(&path, &format!("{:#}\n", serde_json::to_value(&file).unwrap_or_default())).map(|()| None),
+        (Some(_), None) if path.exists() => {
+            std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
+            Ok(Some(format!("{} of the input was left out: config.json describes the same", GraphFile::NAME)))
+        }
+        (Some(_), None) => Ok(None),
     }
 }

@@ -1,6 +1,7 @@
 //! The half of a pipeline that runs models, in a build that runs none.
 #![allow(clippy::unnecessary_wraps, clippy::unused_self)]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
@@ -11,8 +12,8 @@ use crate::export::Exported;
 use crate::model::Model;
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
-use crate::report::{Peak, Report};
-use crate::store::Sweep;
+use crate::report::{Environment, Peak, Report};
+use crate::work::Work;
 
 /// Nothing: passes over weights need no data and no device.
 #[derive(Debug, Clone, Default)]
@@ -51,15 +52,39 @@ impl Running {
 }
 
 impl Pipeline {
+    /// Whether this process is the one that writes: it is, since no pass of this build trains.
+    ///
+    /// # Errors
+    /// None.
+    pub fn leads(&self) -> Result<bool> {
+        Ok(true)
+    }
+
     pub(super) fn check_data(&self, _model: &Model) -> Result<()> {
         Ok(())
+    }
+
+    pub(super) fn count_samples(&self, _model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+        Ok(BTreeMap::new())
+    }
+
+    pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
+        Ok(Some(0))
+    }
+
+    pub(super) fn watch(&self) -> Result<Peak> {
+        Ok(Peak::start())
+    }
+
+    pub(super) fn environment(&self) -> Result<Environment> {
+        Ok(Environment::detect())
     }
 
     pub(super) fn hold_out(&mut self, _model: &Model) -> Result<Option<String>> {
         Ok(None)
     }
 
-    pub(super) fn perform(&self, _model: &Model, _workplace: &Path, _peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<Model>> {
         Ok(None)
     }
 
@@ -69,11 +94,11 @@ impl Pipeline {
 }
 
 /// Nothing runs ONNX files.
-pub(super) fn check_onnx(_folder: &Path, _report: &Report, _sweep: &Sweep) -> Result<Option<Check>> {
+pub(super) fn check_onnx(_folder: &Path, _report: &Report, _work: &Work) -> Result<Option<Check>> {
     Ok(None)
 }
 
 /// Passes over weights leave what the model computes as it is.
-pub(super) fn write_graph(_after: &Model, _folder: &Path) -> Result<()> {
-    Ok(())
+pub(super) fn write_graph(_after: &Model, _folder: &Path) -> Result<Option<String>> {
+    Ok(None)
 }

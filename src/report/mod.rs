@@ -21,9 +21,10 @@ use serde_json::Value;
 pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
-#[cfg_attr(not(feature = "run"), allow(unused_imports))]
-pub(crate) use environment::{Peak, kilobytes};
-pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+pub(crate) use environment::Peak;
+#[cfg(feature = "run")]
+pub(crate) use environment::kilobytes;
+pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
@@ -32,6 +33,8 @@ use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 pub const SCHEMA: u32 = 1;
 /// Name of the file in an output folder.
 pub const FILE: &str = "report.json";
+/// Names of the report in all its forms.
+pub const FILES: [&str; 3] = [FILE, "report.md", "report.html"];
 
 /// A report; `report.json` holds it as it stands here.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -71,6 +74,9 @@ pub struct Report {
     pub histograms: Vec<WeightHistogram>,
     /// Files that were written and read back.
     pub outputs: Vec<OutputFile>,
+    /// All other files of the folder, but for the report: carried over from the input, or written for this model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub carried: Vec<CarriedFile>,
     /// Plain words: what gave no size or no speed, what was skipped and why.
     pub notes: Vec<String>,
     /// The whole run.

@@ -54,10 +54,7 @@ impl Args {
         }
         let device = global.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
-        let damages = global.sweep(|sweep| {
-            let sweep = crate::store::Sweep { threads: sweep.threads, progress: sweep.progress, cancel: sweep.cancel };
-            pass.analyze(model, &Context { sweep, seed, data: &data, device, workplace: None, resume: false })
-        })?;
+        let damages = global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, workplace: None, resume: false }))?;
         let kept = worth_keeping(&damages);
         if let Some(path) = &self.output {
             let patterns = kept.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;

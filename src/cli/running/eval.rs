@@ -57,9 +57,12 @@ impl Args {
         }
         let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
         let device = global.device.open()?;
-        let outcomes = global.sweep(|sweep| {
-            let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, sweep)).collect::<Result<Vec<_>>>()?;
-            evaluation::evaluate(&data, &mut runners, pairs, sweep)
+        let outcomes = global.work(|work| {
+            if let Some(reason) = global.device.reason() {
+                work.progress.on(crate::work::Event::Message(&reason));
+            }
+            let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, work)).collect::<Result<Vec<_>>>()?;
+            evaluation::evaluate(&data, &mut runners, pairs, work)
         })?;
         self.show(&path, runtime, &data, &outcomes, global)
     }

@@ -165,7 +165,7 @@ fn trained(
         let team = Team::from_environment(device)?;
         let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0));
         let compute = training.precision.dtype();
-        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.sweep)?;
+        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
@@ -183,7 +183,7 @@ fn trained(
             (Some(teacher), Some(graph)) if !their_values.is_empty() => {
                 let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
                 let compute = if on.is_cpu() { candle_core::DType::F32 } else { compute };
-                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &memory_tracker, &context.sweep)?)
+                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &memory_tracker, &context.work)?)
             }
             _ => None,
         };
@@ -205,11 +205,11 @@ fn trained(
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
             let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
-            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &context.sweep.quiet())?;
+            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &context.work.quiet())?;
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
         let around = Surroundings {
-            sweep: context.sweep,
+            work: context.work,
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,

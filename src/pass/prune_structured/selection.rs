@@ -94,7 +94,7 @@ impl Selection {
     /// Reading fails, or a weight is not of floats.
     pub fn scores(&self, pass: &PruneStructured, graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
         match pass.importance {
-            Importance::Auto | Importance::L1 | Importance::L2 => scores::by_weights(&self.of(), model, pass.importance, &context.sweep),
+            Importance::Auto | Importance::L1 | Importance::L2 => scores::by_weights(&self.of(), model, pass.importance, &context.work),
             Importance::Activation => sensitivity::by_activation(&self.of(), graph, model, context),
             Importance::Taylor => sensitivity::by_gradient(&self.of(), graph, model, context),
         }

@@ -17,7 +17,8 @@ use crate::onnx::file::MODEL;
 use crate::pipeline::run::Measured;
 use crate::pipeline::{Check, Pipeline};
 use crate::report::Report;
-use crate::store::{Encoding, Sweep};
+use crate::store::Encoding;
+use crate::work::Work;
 
 /// Largest model, in bytes of 32-bit parameters, that is run without being asked for.
 pub(super) const UNASKED: u64 = 1 << 30;
@@ -73,8 +74,8 @@ impl Cast {
         wanted.into_iter().flatten().collect()
     }
 
-    fn load(&mut self, device: &Device, sweep: &Sweep) -> Result<Vec<Box<dyn Runner + '_>>> {
-        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(device, sweep)).collect()
+    fn load(&mut self, device: &Device, work: &Work) -> Result<Vec<Box<dyn Runner + '_>>> {
+        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(device, work)).collect()
     }
 }
 
@@ -84,7 +85,7 @@ pub(super) struct Run<'r> {
     pub before: &'r Model,
     pub after: &'r Model,
     pub folder: &'r Path,
-    pub sweep: Sweep<'r>,
+    pub work: Work<'r>,
     /// When the run began.
     pub start: Instant,
 }
@@ -113,7 +114,7 @@ impl Run<'_> {
             && !wanted.contains(&Runtime::OnnxRuntime)
             && let Err(reason) = &ready
         {
-            measured.notes.push(format!("{MODEL} was not run: {reason}"));
+            measured.notes.push(format!("{MODEL} was read back but not run: {reason}; {}", reason.hint().unwrap_or_default()));
         }
         match asked {
             Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,
@@ -160,7 +161,7 @@ impl Run<'_> {
     }
 
     fn session(&self, path: &Path) -> Result<Subject> {
-        Subject::onnx(path, self.folder, self.after.config.values().clone(), self.sweep.threads)
+        Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
     /// Runs the ONNX file on made-up samples.
@@ -173,7 +174,7 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.sweep)?;
+        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
         self.hold(Some(&fidelity), samples, MADE_UP, exports)
     }
 
@@ -183,20 +184,20 @@ impl Run<'_> {
         if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &folder, &self.sweep)?;
+            onnx.format().write(self.before, &folder, &self.work)?;
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut cast = self.cast(both.chain(check))?;
         let data = DataSet::open(options, cast.subjects[0].2.target())?;
         let pairs = cast.pairs();
-        let mut models = cast.load(&self.pipeline.running.device.open()?, &self.sweep)?;
-        let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.sweep)?;
+        let mut models = cast.load(&self.pipeline.running.device.open()?, &self.work)?;
+        let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
         if evaluate.latency {
             let batch = data.first()?;
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
-            let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.sweep.threads)?;
+            let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.work.threads)?;
             measured.latency = Some(latency);
         }
         drop(models);
@@ -244,12 +245,12 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 }
 
 /// Runs the ONNX file of an output folder beside a model on made-up samples: how close they are, and on how many samples.
-fn run_made_up(model: Model, folder: &Path, seed: u64, sweep: &Sweep) -> Result<(Fidelity, usize)> {
+fn run_made_up(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
-    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, sweep.threads)?];
+    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, work.threads)?];
     let [ours, theirs] = &mut subjects;
-    let mut models = [ours.load(&Device::Cpu, sweep)?, theirs.load(&Device::Cpu, sweep)?];
+    let mut models = [ours.load(&Device::Cpu, work)?, theirs.load(&Device::Cpu, work)?];
     Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
 }
 
@@ -264,12 +265,12 @@ fn has_integers(model: &Model) -> bool {
 
 /// Runs the ONNX file of an output folder, where it holds one and there is a runtime, on synthetic samples and holds it to the weights
 /// beside it.
-pub(in crate::pipeline) fn check_onnx(folder: &Path, report: &Report, sweep: &Sweep) -> Result<Option<Check>> {
+pub(in crate::pipeline) fn check_onnx(folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
     let Some(output) = report.outputs.iter().find(|output| output.path == MODEL) else { return Ok(None) };
     let path = format!("{}, run", output.path);
     let (ok, finding) = match (crate::runtime::library(), half(report)) {
         (Err(reason), _) => (true, format!("not run: {reason}")),
-        (Ok(_), half) => match agreement(folder, half, sweep) {
+        (Ok(_), half) => match agreement(folder, half, work) {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             found => found.unwrap_or_else(|error| (false, error.to_string())),
         },
@@ -283,13 +284,13 @@ fn half(report: &Report) -> bool {
     exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
 }
 
-fn agreement(folder: &Path, half: bool, sweep: &Sweep) -> Result<(bool, String)> {
+fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
     let model = Model::open(folder)?;
     if is_large(&model) {
         return Ok((true, "not run, since the model is large".into()));
     }
     let coarse = half || has_integers(&model);
-    let (fidelity, samples) = run_made_up(model, folder, 0, sweep)?;
+    let (fidelity, samples) = run_made_up(model, folder, 0, work)?;
     let (ok, difference) = judge(&fidelity, coarse);
     Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {MADE_UP}: {difference}")))
 }

@@ -84,7 +84,7 @@ impl Run<'_> {
     fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<MeasuredFidelity> {
         let device = self.pipeline.running.device.open()?;
         let (samples_from, data, samples) = self.samples(graph)?;
-        let parameters = Parameters::load(graph, &self.before.weights, &device, candle_core::DType::F32, Residence::Stored, &self.sweep)?;
+        let parameters = Parameters::load(graph, &self.before.weights, &device, candle_core::DType::F32, Residence::Stored, &self.work)?;
         let mut before = crate::evaluation::Candle::of(Executor::new(graph, parameters.clone(), device.clone()));
         let mut answers: Vec<Outputs> = Vec::new();
         let (limit, begun, mut held) = (LEAST_TIME.max(self.start.elapsed() / 8), Instant::now(), 0);
@@ -92,7 +92,7 @@ impl Run<'_> {
             if !answers.is_empty() && (begun.elapsed() > limit || held > ANSWERS) {
                 break;
             }
-            self.sweep.cancel.check()?;
+            self.work.cancel.check()?;
             let outputs = before.run(&sample.inputs)?;
             held += outputs.values().map(|output| 4 * output.elem_count() as u64).sum::<u64>();
             answers.push(outputs);
@@ -103,12 +103,12 @@ impl Run<'_> {
         let same = self.unchanged(&written, exports);
         let mut shared = parameters;
         shared.retain(|name| same.contains(name));
-        let parameters = shared.load_beside(&their_graph, &written.weights, &device, Residence::Stored, &self.sweep)?;
+        let parameters = shared.load_beside(&their_graph, &written.weights, &device, Residence::Stored, &self.work)?;
         let rounding = if self.writes_safetensors() { Rounding::Token } else { Rounding::Tensor };
         let mut after = crate::evaluation::Candle::of(Executor::new(&their_graph, parameters, device).with_rounding(rounding));
         let mut sums = FidelitySums::default();
         for (sample, answer) in samples.iter().zip(&answers) {
-            self.sweep.cancel.check()?;
+            self.work.cancel.check()?;
             sums.add(sample, answer, &after.run(&sample.inputs)?)?;
         }
         Ok(MeasuredFidelity { samples_from, samples: answers.len(), data, fidelity: sums.finish() })

@@ -174,6 +174,9 @@ fn an_exported_file_is_run_and_scored() {
         assert_eq!(report["accuracy"][side]["onnxruntime"].as_f64(), Some(accuracy()), "{side}");
     }
     assert_eq!(report["latency"]["runtime"], "onnxruntime");
+    let environment = &report["environment"];
+    assert!(Path::new(environment["onnxruntime_path"].as_str().unwrap()).is_file(), "{environment}");
+    assert!(environment["onnxruntime"].as_str().unwrap().starts_with("1."), "{environment}");
     let file = report["outputs"].as_array().unwrap().iter().find(|o| o["path"] == "model.onnx").unwrap();
     assert!(file["verified"]["how"].as_str().unwrap().contains("run in ONNX Runtime on 19 samples"), "{file}");
     assert!(file["verified"]["max_abs_error"].as_f64().unwrap() < 1e-4, "{file}");
@@ -198,7 +201,7 @@ fn a_library_that_is_missing_is_named() {
     let written = run(&["cast", "in", "--to", "f32", "-o", "out", "--export", "onnx"]);
     assert!(written.status.success());
     let text = String::from_utf8(written.stdout).unwrap();
-    assert!(text.contains("note: model.onnx was not run: ") && text.contains("scripts/fetch onnxruntime"), "{text}");
+    assert!(text.contains("note: model.onnx was read back but not run: ") && text.contains("compress doctor --fetch"), "{text}");
     let refused = run(&["eval", "out/model.onnx", "--data", "labelled.csv"]);
     let error = String::from_utf8(refused.stderr).unwrap();
     assert!(!refused.status.success() && error.contains("/nowhere/libonnxruntime.so"), "{error}");
