@@ -41,8 +41,6 @@ mod running {
     pub mod solve;
     pub(crate) mod tile;
     pub mod update;
-
-    use super::simd;
 }
 
 #[cfg(feature = "run")]

@@ -31,9 +31,9 @@ fn parse_data(text: &str) -> Result<Data, String> {
 impl Samples {
     /// Tells a pipeline.
     pub fn tell(self, mut builder: Builder) -> Builder {
-        let sets: [(Option<Data>, fn(Builder, Data) -> Builder); 3] =
-            [(self.eval, Builder::evaluation), (self.calibration, Builder::calibration), (self.train, Builder::train)];
-        for (data, tell) in sets {
+        for (data, tell) in
+            [(self.eval, Builder::evaluation as fn(Builder, Data) -> Builder), (self.calibration, Builder::calibration), (self.train, Builder::train)]
+        {
             if let Some(data) = data {
                 builder = tell(builder, data);
             }
