@@ -47,6 +47,8 @@ impl Place {
     fn start(&self, recipe: &Path, out: &str, more: &[&str], environment: &[(&str, String)]) -> Child {
         let mut command = Command::new(env!("CARGO_BIN_EXE_compress"));
         command.args(["run".as_ref(), recipe.as_os_str(), "-o".as_ref(), self.folder.path().join(out).as_os_str(), "--quiet".as_ref()]).args(more);
+        // What takes long is kept, and would be found by another run.
+        command.env("COMPRESS_CACHE", self.folder.path().join(format!("{out}-cache")));
         command.envs(environment.iter().map(|(name, value)| (name, value))).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
