@@ -194,7 +194,7 @@ impl<T> Epilogue<T> {
     }
 }
 
-impl<'a> Epilogue<&'a [f32]> {
+impl Epilogue<&[f32]> {
     /// The same for a result that begins at a row of this one.
     pub fn from_row(self, row: usize, width: usize) -> Self {
         match self {
