@@ -6,7 +6,7 @@
 
 use std::hint::black_box;
 
-use compress::kernel::compare::Difference;
+use compress::kernel::compare::{self, Difference};
 use compress::kernel::histogram::{MagnitudeHistogram, Window};
 use compress::kernel::{Bf16, F32, Float, bitmask, convert, mask, quantize, scan};
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime};
@@ -57,7 +57,7 @@ fn pruning<F: Float>(group: &mut BenchmarkGroup<WallTime>, bytes: &[u8], thresho
     group.bench_function("histogram", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
     if let Some(second) = first.inside(threshold.into() >> first.shift) {
         let mut histogram = MagnitudeHistogram::new(second);
-        group.bench_function("histogram, second sweep", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
+        group.bench_function("histogram, second reading", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
     }
     group.bench_function("mask", |b| b.iter(|| mask::keep_from::<F>(black_box(bytes), &mut output, threshold)));
     group.bench_function("mask with ties", |b| b.iter(|| mask::keep_from_but_first::<F>(black_box(bytes), &mut output, threshold, 1)));
@@ -80,7 +80,10 @@ fn converting<F: Float>(group: &mut BenchmarkGroup<WallTime>, floats: &[f32], by
     group.bench_function("convert from f32", |b| b.iter(|| convert::from_f32(F::DTYPE, black_box(floats), &mut output)));
     let mut difference = Difference::default();
     group.bench_function("compare", |b| {
-        b.iter(|| black_box(floats).chunks(RUN).for_each(|run| difference.add(run, run)));
+        b.iter(|| black_box(floats).chunks(RUN).for_each(|run| difference.add(&compare::floats(run, run))));
+    });
+    group.bench_function("compare elements", |b| {
+        b.iter(|| black_box(bytes).chunks(RUN * F::SIZE).for_each(|run| difference.add(&compare::elements::<F>(run, run))));
     });
 }
 

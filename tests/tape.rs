@@ -10,7 +10,7 @@ use compress::Model;
 use compress::exec::{Inputs, MemoryCategory, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::ops::{Backward, Saved};
 use compress::ir::{Graph, Node, given};
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
 
 /// A different weight for each element.
 fn weights(like: &Tensor) -> Tensor {
@@ -95,10 +95,10 @@ struct Golden {
 
 fn golden(name: &str) -> Golden {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let model = Model::open(&folder).unwrap();
     let graph = model.graph().unwrap();
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
     let stored = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
     let named = |prefix: &str| stored.iter().filter_map(|(name, t)| Some((name.strip_prefix(prefix)?.to_owned(), t.clone()))).collect::<BTreeMap<_, _>>();
     let mask = stored.get("in/attention_mask").cloned();

@@ -12,7 +12,7 @@ use crate::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
 use crate::runtime::{self, Session};
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A model that is ready.
 pub trait Runner {
@@ -36,8 +36,8 @@ impl<'g> Candle<'g> {
     ///
     /// # Errors
     /// Reading fails, or memory runs out.
-    pub fn load(model: &Model, graph: &'g Graph, device: &Device, sweep: &Sweep) -> Result<Candle<'g>> {
-        let parameters = Parameters::load(graph, &model.weights, device, DType::F32, Residence::Stored, sweep)?;
+    pub fn load(model: &Model, graph: &'g Graph, device: &Device, work: &Work) -> Result<Candle<'g>> {
+        let parameters = Parameters::load(graph, &model.weights, device, DType::F32, Residence::Stored, work)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
     }
 

@@ -78,6 +78,18 @@ impl Choice {
     }
 }
 
+/// What a device is called, in the words that [`Choice`] takes; and of a GPU, its model.
+pub fn name(device: &Device) -> (String, Option<String>) {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => {
+            let context = cuda.cuda_stream().context().clone();
+            (Choice::Cuda(context.ordinal()).to_string(), context.name().ok())
+        }
+        _ => (Choice::Cpu.to_string(), None),
+    }
+}
+
 fn gpu(number: usize) -> Result<Device> {
     let what = Choice::Cuda(number);
     if !candle_core::utils::cuda_is_available() {
@@ -105,6 +117,7 @@ mod tests {
     #[test]
     fn a_build_without_cuda_says_so() {
         assert!(Choice::Auto.open().is_ok());
+        assert_eq!(name(&Choice::Cpu.open().unwrap()), ("cpu".to_owned(), None));
         if !candle_core::utils::cuda_is_available() {
             let error = Choice::Cuda(0).open().unwrap_err();
             assert!(error.hint().unwrap().contains("--features cuda"), "{error}");

@@ -8,7 +8,9 @@ use crate::ir::ops::{on_host, round_half_even};
 /// How inputs of layers with int8 weights are rounded while the model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
-    /// Int8 with a scale for each token, as compressed-tensors says and vLLM does.
+    /// Int8 with a scale for each token, as compressed-tensors computes it. The largest value of a token is 127.5 steps: a negative one
+    /// becomes -127 or -128 with the last bit of a division, so that two runs of a whole model whose sums differ by a bit can differ by
+    /// such steps. vLLM's kernels take 127 steps.
     Token,
     /// Uint8 with a scale and a zero point for the whole tensor: ONNX's `DynamicQuantizeLinear`.
     Tensor,
@@ -33,7 +35,9 @@ impl Rounding {
     fn by_operations(self, x: &Tensor) -> candle_core::Result<Tensor> {
         match self {
             Rounding::Token => {
-                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?.maximum(f64::from(f32::EPSILON))?;
+                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
+                // Only where all values are zero.
+                let scale = (&scale + (scale.eq(0.0)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
                 round_half_even(&x.broadcast_div(&scale)?)?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
             }
             Rounding::Tensor => {
@@ -51,7 +55,7 @@ impl Rounding {
 
 fn token(row: &mut [f32]) {
     let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let scale = (largest / 127.5).max(f32::EPSILON);
+    let scale = if largest / 127.5 > 0.0 { largest / 127.5 } else { f32::EPSILON };
     for x in row {
         *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
     }
@@ -86,12 +90,24 @@ mod tests {
     }
 
     #[test]
+    fn tokens_are_rounded_bit_for_bit_as_by_compressed_tensors() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/int8/rows.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let bits = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let found = Rounding::Token.apply(&golden["in"]).unwrap();
+        assert_eq!(bits(&found), bits(&golden["out"]));
+    }
+
+    #[test]
     fn each_row_has_its_own_scale_or_all_share_one() {
         let rows = [[1.275, -0.5, 0.004], [0.0, 0.0, 0.0]];
         // The largest value would be 127.5 steps and is cut to 127.
         let token = rounded(Rounding::Token, &rows);
         assert!((token[0] - 1.27).abs() < 1e-6 && (token[1] + 0.5).abs() < 1e-6 && token[2] == 0.0 && token[3..] == [0.0; 3]);
         rounded(Rounding::Tensor, &[[0.1, 2.0, -3.0], [-2.4, 1.34, 0.5]]);
+        // Halves go to even numbers.
+        assert_eq!(rounded(Rounding::Token, &[[127.5, 0.5, -2.5], [127.5, 1.5, 6.5]]), [127.0, 0.0, -2.0, 127.0, 2.0, 6.0]);
+        assert_eq!(rounded(Rounding::Tensor, &[[0.0, 255.0, 0.5], [2.5, 1.5, 6.5]]), [0.0, 255.0, 0.0, 2.0, 2.0, 6.0]);
         // The example of DynamicQuantizeLinear in ONNX's documentation: 153, 255, 0, 26, 221, 179 around 153.
         let x = Tensor::new(&[0.0f32, 2.0, -3.0, -2.5, 1.34, 0.5], &Device::Cpu).unwrap();
         let tensor = Rounding::Tensor.apply(&x).unwrap().to_vec1::<f32>().unwrap();

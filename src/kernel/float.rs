@@ -16,6 +16,8 @@ pub trait Float: 'static {
     const ZERO: Self::Bytes;
     /// The magnitude of infinity; anything above is NaN.
     const INFINITY: Self::Magnitude;
+    /// The smallest magnitude that is no finite f32: infinity, but for the doubles that are wider.
+    const BEYOND_F32: Self::Magnitude;
     /// The name in safetensors.
     const DTYPE: Dtype;
 
@@ -27,12 +29,16 @@ pub trait Float: 'static {
     fn magnitude(element: Self::Bytes) -> Self::Magnitude;
     /// A magnitude from its value in 64 bits; higher bits are dropped.
     fn from_key(key: u64) -> Self::Magnitude;
+    /// Whether the sign is set.
+    fn is_negative(element: Self::Bytes) -> bool;
+    /// The element of a magnitude, without a sign.
+    fn element(magnitude: Self::Magnitude) -> Self::Bytes;
     /// The value, rounded to f32 when the format is wider.
     fn to_f32(element: Self::Bytes) -> f32;
 }
 
 macro_rules! float {
-    ($(#[$meta:meta])* $name:ident, $uint:ty, $size:literal, $infinity:literal, $dtype:ident, |$bits:ident| $to_f32:expr) => {
+    ($(#[$meta:meta])* $name:ident, $uint:ty, $size:literal, $infinity:literal, $beyond:literal, $dtype:ident, |$bits:ident| $to_f32:expr) => {
         $(#[$meta])*
         #[derive(Debug)]
         pub struct $name;
@@ -44,6 +50,7 @@ macro_rules! float {
             const BITS: u32 = <$uint>::BITS - 1;
             const ZERO: [u8; $size] = [0; $size];
             const INFINITY: $uint = $infinity;
+            const BEYOND_F32: $uint = $beyond;
             const DTYPE: Dtype = Dtype::$dtype;
 
             #[inline(always)]
@@ -63,6 +70,14 @@ macro_rules! float {
                 key as $uint
             }
             #[inline(always)]
+            fn is_negative(element: [u8; $size]) -> bool {
+                <$uint>::from_le_bytes(element) > <$uint>::MAX >> 1
+            }
+            #[inline(always)]
+            fn element(magnitude: $uint) -> [u8; $size] {
+                magnitude.to_le_bytes()
+            }
+            #[inline(always)]
             fn to_f32(element: [u8; $size]) -> f32 {
                 let $bits = <$uint>::from_le_bytes(element);
                 $to_f32
@@ -73,7 +88,7 @@ macro_rules! float {
 
 float!(
     /// IEEE 754 binary16.
-    F16, u16, 2, 0x7C00, F16, |bits| {
+    F16, u16, 2, 0x7C00, 0x7C00, F16, |bits| {
         // Shifting the fields in place leaves the exponent 112 too small, which a product repairs exactly,
         // subnormal numbers included; infinities and NaN need their exponent filled by hand.
         let magnitude = u32::from(bits & 0x7FFF);
@@ -84,15 +99,15 @@ float!(
 );
 float!(
     /// bfloat16: the upper half of an f32.
-    Bf16, u16, 2, 0x7F80, BF16, |bits| f32::from_bits(u32::from(bits) << 16)
+    Bf16, u16, 2, 0x7F80, 0x7F80, BF16, |bits| f32::from_bits(u32::from(bits) << 16)
 );
 float!(
     /// IEEE 754 binary32.
-    F32, u32, 4, 0x7F80_0000, F32, |bits| f32::from_bits(bits)
+    F32, u32, 4, 0x7F80_0000, 0x7F80_0000, F32, |bits| f32::from_bits(bits)
 );
 float!(
     /// IEEE 754 binary64.
-    F64, u64, 8, 0x7FF0_0000_0000_0000, F64, |bits| f64::from_bits(bits) as f32
+    F64, u64, 8, 0x7FF0_0000_0000_0000, 0x47EF_FFFF_F000_0000, F64, |bits| f64::from_bits(bits) as f32
 );
 
 /// Runs the body with `$float` bound to the [`Float`] type of a dtype, or the `else` value for other dtypes.

@@ -1,8 +1,8 @@
 //! Exact counts of magnitudes, 15 or 16 bits at a time: the k-th smallest weight of a model without sorting it.
 //!
 //! Magnitudes of IEEE floats order as unsigned integers, so the k-th smallest falls into the bin of the
-//! leading bits where the running count passes k; a further sweep counts the next bits inside that bin.
-//! 16-bit floats are done after one sweep, f32 after two, f64 after four.
+//! leading bits where the running count passes k; a further reading counts the next bits inside that bin.
+//! 16-bit floats are done after one reading, f32 after two, f64 after four.
 
 use super::Float;
 
@@ -36,6 +36,9 @@ impl Window {
 
 const TABLES: usize = 4;
 
+/// Bins of a leading window.
+const LEADING: usize = 1 << 15;
+
 /// Counts of one window. Four tables take turns, so that equal neighbours do not wait for each other's store.
 #[derive(Debug)]
 pub struct MagnitudeHistogram {
@@ -60,31 +63,33 @@ impl MagnitudeHistogram {
             self.flush();
             self.pending = elements.len() as u64;
         }
-        let bins = 1usize << self.window.width;
-        let mask = bins - 1;
-        let Window { shift, width, prefix } = self.window;
-        let (t0, rest) = self.tables.split_at_mut(bins);
-        let (t1, rest) = rest.split_at_mut(bins);
-        let (t2, t3) = rest.split_at_mut(bins);
-        if width == 15 {
-            let bin = |e: F::Bytes| (F::magnitude(e).into() >> shift) as usize & mask;
-            let (quads, tail) = elements.as_chunks::<TABLES>();
-            for &[a, b, c, d] in quads {
-                t0[bin(a)] += 1;
-                t1[bin(b)] += 1;
-                t2[bin(c)] += 1;
-                t3[bin(d)] += 1;
-            }
-            for &e in tail {
-                t0[bin(e)] += 1;
-            }
+        if self.window == Window::leading(F::BITS) {
+            self.add_leading::<F>(elements);
         } else {
+            let Window { shift, width, prefix } = self.window;
+            let mask = (1 << width) - 1;
             for &e in elements {
                 let magnitude: u64 = F::magnitude(e).into();
                 if magnitude >> (shift + width) == prefix {
-                    t0[(magnitude >> shift) as usize & mask] += 1;
+                    self.tables[(magnitude >> shift) as usize & mask] += 1;
                 }
             }
+        }
+    }
+
+    /// With sizes that the compiler knows: no check of a bound, no shift by a variable.
+    fn add_leading<F: Float>(&mut self, elements: &[F::Bytes]) {
+        let bin = |e: F::Bytes| (F::magnitude(e).into() >> (F::BITS - 15)) as usize & (LEADING - 1);
+        let [t0, t1, t2, t3] = self.tables.as_chunks_mut::<LEADING>().0 else { return };
+        let (quads, tail) = elements.as_chunks::<TABLES>();
+        for &[a, b, c, d] in quads {
+            t0[bin(a)] += 1;
+            t1[bin(b)] += 1;
+            t2[bin(c)] += 1;
+            t3[bin(d)] += 1;
+        }
+        for &e in tail {
+            t0[bin(e)] += 1;
         }
     }
 

@@ -11,24 +11,26 @@ const LANES: usize = 32;
 simd! {
     /// Smallest and largest finite value, the range widened to include zero.
     pub fn range[F: Float](bytes: &[u8]) -> (f32, f32) {
-        let mut low = [0f32; LANES];
-        let mut high = [0f32; LANES];
-        let (blocks, tail) = F::split(bytes).as_chunks::<LANES>();
-        let step = |e: F::Bytes, low: &mut f32, high: &mut f32| {
-            let value = F::to_f32(e);
-            let value = if value.abs() <= f32::MAX { value } else { 0.0 };
-            *low = if value < *low { value } else { *low };
-            *high = if value > *high { value } else { *high };
+        // Magnitudes order as the values do, and narrow ones are compared many at once.
+        let (mut negative, mut positive) = ([F::from_key(0); LANES], [F::from_key(0); LANES]);
+        let step = |e: F::Bytes, negative: &mut F::Magnitude, positive: &mut F::Magnitude| {
+            let magnitude = F::magnitude(e);
+            let magnitude = if magnitude < F::BEYOND_F32 { magnitude } else { F::from_key(0) };
+            let (below, above) = if F::is_negative(e) { (magnitude, F::from_key(0)) } else { (F::from_key(0), magnitude) };
+            *negative = below.max(*negative);
+            *positive = above.max(*positive);
         };
+        let (blocks, tail) = F::split(bytes).as_chunks::<LANES>();
         for block in blocks {
             for lane in 0..LANES {
-                step(block[lane], &mut low[lane], &mut high[lane]);
+                step(block[lane], &mut negative[lane], &mut positive[lane]);
             }
         }
         for (lane, &e) in tail.iter().enumerate() {
-            step(e, &mut low[lane], &mut high[lane]);
+            step(e, &mut negative[lane], &mut positive[lane]);
         }
-        (low.into_iter().fold(0.0, f32::min), high.into_iter().fold(0.0, f32::max))
+        let largest = |lanes: [F::Magnitude; LANES]| F::to_f32(F::element(lanes.into_iter().max().unwrap_or(F::from_key(0))));
+        (0.0 - largest(negative), largest(positive))
     }
 }
 
@@ -86,18 +88,24 @@ simd! {
     }
 }
 
+/// The value that an int8 byte stands for.
+#[inline(always)]
+pub(super) fn value(q: u8, scale: f32, zero_point: f32) -> f32 {
+    (f32::from(q as i8) - zero_point) * scale
+}
+
 simd! {
     /// The values that int8 bytes stand for.
     pub fn dequantize(input: &[u8], output: &mut [f32], scale: f32, zero_point: f32) {
         for (&q, out) in input.iter().zip(output) {
-            *out = (f32::from(q as i8) - zero_point) * scale;
+            *out = value(q, scale, zero_point);
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::F32;
+    use super::super::{F32, F64};
     use super::*;
 
     fn quantized(values: &[f32], scale: f32, zero_point: f32) -> Vec<i8> {
@@ -111,6 +119,23 @@ mod tests {
     fn halves_round_to_even_and_ends_clip() {
         assert_eq!(quantized(&[0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.5, 300.0, -300.0], 1.0, 0.0), [0, 2, 2, 0, -2, 126, 127, 127, -128]);
         assert_eq!(quantized(&[f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0], 1.0, 3.0), [3, 127, -128, 3]);
+    }
+
+    #[test]
+    fn the_range_is_that_of_what_f32_holds() {
+        let limit = 2f64.powi(128) - 2f64.powi(103);
+        for values in [
+            vec![limit, -3.0, 2.0],
+            vec![-limit, 2.0],
+            vec![limit.next_down(), -limit.next_down()],
+            vec![-1e-50, 1e-320],
+            vec![-0.0],
+            vec![f64::NEG_INFINITY, -7.5],
+        ] {
+            let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            let finite = || values.iter().map(|v| *v as f32).filter(|v| v.is_finite());
+            assert_eq!(range::<F64>(&bytes), (finite().fold(0.0, f32::min), finite().fold(0.0, f32::max)), "{values:?}");
+        }
     }
 
     #[test]

@@ -6,47 +6,25 @@ use std::path::Path;
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
-use super::Sweep;
 use crate::error::{Error, Result};
+use crate::work::Work;
 
 /// Bytes that one job hashes: a whole subtree of BLAKE3, so a power of two.
-pub const SEGMENT: u64 = 16 << 20;
+const SEGMENT: u64 = 16 << 20;
 const BUFFER: usize = 256 << 10;
 
-enum Piece {
-    Inner(ChainingValue),
-    Whole(blake3::Hash),
-}
-
-/// The hash of a file.
+/// The hash of a file, which is read by several threads.
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
-    hash_file(path, sweep, |_| (), |(), _| Ok(()), |()| Ok(()))
-}
-
-/// Hashes a file that is looked at on the way. `see` is called with every run of bytes and its offset, in order inside each segment;
-/// segments are read by several threads.
-///
-/// # Errors
-/// The file cannot be read, or `see` says so.
-pub fn hash_file<S>(
-    path: &Path,
-    sweep: &Sweep,
-    begin: impl Fn(u64) -> S + Sync,
-    see: impl Fn(&mut S, &[u8]) -> Result<()> + Sync,
-    end: impl Fn(S) -> Result<()> + Sync,
-) -> Result<blake3::Hash> {
+pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
     let file = File::open(path).map_err(Error::io("open", path))?;
     let length = file.metadata().map_err(Error::io("open", path))?.len();
-    let count = length.div_ceil(SEGMENT).max(1);
-    let jobs: Vec<u64> = (0..count).map(|i| i * SEGMENT).collect();
+    let jobs: Vec<u64> = (0..length).step_by(SEGMENT as usize).collect();
     let size = |start: &u64| SEGMENT.min(length - start);
-    let mut pieces = sweep.run("Verifying", &jobs, size, |&start| {
+    let values = work.run("Verifying", &jobs, size, |&start| {
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(start);
-        let mut state = begin(start);
         let mut buffer = vec![0; BUFFER];
         let stop = start + size(&start);
         let mut at = start;
@@ -54,19 +32,29 @@ pub fn hash_file<S>(
             let run = &mut buffer[..BUFFER.min((stop - at) as usize)];
             file.read_exact_at(run, at).map_err(Error::io("read", path))?;
             hasher.update(run);
-            see(&mut state, run)?;
             at += run.len() as u64;
-            sweep.advance(run.len() as u64)?;
+            work.advance(run.len() as u64)?;
         }
-        end(state)?;
-        Ok(if count == 1 { Piece::Whole(hasher.finalize()) } else { Piece::Inner(hasher.finalize_non_root()) })
+        Ok(chaining_value(&hasher, length <= SEGMENT))
     })?;
-    if let [Piece::Whole(hash)] = pieces[..] {
-        return Ok(hash);
+    Ok(root(&values))
+}
+
+/// What a segment gives to [`root`]: the hash itself when there is only one segment.
+pub(super) fn chaining_value(hasher: &blake3::Hasher, only: bool) -> ChainingValue {
+    if only { *hasher.finalize().as_bytes() } else { hasher.finalize_non_root() }
+}
+
+/// The hash of a whole from those of its segments, all but the last of one power of two of bytes.
+pub(super) fn root(values: &[ChainingValue]) -> blake3::Hash {
+    match values {
+        [] => blake3::hash(&[]),
+        [whole] => (*whole).into(),
+        _ => {
+            let (left, right) = halves(values);
+            merge_subtrees_root(&subtree(left), &subtree(right), Mode::Hash)
+        }
     }
-    let inner: Vec<ChainingValue> = pieces.drain(..).filter_map(|p| if let Piece::Inner(value) = p { Some(value) } else { None }).collect();
-    let (left, right) = halves(&inner);
-    Ok(merge_subtrees_root(&subtree(left), &subtree(right), Mode::Hash))
 }
 
 /// The left half of a BLAKE3 tree is the largest power of two that leaves something for the right.
@@ -86,8 +74,8 @@ fn subtree(values: &[ChainingValue]) -> ChainingValue {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Silent};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     #[test]
     fn equals_the_plain_hash() {
@@ -96,8 +84,8 @@ mod tests {
             let path = folder.path().join("file");
             let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
             std::fs::write(&path, &bytes).unwrap();
-            let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-            let hash = hash_of(&path, &sweep).unwrap();
+            let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+            let hash = hash_of(&path, &work).unwrap();
             assert_eq!(hash, blake3::hash(&bytes), "{length} bytes");
         }
     }

@@ -2,8 +2,9 @@
 
 use super::convert::RUN;
 use super::writer::WeightMeasurement;
-use super::{Block, DType};
-use crate::kernel::{scan, with_float};
+use super::{Block, DType, View};
+use crate::kernel::compare::{self, Difference};
+use crate::kernel::{Float, scan, with_float};
 
 /// Values that the picture of a weight is made of: a fixed number, so that it costs the same for any weight.
 const SAMPLE: usize = 16 * 1024;
@@ -13,6 +14,9 @@ const PLACES: usize = 64;
 const BINS: usize = 64;
 /// Standard deviations to either side that it shows; what lies beyond counts in the outermost bins.
 const SPREAD: f64 = 4.0;
+
+/// Elements under one scale from which on they are compared without being decoded first: below, adding up would take longer.
+const LONG: usize = 512;
 
 /// Counts of a sample of a weight's values in bins of equal width, before and after.
 #[derive(Debug, Clone, PartialEq)]
@@ -94,21 +98,20 @@ impl Measure {
         let changed = !now.is(before);
         seen.changed |= changed;
         let counted = (seen.difference.zeros_before, seen.difference.zeros_after);
-        self.before.resize(RUN, 0.0);
-        self.after.resize(RUN, 0.0);
         let elements = now.elements();
         for start in (0..elements).step_by(RUN) {
             let count = RUN.min(elements - start);
-            let (a, b) = (&mut self.before[..count], &mut self.after[..count]);
-            if before.decode(start, a) && now.decode(start, b) {
-                seen.difference.add(a, b);
-                if changed && self.runs.is_multiple_of(self.every) && self.sample[0].len() < SAMPLE {
-                    let take = self.take.min(count);
-                    self.sample[0].extend_from_slice(&a[..take]);
-                    self.sample[1].extend_from_slice(&b[..take]);
-                }
-                self.runs += 1;
+            let sampled = changed && self.runs.is_multiple_of(self.every) && self.sample[0].len() < SAMPLE;
+            let taken = if sampled { self.take.min(count) } else { 0 };
+            let Some(difference) = self.compare(before, now, start, count) else { continue };
+            seen.difference.add(&difference);
+            for (sample, view) in self.sample.iter_mut().zip([before, now]) {
+                let length = sample.len();
+                sample.resize(length + taken, 0.0);
+                let decoded = view.decode(start, &mut sample[length..]);
+                debug_assert!(decoded, "they were compared");
             }
+            self.runs += 1;
         }
         // Small doubles are zero as the f32 that they are compared in.
         if before.affine.is_none() && before.dtype == DType::F64 {
@@ -118,11 +121,37 @@ impl Measure {
             }
         }
     }
+
+    /// Compares a run of elements, in one loop where their formats allow it; nothing where they are no floats.
+    fn compare(&mut self, before: &View, now: &View, start: usize, count: usize) -> Option<Difference> {
+        let range = |size: usize| start * size..(start + count) * size;
+        match (before.affine, now.affine) {
+            (None, None) if before.dtype == now.dtype => {
+                with_float!(now.dtype, F => Some(compare::elements::<F>(&before.values[range(F::SIZE)], &now.values[range(F::SIZE)])), else None)
+            }
+            (None, Some((affine, row))) if affine.granularity.run(row, now.values.len()) >= LONG => with_float!(before.dtype, F => {
+                let run = affine.granularity.run(row, now.values.len());
+                let mut sums = Difference::default();
+                let (mut at, end) = (start, start + count);
+                while at < end {
+                    let stop = end.min((at / run + 1) * run);
+                    let (scale, zero) = now.parameters(affine, at / run);
+                    sums.add(&compare::integers::<F>(&before.values[at * F::SIZE..stop * F::SIZE], &now.values[at..stop], scale, zero));
+                    at = stop;
+                }
+                Some(sums)
+            }, else None),
+            _ => {
+                self.before.resize(count, 0.0);
+                self.after.resize(count, 0.0);
+                (before.decode(start, &mut self.before) && now.decode(start, &mut self.after)).then(|| compare::floats(&self.before, &self.after))
+            }
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::View;
     use super::*;
 
     #[test]

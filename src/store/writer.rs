@@ -1,21 +1,19 @@
 //! Writing safetensors: header first, then tensors in parallel, each at its own place, block by block.
 //!
-//! What is meant to be in the file is hashed as it is made; afterwards the file is read again and held to it.
+//! What is meant to be in the file is hashed as it is made; every segment of the file is read again once it is written, and held to it.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::Path;
 
-use xxhash_rust::xxh3::Xxh3Default;
-
-use super::hash::hash_file;
 use super::header::Header;
 use super::measure::{Measure, ValueHistogram};
-use super::part_writer::{PartWriter, Stretch, Target};
+use super::part_writer::PartWriter;
 use super::storage_format::Emitter;
-use super::{Block, StorageFormat, StoredTensor, Sweep, View, Weight, checkpoint};
+use super::verified_file::VerifiedFile;
+use super::{Block, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
+use crate::work::Work;
 
 /// A weight to be written.
 #[derive(Debug, Clone)]
@@ -162,68 +160,50 @@ struct Place<'a> {
     length: u64,
 }
 
-fn create(folder: &Path, name: &str) -> Result<Target> {
-    let path = folder.join(name);
-    let file = File::options().write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?;
-    Ok(Target { path, file })
-}
-
 /// Writes bytes that are known already.
-fn write_known(target: &Target, name: &str, offset: u64, bytes: &[u8]) -> Result<Vec<Stretch>> {
-    let mut writer = PartWriter::new(target, offset, bytes.len() as u64);
+fn write_known(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Result<()> {
+    let mut writer = PartWriter::new(file, offset, bytes.len() as u64);
     writer.write(bytes)?;
     writer.finish(name)
 }
 
-/// Makes every item and writes its parts to their places; what each file must hold is added to `stretches`.
-fn write_items(targets: &[Target], items: &[Item], places: &[Vec<Place>], stretches: &mut [Vec<Stretch>], sweep: &Sweep) -> Result<Vec<WeightMeasurement>> {
+/// Makes every item and writes its parts to their places.
+fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], work: &Work) -> Result<Vec<WeightMeasurement>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
-    let done = sweep.run(
+    work.run(
         "Writing",
         &jobs,
         |(item, _)| item.weight.stored_bytes.max(1),
         |(item, places)| {
-            let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&targets[place.file], place.offset, place.length)).collect();
-            let seen = write_item(item, &mut writers, sweep)?;
-            let mut written = Vec::with_capacity(writers.len());
+            let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
+            let seen = write_item(item, &mut writers, work)?;
             for (writer, place) in writers.into_iter().zip(*places) {
-                written.push((place.file, writer.finish(place.name)?));
+                writer.finish(place.name)?;
             }
-            Ok((seen, written))
+            Ok(seen)
         },
-    )?;
-    let mut seen = Vec::with_capacity(done.len());
-    for (item, written) in done {
-        seen.push(item);
-        for (file, pieces) in written {
-            stretches[file].extend(pieces);
-        }
-    }
-    Ok(seen)
+    )
 }
 
 /// Writes files of any format that are laid out piece by piece, each part of an item once, and reads everything back.
 ///
 /// # Errors
 /// As [`write()`].
-pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(files.len());
-    let mut stretches = Vec::with_capacity(files.len());
     let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
     for (file, (name, pieces)) in files.iter().enumerate() {
-        let target = create(folder, name)?;
-        let mut known = Vec::new();
+        let target = VerifiedFile::create(folder.join(name), pieces.iter().map(Piece::len).sum())?;
         let mut offset = 0;
         for piece in pieces {
             match piece {
-                Piece::Bytes(bytes) => known.extend(write_known(&target, name, offset, bytes)?),
+                Piece::Bytes(bytes) => write_known(&target, name, offset, bytes)?,
                 Piece::Item { index, part, bytes } => {
                     places[*index].push(Place { name: &items[*index].name, part: *part, file, offset, length: *bytes });
                 }
             }
             offset += piece.len();
         }
-        stretches.push(known);
         targets.push(target);
     }
     for (item, places) in items.iter().zip(&mut places) {
@@ -234,12 +214,10 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
-    let mut written = Vec::new();
-    for ((target, stretches), (name, pieces)) in targets.into_iter().zip(stretches).zip(files) {
-        drop(target.file);
-        let hash = hold_to(&target.path, stretches, sweep)?;
-        written.push(Written { name: name.clone(), bytes: pieces.iter().map(Piece::len).sum(), blake3: hash });
+    let seen = write_items(&targets, items, &places, work)?;
+    let mut written = Vec::with_capacity(files.len());
+    for (target, (name, _)) in targets.into_iter().zip(files) {
+        written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish()? });
     }
     Ok((written, seen))
 }
@@ -248,14 +226,13 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
-    let mut stretches = Vec::with_capacity(layout.files.len());
     let mut by_name = BTreeMap::new();
     for (file, (name, header)) in layout.files.iter().enumerate() {
-        let target = create(folder, name)?;
         let bytes = header.to_bytes();
-        stretches.push(write_known(&target, name, 0, &bytes)?);
+        let target = VerifiedFile::create(folder.join(name), bytes.len() as u64 + header.data_bytes())?;
+        write_known(&target, name, 0, &bytes)?;
         targets.push(target);
         for t in &header.tensors {
             by_name.insert(t.name.as_str(), (file, bytes.len() as u64 + t.begin, t.end - t.begin));
@@ -270,7 +247,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, sweep: &Sweep) 
         }
         places.push(placed);
     }
-    let seen = write_items(&targets, items, &places, &mut stretches, sweep)?;
+    let seen = write_items(&targets, items, &places, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.join(checkpoint::INDEX);
@@ -281,11 +258,13 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, sweep: &Sweep) 
         }
         files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
     }
-    for ((target, stretches), (name, header)) in targets.into_iter().zip(stretches).zip(&layout.files) {
-        drop(target.file);
-        let hash = read_back(&target.path, header, stretches, sweep)?;
-        let bytes = std::fs::metadata(&target.path).map_err(Error::io("open", &target.path))?.len();
-        files.push(Written { name: name.clone(), bytes, blake3: hash });
+    for (target, (name, header)) in targets.into_iter().zip(&layout.files) {
+        let (path, bytes) = (target.path().to_owned(), target.length());
+        files.push(Written { name: name.clone(), bytes, blake3: target.finish()? });
+        let (_, back) = checkpoint::DataFile::open(&path)?;
+        if back != *header {
+            return Err(Error::Verification { path, reason: "the header reads back differently".into() });
+        }
     }
     Ok((files, seen))
 }
@@ -311,7 +290,7 @@ fn add(hasher: &mut blake3::Hasher, before: &View) {
     }
 }
 
-fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<WeightMeasurement> {
+fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
     let mut hasher = blake3::Hasher::new();
     let mut seen = WeightMeasurement::default();
     let mut measure = Measure::new(item.weight.elements());
@@ -325,100 +304,39 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
         emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
         let bytes = (before.values.len() as u64).min(total - told);
         told += bytes;
-        sweep.advance(bytes)
+        work.advance(bytes)
     })?;
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
-    sweep.advance(total - told)?;
+    work.advance(total - told)?;
     seen.input_hash = Some(hasher.finalize());
     seen.bytes = writers.iter().map(|w| w.length).sum();
     seen.histogram = measure.histogram();
     Ok(seen)
 }
 
-/// Reads a written file again: the header must parse to the same, every stretch must hash to the same.
-fn read_back(path: &Path, header: &Header, stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
-    let (_, back) = checkpoint::DataFile::open(path)?;
-    if back != *header {
-        return Err(Error::Verification { path: path.to_owned(), reason: "the header reads back differently".into() });
-    }
-    hold_to(path, stretches, sweep)
-}
-
-/// Reads a file again: it must consist of these stretches, and each must hash to the same.
-fn hold_to(path: &Path, mut stretches: Vec<Stretch>, sweep: &Sweep) -> Result<blake3::Hash> {
-    let failed = |reason: &str| Error::Verification { path: path.to_owned(), reason: reason.to_owned() };
-    stretches.sort_by_key(|s| s.offset);
-    let begin = |start: u64| (stretches.partition_point(|s| s.offset < start), 0u64, Xxh3Default::new());
-    hash_file(
-        path,
-        sweep,
-        begin,
-        |(index, seen, hasher), mut bytes| {
-            while !bytes.is_empty() {
-                let stretch = stretches.get(*index).ok_or_else(|| failed("bytes follow the last tensor"))?;
-                let (head, tail) = bytes.split_at(bytes.len().min((stretch.length - *seen) as usize));
-                hasher.update(head);
-                *seen += head.len() as u64;
-                if *seen == stretch.length {
-                    if hasher.digest() != stretch.hash {
-                        return Err(failed(&format!(
-                            "bytes {} to {} read back differently: the disk or the memory is faulty",
-                            stretch.offset,
-                            stretch.offset + stretch.length
-                        )));
-                    }
-                    hasher.reset();
-                    (*index, *seen) = (*index + 1, 0);
-                }
-                bytes = tail;
-            }
-            Ok(())
-        },
-        |(_, seen, _)| if seen == 0 { Ok(()) } else { Err(failed("the file ends inside a tensor")) },
-    )
-}
-
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Checkpoint, DType, Silent, Weights};
+    use super::super::{Checkpoint, DType, Weights};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
-    fn written(folder: &Path) -> (Vec<Written>, FileLayout) {
+    fn written(folder: &Path) -> Vec<Written> {
         let source = folder.join("in.safetensors");
         let header = Header::layout([("a".into(), DType::F32, vec![3, 5]), ("b".into(), DType::I64, vec![])], BTreeMap::new()).unwrap();
         std::fs::write(&source, [header.to_bytes(), (0..68).collect()].concat()).unwrap();
         let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let (files, _) = write(folder, &items, &layout, &sweep).unwrap();
-        (files, layout)
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        write(folder, &items, &layout, &work).unwrap().0
     }
 
     #[test]
     fn a_copy_is_the_same_file() {
         let folder = tempfile::tempdir().unwrap();
-        let (files, _) = written(folder.path());
+        let files = written(folder.path());
         let bytes = std::fs::read(folder.path().join("model.safetensors")).unwrap();
         assert_eq!(bytes, std::fs::read(folder.path().join("in.safetensors")).unwrap());
         assert_eq!(files[0].blake3, blake3::hash(&bytes));
-    }
-
-    #[test]
-    fn a_flipped_bit_is_found_when_read_back() {
-        let folder = tempfile::tempdir().unwrap();
-        let (_, layout) = written(folder.path());
-        let path = folder.path().join("model.safetensors");
-        let mut bytes = std::fs::read(&path).unwrap();
-        let data = bytes.len() - 68;
-        let stretch =
-            |offset: usize, end: usize| Stretch { offset: offset as u64, length: (end - offset) as u64, hash: xxhash_rust::xxh3::xxh3_64(&bytes[offset..end]) };
-        let stretches = vec![stretch(0, data), stretch(data, bytes.len())];
-        let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-        assert!(read_back(&path, &layout.files[0].1, stretches.clone(), &sweep).is_ok());
-        bytes[data + 7] ^= 1;
-        std::fs::write(&path, bytes).unwrap();
-        let error = read_back(&path, &layout.files[0].1, stretches, &sweep).unwrap_err();
-        assert!(error.to_string().contains("read back differently"), "{error}");
     }
 }

@@ -22,7 +22,7 @@ use crate::evaluation::{Score, lower_is_better};
 use crate::exec::transfer::{self, Cause, Copies, Direction};
 use crate::exec::{MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
-use crate::store::{Event, ProgressUnit, Sweep};
+use crate::work::{Event, ProgressUnit, Work};
 
 /// Figures of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -62,7 +62,7 @@ pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
 /// What training needs from outside.
 pub struct Surroundings<'a> {
     /// Progress and the wish to stop.
-    pub sweep: Sweep<'a>,
+    pub work: Work<'a>,
     /// Start of every random choice.
     pub seed: u64,
     /// Where checkpoints lie, if anywhere.
@@ -176,10 +176,10 @@ impl Trainer<'_> {
         }
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.weights, state.position.part);
-        self.around.sweep.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
-        self.around.sweep.advance(state.position.step)?;
+        self.around.work.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
+        self.around.work.advance(state.position.step)?;
         let done = self.epochs(&mut state, &mut stepper, &mut timeline);
-        self.around.sweep.progress.on(Event::End);
+        self.around.work.progress.on(Event::End);
         done?;
         self.finish(state, stepper, timeline)
     }
@@ -270,13 +270,13 @@ impl Trainer<'_> {
         if let Some(log) = &mut state.log {
             log.add(&row)?;
         }
-        self.around.sweep.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
+        self.around.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
         state.position.curve.push(row);
         if state.position.curve.len() >= 2 * ROWS {
             let last = state.position.curve.pop();
             state.position.curve = state.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
-        self.around.sweep.progress.on(Event::Advance(1));
+        self.around.work.progress.on(Event::Advance(1));
         if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
             self.evaluate(state)?;
         }
@@ -284,7 +284,7 @@ impl Trainer<'_> {
             Every::Steps(steps) => number.is_multiple_of(steps),
             Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
         };
-        let interrupted = self.team.stopped(self.around.sweep.cancel)?;
+        let interrupted = self.team.stopped(self.around.work.cancel)?;
         if (due && number < state.total) || interrupted {
             self.save(state)?;
         }
@@ -349,7 +349,7 @@ impl Trainer<'_> {
             let copies = current.into_iter().map(|(name, tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?)));
             state.best = Some(copies.collect::<candle_core::Result<_>>().map_err(|e| Error::computed("the best weights", e))?);
         }
-        self.around.sweep.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
+        self.around.work.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
         Ok(())
     }
 

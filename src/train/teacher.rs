@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::exec::{Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence};
 use crate::ir::{Graph, Op, part};
 use crate::model::Model;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A teacher that answers with some of its values.
 pub struct Teacher {
@@ -29,11 +29,11 @@ impl Teacher {
         device: &Device,
         compute: DType,
         memory_tracker: &MemoryTracker,
-        sweep: &Sweep,
+        work: &Work,
     ) -> Result<Teacher> {
         let graph = part(graph, values, &Op::clone)?;
         let names = graph.params().map(|(_, value)| &value.name).chain(more).collect();
-        let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, sweep)?;
+        let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, work)?;
         memory_tracker.set(MemoryCategory::Teacher, parameters.bytes())?;
         Ok(Teacher { graph, parameters, device: device.clone() })
     }

@@ -11,7 +11,8 @@ use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence};
 use crate::ir::ops::round_half_even;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::store::{DType as Stored, Encoding, Pattern, Scales, Sweep, Weight, select};
+use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
+use crate::work::Work;
 
 /// Weights that train and weights that do not.
 pub struct Weights {
@@ -104,7 +105,7 @@ impl Weights {
         device: &Device,
         compute: DType,
         memory_tracker: &MemoryTracker,
-        sweep: &Sweep,
+        work: &Work,
     ) -> Result<Weights> {
         let statistics = statistics(graph);
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
@@ -119,7 +120,7 @@ impl Weights {
                 *weight = before.clone();
             }
         }
-        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, sweep)?;
+        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, work)?;
         let mut weights = Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),

@@ -102,8 +102,8 @@ impl Law<'_> {
         };
         let exact = |tensor: &Tensor| as_kernel(tensor).to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
         let functions = [Op::from(Relu {}), Gelu::default().into(), Silu {}.into(), Tanh {}.into(), Clip { min: -0.4, max: 0.6 }.into()];
-        let mut steps: Vec<Epilogue<Tensor>> = functions.iter().map(|op| Epilogue::Activate(op.activation().unwrap())).collect();
-        steps.extend([Epilogue::Add(like(0.7)), Epilogue::Multiply(like(1.1)), Epilogue::MultiplyRows(channel(0.3)), Epilogue::AddToRows(channel(0.9))]);
+        let mut steps: Vec<Fused<Tensor>> = functions.iter().map(|op| Fused::Activate(op.activation().unwrap())).collect();
+        steps.extend([Fused::Add(like(0.7)), Fused::Multiply(like(1.1)), Fused::MultiplyRows(channel(0.3)), Fused::AddToRows(channel(0.9))]);
         let whole: Vec<usize> = vec![5, 0, 6, 7, 8, 1];
         let without_rows: Vec<usize> = vec![5, 0, 6, 1];
         let mut taken = 0;
@@ -113,11 +113,11 @@ impl Law<'_> {
             for &at in &chosen {
                 let row = |t: &Tensor| exact(t).reshape((1, t.elem_count(), 1, 1)).unwrap();
                 expected = match &steps[at] {
-                    Epilogue::Activate(_) => functions[at].spec().eval(&[expected]).unwrap(),
-                    Epilogue::Add(t) => (expected + exact(t)).unwrap(),
-                    Epilogue::Multiply(t) => (expected * exact(t)).unwrap(),
-                    Epilogue::MultiplyRows(t) if expected.rank() == 4 => expected.broadcast_mul(&row(t)).unwrap(),
-                    Epilogue::AddToRows(t) if expected.rank() == 4 => expected.broadcast_add(&row(t)).unwrap(),
+                    Fused::Activate(_) => functions[at].spec().eval(&[expected]).unwrap(),
+                    Fused::Add(t) => (expected + exact(t)).unwrap(),
+                    Fused::Multiply(t) => (expected * exact(t)).unwrap(),
+                    Fused::MultiplyRows(t) if expected.rank() == 4 => expected.broadcast_mul(&row(t)).unwrap(),
+                    Fused::AddToRows(t) if expected.rank() == 4 => expected.broadcast_add(&row(t)).unwrap(),
                     _ => expected,
                 };
                 epilogue.push(steps[at].map(|t| Some(as_kernel(t))).unwrap());

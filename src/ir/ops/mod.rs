@@ -46,7 +46,7 @@ pub use embedding::Embedding;
 pub use flatten::Flatten;
 pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
-pub use kernels::{Epilogue, Kernel, PreparedOp, disable, kernel, moments, on_host, sum};
+pub use kernels::{Fused, Kernel, PreparedOp, disable, kernel, moments, on_host, sum, transposed_product};
 pub use layer_norm::LayerNorm;
 pub use learned_fake_quantize::LearnedFakeQuantize;
 pub use linear::Linear;

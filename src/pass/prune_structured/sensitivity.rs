@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{D, Device, Tensor};
 
 use super::NAME;
-use super::calibrate::{self, Squares, computed, numbers};
+use super::calibrate::{self, Moments, computed, numbers};
 use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
 use crate::data::{Batch, References};
@@ -38,35 +38,33 @@ fn over(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {
 pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
     let parameters = calibrate::parameters(graph, model, context)?;
     let executor = Executor::new(graph, parameters.clone(), context.device.clone());
-    let mut readers: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-    for (index, node) in graph.nodes().iter().enumerate() {
-        if let (Op::Linear(_) | Op::Conv(_), Some(input)) = (&node.op, node.inputs.first()) {
-            readers.entry(graph.value(*input).name.as_str()).or_default().push(index);
+    // The values that layers read, as convolutions or as linear layers do.
+    let mut read: Vec<(&str, &Op, Moments)> = Vec::new();
+    let is_conv = |op: &Op| matches!(op, Op::Conv(_));
+    for node in graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))) {
+        let value = graph.value(node.inputs[0]).name.as_str();
+        if !read.iter().any(|(other, op, _)| *other == value && is_conv(op) == is_conv(&node.op)) {
+            read.push((value, &node.op, Moments::default()));
         }
     }
-    let mut squares = Squares::new();
+    let observation = executor.observation(|name| read.iter().any(|(value, ..)| *value == name));
     calibrate::for_each("Observing", model, context, |batch| {
-        let mut look = |name: &str, value: &Tensor| {
-            for node in readers.get(name).into_iter().flatten() {
-                let rows = calibrate::rows(value, &graph.nodes()[*node].op, &batch)?;
-                let sums = numbers(&rows.sqr().and_then(|s| s.sum(0)).map_err(computed)?)?;
-                let known = squares.entry(*node).or_insert_with(|| vec![0.0; sums.len()]);
-                known.iter_mut().zip(sums).for_each(|(known, sum)| *known += sum);
-            }
-            Ok(())
-        };
-        executor.run_observed(&batch.inputs, &mut look).map(drop)
+        executor.run_observed(&observation, &batch.inputs, &mut |name, value| {
+            let reads = read.iter_mut().filter(|(other, ..)| *other == name);
+            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, &batch)?))
+        })
     })?;
-    // The weight of a reading layer, and the squares of what it reads.
-    let read = |member: &Member| {
-        let reads = |node: &usize| graph.nodes()[*node].inputs.get(1).is_some_and(|id| graph.value(*id).name == member.param);
-        squares.iter().find(|(node, _)| reads(node)).map(|(_, squares)| squares)
+    // The squares of what the layer with a weight reads.
+    let squares = |member: &Member| {
+        let node = graph.nodes().iter().find(|node| node.inputs.get(1).is_some_and(|id| graph.value(*id).name == member.param))?;
+        let value = &graph.value(node.inputs[0]).name;
+        read.iter().find(|(other, op, _)| other == value && is_conv(op) == is_conv(&node.op)).map(|(.., moments)| &moments.squares)
     };
     let mut scores = Scores::new();
     for group in groups {
         let mut members = Vec::new();
         for member in group.members.iter().filter(|member| member.role == Role::Reads) {
-            let Some(squares) = read(member) else { continue };
+            let Some(squares) = squares(member) else { continue };
             let weight = parameters.get(&member.param).map_err(computed)?;
             let weights = over(&weight.sqr().map_err(computed)?, member.axis)?;
             let products: Vec<f64> = if weights.len() == squares.len() { weights.iter().zip(squares).map(|(w, s)| w * s).collect() } else { weights };

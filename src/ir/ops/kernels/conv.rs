@@ -4,11 +4,12 @@ use candle_core::{Result, Tensor};
 
 use super::super::{Backward, Conv};
 use super::host::{Host, by_channel, channels, channels_first, planes, readable, steps, with_planes};
-use super::{Epilogue, Gradients, Kernel};
+use super::{Fused, Gradients, Kernel};
 use crate::kernel::channels as kernel;
 use crate::kernel::convolution::depthwise;
 use crate::kernel::convolution_gradient::{Sizes, input_gradient, weight_gradient};
-use crate::kernel::matmul::{Left, finish_rows};
+use crate::kernel::epilogue::{Epilogue, apply_to};
+use crate::kernel::matmul::Left;
 use crate::kernel::shifted::convolve;
 
 impl Kernel for Conv {
@@ -16,14 +17,14 @@ impl Kernel for Conv {
         self.fused(inputs, &[])
     }
 
-    fn fused(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         let (x, weight) = (&inputs[0], inputs[1].contiguous()?);
         let (images, window) = (x.dim(0)?, self.window_over(x, &weight)?);
         let (outputs, inner, _, _) = weight.dims4()?;
         let [rows, columns] = window.positions();
         let shape = [images, outputs, rows, columns];
         let fits = |like: &Tensor| like.dims() == shape && like.transpose(0, 1).is_ok_and(|t| t.is_contiguous());
-        let bias = inputs.get(2).map(|bias| Epilogue::AddToRows(bias.clone()));
+        let bias = inputs.get(2).map(|bias| Fused::AddToRows(bias.clone()));
         let compute = || {
             let hosts = steps(bias.iter().chain(epilogue), fits)?;
             let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
@@ -33,7 +34,7 @@ impl Kernel for Conv {
             let size = images * rows * columns;
             if self.is_depthwise(&weight) {
                 depthwise(&planes, images, values, window, &mut y);
-                finish_rows(&steps, &mut y, size);
+                apply_to(&steps, &mut y, size);
                 return Some(y);
             }
             let (taps, group) = (inner * window.kernel[0] * window.kernel[1], outputs / self.groups);
@@ -41,7 +42,7 @@ impl Kernel for Conv {
             for (index, (planes, y)) in parts.enumerate() {
                 let left = Left::pack(&values[index * group * taps..], group, taps, taps);
                 let steps: Vec<_> = steps.iter().map(|step| step.from_row(index * group, size)).collect();
-                convolve(planes, images, &left, window, &steps, y);
+                convolve(planes, images, &left, window, Epilogue::of(&steps), y);
             }
             Some(y)
         };

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, D, DType, Device, Result, Storage, StorageRef, Ten
 use rayon::prelude::*;
 
 use super::super::Backward;
-use super::Epilogue;
+use super::Fused;
 use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
 use crate::kernel::matmul_gradient::add_up;
@@ -235,9 +235,9 @@ pub(super) fn planes<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
 }
 
 /// The tensors of steps, held while they are read. Those like the result must lie as it will, which `fits` says.
-pub(super) fn steps<'t>(steps: impl Iterator<Item = &'t Epilogue<Tensor>>, fits: impl Fn(&Tensor) -> bool) -> Option<Vec<Epilogue<Host<'t>>>> {
-    let of = |step: &'t Epilogue<Tensor>| {
-        let like = matches!(step, Epilogue::Add(_) | Epilogue::Multiply(_));
+pub(super) fn steps<'t>(steps: impl Iterator<Item = &'t Fused<Tensor>>, fits: impl Fn(&Tensor) -> bool) -> Option<Vec<Fused<Host<'t>>>> {
+    let of = |step: &'t Fused<Tensor>| {
+        let like = matches!(step, Fused::Add(_) | Fused::Multiply(_));
         step.map(|tensor| if like { fits(tensor) } else { tensor.is_contiguous() }.then(|| Host::of(tensor)).flatten())
     };
     steps.map(of).collect()

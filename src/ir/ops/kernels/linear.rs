@@ -7,7 +7,8 @@ use candle_core::{CpuStorage, Result, Tensor};
 use super::super::linear::by_row;
 use super::super::{Backward, Linear};
 use super::host::{Host, column_sums, readable, steps};
-use super::{Epilogue, Gradients, Kernel};
+use super::{Fused, Gradients, Kernel};
+use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
 
@@ -16,7 +17,7 @@ impl Kernel for Linear {
         self.fused(inputs, &[])
     }
 
-    fn fused(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         let (x, weight) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
         let (first, second) = weight.dims2()?;
         let out = if self.input_major { second } else { first };
@@ -24,10 +25,10 @@ impl Kernel for Linear {
         shape.pop();
         shape.push(out);
         let fits = |like: &Tensor| like.dims() == shape && like.is_contiguous();
-        if epilogue.iter().any(|step| matches!(step, Epilogue::AddToRows(_) | Epilogue::MultiplyRows(_))) {
+        if epilogue.iter().any(|step| matches!(step, Fused::AddToRows(_) | Fused::MultiplyRows(_))) {
             return Ok(None);
         }
-        let bias = inputs.get(2).map(|bias| Epilogue::AddToColumns(bias.clone()));
+        let bias = inputs.get(2).map(|bias| Fused::AddToColumns(bias.clone()));
         let compute = || {
             let hosts = steps(bias.iter().chain(epilogue), fits)?;
             let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
@@ -69,22 +70,22 @@ impl Kernel for Linear {
 }
 
 impl Linear {
-    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Epilogue<&[f32]>]) -> Option<Vec<f32>> {
+    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
         let left = Left::pack(x, rows, inner, inner);
         let mut y = vec![0.0; count];
         if self.input_major {
-            product(&left, &Rows { values: weight, count: out, stride: out }, out, steps, &mut y);
+            product(&left, &Rows { values: weight, count: out, stride: out }, out, Epilogue::of(steps), &mut y);
         } else {
-            product(&left, &Columns { values: weight, count: out, stride: inner }, out, steps, &mut y);
+            product(&left, &Columns { values: weight, count: out, stride: inner }, out, Epilogue::of(steps), &mut y);
         }
         Some(y)
     }
 }
 
-/// `aᵀ b` of two matrices with the same rows.
-fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
+/// `aᵀ b` of two matrices with the same rows; `None` where the kernel does not take them.
+pub(super) fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
     let ((inner, rows), (_, width)) = (a.dims2()?, b.dims2()?);
     if !readable([a, b]) {
         return Ok(None);

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use candle_core::{DType, Device, Result, Tensor};
 
 use super::{Backward, Op};
-pub use crate::kernel::matmul::Epilogue;
+pub use crate::kernel::epilogue::Fused;
 
 /// Gradients by input.
 type Gradients = Vec<Option<Tensor>>;
@@ -37,7 +37,7 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
     ///
     /// # Errors
     /// The device runs out of memory.
-    fn fused(&self, _inputs: &[Tensor], _epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    fn fused(&self, _inputs: &[Tensor], _epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
@@ -131,7 +131,7 @@ impl PreparedOp {
     ///
     /// # Errors
     /// The device runs out of memory.
-    pub fn fused(&self, inputs: &[Tensor], epilogue: &[Epilogue<Tensor>]) -> Result<Option<Tensor>> {
+    pub fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.fused(inputs, epilogue))
     }
 
@@ -160,4 +160,13 @@ pub fn sum(a: Tensor, b: Tensor) -> Result<Tensor> {
 pub fn moments(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let readable = on_host(x.device()) && images::is_readable(x, []);
     if readable { super::batch_norm::Channels::moments(&images::OnHost, x) } else { super::BatchNorm::moments(x) }
+}
+
+/// `aᵀ b` of two matrices with the same rows.
+///
+/// # Errors
+/// The device runs out of memory.
+pub fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let found = if on_host(a.device()) { linear::transposed_product(a, b)? } else { None };
+    found.map_or_else(|| a.t()?.matmul(b), Ok)
 }
