@@ -217,7 +217,7 @@ impl Model {
                 ));
             }
             self.weights.by_name.remove(alias);
-            self.notes.push(format!("`{alias}` is tied to `{original}` and held the same values: it is stored once"));
+            self.notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
         }
         Ok(())
     }

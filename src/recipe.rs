@@ -28,7 +28,7 @@ pub struct Recipe {
     /// Start of every random choice
     #[serde(default)]
     pub seed: u64,
-    /// Carry NaN and infinite weights along instead of stopping at them
+    /// Keep NaN and infinite weights instead of stopping with an error
     #[serde(default)]
     pub allow_nonfinite: bool,
     /// Measure how close the answers are to the input's where no evaluation data is named

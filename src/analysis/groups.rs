@@ -18,7 +18,7 @@ use crate::ir::{Builder, Catalog, Graph, Hold, Op, Rewrite, rebuild};
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupUnit {
-    /// Heads of attention; heads that share keys and values go together
+    /// Attention heads; heads that share keys and values are removed together
     Heads,
     /// Neurons between two linear layers
     Mlp,

@@ -14,11 +14,11 @@ pub enum ActivationObserver {
     Minmax,
     /// Smallest and largest values of batches, averaged with a weight of 0.01 for each new batch
     MovingAverage,
-    /// Without the outermost values: `percentile` says how many stay
+    /// Clips the outermost values; see `percentile`
     Percentile,
-    /// The range whose 255 levels keep most of the distribution (Kullback and Leibler's divergence)
+    /// The range with the least Kullback-Leibler divergence
     Entropy,
-    /// The range with the smallest squared error of what the layers make of the values
+    /// The range with the least squared error in the outputs of the layers that read the value
     #[default]
     Mse,
 }

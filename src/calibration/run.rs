@@ -101,7 +101,7 @@ impl ValueStatistics {
             return Err(Error::run(
                 format!("graph value `{name}`"),
                 format!("is {what} for a calibration sample"),
-                "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data tells more",
+                "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
             ));
         }
         self.histogram.add_within(values, low, high);

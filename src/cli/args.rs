@@ -17,7 +17,7 @@ pub(super) enum LogFormat {
     /// For people
     #[default]
     Text,
-    /// One JSON object a line
+    /// One JSON object per line
     Json,
 }
 
@@ -29,17 +29,17 @@ pub(super) struct Global {
     /// Print data as JSON
     #[arg(long, global = true)]
     pub json: bool,
-    /// How progress and errors are written to stderr
+    /// Format of progress and errors on stderr
     #[arg(long, global = true, value_enum, default_value_t, value_name = "FORMAT")]
     pub log_format: LogFormat,
-    /// Say nothing on stderr but errors
+    /// Print only errors on stderr
     #[arg(long, short, global = true)]
     pub quiet: bool,
-    /// Where models run: auto, cpu, cuda or cuda:N; passes over weights need none
+    /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
     #[cfg(feature = "run")]
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
     pub device: crate::exec::Choice,
-    /// Threads that work at once [default: all cores]; results do not depend on it
+    /// Number of threads [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_name = "N", value_parser = positive)]
     pub threads: Option<std::num::NonZeroUsize>,
 }
@@ -89,7 +89,7 @@ pub(super) struct Writing {
     /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors]
     #[arg(long, value_name = "FORMAT", value_parser = parse_export)]
     pub export: Vec<Export>,
-    /// How safetensors lay weights out
+    /// Layout of weights in safetensors
     #[arg(long, value_enum, conflicts_with = "export")]
     pub layout: Option<Layout>,
     /// Largest size of a safetensors file, like 5GB
@@ -98,7 +98,7 @@ pub(super) struct Writing {
     /// Replace the output folder if it exists
     #[arg(long)]
     pub force: bool,
-    /// Carry NaN and infinite weights along instead of stopping at them
+    /// Keep NaN and infinite weights instead of stopping with an error
     #[arg(long)]
     pub allow_nonfinite: bool,
     /// Do not measure how close the answers are to the input's where no evaluation data is named

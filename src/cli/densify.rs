@@ -25,7 +25,7 @@ pub(super) struct Args {
     /// Replace the output folder if it exists
     #[arg(long)]
     force: bool,
-    /// Carry NaN and infinite weights along instead of stopping at them
+    /// Keep NaN and infinite weights instead of stopping with an error
     #[arg(long)]
     allow_nonfinite: bool,
 }

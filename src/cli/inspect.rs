@@ -17,7 +17,7 @@ use crate::store::Weight;
 pub(super) struct Args {
     /// Model folder or .safetensors file
     path: PathBuf,
-    /// Read headers only: no zeros are counted
+    /// Read headers only, without counting zeros
     #[arg(long)]
     header_only: bool,
     #[cfg(feature = "run")]

@@ -58,11 +58,11 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a recipe, whole
+    /// Run a recipe
     Run(run::Args),
     /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
     Chain(Box<chain::Args>),
-    /// Say what a recipe would do: matched weights, memory, predicted size
+    /// Show what a recipe would do: matched weights, memory, predicted size
     Plan(plan::Args),
     #[cfg(feature = "run")]
     #[command(flatten)]
@@ -71,13 +71,13 @@ enum Command {
     Inspect(inspect::Args),
     /// Compare two models weight by weight
     Diff(diff::Args),
-    /// Show a report again, make a page of it, or compare several runs
+    /// Show a report, render it as a page, or compare several runs
     Report(report::Args),
-    /// Hold a report to budgets: bytes, drop of accuracy, speed; fails when one is exceeded
+    /// Check a report against budgets: bytes, accuracy drop, speed; fails when one is exceeded
     Check(check::Args),
-    /// Hold an output folder to its report: reopen every file, recompute its hash, run an ONNX file
+    /// Verify an output folder against its report: reopen every file, recompute its hash, run an ONNX file
     Verify(verify::Args),
-    /// Write a model back as plain dense safetensors
+    /// Convert a model back to plain dense safetensors
     Densify(densify::Args),
     /// Print the JSON Schema of recipes
     Schema,
@@ -121,7 +121,7 @@ fn command() -> clap::Command {
     for name in PASSES {
         command = command.mut_subcommand(name, |sub| {
             <pass::Args as clap::Args>::augment_args(sub)
-                .after_help("The output folder holds the weights, everything else of the model, recipe.yaml, and a report.")
+                .after_help("The output folder holds the weights, all other files of the model, recipe.yaml, and a report.")
         });
     }
     command

@@ -18,7 +18,7 @@ use crate::report::Comparison;
   compress run recipe.yaml --set amount=0.3
   compress run recipe.yaml -o out/tried --sweep amount=0.3,0.5,0.7     three runs, out/tried/amount=0.3 and so on
 
-A sweep ends with a table of all its runs, and comparison.html beside them: size against answers.")]
+A sweep ends with a table of all its runs, and comparison.html beside them: size against quality.")]
 pub(super) struct Args {
     /// The recipe
     recipe: PathBuf,
@@ -35,16 +35,16 @@ pub(super) struct Args {
     /// Replace the output folder if it exists
     #[arg(long)]
     force: bool,
-    /// Go on where an earlier run stopped: behind the last pass whose result was kept, or in the middle of a training
+    /// Continue an earlier run: after the last pass whose result is cached, or from the last checkpoint of a training
     #[arg(long)]
     resume: bool,
-    /// Keep no results of passes for later runs
+    /// Do not cache results of passes
     #[arg(long, conflicts_with = "resume")]
     no_cache: bool,
     /// Do not measure how close the answers are to the input's where no evaluation data is named
     #[arg(long)]
     no_measure: bool,
-    /// Only say what would be done
+    /// Only show what would be done
     #[arg(long)]
     dry_run: bool,
 }

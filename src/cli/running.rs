@@ -17,13 +17,13 @@ pub(super) use samples::Samples;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Look at a model and write a first recipe for it, with the reason for every line
+    /// Inspect a model and write a first recipe for it, with the reason for every line
     Init(init::Args),
-    /// Measure how good a model's answers are: accuracy, perplexity, likeness to another model
+    /// Measure a model's quality: accuracy, perplexity, fidelity to another model
     Eval(Box<eval::Args>),
-    /// Say what quantizing each layer does to the model's answers, and write a mixed recipe
+    /// Measure how sensitive the model is to quantizing each layer, and write a mixed recipe
     Analyze(analyze::Args),
-    /// Show what earlier runs have kept for later ones, or remove it
+    /// Show or clear cached results of earlier runs
     Cache(cache::Args),
 }
 

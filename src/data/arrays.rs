@@ -46,7 +46,7 @@ impl Rows {
     /// Bytes of a row.
     fn row(&self) -> Result<u64> {
         let bytes = byte_count(self.dtype, self.sizes()).filter(|bytes| (1..=LARGEST).contains(bytes));
-        bytes.ok_or_else(|| self.wrong(format!("has rows of {:?}, which are nothing or more than memory holds", self.sizes())))
+        bytes.ok_or_else(|| self.wrong(format!("has rows of {:?}, which are empty or larger than memory", self.sizes())))
     }
 
     fn wrong(&self, reason: impl std::fmt::Display) -> Error {

@@ -49,7 +49,7 @@ impl Reader {
         let count = size()?;
         let sizes = (1..dimensions).map(|_| size()).collect::<Result<Vec<_>>>()?;
         let bytes = byte_count(DType::U8, &sizes).filter(|bytes| (1..=LARGEST).contains(bytes));
-        let bytes = bytes.ok_or_else(|| Error::malformed(path, format!("has samples of {sizes:?}, which are nothing or more than memory holds")))?;
+        let bytes = bytes.ok_or_else(|| Error::malformed(path, format!("has samples of {sizes:?}, which are empty or larger than memory")))?;
         Ok(Reader { path: path.to_owned(), count, sizes, bytes, rest })
     }
 

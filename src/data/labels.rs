@@ -83,7 +83,7 @@ impl Classes {
             (named, index) => named.or(index).ok_or_else(|| Error::malformed(path, format!("{place}: `{label}` is no class; {}", self.known())))?,
         };
         match self.count {
-            Some(count) if class >= count => Err(Error::malformed(path, format!("{place}: class {class}, the model tells {count} apart, the first is 0"))),
+            Some(count) if class >= count => Err(Error::malformed(path, format!("{place}: class {class}, the model has {count}, the first is 0"))),
             _ => Ok(class),
         }
     }
@@ -103,10 +103,9 @@ impl Classes {
             return names.iter().map(|name| self.class(kind, name, path, &format!("folder `{name}`"))).collect();
         }
         match self.count {
-            Some(count) if count != names.len() => Err(Error::malformed(
-                path,
-                format!("has {} folders, the model tells {count} classes apart, and the names are not those of config.json", names.len()),
-            )),
+            Some(count) if count != names.len() => {
+                Err(Error::malformed(path, format!("has {} folders, the model has {count} classes, and the names are not those of config.json", names.len())))
+            }
             _ => Ok((0..names.len()).collect()),
         }
     }

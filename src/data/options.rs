@@ -21,9 +21,9 @@ pub enum Task {
     #[serde(alias = "language-modeling")]
     #[cfg_attr(feature = "cli", value(alias = "language-modeling"))]
     LanguageModelling,
-    /// Likeness of pairs of texts: Spearman's correlation of the cosine with a score
+    /// Similarity of pairs of texts: Spearman's correlation of the cosine with a score
     Embedding,
-    /// Nothing is known about the samples: outputs are only compared with another model's
+    /// No labels: outputs are only compared with another model's
     Fidelity,
 }
 
@@ -82,7 +82,7 @@ pub enum LabelKind {
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Data {
-    /// Text: .txt (a sample a line), .csv, .tsv or .jsonl
+    /// Text: .txt (one sample per line), .csv, .tsv or .jsonl
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
@@ -90,11 +90,11 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub images: Option<PathBuf>,
-    /// Arrays with a row for each sample: .safetensors or .npz
+    /// Arrays with one row per sample: .safetensors or .npz
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrays: Option<PathBuf>,
-    /// What is asked of the model [default: what the data and the model's outputs suggest]
+    /// Task [default: chosen from the data and the model's outputs]
     #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub task: Option<Task>,
@@ -159,11 +159,11 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "FACTOR", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub rescale: Option<f64>,
-    /// What is subtracted from each channel after the factor
+    /// Mean to subtract from each channel, after the factor
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mean: Vec<f64>,
-    /// What each channel is divided by then
+    /// Standard deviation to divide each channel by
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub std: Vec<f64>,

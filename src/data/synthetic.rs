@@ -53,7 +53,8 @@ pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
         };
         let shape = value.ty.shape.iter().map(size).collect::<Result<Vec<usize>>>()?;
         let count = element_count(&shape).filter(|count| *count <= LARGEST).map(|count| count as usize);
-        let count = count.ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("takes {shape:?}, more than can be made up")))?;
+        let count =
+            count.ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("takes {shape:?}, which is too large for synthetic data")))?;
         let tensor = match value.ty.element {
             Element::Float => Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu),
             Element::Int if value.name.contains("mask") => {

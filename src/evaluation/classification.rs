@@ -25,7 +25,7 @@ impl Metric for Classification {
         }
         for (truth, predicted) in classes.iter().zip(predicted) {
             if *truth >= count {
-                return Err(Error::option("data", format!("a label is {truth}, the model tells {count} classes apart, the first is 0")));
+                return Err(Error::option("data", format!("a label is {truth}, the model has {count} classes, the first is 0")));
             }
             *self.confusion.entry((*truth, predicted as usize)).or_default() += 1;
         }

@@ -55,7 +55,7 @@ fn require(graph: &Graph, inputs: &[(ValueId, Tensor)]) -> Result<()> {
         let ty = node.op.spec().output(&operands).map_err(wrong)?;
         let elements = ty.shape.iter().try_fold(1usize, |all, dim| all.checked_mul(dim.fixed()?));
         if elements.is_none_or(|elements| elements == 0 || elements > MOST) {
-            return Err(wrong(format!("makes {ty}, nothing or more than any memory holds")));
+            return Err(wrong(format!("makes {ty}, which is empty or larger than any memory")));
         }
         types[node.output.index()] = ty;
     }

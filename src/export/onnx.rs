@@ -174,7 +174,7 @@ impl Format for Onnx {
         let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         Ok(Exported {
             files,
-            how: "read back: the graph and every weight's bytes equal to what was made".into(),
+            how: "read back: the graph and the bytes of every weight are equal to what was computed".into(),
             max_abs_error: 0.0,
             tensors: draft.tensors(),
             encodings: items.iter().map(|item| item.weight.describe()).collect(),

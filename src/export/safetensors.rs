@@ -309,7 +309,7 @@ impl Format for Safetensors {
         let (files, seen) = writer::write(folder, &items, &layout, work)?;
         Ok(Exported {
             files,
-            how: "read back: header parsed strictly and equal, every tensor's bytes equal to what was made".into(),
+            how: "read back: the header is parsed strictly and equal, the bytes of every tensor are equal to what was computed".into(),
             max_abs_error: 0.0,
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),

@@ -48,7 +48,7 @@ impl Workplace {
         let workplace = Workplace { path, _lock: lock };
         let left = workplace.left()?;
         if !left.is_empty() && !resume && !force {
-            return Err(refuse(&workplace.path, "is what an interrupted run has left", "go on with it by --resume, or begin again with --force"));
+            return Err(refuse(&workplace.path, "was left by an interrupted run", "continue it with --resume, or start again with --force"));
         }
         if !resume {
             left.iter().try_for_each(|path| remove(path))?;

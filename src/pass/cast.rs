@@ -58,7 +58,7 @@ pub enum Overflow {
     /// Stop, and name the tensor
     #[default]
     Error,
-    /// Take the largest finite value
+    /// Use the largest finite value
     Saturate,
 }
 
@@ -77,7 +77,7 @@ pub struct Cast {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
-    /// Tensors to leave alone
+    /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ignore: Vec<Pattern>,

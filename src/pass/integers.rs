@@ -21,7 +21,7 @@ pub enum WeightObserver {
     /// From the smallest to the largest value
     #[default]
     Minmax,
-    /// The range, from 100 % down to 80 % of minmax, with the smallest squared error
+    /// The range with the least squared error, among 80 % to 100 % of minmax
     Mse,
 }
 

@@ -170,13 +170,13 @@ macro_rules! passes {
 crate::entry::gather! { passes []
     /// Zero the weights that are smallest in absolute value
     "prune-unstructured" => PruneUnstructured,
-    /// Take heads, neurons, channels, width or layers out of a model: smaller tensors, less to compute
+    /// Remove heads, neurons, channels, width or layers from a model: smaller tensors, less to compute
     "prune-structured" => PruneStructured if runs,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples
     "quantize-static" => QuantizeStatic if runs,
-    /// Train a student to answer as a teacher does
+    /// Train a student on a teacher's outputs
     "distill" => Distill if runs,
     /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers
     "finetune" => Finetune if runs,

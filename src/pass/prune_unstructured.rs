@@ -38,7 +38,7 @@ pub enum Scope {
     /// Each tensor loses the same amount
     #[default]
     Tensor,
-    /// The smallest weights of all selected tensors together go
+    /// The smallest weights of all selected tensors together are zeroed
     Global,
 }
 
@@ -82,11 +82,11 @@ pub struct PruneUnstructured {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
-    /// Tensors to leave alone
+    /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ignore: Vec<Pattern>,
-    /// Another amount for some tensors, which are then ranked by themselves; the first rule that matches counts
+    /// Another amount for some tensors, which are then ranked separately; the first rule that matches applies
     #[cfg_attr(feature = "cli", arg(long = "rule", value_name = "PATTERN=AMOUNT"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub rules: Vec<Rule>,
@@ -117,7 +117,7 @@ impl PruneUnstructured {
         let count = |what: &str, weights: u64| {
             amount
                 .of(weights)
-                .ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be taken from {what}, which has {weights}")))
+                .ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be pruned from {what}, which has {weights}")))
         };
         let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
         if self.scope == Scope::Global {

@@ -26,24 +26,24 @@ use crate::work::Meter;
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum GranularityKind {
-    /// One scale for a tensor
+    /// One scale per tensor
     Tensor,
-    /// One scale for each output channel (row)
+    /// One scale per output channel (row)
     #[default]
     Channel,
-    /// One scale for each `group_size` consecutive inputs of a row
+    /// One scale per `group_size` consecutive inputs of a row
     Group,
 }
 
-/// What the consumer does to the inputs of a quantized layer.
+/// How the runtime quantizes the inputs of a quantized layer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationRounding {
-    /// Int8, with a scale for each token found while the model runs (W8A8)
+    /// Int8, with one scale per token computed at run time (W8A8)
     #[default]
     Token,
-    /// Nothing: only weights are int8 (W8A16)
+    /// Not at all: only weights are int8 (W8A16)
     None,
 }
 
@@ -62,7 +62,7 @@ pub struct QuantizeDynamic {
     /// Whether zero points are fixed at zero
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().symmetric))]
     pub symmetric: bool,
-    /// What the consumer does to the inputs of a quantized layer
+    /// How the runtime quantizes the inputs of a quantized layer
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().activations))]
     pub activations: ActivationRounding,
     /// How the range of a scale is chosen
@@ -75,7 +75,7 @@ pub struct QuantizeDynamic {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
-    /// Tensors to leave alone
+    /// Tensors to leave unchanged
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ignore: Vec<Pattern>,

@@ -65,7 +65,7 @@ impl Pipeline {
         let running = running.or(self.running.evaluates().then_some("evaluation"));
         match running {
             None => Ok(()),
-            Some(name) => Err(Error::option(name, "reads data beside the model, whose changes a cached run would not notice")),
+            Some(name) => Err(Error::option(name, "reads data besides the model, and a cached run would not notice when that changes")),
         }
     }
 

@@ -128,7 +128,7 @@ impl Budgets {
         let limits = self.limits(report);
         if limits.iter().all(|limit| limit.allowed.is_none()) {
             let names: Vec<String> = limits.iter().map(|limit| format!("--{}", limit.name)).collect();
-            return Err(Error::option("check", format!("nothing to hold the report to: give at least one of {}", names.join(", "))));
+            return Err(Error::option("check", format!("no budget is given: use at least one of {}", names.join(", "))));
         }
         let asked = limits.iter().filter_map(|limit| Some((limit, limit.allowed?)));
         let found = asked.map(|(limit, allowed)| {

@@ -30,7 +30,7 @@ impl Weight {
         if self.encoding != Encoding::Dense || self.dtype.bitsize() < 8 {
             return Err(Error::tensor(
                 name,
-                format!("is {} already, and parts of it cannot be taken out", self.describe()),
+                format!("is {} already, and parts of it cannot be removed", self.describe()),
                 "quantize last, or run `compress densify` first",
             ));
         }

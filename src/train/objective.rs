@@ -115,12 +115,12 @@ impl Objective {
             Some(teacher) => {
                 let (source, theirs, tokens) = logits(teacher)?;
                 if tokens != by_token {
-                    return Err(Error::option("losses: soft", "one of student and teacher answers by token, the other by sample"));
+                    return Err(Error::option("losses: soft", "one of student and teacher has an output per token, the other per sample"));
                 }
                 known = classes.min(theirs);
                 if classes != theirs {
                     if !by_token {
-                        return Err(Error::option("losses: soft", format!("the student tells {classes} classes apart, the teacher {theirs}")));
+                        return Err(Error::option("losses: soft", format!("the student has {classes} classes, the teacher {theirs}")));
                     }
                     self.notes.push(format!(
                         "the student's vocabulary has {classes} rows, the teacher's {theirs}: losses look at the first {known}, the rest is padding"

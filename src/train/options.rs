@@ -23,7 +23,7 @@ pub enum Precision {
     F32,
     /// bfloat16
     Bf16,
-    /// 16-bit floats, with a factor on the loss that follows what they can hold
+    /// 16-bit floats, with automatic loss scaling
     F16,
 }
 
@@ -38,7 +38,7 @@ impl Precision {
     }
 }
 
-/// What lies in host memory while the model trains on a GPU.
+/// What to keep in host memory while the model trains on a GPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -54,7 +54,7 @@ pub enum Offload {
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum BatchNorm {
-    /// Those of the batch; the stored ones follow
+    /// Use those of the batch, and update the stored ones
     #[default]
     Batch,
     /// The stored ones
@@ -66,10 +66,10 @@ pub enum BatchNorm {
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
 pub enum QuantizerScales {
-    /// They stay as they are
+    /// Not trained
     #[default]
     Fixed,
-    /// They train with the weights
+    /// Trained with the weights
     Learnable,
 }
 
@@ -327,17 +327,17 @@ macro_rules! training_pass {
         #[serde(deny_unknown_fields, default)]
         pub struct $name {
             $($(#[$field_doc])* pub $field: $type,)*
-            /// Losses and their weights: soft, hard, hidden, attention, embedding [default: what model and data allow]
+            /// Losses and their weights: soft, hard, hidden, attention, embedding [default: those that model and data allow]
             #[cfg_attr(feature = "cli", arg(long, value_name = "LOSS=WEIGHT,...", default_value = "", hide_default_value = true, value_parser = $crate::train::losses_or_none))]
             #[serde(skip_serializing_if = "Losses::is_empty")]
             pub losses: Losses,
-            /// Algorithm that makes steps of gradients
+            /// Optimizer
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().optimizer))]
             pub optimizer: Kind,
             /// Largest learning rate of the schedule
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().learning_rate))]
             pub learning_rate: f64,
-            /// Pull towards zero, on matrices
+            /// Weight decay, on matrices
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().weight_decay))]
             pub weight_decay: f64,
             /// Momentum of sgd
@@ -346,28 +346,28 @@ macro_rules! training_pass {
             /// How the learning rate changes: { kind: cosine | linear | constant, warmup_steps: N }
             #[cfg_attr(feature = "cli", arg(long, value_name = "SCHEDULE", default_value = "cosine"))]
             pub schedule: Schedule,
-            /// Steps to take
+            /// Number of steps
             #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub max_steps: Option<u64>,
-            /// How often to go through the data instead [default: 1]
+            /// Passes over the data, instead of a number of steps [default: 1]
             #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub epochs: Option<u64>,
-            /// Samples that are read together: a number, or auto
+            /// Samples per batch: a number, or auto
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().batch_size))]
             #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::batch_size_schema"))]
             pub batch_size: BatchSize,
-            /// Batches that make one step together
+            /// Batches per step
             #[cfg_attr(feature = "cli", arg(long, value_name = "N", default_value_t = Self::default().gradient_accumulation))]
             pub gradient_accumulation: usize,
-            /// Largest norm of all gradients together; 0 clips nothing
+            /// Largest norm of all gradients together; 0 disables clipping
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().clip_norm))]
             pub clip_norm: f64,
             /// Precision of values and gradients
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().precision))]
             pub precision: Precision,
-            /// Compute values again in the backward pass instead of keeping them: none, blocks, or every=K layers
+            /// Recompute activations in the backward pass instead of storing them: none, blocks, or every=K layers
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHICH", default_value = "none"))]
             pub gradient_checkpointing: Checkpointing,
             /// Statistics of batch normalisation
@@ -376,22 +376,22 @@ macro_rules! training_pass {
             /// Scales of quantized weights and values
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().scales))]
             pub scales: QuantizerScales,
-            /// Keep a moving average of the weights with this decay, such as 0.999, and write that
+            /// Write an exponential moving average of the weights with this decay, such as 0.999
             #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub average: Option<f64>,
-            /// What lies in host memory while the model trains on a GPU
+            /// What to keep in host memory while the model trains on a GPU
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
             #[serde(skip_serializing_if = "Vec::is_empty")]
             pub offload: Vec<Offload>,
-            /// With several processes, each keeps the optimizer's state of its share of the weights
+            /// With several processes, distribute the optimizer's state over them
             #[cfg_attr(feature = "cli", arg(long))]
             pub shard_optimizer: bool,
-            /// What tensors of training may take on the device, like 8GB; a batch that needs more is done in parts
+            /// Memory limit of training on the device, like 8GB; a batch that needs more is computed in parts
             #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub memory_limit: Option<ByteSize>,
-            /// Save everything so that --resume goes on from there: steps=N or minutes=N [default: minutes=10]
+            /// How often to save a checkpoint for --resume: steps=N or minutes=N [default: minutes=10]
             #[cfg_attr(feature = "cli", arg(long, value_name = "WHEN"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub checkpoint_every: Option<Every>,

@@ -18,11 +18,11 @@ use crate::store::Pattern;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
-  compress analyze recipe.yaml                 what each layer loses, the most sensitive first
+  compress analyze recipe.yaml                 the sensitivity of each layer, largest first
   compress analyze recipe.yaml -o mixed.yaml   and a recipe that leaves the most sensitive ones in floats
 
 The recipe names the model, `data: { calibration: ... }` (without it only weights are looked at), and may hold a
-quantize-static pass, whose options count.")]
+quantize-static pass, whose options apply.")]
 pub(in crate::cli) struct Args {
     /// The recipe
     recipe: PathBuf,
@@ -88,9 +88,9 @@ impl Args {
         }
         let mut text = format!("{table}\n\n");
         text += if damages.iter().any(|d| d.quantized.or(d.weights).is_some()) {
-            "Columns are 1 - the mean cosine of the model's answers to the original's.\n"
+            "Columns are 1 - the mean cosine of the model's outputs with the original's.\n"
         } else {
-            "What the answers lose is not known: name samples in `data: { calibration: ... }`.\n"
+            "The effect on outputs is not measured: name samples in `data: { calibration: ... }`.\n"
         };
         match (kept.len(), &self.output) {
             (0, _) => text += "No layer stands out: quantize them all.\n",

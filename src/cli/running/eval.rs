@@ -21,15 +21,15 @@ use crate::report::terminal::table;
 pub(in crate::cli) struct Args {
     /// Model folder, or an .onnx file
     model: PathBuf,
-    /// Data, its kind told by its name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
+    /// Data, by file name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
     #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]
     data: Option<PathBuf>,
     #[command(flatten)]
     options: Data,
-    /// Another model, usually the original: how close this one's answers are to its
+    /// Compare outputs with those of another model, usually the original
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
-    /// Who runs the model [default: the built-in executor for folders, ONNX Runtime for .onnx files]
+    /// What runs the model [default: the built-in executor for folders, ONNX Runtime for .onnx files]
     #[arg(long, value_enum)]
     runtime: Option<Runtime>,
 }

@@ -14,10 +14,10 @@ use crate::report::terminal::wrapped;
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(in crate::cli) struct Graph {
-    /// Show what the model computes instead: one line for each input, tensor, node and output
+    /// Show the graph: one line for each input, tensor, node and output
     #[arg(long)]
     graph: bool,
-    /// Show what could be taken out together: heads, neurons, channels, the width of a residual stream; and what could not
+    /// Show groups for structured pruning: heads, neurons, channels, the width of a residual stream; and what cannot be removed
     #[arg(long, conflicts_with = "graph")]
     groups: bool,
 }

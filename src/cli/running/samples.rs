@@ -10,13 +10,13 @@ pub(in crate::cli) struct Samples {
     /// Measure before and after on this data, a file or `{text: pairs.tsv, pair_column: b, ...}` as in a recipe
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     eval: Option<Data>,
-    /// Samples for passes that need to see activations, as for `--eval`; labels are not looked at
+    /// Samples for passes that observe activations, as for `--eval`; labels are ignored
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     calibration: Option<Data>,
     /// Samples for passes that train, as for `--eval`
     #[arg(long, value_name = "DATA", value_parser = parse_data, help_heading = "Output")]
     train: Option<Data>,
-    /// Go on with a training that was interrupted
+    /// Continue an interrupted training
     #[arg(long, help_heading = "Output")]
     resume: bool,
 }

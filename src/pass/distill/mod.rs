@@ -32,21 +32,21 @@ use crate::train::schedule::Schedule;
 use crate::train::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training, training_pass};
 
 training_pass! {
-    /// Train a student to answer as a teacher does.
+    /// Train a student on a teacher's outputs.
     Distill {
-        /// The model to learn from [default: the input model as it is before all passes]
+        /// The teacher model [default: the input model, before all passes]
         #[cfg_attr(feature = "cli", arg(long, value_name = "MODEL"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher: Option<PathBuf>,
-        /// The model that learns: layers=0,2,4, every=2, model=FOLDER or config=FILE (fresh weights) [default: the model as it is]
+        /// The model to train: layers=0,2,4, every=2, model=FOLDER or config=FILE (fresh weights) [default: the model as passes left it]
         #[cfg_attr(feature = "cli", arg(long, value_name = "STUDENT"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         student: Option<Student>,
-        /// A folder that keeps the teacher's largest logits, so that it answers each sample once, over epochs and runs
+        /// A folder for the teacher's largest logits, so that each sample is computed once over all epochs and runs
         #[cfg_attr(feature = "cli", arg(long, value_name = "FOLDER"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_cache: Option<PathBuf>,
-        /// How many logits of a row the cache keeps [default: 64]
+        /// How many logits per row the cache stores [default: 64]
         #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
         #[serde(skip_serializing_if = "Option::is_none")]
         teacher_top: Option<usize>,

@@ -238,7 +238,7 @@ fn trained(
         applied.rule = "all floats that losses depend on".to_owned();
         applied.notes = trained.notes;
         if masked > 0 {
-            applied.notes.push(format!("{zeros} weights of {masked} tensors were zero and have stayed zero"));
+            applied.notes.push(format!("{zeros} weights of {masked} tensors were zero and stayed zero"));
         }
         if rounded > 0 {
             applied.notes.push(format!("{rounded} weights were trained as the integers that they are written as"));

@@ -61,7 +61,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
     let tensors = take_out(model, &graph, &found, &gone)?;
     let how = if influence.is_some() { "of the least influence on calibration data" } else { "from the last but one backwards, without calibration data" };
     let list = gone.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
-    let mut notes = vec![format!("layers taken out, {how}: {}", if list.is_empty() { "none".to_owned() } else { list })];
+    let mut notes = vec![format!("layers removed, {how}: {}", if list.is_empty() { "none".to_owned() } else { list })];
     if !gone.is_empty() {
         notes.extend(settle(model, &found, &gone)?);
     }

@@ -48,40 +48,40 @@ use selection::Selection;
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct PruneStructured {
-    /// What to take out [default: heads, mlp and channels, as far as the model has them]
+    /// What to remove [default: heads, mlp and channels, where the model has them]
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub dims: Vec<PrunedPart>,
-    /// How much of each group to take out: a fraction like 0.25 or a number of units, or by part: heads=0.25,mlp=0.5 [default: 0.25]
+    /// How much of each group to remove: a fraction like 0.25, a number of units, or one for each kind: heads=0.25,mlp=0.5 [default: 0.25]
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amounts>,
-    /// What must be left of the cost instead of an amount: macs=0.5, params=0.5 or latency=0.5
+    /// Instead of an amount, the fraction of the cost to keep: macs=0.5, params=0.5 or latency=0.5
     #[cfg_attr(feature = "cli", arg(long, value_name = "COST=FRACTION"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub target: Option<Target>,
-    /// Which units go first
+    /// How units are ranked; the least important are removed
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
     pub importance: Importance,
-    /// Every group loses the same part, or groups are ranked against each other [default: tensor; global for a target]
+    /// Remove the same fraction of every group, or rank all groups together [default: tensor; global for a target]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub scope: Option<Scope>,
-    /// Widths are multiples of this; heads are whole heads
+    /// Widths are multiples of this; heads are removed as a whole
     #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().round_to))]
     pub round_to: usize,
     /// Fewest units that stay in a group [default: one head, else `round_to`]
     #[cfg_attr(feature = "cli", arg(long))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub minimum: Option<usize>,
-    /// Whether all layers keep one width [default: where config.json can only say one]
+    /// Whether all layers keep the same width [default: where config.json has only one width]
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uniform: Option<bool>,
-    /// What is done to the layers that read what was taken out
+    /// How to adjust the layers that read removed units
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().repair))]
     pub repair: Repair,
-    /// Tensors whose units may go: names with `*`, or `re:` and a regular expression [default: all]
+    /// Tensors whose units may be removed: names with `*`, or `re:` and a regular expression [default: all]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
@@ -220,11 +220,11 @@ impl Pass for PruneStructured {
                 return wrong("target", "excludes `amount`: a target finds the amounts".into());
             }
             if !(target.fraction() > 0.0 && target.fraction() < 1.0) {
-                return wrong("target", format!("{} {} is not between 0 and 1: it says what part is left", target.name(), target.fraction()));
+                return wrong("target", format!("{} {} is not between 0 and 1: it is the fraction that is left", target.name(), target.fraction()));
             }
         }
         if self.target.is_some() && self.takes_layers() {
-            return wrong("target", "cannot say how many layers go: take them out in a pass of their own, with an `amount`".into());
+            return wrong("target", "cannot be combined with layers: remove layers in a separate pass, with an `amount`".into());
         }
         if let Some(Amounts::Each(amounts)) = &self.amount
             && let Some(part) = amounts.keys().find(|part| !self.dims.is_empty() && !self.dims.contains(part))

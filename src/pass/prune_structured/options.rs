@@ -15,7 +15,7 @@ use crate::pass::Amount;
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum PrunedPart {
-    /// Heads of attention; heads that share keys and values go together
+    /// Attention heads; heads that share keys and values are removed together
     Heads,
     /// Neurons between two linear layers
     Mlp,
@@ -177,17 +177,17 @@ pub enum Importance {
     /// `activation` for a transformer where calibration data is named, or training data to look at instead; else `l1`
     #[default]
     Auto,
-    /// Sum of absolute weights of a unit, in every layer that writes or reads it
+    /// Sum of the absolute weights of a unit, over every layer that writes or reads it
     L1,
     /// Sum of squares
     L2,
-    /// How much the loss on calibration data would change, to first order
+    /// First-order change of the loss on calibration data
     Taylor,
-    /// How large the values are that calibration data brings to the layers that read a unit, times their weights
+    /// Size of the values that the layers reading a unit get on calibration data, times their weights
     Activation,
 }
 
-/// What is done to the layers that read what was taken out.
+/// How to adjust the layers that read removed units.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -195,9 +195,9 @@ pub enum Repair {
     /// Nothing
     #[default]
     None,
-    /// What is missing on average goes into the bias; statistics of batch normalisation are taken again
+    /// Add the average of the removed units to the bias; recompute statistics of batch normalisation
     Bias,
-    /// What is left stands in for what is missing, by least squares; statistics of batch normalisation are taken again
+    /// Refit the remaining weights by least squares; recompute statistics of batch normalisation
     LeastSquares,
 }
 

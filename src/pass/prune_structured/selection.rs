@@ -245,7 +245,7 @@ impl Selection {
     pub fn notes(&self, kept: &[usize]) -> Vec<String> {
         let mut notes = Vec::new();
         if self.of().iter().zip(kept).all(|(group, kept)| group.size == *kept) {
-            notes.push("nothing was taken out: the amount is less than the step from one width to the next".to_owned());
+            notes.push("nothing was removed: the amount is smaller than the step from one width to the next".to_owned());
         }
         let narrower: BTreeSet<&str> =
             self.of().iter().zip(kept).filter(|(group, kept)| group.size != **kept).filter_map(|(group, _)| group.output.as_deref()).collect();
@@ -268,8 +268,8 @@ fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<PrunedPart>> {
     let all = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden];
     let there: Vec<String> = all.iter().filter(|part| has(part)).map(PrunedPart::to_string).collect();
     if let Some(part) = pass.dims.iter().find(|part| **part != PrunedPart::Layers && !has(part)) {
-        let there = if there.is_empty() { "nothing that could be taken out".to_owned() } else { there.join(", ") };
-        return Err(Error::option(format!("{NAME}: dims"), format!("the model has no {part} to take out; it has {there}{}", why(groups))));
+        let there = if there.is_empty() { "nothing that can be removed".to_owned() } else { there.join(", ") };
+        return Err(Error::option(format!("{NAME}: dims"), format!("the model has no {part} to remove; it has {there}{}", why(groups))));
     }
     let parts: Vec<PrunedPart> = if pass.dims.is_empty() {
         match &pass.amount {
@@ -281,8 +281,8 @@ fn parts(pass: &PruneStructured, groups: &Groups) -> Result<Vec<PrunedPart>> {
     };
     match parts.iter().find(|part| !has(part)) {
         None if !parts.is_empty() => Ok(parts),
-        Some(part) => Err(Error::option(format!("{NAME}: amount"), format!("the model has no {part} to take out; it has {}", there.join(", ")))),
-        None => Err(Error::option(NAME, format!("the model has no heads, mlp or channels to take out; it has {}{}", there.join(", "), why(groups)))),
+        Some(part) => Err(Error::option(format!("{NAME}: amount"), format!("the model has no {part} to remove; it has {}", there.join(", ")))),
+        None => Err(Error::option(NAME, format!("the model has no heads, mlp or channels to remove; it has {}{}", there.join(", "), why(groups)))),
     }
 }
 

@@ -71,7 +71,7 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
             members.push(by_unit(member, group.size, &products).into_iter().map(f64::sqrt).collect());
         }
         if members.is_empty() {
-            return Err(Error::option(format!("{NAME}: importance"), format!("no layer reads `{}`: activation says nothing of it, l1 does", group.name)));
+            return Err(Error::option(format!("{NAME}: importance"), format!("no layer reads `{}`: importance activation cannot rank it, l1 can", group.name)));
         }
         scores.push(average(members.into_iter(), group.size));
     }

@@ -62,7 +62,7 @@ impl Bundle {
             return wrong(format!("{amount} of {size} {} of `{name}` leaves none; it can take {}", self.unit, listed()));
         }
         if self.unit == GroupUnit::Heads && (exact - exact.round()).abs() > 0.05 {
-            return wrong(format!("{amount} of {size} heads of `{name}` is {exact:.2} heads, and a head goes as a whole; it can take {}", listed()));
+            return wrong(format!("{amount} of {size} heads of `{name}` is {exact:.2} heads, and heads are removed as a whole; possible: {}", listed()));
         }
         let wanted = size as f64 - exact;
         let distance = |width: usize| (width as f64 - wanted).abs();
@@ -120,7 +120,7 @@ pub(super) fn meet(bundles: usize, steps: &[usize], target: f64, what: &str, mea
     if least > target {
         return Err(Error::option(
             "prune-structured: target",
-            format!("{what} {target} cannot be met: with everything at its narrowest {least:.3} is left; name more `dims`, or lower `minimum` or `round_to`"),
+            format!("{what} {target} cannot be met: with every group at its minimum {least:.3} is left; name more `dims`, or lower `minimum` or `round_to`"),
         ));
     }
     let (mut above, mut below) = (0, steps.len());

@@ -51,7 +51,7 @@ pub use sensitivity::{Damage, worth_keeping};
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum ActivationTarget {
-    /// Every x86: weights from -64 to 64, so that sums of two products never leave 16 bits
+    /// Any x86: weights from -64 to 64, so that sums of two products fit 16 bits
     Portable,
     /// x86 with VNNI (most since 2019) and GPUs: all of int8
     #[default]
@@ -141,10 +141,10 @@ pub struct QuantizeStatic {
     /// Percentage of values that stay within the range, with `observer: percentile`
     #[cfg_attr(feature = "cli", arg(long, value_name = "PERCENT", default_value_t = Self::default().percentile))]
     pub percentile: f64,
-    /// Whether ranges get room for what was not seen, as much as one half of the samples needs beyond the other
+    /// Whether ranges get a margin for unseen values, estimated by comparing two halves of the samples
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().headroom))]
     pub headroom: bool,
-    /// Whether zero points of activations are fixed at zero, but for values that are never negative
+    /// Whether zero points of activations are zero, except for values that are never negative
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().symmetric))]
     pub symmetric: bool,
     /// How many weights share a scale: tensor or channel
@@ -156,16 +156,16 @@ pub struct QuantizeStatic {
     /// Store embedding tables as int8 too (weights only)
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().embeddings))]
     pub embeddings: bool,
-    /// Processors that the result is for
+    /// Processors to optimize for
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().target))]
     pub target: ActivationTarget,
-    /// How much of an activation's range goes over to the weights: auto, free (where that costs nothing when the model runs), none, or 0 to 1
+    /// How much of the activations' range to move to the weights: auto, free (only where it adds no op), none, or 0 to 1
     #[cfg_attr(feature = "cli", arg(long, value_name = "STRENGTH", default_value_t = Self::default().smooth))]
     pub smooth: Smooth,
-    /// Whether biases take up what rounding the weights does on average
+    /// Whether biases compensate the mean error of rounding the weights
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL", default_value_t = Self::default().bias_correction))]
     pub bias_correction: bool,
-    /// How good the result has to be, like {max_drop: 0.01} or {min_cosine: 0.99}: sensitive layers stay in floats until it is
+    /// Required quality, like {max_drop: 0.01} or {min_cosine: 0.99}: sensitive layers stay in floats until it is met
     #[cfg_attr(feature = "cli", arg(long, value_name = "GOAL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy_goal: Option<Goal>,
@@ -173,7 +173,7 @@ pub struct QuantizeStatic {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
-    /// Weights to leave alone; their layers compute in floats
+    /// Weights to leave unchanged; their layers compute in floats
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub ignore: Vec<Pattern>,
@@ -298,7 +298,7 @@ impl Pass for QuantizeStatic {
         let found = self.quantizers(&prepared, &layers, Some(&seen))?;
         let model = self.fit(&prepared, &found, &layers, Some(&seen), &meter)?;
         if let [first, ..] = fit::empty(&found, &seen).as_slice() {
-            notes.push(format!("`{first}` is zero for every calibration sample: its scale means nothing"));
+            notes.push(format!("`{first}` is zero for every calibration sample: its scale is meaningless"));
         }
         notes.extend(saturation::notes(self, &prepared, &model, &found, &seen)?);
         let details = json!({

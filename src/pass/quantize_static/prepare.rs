@@ -47,11 +47,11 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     let (graph, Folded { count, left }) = fold::fold(&mut model, graph)?;
     let mut notes = Vec::new();
     if count > 0 {
-        notes.push(format!("{count} batch normalisations are folded into the layers beside them"));
+        notes.push(format!("{count} batch normalisations are folded into adjacent layers"));
         described = false;
     }
     if let Some(first) = left.first() {
-        notes.push(format!("{} batch normalisations stay (the first: `{first}`): no layer beside them can take them over", left.len()));
+        notes.push(format!("{} batch normalisations are kept (the first: `{first}`): no adjacent layer can absorb them", left.len()));
     }
     let graph = turn(&mut model, graph, &layers, &mut described)?;
     let convolutions = graph.nodes().iter().any(|node| matches!(node.op, Op::Conv(_)) && layers.contains(weight_input(&graph, node)));

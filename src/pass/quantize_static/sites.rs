@@ -89,7 +89,7 @@ pub(super) fn left_in_floats(graph: &Graph, layers: &BTreeSet<String>) -> Vec<St
             Op::Attention(_) => "scores, masks and softmax lose more than their integer kernels gain",
             Op::Softmax(_) | Op::Sigmoid(_) | Op::Tanh(_) | Op::Silu(_) | Op::Gelu(_) => "no integer kernel",
             Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Normalize(_) => "statistics need floats",
-            Op::BatchNorm(_) => "cannot be folded into a layer beside it",
+            Op::BatchNorm(_) => "cannot be folded into an adjacent layer",
             Op::Linear(_) | Op::Conv(_) if !layers.contains(weight_input(graph, node)) => "left out by name",
             Op::Add(_) | Op::Mul(_) if !node.inputs.iter().all(|id| sites.is_everyone(*id)) => "residual streams and gates keep full precision",
             _ => continue,

@@ -167,7 +167,7 @@ impl Run<'_> {
     /// Runs the ONNX file on made-up samples.
     fn compare(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         if self.pipeline.allow_nonfinite {
-            measured.notes.push(format!("{MODEL} was not run: answers of weights that are not finite cannot be compared"));
+            measured.notes.push(format!("{MODEL} was not run: outputs of weights that are not finite cannot be compared"));
             return Ok(());
         }
         if is_large(self.after) {
@@ -226,7 +226,7 @@ impl Run<'_> {
             has_integers(self.after) || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
         let (ok, difference) = judge(fidelity, coarse);
         if !ok {
-            let reason = format!("ONNX Runtime's answers to {samples} {what} are not those of the built-in executor: {difference}");
+            let reason = format!("outputs of ONNX Runtime and the built-in executor differ on {samples} {what}: {difference}");
             return Err(Error::Verification { path: MODEL.into(), reason });
         }
         for (_, exported) in exports.iter_mut().filter(|(format, _)| *format == "onnx") {

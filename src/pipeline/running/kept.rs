@@ -266,7 +266,7 @@ impl CachedResult<'_> {
     pub fn put(&self, number: usize, took: Duration, after: &mut Model, work: &Work) {
         if let Err(e) = self.shelf.put(&self.keys[number], took, after, work) {
             let pass = after.history.last().map_or("a pass", |applied| applied.name);
-            after.notes.push(format!("the result of {pass} could not be kept for other runs: {e}"));
+            after.notes.push(format!("the result of {pass} could not be cached: {e}"));
         }
     }
 }
@@ -284,7 +284,7 @@ impl Pipeline {
         }
         if let Some((number, after)) = &mut found {
             let pass = self.steps[*number].pass().name();
-            after.notes.push(format!("the model after {pass} is that of an earlier run of the same passes on the same bytes: see `compress cache`"));
+            after.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
         }
         Ok(Some(CachedResult { shelf, keys, found }))
     }

@@ -108,7 +108,7 @@ pub fn starter(model: &Model, path: &str, file: &str) -> String {
     out.push(String::new());
     export(&facts, &mut out);
     out.push(String::new());
-    out.push("# Appears whole or not at all; a folder that exists is only replaced with --force.".into());
+    out.push("# The folder appears complete or not at all; an existing folder is replaced only with --force.".into());
     out.push(format!("output: {}", scalar(&format!("out/{name}"))));
     out.join("\n") + "\n"
 }
@@ -137,7 +137,7 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
         out.push("# The output head shares the embedding table: it is stored once, and changed once.".into());
     }
     out.push("#".into());
-    out.push(format!("#     compress plan {file}     says what it would do; no tensor is read"));
+    out.push(format!("#     compress plan {file}     shows what it would do; no tensor is read"));
     out.push(format!("#     compress run {file}      does it, and writes report.html"));
     out.push("#".into());
     out.push("# Lines that begin with # and no space are suggestions: remove the # to switch them on.".into());
@@ -146,8 +146,8 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
 
 fn data(facts: &Facts, out: &mut Vec<String>) {
     if !facts.runs {
-        out.push("# compress cannot run this model, so that it can change and verify weights but not measure answers:".into());
-        out.push("# `compress inspect --graph` says why; a graph.json beside the weights would describe it.".into());
+        out.push("# compress cannot run this model: it can change and verify weights, but not measure accuracy:".into());
+        out.push("# `compress inspect --graph` shows why; a graph.json beside the weights would describe it.".into());
         out.push(String::new());
         return;
     }
@@ -210,7 +210,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
     let mut say = |text: &str| out.push(text.to_owned());
     if facts.runs {
         say("  # Takes a part of the heads and neurons (or channels) out: smaller and faster in any runtime;");
-        say("  # `repair` mends what is left on calibration samples.");
+        say("  # `repair` adjusts the remaining weights on calibration samples.");
         say("#  - prune-structured: { amount: 0.25, importance: activation, repair: least-squares }");
     } else {
         say("  # Zeroes half of the linear weights; saves bytes only with `layout: sparse` below.");
@@ -221,7 +221,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
             say("  # int8 weights and activations, with scales found on calibration samples: a quarter of the size, and on a CPU two to three");
             say("  # times as fast in ONNX Runtime. Batch normalisations are folded into the convolutions.");
             say("  - quantize-static: { observer: mse, smooth: auto }");
-            say("  # Keeps the most sensitive layers in floats until the answers are close enough; in place of the line above.");
+            say("  # Keeps the most sensitive layers in floats until the outputs are close enough; use it in place of the line above.");
             say("#  - quantize-static: { accuracy_goal: { min_cosine: 0.995 } }");
         }
         _ if facts.has_linear => {
@@ -276,7 +276,7 @@ fn export(facts: &Facts, out: &mut Vec<String>) {
         say("  # One file for ONNX Runtime, on servers, desktops and phones.");
         say("#  - onnx");
     } else {
-        say("  # Only what is not zero, after pruning; read by compress, `compress densify` brings it back.");
+        say("  # Stores only non-zero values, after pruning; read by compress alone, `compress densify` converts it back.");
         say("#  - safetensors: { layout: sparse }");
     }
 }

@@ -87,7 +87,7 @@ impl Nccl {
     /// The device is no GPU; NCCL refuses, or does not connect in time.
     pub fn open(mut sockets: Sockets, device: &Device, patience: Duration) -> Result<Nccl> {
         let (rank, size) = (sockets.rank(), sockets.size());
-        let failed = |reason: String| Error::run(format!("rank {rank} of {size}"), reason, "NCCL says more with NCCL_DEBUG=INFO in the environment");
+        let failed = |reason: String| Error::run(format!("rank {rank} of {size}"), reason, "set NCCL_DEBUG=INFO for more output of NCCL");
         let stream = device.as_cuda_device().map_err(|e| failed(e.to_string()))?.cuda_stream();
         let own = match rank {
             0 => Id::new().map_err(|e| failed(format!("NCCL: {:?}", e.0)))?.internal().map(|c| c as u8).to_vec(),
@@ -113,12 +113,12 @@ impl Nccl {
         let (answer, answered) = channel();
         self.jobs.send(Job { tensor: tensor.clone(), from, answer }).map_err(|_| gone())?;
         match answered.recv_timeout(self.patience) {
-            Ok(result) => result.map_err(|reason| Error::run(what(), reason, "NCCL says more with NCCL_DEBUG=INFO in the environment")),
+            Ok(result) => result.map_err(|reason| Error::run(what(), reason, "set NCCL_DEBUG=INFO for more output of NCCL")),
             Err(RecvTimeoutError::Disconnected) => Err(gone()),
             Err(RecvTimeoutError::Timeout) => {
                 let others: Vec<&str> = self.sockets.addresses().collect();
                 let reason = format!("of {}, one did not answer for {} s", others.join(", "), self.patience.as_secs_f64());
-                Err(Error::run(what(), reason, "look at what the other processes have written last"))
+                Err(Error::run(what(), reason, "look at the last output of the other processes"))
             }
         }
     }

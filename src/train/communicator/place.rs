@@ -48,9 +48,7 @@ impl Place {
         // Slurm and Kubernetes count where they alone have started the process.
         let Some(&(rank_name, size_name, local_name)) = LAUNCHERS.iter().find(|(rank, size, _)| known(rank) && (known(size) || *rank == "RANK")) else {
             return match number::<usize>(&get, "WORLD_SIZE")? {
-                Some(size) if size > 1 => {
-                    Err(Error::option("WORLD_SIZE", format!("{size} processes, and nothing says which of them this is: RANK is missing")))
-                }
+                Some(size) if size > 1 => Err(Error::option("WORLD_SIZE", format!("{size} processes, but RANK, which says which of them this is, is missing"))),
                 _ => Ok(None),
             };
         };

@@ -128,7 +128,7 @@ impl Logits {
                 (_, None) => Vec::new(),
             };
             if let Some(class) = targets.iter().find(|class| **class as usize >= self.classes) {
-                return Err(Error::option("losses: hard", format!("class {class} is out of range, the model tells {} apart", self.classes)));
+                return Err(Error::option("losses: hard", format!("class {class} is out of range, the model has {}", self.classes)));
             }
             return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets });
         }

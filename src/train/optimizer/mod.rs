@@ -25,7 +25,7 @@ pub enum Kind {
     #[default]
     #[cfg_attr(feature = "cli", value(name = "adamw"))]
     AdamW,
-    /// AdamW that keeps its moments in 8 bits
+    /// AdamW with 8-bit moments
     #[cfg_attr(feature = "cli", value(name = "adamw8bit"))]
     AdamW8bit,
     /// Second moments by row and column, no first moment
@@ -249,7 +249,11 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
             let found = name.split_once('/').and_then(|(part, parameter)| Some((A::PARTS.iter().find(|known| **known == part)?, parameter)));
             let Some((part, parameter)) = found else {
                 let known = A::PARTS.join(", ");
-                return Err(Error::tensor(&name, format!("is no state of this optimizer, which keeps {known}"), "go on with the optimizer that has begun"));
+                return Err(Error::tensor(
+                    &name,
+                    format!("is no state of this optimizer, which keeps {known}"),
+                    "continue with the optimizer that the training started with",
+                ));
             };
             let own = || transfer::beside(&tensor, &self.device, Cause::State)?.force_contiguous();
             let tensor = own().map_err(|e| Error::tensor(&name, format!("cannot be restored: {e}"), ""))?;

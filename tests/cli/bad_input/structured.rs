@@ -144,7 +144,7 @@ fn models() {
             },
             "prune-structured int8 -o out --amount 0.5",
             1,
-            "is int8 channel already, and parts of it cannot be taken out",
+            "is int8 channel already, and parts of it cannot be removed",
             "quantize last",
         ),
     ]);

@@ -113,7 +113,7 @@ impl Mending<'_> {
             let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
             let Some(kept) = self.kept.get(&(name(1), axis)) else { continue };
             if self.repair == Repair::Bias && node.inputs.len() < 3 && !normalised(graph, node) {
-                let what = format!("`{}` has no bias that could be mended: repair: least-squares does without", graph.value(node.output).name);
+                let what = format!("`{}` has no bias to adjust: use repair: least-squares", graph.value(node.output).name);
                 return Err(Error::option(format!("{NAME}: repair"), what));
             }
             let value = name(0);
@@ -137,7 +137,7 @@ impl Mending<'_> {
             _ => Some(sums.selection(kept)),
         };
         let Some(estimate) = estimate else {
-            return Err(Error::run(NAME, format!("calibration data says too little about the inputs of `{weight}`"), "use more samples"));
+            return Err(Error::run(NAME, format!("calibration data has too few samples for the inputs of `{weight}`"), "use more samples"));
         };
         let (features, left) = (sums.x.len(), sums.y.len());
         let compute = || {
