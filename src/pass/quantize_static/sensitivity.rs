@@ -141,7 +141,7 @@ impl QuantizeStatic {
     fn of_weight(&self, prepared: &Prepared, name: &str) -> Result<Damage> {
         let before = prepared.model.weights.get(name)?.floats(name)?;
         let after = self.with_weight(prepared, name, ActivationScheme::None)?.weights.get(name)?.floats(name)?;
-        let weight_sqnr_db = compare::compare(&before, &after).sqnr_db();
+        let weight_sqnr_db = compare::floats(&before, &after).sqnr_db();
         Ok(Damage { name: name.to_owned(), weight_sqnr_db, weights: None, dynamic: None, quantized: None, kl: None })
     }
 }
