@@ -1,4 +1,4 @@
-//! Ways back of ops, at sizes of a small transformer and a small image model.
+//! Ops forwards and backwards, at sizes of a small transformer and a small image model.
 //!
 //! `cargo bench --bench gradients -- Linear` runs those with the word in their name.
 #![allow(clippy::unwrap_used)]
@@ -6,7 +6,7 @@
 
 use std::hint::black_box;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
 use compress::ir::ops::*;
 use criterion::{Criterion, criterion_group, criterion_main};
@@ -25,14 +25,15 @@ fn images(shape: [usize; 4]) -> Tensor {
 
 fn bench(criterion: &mut Criterion, name: &str, op: impl Into<Op>, inputs: &[Tensor]) {
     let op: Op = op.into();
-    let output = op.spec().eval(inputs, Mode::Infer).unwrap();
+    let prepared = PreparedOp::new(&op, &Device::Cpu, DType::F32);
+    let output = prepared.forward(inputs).unwrap();
     let gradient = if output.rank() == 4 && !output.is_contiguous() { images(output.dims4().unwrap().into()) } else { numbers(output.dims()) };
     let saved: Vec<Saved> = inputs.iter().cloned().map(Saved::whole).collect();
     let wanted = vec![true; inputs.len()];
     let output = Saved::whole(output);
-    criterion.bench_function(&format!("{name} forward"), |b| b.iter(|| op.spec().eval(black_box(inputs), Mode::Infer).unwrap()));
+    criterion.bench_function(&format!("{name} forward"), |b| b.iter(|| prepared.forward(black_box(inputs)).unwrap()));
     criterion.bench_function(&format!("{name} backward"), |b| {
-        b.iter(|| op.spec().backward(&Backward { inputs: black_box(&saved), output: &output, gradient: &gradient, wanted: &wanted }).unwrap());
+        b.iter(|| prepared.backward(&Backward { inputs: black_box(&saved), output: &output, gradient: &gradient, wanted: &wanted }).unwrap());
     });
 }
 

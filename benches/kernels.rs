@@ -57,7 +57,7 @@ fn pruning<F: Float>(group: &mut BenchmarkGroup<WallTime>, bytes: &[u8], thresho
     group.bench_function("histogram", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
     if let Some(second) = first.inside(threshold.into() >> first.shift) {
         let mut histogram = MagnitudeHistogram::new(second);
-        group.bench_function("histogram, second sweep", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
+        group.bench_function("histogram, second reading", |b| b.iter(|| histogram.add::<F>(black_box(bytes))));
     }
     group.bench_function("mask", |b| b.iter(|| mask::keep_from::<F>(black_box(bytes), &mut output, threshold)));
     group.bench_function("mask with ties", |b| b.iter(|| mask::keep_from_but_first::<F>(black_box(bytes), &mut output, threshold, 1)));

@@ -20,7 +20,7 @@ use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use compress::exec::{Choice, Executor, Inputs, Parameters, Residence};
 use compress::ir::{Element, Graph};
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Error, Model, Result};
 
 /// Run a model forward and say how long it takes
@@ -97,7 +97,7 @@ fn by_op(executor: &Executor, inputs: &Inputs) -> Result<BTreeMap<&'static str, 
     let ops: BTreeMap<&str, &'static str> = executor.graph().nodes().iter().map(|n| (executor.graph().value(n.output).name.as_str(), n.op.name())).collect();
     let mut spent: BTreeMap<&'static str, (usize, f64)> = BTreeMap::new();
     let mut last = Instant::now();
-    executor.run_observed(inputs, &mut |name, _| {
+    executor.run_observed(&executor.observation(|_| true), inputs, &mut |name, _| {
         let entry = spent.entry(ops[name]).or_default();
         entry.0 += 1;
         entry.1 += last.elapsed().as_secs_f64() * 1e3;
@@ -113,8 +113,8 @@ fn forward(args: &Args) -> Result<()> {
     let graph = model.graph()?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let residence = if args.stored { Residence::Stored } else { Residence::Computed };
-    let sweep = Sweep { threads, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(&graph, &model.weights, &device, DType::F32, residence, &sweep)?;
+    let work = Work { threads, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &model.weights, &device, DType::F32, residence, &work)?;
     let executor = Executor::new(&graph, parameters, device);
     let inputs = match &args.inputs {
         Some(file) => candle_core::safetensors::load(file, &Device::Cpu).map_err(candle)?.into_iter().collect(),

@@ -16,7 +16,8 @@ use clap::{Parser, ValueEnum};
 use compress::export::ByteSize;
 use compress::kernel::convert;
 use compress::store::writer::{self, FileLayout, Item};
-use compress::store::{Block, BlockSink, Cancel, DType, Encoding, Silent, StorageFormat, Sweep, View, Weight, WeightSource, block_elements};
+use compress::store::{Block, BlockSink, DType, Encoding, StorageFormat, View, Weight, WeightSource, block_elements};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Error, Result};
 use rand::rngs::Xoshiro256PlusPlus;
 use rand::{Rng, SeedableRng};
@@ -211,7 +212,7 @@ fn make(args: &Args) -> Result<u64> {
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    writer::write(folder, &items, &layout, &Sweep { threads, progress: &Silent, cancel: &Cancel::default() })?;
+    writer::write(folder, &items, &layout, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
     Ok(layout.bytes())
 }
 

@@ -14,7 +14,7 @@ use compress::model::Model;
 use compress::pass::{Amount, PruneUnstructured, QuantizeDynamic};
 use compress::pipeline::Pipeline;
 use compress::report::Report;
-use compress::store::{Cancel, Event};
+use compress::work::{Cancel, Event};
 
 /// Prunes and quantizes `model` into the folder `output`, until `cancel` says otherwise.
 pub fn shrink(model: &Path, output: &Path, cancel: Cancel) -> Result<Report> {
@@ -30,7 +30,7 @@ pub fn shrink(model: &Path, output: &Path, cancel: Cancel) -> Result<Report> {
         })
         .cancel(cancel)
         .build()?;
-    // Opening reads headers only. Both passes are one sweep from disk to disk, a block of each tensor at a time, and
+    // Opening reads headers only. Both passes run in one reading from disk to disk, a block of each tensor at a time, and
     // the folder appears when every file in it was read back.
     pipeline.run(Model::open(model)?, output)
 }

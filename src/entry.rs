@@ -21,21 +21,21 @@ pub(crate) trait Entry: Sized {
 
 /// Implements [`Entry`] and `Deserialize` for an enum of variants that are named like their options.
 macro_rules! entry {
-    ($entry:ident, $what:literal, $names:ident, $($(#[$meta:meta])* $name:literal => $variant:ident),+) => {
+    ($entry:ident, $what:literal, $names:ident, $($name:literal => $variant:ident),+) => {
         impl $crate::entry::Entry for $entry {
             const WHAT: &'static str = $what;
             const NAMES: &'static [&'static str] = $names;
 
             fn alone(name: &str) -> Option<Self> {
                 match name {
-                    $($(#[$meta])* $name => Some($entry::$variant($variant::default())),)+
+                    $($name => Some($entry::$variant($variant::default())),)+
                     _ => None,
                 }
             }
 
             fn with_options<'de, A: serde::de::MapAccess<'de>>(name: &str, map: &mut A) -> Option<Result<Self, A::Error>> {
                 match name {
-                    $($(#[$meta])* $name => Some(map.next_value::<Option<$variant>>().map(|options| $entry::$variant(options.unwrap_or_default()))),)+
+                    $($name => Some(map.next_value::<Option<$variant>>().map(|options| $entry::$variant(options.unwrap_or_default()))),)+
                     _ => None,
                 }
             }
@@ -49,6 +49,28 @@ macro_rules! entry {
     };
 }
 pub(crate) use entry;
+
+/// Hands the rows of a table to the macro that writes it; rows with `if runs` only where the build runs models.
+macro_rules! gather {
+    ($table:ident [$($done:tt)*]) => { $table! { $($done)* } };
+    ($table:ident [$($done:tt)*] $(#[$doc:meta])* $name:literal => $entry:ident, $($rest:tt)*) => {
+        $crate::entry::gather! { $table [$($done)* $(#[$doc])* $name => $entry,] $($rest)* }
+    };
+    ($table:ident [$($done:tt)*] $(#[$doc:meta])* $name:literal => $entry:ident if runs, $($rest:tt)*) => {
+        $crate::entry::gather_where_runs! { { $(#[$doc])* $name => $entry, } $table [$($done)*] $($rest)* }
+    };
+}
+pub(crate) use gather;
+
+#[cfg(feature = "run")]
+macro_rules! gather_where_runs {
+    ({ $($row:tt)* } $table:ident [$($done:tt)*] $($rest:tt)*) => { $crate::entry::gather! { $table [$($done)* $($row)*] $($rest)* } };
+}
+#[cfg(not(feature = "run"))]
+macro_rules! gather_where_runs {
+    ({ $($row:tt)* } $table:ident [$($done:tt)*] $($rest:tt)*) => { $crate::entry::gather! { $table [$($done)*] $($rest)* } };
+}
+pub(crate) use gather_where_runs;
 
 /// Reads an entry in either form.
 pub(crate) fn deserialize<'de, T: Entry, D: Deserializer<'de>>(deserializer: D) -> Result<T, D::Error> {

@@ -1,37 +1,41 @@
 #![doc = include_str!("../README.md")]
 
-#[cfg(feature = "run")]
-pub mod analysis;
-#[cfg(feature = "run")]
-pub mod arch;
-#[cfg(feature = "run")]
-mod cache;
-#[cfg(feature = "run")]
-pub mod calibration;
-#[cfg(feature = "run")]
-pub mod data;
 mod entry;
 pub mod error;
 pub mod evaluation;
-#[cfg(feature = "run")]
-pub mod exec;
 pub mod export;
-#[cfg(feature = "run")]
-pub mod ir;
 pub mod kernel;
 pub mod model;
-#[cfg(feature = "run")]
-pub mod onnx;
+pub mod output;
 pub mod pass;
 pub mod pipeline;
 pub mod prelude;
+mod program;
 pub mod recipe;
 pub mod report;
-#[cfg(feature = "run")]
-pub mod runtime;
 pub mod store;
+
+pub mod work;
+
 #[cfg(feature = "run")]
-pub mod train;
+#[path = "."]
+mod running {
+    //! What only a build has that runs models.
+
+    pub mod analysis;
+    pub mod arch;
+    pub(crate) mod cache;
+    pub mod calibration;
+    pub mod data;
+    pub mod exec;
+    pub mod ir;
+    pub mod onnx;
+    pub mod runtime;
+    pub mod train;
+}
+
+#[cfg(feature = "run")]
+pub use running::*;
 
 #[cfg(feature = "cli")]
 pub mod cli;

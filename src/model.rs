@@ -8,6 +8,7 @@ mod diff;
 mod files;
 #[cfg(feature = "run")]
 mod graph;
+mod quantization;
 mod roles;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,22 +19,23 @@ use serde_json::Value;
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
-pub use files::carried_files;
+pub use files::{Beside, Reason};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
 use crate::store::checkpoint::INDEX;
-use crate::store::{Checkpoint, Encoding, Meter, Sweep, Weights};
+use crate::store::{Checkpoint, Encoding, Weights};
+use crate::work::{Meter, Work};
 
-/// Work that must be over before the weights can be written: a sweep over data that several of them share.
+/// Work that must be over before the weights can be written: a reading of data that several of them share.
 pub trait Prepare: Send + Sync {
-    /// Input bytes that it goes over, all sweeps together.
+    /// Input bytes that it reads, all readings together.
     fn bytes(&self) -> u64;
     /// Does it; afterwards it need not be done again.
     ///
     /// # Errors
     /// Reading fails, or the work is cancelled.
-    fn prepare(&self, sweep: &Sweep) -> Result<()>;
+    fn prepare(&self, work: &Work) -> Result<()>;
 }
 
 /// A pass that was applied.
@@ -51,6 +53,8 @@ pub struct Applied {
     pub meter: Arc<Meter>,
     /// The most memory that was resident while it ran; nothing for passes that take part in writing.
     pub peak_rss_bytes: Option<u64>,
+    /// The most memory of a GPU that was taken while it ran; nothing where none was used.
+    pub peak_vram_bytes: Option<u64>,
     /// What only the work itself can tell; asked for when everything is written.
     pub details: Arc<dyn Fn() -> Value + Send + Sync>,
     /// Plain words for the report.
@@ -69,6 +73,7 @@ impl Applied {
             rule: String::new(),
             meter: Arc::new(Meter::default()),
             peak_rss_bytes: None,
+            peak_vram_bytes: None,
             details: Arc::new(|| Value::Null),
             notes: Vec::new(),
             zeroes: false,
@@ -87,8 +92,8 @@ pub struct Model {
     pub weights: Weights,
     /// The safetensors files that it was opened from.
     pub weight_files: Vec<PathBuf>,
-    /// Files to carry over, relative to the folder.
-    pub files: Vec<PathBuf>,
+    /// What lies around them.
+    pub beside: Beside,
     /// What was done, in order.
     pub history: Vec<Applied>,
     /// What must be done before writing.
@@ -123,7 +128,7 @@ impl Model {
         let folder = path.is_dir();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         let mut weights = Weights::from_checkpoint(checkpoint)?;
-        let files = if folder { carried_files(path)? } else { Vec::new() };
+        let beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         let schemes = config.take_quantization(path)?;
         for (name, weight) in &mut weights.by_name {
             let (class, row) = (class(name, weight), weight.row());
@@ -142,7 +147,7 @@ impl Model {
             config,
             weights,
             weight_files,
-            files,
+            beside,
             history: Vec::new(),
             preparations: Vec::new(),
             #[cfg(feature = "run")]
@@ -158,7 +163,7 @@ impl Model {
     /// Every file that a run reads: weights, configuration, and what is carried over.
     pub fn inputs(&self) -> Vec<PathBuf> {
         let described = [Path::new("config.json"), Path::new(INDEX)].map(|name| self.path.join(name)).into_iter().filter(|path| path.is_file());
-        described.chain(self.weight_files.iter().cloned()).chain(self.files.iter().map(|file| self.path.join(file))).collect()
+        described.chain(self.weight_files.iter().cloned()).chain(self.beside.files.iter().map(|file| self.path.join(file))).collect()
     }
 
     /// Pairs (alias, original) of names that are tied: the alias need not be stored.
@@ -175,9 +180,9 @@ impl Model {
     ///
     /// # Errors
     /// Reading fails, or the work is cancelled.
-    pub fn prepare(&mut self, sweep: &Sweep) -> Result<()> {
-        for work in std::mem::take(&mut self.preparations) {
-            work.prepare(sweep)?;
+    pub fn prepare(&mut self, work: &Work) -> Result<()> {
+        for preparation in std::mem::take(&mut self.preparations) {
+            preparation.prepare(work)?;
         }
         Ok(())
     }

@@ -2,22 +2,26 @@
 
 mod builder;
 mod cached;
-#[cfg(feature = "run")]
-mod evaluate;
-#[cfg(feature = "run")]
-mod kept;
+mod carry;
+#[cfg(feature = "zstd")]
+mod further;
+#[cfg(not(feature = "zstd"))]
+#[path = "pipeline/no_further.rs"]
+mod further;
 mod key;
 mod plan;
 mod run;
 #[cfg(feature = "run")]
-mod starter;
+mod running;
+#[cfg(not(feature = "run"))]
+#[path = "pipeline/weights_only.rs"]
+mod running;
+mod verdict;
 mod verify;
 
 pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
-#[cfg(feature = "run")]
-pub use kept::{Entry, Shelf};
 pub use plan::{PassPlan, Plan};
 #[cfg(feature = "run")]
-pub use starter::starter;
+pub use running::{Entry, Shelf, starter};
 pub use verify::{Check, verify};

@@ -8,7 +8,7 @@ pub use crate::pass::{Amount, Cast, FloatFormat, GranularityKind, PruneUnstructu
 pub use crate::pipeline::{Cached, Pipeline};
 pub use crate::recipe::Recipe;
 pub use crate::report::Report;
-pub use crate::store::{Cancel, Event, Progress};
+pub use crate::work::{Cancel, Event, Progress};
 #[cfg(feature = "run")]
 pub use crate::{
     data::Data,

@@ -14,7 +14,6 @@ use serde_json::Value;
 #[cfg(feature = "run")]
 use crate::data::DataSets;
 use crate::error::{Error, Result};
-#[cfg(feature = "run")]
 use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::pass::Step;
@@ -32,6 +31,9 @@ pub struct Recipe {
     /// Carry NaN and infinite weights along instead of stopping at them
     #[serde(default)]
     pub allow_nonfinite: bool,
+    /// Measure how close the answers are to the input's where no evaluation data is named
+    #[serde(default = "yes")]
+    pub measure: bool,
     /// What to measure on
     #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "DataSets::is_empty")]
@@ -40,7 +42,6 @@ pub struct Recipe {
     #[serde(default)]
     pub passes: Vec<Step>,
     /// How to measure before and after; needs `data: { evaluation: ... }`
-    #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluate: Option<Evaluate>,
     /// What to write
@@ -69,6 +70,10 @@ const VARIANTS: usize = 1000;
 /// Values that aliases may add to a recipe.
 const ALIASED: usize = 10_000;
 
+fn yes() -> bool {
+    true
+}
+
 fn default_export() -> Vec<Export> {
     vec![Export::default()]
 }
@@ -80,10 +85,10 @@ impl Recipe {
             model: model.into(),
             seed: 0,
             allow_nonfinite: false,
+            measure: true,
             #[cfg(feature = "run")]
             data: DataSets::default(),
             passes: Vec::new(),
-            #[cfg(feature = "run")]
             evaluate: None,
             export: default_export(),
             output: None,
@@ -152,7 +157,7 @@ impl Recipe {
         self.model = folder.join(&self.model);
         #[cfg(feature = "run")]
         self.data.resolve(folder);
-        self.passes.iter_mut().for_each(|step| step.resolve(folder));
+        self.passes.iter_mut().for_each(|step| step.pass_mut().resolve(folder));
         self.output = self.output.map(|output| folder.join(output));
         self
     }

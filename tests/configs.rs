@@ -9,7 +9,7 @@ use compress::Error;
 use compress::model::Model;
 use compress::pipeline::{Pipeline, verify};
 use compress::recipe::Recipe;
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
 use safetensors::Dtype;
 use safetensors::tensor::TensorView;
 
@@ -77,8 +77,8 @@ fn configs() -> Vec<PathBuf> {
 }
 
 fn holds(folder: &Path) -> bool {
-    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    verify(folder, &sweep).unwrap().iter().all(|check| check.ok)
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    verify(folder, &work).unwrap().iter().all(|check| check.ok)
 }
 
 #[test]

@@ -22,7 +22,8 @@ use compress::pass::{Cast, PruneStructured, QuantizeDynamic};
 use compress::pipeline::Pipeline;
 use compress::recipe::Recipe;
 use compress::store::writer::Piece;
-use compress::store::{self, Block, BlockSink, Cancel, Encoding, Silent, Sweep, View, Weight, WeightSource, Weights};
+use compress::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
+use compress::work::{Cancel, Silent, Work};
 use prost::Message;
 
 fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
@@ -163,7 +164,7 @@ fn learns(graph: &Graph, parameters: &Parameters, inputs: &Inputs) -> bool {
 
 #[test]
 fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
-    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let (mut answered, mut refused, mut learned) = (0, 0, 0);
     for (name, graph) in graphs() {
         // Whatever they are called, from 1 to 8.
@@ -171,7 +172,7 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
         let (macs, memory) = cost(&graph, &sizes);
         let (Some(weights), true) = (weights(&graph), macs <= 1 << 18 && memory <= 1 << 20) else { continue };
         let Ok(batch) = made_up_of(&graph, 0, &sizes) else { continue };
-        let parameters = Parameters::load(&graph, &weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep);
+        let parameters = Parameters::load(&graph, &weights, &Device::Cpu, DType::F32, Residence::Computed, &work);
         learned += usize::from(parameters.as_ref().is_ok_and(|parameters| learns(&graph, parameters, &batch.inputs)));
         let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else {
             refused += 1;

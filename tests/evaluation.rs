@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use compress::data::{Batch, Data, DataSet, References, Task};
+use compress::data::{Batch, Data, DataSet, Order, References, Task};
 use compress::evaluation::{Outcomes, Subject, evaluate};
 use serde_json::Value;
 
@@ -54,10 +54,10 @@ fn texts(file: &str, yaml: &str) -> Data {
 }
 
 fn score(folder: &Path, data: &Data) -> compress::Result<Outcomes> {
-    common::sweep(|sweep| {
+    common::work(|work| {
         let mut subject = Subject::open(folder, 1)?;
         let data = DataSet::open(data, subject.target())?;
-        evaluate(&data, &mut [subject.load(&Device::Cpu, sweep)?], &[], sweep)
+        evaluate(&data, &mut [subject.load(&Device::Cpu, work)?], &[], work)
     })
 }
 
@@ -258,4 +258,131 @@ fn a_folder_without_known_names_of_classes_must_have_as_many() {
     fs::write(files.path().join("dog/a.png"), "no picture").unwrap();
     let unlabelled = Data { task: Some(Task::Fidelity), ..data };
     assert!(batches(vit.path(), &unlabelled).unwrap_err().to_string().contains("a.png"));
+}
+
+/// Token ids of the sample of a text file.
+fn ids(folder: &Path, text: &str) -> compress::Result<Vec<Vec<i64>>> {
+    let file = folder.join("text.txt");
+    fs::write(&file, format!("{text}\n")).unwrap();
+    let data = Data { text: Some(file), ..options("{}") };
+    Ok(batches(folder, &data)?.iter().map(|batch| batch.inputs["input_ids"].flatten_all().unwrap().to_vec1().unwrap()).collect())
+}
+
+#[test]
+fn texts_are_cased_and_cut_as_the_folder_says() {
+    let place = model("sentence-mean", &[WORDS]);
+    let folder = place.path();
+    let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+    let (upper, lower) = ("THE RAIN", "the rain");
+    let plain = ids(folder, lower).unwrap();
+    assert_eq!(ids(folder, upper).unwrap(), plain, "the tokenizer's own normalizer writes in lower case");
+
+    // As BertTokenizer of transformers 4 and 5: the configuration counts more than tokenizer.json.
+    write("tokenizer_config.json", r#"{"tokenizer_class": "BertTokenizer", "do_lower_case": false}"#);
+    assert_ne!(ids(folder, upper).unwrap(), plain);
+    // As sentence-transformers: texts are written in lower case before the tokenizer sees them.
+    write("sentence_bert_config.json", r#"{"max_seq_length": 12, "do_lower_case": true}"#);
+    assert_eq!(ids(folder, upper).unwrap(), plain);
+    fs::remove_file(folder.join("sentence_bert_config.json")).unwrap();
+    write("sentence_roberta_config.json", r#"{"max_seq_length": 3, "do_lower_case": false}"#);
+    assert_eq!(ids(folder, lower).unwrap()[0].len(), 3);
+    // The class that reads tokenizer.json alone.
+    write("tokenizer_config.json", r#"{"tokenizer_class": "PreTrainedTokenizerFast", "do_lower_case": false}"#);
+    assert_eq!(ids(folder, upper).unwrap(), ids(folder, lower).unwrap());
+
+    write("config_sentence_transformers.json", r#"{"prompts": {"query": "query: "}, "default_prompt_name": "query"}"#);
+    let refused = ids(folder, lower).unwrap_err().to_string();
+    assert!(refused.contains("config_sentence_transformers.json: `default_prompt_name` of \"query\" is not supported"), "{refused}");
+}
+
+#[test]
+fn poolings_that_are_not_known_are_refused_by_name() {
+    let place = model("sentence-mean", &[]);
+    let path = place.path().join("1_Pooling/config.json");
+    let usual: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let refused = |key: &str, value: Value| {
+        let mut changed = usual.clone();
+        changed[key] = value;
+        fs::write(&path, changed.to_string()).unwrap();
+        compress::Model::open(place.path()).unwrap().graph().unwrap_err().to_string()
+    };
+    for (key, value) in [
+        ("pooling_mode_cls_token", true.into()),
+        ("pooling_mode_max_tokens", true.into()),
+        ("pooling_mode_mean_sqrt_len_tokens", true.into()),
+        ("pooling_mode_weightedmean_tokens", true.into()),
+        ("pooling_mode_lasttoken", true.into()),
+        ("pooling_mode", "max".into()),
+    ] {
+        let error = refused(key, value);
+        assert!(error.contains(&format!("`{key}`")) && error.contains("1_Pooling/config.json"), "{key}: {error}");
+    }
+}
+
+#[test]
+fn samples_are_counted_as_they_are_run() {
+    let files = tempfile::tempdir().unwrap();
+    let (bert, llama) = (model("bert-sequence-classification", &[WORDS]), model("llama", &[LETTERS]));
+    let open = |folder: &Path, name: &str, text: &str, yaml: &str| {
+        let path = files.path().join(name);
+        fs::write(&path, text).unwrap();
+        let subject = Subject::open(folder, 1).unwrap();
+        DataSet::open(&Data { text: Some(path), ..options(yaml) }, subject.target()).unwrap()
+    };
+    let check = |data: &DataSet, wanted: usize| {
+        let mut seen = 0;
+        data.for_each(|batch| {
+            seen += batch.samples;
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!((seen, data.count().unwrap(), data.samples()), (wanted, wanted, Some(wanted)));
+        assert_eq!(data.batches(Order { batch: Some(8), ..Order::default() }).unwrap(), wanted.div_ceil(8));
+        assert_eq!(data.batches(Order { batch: Some(1), part: (1, 2), skip: 1, ..Order::default() }).unwrap(), (wanted / 2).saturating_sub(1));
+    };
+    let fidelity = "task: fidelity";
+    check(&open(bert.path(), "blank.txt", "a\n\n b\n   \n\nc", fidelity), 3);
+    check(&open(bert.path(), "blank.jsonl", "{\"text\": \"a\"}\n\n{\"text\": \"b\\n\\nc\"}\n", fidelity), 2);
+    check(&open(bert.path(), "lines.csv", "text,label\n\"a\nb\n\nc\",1\n\nd,0\n\"e\n\",2\n", "label_column: label"), 3);
+    check(&open(bert.path(), "cap.csv", "text\na\nb\nc\n", "{ task: fidelity, samples: 2 }"), 2);
+    check(&open(bert.path(), "high.csv", "text\na\nb\nc\n", "{ task: fidelity, samples: 200 }"), 3);
+    // Ten windows of fifteen letters (the tokenizer puts one before them), whatever the cap.
+    let windows = open(llama.path(), "book.txt", &"abcdefghijklmno".repeat(10)[1..], "{ max_length: 16, samples: 1000 }");
+    assert_eq!(windows.samples(), None, "a cap is no count");
+    windows.count().unwrap();
+    check(&windows, 10);
+}
+
+/// Text that is longer than what is tokenized at once, in one line and without a blank.
+#[test]
+fn long_lines_and_scripts_without_blanks_are_text() {
+    let files = tempfile::tempdir().unwrap();
+    let llama = model("llama", &[LETTERS]);
+    for (name, unit) in [("spaced", "ab cd efg "), ("chinese", "漢字かな交じり文")] {
+        let path = files.path().join(format!("{name}.txt"));
+        fs::write(&path, format!("\n{}", unit.repeat((5 << 20) / unit.len()))).unwrap();
+        let subject = Subject::open(llama.path(), 1).unwrap();
+        let data = DataSet::open(&Data { text: Some(path), ..options("max_length: 32") }, subject.target()).unwrap();
+        assert!(data.count().unwrap() > (5 << 20) / 3 / 32, "{name}");
+    }
+}
+
+#[test]
+fn numbers_of_arrays_are_classes_by_index() {
+    let files = tempfile::tempdir().unwrap();
+    let path = files.path().join("a.safetensors");
+    let folder = largest_of_six("6");
+    let save = |labels: Tensor| {
+        let rows = Tensor::from_vec(ROWS.concat(), (4, 6), &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&[("rows".to_owned(), rows), ("labels".to_owned(), labels)].into(), &path).unwrap();
+    };
+    save(Tensor::new(&CLASSES.map(i64::from), &Device::Cpu).unwrap());
+    fs::write(folder.path().join("config.json"), r#"{"id2label": {"0": "5", "1": "4", "2": "3", "3": "2", "4": "1", "5": "0"}}"#).unwrap();
+    let data = |yaml: &str| Data { arrays: Some(path.clone()), ..options(yaml) };
+    let accuracy = |yaml: &str| score(folder.path(), &data(yaml)).unwrap().models[0].score.as_ref().unwrap().value;
+    assert_eq!((accuracy("{}"), accuracy("label_kind: index"), accuracy("label_kind: name")), (0.75, 0.75, 0.0));
+    save(Tensor::new(&[0f32, 2.0, 5.0, 3.0], &Device::Cpu).unwrap());
+    assert_eq!(accuracy("{}"), 0.75);
+    save(Tensor::new(&[0f32, 2.5, 5.0, 3.0], &Device::Cpu).unwrap());
+    assert!(refused(folder.path(), &data("{}")).contains("2.5 stands where indices are wanted"));
 }

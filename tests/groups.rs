@@ -14,7 +14,8 @@ use compress::analysis::{Group, GroupUnit, Groups, groups};
 use compress::data::synthetic;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::ir::Graph;
-use compress::store::{self, Block, BlockSink, Cancel, Encoding, Silent, Sweep, View, Weight, WeightSource, Weights};
+use compress::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
+use compress::work::{Cancel, Silent, Work};
 
 fn models() -> Vec<(String, PathBuf)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
@@ -59,8 +60,8 @@ fn weights(tensors: &BTreeMap<String, Tensor>) -> Weights {
 }
 
 fn run(graph: &Graph, tensors: &BTreeMap<String, Tensor>, inputs: &Inputs) -> BTreeMap<String, Tensor> {
-    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(graph, &weights(tensors), &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(graph, &weights(tensors), &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
     Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 

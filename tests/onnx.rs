@@ -10,7 +10,8 @@ use compress::ir::Graph;
 use compress::onnx::proto::{DataType, Dimension, ModelProto};
 use compress::onnx::{Draft, Precision, Style, draft, file};
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{Cancel, Silent, StorageFormat, Sweep, Weight};
+use compress::store::{StorageFormat, Weight};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline, Recipe};
 use prost::Message;
 
@@ -171,8 +172,8 @@ fn weights_of_large_models_lie_beside() {
     let items: Vec<Item> = draft.weights.iter().map(item).collect();
     let out = tempfile::tempdir().unwrap();
     let layout = file::layout(&draft, 10_000).unwrap();
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let (files, _) = write_pieces(out.path(), &layout, &items, &sweep).unwrap();
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let (files, _) = write_pieces(out.path(), &layout, &items, &work).unwrap();
     assert_eq!(files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), [file::MODEL, file::DATA]);
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let read = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap();

@@ -11,7 +11,8 @@ use compress::onnx::{Precision, Style, draft, file};
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{ActivationScheme, Affine, Cancel, DType, Encoding, Granularity, Rescaled, Silent, StorageFormat, Sweep};
+use compress::store::{ActivationScheme, Affine, DType, Encoding, Granularity, Rescaled, StorageFormat};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
 
@@ -53,7 +54,7 @@ fn nodes<'g>(graph: &'g GraphProto, op: &str) -> Vec<&'g NodeProto> {
 /// The integers and scales of a weight after the pass, as the store makes them.
 fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<u8>, Vec<f32>) {
     use compress::pass::Pass;
-    let model = pass.apply(Model::open(golden(name)).unwrap()).unwrap();
+    let model = pass.apply(Model::open(golden(name)).unwrap(), None).unwrap();
     let weight = &model.weights.by_name[weight];
     let (mut integers, mut scales) = (Vec::new(), Vec::new());
     weight
@@ -192,7 +193,7 @@ fn scales_become_floats_and_integers_lie_beside() {
     let cast = Cast { to: FloatFormat::Bf16, ..Cast::default() };
     let out = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..64 * 48).map(|i| ((i * 37 % 101) as f32 - 50.0) / 64.0).collect();
-    let model = pass.apply(cast.apply(one_layer(&out.path().join("m"), 64, 48, &values)).unwrap()).unwrap();
+    let model = pass.apply(cast.apply(one_layer(&out.path().join("m"), 64, 48, &values), None).unwrap(), None).unwrap();
     let mut style = Style::default();
     for (name, weight) in &model.weights.by_name {
         if let Encoding::Affine(affine) = &weight.encoding {
@@ -219,8 +220,8 @@ fn scales_become_floats_and_integers_lie_beside() {
     };
     let items: Vec<Item> = made.weights.iter().map(item).collect();
     let layout = file::layout(&made, 1).unwrap();
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    write_pieces(out.path(), &layout, &items, &sweep).unwrap();
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    write_pieces(out.path(), &layout, &items, &work).unwrap();
     let graph = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let bytes = |t: &TensorProto| {

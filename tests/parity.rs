@@ -2,13 +2,15 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::ir::{Graph, check};
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
+use serde_json::{Map, Value};
 
 const TOLERANCE: f32 = 1e-4;
 
@@ -18,8 +20,8 @@ fn differences(folder: &Path, golden: &str) -> compress::Result<Vec<(String, f32
     check(&graph)?;
     let text = graph.to_string();
     assert!(text.parse::<Graph>()?.to_string() == text, "the text form of {}", folder.display());
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep)?;
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work)?;
     let golden = candle_core::safetensors::load(folder.join(golden), &Device::Cpu).unwrap();
     let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
     let outputs = Executor::new(&graph, parameters, Device::Cpu).run(&inputs)?;
@@ -88,4 +90,130 @@ fn every_family_computes_what_pytorch_does() {
         }
     }
     assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), names.len(), failures.join("\n"));
+}
+
+/// Channels that are far larger than the others take most of a token's steps.
+#[test]
+fn int8_activations_with_outliers_are_those_of_the_consumer() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/int8/llama-outliers");
+    let found = differences(&folder, "golden.safetensors").unwrap();
+    assert!(found.len() == 1 && found.iter().all(|(_, worst)| *worst < TOLERANCE), "{found:?}");
+}
+
+/// Three sums over the first sample of each output, as `scripts/goldens-keys` makes them.
+fn numbers(graph: &Graph, model: &Model, folder: &Path) -> BTreeMap<String, Vec<f64>> {
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
+    let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
+    let number = |tensor: &Tensor| {
+        let values = tensor.get(0).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        [0.7, 1.0, 2.3].map(|pitch| values.iter().enumerate().map(|(i, x)| f64::from(*x) * (pitch * i as f64).cos()).sum()).to_vec()
+    };
+    Executor::new(graph, parameters, Device::Cpu).run(&inputs).unwrap().iter().map(|(name, tensor)| (name.clone(), number(tensor))).collect()
+}
+
+/// What one of transformers' versions does with a model of `tests/golden/models` when a key is changed.
+#[derive(serde::Deserialize)]
+struct Keys {
+    transformers: String,
+    model: String,
+    class: String,
+    beyond: Vec<String>,
+    usual: BTreeMap<String, Vec<f64>>,
+    same: BTreeMap<String, Value>,
+    other: BTreeMap<String, (Value, Answer)>,
+    absent: BTreeMap<String, Answer>,
+}
+
+#[derive(serde::Deserialize, PartialEq, Debug)]
+#[serde(untagged)]
+enum Answer {
+    Fails(String),
+    Outputs(BTreeMap<String, Vec<f64>>),
+}
+
+/// A model of the table, and what it computes as it is.
+struct Walk<'k> {
+    keys: &'k Keys,
+    folder: std::path::PathBuf,
+    config: Map<String, Value>,
+    graph: String,
+    usual: BTreeMap<String, Vec<f64>>,
+}
+
+impl Walk<'_> {
+    /// The model with this configuration.
+    fn write(&self, config: &Map<String, Value>) -> tempfile::TempDir {
+        let copy = tempfile::tempdir().unwrap();
+        std::fs::write(copy.path().join("config.json"), serde_json::to_string(config).unwrap()).unwrap();
+        std::os::unix::fs::symlink(self.folder.join("model.safetensors"), copy.path().join("model.safetensors")).unwrap();
+        copy
+    }
+
+    /// Complaints about a configuration in which `key` has been changed, for which transformers answers this.
+    fn with(&self, config: &Map<String, Value>, key: &str, answer: Option<&Answer>) -> Option<String> {
+        let copy = self.write(config);
+        let built = Model::open(copy.path()).and_then(|model| Ok((model.graph()?, model.unknown_keys()?, model)));
+        let (graph, unknown, model) = match built {
+            // What is refused for another reason than the key changes nothing that anybody would notice, or does not fit.
+            Err(e) => {
+                return (answer != Some(&Answer::Fails("fails".into())) && !e.to_string().contains(key)).then(|| format!("is refused without its name: {e}"));
+            }
+            Ok(found) => found,
+        };
+        let harmless = answer.is_none() && self.keys.beyond.iter().any(|beyond| beyond == key);
+        if unknown.contains(&format!("config.json: {key}")) && !harmless {
+            return Some("is not known".into());
+        }
+        let found = if graph.to_string() == self.graph { self.usual.clone() } else { numbers(&graph, &model, &self.folder) };
+        let expected = match answer {
+            None => &self.keys.usual,
+            Some(Answer::Outputs(outputs)) => outputs,
+            Some(Answer::Fails(_)) => return Some("is taken, transformers fails".into()),
+        };
+        let far = expected.iter().find(|(name, wanted)| found.get(*name).is_none_or(|found| found.iter().zip(*wanted).any(|(a, b)| (a - b).abs() > 2e-4)));
+        far.map(|(name, wanted)| format!("{name}: {wanted:?}, found {:?}", found.get(name)))
+    }
+}
+
+/// A stored head that the configuration ties is left out by transformers 4, and counts in transformers 5 as it does here. Where nothing
+/// is said, a head that is not stored is the embedding table here, and random numbers there.
+const TIE: &str = "tie_word_embeddings";
+/// Keys of which transformers 4 does something else than transformers 5, or nothing.
+const NEWER: [&str; 2] = [TIE, "is_causal"];
+
+#[test]
+fn every_key_of_transformers_is_used_harmless_or_refused() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let table: Vec<Keys> = serde_json::from_str(&std::fs::read_to_string(golden.join("config-keys.json")).unwrap()).unwrap();
+    assert!(table.len() > 30, "the table is missing");
+    let mut failures = Vec::new();
+    for keys in &table {
+        let folder = golden.join("models").join(&keys.model);
+        let older = folder.join("config-4.json");
+        let place = if keys.transformers == "4" && older.is_file() { older } else { folder.join("config.json") };
+        let mut config: Map<String, Value> = serde_json::from_str(&std::fs::read_to_string(place).unwrap()).unwrap();
+        config.insert("architectures".into(), [keys.class.as_str()].into());
+        let walk = Walk { keys, folder, config, graph: String::new(), usual: BTreeMap::new() };
+        let copy = walk.write(&walk.config);
+        let model = Model::open(copy.path()).unwrap();
+        let graph = model.graph().unwrap();
+        let walk = Walk { graph: graph.to_string(), usual: numbers(&graph, &model, &walk.folder), ..walk };
+        let mut tell = |key: &str, what: &str, complaint: Option<String>| {
+            failures.extend(complaint.map(|complaint| format!("transformers {}, {}: `{key}` {what}: {complaint}", keys.transformers, keys.model)));
+        };
+        let others = keys.same.iter().map(|(key, value)| (key, value, None)).chain(keys.other.iter().map(|(key, (value, answer))| (key, value, Some(answer))));
+        for (key, value, answer) in others.filter(|(key, ..)| keys.transformers != "4" || !NEWER.contains(&key.as_str())) {
+            let mut changed = walk.config.clone();
+            changed.insert(key.clone(), value.clone());
+            tell(key, &format!("of {value}"), walk.with(&changed, key, answer));
+        }
+        for key in walk.config.keys().filter(|key| *key != TIE && (keys.same.contains_key(*key) || keys.other.contains_key(*key))) {
+            let mut changed = walk.config.clone();
+            changed.shift_remove(key);
+            tell(key, "left out", walk.with(&changed, key, keys.absent.get(key)));
+        }
+    }
+    assert!(failures.is_empty(), "{}:\n{}", failures.len(), failures.join("\n"));
 }

@@ -24,7 +24,7 @@ fn families() -> Vec<String> {
 }
 
 fn parameters(model: &Model, graph: &Graph, residence: Residence) -> Parameters {
-    common::sweep(|sweep| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, residence, sweep)).unwrap()
+    common::work(|work| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, residence, work)).unwrap()
 }
 
 fn run_as(folder: &Path, inputs: &Inputs, residence: Residence) -> compress::Result<BTreeMap<String, Tensor>> {
@@ -84,17 +84,33 @@ fn observing_changes_nothing() {
         let executor = Executor::new(&graph, parameters(&model, &graph, Residence::Computed), Device::Cpu);
         let tensors = candle_core::safetensors::load(golden(name).join("golden.safetensors"), &Device::Cpu).unwrap();
         let inputs: Inputs = tensors.into_iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t))).collect();
-        let mut seen = Vec::new();
-        let observed = executor
-            .run_observed(&inputs, &mut |node, tensor| {
+        let observe = |wanted: &dyn Fn(&str) -> bool| {
+            let mut seen = Vec::new();
+            let look = &mut |node: &str, tensor: &Tensor| {
                 assert!(tensor.is_contiguous(), "{node}");
-                seen.push(node.to_owned());
+                seen.push((node.to_owned(), tensor.clone()));
                 Ok(())
-            })
-            .unwrap();
-        assert_eq!(seen.len(), graph.nodes().len(), "{name}");
+            };
+            executor.run_observed(&executor.observation(wanted), &inputs, look).unwrap();
+            seen
+        };
+        let all = observe(&|_| true);
+        assert_eq!(all.len(), graph.nodes().len(), "{name}");
+        let all: BTreeMap<String, Tensor> = all.into_iter().collect();
         for (output, tensor) in executor.run(&inputs).unwrap() {
-            assert!(distance(&tensor, &observed[&output]) < 1e-5, "{name}, {output}");
+            let (_, id) = graph.outputs().iter().find(|(name, _)| *name == output).unwrap();
+            assert!(distance(&tensor, &all[&graph.value(*id).name]) < 1e-5, "{name}, {output}");
+        }
+        // Whoever looks at some values sees the same ones, also where a run stops at each of them.
+        let some: Vec<&String> = all.keys().step_by(3).collect();
+        let observation = executor.observation(|node| some.iter().any(|name| *name == node));
+        let mut run = executor.start(&inputs).unwrap();
+        let seen = observe(&|node| some.iter().any(|name| *name == node));
+        assert_eq!(seen.len(), some.len(), "{name}");
+        for (node, tensor) in seen {
+            assert!(distance(&tensor, &all[&node]) < 1e-5, "{name}, {node}");
+            let stopped = executor.advance(&observation, &mut run, &node).unwrap();
+            assert_eq!(distance(&tensor, &stopped), 0.0, "{name}, {node}");
         }
     }
 }

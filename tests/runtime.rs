@@ -10,7 +10,7 @@ use compress::export::Onnx;
 use compress::onnx::file;
 use compress::pass::{Pass, QuantizeDynamic};
 use compress::runtime::{Options, Session, library};
-use compress::store::{Cancel, Silent, Sweep};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 
 const TOLERANCE: f32 = 1e-4;
@@ -37,7 +37,7 @@ fn angle(ours: &Tensor, theirs: &Tensor, mask: Option<&Tensor>) -> f32 {
 
 /// Exports every golden model and returns where ONNX Runtime and the executor are further apart than `tolerance` says for a name.
 fn apart(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&Tensor>) -> f32, tolerance: fn(&str) -> f32) -> Vec<String> {
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
     let mut failures = Vec::new();
     let mut places: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
@@ -48,7 +48,7 @@ fn apart(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&Tensor
         let opset = 17 + index as u32 % 5;
         let mut pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() });
         if let Some(pass) = &pass {
-            match pass.clone().apply(model.clone()) {
+            match pass.clone().apply(model.clone(), None) {
                 Ok(quantized) => model = quantized,
                 // Convolutional networks have no matrix that it takes.
                 Err(_) => continue,
@@ -56,7 +56,7 @@ fn apart(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&Tensor
             pipeline = pipeline.pass(pass.clone());
         }
         let graph = model.graph().unwrap();
-        let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+        let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
         let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
         let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
         let ours = Executor::new(&graph, parameters, Device::Cpu).with_rounding(Rounding::Tensor).run(&inputs).unwrap();

@@ -14,7 +14,8 @@ use compress::onnx::proto::{DataType, ModelProto};
 use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
 use compress::report::Report;
 use compress::runtime::{Options, Session, library};
-use compress::store::{ActivationScheme, Cancel, Encoding, Silent, Sweep};
+use compress::store::{ActivationScheme, Encoding};
+use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
 
@@ -56,9 +57,9 @@ fn quantized(name: &str, pass: QuantizeStatic, exports: Vec<Export>) -> compress
 }
 
 fn run(model: &Model, inputs: &Inputs) -> std::collections::BTreeMap<String, Tensor> {
-    let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+    let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
     let graph = model.graph().unwrap();
-    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+    let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
     Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 

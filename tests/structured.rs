@@ -61,7 +61,7 @@ fn outputs(model: &Model, like: &Model) -> BTreeMap<String, Tensor> {
 
 fn outputs_of(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String, Tensor> {
     let graph = model.graph().unwrap();
-    let parameters = common::sweep(|sweep| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, sweep)).unwrap();
+    let parameters = common::work(|work| Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
     Executor::new(&graph, parameters, Device::Cpu).run(inputs).unwrap()
 }
 
@@ -211,4 +211,41 @@ fn layers_go_by_their_influence() {
     let gone = done.report.passes[0].details["layers"]["gone"][0].as_u64().unwrap() as usize;
     assert!(influence[gone].as_f64() <= influence[1 - gone].as_f64());
     assert!(done.described());
+}
+
+/// Random tokens for the tiny Llama.
+fn tokens(folder: &Path) -> Data {
+    let ids = Tensor::from_vec((0..96i64).map(|i| i * 7 % 40).collect::<Vec<_>>(), (12, 8), &Device::Cpu).unwrap();
+    let path = folder.join("ids.safetensors");
+    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
+    Data::at(&path)
+}
+
+#[test]
+fn transformers_are_ranked_by_activation_where_there_are_samples() {
+    let folder = tempfile::tempdir().unwrap();
+    let blind = |report: &Report| report.notes.iter().any(|note| note.contains("can ruin a transformer"));
+    let chosen = |done: &Done| {
+        let written = &done.report.recipe["passes"][0]["prune-structured"]["importance"];
+        assert_eq!(written, &done.report.passes[0].options["importance"]);
+        written.as_str().unwrap().to_owned()
+    };
+    let pass = || half(&[PrunedPart::Mlp]);
+    let bytes = |done: &Done| std::fs::read(done.folder.path().join("out/model.safetensors")).unwrap();
+    let calibrated = |importance| run("llama", Pipeline::builder().calibration(tokens(folder.path())).pass(PruneStructured { importance, ..pass() }));
+    let (auto, activation) = (calibrated(Importance::Auto), calibrated(Importance::Activation));
+    assert_eq!(chosen(&auto), "activation");
+    assert!(bytes(&auto) == bytes(&activation) && !blind(&auto.report));
+    // Training data does as well, and the recipe says how much of it was looked at.
+    let trained = run("llama", Pipeline::builder().train(tokens(folder.path())).pass(pass()));
+    assert_eq!((chosen(&trained).as_str(), &trained.report.recipe["data"]["calibration"]["samples"]), ("activation", &serde_json::json!(11)));
+    // Without samples there is nothing but weights to look at: the plan says what that may do, and so does the report.
+    let alone = run("llama", Pipeline::builder().pass(pass()));
+    assert_eq!(chosen(&alone), "l1");
+    assert!(blind(&alone.report), "{:?}", alone.report.notes);
+    let plan = Pipeline::builder().pass(pass()).build().unwrap().plan(&Model::open(golden("llama")).unwrap()).unwrap();
+    assert!(plan.notes.iter().any(|note| note.contains("can ruin a transformer")), "{:?}", plan.notes);
+    let network = run("torchvision-resnet18", Pipeline::builder().calibration(pictures(folder.path())).pass(half(&[PrunedPart::Channels])));
+    assert_eq!(chosen(&network), "l1");
+    assert!(!blind(&network.report));
 }

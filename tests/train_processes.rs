@@ -17,8 +17,18 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(MODEL)
 }
 
+/// What torchrun tells each of two processes.
+fn ranks() -> [Vec<(&'static str, String)>; 2] {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    [0, 1].map(|rank: usize| {
+        let values = [("RANK", rank.to_string()), ("WORLD_SIZE", "2".into()), ("LOCAL_RANK", rank.to_string())];
+        values.into_iter().chain([("MASTER_ADDR", "127.0.0.1".to_owned()), ("MASTER_PORT", port.to_string())]).collect()
+    })
+}
+
 struct Place {
     folder: tempfile::TempDir,
+    cache: tempfile::TempDir,
 }
 
 impl Place {
@@ -33,7 +43,7 @@ impl Place {
             ("labels".to_owned(), whole(labels, &[samples])),
         ]);
         candle_core::safetensors::save(&arrays, folder.path().join("train.safetensors")).unwrap();
-        Place { folder }
+        Place { folder, cache: tempfile::tempdir().unwrap() }
     }
 
     fn recipe(&self, options: &str) -> PathBuf {
@@ -45,9 +55,23 @@ impl Place {
     }
 
     fn start(&self, recipe: &Path, out: &str, more: &[&str], environment: &[(&str, String)]) -> Child {
+        let run = ["run", recipe.to_str().unwrap(), "-o", out, "--quiet"];
+        // What one run keeps would make another one with --resume too short to be killed.
+        let cache = self.cache.path().join(out).to_str().unwrap().to_owned();
+        self.command(&[&run[..], more].concat(), &[environment, &[("COMPRESS_CACHE", cache)]].concat())
+    }
+
+    /// Starts the binary in the folder.
+    fn command(&self, args: &[&str], environment: &[(&str, String)]) -> Child {
         let mut command = Command::new(env!("CARGO_BIN_EXE_compress"));
-        command.args(["run".as_ref(), recipe.as_os_str(), "-o".as_ref(), self.folder.path().join(out).as_os_str(), "--quiet".as_ref()]).args(more);
-        command.envs(environment.iter().map(|(name, value)| (name, value))).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        command.args(args).current_dir(self.folder.path()).envs(environment.iter().map(|(name, value)| (name, value)));
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    fn names(&self) -> Vec<String> {
+        let mut names: Vec<String> = std::fs::read_dir(self.folder.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
     }
 
     fn finish(&self, child: Child) {
@@ -99,20 +123,42 @@ fn a_killed_run_ends_as_one_that_was_not() {
     assert!(!place.folder.path().join("parts.unfinished").exists());
 }
 
+/// With `cpu:strict`, a step that copies more than its samples in and its figures out is an error, and no kernel of the host is used.
+#[test]
+fn steps_are_the_same_where_every_copy_counts() {
+    let cases = [
+        ("finetune", "", ""),
+        ("finetune", "average: 0.9, evaluate_every: 2, offload: [optimizer], gradient_checkpointing: blocks", ""),
+        ("finetune", "evaluate_every: 2, scales: learnable", "  - quantize-dynamic: {}\n"),
+        ("distill", "student: { layers: [0] }, offload: [teacher], losses: { soft: { temperature: 2 }, hidden: 1, attention: 1 }, average: 0.9", ""),
+    ];
+    for (pass, options, before) in cases {
+        let place = Place::new(24);
+        let path = place.folder.path().join("recipe.yaml");
+        let data = "data: { train: { arrays: train.safetensors }, evaluation: { arrays: train.safetensors } }";
+        let comma = if options.is_empty() { "" } else { ", " };
+        let options = format!("max_steps: 4, batch_size: 6, gradient_accumulation: 2, learning_rate: 1e-3{comma}{options}");
+        std::fs::write(&path, format!("model: {}\n{data}\npasses:\n{before}  - {pass}: {{ {options} }}\n", golden().display())).unwrap();
+        place.finish(place.start(&path, "kernels", &[], &[]));
+        place.finish(place.start(&path, "strict", &["--device", "cpu:strict"], &[]));
+        let (kernels, strict) = (place.weights("kernels"), place.weights("strict"));
+        for (name, values) in kernels.iter().filter(|(name, _)| !name.contains("key.bias")) {
+            let apart = values.iter().zip(&strict[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            // One step of eight bits may be more or less.
+            assert!(apart < if before.is_empty() { 1e-4 } else { 1e-2 }, "{pass} {options}, {name}: {apart}");
+        }
+    }
+}
+
 #[test]
 fn two_processes_make_the_steps_of_one() {
     for (shard, tight) in [(false, false), (true, false), (false, true)] {
         let place = Place::new(64);
         // One process takes two batches a step, of two each takes one.
         place.finish(place.start(&place.recipe("max_steps: 6, batch_size: 8, gradient_accumulation: 2, learning_rate: 1e-3"), "one", &[], &[]));
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let limit = if tight { format!(", memory_limit: {}", place.memory("one") * 9 / 10) } else { String::new() };
         let recipe = place.recipe(&format!("max_steps: 6, batch_size: 8, learning_rate: 1e-3, shard_optimizer: {shard}{limit}"));
-        let environment = |rank: usize| {
-            let values = [("RANK", rank.to_string()), ("WORLD_SIZE", "2".into()), ("LOCAL_RANK", rank.to_string())];
-            values.into_iter().chain([("MASTER_ADDR", "127.0.0.1".to_owned()), ("MASTER_PORT", port.to_string())]).collect::<Vec<_>>()
-        };
-        let children: Vec<Child> = (0..2).map(|rank| place.start(&recipe, "two", &[], &environment(rank))).collect();
+        let children: Vec<Child> = ranks().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
         children.into_iter().for_each(|child| place.finish(child));
         let (one, two) = (place.weights("one"), place.weights("two"));
         // Gradients of the biases of keys are nothing but rounding, which parts change.
@@ -122,4 +168,57 @@ fn two_processes_make_the_steps_of_one() {
         }
         assert_eq!(place.report("two").to_string().contains("in parts"), tight);
     }
+}
+
+#[test]
+fn of_two_processes_the_first_writes() {
+    let model = golden();
+    let (model, train) = (model.to_str().unwrap(), "{ arrays: train.safetensors }");
+    let steps = ["--max-steps", "2", "--batch-size", "4"];
+    let finetune = [&["finetune", model, "-o", "out", "--train", train][..], &steps].concat();
+    let distill = [&["distill", model, "-o", "out", "--train", train, "--student", "layers=0"][..], &steps].concat();
+    let chain = [&["chain", model, "-o", "out", "--train", train, "--", "cast", "--", "finetune"][..], &steps].concat();
+    // A training does not begin before all of its processes have come.
+    for args in [finetune, distill, chain, vec!["quantize-dynamic", model, "-o", "out"]] {
+        let place = Place::new(32);
+        let children = ranks().map(|rank| place.command(&args, &rank));
+        let [first, second] = children.map(|child| child.wait_with_output().unwrap());
+        for done in [&first, &second] {
+            assert!(done.status.success(), "{args:?}: {}", String::from_utf8_lossy(&done.stderr));
+        }
+        assert!(String::from_utf8_lossy(&first.stdout).contains("written and verified: out"), "{args:?}");
+        assert!(second.stdout.is_empty() && String::from_utf8_lossy(&second.stderr).contains("the first of the processes writes out"), "{args:?}");
+        assert_eq!(place.names(), ["out", "train.safetensors"], "{args:?}");
+    }
+}
+
+#[test]
+fn two_trainings_do_not_share_what_is_unfinished() {
+    let place = Place::new(64);
+    let recipe = place.recipe("max_steps: 100000, batch_size: 8, learning_rate: 1e-3");
+    let log = place.folder.path().join("out.unfinished/1-finetune/training.csv");
+    let mut first = place.start(&recipe, "out", &[], &[]);
+    while first.try_wait().unwrap().is_none() && !std::fs::read_to_string(&log).is_ok_and(|text| text.lines().count() > 3) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    for more in [&["--force"][..], &["--resume"], &[]] {
+        let second = place.start(&recipe, "out", more, &[]).wait_with_output().unwrap();
+        let told = String::from_utf8_lossy(&second.stderr);
+        assert!(second.status.code() == Some(1) && told.contains("out.unfinished: is used by another run"), "{more:?}: {told}");
+    }
+    assert!(first.try_wait().unwrap().is_none() && log.exists(), "the first run goes on");
+    first.kill().unwrap();
+    first.wait().unwrap();
+    let begun = std::fs::read_to_string(&log).unwrap();
+    assert!(begun.lines().skip(1).enumerate().all(|(i, line)| line.starts_with(&format!("{},", i + 1))), "{begun}");
+    // What a killed run has left goes with --force, and what is not of this tool does not.
+    let recipe = place.recipe("max_steps: 2, batch_size: 8");
+    place.finish(place.start(&recipe, "out", &["--force"], &[]));
+    assert_eq!(place.names(), ["out", "recipe.yaml", "train.safetensors"]);
+    let theirs = place.folder.path().join("out.unfinished");
+    std::fs::create_dir(&theirs).unwrap();
+    std::fs::write(theirs.join("thesis.tex"), "years").unwrap();
+    let refused = place.start(&recipe, "out", &["--force"], &[]).wait_with_output().unwrap();
+    assert!(refused.status.code() == Some(1) && String::from_utf8_lossy(&refused.stderr).contains("out.unfinished"), "{refused:?}");
+    assert_eq!(std::fs::read_to_string(theirs.join("thesis.tex")).unwrap(), "years");
 }

@@ -10,7 +10,8 @@ use compress::analysis::cost;
 use compress::data::made_up_of;
 use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::{Catalog, Graph, GraphFile};
-use compress::store::{self, Block, Cancel, Encoding, Silent, BlockSink, WeightSource, Sweep, View, Weight, Weights};
+use compress::store::{self, Block, Encoding, BlockSink, WeightSource, View, Weight, Weights};
+use compress::work::{Cancel, Silent, Work};
 use libfuzzer_sys::fuzz_target;
 
 /// Elements that a tensor has at most, multiplications of a graph, and bytes of its values.
@@ -71,8 +72,8 @@ fuzz_target!(|text: &str| {
         return;
     }
     let Ok(batch) = made_up_of(&graph, 0, &sizes) else { return };
-    let sweep = Sweep { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    let parameters = Parameters::load(&graph, &weights(&graph), &Device::Cpu, DType::F32, Residence::Computed, &sweep);
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    let parameters = Parameters::load(&graph, &weights(&graph), &Device::Cpu, DType::F32, Residence::Computed, &work);
     if let Ok(parameters) = &parameters {
         let _ = learns(&graph, parameters, &batch.inputs);
     }

@@ -2,7 +2,9 @@
 
     static.py prepare MODEL FOLDER DATA SCRATCH N,N    float.onnx, and samples-N.npz for each N
     static.py quantize FLOAT SAMPLES METHOD OPS ACTIVATIONS OUT
+    static.py nncf FLOAT SAMPLES OUT                   in the environment that holds NNCF
     static.py judge MODEL FOLDER DATA PATHS            figures of the files of a JSON object, as JSON
+    static.py compare MODEL DATA COUNT PATHS           how alike answers are to those of the first, by set of pictures, as JSON
     static.py models FILE…                             which model each is of, as JSON
 """
 
@@ -18,11 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy
 
-from lib import onnx_bench
+from lib import cached, onnx_bench
 
 BATCH = 32
 ROUNDS = 20
 SHAPES = {"cifar-10": [3, 32, 32], "fashion-mnist": [1, 28, 28]}
+# Pictures of a set that is compared, at most.
+COMPARED = 1000
+COMPARISONS = ["efficientnet-lite0", "efficientnet-lite0-uneven", "cifar-10-depthwise"]
 
 
 def pictures(model, data, part):
@@ -38,8 +43,23 @@ def pictures(model, data, part):
     return pixels.astype(numpy.float32) / 255, labels
 
 
+def sets(model, data, count):
+    """What calibrates, and pictures that nothing was calibrated on."""
+    from safetensors.numpy import load_file
+
+    if model.startswith("efficientnet"):
+        names = ("photographs", "cifar-10", "scenes")
+        calibration, *others = [load_file(data / f"{name}.safetensors")["pixels"].astype(numpy.float32) for name in names]
+        return {"calibration": calibration[:count], **dict(zip(names[1:], others))}
+    clothes, _ = pictures("fashion-mnist", cached.fetched("fashion-mnist"), "test")
+    clothes = numpy.pad(255 * clothes[:COMPARED], ((0, 0), (0, 0), (2, 2), (2, 2))).repeat(3, 1)
+    return {"calibration": pictures("cifar-10", data, "train")[0][:count], "test": pictures("cifar-10", data, "test")[0][:COMPARED], "fashion-mnist": clothes}
+
+
 def feeds(model, folder, data, count):
     """What calibration runs on."""
+    if model in COMPARISONS:
+        return [{"pixels": picture[None]} for picture in sets(model, data, count)["calibration"]]
     if model == "minilm":
         first, _, _ = onnx_bench.sentences(data, "train")
         return list(onnx_bench.batches(folder, first[:count], 1))
@@ -99,6 +119,18 @@ def quantize(source, samples, method, ops, activations, out):
     quantize_static(source, out, reader, **options)
 
 
+def nncf(source, samples, out):
+    import nncf
+    import onnx
+
+    arrays = numpy.load(samples)
+    feeds = {}
+    for name in arrays.files:
+        place, given = name.split("/")
+        feeds.setdefault(int(place), {})[given] = arrays[name]
+    onnx.save(nncf.quantize(onnx.load(source), nncf.Dataset([feeds[place] for place in sorted(feeds)])), out)
+
+
 def cosines(one, other):
     dots, norms = (one * other).sum(1), numpy.linalg.norm(one, axis=1) * numpy.linalg.norm(other, axis=1)
     return dots / numpy.maximum(norms, 1e-12)
@@ -135,6 +167,19 @@ def judge(model, folder, data, paths):
     print(json.dumps(rows))
 
 
+def compare(model, data, count, paths):
+    rows = {}
+    for name, images in sets(model, Path(data), int(count)).items():
+        plain = None
+        for file, path in json.loads(paths).items():
+            opened = onnx_bench.session(path)
+            found = numpy.concatenate([opened.run(None, {"pixels": images[start : start + BATCH]})[0] for start in range(0, len(images), BATCH)])
+            plain = found if plain is None else plain
+            kept = int((found.argmax(1) == plain.argmax(1)).sum())
+            rows.setdefault(file, {})[name] = {"cosine": float(cosines(found, plain).mean()), "kept": kept, "of": len(images)}
+    print(json.dumps(rows))
+
+
 def models(*paths):
     def one(path):
         inputs = onnx_bench.session(path).get_inputs()
@@ -148,4 +193,4 @@ def models(*paths):
 if __name__ == "__main__":
     logging.disable(logging.WARNING)
     job, *arguments = sys.argv[1:]
-    {"prepare": prepare, "quantize": quantize, "judge": judge, "models": models}[job](*arguments)
+    {"prepare": prepare, "quantize": quantize, "nncf": nncf, "judge": judge, "compare": compare, "models": models}[job](*arguments)

@@ -15,6 +15,7 @@ REQUIREMENTS = [
     "h5py==3.16.0",
     "onnx==1.22.0",
     "onnxruntime==1.31.1",
+    "sentence-transformers==6.2.0",
 ]
 
 

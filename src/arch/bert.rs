@@ -1,10 +1,13 @@
 //! BERT: base, sequence classification, masked language model.
 
-use super::Settings;
 use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::ops::{Add, Embedding, Linear, Positions, Select, Tanh};
 use crate::ir::{Builder, Dim, TensorType, ValueId};
+
+pub(super) const KEYS: Keys =
+    Keys { harmless: &["attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"], neutral: &[("position_embedding_type", "\"absolute\"")] };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("bert.embeddings.word_embeddings.weight") { "bert." } else { "" };
@@ -30,7 +33,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             let logits = linear(b, "classifier", "classifier", pooled, s.labels()?)?;
             b.output("logits", logits);
         }
-        ("BertForMaskedLM" | "BertForPreTraining", _) => {
+        ("BertForMaskedLM" | "BertForPreTraining" | "BertLMHeadModel", _) => {
             let dense = linear(b, "cls.predictions.transform.dense", "cls.predictions.transform.dense", hidden, s.size("hidden_size")?)?;
             let active = b.node("cls.predictions.transform.act", activation(s.text_or("hidden_act", "gelu")?)?, &[dense])?;
             let normed =
@@ -47,7 +50,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
 pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str, bias: &str, x: ValueId) -> Result<ValueId> {
     let shape = [s.size("vocab_size")?, b.width(x)?];
     let own = format!("{module}.weight");
-    let weight = if b.has(&own) { b.param(&own, &shape)? } else { b.param(table, &shape)? };
+    let weight = b.param(if b.has(&own) || !s.flag_or("tie_word_embeddings", true)? { &own } else { table }, &shape)?;
     let own_bias = format!("{module}.bias");
     let bias = b.param(if b.has(bias) { bias } else { &own_bias }, &shape[..1])?;
     b.node(module, Linear { input_major: false }, &[x, weight, bias])
@@ -57,6 +60,7 @@ pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str
 pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueId, positions: ValueId, types: ValueId, mask: ValueId) -> Result<ValueId> {
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-12)?);
     let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
+    let causal = s.flag_or("is_decoder", false)? && s.flag_or("is_causal", true)?;
     let words = b.param(&format!("{prefix}embeddings.word_embeddings.weight"), &[s.size("vocab_size")?, hidden])?;
     let words = b.node("embeddings.word_embeddings", Embedding {}, &[tokens, words])?;
     let table = b.param(&format!("{prefix}embeddings.position_embeddings.weight"), &[s.size("max_position_embeddings")?, hidden])?;
@@ -71,7 +75,7 @@ pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueI
         for (value, part) in qkv.iter_mut().zip(["query", "key", "value"]) {
             *value = linear(b, &format!("{node}.attention.self.{part}"), &format!("{module}.attention.self.{part}"), x, hidden)?;
         }
-        let context = attend(b, &format!("{node}.attention.self"), qkv, head_dim, Some(mask))?;
+        let context = attend(b, &format!("{node}.attention.self"), qkv, head_dim, Some(mask), causal)?;
         let dense = linear(b, &format!("{node}.attention.output.dense"), &format!("{module}.attention.output.dense"), context, hidden)?;
         let sum = b.node(&format!("{node}.attention.output.sum"), Add {}, &[dense, x])?;
         let attended = layer_norm(b, &format!("{node}.attention.output.LayerNorm"), &format!("{module}.attention.output.LayerNorm"), sum, epsilon)?;

@@ -1,13 +1,23 @@
 //! Values of `config.json`, held to what a graph can be built from.
 
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
 use serde_json::{Map, Value};
 
 use crate::error::{Error, Result};
+
+/// The keys of a file that something has read; those inside a group stand behind the group's name and a dot.
+#[derive(Debug, Default)]
+pub struct ReadKeys(RefCell<BTreeSet<String>>);
 
 /// The configuration of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings<'c> {
     values: &'c Map<String, Value>,
+    /// The group that these values stand in.
+    group: &'c str,
+    read: Option<&'c ReadKeys>,
 }
 
 /// Larger numbers are mistakes, and would only make the program slow to find out.
@@ -16,12 +26,50 @@ const LIMIT: u64 = 1 << 32;
 impl<'c> Settings<'c> {
     /// Reads from these values.
     pub fn new(values: &'c Map<String, Value>) -> Self {
-        Self { values }
+        Self { values, group: "", read: None }
+    }
+
+    /// The same values; what is read of them is written down.
+    #[must_use]
+    pub fn noting(self, read: &'c ReadKeys) -> Self {
+        Self { read: Some(read), ..self }
     }
 
     /// A value that is there and not null.
     pub fn get(&self, key: &str) -> Option<&'c Value> {
+        if let Some(read) = self.read {
+            read.0.borrow_mut().insert(self.path(key));
+        }
         self.values.get(key).filter(|v| !v.is_null())
+    }
+
+    fn path(&self, key: &str) -> String {
+        if self.group.is_empty() { key.to_owned() } else { format!("{}.{key}", self.group) }
+    }
+
+    /// Keys and values that have not been read, groups that were looked into key by key; nulls are left out.
+    pub fn unread(&self) -> Vec<(String, &'c Value)> {
+        let Some(read) = self.read else { return Vec::new() };
+        let mut found = Vec::new();
+        for (key, value) in self.values.iter().filter(|(_, value)| !value.is_null()) {
+            let path = self.path(key);
+            let inside = format!("{path}.");
+            let (whole, looked_into) = {
+                let read = read.0.borrow();
+                (read.contains(&path), read.range(inside.clone()..).next().is_some_and(|other| other.starts_with(&inside)))
+            };
+            match value.as_object() {
+                Some(values) if looked_into && self.group.is_empty() => found.extend(Settings { values, group: key, read: self.read }.unread()),
+                _ if whole => {}
+                _ => found.push((path, value)),
+            }
+        }
+        found
+    }
+
+    /// Whether a value is said to be none, which is not to say nothing.
+    pub(super) fn is_null(&self, key: &str) -> bool {
+        self.values.get(key).is_some_and(Value::is_null)
     }
 
     fn missing(key: &str) -> Error {
@@ -100,8 +148,9 @@ impl<'c> Settings<'c> {
     }
 
     /// A group of values.
-    pub fn group(&self, key: &str) -> Option<Settings<'c>> {
-        self.get(key).and_then(Value::as_object).map(Settings::new)
+    pub fn group(&self, key: &'c str) -> Option<Settings<'c>> {
+        let values = self.get(key).and_then(Value::as_object)?;
+        Some(Settings { values, group: key, read: self.read })
     }
 
     /// The class that the weights were saved from, or an empty text.

@@ -1,13 +1,19 @@
 //! DistilBERT: BERT without token types and pooler, and with its own names.
 
-use super::Settings;
 use super::bert::tied_head;
 use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::Builder;
 use crate::ir::ops::{Add, Embedding, Positions, Relu, Select};
 
 const EPSILON: f64 = 1e-12;
+
+pub(super) const KEYS: Keys = Keys {
+    // Sinusoids only fill the table of positions where none is stored.
+    harmless: &["attention_dropout", "dropout", "qa_dropout", "seq_classif_dropout", "sinusoidal_pos_embds"],
+    neutral: &[],
+};
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("distilbert.embeddings.word_embeddings.weight") { "distilbert." } else { "" };
@@ -28,7 +34,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         for (value, part) in qkv.iter_mut().zip(["q_lin", "k_lin", "v_lin"]) {
             *value = linear(b, &format!("{node}.attention.{part}"), &format!("{module}.attention.{part}"), x, width)?;
         }
-        let context = attend(b, &format!("{node}.attention"), qkv, head_dim, Some(mask))?;
+        let context = attend(b, &format!("{node}.attention"), qkv, head_dim, Some(mask), false)?;
         let dense = linear(b, &format!("{node}.attention.out_lin"), &format!("{module}.attention.out_lin"), context, width)?;
         let sum = b.node(&format!("{node}.attention.sum"), Add {}, &[dense, x])?;
         let attended = layer_norm(b, &format!("{node}.sa_layer_norm"), &format!("{module}.sa_layer_norm"), sum, EPSILON)?;

@@ -1,10 +1,26 @@
 //! GPT-2: linear layers stored as `[in, out]`, one of them for queries, keys and values together.
 
-use super::Settings;
-use super::parts::{activation, layer_norm, text_inputs};
+use super::parts::{activation, language_head, layer_norm, text_inputs};
+use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Positions, Slice, SplitHeads};
 use crate::ir::{Builder, ValueId};
+
+pub(super) const KEYS: Keys = Keys {
+    harmless: &[
+        "attn_pdrop",
+        "embd_pdrop",
+        "n_ctx",
+        "reorder_and_upcast_attn",
+        "resid_pdrop",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ],
+    neutral: &[],
+};
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("transformer.wte.weight") { "transformer." } else { "" };
@@ -33,7 +49,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         if s.flag_or("scale_attn_by_inverse_layer_idx", false)? {
             scale /= number as f64;
         }
-        let context = b.node(&format!("{node}.attn.context_heads"), Attention { scale, causal: true, window: None }, &heads)?;
+        let context = b.node(&format!("{node}.attn.context_heads"), Attention { scale, causal: s.flag_or("is_causal", true)?, window: None }, &heads)?;
         let context = b.node(&format!("{node}.attn.context"), MergeHeads {}, &[context])?;
         let out = conv1d(b, &format!("{node}.attn.c_proj"), &format!("{module}.attn.c_proj"), context, width)?;
         x = b.node(&format!("{node}.attended"), Add {}, &[out, x])?;
@@ -46,7 +62,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let x = layer_norm(b, "ln_f", &format!("{prefix}ln_f"), x, epsilon)?;
     b.output("last_hidden_state", x);
     if s.class() == "GPT2LMHeadModel" || b.has("lm_head.weight") {
-        let weight = if b.has("lm_head.weight") { b.param("lm_head.weight", &[s.size("vocab_size")?, width])? } else { table };
+        let weight = language_head(s, b, table)?;
         let logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
         b.output("logits", logits);
     }

@@ -1,10 +1,16 @@
 //! Llama and its relatives: Mistral, Qwen2, Qwen3.
 
-use super::Settings;
-use super::parts::{activation, linear_with, rms_norm, text_inputs};
+use super::parts::{activation, language_head, linear_with, rms_norm, text_inputs};
+use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, Rotary, RotaryScaling, SplitHeads};
 use crate::ir::{Builder, ValueId};
+
+pub(super) const KEYS: Keys = Keys {
+    // Llama has no windows, and only some scalings of rotary positions know how many there are.
+    harmless: &["attention_dropout", "max_position_embeddings", "max_window_layers", "pretraining_tp", "sliding_window", "use_sliding_window"],
+    neutral: &[("layer_types", "[]"), ("partial_rotary_factor", "1.0")],
+};
 
 struct Family<'s, 'c> {
     s: &'s Settings<'c>,
@@ -16,6 +22,7 @@ struct Family<'s, 'c> {
     qkv_bias: bool,
     out_bias: bool,
     head_norms: bool,
+    causal: bool,
 }
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -42,6 +49,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         qkv_bias: attention_bias || model_type == "qwen2",
         out_bias: attention_bias && model_type != "qwen2",
         head_norms: model_type == "qwen3",
+        causal: s.flag_or("is_causal", true)?,
     };
     let (tokens, mask) = text_inputs(b)?;
     let table = b.param(&format!("{prefix}embed_tokens.weight"), &[s.size("vocab_size")?, hidden])?;
@@ -52,8 +60,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let x = rms_norm(b, "norm", &format!("{prefix}norm"), x, family.epsilon)?;
     b.output("last_hidden_state", x);
     if s.class().ends_with("ForCausalLM") || b.has("lm_head.weight") {
-        let shape = [s.size("vocab_size")?, hidden];
-        let weight = if b.has("lm_head.weight") { b.param("lm_head.weight", &shape)? } else { table };
+        let weight = language_head(s, b, table)?;
         let logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
         b.output("logits", logits);
     }
@@ -87,7 +94,7 @@ impl Family<'_, '_> {
             heads.push(value);
         }
         heads.push(mask);
-        let attention = Attention { scale: 1.0 / (self.head_dim as f64).sqrt(), causal: true, window: window(s, index)? };
+        let attention = Attention { scale: 1.0 / (self.head_dim as f64).sqrt(), causal: self.causal, window: window(s, index)? };
         let context = b.node(&format!("{node}.self_attn.context_heads"), attention, &heads)?;
         let context = b.node(&format!("{node}.self_attn.context"), MergeHeads {}, &[context])?;
         let out = linear_with(b, &format!("{node}.self_attn.o_proj"), &format!("{module}.self_attn.o_proj"), context, hidden, self.out_bias)?;
@@ -105,19 +112,35 @@ impl Family<'_, '_> {
 
 /// How many keys a query of this layer sees.
 fn window(s: &Settings, layer: usize) -> Result<Option<usize>> {
-    if s.get("sliding_window").is_none() {
-        return Ok(None);
-    }
-    let size = s.size("sliding_window")?;
-    if let Some(types) = s.get("layer_types").and_then(|t| t.as_array()) {
-        return Ok(types.get(layer).and_then(|t| t.as_str()).filter(|t| *t == "sliding_attention").map(|_| size));
-    }
     let slides = match s.text("model_type")? {
         "mistral" => true,
-        "qwen2" | "qwen3" => s.flag_or("use_sliding_window", false)? && layer >= s.size_or("max_window_layers", 0)?,
+        "qwen2" | "qwen3" => slides(s, layer)?,
         _ => false,
     };
-    Ok(slides.then_some(size))
+    if !slides || s.is_null("sliding_window") {
+        return Ok(None);
+    }
+    if !s.flag_or("is_causal", true)? {
+        return Err(Error::Unsupported {
+            what: "config.json: `is_causal` of false with a `sliding_window`".into(),
+            hint: "only one of them is supported".into(),
+        });
+    }
+    s.size_or("sliding_window", 4096).map(Some)
+}
+
+/// Whether a layer of a model with a sliding window is one that has it.
+fn slides(s: &Settings, layer: usize) -> Result<bool> {
+    let (first, used) = (s.token_or("max_window_layers", 28)?, s.flag_or("use_sliding_window", false)?);
+    match s.get("layer_types").map(|types| types.get(layer).and_then(serde_json::Value::as_str)) {
+        None => Ok(used && i64::try_from(layer).is_ok_and(|layer| layer >= first)),
+        Some(Some("sliding_attention")) if used => Ok(true),
+        Some(Some("full_attention")) => Ok(false),
+        Some(other) => Err(Error::graph(
+            "config.json",
+            format!("`layer_types` of layer {layer} is {other:?}, expected full_attention, or sliding_attention with `use_sliding_window`"),
+        )),
+    }
 }
 
 /// The rotary embedding, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).

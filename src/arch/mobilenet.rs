@@ -5,11 +5,14 @@
 //! `inverted_residual_setting` (expansion, channels, repeats and stride of each group of blocks, of which only the
 //! last two are looked at: channels are read off the weights) and `num_classes`.
 
-use super::Settings;
 use super::parts::{ConvNorm, image_input, linear};
+use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Clip, GlobalAveragePool};
 use crate::ir::{Builder, Dim, ValueId};
+
+/// Those of all models of torchvision.
+pub(super) const KEYS: Keys = Keys { harmless: &["last_channel", "round_nearest", "width_mult"], neutral: &[] };
 
 const RELU6: Clip = Clip { min: 0.0, max: 6.0 };
 

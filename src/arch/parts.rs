@@ -1,5 +1,6 @@
 //! Pieces that several families share.
 
+use super::Settings;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Attention, BatchNorm, Conv, Gelu, LayerNorm, Linear, MergeHeads, Relu, RmsNorm, Silu, SplitHeads, Tanh};
 use crate::ir::{Builder, Dim, Op, TensorType, ValueId};
@@ -48,6 +49,17 @@ pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId,
     b.node(node, Linear { input_major: false }, &inputs)
 }
 
+/// The weight of a language model's head: its own, or the embedding table where none is stored and the configuration does not deny that
+/// they are one.
+pub(super) fn language_head(s: &Settings, b: &mut Builder, table: ValueId) -> Result<ValueId> {
+    const NAME: &str = "lm_head.weight";
+    if !b.has(NAME) && s.flag_or("tie_word_embeddings", true)? {
+        return Ok(table);
+    }
+    let shape = [s.size("vocab_size")?, b.width(table)?];
+    b.param(NAME, &shape)
+}
+
 /// `module.weight` and `module.bias` over the last axis.
 pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
     let width = b.width(x)?;
@@ -65,14 +77,14 @@ pub(super) fn rms_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, ep
 }
 
 /// Heads, attention, and back; `q`, `k` and `v` are `[batch, sequence, heads · head_dim]`.
-pub(super) fn attend(b: &mut Builder, node: &str, [q, k, v]: [ValueId; 3], head_dim: usize, mask: Option<ValueId>) -> Result<ValueId> {
+pub(super) fn attend(b: &mut Builder, node: &str, [q, k, v]: [ValueId; 3], head_dim: usize, mask: Option<ValueId>, causal: bool) -> Result<ValueId> {
     let mut heads = Vec::with_capacity(4);
     for (part, value) in [("query", q), ("key", k), ("value", v)] {
         heads.push(b.node(&format!("{node}.{part}_heads"), SplitHeads { head_dim }, &[value])?);
     }
     heads.extend(mask);
     let scale = 1.0 / (head_dim as f64).sqrt();
-    let context = b.node(&format!("{node}.context_heads"), Attention { scale, ..Attention::default() }, &heads)?;
+    let context = b.node(&format!("{node}.context_heads"), Attention { scale, causal, window: None }, &heads)?;
     b.node(&format!("{node}.context"), MergeHeads {}, &[context])
 }
 

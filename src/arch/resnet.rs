@@ -4,11 +4,13 @@
 //! `{ "model_type": "torchvision", "variant": "resnet18" }`, and where they differ from the variant's, `layers`
 //! (blocks of each stage), `width` (channels of the first) and `num_classes`.
 
-use super::Settings;
 use super::parts::{ConvNorm, activation, image_input, linear};
+use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Relu};
 use crate::ir::{Builder, Dim, Op, ValueId};
+
+pub(super) const KEYS: Keys = Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] };
 
 fn picture(s: &Settings, b: &mut Builder) -> Result<ValueId> {
     image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))

@@ -12,7 +12,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let hidden = s.size("hidden_size")?;
     let (tokens, mask) = text_inputs(b)?;
     let positions = b.node("embeddings.positions", Positions { padding: Some(s.token_or("pad_token_id", 1)?) }, &[tokens])?;
-    if s.size_or("type_vocab_size", 1)? != 1 {
+    if s.size_or("type_vocab_size", 2)? != 1 {
         return Err(Error::Unsupported {
             what: format!("a {} model with several token types", s.text("model_type")?),
             hint: "type_vocab_size must be 1".into(),
@@ -35,10 +35,10 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let active = b.node("classifier.act", Tanh {}, &[dense])?;
         let logits = linear(b, "classifier.out_proj", "classifier.out_proj", active, s.labels()?)?;
         b.output("logits", logits);
-    } else if s.class().ends_with("ForMaskedLM") {
+    } else if s.class().ends_with("ForMaskedLM") || s.class().ends_with("ForCausalLM") {
         let dense = linear(b, "lm_head.dense", "lm_head.dense", x, hidden)?;
         let active = b.node("lm_head.act", Gelu { tanh: false }, &[dense])?;
-        let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, s.number_or("layer_norm_eps", 1e-5)?)?;
+        let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
         let logits = tied_head(s, b, "lm_head.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "lm_head.bias", normed)?;
         b.output("logits", logits);
     }

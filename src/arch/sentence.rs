@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
+use super::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::Builder;
 use crate::ir::ops::{MaskedMean, Normalize, Select};
@@ -19,24 +20,43 @@ pub enum Pooling {
     Normalize,
 }
 
+/// Keys of a pooling's `config.json` beside the modes that are known. A prompt counts only where one is set (see `data`).
+const KEYS: Keys = Keys {
+    harmless: &["embedding_dimension", "include_prompt", "word_embedding_dimension"],
+    neutral: &[
+        ("pooling_mode_lasttoken", "false"),
+        ("pooling_mode_max_tokens", "false"),
+        ("pooling_mode_mean_sqrt_len_tokens", "false"),
+        ("pooling_mode_weightedmean_tokens", "false"),
+    ],
+};
+
 impl Pooling {
     /// Reads `modules.json` and what it names; none when there is no such file.
     ///
     /// # Errors
     /// The files cannot be read, or name something that is not supported.
     pub fn open(folder: &Path) -> Result<Vec<Pooling>> {
+        Pooling::described(folder).map(|(modules, _)| modules)
+    }
+
+    /// The same, with the keys of the modules' files that are not known.
+    ///
+    /// # Errors
+    /// As [`open`](Pooling::open).
+    pub fn described(folder: &Path) -> Result<(Vec<Pooling>, Vec<String>)> {
         let path = folder.join("modules.json");
+        let (mut found, mut unknown) = (Vec::new(), Vec::new());
         if !path.is_file() {
-            return Ok(Vec::new());
+            return Ok((found, unknown));
         }
-        let modules = read(&path)?;
-        let mut found = Vec::new();
+        let modules: Value = read(&path)?;
         for module in modules.as_array().into_iter().flatten() {
             let kind = module.get("type").and_then(Value::as_str).unwrap_or("");
             match kind.rsplit('.').next().unwrap_or("") {
                 "Transformer" => {}
                 "Normalize" => found.push(Pooling::Normalize),
-                "Pooling" => found.push(pooling(folder, module, &path)?),
+                "Pooling" => found.push(pooling(folder, module, &path, &mut unknown)?),
                 other => {
                     return Err(Error::Unsupported {
                         what: format!("{}: module `{other}`", path.display()),
@@ -45,29 +65,38 @@ impl Pooling {
                 }
             }
         }
-        Ok(found)
+        Ok((found, unknown))
     }
 }
 
-fn read(path: &Path) -> Result<Value> {
+fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
     let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
     serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
 }
 
-fn pooling(folder: &Path, module: &Value, path: &Path) -> Result<Pooling> {
+fn pooling(folder: &Path, module: &Value, path: &Path, unknown: &mut Vec<String>) -> Result<Pooling> {
     let inside = module.get("path").and_then(Value::as_str).unwrap_or("");
     if !Path::new(inside).components().all(|part| matches!(part, std::path::Component::Normal(_))) {
         return Err(Error::malformed(path, format!("names a folder outside the model: `{inside}`")));
     }
-    let path = folder.join(inside).join("config.json");
-    let config = read(&path)?;
+    let (file, path) = (format!("{inside}/config.json"), folder.join(inside).join("config.json"));
+    let (values, read): (Map<String, Value>, _) = (read(&path)?, ReadKeys::default());
+    let settings = Settings::new(&values).noting(&read);
     // Files of newer versions name the mode, older ones set a switch for each.
-    let named = config.get("pooling_mode").and_then(Value::as_str);
-    let chosen = |name: &str, key: &str| named.map_or_else(|| config.get(key) == Some(&Value::Bool(true)), |mode| mode == name);
-    match (chosen("mean", "pooling_mode_mean_tokens"), chosen("cls", "pooling_mode_cls_token")) {
+    let named = settings.get("pooling_mode").map(|mode| mode.as_str().unwrap_or(""));
+    let chosen = |name: &str, key: &str| {
+        let on = settings.flag_or(key, false)?;
+        Ok::<_, Error>(named.map_or(on, |mode| mode == name))
+    };
+    let modes = (chosen("mean", "pooling_mode_mean_tokens")?, chosen("cls", "pooling_mode_cls_token")?);
+    unknown.extend(KEYS.sort(&settings, &file)?.into_iter().map(|key| format!("{file}: {key}")));
+    let refused =
+        |what: &str| Err(Error::Unsupported { what: format!("{}: {what}", path.display()), hint: "known: mean of tokens, first token; one of them".into() });
+    match modes {
         (true, false) => Ok(Pooling::Mean),
         (false, true) => Ok(Pooling::First),
-        _ => Err(Error::Unsupported { what: format!("{}: this pooling", path.display()), hint: "known: mean of tokens, first token; one of them".into() }),
+        (true, true) => refused("`pooling_mode_mean_tokens` and `pooling_mode_cls_token` at once"),
+        (false, false) => refused(&named.map_or("a pooling without a mode".to_owned(), |mode| format!("`pooling_mode` of \"{mode}\""))),
     }
 }
 

@@ -1,10 +1,16 @@
 //! Vision transformer: base, image classification.
 
-use super::Settings;
-use super::parts::{activation, attend, image_input, layer_norm, linear};
+use super::parts::{activation, attend, image_input, layer_norm, linear, linear_with};
+use super::{Keys, Settings};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select, Tanh};
+use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select};
 use crate::ir::{Builder, Dim};
+
+pub(super) const KEYS: Keys = Keys {
+    // The pooler's only where there is none.
+    harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "pooler_act", "pooler_output_size"],
+    neutral: &[],
+};
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("vit.embeddings.cls_token") { "vit." } else { "" };
@@ -21,6 +27,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
+    let qkv_bias = s.flag_or("qkv_bias", true)?;
     let mut x = b.node("embeddings", Add {}, &[sequence, positions])?;
     for index in 0..s.size("num_hidden_layers")? {
         let node = format!("encoder.layer.{index}");
@@ -28,9 +35,9 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let normed = layer_norm(b, &format!("{node}.layernorm_before"), &format!("{module}.layernorm_before"), x, epsilon)?;
         let mut qkv = [normed; 3];
         for (value, part) in qkv.iter_mut().zip(["query", "key", "value"]) {
-            *value = linear(b, &format!("{node}.attention.attention.{part}"), &format!("{module}.attention.attention.{part}"), normed, hidden)?;
+            *value = linear_with(b, &format!("{node}.attention.attention.{part}"), &format!("{module}.attention.attention.{part}"), normed, hidden, qkv_bias)?;
         }
-        let context = attend(b, &format!("{node}.attention.attention"), qkv, head_dim, None)?;
+        let context = attend(b, &format!("{node}.attention.attention"), qkv, head_dim, None, false)?;
         let out = linear(b, &format!("{node}.attention.output.dense"), &format!("{module}.attention.output.dense"), context, hidden)?;
         x = b.node(&format!("{node}.attended"), Add {}, &[out, x])?;
         let normed = layer_norm(b, &format!("{node}.layernorm_after"), &format!("{module}.layernorm_after"), x, epsilon)?;
@@ -49,7 +56,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     } else if b.has(&format!("{pooler}.weight")) {
         let first = b.node("pooler.first", Select { index: 0 }, &[x])?;
         let dense = linear(b, "pooler.dense", &pooler, first, s.size_or("pooler_output_size", hidden)?)?;
-        let pooled = b.node("pooler", Tanh {}, &[dense])?;
+        let pooled = b.node("pooler", activation(s.text_or("pooler_act", "tanh")?)?, &[dense])?;
         b.output("pooler_output", pooled);
     }
     Ok(())

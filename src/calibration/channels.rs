@@ -1,7 +1,10 @@
 //! What each channel of a value is like.
 
+use rayon::prelude::*;
+
 use super::histogram::{ActivationHistogram, exponent_of};
 use crate::kernel::bins::{add_row, extremes, number, number_row};
+use crate::kernel::columns::STRIPE;
 
 /// Bins of a channel, half of them below zero.
 const BINS: usize = 256;
@@ -23,27 +26,36 @@ struct Bins {
     exponents: Vec<i32>,
     /// What each channel was multiplied by after it was counted.
     factors: Vec<f64>,
-    counts: Vec<u32>,
+    counts: Vec<u64>,
 }
 
 impl Bins {
     fn grow(&mut self, channel: usize, exponent: i32) {
-        let doublings = exponent - self.exponents[channel];
-        if doublings <= 0 {
-            return;
-        }
-        let counts = &mut self.counts[channel * BINS..(channel + 1) * BINS];
-        let mut wider = [0u32; BINS];
-        for (bin, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
-            wider[(((bin as i32 - HALF) >> doublings.min(20)) + HALF) as usize] += count;
-        }
-        counts.copy_from_slice(&wider);
-        self.exponents[channel] = exponent;
+        grow(&mut self.exponents[channel], &mut self.counts[channel * BINS..(channel + 1) * BINS], exponent);
     }
 }
 
+/// Makes the range of a channel's bins wide enough.
+fn grow(so_far: &mut i32, counts: &mut [u64], exponent: i32) {
+    let doublings = exponent - *so_far;
+    if doublings <= 0 {
+        return;
+    }
+    let mut wider = [0u64; BINS];
+    for (bin, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+        wider[(((bin as i32 - HALF) >> doublings.min(20)) + HALF) as usize] += count;
+    }
+    counts.copy_from_slice(&wider);
+    *so_far = exponent;
+}
+
+/// How many bins of a channel's range a value of one takes.
+fn inverse(exponent: i32) -> f32 {
+    (f64::from(HALF) / 2f64.powi(exponent)) as f32
+}
+
 impl Channels {
-    /// Of this many channels; with histograms, 1 KiB each.
+    /// Of this many channels; with histograms, 2 KiB each.
     pub fn new(count: usize, histograms: bool) -> Channels {
         Channels {
             low: vec![f32::INFINITY; count],
@@ -57,24 +69,32 @@ impl Channels {
 
     /// Takes values of which each row holds one of every channel.
     pub fn add_rows(&mut self, values: &[f32]) {
-        let width = self.low.len();
-        for row in values.chunks_exact(width.max(1)) {
-            add_row(row, &mut self.low, &mut self.high, &mut self.sums, &mut self.squares);
-        }
+        let width = self.low.len().max(1);
+        // Every channel is followed from row to row by one thread.
+        let extremes = self.low.par_chunks_mut(STRIPE).zip(self.high.par_chunks_mut(STRIPE));
+        let sums = self.sums.par_chunks_mut(STRIPE).zip(self.squares.par_chunks_mut(STRIPE));
+        extremes.zip(sums).enumerate().for_each(|(index, ((low, high), (sums, squares)))| {
+            values.chunks_exact(width).for_each(|row| add_row(&row[index * STRIPE..], low, high, sums, squares));
+        });
         if let Some(bins) = &mut self.bins {
-            for (channel, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
-                bins.grow(channel, exponent_of(low.abs().max(high.abs())));
-            }
-            let inverses: Vec<f32> = bins.exponents.iter().map(|exponent| (f64::from(HALF) / 2f64.powi(*exponent)) as f32).collect();
-            let mut numbers = vec![0; width];
-            for row in values.chunks_exact(width.max(1)) {
-                number_row(row, &inverses, HALF, &mut numbers);
-                for (channel, bin) in numbers.iter().enumerate() {
-                    bins.counts[channel * BINS + *bin as usize] += 1;
+            let extremes = self.low.par_chunks(STRIPE).zip(self.high.par_chunks(STRIPE));
+            let counts = bins.exponents.par_chunks_mut(STRIPE).zip(bins.counts.par_chunks_mut(STRIPE * BINS));
+            extremes.zip(counts).enumerate().for_each(|(index, ((low, high), (exponents, counts)))| {
+                let channels = counts.chunks_exact_mut(BINS).zip(exponents.iter_mut());
+                for ((counts, exponent), (low, high)) in channels.zip(low.iter().zip(high)) {
+                    grow(exponent, counts, exponent_of(low.abs().max(high.abs())));
                 }
-            }
+                let inverses: Vec<f32> = exponents.iter().map(|exponent| inverse(*exponent)).collect();
+                let mut numbers = [0; STRIPE];
+                for row in values.chunks_exact(width) {
+                    number_row(&row[index * STRIPE..], &inverses, HALF, &mut numbers);
+                    for (bin, counts) in numbers.iter().zip(counts.as_chunks_mut::<BINS>().0) {
+                        counts[*bin as usize] += 1;
+                    }
+                }
+            });
         }
-        self.count += (values.len() / width.max(1)) as u64;
+        self.count += (values.len() / width) as u64;
     }
 
     /// Takes values that lie in planes of `size`, a plane for a channel, image after image.
@@ -95,7 +115,7 @@ impl Channels {
         for (plane, values) in values.chunks_exact(size.max(1)).enumerate() {
             let at = plane % width;
             bins.grow(at, exponent_of(self.low[at].abs().max(self.high[at].abs())));
-            let inverse = (f64::from(HALF) / 2f64.powi(bins.exponents[at])) as f32;
+            let inverse = inverse(bins.exponents[at]);
             for run in values.chunks(numbers.len()) {
                 number(run, inverse, HALF, &mut numbers);
                 numbers[..run.len()].iter().for_each(|bin| bins.counts[at * BINS + *bin as usize] += 1);
@@ -137,7 +157,7 @@ impl Channels {
         let Some(bins) = &self.bins else { return };
         let width = bins.factors[channel] * 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
         for (bin, count) in bins.counts[channel * BINS..(channel + 1) * BINS].iter().enumerate().filter(|(_, count)| **count > 0) {
-            see((f64::from(bin as i32 - HALF) + 0.5) * width, f64::from(*count));
+            see((f64::from(bin as i32 - HALF) + 0.5) * width, *count as f64);
         }
     }
 
@@ -197,6 +217,41 @@ mod tests {
         let mut planes = Channels::new(2, false);
         planes.add_planes(&[1.0, 3.0, -8.0, 0.5], 2);
         assert_eq!((planes.means(), planes.largest()), (rows.means(), rows.largest()));
+    }
+
+    #[test]
+    fn counts_go_beyond_32_bits() {
+        let mut channels = Channels::new(1, true);
+        channels.add_rows(&[0.25]);
+        (0..33).for_each(|_| channels.merge(&channels.clone()));
+        assert_eq!((channels.count(), channels.histogram().total()), (1 << 33, 1 << 33));
+    }
+
+    #[test]
+    fn channels_do_not_depend_on_threads_or_neighbours() {
+        let width = 150;
+        let values: Vec<f32> = (0..width * 40).map(|i| ((i * 7919) % 1009) as f32 / 100.0 - 5.0).collect();
+        let add = |threads| {
+            let mut channels = Channels::new(width, true);
+            rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .build()
+                .unwrap()
+                .install(|| values.chunks(width * 8).for_each(|batch| channels.add_rows(batch)));
+            channels
+        };
+        let all = add(1);
+        assert_eq!(all, add(3));
+        for channel in [0, 63, 64, 149] {
+            let mut one = Channels::new(1, true);
+            one.add_rows(&values.iter().skip(channel).step_by(width).copied().collect::<Vec<_>>());
+            let bins = |channels: &Channels, channel| {
+                let mut bins = Vec::new();
+                channels.each_bin(channel, |middle, count| bins.push((middle, count)));
+                bins
+            };
+            assert_eq!((one.means()[0], one.largest()[0], bins(&one, 0)), (all.means()[channel], all.largest()[channel], bins(&all, channel)));
+        }
     }
 
     #[test]

@@ -1,10 +1,15 @@
 //! Counts of values in equal bins around zero, over a range that grows in place.
 
+use rayon::prelude::*;
+
 use crate::kernel::bins::{extremes, number};
 
 /// Number of bins, half of them below zero.
 pub const BINS: usize = 8192;
 const HALF: i32 = BINS as i32 / 2;
+
+/// Values that are counted by one job at least.
+const JOB: usize = 1 << 17;
 
 /// The smallest range is from -2⁻¹⁰⁰ to 2⁻¹⁰⁰.
 const LEAST: i32 = -100;
@@ -49,13 +54,22 @@ impl ActivationHistogram {
         (self.low, self.high) = (self.low.min(low), self.high.max(high));
         self.total += values.len() as u64;
         let inverse = 1.0 / self.width() as f32;
-        let mut numbers = [0i32; 1024];
-        for run in values.chunks(numbers.len()) {
-            number(run, inverse, HALF, &mut numbers);
-            for bin in &numbers[..run.len()] {
-                self.counts[*bin as usize] += 1;
+        let count = |mut counts: Vec<u64>, values: &[f32]| {
+            let mut numbers = [0i32; 1024];
+            for run in values.chunks(numbers.len()) {
+                number(run, inverse, HALF, &mut numbers);
+                for bin in &numbers[..run.len()] {
+                    counts[*bin as usize] += 1;
+                }
             }
-        }
+            counts
+        };
+        let sum = |mut a: Vec<u64>, b: Vec<u64>| {
+            a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+            a
+        };
+        let found = values.par_chunks(JOB).fold(|| vec![0; BINS], count).reduce_with(sum);
+        self.counts.iter_mut().zip(found.unwrap_or_default()).for_each(|(count, found)| *count += found);
     }
 
     fn grow(&mut self, exponent: i32) {

@@ -295,7 +295,7 @@ mod tests {
                 assert_eq!(f64::from(*value), first.as_f64().unwrap(), "{name}");
             }
             let mut seen = ValueStatistics::new(1, Request { axis: Axis::Last, histograms: false });
-            values.chunks(1000).for_each(|batch| seen.add("x", batch, &[batch.len(), 1], Axis::Last).unwrap());
+            values.chunks(1000).for_each(|batch| seen.add("x", batch, &[batch.len(), 1], Axis::Last, 1).unwrap());
             let bin = case["radius"].as_f64().unwrap() / 4096.0;
             for (observer, wanted) in case["ranges"].as_object().unwrap() {
                 let (kind, percentile) = match observer.as_str() {

@@ -1,15 +1,16 @@
-//! One sweep over samples.
+//! One run over samples.
 
 use std::collections::BTreeMap;
 
-use candle_core::{CpuStorage, Device, Storage, Tensor};
+use candle_core::Tensor;
 
 use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
-use crate::exec::Executor;
+use crate::exec::transfer::Cause;
+use crate::exec::{Executor, on_host, read};
 use crate::kernel::bins::extremes;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// Where the channels of a value are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,11 +40,13 @@ pub struct ValueStatistics {
     pub histogram: ActivationHistogram,
     /// The extremes of batches.
     pub averages: Averages,
-    /// Channel by channel, of every second batch: what one half says can be held to the other.
+    /// Channel by channel, of every second sample (of every second batch, where a value has tokens): what one half says can be held
+    /// to the other.
     halves: [Channels; 2],
     /// A few rows, spread over the samples; for images, the channels of one place.
     pub rows: Vec<Vec<f32>>,
     batches: u64,
+    samples: u64,
 }
 
 impl ValueStatistics {
@@ -66,7 +69,7 @@ impl ValueStatistics {
 
     pub(super) fn new(width: usize, request: Request) -> ValueStatistics {
         let halves = [(); 2].map(|()| Channels::new(width, request.histograms));
-        ValueStatistics { histogram: ActivationHistogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0 }
+        ValueStatistics { histogram: ActivationHistogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0, samples: 0 }
     }
 
     /// Channel by channel.
@@ -84,13 +87,14 @@ impl ValueStatistics {
             let histogram = channels.histogram();
             averages.scale(self.histogram.range(), histogram.range());
             let halves = [channels.clone(), Channels::new(channels.channels(), true)];
-            ValueStatistics { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2 }
+            ValueStatistics { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2, samples: self.samples / 2 }
         };
         let both = self.halves.iter().all(|half| half.has_histograms() && half.count() > 0);
         both.then(|| [half(0), half(1)])
     }
 
-    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis) -> Result<()> {
+    /// Takes the values of a batch of so many samples of one size.
+    pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, samples: usize) -> Result<()> {
         let (low, high, finite) = extremes(values);
         if !finite {
             let what = values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x);
@@ -102,11 +106,18 @@ impl ValueStatistics {
         }
         self.histogram.add_within(values, low, high);
         self.averages.add(low, high);
-        let half = (self.batches % 2) as usize;
-        let width = self.halves[half].channels().max(1);
+        let width = self.halves[0].channels().max(1);
+        let plane = shape.iter().skip(2).product::<usize>().max(1);
+        for sample in values.chunks((values.len() / samples.max(1)).max(1)) {
+            let half = &mut self.halves[(self.samples % 2) as usize];
+            match axis {
+                Axis::Last => half.add_rows(sample),
+                Axis::Second => half.add_planes(sample, plane),
+            }
+            self.samples += 1;
+        }
         match axis {
             Axis::Last => {
-                self.halves[half].add_rows(values);
                 let rows = values.len() / width;
                 // One row of a batch at first, then of every second, of every fourth batch.
                 if rows > 0 && self.batches.is_power_of_two() | (self.batches < 32) && self.rows.len() < KEPT {
@@ -115,8 +126,6 @@ impl ValueStatistics {
                 }
             }
             Axis::Second => {
-                let plane = shape.iter().skip(2).product::<usize>().max(1);
-                self.halves[half].add_planes(values, plane);
                 if self.rows.len() < KEPT && values.len() >= width * plane {
                     let at = (self.batches as usize * 7919) % plane;
                     self.rows.push((0..width).map(|channel| values[channel * plane + at]).collect());
@@ -132,9 +141,10 @@ impl ValueStatistics {
 ///
 /// # Errors
 /// Reading or running fails, a value is not finite, there is no sample, or the work is cancelled.
-pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, sweep: &Sweep) -> Result<BTreeMap<String, ValueStatistics>> {
+pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, work: &Work) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
-    data.sweep("Calibrating", sweep, |batch| {
+    let observation = executor.observation(|name| requests.contains_key(name));
+    data.for_each_batch("Calibrating", work, |batch| {
         let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),
@@ -143,7 +153,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
         for (name, value) in &batch.inputs {
             look(name, value)?;
         }
-        executor.run_observed(&batch.inputs, &mut look).map(drop)
+        executor.run_observed(&observation, &batch.inputs, &mut look)
     })?;
     Ok(seen)
 }
@@ -159,18 +169,34 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
         seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
-    let failed = |e: candle_core::Error| Error::run(format!("graph value `{name}`"), e, "");
-    let value = value.to_device(&Device::Cpu).and_then(|v| v.to_dtype(candle_core::DType::F32)).and_then(|v| v.contiguous()).map_err(failed)?;
-    let (storage, layout) = value.storage_and_layout();
-    let values = match &*storage {
-        Storage::Cpu(CpuStorage::F32(values)) => &values[layout.start_offset()..layout.start_offset() + value.elem_count()],
-        _ => return Ok(()),
-    };
-    match padding.kept(shape) {
+    let mut take = |values: &[f32]| match padding.kept(shape) {
         Some(kept) if request.axis == Axis::Last => {
             let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
-            so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis)
+            so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)
         }
-        _ => so_far.add(name, values, shape, request.axis),
+        _ => {
+            let each = request.axis == Axis::Second || shape.len() == 2;
+            so_far.add(name, values, shape, request.axis, if each { shape[0] } else { 1 })
+        }
+    };
+    on_host(value, Cause::Statistics)
+        .and_then(|value| read(&value, |values| Ok(take(values))))
+        .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One half can be held to the other however samples come in batches.
+    #[test]
+    fn halves_are_of_samples_not_of_batches() {
+        let images: Vec<f32> = (0..4 * 2 * 3).map(|i| ((i * 37) % 61) as f32 / 7.0 - 4.0).collect();
+        let request = Request { axis: Axis::Second, histograms: true };
+        let [mut whole, mut singly] = [(); 2].map(|()| ValueStatistics::new(2, request));
+        whole.add("x", &images, &[4, 2, 3, 1], Axis::Second, 4).unwrap();
+        images.chunks(6).for_each(|image| singly.add("x", image, &[1, 2, 3, 1], Axis::Second, 1).unwrap());
+        let [whole, singly] = [whole, singly].map(|seen| seen.halves().unwrap().map(|half| half.channels()));
+        assert_eq!(whole, singly);
     }
 }

@@ -7,7 +7,7 @@ use clap::{Args, ValueEnum};
 use crate::error::Result;
 use crate::export::{ByteSize, Export, Layout, Safetensors};
 use crate::pipeline::Builder;
-use crate::store::Cancel;
+use crate::work::{Cancel, Progress, Silent, Work};
 
 use super::progress::{Bars, JsonLines};
 
@@ -61,11 +61,11 @@ impl Global {
         self.threads.map_or_else(|| std::thread::available_parallelism().map_or(1, usize::from), usize::from)
     }
 
-    /// Runs work that sweeps over tensors outside a pipeline.
-    pub fn sweep<T>(&self, work: impl FnOnce(&crate::store::Sweep) -> Result<T>) -> Result<T> {
+    /// Does a job outside a pipeline, with threads, progress and Ctrl-C as asked for.
+    pub fn work<T>(&self, job: impl FnOnce(&Work) -> Result<T>) -> Result<T> {
         let (cancel, bars) = (cancel_on_interrupt(), Bars::default());
-        let progress: &dyn crate::store::Progress = if self.quiet || self.json { &crate::store::Silent } else { &bars };
-        work(&crate::store::Sweep { threads: self.threads(), progress, cancel: &cancel })
+        let progress: &dyn Progress = if self.quiet || self.json { &Silent } else { &bars };
+        job(&Work { threads: self.threads(), progress, cancel: &cancel })
     }
 }
 
@@ -101,6 +101,9 @@ pub(super) struct Writing {
     /// Carry NaN and infinite weights along instead of stopping at them
     #[arg(long)]
     pub allow_nonfinite: bool,
+    /// Do not measure how close the answers are to the input's where no evaluation data is named
+    #[arg(long)]
+    pub no_measure: bool,
 }
 
 impl Writing {

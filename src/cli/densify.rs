@@ -39,7 +39,6 @@ impl Args {
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1) {
             model.notes.push("every weight was dense already: the files hold the same values in the same types".into());
         }
-        let report = pipeline.run(model, &self.output)?;
-        output::report(&report, &self.output, global)
+        output::run(&pipeline, &model, &self.output, global)
     }
 }

@@ -23,7 +23,7 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let (before, after) = (Model::open(&self.before)?, Model::open(&self.after)?);
-        let mut found = global.sweep(|sweep| diff(&before, &after, sweep))?;
+        let mut found = global.work(|work| diff(&before, &after, work))?;
         found.weights.sort_by(|a, b| natural(&a.name, &b.name));
         if global.json {
             return output::json(&found);

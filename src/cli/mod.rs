@@ -2,21 +2,13 @@
 //!
 //! stdout is data, stderr is talk. Exit codes: 0 done, 1 failed, 2 misuse.
 
-#[cfg(feature = "run")]
-mod analyze;
 mod args;
-#[cfg(feature = "run")]
-mod cache;
 mod chain;
 mod check;
 mod completions;
 mod densify;
 mod diff;
 mod doctor;
-#[cfg(feature = "run")]
-mod eval;
-#[cfg(feature = "run")]
-mod init;
 mod inspect;
 mod man;
 mod output;
@@ -25,6 +17,8 @@ mod plan;
 mod progress;
 mod report;
 mod run;
+#[cfg(feature = "run")]
+mod running;
 mod schema;
 mod verify;
 
@@ -64,21 +58,15 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Look at a model and write a first recipe for it, with the reason for every line
-    #[cfg(feature = "run")]
-    Init(init::Args),
     /// Run a recipe, whole
     Run(run::Args),
     /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
     Chain(Box<chain::Args>),
     /// Say what a recipe would do: matched weights, memory, predicted size
     Plan(plan::Args),
-    /// Measure how good a model's answers are: accuracy, perplexity, likeness to another model
     #[cfg(feature = "run")]
-    Eval(Box<eval::Args>),
-    /// Say what quantizing each layer does to the model's answers, and write a mixed recipe
-    #[cfg(feature = "run")]
-    Analyze(analyze::Args),
+    #[command(flatten)]
+    Running(running::Command),
     /// Show the tensors of a model
     Inspect(inspect::Args),
     /// Compare two models weight by weight
@@ -91,17 +79,14 @@ enum Command {
     Verify(verify::Args),
     /// Write a model back as plain dense safetensors
     Densify(densify::Args),
-    /// Show what earlier runs have kept for later ones, or remove it
-    #[cfg(feature = "run")]
-    Cache(cache::Args),
     /// Print the JSON Schema of recipes
     Schema,
     /// Print a completion script for a shell
     Completions(completions::Args),
     /// Print the manual page, or write the pages of all commands
     Man(man::Args),
-    /// Show what this machine offers
-    Doctor,
+    /// Show what this machine offers, and bring what it lacks
+    Doctor(doctor::Args),
 }
 
 type Failure = Error;
@@ -110,7 +95,7 @@ type Failure = Error;
 pub fn main() -> ExitCode {
     let args: Vec<OsString> = std::env::args_os().collect();
     let (head, segments) = chain::split(args);
-    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(&e));
+    let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
     #[cfg(feature = "run")]
     if let Some(threads) = global.threads {
@@ -146,32 +131,26 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
     if let Some((name, sub)) = matches.subcommand()
         && PASSES.contains(&name)
     {
-        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::misused(&e));
-        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::misused(&e));
+        let step = Step::from_arg_matches(matches).unwrap_or_else(|e| output::misused(e));
+        let args = pass::Args::from_arg_matches(sub).unwrap_or_else(|e| output::misused(e));
         return args.run(vec![step], global);
     }
-    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::misused(&e)).command {
-        #[cfg(feature = "run")]
-        Command::Init(args) => args.run(global),
+    match Cli::from_arg_matches(matches).unwrap_or_else(|e| output::misused(e)).command {
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),
         #[cfg(feature = "run")]
-        Command::Analyze(args) => args.run(global),
-        #[cfg(feature = "run")]
-        Command::Eval(args) => args.run(global),
+        Command::Running(command) => command.run(global),
         Command::Inspect(args) => args.run(global),
         Command::Diff(args) => args.run(global),
         Command::Report(args) => args.run(global),
         Command::Check(args) => args.run(global),
         Command::Verify(args) => args.run(global),
         Command::Densify(args) => args.run(global),
-        #[cfg(feature = "run")]
-        Command::Cache(args) => args.run(global),
         Command::Schema => schema::run(),
         Command::Completions(args) => args.run(),
         Command::Man(args) => args.run(),
-        Command::Doctor => doctor::run(global),
+        Command::Doctor(args) => args.run(global),
     }
 }
 

@@ -3,14 +3,17 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::{self, IsTerminal, Write};
+use std::num::{IntErrorKind, ParseFloatError, ParseIntError};
 use std::path::Path;
 
+use clap::error::ContextKind;
 use serde::Serialize;
 use serde_json::json;
 
 use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
-use crate::pipeline::Plan;
+use crate::model::Model;
+use crate::pipeline::{Pipeline, Plan};
 use crate::report::Report;
 use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::table;
@@ -22,12 +25,6 @@ pub(super) fn print(text: &str) -> Result<()> {
         Err(e) if e.kind() != io::ErrorKind::BrokenPipe => Err(Error::Output { path: "stdout".into(), reason: e.to_string(), hint: String::new() }),
         _ => Ok(()),
     }
-}
-
-/// Columns of the terminal that stdout is, if it is one.
-#[cfg(feature = "run")]
-pub(super) fn columns() -> Option<u16> {
-    rustix::termios::tcgetwinsize(io::stdout()).ok().map(|size| size.ws_col).filter(|columns| *columns > 0)
 }
 
 /// Names come from files of any origin; they must not steer the terminal.
@@ -60,22 +57,24 @@ pub(super) fn error(error: &Error, global: &Global) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// What clap says of arguments that it cannot take, or the help that it was asked for; numbers in words for people.
-pub(super) fn misused(error: &clap::Error) -> ! {
-    const WORDS: [(&str, &str); 4] = [
-        ("invalid digit found in string", "expected a whole number"),
-        ("cannot parse integer from empty string", "expected a whole number"),
-        ("number too large to fit in target type", "the number is too large"),
-        ("invalid float literal", "expected a number"),
-    ];
-    if error.kind() != clap::error::ErrorKind::ValueValidation {
-        error.exit();
-    }
-    let rendered = error.render();
-    let text = if coloured() { rendered.ansi().to_string() } else { rendered.to_string() };
-    let text = WORDS.iter().fold(text, |text, (from, to)| text.replace(from, to));
-    let _ = io::stderr().lock().write_all(text.as_bytes());
-    std::process::exit(error.exit_code());
+/// Ends the program with what clap says of arguments that it cannot take, or with the help that it was asked for.
+pub(super) fn misused(error: clap::Error) -> ! {
+    in_words(&error).unwrap_or(error).exit()
+}
+
+/// The error of a number that cannot be read, in words for people instead of those of the standard library.
+fn in_words(error: &clap::Error) -> Option<clap::Error> {
+    let source = std::error::Error::source(error)?;
+    let (argument, value) = (error.get(ContextKind::InvalidArg)?, error.get(ContextKind::InvalidValue)?.to_string());
+    let reason = match (source.downcast_ref::<ParseIntError>().map(ParseIntError::kind), source.downcast_ref::<ParseFloatError>()) {
+        (Some(IntErrorKind::PosOverflow | IntErrorKind::NegOverflow), _) => "the number is too large",
+        (Some(_), _) if value.parse::<i128>().is_ok() => "the number must not be negative",
+        (Some(_), _) => "expected a whole number",
+        (None, Some(_)) => "expected a number",
+        (None, None) => return None,
+    };
+    let message = format!("invalid value '{value}' for '{argument}': {reason}\n\nFor more information, try '--help'.\n");
+    Some(clap::Error::raw(error.kind(), message))
 }
 
 fn coloured() -> bool {
@@ -90,6 +89,22 @@ pub(super) fn begins(name: &str, global: &Global) {
         LogFormat::Json => format!("{}\n", json!({ "event": "run", "name": name })),
     };
     let _ = io::stderr().lock().write_all(text.as_bytes());
+}
+
+/// Runs a pipeline and shows its report. Of several processes that work together the first writes, and the others say so.
+pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, global: &Global) -> Result<()> {
+    if pipeline.leads()? {
+        return report(&pipeline.run(model.clone(), folder)?, folder, global);
+    }
+    #[cfg(feature = "run")]
+    pipeline.follow(model, folder)?;
+    let text = match global.log_format {
+        _ if global.quiet => return Ok(()),
+        LogFormat::Text => format!("the first of the processes writes {}\n", printable(&folder.to_string_lossy())),
+        LogFormat::Json => format!("{}\n", json!({ "event": "followed", "output": folder })),
+    };
+    let _ = io::stderr().lock().write_all(text.as_bytes());
+    Ok(())
 }
 
 pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {
@@ -149,14 +164,15 @@ fn plan_text(plan: &Plan) -> String {
             out += &names("     ", &pass.unselected);
         }
     }
+    let samples = plan.samples.iter().map(|(key, samples)| (*key, format!("{samples} samples")));
     let rows = [
         ("files", plan.files.join(", ")),
         ("size", format!("{}{}", if plan.output_exact { "" } else { "at most " }, bytes(plan.output_bytes))),
         ("swept before writing", bytes(plan.prepare_bytes)),
         ("peak memory", format!("about {}", bytes(plan.peak_rss_bytes))),
-        ("device memory", bytes(plan.peak_vram_bytes)),
+        ("device memory", plan.peak_vram_bytes.map_or("not known beforehand".into(), bytes)),
     ];
-    out += &format!("\n{}\n", table(&["would write", ""], rows.map(|(name, value)| vec![name.to_owned(), value])));
+    out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).map(|(name, value)| vec![name.to_owned(), value])));
     for note in &plan.notes {
         out += &format!(" note: {note}\n");
     }

@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
 
 use crate::report::format::{bytes, seconds};
-use crate::store::{Event, Progress, ProgressUnit, lock};
+use crate::work::{Event, Progress, ProgressUnit, lock};
 
 /// Stages shorter than this leave no line behind.
 const WORTH_A_LINE: Duration = Duration::from_secs(1);

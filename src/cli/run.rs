@@ -41,6 +41,9 @@ pub(super) struct Args {
     /// Keep no results of passes for later runs
     #[arg(long, conflicts_with = "resume")]
     no_cache: bool,
+    /// Do not measure how close the answers are to the input's where no evaluation data is named
+    #[arg(long)]
+    no_measure: bool,
     /// Only say what would be done
     #[arg(long)]
     dry_run: bool,
@@ -72,12 +75,9 @@ impl Args {
         if self.dry_run {
             return output::plans(&self.foreseen(&jobs)?, global);
         }
-        #[cfg(feature = "run")]
-        if crate::train::communicator::Place::from_environment()?.is_some_and(|place| place.rank > 0) {
-            return jobs.iter().try_for_each(|job| job.pipeline.follow(&job.model, &job.output));
-        }
         match jobs.as_slice() {
-            [job] if job.name.is_empty() => output::report(&job.pipeline.run(job.model.clone(), &job.output)?, &job.output, global),
+            [job] if job.name.is_empty() => output::run(&job.pipeline, &job.model, &job.output, global),
+            [job, ..] if !job.pipeline.leads()? => jobs.iter().try_for_each(|job| output::run(&job.pipeline, &job.model, &job.output, global)),
             _ => self.compared(jobs, global),
         }
     }
@@ -85,7 +85,7 @@ impl Args {
     fn job(&self, variant: Variant, global: &Global) -> Result<Job> {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
-        let builder = global.builder().recipe(&recipe).force(self.force).resume(self.resume);
+        let builder = global.builder().recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         #[cfg(feature = "run")]
         let builder = match crate::pipeline::Shelf::usual().filter(|_| !self.no_cache) {
             // Runs of a sweep begin with the same passes.
@@ -102,7 +102,7 @@ impl Args {
     /// What every run would do, and that there is a place for it.
     fn foreseen(&self, jobs: &[Job]) -> Result<Vec<(String, Plan)>> {
         let foresee = |job: &Job| {
-            crate::store::staging::check_place(&job.output, self.force, &job.model.path)?;
+            crate::output::check_place(&job.output, self.force, &job.model.path)?;
             Ok((job.name.clone(), job.pipeline.plan(&job.model)?))
         };
         jobs.iter().map(foresee).collect()

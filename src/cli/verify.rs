@@ -16,7 +16,7 @@ pub(super) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let checks = global.sweep(|sweep| verify(&self.folder, sweep))?;
+        let checks = global.work(|work| verify(&self.folder, work))?;
         if global.json {
             output::json(&checks)?;
         } else {

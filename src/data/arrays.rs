@@ -12,7 +12,7 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, LARGEST, Order, Port, References, SampleSource, Target, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::header::{byte_count, element_count};
@@ -191,7 +191,14 @@ fn floats(bytes: &[u8], dtype: DType) -> Result<Vec<f32>> {
     Ok(decode!(bytes, dtype, f32))
 }
 
+/// Whole numbers; fractions and what is larger than any index are refused.
 fn integers(bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
+    if matches!(dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16 | DType::U64) {
+        let numbers: Vec<f64> = decode!(bytes, dtype, f64);
+        if let Some(wrong) = numbers.iter().find(|x| x.fract() != 0.0 || x.abs() >= i64::MAX as f64) {
+            return Err(Error::option("data", format!("{wrong} stands where indices are wanted")));
+        }
+    }
     Ok(decode!(bytes, dtype, i64))
 }
 
@@ -278,7 +285,7 @@ impl Arrays {
             inputs,
             count: count.min(options.samples.unwrap_or(usize::MAX)),
             batch: options.batch(task),
-            classes: Classes::of(&target),
+            classes: Classes::of(options, &target),
             pixels: Pixels::plain(options),
         })
     }
@@ -328,7 +335,7 @@ fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
 }
 
 impl SampleSource for Arrays {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let mut arrays = open(&self.path)?;
         let mut take = move |name: &str| {
             let gone = || Error::malformed(&self.path, format!("array `{name}` is gone"));
@@ -343,7 +350,7 @@ impl SampleSource for Arrays {
         Ok(in_batches((0..self.count).map(read), self.batch, bytes, order, |samples| self.batch(samples)))
     }
 
-    fn samples(&self) -> Option<usize> {
-        Some(self.count)
+    fn count(&self) -> Result<usize> {
+        Ok(self.count)
     }
 }

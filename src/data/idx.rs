@@ -11,7 +11,7 @@ use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, LARGEST, Order, Port, References, SampleSource, Target, Works, in_batches, shaped};
+use super::{Batch, LARGEST, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::store::DType;
 use crate::store::header::byte_count;
@@ -101,7 +101,7 @@ impl Idx {
             _ => return Err(Error::malformed(path, format!("has samples of {:?}, which are no images", images.sizes))),
         };
         let pixels = Pixels::open(options, &target, Pixels::unit())?;
-        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task), classes: Classes::of(&target), pixels, port })
+        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task), classes: Classes::of(options, &target), pixels, port })
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
@@ -131,7 +131,7 @@ impl Idx {
 }
 
 impl SampleSource for Idx {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let mut images = Reader::open(&self.images, 3..=4)?;
         let bytes = images.bytes as usize;
         let mut labels = self.labels.as_ref().map(|path| Reader::open(path, 1..=1)).transpose()?;
@@ -142,7 +142,7 @@ impl SampleSource for Idx {
         Ok(in_batches((0..self.count).map(read), self.batch, bytes, order, |samples| self.batch(samples)))
     }
 
-    fn samples(&self) -> Option<usize> {
-        Some(self.count)
+    fn count(&self) -> Result<usize> {
+        Ok(self.count)
     }
 }

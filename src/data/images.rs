@@ -7,7 +7,7 @@ use candle_core::{Device, Tensor};
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::{self, Pixels};
-use super::{Batch, Order, Port, References, SampleSource, Target, Works, in_batches, shaped};
+use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 
 const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
@@ -33,7 +33,7 @@ impl ClassFolders {
         let labelled = task == Task::Classification;
         let mut files = Vec::new();
         if labelled {
-            let classes = Classes::of(&target).for_folders(&names, path)?;
+            let classes = Classes::of(options, &target).for_folders(&names, path)?;
             for (name, class) in names.iter().zip(classes) {
                 files.extend(pictures(&path.join(name))?.into_iter().map(|file| (file, class)));
             }
@@ -84,12 +84,12 @@ fn unreadable(file: &Path, error: &image::ImageError) -> Error {
 }
 
 impl SampleSource for ClassFolders {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         Ok(in_batches(self.files.iter().map(Ok), self.batch, size_of::<&(PathBuf, usize)>(), order, |files| self.batch(files)))
     }
 
-    fn samples(&self) -> Option<usize> {
-        Some(self.files.len())
+    fn count(&self) -> Result<usize> {
+        Ok(self.files.len())
     }
 }
 

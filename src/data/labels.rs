@@ -5,21 +5,54 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::options::{Data, LabelKind};
 use super::{Port, References, Target};
 use crate::error::{Error, Result};
 
 /// Names that are listed in an error.
 const LISTED: usize = 12;
 
+/// A label as a file has it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Label {
+    /// A number of an array or of a JSON object.
+    Number(String),
+    /// Text, which may be made of digits.
+    Text(String),
+}
+
+impl Label {
+    /// What is written in the file.
+    pub fn text(&self) -> &str {
+        match self {
+            Label::Number(text) | Label::Text(text) => text.trim(),
+        }
+    }
+
+    /// What is written in the file, as it is.
+    pub fn into_text(self) -> String {
+        match self {
+            Label::Number(text) | Label::Text(text) => text,
+        }
+    }
+
+    /// How the file's own types say that it is to be read.
+    fn kind(&self) -> Option<LabelKind> {
+        matches!(self, Label::Number(_)).then_some(LabelKind::Index)
+    }
+}
+
 /// What labels stand for.
 pub(super) struct Classes {
     by_name: BTreeMap<String, usize>,
+    /// How labels are to be read, where that was said.
+    kind: Option<LabelKind>,
     /// How many classes the model tells apart, where that is known.
     count: Option<usize>,
 }
 
 impl Classes {
-    pub fn of(target: &Target) -> Classes {
+    pub fn of(options: &Data, target: &Target) -> Classes {
         let mut by_name = BTreeMap::new();
         if let Some(Value::Object(names)) = target.config.get("id2label") {
             by_name.extend(names.iter().filter_map(|(id, name)| Some((name.as_str()?.to_owned(), id.parse().ok()?))));
@@ -30,15 +63,25 @@ impl Classes {
         let logits = |port: &&Port| port.shape.len() == 2;
         let count =
             target.outputs.iter().find(|p| p.name == "logits").or(target.outputs.first()).filter(logits).and_then(|port| port.shape.last().copied().flatten());
-        Classes { by_name, count }
+        Classes { by_name, kind: options.label_kind, count }
     }
 
-    /// The class that a label stands for.
-    pub fn find(&self, label: &str, path: &Path, place: &str) -> Result<usize> {
-        let label = label.trim();
+    /// The class that a label stands for: a number is an index; text is a name or, where no class has this name, an index.
+    pub fn find(&self, label: &Label, path: &Path, place: &str) -> Result<usize> {
+        self.class(self.kind.or(label.kind()), label.text(), path, place)
+    }
+
+    fn class(&self, kind: Option<LabelKind>, label: &str, path: &Path, place: &str) -> Result<usize> {
         let lower = label.to_lowercase();
         let named = self.by_name.get(label).or_else(|| self.by_name.iter().find(|(name, _)| name.to_lowercase() == lower).map(|(_, id)| id)).copied();
-        let class = named.or_else(|| label.parse().ok()).ok_or_else(|| Error::malformed(path, format!("{place}: `{label}` is no class; {}", self.known())))?;
+        let index = label.parse().ok().filter(|_| kind != Some(LabelKind::Name));
+        let class = match (named.filter(|_| kind != Some(LabelKind::Index)), index) {
+            (Some(named), Some(index)) if named != index && self.count.is_none_or(|count| index < count) => {
+                let reason = format!("{place}: `{label}` is the number of a class, and in config.json the name of class {named}");
+                return Err(Error::option("data", format!("{}: {reason}; say `label_kind: index` or `label_kind: name`", path.display())));
+            }
+            (named, index) => named.or(index).ok_or_else(|| Error::malformed(path, format!("{place}: `{label}` is no class; {}", self.known())))?,
+        };
         match self.count {
             Some(count) if class >= count => Err(Error::malformed(path, format!("{place}: class {class}, the model tells {count} apart, the first is 0"))),
             _ => Ok(class),
@@ -47,15 +90,17 @@ impl Classes {
 
     /// The classes of samples by number; the first of each pair is the sample's place in its file.
     pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
-        let class = |(index, number): (usize, i64)| self.find(&number.to_string(), path, &format!("label {index}"));
+        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}"));
         numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
     /// Classes for the names of folders: those that the model knows, else their order.
     pub fn for_folders(&self, names: &[String], path: &Path) -> Result<Vec<usize>> {
-        let known = |name: &String| self.by_name.contains_key(name) || name.parse::<usize>().is_ok();
-        if names.iter().all(known) {
-            return names.iter().map(|name| self.find(name, path, &format!("folder `{name}`"))).collect();
+        let (named, number) = (|name: &String| self.by_name.contains_key(name), |name: &String| name.parse::<usize>().is_ok());
+        let all = |known: &dyn Fn(&String) -> bool, kind| names.iter().all(known).then_some(kind);
+        let kind = self.kind.or_else(|| all(&named, LabelKind::Name)).or_else(|| all(&number, LabelKind::Index));
+        if kind.is_some() || names.iter().all(|name| named(name) || number(name)) {
+            return names.iter().map(|name| self.class(kind, name, path, &format!("folder `{name}`"))).collect();
         }
         match self.count {
             Some(count) if count != names.len() => Err(Error::malformed(
@@ -75,5 +120,50 @@ impl Classes {
             names.push("...");
         }
         format!("config.json knows {}", names.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {
+        let config = serde_json::from_str(&format!(r#"{{"id2label": {id2label}}}"#)).unwrap();
+        let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(3)] }];
+        let target = Target { folder: Path::new("."), config: &config, inputs: &[], outputs: &outputs };
+        Classes::of(&Data { label_kind: kind, ..Data::default() }, &target)
+    }
+
+    /// Stars from 1 to 3: digits that are not the numbers of their classes.
+    const STARS: &str = r#"{"0": "1", "1": "2", "2": "3"}"#;
+
+    fn find(id2label: &str, kind: Option<LabelKind>, label: Label) -> Result<usize, String> {
+        classes(id2label, kind).find(&label, Path::new("a"), "line 2").map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn numbers_are_indices_and_text_is_a_name() {
+        let (number, text) = (|n: &str| Label::Number(n.into()), |t: &str| Label::Text(t.into()));
+        assert_eq!(classes(STARS, None).references([(0, 1), (1, 2), (2, 0)], Path::new("a")).unwrap(), References::Classes(vec![1, 2, 0]));
+        assert_eq!(find(STARS, None, number("1")), Ok(1));
+        assert_eq!(find(STARS, None, text("3")), Ok(2));
+        assert!(find(STARS, None, text("1")).unwrap_err().contains("`label_kind: index`"));
+        for (kind, class) in [(LabelKind::Name, 0), (LabelKind::Index, 1)] {
+            assert_eq!(find(STARS, Some(kind), text("1")), Ok(class));
+            assert_eq!(find(STARS, Some(kind), number("1")), Ok(class));
+        }
+        assert!(find(STARS, Some(LabelKind::Name), text("0")).unwrap_err().contains("is no class"));
+        assert!(find(STARS, None, number("3")).unwrap_err().contains("tells 3 apart"));
+        let pets = r#"{"0": "cat", "1": "dog"}"#;
+        assert_eq!((find(pets, None, text("Dog")), find(pets, None, text("1")), find(pets, None, number("1"))), (Ok(1), Ok(1), Ok(1)));
+    }
+
+    #[test]
+    fn folders_are_read_as_a_whole() {
+        let folders = |names: [&str; 3]| classes(STARS, None).for_folders(&names.map(str::to_owned), Path::new("a")).map_err(|e| e.to_string());
+        assert_eq!(folders(["1", "2", "3"]), Ok(vec![0, 1, 2]));
+        assert_eq!(folders(["0", "1", "2"]), Ok(vec![0, 1, 2]));
+        assert_eq!(folders(["a", "b", "c"]), Ok(vec![0, 1, 2]));
+        assert!(folders(["1", "2", "4"]).unwrap_err().contains("tells 3 apart"));
     }
 }

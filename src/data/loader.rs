@@ -4,9 +4,9 @@ use std::ops::ControlFlow;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 
-use super::{Batch, Work, Works};
+use super::{Batch, Pending, PendingBatches};
 use crate::error::{Error, Result};
-use crate::store::lock;
+use crate::work::lock;
 
 /// Threads that prepare batches.
 pub(super) const WORKERS: usize = 2;
@@ -15,11 +15,11 @@ pub(super) const WORKERS: usize = 2;
 const AHEAD: usize = 4;
 
 type Promise = Receiver<Result<Batch>>;
-/// Work, and where its batch goes.
-type Job<'s> = (Work<'s>, SyncSender<Result<Batch>>);
+/// A batch to be made, and where it goes.
+type Job<'s> = (Pending<'s>, SyncSender<Result<Batch>>);
 
 /// Reads in one thread, prepares in others, and hands batches over in the order in which they were read.
-pub(super) fn prefetch(works: Works, workers: usize, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
+pub(super) fn prefetch(works: PendingBatches, workers: usize, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
     std::thread::scope(|scope| {
         let (promise, promises) = sync_channel::<Result<Promise>>(AHEAD);
         let (job, jobs) = sync_channel::<Job>(AHEAD);
@@ -50,7 +50,7 @@ fn no_thread(e: std::io::Error) -> Error {
     Error::option("data", format!("no thread can be started to read it: {e}"))
 }
 
-fn read<'s>(works: Works<'s>, promise: &SyncSender<Result<Promise>>, job: &SyncSender<Job<'s>>) {
+fn read<'s>(works: PendingBatches<'s>, promise: &SyncSender<Result<Promise>>, job: &SyncSender<Job<'s>>) {
     for work in works {
         let sent = match work {
             Ok(work) => {
@@ -82,9 +82,9 @@ mod tests {
     use super::super::References;
     use super::*;
 
-    fn works(count: usize, failing: Option<usize>) -> Works<'static> {
+    fn works(count: usize, failing: Option<usize>) -> PendingBatches<'static> {
         Box::new((0..count).map(move |index| {
-            let work: Work = Box::new(move || {
+            let work: Pending = Box::new(move || {
                 std::thread::sleep(std::time::Duration::from_micros((index * 7919 % 13) as u64 * 100));
                 if failing == Some(index) {
                     Err(Error::option("sample", index))

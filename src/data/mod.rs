@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod arrays;
+mod held_out;
 mod idx;
 mod images;
 mod labels;
@@ -16,6 +17,7 @@ mod order;
 mod padding;
 mod pixels;
 mod records;
+mod sentences;
 mod synthetic;
 mod text;
 mod tokens;
@@ -24,18 +26,29 @@ mod windows;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::path::Path;
+use std::sync::OnceLock;
 
 use candle_core::Tensor;
 use serde_json::{Map, Value};
 
-pub use options::{Column, Data, DataSets, Task};
+pub use options::{Column, Data, DataSets, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
-pub use synthetic::{made_up_of, synthetic};
+pub use synthetic::{longest, made_up_of, synthetic};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::store::{Event, ProgressUnit, Sweep};
+use crate::work::{Event, ProgressUnit, Work};
+
+/// Keys of a folder's files about samples that are not known and change nothing here, each behind its file's name.
+///
+/// # Errors
+/// A file cannot be read, or asks for something that is not supported.
+pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
+    let mut unknown = sentences::Sentences::open(folder)?.unknown;
+    unknown.extend(pixels::unknown_keys(folder)?);
+    Ok(unknown)
+}
 
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;
@@ -78,6 +91,19 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// The first tokens of texts, without what is known of them.
+    ///
+    /// # Errors
+    /// An input has no tokens.
+    pub fn shortened(self, length: usize) -> Result<Batch> {
+        let first = |(name, tensor): (String, Tensor)| {
+            let tokens = tensor.dims().get(1).map_or(0, |tokens| length.min(*tokens));
+            Ok((name, tensor.narrow(1, 0, tokens)?))
+        };
+        let inputs = self.inputs.into_iter().map(first).collect::<candle_core::Result<_>>().map_err(shaped)?;
+        Ok(Batch { inputs, references: References::None, ..self })
+    }
+
     /// Some of the samples, of a batch without pairs.
     ///
     /// # Errors
@@ -97,17 +123,21 @@ impl Batch {
 }
 
 /// What remains to be done for a batch once its part of the files was read.
-type Work<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
+type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 
-/// Works in order; made by reading.
-type Works<'s> = Box<dyn Iterator<Item = Result<Work<'s>>> + Send + 's>;
+/// Batches in order; made by reading.
+type PendingBatches<'s> = Box<dyn Iterator<Item = Result<Pending<'s>>> + Send + 's>;
 
 /// Something that samples come from.
 trait SampleSource: Send + Sync {
     /// Begins to read.
-    fn works(&self, order: Order) -> Result<Works<'_>>;
-    /// How many samples there are, as far as that can be said without reading everything.
-    fn samples(&self) -> Option<usize>;
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>>;
+    /// How many samples `works` hands out: the cap, what is left out and where records end are taken into account.
+    fn count(&self) -> Result<usize>;
+    /// Whether counting takes as long as tokenizing everything.
+    fn counts_by_tokens(&self) -> bool {
+        false
+    }
 }
 
 /// A data set that fits a model.
@@ -115,6 +145,7 @@ pub struct DataSet {
     source: Box<dyn SampleSource>,
     task: Task,
     description: String,
+    count: OnceLock<usize>,
 }
 
 impl DataSet {
@@ -134,7 +165,7 @@ impl DataSet {
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
             _ => return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`")),
         };
-        Ok(DataSet { source, task, description: path.display().to_string() })
+        Ok(DataSet { source, task, description: path.display().to_string(), count: OnceLock::new() })
     }
 
     /// What the data asks of the model.
@@ -147,9 +178,20 @@ impl DataSet {
         &self.description
     }
 
-    /// How many samples there are, as far as that is known before they are read.
+    /// How many samples there are: those that a sweep sees. Texts are read for it the first time, windows of them tokenized.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn count(&self) -> Result<usize> {
+        match self.count.get() {
+            Some(count) => Ok(*count),
+            None => self.source.count().map(|count| *self.count.get_or_init(|| count)),
+        }
+    }
+
+    /// How many samples there are, where that is known or found without tokenizing.
     pub fn samples(&self) -> Option<usize> {
-        self.source.samples()
+        if self.source.counts_by_tokens() { self.count.get().copied() } else { self.count().ok() }
     }
 
     /// Goes through the batches in order, while other threads prepare the next ones.
@@ -178,15 +220,15 @@ impl DataSet {
     ///
     /// # Errors
     /// As [`for_each`](DataSet::for_each), or the work is cancelled.
-    pub fn sweep(&self, stage: &str, sweep: &Sweep, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
-        sweep.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: ProgressUnit::Samples });
+    pub fn for_each_batch(&self, stage: &str, work: &Work, mut consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+        work.progress.on(Event::Begin { stage, total: self.samples().unwrap_or(0) as u64, unit: ProgressUnit::Samples });
         let done = self.for_each(|batch| {
-            sweep.cancel.check()?;
+            work.cancel.check()?;
             let samples = batch.samples as u64;
             consume(batch)?;
-            sweep.advance(samples)
+            work.advance(samples)
         });
-        sweep.progress.on(Event::End);
+        work.progress.on(Event::End);
         done
     }
 
@@ -195,9 +237,9 @@ impl DataSet {
     /// # Errors
     /// Reading fails.
     pub fn batches(&self, order: Order) -> Result<usize> {
-        match (self.samples(), order.batch) {
-            (Some(samples), Some(batch)) => Ok(samples.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1)),
-            _ => self.source.works(order)?.try_fold(0usize, |count, work| work.map(|_| count.saturating_add(1))),
+        match order.batch {
+            Some(batch) => Ok(self.count()?.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1).saturating_sub(order.skip)),
+            None => counted(self.source.works(order)?),
         }
     }
 
@@ -213,7 +255,12 @@ impl DataSet {
     }
 }
 
-/// Works over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an
+/// How many there are, unless one of them is an error.
+fn counted<T>(mut items: impl Iterator<Item = Result<T>>) -> Result<usize> {
+    items.try_fold(0usize, |count, item| item.map(|_| count.saturating_add(1)))
+}
+
+/// Batches over items, in an order, up to `size` together where the order asks for no other number; `bytes` is about what an
 /// item takes in memory.
 fn in_batches<'s, T: Send + 's>(
     items: impl Iterator<Item = Result<T>> + Send + 's,
@@ -221,14 +268,14 @@ fn in_batches<'s, T: Send + 's>(
     bytes: usize,
     order: Order,
     make: impl Fn(&[T]) -> Result<Batch> + Send + Copy + 's,
-) -> Works<'s> {
+) -> PendingBatches<'s> {
     let mut items = order.shuffled(items, bytes);
     let size = order.batch.unwrap_or(size);
     let batches = std::iter::from_fn(move || {
         let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
         match batch {
             Ok(batch) if batch.is_empty() => None,
-            Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Work)),
+            Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Pending)),
             Err(e) => Some(Err(e)),
         }
     });

@@ -66,6 +66,17 @@ impl fmt::Display for Column {
     }
 }
 
+/// How labels tell classes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum LabelKind {
+    /// By number, the first class is 0
+    Index,
+    /// By a name of config.json's id2label or label2id
+    Name,
+}
+
 /// Samples: one of `text`, `images` and `arrays`, and how they are to be read.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
@@ -95,10 +106,14 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pair_column: Option<Column>,
-    /// Column, or array, of the label: a class by number or by a name of config.json's label2id, or a score
+    /// Column, or array, of the label: a class by number or by name, or a score
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label_column: Option<Column>,
+    /// How labels tell classes [default: numbers by index; text by name, or by index where no class has this name]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label_kind: Option<LabelKind>,
     /// Labels of an IDX file of images
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -9,6 +9,7 @@ use serde_json::{Map, Value};
 
 use super::options::Data;
 use super::{Port, Target};
+use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::model::Config;
 
@@ -19,6 +20,44 @@ const UNIT: f64 = 1.0 / 255.0;
 const LARGEST: usize = 1 << 26;
 /// ConvNeXt's processor resizes below this so that a part is cut away.
 const WHOLE: usize = 384;
+
+/// What images are not made into numbers by; a value that is switched off is not looked at.
+const KEYS: Keys = Keys {
+    harmless: &[
+        "_valid_processor_keys",
+        "crop_pct",
+        "crop_size",
+        "data_format",
+        "device",
+        "disable_grouping",
+        "do_convert_rgb",
+        "feature_extractor_type",
+        "image_mean",
+        "image_processor_type",
+        "image_std",
+        "input_data_format",
+        "processor_class",
+        "return_tensors",
+        "rescale_factor",
+        "size",
+    ],
+    neutral: &[
+        ("do_flip_channel_order", "false"),
+        ("do_pad", "false"),
+        ("do_reduce_labels", "false"),
+        ("include_top", "false"),
+        ("pad_size", "null"),
+        ("rescale_offset", "false"),
+        ("size_divisor", "null"),
+    ],
+};
+
+/// Keys of a folder's image processor that are not known.
+pub(super) fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
+    let path = folder.join(FILE);
+    let (_, unknown) = Pixels::parse(Config::open(&path)?.values(), &path)?;
+    Ok(unknown.into_iter().map(|key| format!("{FILE}: {key}")).collect())
+}
 
 /// How the size of an image is changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +84,7 @@ impl Pixels {
     pub fn open(options: &Data, target: &Target, rescale: f64) -> Result<Pixels> {
         let path = target.folder.join(FILE);
         let mut pixels = if path.is_file() {
-            Pixels::parse(Config::open(&path)?.values(), &path)?
+            Pixels::parse(Config::open(&path)?.values(), &path)?.0
         } else {
             Pixels { size: None, crop: None, rescale, mean: vec![], std: vec![] }
         };
@@ -70,7 +109,10 @@ impl Pixels {
         UNIT
     }
 
-    fn parse(values: &Map<String, Value>, path: &Path) -> Result<Pixels> {
+    /// What a file says, and its keys that are not known.
+    fn parse(values: &Map<String, Value>, path: &Path) -> Result<(Pixels, Vec<String>)> {
+        let read = ReadKeys::default();
+        let values = Settings::new(values).noting(&read);
         let wrong = |key: &str| Error::malformed(path, format!("`{key}` is not understood: {}", values.get(key).unwrap_or(&Value::Null)));
         let on = |key: &str| values.get(key).and_then(Value::as_bool);
         let length = |value: &Value| value.as_u64().filter(|n| (1..=LARGEST as u64).contains(n)).map(|n| n as usize);
@@ -102,7 +144,7 @@ impl Pixels {
         };
         let mut size = if on("do_resize") == Some(false) { None } else { square("size")? };
         let mut crop = if on("do_center_crop") == Some(true) { square("crop_size")?.or(size) } else { None };
-        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(*key)).and_then(Value::as_str).unwrap_or("");
+        let kind = ["image_processor_type", "feature_extractor_type"].iter().find_map(|key| values.get(key)).and_then(Value::as_str).unwrap_or("");
         if let (true, Some(Size::Shorter(edge))) = (kind.starts_with("ConvNext"), size) {
             let part = values.get("crop_pct").and_then(Value::as_f64).unwrap_or(224.0 / 256.0);
             if !part.is_normal() || part < 0.0 {
@@ -124,7 +166,8 @@ impl Pixels {
         if std.iter().any(|value| !value.is_normal()) {
             return Err(wrong("image_std"));
         }
-        Ok(Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std })
+        let unknown = KEYS.sort(&values, FILE)?;
+        Ok((Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std }, unknown))
     }
 
     /// The image's numbers, channel by channel, with height and width.
@@ -237,7 +280,7 @@ mod tests {
 
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
-        Pixels::parse(&values, Path::new(FILE))
+        Pixels::parse(&values, Path::new(FILE)).map(|(pixels, _)| pixels)
     }
 
     #[test]

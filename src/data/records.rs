@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::labels::Label;
 use super::options::{Column, Data};
 use crate::error::{Error, Result};
 
@@ -14,7 +15,7 @@ use crate::error::{Error, Result};
 pub(super) struct Record {
     pub text: String,
     pub pair: Option<String>,
-    pub label: Option<String>,
+    pub label: Option<Label>,
     /// Line in the file, from 1.
     pub line: u64,
 }
@@ -125,7 +126,7 @@ fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, 
             let missing = || Error::malformed(&path, format!("line {line} has {} columns, column {index} is wanted", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
-        Ok(Record { text: get(text)?, pair: pair.map(get).transpose()?, label: label.map(get).transpose()?, line })
+        Ok(Record { text: get(text)?, pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
     });
     Ok(Box::new(records))
 }
@@ -187,8 +188,9 @@ impl Names {
             None => usual.iter().find_map(|name| object.get(*name)).ok_or_else(|| usual.first().copied().unwrap_or("").to_owned()),
         };
         let value = |found: Result<&Value, String>| match found {
-            Ok(Value::String(text)) => Ok(text.clone()),
-            Ok(value @ (Value::Number(_) | Value::Bool(_))) => Ok(value.to_string()),
+            Ok(Value::String(text)) => Ok(Label::Text(text.clone())),
+            Ok(Value::Bool(value)) => Ok(Label::Text(value.to_string())),
+            Ok(Value::Number(number)) => Ok(Label::Number(number.to_string())),
             Ok(_) => Err(Error::malformed(&self.path, format!("line {line}: a text or label is no string and no number"))),
             Err(name) => {
                 let names: Vec<String> = object.keys().cloned().collect();
@@ -196,24 +198,11 @@ impl Names {
             }
         };
         Ok(Record {
-            text: value(find(&self.text, &TEXT))?,
-            pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[]))).transpose()?,
+            text: value(find(&self.text, &TEXT))?.into_text(),
+            pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[]))).transpose()?.map(Label::into_text),
             label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL))?) } else { None },
             line,
         })
-    }
-}
-
-/// Lines of a file, which is about the number of its records.
-pub(super) fn count_lines(path: &Path) -> Option<usize> {
-    let mut file = File::open(path).ok()?;
-    let (mut buffer, mut lines, mut last) = (vec![0; 1 << 16], 0usize, b'\n');
-    loop {
-        let read = file.read(&mut buffer).ok()?;
-        let read = buffer.get(..read)?;
-        let Some(end) = read.last() else { return Some(lines.saturating_add(usize::from(last != b'\n'))) };
-        lines = lines.saturating_add(read.iter().filter(|byte| **byte == b'\n').count());
-        last = *end;
     }
 }
 
@@ -231,7 +220,7 @@ mod tests {
     }
 
     fn record(text: &str, pair: Option<&str>, label: Option<&str>, line: u64) -> Record {
-        Record { text: text.into(), pair: pair.map(Into::into), label: label.map(Into::into), line }
+        Record { text: text.into(), pair: pair.map(Into::into), label: label.map(|text| Label::Text(text.into())), line }
     }
 
     #[test]
@@ -245,7 +234,8 @@ mod tests {
         let options = "{ header: false, text_column: 1, pair_column: 2, label_column: 0 }";
         assert_eq!(read("a.tsv", bare, options, true).unwrap(), [record("\"q", Some("r"), Some("3"), 1), record("s", Some("t"), Some("4"), 2)]);
         let json = "{\"text\": \"a\", \"label\": 1}\n\n{\"label\": true, \"text\": \"b\"}\n";
-        assert_eq!(read("a.jsonl", json, "{}", true).unwrap(), [record("a", None, Some("1"), 1), record("b", None, Some("true"), 3)]);
+        let number = Record { label: Some(Label::Number("1".into())), ..record("a", None, None, 1) };
+        assert_eq!(read("a.jsonl", json, "{}", true).unwrap(), [number, record("b", None, Some("true"), 3)]);
     }
 
     #[test]
@@ -270,16 +260,6 @@ mod tests {
             std::fs::write(&path, bytes).unwrap();
             let error = open(&Data::default(), &path, false).unwrap().collect::<Result<Vec<_>>>().unwrap_err().to_string();
             assert!(error.contains("line 2") && error.contains("UTF-8"), "{error}");
-        }
-    }
-
-    #[test]
-    fn lines_are_counted() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a");
-        for (text, count) in [("", 0), ("a", 1), ("a\n", 1), ("a\nb", 2)] {
-            std::fs::write(&path, text).unwrap();
-            assert_eq!(count_lines(&path), Some(count));
         }
     }
 }

@@ -71,6 +71,19 @@ pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
     Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
 }
 
+/// Most tokens that a graph has positions for; nothing where it takes any number.
+pub fn longest(graph: &Graph) -> Option<usize> {
+    let positions = |id: &crate::ir::ValueId| {
+        let made = graph.nodes().iter().find(|node| node.output == *id)?;
+        if let Op::Positions(op) = &made.op { Some(op.padding.map_or(0, |padding| usize::try_from(padding).unwrap_or(0).saturating_add(1))) } else { None }
+    };
+    let room = |node: &crate::ir::Node| {
+        let first = node.inputs.first().filter(|_| matches!(node.op, Op::Embedding(_))).and_then(positions)?;
+        Some(graph.value(*node.inputs.get(1)?).ty.shape.first()?.fixed()?.saturating_sub(first))
+    };
+    graph.nodes().iter().filter_map(room).min()
+}
+
 /// Rows of the smallest table that is looked up by an input.
 fn rows(graph: &Graph, input: crate::ir::ValueId) -> usize {
     let tables = graph.nodes().iter().filter(|node| matches!(node.op, Op::Embedding(_)) && node.inputs.first() == Some(&input));

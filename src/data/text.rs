@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
-use super::labels::Classes;
+use super::labels::{Classes, Label};
 use super::options::{Data, Task};
 use super::records::{self, Record};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, References, SampleSource, Target, Works, in_batches};
+use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
 
 /// About what a record takes in memory.
@@ -26,22 +26,23 @@ impl Sentences {
             return Err(Error::option("data", "`task: embedding` compares pairs with scores: name `pair_column` and `label_column`"));
         }
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
-        let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, classes: Classes::of(&target) };
+        let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, classes: Classes::of(options, &target) };
         // What is wrong with the columns is said before a model is loaded.
         drop(sentences.records()?);
         Ok(sentences)
     }
 
-    fn records(&self) -> Result<records::Records> {
-        records::open(&self.options, &self.path, matches!(self.task, Task::Classification | Task::Embedding))
+    fn records(&self) -> Result<impl Iterator<Item = Result<Record>> + Send + use<>> {
+        let records = records::open(&self.options, &self.path, matches!(self.task, Task::Classification | Task::Embedding))?;
+        Ok(records.take(self.options.samples.unwrap_or(usize::MAX)))
     }
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
         let references = match self.task {
             Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
             Task::Embedding => References::Scores(self.labels(records, |label, place| {
-                let score = label.trim().parse::<f64>().ok().filter(|score| score.is_finite());
-                score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{label}` is no number")))
+                let score = label.text().parse::<f64>().ok().filter(|score| score.is_finite());
+                score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{}` is no number", label.text())))
             })?),
             Task::LanguageModelling | Task::Fidelity => References::None,
         };
@@ -54,21 +55,18 @@ impl Sentences {
         Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: records.len() })
     }
 
-    fn labels<T>(&self, records: &[Record], read: impl Fn(&str, &str) -> Result<T>) -> Result<Vec<T>> {
-        records.iter().map(|record| read(record.label.as_deref().unwrap_or(""), &format!("line {}", record.line))).collect()
+    fn labels<T>(&self, records: &[Record], read: impl Fn(&Label, &str) -> Result<T>) -> Result<Vec<T>> {
+        // Records have labels where the task reads them.
+        records.iter().filter_map(|record| Some(read(record.label.as_ref()?, &format!("line {}", record.line)))).collect()
     }
 }
 
 impl SampleSource for Sentences {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
-        let records = self.records()?.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(in_batches(records, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+        Ok(in_batches(self.records()?, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
     }
 
-    fn samples(&self) -> Option<usize> {
-        let header =
-            usize::from(self.options.header.unwrap_or(true) && matches!(records::layout(&self.options, &self.path), Ok(records::TextFormat::Columns { .. })));
-        let lines = records::count_lines(&self.path)?.saturating_sub(header);
-        Some(lines.min(self.options.samples.unwrap_or(usize::MAX)))
+    fn count(&self) -> Result<usize> {
+        counted(self.records()?)
     }
 }

@@ -1,13 +1,16 @@
 //! Texts as tokens, by the model's own `tokenizer.json`.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
+use tokenizers::normalizers::{BertNormalizer, NormalizerWrapper};
 use tokenizers::{PostProcessor, TruncationParams, TruncationStrategy};
 
+use super::sentences::Sentences;
 use super::{Target, shaped};
 use crate::error::{Error, Result};
 use crate::model::Config;
@@ -34,6 +37,8 @@ pub(super) struct Tokenizer {
     longest: Option<usize>,
     /// Special tokens around a pair of texts.
     around_pairs: usize,
+    /// Whether texts are written in lower case first.
+    lower_case: bool,
 }
 
 impl Tokenizer {
@@ -49,7 +54,9 @@ impl Tokenizer {
         let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|e| Error::malformed(&path, e))?;
         let settings = Config::open(&target.folder.join("tokenizer_config.json"))?;
         let pad = pad(&inner, settings.values(), target.config);
-        let limit = limit(target, settings.values())?;
+        normalize(&mut inner, settings.values());
+        let sentences = Sentences::open(target.folder)?;
+        let limit = limit(target, settings.values(), sentences.max_length);
         if let (Some(wanted), Some(limit)) = (max_length, limit)
             && wanted > limit
         {
@@ -63,7 +70,7 @@ impl Tokenizer {
         inner.with_padding(None);
         let truncation = longest.map(|max_length| TruncationParams { max_length, strategy: TruncationStrategy::LongestFirst, ..Default::default() });
         inner.with_truncation(truncation).map_err(|e| Error::option("data", format!("`max_length`: {e}")))?;
-        Ok(Tokenizer { inner, uncut: OnceLock::new(), path, pad, longest, around_pairs })
+        Ok(Tokenizer { inner, uncut: OnceLock::new(), path, pad, longest, around_pairs, lower_case: sentences.lower_case })
     }
 
     /// Most tokens of a text.
@@ -73,16 +80,21 @@ impl Tokenizer {
 
     /// A text, or a pair of texts, with the special tokens around them.
     pub fn encode(&self, text: &str, pair: Option<&str>) -> Result<Tokens> {
+        let text = self.cased(text);
         let encoding = match pair {
             Some(pair) => {
                 require_room(self.longest, self.around_pairs)?;
-                self.inner.encode_fast((text, pair), true)
+                self.inner.encode_fast((text, self.cased(pair)), true)
             }
             None => self.inner.encode_fast(text, true),
         };
         let encoding = encoding.map_err(|e| Error::malformed(&self.path, e))?;
         let wide = |values: &[u32]| values.iter().map(|v| i64::from(*v)).collect();
         Ok(Tokens { ids: wide(encoding.get_ids()), types: wide(encoding.get_type_ids()) })
+    }
+
+    fn cased<'t>(&self, text: &'t str) -> Cow<'t, str> {
+        if self.lower_case { text.to_lowercase().into() } else { text.into() }
     }
 
     /// The tokens of a text of any length, nothing around them.
@@ -93,7 +105,7 @@ impl Tokenizer {
             let _ = uncut.with_truncation(None);
             uncut
         });
-        let encoding = uncut.encode_fast(text, false).map_err(|e| Error::malformed(&self.path, e))?;
+        let encoding = uncut.encode_fast(self.cased(text), false).map_err(|e| Error::malformed(&self.path, e))?;
         Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
     }
 
@@ -122,6 +134,22 @@ impl Tokenizer {
     }
 }
 
+/// What `tokenizer_config.json` says of a BERT's words counts more than `tokenizer.json`, but for the class that knows nothing of it.
+fn normalize(tokenizer: &mut tokenizers::Tokenizer, settings: &Map<String, Value>) {
+    let class = settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or("");
+    let Some(NormalizerWrapper::BertNormalizer(stored)) = tokenizer.get_normalizer() else { return };
+    if ["PreTrainedTokenizerFast", "TokenizersBackend"].contains(&class) {
+        return;
+    }
+    let said = |key: &str, stored: bool| settings.get(key).and_then(Value::as_bool).unwrap_or(stored);
+    let lower_case = said("do_lower_case", stored.lowercase);
+    let chinese = said("tokenize_chinese_chars", stored.handle_chinese_chars);
+    let accents = settings.get("strip_accents").map_or(stored.strip_accents, Value::as_bool);
+    let normalizer = BertNormalizer::new(stored.clean_text, chinese, accents, lower_case);
+    // Only a normalizer that changes special tokens could be refused.
+    let _ = tokenizer.with_normalizer(Some(normalizer));
+}
+
 /// Whether a limit on tokens has room for the special ones.
 fn require_room(longest: Option<usize>, around: usize) -> Result<()> {
     match longest {
@@ -142,13 +170,12 @@ fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config:
 }
 
 /// Most tokens that a model takes.
-fn limit(target: &Target, settings: &Map<String, Value>) -> Result<Option<usize>> {
+fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize>) -> Option<usize> {
     let number = |values: &Map<String, Value>, key: &str| values.get(key).and_then(Value::as_u64).filter(|n| (1..NO_LIMIT).contains(n)).map(|n| n as usize);
-    let sentences = Config::open(&target.folder.join("sentence_bert_config.json"))?;
     let positions = number(target.config, "max_position_embeddings").or_else(|| number(target.config, "n_positions"));
     // These count positions from the one after the padding token's id.
     let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
     let offset = if matches!(kind, "roberta" | "xlm-roberta" | "camembert") { number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1) } else { 0 };
-    let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), number(sentences.values(), "max_seq_length")];
-    Ok(limits.into_iter().flatten().min())
+    let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), sentences];
+    limits.into_iter().flatten().min()
 }

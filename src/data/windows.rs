@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use super::options::{self, Data, Task};
 use super::records::{self, TextFormat};
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, References, SampleSource, Target, Works, in_batches};
+use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
 
 /// Window when neither the data nor the model asks for a shorter one.
@@ -59,6 +59,14 @@ impl Windows {
         Ok(Box::new(records::open(&self.options, &self.path, false)?.map(|record| record.map(|r| r.text))))
     }
 
+    fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
+        let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
+            Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
+            Err(e) => vec![Err(e)],
+        });
+        Ok(windows.take(self.options.samples.unwrap_or(usize::MAX)))
+    }
+
     fn batch(&self, windows: &[Window]) -> Result<Batch> {
         let rows: Vec<Tokens> = windows.iter().map(|w| Tokens { ids: w.ids.clone(), types: vec![0; w.ids.len()] }).collect();
         let references = References::Next(windows.iter().map(|w| w.predicted.clone()).collect());
@@ -67,19 +75,18 @@ impl Windows {
 }
 
 impl SampleSource for Windows {
-    fn works(&self, order: Order) -> Result<Works<'_>> {
-        let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
-            Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
-            Err(e) => vec![Err(e)],
-        });
-        let windows = windows.take(self.options.samples.unwrap_or(usize::MAX));
-        Ok(in_batches(windows, self.options.batch(Task::LanguageModelling), self.cut.room.saturating_mul(size_of::<i64>()), order, |windows| {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+        Ok(in_batches(self.windows()?, self.options.batch(Task::LanguageModelling), self.cut.room.saturating_mul(size_of::<i64>()), order, |windows| {
             self.batch(windows)
         }))
     }
 
-    fn samples(&self) -> Option<usize> {
-        self.options.samples
+    fn count(&self) -> Result<usize> {
+        counted(self.windows()?)
+    }
+
+    fn counts_by_tokens(&self) -> bool {
+        true
     }
 }
 
@@ -141,8 +148,10 @@ impl Iterator for Pieces {
             return None;
         }
         if bytes.len() >= self.size {
-            let last = |wanted: fn(&u8) -> bool| bytes.iter().rposition(wanted);
-            let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).filter(|at| *at > 0).unwrap_or(bytes.len());
+            let last = |wanted: fn(&u8) -> bool| bytes.iter().rposition(wanted).filter(|at| *at > 0);
+            // Without a blank, behind a character: bytes within one begin with 10.
+            let whole = || last(|b| *b & 0xc0 != 0x80);
+            let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(whole).unwrap_or(bytes.len());
             self.rest = bytes.split_off(at);
         }
         Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, "is not UTF-8")))
@@ -179,13 +188,17 @@ mod tests {
     fn pieces_are_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("a.txt");
-        let text = "one two\nthree\nfour five six seven eight\nnine";
-        std::fs::write(&path, text).unwrap();
-        for size in [8, 12, 40, 100] {
-            let pieces = Pieces { file: File::open(&path).unwrap(), path: path.clone(), rest: Vec::new(), size };
-            let pieces: Vec<String> = pieces.map(Result::unwrap).collect();
-            assert_eq!(pieces.concat(), text);
-            assert!(size < 100 || pieces.len() == 1);
+        for text in
+            ["one two\nthree\nfour five six seven eight\nnine", "\nä b\n\näöüß漢字かな交じり文漢字かな交じり文", "漢字かな交じり文漢字かな交じり文🙂🙂", "\n"]
+        {
+            std::fs::write(&path, text).unwrap();
+            for size in [8, 9, 10, 11, 12, 40, 100] {
+                let pieces = Pieces { file: File::open(&path).unwrap(), path: path.clone(), rest: Vec::new(), size };
+                let pieces: Vec<String> = pieces.map(Result::unwrap).collect();
+                assert_eq!(pieces.concat(), text);
+                assert!(pieces.iter().all(|piece| (1..=size).contains(&piece.len())));
+                assert!(size < 100 || pieces.len() == 1);
+            }
         }
     }
 }

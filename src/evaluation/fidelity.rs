@@ -1,15 +1,17 @@
 //! How close a model's answers are to another's.
 
-use candle_core::Tensor;
+use rayon::prelude::*;
 
 use super::embedding::{EMBEDDINGS, cosine};
 use super::{Fidelity, Outputs, computed};
 use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
+use crate::exec::transfer::Cause;
+use crate::exec::{on_host, read};
 
 /// Sums of what two models say.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Sums {
+pub(crate) struct Sums {
     output: String,
     logits: bool,
     rows: u64,
@@ -41,35 +43,32 @@ impl Sums {
         let width = if a.rank() < 2 { 1 } else { a.dims()[a.rank() - 1] };
         let padding = Padding::of(batch).map_err(computed)?;
         let kept = padding.kept(a.dims());
-        let values = |tensor: &Tensor| tensor.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(computed);
-        let (a, b) = (values(a)?, values(b)?);
-        for (index, (a, b)) in a.chunks_exact(width.max(1)).zip(b.chunks_exact(width.max(1))).enumerate() {
-            if kept.is_none_or(|kept| kept.get(index) != Some(&false)) {
-                self.add_row(a, b);
-            }
+        let width = width.max(1);
+        let rows = |a: &[f32], b: &[f32]| {
+            let rows = a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).enumerate();
+            let rows = rows.filter(|(index, _)| kept.is_none_or(|kept| kept.get(*index) != Some(&false)));
+            rows.map(|(_, (a, b))| Row::of(a, b, self.logits)).collect::<Vec<_>>()
+        };
+        let (a, b) = (on_host(a, Cause::Answers).map_err(computed)?, on_host(b, Cause::Answers).map_err(computed)?);
+        // Rows are looked at by several threads and added up in their order.
+        for row in read(&a, |a| read(&b, |b| Ok(rows(a, b)))).map_err(computed)? {
+            self.add_row(&row);
         }
         Ok(())
     }
 
-    fn add_row(&mut self, a: &[f32], b: &[f32]) {
-        let cosine = cosine(a, b);
+    fn add_row(&mut self, row: &Row) {
         self.rows += 1;
-        self.cosines += cosine;
-        self.least = Some(self.least.map_or(cosine, |least| if cosine < least || cosine.is_nan() { cosine } else { least }));
-        for (x, y) in a.iter().zip(b) {
-            let (x, y) = (f64::from(*x), f64::from(*y));
-            self.signal += x * x;
-            self.noise += (x - y) * (x - y);
-            let error = (x - y).abs();
-            if error > self.error || error.is_nan() {
-                self.error = error;
-            }
-            self.largest = self.largest.max(x.abs());
+        self.cosines += row.cosine;
+        self.least = Some(self.least.map_or(row.cosine, |least| if row.cosine < least || row.cosine.is_nan() { row.cosine } else { least }));
+        self.signal += row.signal;
+        self.noise += row.noise;
+        if row.error > self.error || row.error.is_nan() {
+            self.error = row.error;
         }
-        if self.logits {
-            self.divergence += divergence(a, b);
-            self.agreements += u64::from(likeliest(a) == likeliest(b));
-        }
+        self.largest = self.largest.max(row.largest);
+        self.divergence += row.divergence;
+        self.agreements += u64::from(row.agrees);
     }
 
     pub fn finish(self) -> Fidelity {
@@ -84,6 +83,39 @@ impl Sums {
             max_abs_error: self.error,
             largest: self.largest,
         }
+    }
+}
+
+/// What two models say to one sample, or to one token of it.
+#[derive(Default)]
+struct Row {
+    cosine: f64,
+    signal: f64,
+    noise: f64,
+    error: f64,
+    largest: f64,
+    divergence: f64,
+    agrees: bool,
+}
+
+impl Row {
+    fn of(a: &[f32], b: &[f32], logits: bool) -> Row {
+        let mut row = Row { cosine: cosine(a, b), ..Row::default() };
+        for (x, y) in a.iter().zip(b) {
+            let (x, y) = (f64::from(*x), f64::from(*y));
+            row.signal += x * x;
+            row.noise += (x - y) * (x - y);
+            let error = (x - y).abs();
+            if error > row.error || error.is_nan() {
+                row.error = error;
+            }
+            row.largest = row.largest.max(x.abs());
+        }
+        if logits {
+            row.divergence = divergence(a, b);
+            row.agrees = likeliest(a) == likeliest(b);
+        }
+        row
     }
 }
 
@@ -107,7 +139,7 @@ fn divergence(a: &[f32], b: &[f32]) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::Device;
+    use candle_core::{Device, Tensor};
 
     use super::*;
     use crate::data::References;

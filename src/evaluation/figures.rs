@@ -51,6 +51,46 @@ pub struct Fidelity {
     pub largest: f64,
 }
 
+/// Where the samples of a [`Fidelity`] come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum SamplesFrom {
+    /// The evaluation data of the recipe.
+    Evaluation,
+    /// Samples of the calibration or training data that no pass has used.
+    HeldOut,
+    /// Random tokens or numbers: they show what is broken, not how well the model does on real data.
+    Synthetic,
+}
+
+/// A [`Fidelity`] of the output against the input, and what it was measured on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct MeasuredFidelity {
+    /// Where the samples come from.
+    pub samples_from: SamplesFrom,
+    /// How many.
+    pub samples: usize,
+    /// Where the data is; nothing for synthetic samples.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+    /// How close the answers are.
+    #[serde(flatten)]
+    pub fidelity: Fidelity,
+}
+
+impl MeasuredFidelity {
+    /// The samples in words: how many, and of what.
+    pub fn describe(&self) -> String {
+        let (count, data) = (self.samples, self.data.as_deref().unwrap_or("the data"));
+        let samples = if count == 1 { "sample" } else { "samples" };
+        match self.samples_from {
+            SamplesFrom::Evaluation => format!("{count} {samples} of {data}"),
+            SamplesFrom::HeldOut => format!("{count} {samples} of {data} that no pass has used"),
+            SamplesFrom::Synthetic => format!("{count} synthetic {samples}"),
+        }
+    }
+}
+
 /// Median, and what 95 of 100 runs stay below, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Quantiles {

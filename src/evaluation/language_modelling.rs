@@ -1,13 +1,14 @@
 //! The next token.
 
-use candle_core::{D, IndexOp};
+use candle_core::IndexOp;
+use rayon::prelude::*;
 
 use super::{Metric, Outputs, Score, answer, computed, statistics};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
-
-/// Rows of logits that are gone through at once, so that their logarithms stay small beside the logits.
-const ROWS: usize = 64;
+use crate::exec::transfer::Cause;
+use crate::exec::{on_host, read};
+use crate::kernel::rows::log_sum_exp;
 
 /// Sums of `-ln p` of the tokens that came.
 #[derive(Debug, Default)]
@@ -32,23 +33,19 @@ impl Metric for Perplexity {
         }
         for (window, places) in places.iter().enumerate() {
             let tokens = ids.i(window).and_then(|t| t.to_vec1::<i64>()).map_err(computed)?;
-            for from in places.clone().step_by(ROWS) {
-                let to = places.end.min(from + ROWS);
-                // The logits at a place predict the token at the next one.
-                let rows = logits.i((window, from - 1..to - 1)).map_err(computed)?;
-                let highest = rows.max_keepdim(D::Minus1).map_err(computed)?;
-                let sums = rows.broadcast_sub(&highest).and_then(|r| r.exp()?.sum(D::Minus1)?.log()).and_then(|s| s.to_vec1::<f32>()).map_err(computed)?;
-                let highest = highest.flatten_all().and_then(|h| h.to_vec1::<f32>()).map_err(computed)?;
-                for (row, token) in tokens[from..to].iter().enumerate() {
-                    let token = usize::try_from(*token).ok().filter(|t| *t < vocabulary);
-                    let token =
-                        token.ok_or_else(|| Error::option("data", format!("token {} is not among the {vocabulary} of the model", tokens[from + row])))?;
-                    let logit = rows.i((row, token)).and_then(|t| t.to_scalar::<f32>()).map_err(computed)?;
-                    let loss = f64::from(sums[row]) + f64::from(highest[row]) - f64::from(logit);
-                    self.sum += loss;
-                    self.squares += loss * loss;
-                    self.count += 1;
-                }
+            // The logits at a place predict the token at the next one.
+            let rows = logits.i((window, places.start - 1..places.end - 1)).map_err(computed)?;
+            let next = &tokens[places.clone()];
+            let loss = |(row, token): (&[f32], &i64)| {
+                let logit = usize::try_from(*token).ok().and_then(|token| row.get(token));
+                let unknown = || Error::option("data", format!("token {token} is not among the {vocabulary} of the model"));
+                Ok(log_sum_exp(row) - f64::from(*logit.ok_or_else(unknown)?))
+            };
+            let losses = |values: &[f32]| Ok(values.par_chunks_exact(vocabulary.max(1)).zip(next).map(loss).collect::<Result<Vec<f64>>>());
+            for loss in on_host(&rows, Cause::Answers).and_then(|rows| read(&rows, losses)).map_err(computed)?? {
+                self.sum += loss;
+                self.squares += loss * loss;
+                self.count += 1;
             }
         }
         Ok(())

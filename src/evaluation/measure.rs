@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::{Fidelity, Runner, Score, classification, embedding, fidelity, language_modelling};
 use crate::data::{Batch, DataSet, Task};
 use crate::error::{Error, Result};
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// Named outputs of a model.
 pub type Outputs = BTreeMap<String, Tensor>;
@@ -94,9 +94,9 @@ impl Sums {
 ///
 /// # Errors
 /// Reading or running fails, an output that the task needs is missing, or the work is cancelled.
-pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], sweep: &Sweep) -> Result<Outcomes> {
+pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
     let mut sums = Sums::new(data.task(), models.len(), pairs);
-    data.sweep("Evaluating", sweep, |batch| sums.add(&batch, models))?;
+    data.for_each_batch("Evaluating", work, |batch| sums.add(&batch, models))?;
     sums.finish(data.task())
 }
 

@@ -2,36 +2,36 @@
 //!
 //! Models see the same batches one after another; nothing of what they say is kept but sums.
 
-#[cfg(feature = "run")]
-mod classification;
-#[cfg(feature = "run")]
-mod embedding;
-#[cfg(feature = "run")]
-mod fidelity;
 mod figures;
-#[cfg(feature = "run")]
-mod language_modelling;
-#[cfg(feature = "run")]
-mod latency;
-#[cfg(feature = "run")]
-mod measure;
 mod options;
-#[cfg(feature = "run")]
-mod runner;
-#[cfg(feature = "run")]
-mod statistics;
-#[cfg(feature = "run")]
-mod subject;
 
-pub use figures::{Accuracy, Compute, Cost, Fidelity, Latency, Quantiles, Runtime, Score, lower_is_better};
-#[cfg(feature = "run")]
-pub use latency::latency;
-#[cfg(feature = "run")]
-use measure::{Metric, answer, computed};
-#[cfg(feature = "run")]
-pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
+pub use figures::{Accuracy, Compute, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
 pub use options::Evaluate;
+
 #[cfg(feature = "run")]
-pub use runner::{Candle, OnnxRuntime, Runner};
+#[path = "."]
+mod running {
+    //! What it takes to run models.
+
+    mod classification;
+    mod embedding;
+    mod fidelity;
+    mod language_modelling;
+    mod latency;
+    mod measure;
+    mod runner;
+    mod statistics;
+    mod subject;
+
+    pub(crate) use fidelity::Sums as FidelitySums;
+    pub use latency::latency;
+    use measure::{Metric, answer, computed};
+    pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
+    pub use runner::{Candle, OnnxRuntime, Runner};
+    pub use subject::Subject;
+
+    use super::{Fidelity, Latency, Quantiles, Runtime, Score};
+}
+
 #[cfg(feature = "run")]
-pub use subject::Subject;
+pub use running::*;

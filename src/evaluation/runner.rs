@@ -7,11 +7,12 @@ use candle_core::{DType, Device, Tensor};
 
 use super::{Outputs, Runtime};
 use crate::error::Result;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
 use crate::runtime::{self, Session};
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A model that is ready.
 pub trait Runner {
@@ -35,8 +36,8 @@ impl<'g> Candle<'g> {
     ///
     /// # Errors
     /// Reading fails, or memory runs out.
-    pub fn load(model: &Model, graph: &'g Graph, device: &Device, sweep: &Sweep) -> Result<Candle<'g>> {
-        let parameters = Parameters::load(graph, &model.weights, device, DType::F32, Residence::Stored, sweep)?;
+    pub fn load(model: &Model, graph: &'g Graph, device: &Device, work: &Work) -> Result<Candle<'g>> {
+        let parameters = Parameters::load(graph, &model.weights, device, DType::F32, Residence::Stored, work)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
     }
 
@@ -59,7 +60,7 @@ impl Runner for Candle<'_> {
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
         let outputs = self.executor.run(inputs)?;
-        let home = |(name, tensor): (String, Tensor)| tensor.to_device(&Device::Cpu).map(|tensor| (name, tensor)).map_err(super::computed);
+        let home = |(name, tensor): (String, Tensor)| transfer::to_host(&tensor, Cause::Answers).map(|tensor| (name, tensor)).map_err(super::computed);
         outputs.into_iter().map(home).collect()
     }
 }

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::exec::Rounding;
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model};
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A model, opened.
 pub struct Subject {
@@ -94,9 +94,9 @@ impl Subject {
     ///
     /// # Errors
     /// Reading fails, or memory runs out; an ONNX file can be loaded once.
-    pub fn load(&mut self, device: &Device, sweep: &Sweep) -> Result<Box<dyn Runner + '_>> {
+    pub fn load(&mut self, device: &Device, work: &Work) -> Result<Box<dyn Runner + '_>> {
         match &mut self.what {
-            What::Folder { model, graph } => Ok(Box::new(Candle::load(model, graph, device, sweep)?.with_rounding(self.rounding))),
+            What::Folder { model, graph } => Ok(Box::new(Candle::load(model, graph, device, work)?.with_rounding(self.rounding))),
             What::Onnx(session) => match session.take() {
                 Some(session) => Ok(Box::new(session)),
                 None => Err(crate::Error::option("ONNX Runtime", "the model was loaded before")),

@@ -7,7 +7,7 @@ use candle_core::Device;
 
 use crate::error::{Error, Result};
 
-/// A device as it is asked for: `auto`, `cpu`, `cuda` or `cuda:N`.
+/// A device as it is asked for: `auto`, `cpu`, `cuda` or `cuda:N`; for tests also `cpu:strict`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Choice {
     /// The first GPU where there is one, else the CPU.
@@ -15,6 +15,8 @@ pub enum Choice {
     Auto,
     /// The CPU.
     Cpu,
+    /// The CPU, treated as if it were a device of its own: no kernels of the host, and copies are counted and held to what is needed.
+    Strict,
     /// The GPU of this number.
     Cuda(usize),
 }
@@ -26,6 +28,7 @@ impl FromStr for Choice {
         match (text, text.strip_prefix("cuda:").map(str::parse)) {
             ("auto", _) => Ok(Choice::Auto),
             ("cpu", _) => Ok(Choice::Cpu),
+            ("cpu:strict", _) => Ok(Choice::Strict),
             ("cuda", _) => Ok(Choice::Cuda(0)),
             (_, Some(Ok(number))) => Ok(Choice::Cuda(number)),
             _ => Err(Error::option("device", format!("`{text}` is none of auto, cpu, cuda, cuda:N"))),
@@ -38,6 +41,7 @@ impl fmt::Display for Choice {
         match self {
             Choice::Auto => f.write_str("auto"),
             Choice::Cpu => f.write_str("cpu"),
+            Choice::Strict => f.write_str("cpu:strict"),
             Choice::Cuda(number) => write!(f, "cuda:{number}"),
         }
     }
@@ -51,9 +55,38 @@ impl Choice {
     pub fn open(self) -> Result<Device> {
         match self {
             Choice::Cpu => Ok(Device::Cpu),
+            Choice::Strict => {
+                crate::ir::ops::disable();
+                super::transfer::be_strict();
+                Ok(Device::Cpu)
+            }
+            // Why there is none is told by `reason`.
             Choice::Auto => Ok(gpu(0).unwrap_or(Device::Cpu)),
             Choice::Cuda(number) => gpu(number),
         }
+    }
+
+    /// What was chosen and why, where the choice was left open and this program can use GPUs.
+    pub fn reason(self) -> Option<String> {
+        if self != Choice::Auto || !candle_core::utils::cuda_is_available() {
+            return None;
+        }
+        Some(match gpu(0) {
+            Ok(_) => "device `auto`: computing on the GPU `cuda:0`".into(),
+            Err(e) => format!("device `auto`: computing on the CPU, for {e}; name `cuda:0` to be refused instead"),
+        })
+    }
+}
+
+/// What a device is called, in the words that [`Choice`] takes; and of a GPU, its model.
+pub fn name(device: &Device) -> (String, Option<String>) {
+    match device {
+        #[cfg(feature = "cuda")]
+        Device::Cuda(cuda) => {
+            let context = cuda.cuda_stream().context().clone();
+            (Choice::Cuda(context.ordinal()).to_string(), context.name().ok())
+        }
+        _ => (Choice::Cpu.to_string(), None),
     }
 }
 
@@ -72,7 +105,7 @@ mod tests {
 
     #[test]
     fn devices_are_read_and_written() {
-        for text in ["auto", "cpu", "cuda:0", "cuda:3"] {
+        for text in ["auto", "cpu", "cpu:strict", "cuda:0", "cuda:3"] {
             assert_eq!(text.parse::<Choice>().unwrap().to_string(), text);
         }
         assert_eq!("cuda".parse::<Choice>().unwrap(), Choice::Cuda(0));
@@ -84,6 +117,7 @@ mod tests {
     #[test]
     fn a_build_without_cuda_says_so() {
         assert!(Choice::Auto.open().is_ok());
+        assert_eq!(name(&Choice::Cpu.open().unwrap()), ("cpu".to_owned(), None));
         if !candle_core::utils::cuda_is_available() {
             let error = Choice::Cuda(0).open().unwrap_err();
             assert!(error.hint().unwrap().contains("--features cuda"), "{error}");

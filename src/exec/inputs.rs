@@ -3,14 +3,17 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Device, Tensor};
 
 use super::Inputs;
+use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Kind, Node, Value, given};
+use crate::ir::{Element, Graph, Kind, Node, Op, OpSpec, Value, ValueId, given};
 
-/// An input, on the device and in the precision of the computation.
-pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<Tensor> {
+/// An input in the precision of the computation, on the host and on the device.
+pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<(Tensor, Tensor)> {
     let what = || format!("input `{}`", value.name);
     let unusable = |e: candle_core::Error| Error::run(what(), e, "");
     let missing = || Error::run(what(), "is missing", format!("the model takes {}", value.ty));
@@ -20,22 +23,40 @@ pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DTy
         return Err(Error::run(what(), format!("has shape {:?}, the model takes {}", given.dims(), value.ty), ""));
     }
     let dtype = if value.ty.element == Element::Int { DType::I64 } else { compute };
-    given.to_device(device).and_then(|t| t.to_dtype(dtype)).map_err(unusable)
+    let host = given.to_dtype(dtype).map_err(unusable)?;
+    let there = transfer::to_device(&host, device, Cause::Batch).map_err(unusable)?;
+    Ok((host, there))
 }
 
-/// Holds the indices of an embedding to the rows of its table.
-pub(super) fn require_rows(graph: &Graph, node: &Node, indices: &Tensor, table: &Tensor) -> Result<()> {
-    let read = || {
-        let rows = table.dim(0)?;
-        let indices = indices.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
-        Ok((rows, indices))
-    };
+/// Holds the indices of embeddings to the rows of their tables. They come from the host, as positions do that follow from them.
+pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)]) -> Result<()> {
+    let mut known: BTreeMap<ValueId, Tensor> = inputs.iter().filter(|(_, tensor)| tensor.dtype() == DType::I64).cloned().collect();
+    for node in graph.nodes() {
+        let Some(indices) = node.inputs.first().and_then(|id| known.get(id)) else { continue };
+        let failed = |e: candle_core::Error| Error::run(format!("graph node `{}`", graph.value(node.output).name), e, "");
+        match &node.op {
+            Op::Positions(op) => {
+                let positions = op.eval(std::slice::from_ref(indices)).map_err(failed)?;
+                known.insert(node.output, positions);
+            }
+            Op::Embedding(_) => {
+                let table = node.inputs.get(1).and_then(|id| graph.value(*id).ty.shape.first()?.fixed());
+                if let Some(rows) = table {
+                    require_indices(graph, node, indices.dims(), &transfer::read::<i64>(indices).map_err(failed)?, rows)?;
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn require_indices(graph: &Graph, node: &Node, dims: &[usize], numbers: &[i64], rows: usize) -> Result<()> {
     let value = |position: usize| node.inputs.get(position).map(|id| graph.value(*id));
     let name = |position: usize| value(position).map_or("", |value| value.name.as_str());
-    let (rows, numbers) = read().map_err(|e: candle_core::Error| Error::run(format!("graph node `{}`", graph.value(node.output).name), e, ""))?;
     let wrong = numbers.iter().enumerate().find(|(_, number)| !usize::try_from(**number).is_ok_and(|n| n < rows));
     let Some((at, number)) = wrong else { return Ok(()) };
-    let width = indices.dims().last().copied().unwrap_or(1);
+    let width = dims.last().copied().unwrap_or(1);
     let (row, column) = (at.checked_div(width).unwrap_or(0), at.checked_rem(width).unwrap_or(0));
     let what = if value(0).is_some_and(|value| value.kind == Kind::Input) { "input" } else { "graph value" };
     Err(Error::run(

@@ -7,7 +7,8 @@ use half::{bf16, f16};
 
 use crate::error::{Error, Result};
 use crate::ir::Graph;
-use crate::store::{ActivationScheme, DType as Stored, Encoding, Sweep, Weight, Weights};
+use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};
+use crate::work::Work;
 
 /// What is kept in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -32,17 +33,35 @@ impl Parameters {
     ///
     /// # Errors
     /// Reading fails, or the device runs out of memory.
-    pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, sweep: &Sweep) -> Result<Parameters> {
-        Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, sweep)
+    pub fn load(graph: &Graph, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
+        Self::load_named(graph.params().map(|(_, value)| &value.name).collect(), weights, device, compute, residence, work)
+    }
+
+    /// Loads what a graph needs but for some parameters, which it shares with others.
+    ///
+    /// # Errors
+    /// As [`load`](Parameters::load).
+    pub fn load_beside(self, graph: &Graph, weights: &Weights, device: &Device, residence: Residence, work: &Work) -> Result<Parameters> {
+        let names = graph.params().map(|(_, value)| &value.name).filter(|name| !self.tensors.contains_key(*name)).collect();
+        let mut all = Self::load_named(names, weights, device, self.compute, residence, work)?;
+        all.tensors.extend(self.tensors);
+        all.rounding.extend(self.rounding);
+        Ok(all)
+    }
+
+    /// The same without parameters that a test does not hold for.
+    pub fn retain(&mut self, keep: impl Fn(&str) -> bool) {
+        self.tensors.retain(|name, _| keep(name));
+        self.rounding.retain(|name| keep(name));
     }
 
     /// Loads parameters by name.
     ///
     /// # Errors
     /// As [`load`](Parameters::load).
-    pub fn load_named(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence, sweep: &Sweep) -> Result<Parameters> {
+    pub fn load_named(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence, work: &Work) -> Result<Parameters> {
         let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
-        let tensors = sweep.run(
+        let tensors = work.run(
             "Loading",
             &jobs,
             |(_, w)| w.stored_bytes,
@@ -53,7 +72,7 @@ impl Parameters {
                     _ => compute,
                 };
                 let tensor = tensor(name, weight, device, keep)?;
-                sweep.advance(weight.stored_bytes)?;
+                work.advance(weight.stored_bytes)?;
                 Ok(tensor)
             },
         )?;

@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 
 use crate::error::{Error, Result};
-use crate::store::lock;
+use crate::work::lock;
 
 /// What memory is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

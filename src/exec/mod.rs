@@ -1,6 +1,8 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod device;
+mod device_memory;
+mod host;
 mod inputs;
 mod load;
 mod memory_tracker;
@@ -9,10 +11,13 @@ mod rounding;
 mod run;
 mod sizes;
 mod tape;
+pub mod transfer;
 
-pub use device::Choice;
+pub use device::{Choice, name};
+pub use device_memory::DeviceMemory;
+pub(crate) use host::{on_host, read};
 pub use load::{Parameters, Residence};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;
-pub use run::{Executor, Inputs};
+pub use run::{Executor, Inputs, Observation, PartialRun};
 pub use tape::{Forward, GradientSink, Tape, Watch};

@@ -5,37 +5,33 @@ use std::collections::BTreeMap;
 use crate::analysis;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Kind, Node, ValueId};
-use crate::kernel::activation::ActivationFunction;
 
 /// Nodes that are computed in one go.
 #[derive(Debug)]
 pub(super) struct FusedNodes {
-    /// The first computes, the others finish its result; only the last one's value is seen.
+    /// The first computes, the others are its epilogue; only the last one's value is seen.
     pub nodes: Vec<usize>,
     /// Values that nobody reads afterwards.
     pub dead: Vec<ValueId>,
 }
 
-/// Every node by itself.
-pub(super) fn single(graph: &Graph) -> Vec<FusedNodes> {
-    with_dead(graph, analysis::node_by_node(graph))
-}
-
-/// Linear layers and convolutions with what is done to their results alone.
-pub(super) fn chained(graph: &Graph) -> Vec<FusedNodes> {
+/// Linear layers and convolutions with what is done to their results alone: of the nodes that some values depend on, none of
+/// which is hidden within a step.
+pub(super) fn fused(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<FusedNodes> {
     let nodes = graph.nodes();
+    let needed = graph.dependencies(graph.ids().filter(|id| visible(*id)));
     let mut readers: BTreeMap<ValueId, Vec<usize>> = BTreeMap::new();
-    for (index, node) in nodes.iter().enumerate() {
+    for (index, node) in nodes.iter().enumerate().filter(|(_, node)| needed[node.output.index()]) {
         node.inputs.iter().for_each(|id| readers.entry(*id).or_default().push(index));
     }
     let only_reader = |id: ValueId| match readers.get(&id).map(Vec::as_slice) {
-        Some([reader]) if graph.outputs().iter().all(|(_, out)| *out != id) => Some(*reader),
+        Some([reader]) if !visible(id) => Some(*reader),
         _ => None,
     };
     let mut taken = vec![false; nodes.len()];
     let mut chains = Vec::new();
     for (index, node) in nodes.iter().enumerate() {
-        if taken[index] {
+        if taken[index] || !needed[node.output.index()] {
             continue;
         }
         let mut chain = vec![index];
@@ -54,34 +50,16 @@ pub(super) fn chained(graph: &Graph) -> Vec<FusedNodes> {
     }
     // A chain runs when everything that its last node reads is there.
     chains.sort_by_key(|chain| chain.last().copied());
-    with_dead(graph, chains)
+    let dead = analysis::dead_after(graph, &chains);
+    chains.into_iter().zip(dead).map(|(nodes, dead)| FusedNodes { nodes, dead }).collect()
 }
 
 fn finishes(graph: &Graph, first: &Node, next: &Node, value: ValueId) -> bool {
     match &next.op {
         Op::Add(_) | Op::Mul(_) => next.inputs.iter().all(|id| graph.value(*id).kind != Kind::Param && graph.value(*id).ty == graph.value(value).ty),
-        Op::BatchNorm(_) => matches!(first.op, Op::Conv(_)) && next.inputs[0] == value,
-        op => activation(op).is_some(),
+        Op::BatchNorm(op) => matches!(first.op, Op::Conv(_)) && next.inputs[0] == value && !op.batch,
+        op => op.activation().is_some(),
     }
-}
-
-/// The function of single elements that an op is.
-pub(super) fn activation(op: &Op) -> Option<ActivationFunction> {
-    Some(match op {
-        Op::Relu(op) => op.kernel(),
-        Op::Gelu(op) => op.kernel(),
-        Op::Silu(op) => op.kernel(),
-        Op::Sigmoid(op) => op.kernel(),
-        Op::Tanh(op) => op.kernel(),
-        Op::Clip(op) => op.kernel(),
-        Op::FakeQuantize(op) => op.kernel(),
-        _ => return None,
-    })
-}
-
-fn with_dead(graph: &Graph, chains: Vec<Vec<usize>>) -> Vec<FusedNodes> {
-    let dead = analysis::dead_after(graph, &chains);
-    chains.into_iter().zip(dead).map(|(nodes, dead)| FusedNodes { nodes, dead }).collect()
 }
 
 #[cfg(test)]
@@ -89,10 +67,9 @@ mod tests {
     use super::*;
 
     /// The nodes' names, a line for a step.
-    fn steps(text: &str) -> Vec<String> {
-        let graph: Graph = text.parse().unwrap();
+    fn steps(graph: &Graph, visible: &dyn Fn(ValueId) -> bool) -> Vec<String> {
         let name = |index: &usize| graph.value(graph.nodes()[*index].output).name.clone();
-        chained(&graph).iter().map(|step| step.nodes.iter().map(name).collect::<Vec<_>>().join(" ")).collect()
+        fused(graph, visible).iter().map(|step| step.nodes.iter().map(name).collect::<Vec<_>>().join(" ")).collect()
     }
 
     #[test]
@@ -111,8 +88,13 @@ mod tests {
         let relu = b.node("relu", crate::ir::ops::Relu {}, &[seen]).unwrap();
         b.output("seen", seen);
         b.output("relu", relu);
-        let graph = b.finish().unwrap();
+        let graph: Graph = b.finish().unwrap().to_string().parse().unwrap();
+        let named = |name: &str| graph.ids().find(|id| graph.value(*id).name == name).unwrap();
         // `act` belongs to `gate`, whose chain takes the product too, and so runs after `up`.
-        assert_eq!(steps(&graph.to_string()), ["up", "gate act gated", "down sum", "seen", "relu"]);
+        assert_eq!(steps(&graph, &|id| graph.is_output(id)), ["up", "gate act gated", "down sum", "seen", "relu"]);
+        // Whoever looks at one value has nothing computed behind it, and everything else fused.
+        assert_eq!(steps(&graph, &|id| id == named("down")), ["up", "gate act gated", "down"]);
+        assert_eq!(steps(&graph, &|id| id == named("act")), ["gate act"]);
+        assert_eq!(steps(&graph, &|_| true).len(), graph.nodes().len());
     }
 }

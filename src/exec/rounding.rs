@@ -1,11 +1,16 @@
 //! What the consumer of int8 weights does to the inputs of their layers.
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{D, DType, Tensor};
+
+use super::transfer;
+use crate::ir::ops::{on_host, round_half_even};
 
 /// How inputs of layers with int8 weights are rounded while the model runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rounding {
-    /// Int8 with a scale for each token, as compressed-tensors says and vLLM does.
+    /// Int8 with a scale for each token, as compressed-tensors computes it. The largest value of a token is 127.5 steps: a negative one
+    /// becomes -127 or -128 with the last bit of a division, so that two runs of a whole model whose sums differ by a bit can differ by
+    /// such steps. vLLM's kernels take 127 steps.
     Token,
     /// Uint8 with a scale and a zero point for the whole tensor: ONNX's `DynamicQuantizeLinear`.
     Tensor,
@@ -14,30 +19,35 @@ pub enum Rounding {
 impl Rounding {
     /// The numbers that the integers stand for.
     pub(super) fn apply(self, x: &Tensor) -> candle_core::Result<Tensor> {
-        let dtype = x.dtype();
-        if !matches!(x.device(), Device::Cpu) {
-            return self.primitive(&x.to_dtype(DType::F32)?)?.to_dtype(dtype);
+        let wide = x.to_dtype(DType::F32)?;
+        if !on_host(x.device()) {
+            return self.by_operations(&wide)?.to_dtype(x.dtype());
         }
-        let mut values = x.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>()?;
+        let mut values = transfer::read::<f32>(&wide)?;
         match self {
             Rounding::Token => values.chunks_mut(x.dim(D::Minus1)?.max(1)).for_each(token),
             Rounding::Tensor => tensor(&mut values),
         }
-        Tensor::from_vec(values, x.dims(), &Device::Cpu)?.to_dtype(dtype)
+        Tensor::from_vec(values, x.dims(), x.device())?.to_dtype(x.dtype())
     }
 
-    /// The same in tensor operations, which round halves away from zero.
-    fn primitive(self, x: &Tensor) -> candle_core::Result<Tensor> {
+    /// The same in tensor operations.
+    fn by_operations(self, x: &Tensor) -> candle_core::Result<Tensor> {
         match self {
             Rounding::Token => {
-                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?.maximum(f64::from(f32::EPSILON))?;
-                x.broadcast_div(&scale)?.round()?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
+                let scale = (x.abs()?.max_keepdim(D::Minus1)? / 127.5)?;
+                // Only where all values are zero.
+                let scale = (&scale + (scale.eq(0.0)?.to_dtype(DType::F32)? * f64::from(f32::EPSILON))?)?;
+                round_half_even(&x.broadcast_div(&scale)?)?.clamp(-128f32, 127f32)?.broadcast_mul(&scale)
             }
             Rounding::Tensor => {
-                let (low, high) = (x.min_all()?.to_scalar::<f32>()?.min(0.0), x.max_all()?.to_scalar::<f32>()?.max(0.0));
-                let (scale, zero) = range(low, high);
-                let zero = f64::from(zero);
-                ((((x / f64::from(scale))?.round()? + zero)?.clamp(0f32, 255f32)? - zero)? * f64::from(scale))?.contiguous()
+                let (low, high) = (x.min_all()?.minimum(0.0)?, x.max_all()?.maximum(0.0)?);
+                let scale = ((high - &low)? / 255.0)?;
+                // A tensor of zeros has steps of one.
+                let scale = (&scale + scale.eq(0.0)?.to_dtype(DType::F32)?)?;
+                let zero = round_half_even(&(low.neg()? / &scale)?)?.clamp(0f32, 255f32)?;
+                let integers = round_half_even(&x.broadcast_div(&scale)?)?.broadcast_add(&zero)?.clamp(0f32, 255f32)?;
+                integers.broadcast_sub(&zero)?.broadcast_mul(&scale)
             }
         }
     }
@@ -45,7 +55,7 @@ impl Rounding {
 
 fn token(row: &mut [f32]) {
     let largest = row.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let scale = (largest / 127.5).max(f32::EPSILON);
+    let scale = if largest / 127.5 > 0.0 { largest / 127.5 } else { f32::EPSILON };
     for x in row {
         *x = (*x / scale).round_ties_even().clamp(-128.0, 127.0) * scale;
     }
@@ -67,14 +77,25 @@ fn range(low: f32, high: f32) -> (f32, f32) {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     fn rounded(rounding: Rounding, rows: &[[f32; 3]; 2]) -> Vec<f32> {
         let x = Tensor::new(rows, &Device::Cpu).unwrap();
         let fast = rounding.apply(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
-        let slow = rounding.primitive(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let slow = rounding.by_operations(&x).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
         assert!(fast.iter().zip(&slow).all(|(a, b)| (a - b).abs() < 1e-6), "{fast:?} {slow:?}");
         fast
+    }
+
+    #[test]
+    fn tokens_are_rounded_bit_for_bit_as_by_compressed_tensors() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/int8/rows.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let bits = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        let found = Rounding::Token.apply(&golden["in"]).unwrap();
+        assert_eq!(bits(&found), bits(&golden["out"]));
     }
 
     #[test]
@@ -84,6 +105,9 @@ mod tests {
         let token = rounded(Rounding::Token, &rows);
         assert!((token[0] - 1.27).abs() < 1e-6 && (token[1] + 0.5).abs() < 1e-6 && token[2] == 0.0 && token[3..] == [0.0; 3]);
         rounded(Rounding::Tensor, &[[0.1, 2.0, -3.0], [-2.4, 1.34, 0.5]]);
+        // Halves go to even numbers.
+        assert_eq!(rounded(Rounding::Token, &[[127.5, 0.5, -2.5], [127.5, 1.5, 6.5]]), [127.0, 0.0, -2.0, 127.0, 2.0, 6.0]);
+        assert_eq!(rounded(Rounding::Tensor, &[[0.0, 255.0, 0.5], [2.5, 1.5, 6.5]]), [0.0, 255.0, 0.0, 2.0, 2.0, 6.0]);
         // The example of DynamicQuantizeLinear in ONNX's documentation: 153, 255, 0, 26, 221, 179 around 153.
         let x = Tensor::new(&[0.0f32, 2.0, -3.0, -2.5, 1.34, 0.5], &Device::Cpu).unwrap();
         let tensor = Rounding::Tensor.apply(&x).unwrap().to_vec1::<f32>().unwrap();

@@ -6,16 +6,13 @@ use candle_core::{DType, Device, Tensor};
 
 use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
-use super::{Parameters, Rounding, inputs};
+use super::{Parameters, Rounding};
 use crate::error::{Error, Result};
-use crate::ir::ops::{After, Mode, Op};
+use crate::ir::ops::{Fused, Op, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Values for the graph's inputs, by name.
 pub type Inputs = BTreeMap<String, Tensor>;
-
-/// Is told every value that is computed, with its node's name.
-type ValueObserver<'o> = &'o mut dyn FnMut(&str, &Tensor) -> Result<()>;
 
 /// A graph with its parameters, ready to run.
 #[derive(Debug)]
@@ -24,31 +21,24 @@ pub struct Executor<'g> {
     parameters: Parameters,
     device: Device,
     rounding: Rounding,
-    mode: Mode,
     sizes: Sizes,
-    /// Every node by itself, for observers.
-    single: Vec<FusedNodes>,
-    /// Nodes that are computed together, where nobody looks.
-    chained: Vec<FusedNodes>,
+    /// By node.
+    prepared: Vec<PreparedOp>,
+    steps: Vec<FusedNodes>,
 }
 
 impl<'g> Executor<'g> {
     /// Prepares a graph.
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
-        let (single, chained) = (plan::single(graph), plan::chained(graph));
-        Self { graph, parameters, device, rounding: Rounding::Token, mode: Mode::Infer, sizes: Sizes::default(), single, chained }
+        let prepared = graph.nodes().iter().map(|node| PreparedOp::new(&node.op, &device, parameters.compute())).collect();
+        let steps = plan::fused(graph, &|id| graph.is_output(id));
+        Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps }
     }
 
     /// Rounds inputs of layers with int8 weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
-    }
-
-    /// Computes with primitives that have gradients, node by node; parameters that are variables gather them.
-    #[must_use]
-    pub fn for_training(self) -> Self {
-        Self { mode: Mode::Train, chained: plan::single(self.graph), ..self }
     }
 
     /// The graph.
@@ -61,51 +51,102 @@ impl<'g> Executor<'g> {
         &self.device
     }
 
+    /// Puts a tensor in the place of a parameter.
+    pub fn replace(&mut self, name: &str, tensor: Tensor) {
+        self.parameters = self.parameters.clone().with(name, tensor);
+    }
+
     /// Runs the graph; outputs have their public names, floats as f32.
     ///
     /// # Errors
     /// An input is missing, has a wrong shape, or names a row that an embedding does not have; memory runs out.
     pub fn run(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
-        self.walk(&self.chained, inputs, None)
-    }
-
-    /// Runs the graph and shows every value that a node computes.
-    ///
-    /// # Errors
-    /// As [`run`](Executor::run), and whatever the observer says.
-    pub fn run_observed(&self, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<BTreeMap<String, Tensor>> {
-        self.walk(&self.single, inputs, Some(observe))
-    }
-
-    fn walk(&self, steps: &[FusedNodes], inputs: &Inputs, mut observe: Option<ValueObserver>) -> Result<BTreeMap<String, Tensor>> {
-        let mut values = Values(vec![None; self.graph.values().len()]);
-        for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, self.parameters.compute())? {
-            values.0[id.index()] = Some(tensor);
-        }
-        for step in steps {
-            match self.together(step, &values)? {
-                Some(result) => values.keep(self.last(step), result),
-                None => {
-                    for node in step.nodes.iter().map(|index| &self.graph.nodes()[*index]) {
-                        let result = self.alone(node, &values)?;
-                        if let Some(observe) = &mut observe {
-                            let name = self.name(node);
-                            observe(name, &result.contiguous().map_err(failed(name))?)?;
-                        }
-                        values.keep(node, result);
-                    }
-                }
-            }
-            for id in &step.dead {
-                values.0[id.index()] = None;
-            }
+        let mut run = self.start(inputs)?;
+        for step in &self.steps {
+            self.step(step, &mut run)?;
+            run.forget(step);
         }
         let output = |(name, id): &(String, ValueId)| {
-            let tensor = values.get(self.graph, *id)?;
+            let tensor = run.get(self.graph, *id)?;
             let tensor = if tensor.dtype().is_float() { tensor.to_dtype(DType::F32) } else { Ok(tensor) };
             Ok((name.clone(), tensor.and_then(|t| t.contiguous()).map_err(failed(name))?))
         };
         self.graph.outputs().iter().map(output).collect()
+    }
+
+    /// A plan for looking at the values that are wanted, by name: what none of them depends on is not computed, and what is hidden
+    /// between them stays fused.
+    pub fn observation(&self, wanted: impl Fn(&str) -> bool) -> Observation {
+        let wanted: Vec<bool> = self.graph.values().iter().map(|value| wanted(&value.name)).collect();
+        Observation { steps: plan::fused(self.graph, &|id| wanted[id.index()]), wanted }
+    }
+
+    /// Shows the wanted values that nodes compute, contiguous, in the order in which they are computed.
+    ///
+    /// # Errors
+    /// As [`run`](Executor::run), and whatever the observer says.
+    pub fn run_observed(&self, observation: &Observation, inputs: &Inputs, observe: &mut dyn FnMut(&str, &Tensor) -> Result<()>) -> Result<()> {
+        let mut run = self.start(inputs)?;
+        for step in &observation.steps {
+            self.step(step, &mut run)?;
+            let last = self.last(step).output;
+            if observation.wanted[last.index()] {
+                observe(&self.graph.value(last).name, &self.shown(&run, last)?)?;
+            }
+            run.forget(step);
+        }
+        Ok(())
+    }
+
+    /// Begins a run that can be stopped.
+    ///
+    /// # Errors
+    /// As [`run`](Executor::run), for the inputs.
+    pub fn start(&self, inputs: &Inputs) -> Result<PartialRun> {
+        let mut values = vec![None; self.graph.values().len()];
+        for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, self.parameters.compute())? {
+            values[id.index()] = Some(tensor);
+        }
+        Ok(PartialRun { values, done: 0 })
+    }
+
+    /// Goes on with a run until a wanted value is computed, which is the answer, contiguous. All calls for one run take the same
+    /// observation; parameters that were not read so far may be others by then.
+    ///
+    /// # Errors
+    /// As [`run`](Executor::run), or the value is not wanted.
+    pub fn advance(&self, observation: &Observation, run: &mut PartialRun, value: &str) -> Result<Tensor> {
+        let missing = || Error::graph(format!("graph value `{value}`"), "is not computed");
+        let id = self.graph.ids().find(|id| self.graph.value(*id).name == value).ok_or_else(missing)?;
+        while run.values[id.index()].is_none() {
+            let step = observation.steps.get(run.done).ok_or_else(missing)?;
+            self.step(step, run)?;
+            run.done += 1;
+            if self.last(step).output == id {
+                let shown = self.shown(run, id)?;
+                run.forget(step);
+                return Ok(shown);
+            }
+            run.forget(step);
+        }
+        self.shown(run, id)
+    }
+
+    fn shown(&self, run: &PartialRun, id: ValueId) -> Result<Tensor> {
+        run.get(self.graph, id)?.contiguous().map_err(failed(&self.graph.value(id).name))
+    }
+
+    /// Computes the value of a step's last node.
+    fn step(&self, step: &FusedNodes, run: &mut PartialRun) -> Result<()> {
+        if let Some(result) = self.together(step, run)? {
+            run.keep(self.last(step), result);
+            return Ok(());
+        }
+        for &index in &step.nodes {
+            let result = self.alone(index, run)?;
+            run.keep(&self.graph.nodes()[index], result);
+        }
+        Ok(())
     }
 
     fn name(&self, node: &Node) -> &str {
@@ -116,17 +157,17 @@ impl<'g> Executor<'g> {
         &self.graph.nodes()[step.nodes[step.nodes.len() - 1]]
     }
 
-    fn operands(&self, node: &Node, values: &Values) -> Result<Vec<Tensor>> {
+    fn operands(&self, node: &Node, ids: &[ValueId], run: &PartialRun) -> Result<Vec<Tensor>> {
         let spec = node.op.spec();
         let operand = |(index, id): (usize, &ValueId)| {
             let value = self.graph.value(*id);
             match value.kind {
                 Kind::Param if spec.takes_kept(index) => self.parameters.kept(&value.name).map_err(failed(&value.name)),
                 Kind::Param => self.parameters.get(&value.name).map_err(failed(&value.name)),
-                _ => values.get(self.graph, *id),
+                _ => run.get(self.graph, *id),
             }
         };
-        let mut operands = node.inputs.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
+        let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
             && self.parameters.rounds_inputs(&self.graph.value(*weight).name)
         {
@@ -135,65 +176,79 @@ impl<'g> Executor<'g> {
         Ok(operands)
     }
 
-    fn alone(&self, node: &Node, values: &Values) -> Result<Tensor> {
-        let operands = self.operands(node, values)?;
-        if let (Op::Embedding(_), [indices, table]) = (&node.op, operands.as_slice()) {
-            inputs::require_rows(self.graph, node, indices, table)?;
-        }
-        let result = node.op.spec().eval(&operands, self.mode);
+    fn alone(&self, index: usize, run: &PartialRun) -> Result<Tensor> {
+        let node = &self.graph.nodes()[index];
+        let operands = self.operands(node, &node.inputs, run)?;
+        let result = self.prepared[index].forward(&operands);
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
     }
 
     /// The value of a step's last node, if the others can be done within the first.
-    fn together(&self, step: &FusedNodes, values: &Values) -> Result<Option<Tensor>> {
-        let [first, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
+    fn together(&self, step: &FusedNodes, run: &PartialRun) -> Result<Option<Tensor>> {
+        let [index, rest @ ..] = step.nodes.as_slice() else { return Ok(None) };
         if rest.is_empty() {
             return Ok(None);
         }
-        let first = &self.graph.nodes()[*first];
-        let mut after = Vec::with_capacity(rest.len());
+        let first = &self.graph.nodes()[*index];
+        let mut epilogue = Vec::with_capacity(rest.len());
         let mut value = first.output;
         for node in rest.iter().map(|index| &self.graph.nodes()[*index]) {
-            let other = || node.inputs.iter().find(|id| **id != value).map(|id| values.get(self.graph, *id)).transpose();
-            after.push(match (&node.op, plan::activation(&node.op)) {
-                (_, Some(function)) => After::Activate(function),
+            let other = || node.inputs.iter().find(|id| **id != value).map(|id| run.get(self.graph, *id)).transpose();
+            match (&node.op, node.op.activation()) {
+                (_, Some(function)) => epilogue.push(Fused::Activate(function)),
                 (Op::BatchNorm(op), _) => {
                     let name = self.name(node);
-                    let mut vectors = Vec::with_capacity(4);
-                    for id in &node.inputs[1..] {
-                        vectors.push(self.parameters.get(&self.graph.value(*id).name).map_err(failed(name))?);
-                    }
+                    let vectors = self.operands(node, &node.inputs[1..], run)?;
                     let [weight, bias, mean, variance] = vectors.as_slice() else { return Ok(None) };
                     let (scale, shift) = op.channels([weight, bias, mean, variance]).map_err(failed(name))?;
-                    After::Channels { scale, shift }
+                    epilogue.extend([Fused::MultiplyRows(scale), Fused::AddToRows(shift)]);
                 }
-                (Op::Add(_), _) => match other()? {
-                    Some(tensor) => After::Add(tensor),
-                    None => return Ok(None),
-                },
-                (Op::Mul(_), _) => match other()? {
-                    Some(tensor) => After::Multiply(tensor),
-                    None => return Ok(None),
-                },
+                (Op::Add(_) | Op::Mul(_), _) => {
+                    let Some(other) = other()? else { return Ok(None) };
+                    epilogue.push(if matches!(node.op, Op::Add(_)) { Fused::Add(other) } else { Fused::Multiply(other) });
+                }
                 _ => return Ok(None),
-            });
+            }
             value = node.output;
         }
-        first.op.spec().eval_then(&self.operands(first, values)?, &after).map_err(failed(self.name(first)))
+        self.prepared[*index].fused(&self.operands(first, &first.inputs, run)?, &epilogue).map_err(failed(self.name(first)))
     }
 }
 
-/// What has been computed and is still needed, by the value's position.
-struct Values(Vec<Option<Tensor>>);
+/// Values of a graph that are looked at, and what is computed for them.
+#[derive(Debug)]
+pub struct Observation {
+    steps: Vec<FusedNodes>,
+    /// By the value's position.
+    wanted: Vec<bool>,
+}
 
-impl Values {
+/// What a run has computed so far and still needs.
+#[derive(Debug)]
+pub struct PartialRun {
+    /// By the value's position.
+    values: Vec<Option<Tensor>>,
+    /// Steps of an observation that are done.
+    done: usize,
+}
+
+impl PartialRun {
+    /// Bytes that it holds, of memory that several values share once for each.
+    pub fn bytes(&self) -> u64 {
+        self.values.iter().flatten().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+    }
+
     fn keep(&mut self, node: &Node, result: Tensor) {
-        self.0[node.output.index()] = Some(result);
+        self.values[node.output.index()] = Some(result);
+    }
+
+    fn forget(&mut self, step: &FusedNodes) {
+        step.dead.iter().for_each(|id| self.values[id.index()] = None);
     }
 
     fn get(&self, graph: &Graph, id: ValueId) -> Result<Tensor> {
-        self.0[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", graph.value(id).name), "is read before it is computed"))
+        self.values[id.index()].clone().ok_or_else(|| Error::graph(format!("graph value `{}`", graph.value(id).name), "is read before it is computed"))
     }
 }
 

@@ -19,14 +19,19 @@ pub(super) struct Sizes(Mutex<Option<Vec<Vec<usize>>>>);
 impl Sizes {
     /// All inputs, on the device and in the precision of the computation.
     pub fn take(&self, graph: &Graph, inputs: &Inputs, device: &Device, compute: DType) -> Result<Vec<(ValueId, Tensor)>> {
-        let take = |(id, value)| Ok((id, inputs::take(value, inputs, device, compute)?));
-        let taken = graph.inputs().map(take).collect::<Result<Vec<_>>>()?;
+        let (mut hosts, mut taken) = (Vec::new(), Vec::new());
+        for (id, value) in graph.inputs() {
+            let (host, there) = inputs::take(value, inputs, device, compute)?;
+            hosts.push((id, host));
+            taken.push((id, there));
+        }
         let sizes: Vec<Vec<usize>> = taken.iter().map(|(_, tensor)| tensor.dims().to_vec()).collect();
         let mut fitting = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if fitting.as_ref() != Some(&sizes) {
             require(graph, &taken)?;
             *fitting = Some(sizes);
         }
+        inputs::require_rows(graph, &hosts)?;
         Ok(taken)
     }
 }

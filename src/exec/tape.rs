@@ -6,13 +6,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
+use std::sync::OnceLock;
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
 use super::sizes::Sizes;
-use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, inputs, run};
+use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, run};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Backward, Mode, Op, OpSpec, Saved};
+use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
 use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
 
 /// A graph with a plan of what is kept when.
@@ -31,6 +32,8 @@ pub struct Tape<'g> {
     done: Vec<Vec<ValueId>>,
     /// By node: its inputs that the backward pass reads, and whether it reads the output.
     reads: Vec<(Vec<bool>, bool)>,
+    /// By node, since the precision of the computation is known.
+    prepared: Vec<OnceLock<PreparedOp>>,
 }
 
 #[derive(Debug, Clone)]
@@ -85,7 +88,8 @@ impl<'g> Tape<'g> {
             ((0..node.inputs.len()).map(|index| on && spec.reads_input(index)).collect(), on && spec.reads_output())
         };
         let reads = nodes.iter().map(reads).collect();
-        let mut tape = Tape { graph, device, sizes: Sizes::default(), segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads };
+        let prepared = nodes.iter().map(|_| OnceLock::new()).collect();
+        let mut tape = Tape { graph, device, sizes: Sizes::default(), segments, reached, taps, dead: Vec::new(), done: Vec::new(), reads, prepared };
         tape.plan();
         tape
     }
@@ -194,11 +198,8 @@ impl<'g> Tape<'g> {
                 continue;
             }
             let operands = self.operands(node, parameters, values)?;
-            if let (Op::Embedding(_), [indices, table], false) = (&node.op, operands.as_slice(), again) {
-                inputs::require_rows(self.graph, node, indices, table)?;
-            }
-            let result = node.op.spec().eval(&operands, Mode::Infer);
             let compute = parameters.compute();
+            let result = self.prepared(index, compute).forward(&operands);
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
             seen(node, &operands, &result)?;
             drop(operands);
@@ -295,7 +296,7 @@ impl<'g> Tape<'g> {
         let output = if *reads_output { Saved::whole(self.read(values, node.output)?) } else { Saved::shape(gradient.dims()) };
         let wanted: Vec<bool> = node.inputs.iter().map(|id| self.reached[id.index()]).collect();
         let backward = Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted };
-        let found = node.op.spec().backward(&backward).map_err(failed)?;
+        let found = self.prepared(index, parameters.compute()).backward(&backward).map_err(failed)?;
         for ((id, found), wanted) in node.inputs.iter().zip(found).zip(&wanted) {
             let Some(found) = found.filter(|_| *wanted) else { continue };
             let value = self.graph.value(*id);
@@ -355,6 +356,10 @@ impl<'g> Tape<'g> {
         most
     }
 
+    fn prepared(&self, index: usize, compute: DType) -> &PreparedOp {
+        self.prepared[index].get_or_init(|| PreparedOp::new(&self.graph.nodes()[index].op, &self.device, compute))
+    }
+
     fn operands(&self, node: &Node, parameters: &Parameters, values: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
         let operand = |id: &ValueId| {
             let value = self.graph.value(*id);
@@ -392,7 +397,7 @@ struct Gradients<'l> {
 impl Gradients<'_> {
     fn add(&mut self, id: ValueId, found: Tensor) -> candle_core::Result<Result<()>> {
         let sum = match self.take(id) {
-            Some(other) => Add {}.eval(&[other, found], Mode::Infer)?,
+            Some(other) => sum(other, found)?,
             None => found,
         };
         let kept = self.memory_tracker.take(MemoryCategory::Activations, bytes(&sum));

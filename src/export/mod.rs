@@ -17,8 +17,8 @@ pub use crate::store::ByteSize;
 
 use crate::error::Result;
 use crate::model::{Config, Model};
-use crate::store::Sweep;
 use crate::store::writer::{WeightMeasurement, Written};
+use crate::work::Work;
 
 /// What a format would write, known before any byte is read.
 #[derive(Debug, Clone)]
@@ -72,35 +72,35 @@ pub trait Format: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Reading, making or writing tensors fails, or the files do not read back as meant.
-    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported>;
+    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported>;
 }
 
 /// Writes the table of formats.
 macro_rules! formats {
-    ($($(#[$meta:meta])* $name:literal => $format:ident),+ $(,)?) => {
+    ($($name:literal => $format:ident,)+) => {
         /// One entry of a recipe's `export` list: a name, or a name with options.
         #[derive(Debug, Clone, PartialEq)]
         #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, FORMATS)))]
         pub enum Export {
-            $($(#[$meta])* #[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
+            $(#[doc = concat!("The `", $name, "` format.")] #[cfg_attr(feature = "cli", schemars(rename = $name))] $format($format),)+
         }
 
         /// Names of all formats, in the order of the table.
-        pub const FORMATS: &[&str] = &[$($(#[$meta])* $name),+];
+        pub const FORMATS: &[&str] = &[$($name),+];
 
         impl Export {
             /// The format behind the entry.
             pub fn format(&self) -> &dyn Format {
                 match self {
-                    $($(#[$meta])* Export::$format(format) => format,)+
+                    $(Export::$format(format) => format,)+
                 }
             }
         }
 
-        crate::entry::entry!(Export, "format", FORMATS, $($(#[$meta])* $name => $format),+);
+        crate::entry::entry!(Export, "format", FORMATS, $($name => $format),+);
 
-        $($(#[$meta])* impl From<$format> for Export {
+        $(impl From<$format> for Export {
             fn from(format: $format) -> Export {
                 Export::$format(format)
             }
@@ -108,10 +108,9 @@ macro_rules! formats {
     };
 }
 
-formats! {
+crate::entry::gather! { formats []
     "safetensors" => Safetensors,
-    #[cfg(feature = "run")]
-    "onnx" => Onnx,
+    "onnx" => Onnx if runs,
 }
 
 impl Default for Export {

@@ -19,7 +19,8 @@ use crate::model::Model;
 use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
 use crate::store::writer::{self, Item};
-use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Sweep, Weights};
+use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Weights};
+use crate::work::Work;
 
 /// The ONNX format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -168,9 +169,9 @@ impl Format for Onnx {
         })
     }
 
-    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {
+    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported> {
         let Prepared { graph, draft, items, layout } = self.prepare(model)?;
-        let (files, seen) = writer::write_pieces(folder, &layout, &items, sweep)?;
+        let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         Ok(Exported {
             files,
             how: "read back: the graph and every weight's bytes equal to what was made".into(),

@@ -18,7 +18,8 @@ use crate::error::{Error, Result};
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::store::writer::{self, Item};
-use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, DType, Encoding, Granularity, StorageFormat, Sweep, View, Weight, WeightSource, sparse};
+use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
+use crate::work::Work;
 
 /// How weights are laid out.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -115,7 +116,7 @@ impl Safetensors {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
-        let described = integers.then(|| quantization::describe(items, model));
+        let described = quantization::is_needed(items, model).then(|| quantization::describe(items, model));
         // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
         // without a word.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
@@ -135,6 +136,10 @@ impl Safetensors {
 
     fn notes(&self, model: &Model, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
         let mut notes = Vec::new();
+        let left_out = quantization::left_out(items, model);
+        if !left_out.is_empty() {
+            notes.push(format!("`{}` of the input's quantization_config is left out: it describes the weights as they were", left_out.join("`, `")));
+        }
         let sparse = items.iter().filter(|item| matches!(item.storage_format, StorageFormat::Sparse { .. })).count();
         if sparse > 0 {
             notes.push(format!("{sparse} tensors are stored sparse: only compress reads this folder, `compress densify` brings it back bit for bit"));
@@ -280,11 +285,11 @@ impl Format for Safetensors {
         Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !model.estimated, tensors: layout.tensors() })
     }
 
-    fn write(&self, model: &Model, folder: &Path, sweep: &Sweep) -> Result<Exported> {
+    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported> {
         let mut kept = std::collections::BTreeMap::new();
         if self.layout == Layout::Sparse {
             let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
-            let counts = sweep.run(
+            let counts = work.run(
                 "Counting zeros",
                 &jobs,
                 |(_, w)| w.stored_bytes,
@@ -292,7 +297,7 @@ impl Format for Safetensors {
                     let mut kept = 0;
                     weight.visit(1, &mut |block| {
                         kept += bitmask::count(block.now.values, value_size(weight) as usize);
-                        sweep.advance(block.before.values.len() as u64)
+                        work.advance(block.before.values.len() as u64)
                     })?;
                     Ok(kept)
                 },
@@ -301,7 +306,7 @@ impl Format for Safetensors {
         }
         let items = self.items(model, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;
         let layout = self.layout_of(&items, model)?;
-        let (files, seen) = writer::write(folder, &items, &layout, sweep)?;
+        let (files, seen) = writer::write(folder, &items, &layout, work)?;
         Ok(Exported {
             files,
             how: "read back: header parsed strictly and equal, every tensor's bytes equal to what was made".into(),

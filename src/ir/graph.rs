@@ -122,6 +122,23 @@ impl Graph {
         &self.outputs
     }
 
+    /// Whether a value is a result.
+    pub fn is_output(&self, id: ValueId) -> bool {
+        self.outputs.iter().any(|(_, output)| *output == id)
+    }
+
+    /// For each value, by position, whether one of these is computed from it or is it.
+    pub fn dependencies(&self, of: impl IntoIterator<Item = ValueId>) -> Vec<bool> {
+        let mut needed = vec![false; self.values.len()];
+        of.into_iter().for_each(|id| needed[id.index()] = true);
+        for node in self.nodes.iter().rev() {
+            if needed[node.output.index()] {
+                node.inputs.iter().for_each(|id| needed[id.index()] = true);
+            }
+        }
+        needed
+    }
+
     /// Values given for each run.
     pub fn inputs(&self) -> impl Iterator<Item = (ValueId, &Value)> {
         self.of_kind(Kind::Input)

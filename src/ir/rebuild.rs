@@ -45,7 +45,7 @@ fn unread(graph: &Graph) -> bool {
 }
 
 fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {
-    let needed = needed(graph);
+    let needed = graph.dependencies(graph.outputs().iter().map(|(_, id)| *id));
     let mut builder = Builder::new(catalog);
     let mut made: Vec<Option<ValueId>> = vec![None; graph.values().len()];
     for (id, value) in graph.inputs() {
@@ -111,18 +111,6 @@ fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result
         Some(shape) => builder.param(name, &shape),
         None => Err(Error::tensor(name, "is part of the graph, but not of the checkpoint", "")),
     }
-}
-
-/// Values that results depend on, by position.
-fn needed(graph: &Graph) -> Vec<bool> {
-    let mut needed = vec![false; graph.values().len()];
-    graph.outputs().iter().for_each(|(_, id)| needed[id.index()] = true);
-    for node in graph.nodes().iter().rev() {
-        if needed[node.output.index()] {
-            node.inputs.iter().for_each(|id| needed[id.index()] = true);
-        }
-    }
-    needed
 }
 
 /// Whether two graphs over the same checkpoint compute the same in the same nodes, in whatever order they were declared.

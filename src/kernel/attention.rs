@@ -4,9 +4,11 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::matmul::{BLOCK, Columns, Left, PANEL, Right, Rows, multiply};
+use super::epilogue::Epilogue;
+use super::matmul::{Columns, Left, Right, Rows, multiply};
 use super::rows::{rotate, softmax_row};
 use super::scratch::Scratch;
+use super::tile::{BLOCK, PANEL};
 
 /// Queries of one head that are worked on at a time.
 pub(super) const QUERIES: usize = 8 * BLOCK;
@@ -92,7 +94,7 @@ impl Attention<'_> {
         let panels = &keys[seen.start * self.width..seen.end.next_multiple_of(PANEL) * self.width];
         let span = seen.len();
         let mut scores = Scratch::new(count * span);
-        multiply(left, 0..count.div_ceil(BLOCK), panels, 0, &[], &mut scores, span, span);
+        multiply(left, 0..count.div_ceil(BLOCK), panels, 0, Epilogue::NONE, &mut scores, span, span);
         for (row, scores) in scores.chunks_exact_mut(span).enumerate() {
             let visible = self.visible(first + row);
             let visible = visible.start - seen.start..visible.end - seen.start;
@@ -110,7 +112,7 @@ impl Attention<'_> {
         let weights = Left::pack(&scores, count, span, span);
         for (index, panel) in values.chunks_exact(PANEL * self.keys).enumerate() {
             let panel = &panel[seen.start * PANEL..seen.end * PANEL];
-            multiply(&weights, blocks.clone(), panel, index * PANEL, &[], output, self.out, self.out);
+            multiply(&weights, blocks.clone(), panel, index * PANEL, Epilogue::NONE, output, self.out, self.out);
         }
     }
 }

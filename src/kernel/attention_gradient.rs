@@ -3,9 +3,11 @@
 use rayon::prelude::*;
 
 use super::attention::{Attention, Heads, QUERIES, pack};
-use super::matmul::{BLOCK, Columns, Finish, Left, PANEL, Rows, multiply};
+use super::epilogue::Epilogue;
+use super::matmul::{Columns, Left, Rows, multiply};
 use super::rows_gradient::softmax;
 use super::scratch::Scratch;
+use super::tile::{BLOCK, PANEL};
 
 /// What attention was computed from, and the gradient of its output.
 #[derive(Clone, Copy)]
@@ -83,14 +85,14 @@ impl Attention<'_> {
                 let left = Left::pack(gradient, count, self.out, gradient_step);
                 let mut derivative = Scratch::new(count * span);
                 let panels = &value_columns[seen.start * self.out..seen.end.next_multiple_of(PANEL) * self.out];
-                multiply(&left, blocks.clone(), panels, 0, &[], &mut derivative, span, span);
+                multiply(&left, blocks.clone(), panels, 0, Epilogue::NONE, &mut derivative, span, span);
                 softmax(&probabilities, &mut derivative, span, self.scale);
                 if !job.queries.is_empty() {
                     let left = Left::pack(&derivative, count, span, span);
                     let mut rows = Scratch::new(count * self.width);
                     for (index, panel) in key_rows.chunks_exact((PANEL * self.keys).max(1)).enumerate() {
                         let panel = &panel[seen.start * PANEL..seen.end * PANEL];
-                        multiply(&left, blocks.clone(), panel, index * PANEL, &[], &mut rows, self.width, self.width);
+                        multiply(&left, blocks.clone(), panel, index * PANEL, Epilogue::NONE, &mut rows, self.width, self.width);
                     }
                     // Of a group's heads, rows of the same query are neighbours.
                     let places = job.queries.iter_mut().skip(first * shared + head).step_by(shared);
@@ -116,7 +118,7 @@ fn rows_from<'a>(heads: Heads<'a>, (batch, head, first): (usize, usize, usize)) 
 
 /// Adds a product to `sums`.
 fn add(left: &Left, rows: usize, panels: &[f32], width: usize, sums: &mut [f32]) {
-    multiply(left, 0..rows.div_ceil(BLOCK), panels, 0, &[Finish::Accumulate], sums, width, width);
+    multiply(left, 0..rows.div_ceil(BLOCK), panels, 0, Epilogue::ACCUMULATE, sums, width, width);
 }
 
 #[cfg(test)]

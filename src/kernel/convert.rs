@@ -83,9 +83,36 @@ pub fn rounded(dtype: Dtype, value: f32) -> f32 {
     }
 }
 
+/// A scale rounded to a float format: to the nearest value, and up where the format is subnormal. There neighbours are so far apart
+/// that a scale rounded down would cut the ends of its range off, or be zero.
+pub fn scale(dtype: Dtype, exact: f64) -> f32 {
+    let nearest = rounded(dtype, exact as f32);
+    let (least_normal, next) = match dtype {
+        Dtype::F16 => (half::f16::MIN_POSITIVE.to_f32(), half::f16::from_bits(half::f16::from_f32(nearest).to_bits() + 1).to_f32()),
+        Dtype::BF16 => (half::bf16::MIN_POSITIVE.to_f32(), half::bf16::from_bits(half::bf16::from_f32(nearest).to_bits() + 1).to_f32()),
+        _ => (f32::MIN_POSITIVE, nearest.next_up()),
+    };
+    if f64::from(nearest) < exact && nearest < least_normal { next } else { nearest }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn subnormal_scales_reach_the_ends_of_their_range() {
+        for (dtype, least) in
+            [(Dtype::F16, half::f16::from_bits(1).to_f64()), (Dtype::BF16, half::bf16::from_bits(1).to_f64()), (Dtype::F32, f64::from(f32::from_bits(1)))]
+        {
+            for (steps, wanted) in [(0.0, 0.0), (1e-3, 1.0), (1.0, 1.0), (13.4, 14.0), (63.2, 64.0)] {
+                assert_eq!(f64::from(scale(dtype, steps * least)), wanted * least, "{dtype:?} {steps}");
+            }
+        }
+        for exact in [6.2e-5f32, 1e-3, 0.3, 7.0, 65504.0] {
+            let scales = [Dtype::F16, Dtype::BF16, Dtype::F32].map(|dtype| scale(dtype, exact.into()));
+            assert_eq!(scales, [half::f16::from_f32(exact).to_f32(), half::bf16::from_f32(exact).to_f32(), exact]);
+        }
+    }
 
     #[test]
     fn bf16_agrees_with_half() {

@@ -5,11 +5,12 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::convolution::{Window, depthwise};
-use super::matmul::{BLOCK, Left, PANEL, Rows, product_here};
+use super::epilogue::Epilogue;
+use super::matmul::{Left, Rows, product_here};
 use super::matmul_gradient::{add_up, in_parts, is_large, stretches};
 use super::scratch::Scratch;
-use super::shifted::{convolve, tile};
-use super::simd;
+use super::shifted::convolve;
+use super::tile::{self, BLOCK, PANEL, Panel};
 
 /// A convolution's sizes.
 #[derive(Debug, Clone, Copy)]
@@ -82,7 +83,7 @@ pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &m
                 *turned = weight[(out * inner + channel) * taps + taps - 1 - tap];
             }
             let left = Left::pack(&turned, inner, group * taps, group * taps);
-            convolve(planes, images, &left, back, &[], output);
+            convolve(planes, images, &left, back, Epilogue::NONE, output);
             continue;
         }
         let left = Left::pack_transposed(weight, inner * taps, group, inner * taps);
@@ -94,7 +95,7 @@ pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &m
         by_image.into_par_iter().enumerate().for_each(|(image, planes)| {
             let mut columns = Scratch::new(inner * taps * positions);
             let right = Rows { values: &gradient[image * positions..], count: positions, stride: images * positions };
-            product_here(&left, &right, positions, &[], &mut columns, positions);
+            product_here(&left, &right, positions, Epilogue::NONE, &mut columns, positions);
             for (out, columns) in planes.into_iter().zip(columns.chunks_exact((taps * positions).max(1))) {
                 out.fill(0.0);
                 columns.chunks_exact(positions.max(1)).enumerate().for_each(|(tap, values)| spread(values, 1.0, tap, sizes.window, out));
@@ -267,14 +268,14 @@ impl Across {
 
     /// Adds the products of some rows over some positions with their windows to `sums`.
     fn add_products(&self, left: &Left, positions: Range<usize>, sums: &mut [f32], width: usize) {
-        let (starts, level) = (self.starts(positions), simd::level());
+        let starts = self.starts(positions);
         let pieces = self.pieces();
         let mut products = [[0f32; PANEL]; BLOCK];
         for index in 0..left.rows().div_ceil(BLOCK) {
             let first = index * BLOCK;
             let count = BLOCK.min(left.rows() - first);
             for (column, offset, length) in &pieces {
-                tile(level, left.block(index), &self.padded[*offset..], &starts, [count, *length], &mut products);
+                tile::multiply(left.block(index), Panel::Shifted { values: &self.padded[*offset..], offsets: &starts }, [count, *length], &mut products);
                 for (lane, products) in products[..count].iter().enumerate() {
                     let sums = &mut sums[(first + lane) * width + column..][..*length];
                     sums.iter_mut().zip(products).for_each(|(sum, x)| *sum += x);

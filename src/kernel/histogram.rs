@@ -1,8 +1,8 @@
 //! Exact counts of magnitudes, 15 or 16 bits at a time: the k-th smallest weight of a model without sorting it.
 //!
 //! Magnitudes of IEEE floats order as unsigned integers, so the k-th smallest falls into the bin of the
-//! leading bits where the running count passes k; a further sweep counts the next bits inside that bin.
-//! 16-bit floats are done after one sweep, f32 after two, f64 after four.
+//! leading bits where the running count passes k; a further reading counts the next bits inside that bin.
+//! 16-bit floats are done after one reading, f32 after two, f64 after four.
 
 use super::Float;
 

@@ -1,22 +1,17 @@
 //! Matrix products in f32, a tile of registers at a time.
 //!
-//! The left matrix is packed in blocks of rows, the right one in panels of columns; a tile of the result is a block
-//! times a panel, summed over the whole inner axis without leaving registers, so every element is one chain of
-//! multiply-adds, in the same order with any number of threads. The right matrix is asked for panel by panel: it may
-//! be 16-bit weights or the windows of an image that are never stored as a matrix (Goto and van de Geijn, 2008).
+//! The left matrix is packed in blocks of rows, the right one in panels of columns; a tile (`kernel/tile.rs`) of the result is a
+//! block times a panel, summed over the whole inner axis. The right matrix is asked for panel by panel: it may be 16-bit
+//! weights or the windows of an image that are never stored as a matrix (Goto and van de Geijn, 2008).
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::activation::{self, ActivationFunction};
+use super::epilogue::Epilogue;
 use super::scratch::Scratch;
-use super::simd::{self, Level};
+use super::tile::{self, BLOCK, PANEL, Panel};
 
-/// Rows of a block.
-pub const BLOCK: usize = 12;
-/// Columns of a panel.
-pub const PANEL: usize = 32;
 /// Floats of packed panels that are held at a time.
 const HELD: usize = 1 << 20;
 
@@ -57,29 +52,17 @@ pub struct Left {
 impl Left {
     /// Packs rows of `inner` elements that begin `stride` apart.
     pub fn pack<T: StoredFloat>(values: &[T], rows: usize, inner: usize, stride: usize) -> Left {
-        let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
-        let fill = |(index, block): (usize, &mut [f32])| {
-            let first = index * BLOCK;
-            for lane in 0..BLOCK.min(rows - first) {
-                let row = &values[(first + lane) * stride..][..inner];
-                for (x, group) in row.iter().zip(block.as_chunks_mut::<BLOCK>().0) {
-                    group[lane] = x.value();
-                }
-            }
-        };
-        if packed.len() < 1 << 15 {
-            packed.chunks_mut((BLOCK * inner).max(1)).enumerate().for_each(fill);
-        } else {
-            packed.par_chunks_mut((BLOCK * inner).max(1)).enumerate().for_each(fill);
-        }
-        Left { rows, inner, values: packed }
+        Left::packed(rows, inner, |first, block| {
+            let last = rows - 1;
+            // Rows beyond the last are never looked at.
+            let lanes = std::array::from_fn(|lane| values[(first + lane).min(last) * stride..][..inner].as_chunks());
+            turn(lanes, block.as_chunks_mut().0);
+        })
     }
 
     /// Packs rows that lie in memory as columns: the elements of one inner index begin `stride` after those of the one before.
     pub fn pack_transposed(values: &[f32], rows: usize, inner: usize, stride: usize) -> Left {
-        let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
-        let fill = |(index, block): (usize, &mut [f32])| {
-            let first = index * BLOCK;
+        Left::packed(rows, inner, |first, block| {
             let count = BLOCK.min(rows - first);
             for (step, group) in block.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
                 let values = &values[step * stride + first..];
@@ -89,11 +72,17 @@ impl Left {
                     None => group[..count].copy_from_slice(&values[..count]),
                 }
             }
-        };
+        })
+    }
+
+    /// Blocks that `fill` packs, each given its first row.
+    fn packed(rows: usize, inner: usize, fill: impl Fn(usize, &mut [f32]) + Sync) -> Left {
+        let mut packed = Scratch::new(rows.div_ceil(BLOCK) * BLOCK * inner);
+        let size = (BLOCK * inner).max(1);
         if packed.len() < 1 << 15 {
-            packed.chunks_mut((BLOCK * inner).max(1)).enumerate().for_each(fill);
+            packed.chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));
         } else {
-            packed.par_chunks_mut((BLOCK * inner).max(1)).enumerate().for_each(fill);
+            packed.par_chunks_mut(size).enumerate().for_each(|(index, block)| fill(index * BLOCK, block));
         }
         Left { rows, inner, values: packed }
     }
@@ -105,6 +94,28 @@ impl Left {
 
     pub(super) fn block(&self, index: usize) -> &[f32] {
         &self.values[index * BLOCK * self.inner..][..BLOCK * self.inner]
+    }
+}
+
+/// Elements of a row that are turned at once.
+const RUN: usize = 16;
+
+/// Writes the elements of all rows with one inner index side by side.
+#[inline(always)]
+fn turn<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; BLOCK]]) {
+    let full = rows[0].0.len();
+    let (runs, rest) = groups.split_at_mut(full * RUN);
+    for (at, groups) in runs.as_chunks_mut::<RUN>().0.iter_mut().enumerate() {
+        for (step, group) in groups.iter_mut().enumerate() {
+            for lane in 0..BLOCK {
+                group[lane] = rows[lane].0[at][step].value();
+            }
+        }
+    }
+    for (step, group) in rest.iter_mut().enumerate() {
+        for lane in 0..BLOCK {
+            group[lane] = rows[lane].1[step].value();
+        }
     }
 }
 
@@ -160,151 +171,48 @@ impl<T: StoredFloat> Right for Rows<'_, T> {
     }
 }
 
-/// What is done with a tile of the result before it is stored, one after the other.
-#[derive(Debug, Clone, Copy)]
-pub enum Finish<'a> {
-    /// Adds a number to each column.
-    AddToColumns(&'a [f32]),
-    /// Adds a number to each row.
-    AddToRows(&'a [f32]),
-    /// Multiplies each row by a number.
-    MultiplyRows(&'a [f32]),
-    /// Adds a matrix like the result.
-    Add(&'a [f32]),
-    /// Multiplies with a matrix like the result.
-    Multiply(&'a [f32]),
-    /// Applies a function.
-    Activate(ActivationFunction),
-    /// Adds what the result held before; the last step.
-    Accumulate,
-}
-
-impl<'a> Finish<'a> {
-    /// The same for a result that begins at a row of this one.
-    pub fn from_row(self, row: usize, width: usize) -> Finish<'a> {
-        match self {
-            Finish::AddToRows(values) => Finish::AddToRows(&values[row..]),
-            Finish::MultiplyRows(values) => Finish::MultiplyRows(&values[row..]),
-            Finish::Add(values) => Finish::Add(&values[row * width..]),
-            Finish::Multiply(values) => Finish::Multiply(&values[row * width..]),
-            Finish::AddToColumns(_) | Finish::Activate(_) | Finish::Accumulate => self,
-        }
-    }
-}
-
-#[inline(always)]
-fn combine(out: &mut [f32], other: &[f32], function: impl Fn(f32, f32) -> f32) {
-    for (out, other) in out.iter_mut().zip(other) {
-        *out = function(*out, *other);
-    }
-}
-
-#[inline(always)]
-pub(super) fn finish_row(steps: &[Finish], out: &mut [f32], row: usize, column: usize, width: usize) {
-    for step in steps {
-        match step {
-            Finish::AddToColumns(values) => combine(out, &values[column..], |a, b| a + b),
-            Finish::AddToRows(values) => out.iter_mut().for_each(|x| *x += values[row]),
-            Finish::MultiplyRows(values) => out.iter_mut().for_each(|x| *x *= values[row]),
-            Finish::Add(values) => combine(out, &values[row * width + column..], |a, b| a + b),
-            Finish::Multiply(values) => combine(out, &values[row * width + column..], |a, b| a * b),
-            Finish::Activate(function) => activation::apply(*function, out),
-            Finish::Accumulate => {}
-        }
-    }
-}
-
-pub(super) type Tile = [[f32; PANEL]; BLOCK];
-
-/// `R × C` of a tile, from row `top` and column `left` on.
-#[inline(always)]
-fn part<const FUSED: bool, const R: usize, const C: usize>(block: &[f32], panel: &[f32], top: usize, left: usize) -> [[f32; C]; R] {
-    let mut sums = [[0f32; C]; R];
-    for (a, b) in block.as_chunks::<BLOCK>().0.iter().zip(panel.as_chunks::<PANEL>().0) {
-        // Arrays of known length: the loops below unroll, and the sums stay in registers.
-        let (Some(a), Some(b)) = (a[top..].first_chunk::<R>(), b[left..].first_chunk::<C>()) else { break };
-        for i in 0..R {
-            for j in 0..C {
-                // Without the instruction, `mul_add` would be a call.
-                sums[i][j] = if FUSED { a[i].mul_add(b[j], sums[i][j]) } else { sums[i][j] + a[i] * b[j] };
-            }
-        }
-    }
-    sums
-}
-
-macro_rules! tiles {
-    ($($name:ident: $fused:expr, $rows:literal, $columns:literal;)+) => {
-        $(simd! {
-            // Stands alone: as a part of a larger function, its sums have been seen to leave the registers.
-            #[inline(never)]
-            fn $name(block: &[f32], panel: &[f32], rows: usize, tile: &mut Tile) {
-                for top in (0..rows).step_by($rows) {
-                    for left in (0..PANEL).step_by($columns) {
-                        let sums = part::<{ $fused }, $rows, $columns>(block, panel, top, left);
-                        for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                            out[left..left + $columns].copy_from_slice(sums);
-                        }
-                    }
-                }
-            }
-        })+
-    };
-}
-
-tiles! {
-    wide: true, 12, 32;
-    narrow: true, 6, 16;
-    small: cfg!(target_arch = "aarch64"), 4, 8;
-}
-
 simd! {
     /// Some blocks times consecutive panels, the first of which begins at `column` of a result `width` wide; `out`
-    /// holds the rows of the blocks, `stride` apart.
+    /// holds the rows of the blocks from its column `place` on, `stride` apart.
     #[allow(clippy::too_many_arguments)]
-    pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, steps: &[Finish], out: &mut [f32], width: usize, stride: usize) {
+    fn multiply_into(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, place: usize, stride: usize) {
         let size = PANEL * left.inner;
         let mut tile = [[0f32; PANEL]; BLOCK];
-        let level = simd::level();
-        let accumulate = matches!(steps.last(), Some(Finish::Accumulate));
         for (number, panel) in panels.chunks_exact(size.max(1)).enumerate() {
-            let column = column + number * PANEL;
+            let (column, place) = (column + number * PANEL, place + number * PANEL);
             let columns = PANEL.min(width - column);
             for index in blocks.clone() {
-                let (block, first) = (left.block(index), index * BLOCK);
+                let first = index * BLOCK;
                 let rows = BLOCK.min(left.rows - first);
-                match level {
-                    Level::Avx512 => wide(block, panel, rows, &mut tile),
-                    Level::Avx2 => narrow(block, panel, rows, &mut tile),
-                    Level::Baseline => small(block, panel, rows, &mut tile),
-                }
+                tile::multiply(left.block(index), Panel::Packed(panel), [rows, PANEL], &mut tile);
                 for (lane, values) in tile[..rows].iter_mut().enumerate() {
-                    let values = &mut values[..columns];
-                    finish_row(steps, values, first + lane, column, width);
-                    let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + column..][..columns];
-                    if accumulate {
-                        combine(out, values, |a, b| a + b);
-                    } else {
-                        out.copy_from_slice(values);
-                    }
+                    let out = &mut out[(first - blocks.start * BLOCK + lane) * stride + place..][..columns];
+                    epilogue.store(&mut values[..columns], [first + lane, column, width], out);
                 }
             }
         }
     }
+}
+
+/// Some blocks times consecutive panels, the first of which begins at `column` of a result `width` wide; `out` holds the rows of
+/// the blocks, `stride` apart.
+#[allow(clippy::too_many_arguments)]
+pub fn multiply(left: &Left, blocks: Range<usize>, panels: &[f32], column: usize, epilogue: Epilogue, out: &mut [f32], width: usize, stride: usize) {
+    multiply_into(left, blocks, panels, column, epilogue, out, width, column, stride);
 }
 
 /// The product of a left matrix with a right one of `width` columns, by all threads; rows of `out` are contiguous.
-pub fn product(left: &Left, right: &impl Right, width: usize, steps: &[Finish], out: &mut [f32]) {
+pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
     let (blocks, panels) = (left.rows.div_ceil(BLOCK), width.div_ceil(PANEL));
     if blocks == 0 || panels == 0 {
         return;
     }
     if left.rows * width * left.inner < 1 << 17 {
-        return product_here(left, right, width, steps, out, width);
+        return product_here(left, right, width, epilogue, out, width);
     }
     let size = (PANEL * left.inner).max(1);
     if blocks < 2 * rayon::current_num_threads() {
-        return by_columns(left, right, width, steps, out);
+        return by_columns(left, right, width, epilogue, out);
     }
     let together = (HELD / size).clamp(1, panels);
     let mut packed = Scratch::new(together * size);
@@ -316,14 +224,15 @@ pub fn product(left: &Left, right: &impl Right, width: usize, steps: &[Finish], 
         packed.par_chunks_mut(size).enumerate().for_each(|(i, panel)| right.pack((first + i) * PANEL, panel));
         out.par_chunks_mut(group * BLOCK * width).enumerate().for_each(|(i, out)| {
             let blocks = i * group..((i + 1) * group).min(blocks);
-            multiply(left, blocks, packed, first * PANEL, steps, out, width, width);
+            multiply(left, blocks, packed, first * PANEL, epilogue, out, width, width);
         });
     }
 }
 
 /// [`product`] with few rows: jobs are panels, and their tiles are put in place afterwards.
-fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Finish], out: &mut [f32]) {
+fn by_columns(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
     let size = (PANEL * left.inner).max(1);
+    let replacing = Epilogue { accumulate: false, ..epilogue };
     let tiles: Vec<Vec<f32>> = (0..width.div_ceil(PANEL))
         .into_par_iter()
         .map_init(
@@ -333,47 +242,31 @@ fn by_columns(left: &Left, right: &impl Right, width: usize, steps: &[Finish], o
                 let columns = PANEL.min(width - column);
                 right.pack(column, panel);
                 let mut tile = vec![0.0; left.rows * columns];
-                multiply(left, 0..left.rows.div_ceil(BLOCK), panel, 0, &[], &mut tile, columns, columns);
+                multiply_into(left, 0..left.rows.div_ceil(BLOCK), panel, column, replacing, &mut tile, width, 0, columns);
                 tile
             },
         )
         .collect();
     for (row, out) in out.chunks_exact_mut(width).enumerate() {
-        let accumulate = matches!(steps.last(), Some(Finish::Accumulate));
         for (tile, out) in tiles.iter().zip(out.chunks_mut(PANEL)) {
-            let tile = &tile[row * out.len()..][..out.len()];
-            if accumulate {
-                combine(out, tile, |a, b| a + b);
-            } else {
-                out.copy_from_slice(tile);
-            }
+            epilogue.put(&tile[row * out.len()..][..out.len()], out);
         }
-        finish(steps, out, row, width);
     }
-}
-
-simd! {
-    fn finish(steps: &[Finish], out: &mut [f32], row: usize, width: usize) {
-        finish_row(steps, out, row, 0, width);
-    }
-}
-
-/// The last steps for a matrix that was not made by a product.
-pub fn finish_rows(steps: &[Finish], out: &mut [f32], width: usize) {
-    out.par_chunks_mut(width.max(1)).enumerate().for_each(|(row, out)| finish(steps, out, row, width));
 }
 
 /// The product by the calling thread alone; rows of `out` begin `stride` apart.
-pub fn product_here(left: &Left, right: &impl Right, width: usize, steps: &[Finish], out: &mut [f32], stride: usize) {
+pub fn product_here(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32], stride: usize) {
     let mut panel = Scratch::new(PANEL * left.inner);
     for column in (0..width).step_by(PANEL) {
         right.pack(column, &mut panel);
-        multiply(left, 0..left.rows.div_ceil(BLOCK), &panel, column, steps, out, width, stride);
+        multiply(left, 0..left.rows.div_ceil(BLOCK), &panel, column, epilogue, out, width, stride);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::activation::ActivationFunction;
+    use super::super::epilogue::Fused;
     use super::*;
 
     fn numbers(count: usize, seed: u32) -> Vec<f32> {
@@ -389,10 +282,10 @@ mod tests {
             let mut one = vec![0.0; rows * width];
             let mut other = one.clone();
             let steps =
-                [Finish::AddToColumns(&c[..width]), Finish::Activate(ActivationFunction::Relu), Finish::Add(&c), Finish::MultiplyRows(&a[..rows.min(a.len())])];
-            let steps = if inner == 0 { &steps[..0] } else { &steps[..] };
-            product(&left, &Columns { values: &b, count: width, stride: inner }, width, steps, &mut one);
-            product_here(&left, &Rows { values: &transposed, count: width, stride: width }, width, steps, &mut other, width);
+                [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Relu), Fused::Add(&c), Fused::MultiplyRows(&a[..rows.min(a.len())])];
+            let epilogue = Epilogue::of(if inner == 0 { &[] } else { &steps });
+            product(&left, &Columns { values: &b, count: width, stride: inner }, width, epilogue, &mut one);
+            product_here(&left, &Rows { values: &transposed, count: width, stride: width }, width, epilogue, &mut other, width);
             assert_eq!(one, other, "{rows} {inner} {width}");
             for row in 0..rows {
                 for column in 0..width {
@@ -401,6 +294,42 @@ mod tests {
                     let have = f64::from(one[row * width + column]);
                     assert!((have - want).abs() < 1e-4 * (1.0 + inner as f64).sqrt() * (1.0 + want.abs()), "{rows} {inner} {width}: {have} for {want}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_added_to_is_not_finished_again() {
+        // Few rows go another way on many threads than on one, and many rows a third.
+        for (rows, inner, width) in [(2, 3, 5), (30, 200, 70), (600, 64, 40)] {
+            let (a, b, old) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
+            let left = Left::pack(&a, rows, inner, inner);
+            let right = Columns { values: &b, count: width, stride: inner };
+            let steps = [Fused::AddToColumns(&b[..width]), Fused::Activate(ActivationFunction::Relu)];
+            let mut finished = vec![0.0; rows * width];
+            product_here(&left, &right, width, Epilogue::of(&steps), &mut finished, width);
+            let wanted: Vec<f32> = old.iter().zip(&finished).map(|(old, new)| old + new).collect();
+            for threads in [1, 2, 16] {
+                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+                let mut out = old.clone();
+                pool.install(|| product(&left, &right, width, Epilogue { steps: &steps, accumulate: true }, &mut out));
+                assert_eq!(out, wanted, "{rows} {inner} {width} on {threads} threads");
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_packed_side_by_side() {
+        for (rows, inner, stride) in [(1, 1, 1), (5, 16, 20), (12, 33, 33), (25, 40, 41)] {
+            let values = numbers(rows * stride, 4);
+            let transposed: Vec<f32> = (0..inner * rows).map(|i| values[i % rows * stride + i / rows]).collect();
+            let halves: Vec<half::bf16> = values.iter().map(|x| half::bf16::from_f32(*x)).collect();
+            let (left, other) = (Left::pack(&values, rows, inner, stride), Left::pack_transposed(&transposed, rows, inner, rows));
+            let half = Left::pack(&halves, rows, inner, stride);
+            for (row, step) in (0..rows).flat_map(|row| (0..inner).map(move |step| (row, step))) {
+                let at = |left: &Left| left.block(row / BLOCK)[step * BLOCK + row % BLOCK];
+                assert_eq!((at(&left), at(&other)), (values[row * stride + step], values[row * stride + step]), "{rows} {inner} {row} {step}");
+                assert_eq!(at(&half), halves[row * stride + step].to_f32());
             }
         }
     }

@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::matmul::{Finish, Left, Right, product, product_here};
+use super::epilogue::Epilogue;
+use super::matmul::{Left, Right, product, product_here};
 use super::scratch::Scratch;
 
 /// Inner indices of a stretch.
@@ -25,17 +26,17 @@ pub fn long_product<R: Right>(
     right: impl Fn(Range<usize>) -> R + Sync,
     out: &mut [f32],
 ) {
-    let steps = |range: &Range<usize>| if range.start == 0 { &[][..] } else { &[Finish::Accumulate][..] };
+    let epilogue = |range: &Range<usize>| if range.start == 0 { Epilogue::NONE } else { Epilogue::ACCUMULATE };
     if inner == 0 {
         return out.fill(0.0);
     }
     if is_large(rows * width) || inner <= STRETCH {
         for range in stretches(0..inner) {
-            product(&left(range.clone()), &right(range.clone()), width, steps(&range), out);
+            product(&left(range.clone()), &right(range.clone()), width, epilogue(&range), out);
         }
         return;
     }
-    in_parts(inner, |range, sum| product_here(&left(range.clone()), &right(range), width, &[Finish::Accumulate], sum, width), out);
+    in_parts(inner, |range, sum| product_here(&left(range.clone()), &right(range), width, Epilogue::ACCUMULATE, sum, width), out);
 }
 
 /// Inner indices, stretch by stretch.

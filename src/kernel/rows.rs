@@ -102,6 +102,14 @@ simd! {
 }
 
 simd! {
+    /// `ln Σ exp(x)`.
+    pub fn log_sum_exp(row: &[f32]) -> f64 {
+        let most = largest(row);
+        f64::from(sum(row, |x| exp(x - most))).ln() + f64::from(most)
+    }
+}
+
+simd! {
     /// The mean of each plane.
     pub fn means(planes: &[&[f32]]) -> Vec<f32> {
         planes.iter().map(|plane| sum(plane, |x| x) / plane.len().max(1) as f32).collect()

@@ -6,64 +6,10 @@
 use rayon::prelude::*;
 
 use super::convolution::Window;
-use super::matmul::{BLOCK, Finish, Left, PANEL, Tile, finish_row};
+use super::epilogue::Epilogue;
+use super::matmul::Left;
 use super::scratch::Scratch;
-use super::simd::{self, Level};
-
-/// `R × C` of a tile, from row `top` and column `left` on: for each inner index, an element of each row of the block times a
-/// stretch of `values`.
-#[inline(always)]
-fn part<const FUSED: bool, const R: usize, const C: usize>(block: &[f32], values: &[f32], offsets: &[usize], top: usize, left: usize) -> [[f32; C]; R] {
-    let mut sums = [[0f32; C]; R];
-    let values = values.get(left..).unwrap_or_default();
-    for (a, offset) in block.as_chunks::<BLOCK>().0.iter().zip(offsets) {
-        let Some(a) = a[top..].first_chunk::<R>() else { break };
-        // Zeros where nothing is: with a way out of the loop, the sums would not stay in registers.
-        let b = values.get(*offset..).and_then(|values| values.first_chunk::<C>()).unwrap_or(&[0.0; C]);
-        for i in 0..R {
-            for j in 0..C {
-                sums[i][j] = if FUSED { a[i].mul_add(b[j], sums[i][j]) } else { sums[i][j] + a[i] * b[j] };
-            }
-        }
-    }
-    sums
-}
-
-macro_rules! tiles {
-    ($($name:ident: $fused:expr, $rows:literal, $columns:literal;)+) => {
-        $(simd! {
-            // Stands alone, as the tiles of products do.
-            #[inline(never)]
-            fn $name(block: &[f32], values: &[f32], offsets: &[usize], rows: usize, columns: usize, tile: &mut Tile) {
-                for top in (0..rows).step_by($rows) {
-                    for left in (0..columns).step_by($columns) {
-                        let sums = part::<{ $fused }, $rows, $columns>(block, values, offsets, top, left);
-                        for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                            out[left..left + $columns].copy_from_slice(sums);
-                        }
-                    }
-                }
-            }
-        })+
-    };
-}
-
-tiles! {
-    wide: true, 12, 32;
-    narrow: true, 6, 16;
-    small: cfg!(target_arch = "aarch64"), 4, 8;
-}
-
-/// The sums of `rows` rows of a packed block times `values` from each offset on; there are at least [`PANEL`] values behind
-/// the last offset.
-pub(super) fn tile(level: Level, block: &[f32], values: &[f32], offsets: &[usize], [rows, columns]: [usize; 2], tile: &mut Tile) {
-    let function = match level {
-        Level::Avx512 => wide,
-        Level::Avx2 => narrow,
-        Level::Baseline => small,
-    };
-    function(block, values, offsets, rows, columns, tile);
-}
+use super::tile::{self, BLOCK, PANEL, Panel};
 
 /// How a padded image lies while it is convolved.
 struct PaddedImage {
@@ -122,7 +68,7 @@ impl PaddedImage {
 
 /// A convolution: `left` is the weight, a row for each channel of the result with a column for each channel and tap; `planes`
 /// lie as in [`convolution`](super::convolution), and `output` gets such planes too.
-pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, steps: &[Finish], output: &mut [f32]) {
+pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, epilogue: Epilogue, output: &mut [f32]) {
     let layout = PaddedImage::new(window);
     let channels = planes.len() / images.max(1);
     let offsets = layout.offsets(channels);
@@ -136,23 +82,22 @@ pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, s
         for (channel, padded) in padded.chunks_exact_mut(layout.channel.max(1)).take(channels).enumerate() {
             layout.fill(planes[channel * images + image], padded);
         }
-        one_image(left, &padded, &offsets, &layout, steps, [image * size, images * size], &mut out);
+        one_image(left, &padded, &offsets, &layout, epilogue, [image * size, images * size], &mut out);
     });
 }
 
 simd! {
     /// All tiles of one image; its results begin at column `place[0]` of rows `place[1]` wide.
-    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, steps: &[Finish], place: [usize; 2], out: &mut [&mut [f32]]) {
+    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, epilogue: Epilogue, place: [usize; 2], out: &mut [&mut [f32]]) {
         let [rows, columns] = layout.shape;
         let span = (rows * layout.step).saturating_sub(layout.step - columns.min(layout.step)).max(if rows == 1 { columns } else { 0 });
         let mut sums = [[0f32; PANEL]; BLOCK];
-        let level = simd::level();
         for index in 0..left.rows().div_ceil(BLOCK) {
             let first = index * BLOCK;
             let count = BLOCK.min(left.rows() - first);
             for start in (0..span).step_by(PANEL) {
                 let width = PANEL.min(span - start);
-                tile(level, left.block(index), &padded[start..], offsets, [count, width], &mut sums);
+                tile::multiply(left.block(index), Panel::Shifted { values: &padded[start..], offsets }, [count, width], &mut sums);
                 let mut at = start;
                 while at < start + width {
                     let (row, column) = if rows == 1 { (0, at) } else { (at / layout.step, at % layout.step) };
@@ -164,10 +109,7 @@ simd! {
                     let position = row * columns + column;
                     for (lane, sums) in sums[..count].iter_mut().enumerate() {
                         let values = &mut sums[at - start..][..run];
-                        finish_row(steps, values, first + lane, place[0] + position, place[1]);
-                        for (out, x) in out[first + lane][position..].iter_mut().zip(values) {
-                            *out = *x;
-                        }
+                        epilogue.store(values, [first + lane, place[0] + position, place[1]], &mut out[first + lane][position..][..run]);
                     }
                     at += run;
                 }
@@ -178,6 +120,7 @@ simd! {
 
 #[cfg(test)]
 mod tests {
+    use super::super::epilogue::Fused;
     use super::*;
 
     fn numbers(count: usize, seed: u32) -> Vec<f32> {
@@ -225,11 +168,11 @@ mod tests {
             let (bias, sum) = (numbers(outputs, 3), numbers(outputs * size, 4));
             let planes: Vec<&[f32]> = x.chunks_exact(window.height * window.width).collect();
             let left = Left::pack(&weight, outputs, taps, taps);
-            let steps = [Finish::AddToRows(&bias), Finish::Add(&sum)];
+            let steps = [Fused::AddToRows(&bias[..]), Fused::Add(&sum[..])];
             let compute = |threads| {
                 let mut ours = vec![f32::NAN; outputs * size];
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                pool.install(|| convolve(&planes, images, &left, window, &steps, &mut ours));
+                pool.install(|| convolve(&planes, images, &left, window, Epilogue::of(&steps), &mut ours));
                 ours
             };
             let ours = compute(1);

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::quantization;
 use crate::error::{Error, Result};
 use crate::store::{ActivationScheme, Affine, Granularity, Pattern};
 
@@ -20,6 +21,8 @@ const OWN_TYPE: &str = "compress-";
 pub struct Config {
     text: Option<String>,
     values: Map<String, Value>,
+    /// What the description of quantized weights says that stays true of any weights.
+    carried: Map<String, Value>,
 }
 
 const TIED: [(&str, &str); 5] = [
@@ -42,7 +45,7 @@ impl Config {
             Err(e) => return Err(Error::io("read", path)(e)),
         };
         let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
-        let mut config = Config { text: Some(text), values };
+        let mut config = Config { text: Some(text), values, carried: Map::new() };
         if let Some(own) = config.model_type().strip_prefix(OWN_TYPE).map(str::to_owned) {
             config.set("model_type", json!(own));
         }
@@ -104,14 +107,25 @@ impl Config {
         TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias))).collect()
     }
 
+    /// What is told of quantization again beside whatever weights are written: how keys and values are cached, and keys that nobody knows.
+    pub fn carried_quantization(&self) -> &Map<String, Value> {
+        &self.carried
+    }
+
     /// Removes the description of quantized weights, and says what happens to activations.
     pub(super) fn take_quantization(&mut self, path: &Path) -> Result<Schemes> {
+        if self.get("compression_config").is_some_and(|old| !old.is_null()) {
+            return Err(Error::Unsupported {
+                what: format!("{}: `compression_config`", path.join("config.json").display()),
+                hint: "rename it to `quantization_config`, as newer versions of compressed-tensors write it".into(),
+            });
+        }
         if self.get("quantization_config").is_none_or(Value::is_null) {
             return Ok(Schemes::default());
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
-        let described = quantization.get(OWN_METHOD).unwrap_or(&quantization);
+        let described = quantization.get(OWN_METHOD).filter(|own| !own.is_null()).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
         let unsupported = |what: String| {
             Error::Unsupported {
@@ -122,6 +136,9 @@ impl Config {
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
         }
+        let refused =
+            |(what, hint): quantization::Refused| Error::Unsupported { what: format!("{}: {what}", path.join("config.json").display()), hint: hint.into() };
+        self.carried = quantization::carried(described).map_err(refused)?;
         let mut schemes = Schemes::default();
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
@@ -130,6 +147,7 @@ impl Config {
             if !weights.is_null() && (!integer || bits != 8) {
                 return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             }
+            quantization::require_known(group).map_err(refused)?;
             let activations = match group.get("input_activations") {
                 None | Some(Value::Null) => Said::Is(ActivationScheme::None),
                 Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Said::Is(ActivationScheme::DynamicToken),
@@ -236,7 +254,7 @@ mod tests {
     #[test]
     fn a_null_description_is_none() {
         let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
-        let mut config = Config { text: Some("kept".into()), values };
+        let mut config = Config { text: Some("kept".into()), values, carried: Map::new() };
         assert!(config.take_quantization(Path::new("m")).unwrap().0.is_empty());
         assert_eq!(config.render().unwrap(), "kept");
     }
@@ -244,7 +262,7 @@ mod tests {
     #[test]
     fn other_quantization_is_refused_by_name() {
         let refused = |quantization: Value| {
-            let mut config = Config { text: None, values: Map::from_iter([("quantization_config".to_owned(), quantization)]) };
+            let mut config = Config { values: Map::from_iter([("quantization_config".to_owned(), quantization)]), ..Config::default() };
             config.take_quantization(Path::new("m")).unwrap_err().to_string()
         };
         assert!(refused(json!({"quant_method": "gptq"})).contains("quantization method `gptq`"));

@@ -9,7 +9,8 @@ use serde::Serialize;
 use super::Model;
 use crate::error::{Error, Result};
 use crate::kernel::compare::{self, Difference};
-use crate::store::{Block, Sweep, Weight};
+use crate::store::{Block, Weight};
+use crate::work::Work;
 
 /// How one weight differs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -53,18 +54,18 @@ pub struct Diff {
 ///
 /// # Errors
 /// Reading fails, or the work is cancelled.
-pub fn diff(before: &Model, after: &Model, sweep: &Sweep) -> Result<Diff> {
+pub fn diff(before: &Model, after: &Model, work: &Work) -> Result<Diff> {
     let names: BTreeSet<&String> = before.weights.by_name.keys().chain(after.weights.by_name.keys()).collect();
     let jobs: Vec<(&String, Option<&Weight>, Option<&Weight>)> =
         names.into_iter().map(|name| (name, before.weights.by_name.get(name), after.weights.by_name.get(name))).collect();
     let bytes = |w: Option<&Weight>| w.map_or(0, |w| w.stored_bytes);
-    let weights = sweep.run(
+    let weights = work.run(
         "Comparing",
         &jobs,
         |(_, a, b)| bytes(*a).saturating_add(bytes(*b)),
         |(name, a, b)| {
             let done = weight_diff(name, *a, *b)?;
-            sweep.advance(bytes(*a).saturating_add(bytes(*b)))?;
+            work.advance(bytes(*a).saturating_add(bytes(*b)))?;
             Ok(done)
         },
     )?;

@@ -1,28 +1,134 @@
-//! The files around the weights.
+//! What lies around the weights of a model folder: all of it goes over to the output, or is said to stay behind.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::Model;
 use crate::error::{Error, Result};
+use crate::store::checkpoint::{INDEX, SINGLE};
 
-/// Weights in other formats: they belong to the uncompressed model and would contradict the result.
-const OTHER_WEIGHTS: [&str; 8] = ["safetensors", "bin", "h5", "msgpack", "onnx", "gguf", "pt", "pth"];
-/// Folders that hold nothing but other weights.
+/// What a folder holds beside the weights that were opened, relative to the folder, in order.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Beside {
+    /// Files that go over to the output unchanged, those of modules in folders of their own among them.
+    pub files: Vec<PathBuf>,
+    /// Empty folders, which go over too.
+    pub empty: Vec<PathBuf>,
+    /// What stays behind, and why.
+    pub left: Vec<(PathBuf, Reason)>,
+}
+
+/// Why something of a folder stays behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Reason {
+    /// The weights as they were, in another format or as a copy: loaders could take them for those of the result.
+    OldWeights,
+    /// Written by an earlier run about its own output.
+    Replaced,
+    /// A hidden folder, such as that of a version control system.
+    Hidden,
+    /// A link to a folder, or to nothing.
+    Link,
+    /// A device, a socket, a pipe.
+    Special,
+}
+
+impl Reason {
+    fn text(self) -> &'static str {
+        match self {
+            Reason::OldWeights => "they hold the weights as they were, which would contradict the new ones",
+            Reason::Replaced => "they tell of an earlier run",
+            Reason::Hidden => "hidden folders are not part of a model",
+            Reason::Link => "links to folders are not followed",
+            Reason::Special => "they are neither files nor folders",
+        }
+    }
+}
+
+/// Formats that hold a whole model and nothing else.
+const WHOLE_MODELS: [&str; 9] = ["safetensors", "h5", "msgpack", "onnx", "onnx_data", "gguf", "ot", "tflite", "mlmodel"];
+/// Formats that hold anything: they are a model's weights under these names alone.
+const PICKLES: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
+const NAMES_OF_WEIGHTS: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorch_model", "consolidated", "weights", "optimizer"];
+/// Folders at the top that hold the model once more.
 const OTHER_FOLDERS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
-/// Files that every run writes anew.
-const OWN: [&str; 6] = ["config.json", "recipe.yaml", "report.json", "report.md", "report.html", super::Model::KEY];
+/// Files that every run writes anew, and those that say which run it was.
+const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
 
-/// Files of a model folder that go over to the output unchanged, relative to the folder, in order.
-/// Links to files are followed; links to folders and hidden folders are not.
-///
-/// # Errors
-/// A folder cannot be listed.
-pub fn carried_files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let mut files = Vec::new();
-    collect(folder, Path::new(""), &mut files)?;
-    files.sort();
-    Ok(files)
+impl Beside {
+    /// Looks through a folder whose weights are in these files of it. Links to files are followed, links to folders are not.
+    ///
+    /// # Errors
+    /// A folder cannot be listed.
+    pub fn of(folder: &Path, weights: &[PathBuf]) -> Result<Beside> {
+        let mut beside = Beside::default();
+        let index = folder.join(INDEX);
+        let has_index = !weights.contains(&folder.join(SINGLE));
+        beside.collect(folder, Path::new(""), &|path| weights.iter().any(|file| file == path) || (has_index && path == index))?;
+        beside.files.sort();
+        beside.empty.sort();
+        beside.left.sort();
+        Ok(beside)
+    }
+
+    fn collect(&mut self, root: &Path, inside: &Path, read: &dyn Fn(&Path) -> bool) -> Result<()> {
+        let (folder, top) = (root.join(inside), inside.as_os_str().is_empty());
+        let mut none = true;
+        for entry in fs::read_dir(&folder).map_err(Error::io("list", &folder))? {
+            let entry = entry.map_err(Error::io("list", &folder))?;
+            let kind = entry.file_type().map_err(Error::io("list", &folder))?;
+            let (path, name) = (entry.path(), entry.file_name());
+            let (relative, name) = (inside.join(&name), name.to_string_lossy().into_owned());
+            none = false;
+            let left = match () {
+                () if kind.is_dir() && name.starts_with('.') => Reason::Hidden,
+                () if kind.is_dir() && top && holds_the_model_again(&name) => Reason::OldWeights,
+                () if kind.is_dir() => {
+                    self.collect(root, &relative, read)?;
+                    continue;
+                }
+                () if kind.is_symlink() && !path.is_file() => Reason::Link,
+                () if !path.is_file() => Reason::Special,
+                () if top && (name == "config.json" || read(&path)) => continue,
+                () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
+                () if top && is_weights(&name) => Reason::OldWeights,
+                () => {
+                    self.files.push(relative);
+                    continue;
+                }
+            };
+            self.left.push((relative, left));
+        }
+        if none && !top {
+            self.empty.push(inside.to_owned());
+        }
+        Ok(())
+    }
+
+    /// What stays behind, in plain words: one note for each reason.
+    pub fn notes(&self, folder: &Path) -> Vec<String> {
+        let mut reasons: Vec<Reason> = self.left.iter().map(|(_, reason)| *reason).collect();
+        reasons.sort_unstable();
+        reasons.dedup();
+        let name = |path: &Path| format!("{}{}", path.display(), if folder.join(path).is_dir() { "/" } else { "" });
+        let names = |reason: Reason| self.left.iter().filter(move |(_, other)| *other == reason).map(|(path, _)| name(path)).collect::<Vec<_>>().join(", ");
+        reasons.into_iter().map(|reason| format!("not carried over from the input: {} ({})", names(reason), reason.text())).collect()
+    }
+}
+
+fn holds_the_model_again(name: &str) -> bool {
+    OTHER_FOLDERS.contains(&name) || name.strip_prefix("checkpoint-").is_some_and(|step| !step.is_empty() && step.bytes().all(|b| b.is_ascii_digit()))
+}
+
+fn is_weights(name: &str) -> bool {
+    let name = name.strip_suffix(".index.json").unwrap_or(name);
+    let Some((stem, extension)) = name.rsplit_once('.') else { return false };
+    let named = |stem: &str| NAMES_OF_WEIGHTS.iter().any(|known| stem.strip_prefix(known).is_some_and(|rest| !rest.starts_with(char::is_alphanumeric)));
+    WHOLE_MODELS.contains(&extension)
+        || name.ends_with(".onnx.data")
+        || name.contains(".ckpt.")
+        || name.starts_with("openvino_model.")
+        || (PICKLES.contains(&extension) && named(stem))
 }
 
 impl Model {
@@ -35,7 +141,7 @@ impl Model {
         let real = |path: &Path| fs::canonicalize(path).map_err(Error::io("open", path));
         let root = real(&self.path)?;
         let places: Vec<PathBuf> = root.ancestors().skip(1).take(2).map(|above| above.join("blobs")).chain([root.clone()]).collect();
-        for path in self.files.iter().map(|file| self.path.join(file)) {
+        for path in self.beside.files.iter().map(|file| self.path.join(file)) {
             let target = real(&path)?;
             if !places.iter().any(|place| target.starts_with(place)) {
                 return Err(Error::Unsupported {
@@ -48,59 +154,61 @@ impl Model {
     }
 }
 
-fn collect(root: &Path, inside: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    let folder = root.join(inside);
-    for entry in fs::read_dir(&folder).map_err(Error::io("list", &folder))? {
-        let entry = entry.map_err(Error::io("list", &folder))?;
-        let kind = entry.file_type().map_err(Error::io("list", &folder))?;
-        let name = entry.file_name();
-        let text = name.to_string_lossy();
-        let relative = inside.join(&name);
-        if kind.is_dir() {
-            if !text.starts_with('.') && !OTHER_FOLDERS.contains(&text.as_ref()) {
-                collect(root, &relative, files)?;
-            }
-        } else if entry.path().is_file() && !(inside.as_os_str().is_empty() && OWN.contains(&text.as_ref())) && !is_weights(&text) {
-            files.push(relative);
-        }
-    }
-    Ok(())
-}
-
-fn is_weights(name: &str) -> bool {
-    let name = name.strip_suffix(".index.json").unwrap_or(name);
-    name.rsplit_once('.').is_some_and(|(_, extension)| OTHER_WEIGHTS.contains(&extension)) || name.ends_with(".onnx.data") || name.ends_with(".onnx_data")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn small_files_go_over_and_other_weights_do_not() {
+    fn everything_goes_over_or_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let keep = ["1_Pooling/config.json", "README.md", "tokenizer.json", "vocab.txt"];
-        let leave = [
-            "model.safetensors",
-            "model.safetensors.index.json",
-            "pytorch_model.bin",
-            "pytorch_model.bin.index.json",
-            "onnx/model.json",
-            "report.json",
-            "inputs.blake3",
-            "config.json",
-            ".git/config",
-            "a.onnx.data",
+        let carried = [
+            ".gitattributes",
+            "1_Pooling/config.json",
+            "2_Dense/model.safetensors",
+            "2_Dense/pytorch_model.bin",
+            "README.md",
+            "graph.json",
+            "head.pt",
+            "modeling.py",
+            "onnxruntime.txt",
+            "tokenizer.json",
+            "training_args.bin",
+            "vocab.txt",
         ];
-        for name in keep.iter().chain(&leave) {
+        let old = [
+            "checkpoint-500/model.safetensors",
+            "consolidated.00.pth",
+            "flax_model.msgpack",
+            "model.ckpt.index",
+            "model.onnx",
+            "model.onnx.data",
+            "model.safetensors.index.json",
+            "onnx/model.json",
+            "openvino_model.xml",
+            "optimizer.pt",
+            "other.safetensors",
+            "pytorch_model-00001-of-00002.bin",
+            "pytorch_model.bin.index.json",
+        ];
+        let read = ["model.safetensors", "config.json"];
+        for name in carried.iter().chain(&old).chain(&read).chain(&[".git/config", "report.json", "inputs.blake3"]) {
             let path = folder.path().join(name);
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
-        std::os::unix::fs::symlink(folder.path().join("vocab.txt"), folder.path().join("link.txt")).unwrap();
-        std::os::unix::fs::symlink(folder.path(), folder.path().join("loop")).unwrap();
-        let mut expected: Vec<PathBuf> = keep.iter().map(PathBuf::from).chain([PathBuf::from("link.txt")]).collect();
+        fs::create_dir(folder.path().join("3_Normalize")).unwrap();
+        for (to, name) in [("vocab.txt", "link.txt"), ("", "loop"), ("nothing", "broken")] {
+            std::os::unix::fs::symlink(folder.path().join(to), folder.path().join(name)).unwrap();
+        }
+        let beside = Beside::of(folder.path(), &[folder.path().join("model.safetensors")]).unwrap();
+        let mut expected: Vec<PathBuf> = carried.iter().chain(&["link.txt"]).map(PathBuf::from).collect();
         expected.sort();
-        assert_eq!(carried_files(folder.path()).unwrap(), expected);
+        assert_eq!((beside.files.clone(), beside.empty.clone()), (expected, vec![PathBuf::from("3_Normalize")]));
+        let notes = beside.notes(folder.path());
+        assert_eq!(notes.len(), 4, "{notes:?}");
+        assert!(notes[0].contains("checkpoint-500/, consolidated.00.pth, ") && notes[0].contains("the weights as they were"), "{notes:?}");
+        assert!(notes[2].contains(".git/ (hidden") && notes[3].contains("broken, loop/ (links"), "{notes:?}");
+        let kept = |name: &str| beside.left.iter().any(|(path, _)| Path::new(name).starts_with(path));
+        assert!(old.iter().all(|name| kept(name)), "{:?}", beside.left);
     }
 }

@@ -64,10 +64,35 @@ impl Model {
                 hint: "add a config.json, or describe the model in a graph.json; passes over weights need neither".into(),
             });
         }
-        let pooling = Pooling::open(&self.path)?;
-        let graph = arch::build(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
+        let (graph, _) = self.described_by_config()?;
         let quantizers = self.quantizers();
         if quantizers.layers.is_empty() { Ok(graph) } else { quantizers::insert(&graph, &self.weights, &quantizers) }
+    }
+
+    /// The same before quantizers are put in, with the keys of the folder's files that are not known.
+    fn described_by_config(&self) -> Result<(Graph, Vec<String>)> {
+        if self.config.carried_quantization().contains_key("kv_cache_scheme") {
+            return Err(Error::Unsupported {
+                what: format!("{}: running a model whose cache of keys and values is quantized (`kv_cache_scheme`)", self.path.display()),
+                hint: "passes over weights carry it along; take it out of config.json to run the model without".into(),
+            });
+        }
+        let (pooling, modules) = Pooling::described(&self.path)?;
+        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
+        Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(modules).collect()))
+    }
+
+    /// Whether there is anything to make a graph from.
+    pub fn describes_itself(&self) -> bool {
+        !self.config.model_type().is_empty() || self.path.join(GraphFile::NAME).is_file()
+    }
+
+    /// Keys of the folder's files about the model that are not known and change nothing here, each behind its file's name.
+    ///
+    /// # Errors
+    /// As [`graph`](Model::graph).
+    pub fn unknown_keys(&self) -> Result<Vec<String>> {
+        if self.path.join(GraphFile::NAME).is_file() { Ok(Vec::new()) } else { Ok(self.described_by_config()?.1) }
     }
 
     /// Layers whose inputs are quantized by parameters that are stored with their weights.

@@ -8,7 +8,7 @@
 
 use prost::Message;
 
-use super::proto::{DataLocation, DataType, ModelProto, StringStringEntryProto, TensorProto};
+use super::proto::{DataLocation, ModelProto, StringStringEntryProto, TensorProto};
 use super::{Draft, Tensor};
 use crate::error::{Error, Result};
 use crate::store::writer::Piece;
@@ -68,12 +68,7 @@ fn tensors(draft: &Draft) -> impl Iterator<Item = (usize, usize, &Tensor)> {
 }
 
 fn byte_count(tensor: &Tensor) -> Result<u64> {
-    let width = match tensor.data_type {
-        DataType::Int8 | DataType::Uint8 => 1,
-        DataType::Float16 => 2,
-        _ => 4,
-    };
-    let count = tensor.dims.iter().try_fold(width, |size: u64, d| size.checked_mul(*d as u64));
+    let count = tensor.dims.iter().try_fold(tensor.data_type.bytes(), |size: u64, d| size.checked_mul(*d as u64));
     count.ok_or_else(|| overflows(tensor))
 }
 
@@ -161,6 +156,7 @@ pub fn decode(pieces: &[Piece]) -> Result<ModelProto, prost::DecodeError> {
 mod tests {
     use super::*;
     use crate::ir::Graph;
+    use crate::onnx::proto::DataType;
     use crate::onnx::{Style, draft};
     use crate::store::{ActivationScheme, Affine, DType, Granularity};
 
@@ -191,6 +187,13 @@ mod tests {
         }
         assert_eq!(model, plain);
         assert_eq!(plain.encoded_len() as u64, bytes(&files[0].1));
+    }
+
+    #[test]
+    fn elements_have_their_own_width() {
+        let size = |data_type| byte_count(&Tensor { name: "a".into(), data_type, dims: vec![3, 5] }).unwrap();
+        let sizes = [DataType::Bool, DataType::Uint8, DataType::Float16, DataType::Float, DataType::Int32, DataType::Double, DataType::Int64].map(size);
+        assert_eq!(sizes, [15, 15, 30, 60, 60, 120, 120]);
     }
 
     #[test]

@@ -166,6 +166,19 @@ pub enum DataType {
     Double = 11,
 }
 
+impl DataType {
+    /// Bytes of an element in `raw_data`; 0 where it is not said what it is.
+    pub fn bytes(self) -> u64 {
+        match self {
+            DataType::Undefined => 0,
+            DataType::Uint8 | DataType::Int8 | DataType::Bool => 1,
+            DataType::Float16 => 2,
+            DataType::Float | DataType::Int32 => 4,
+            DataType::Int64 | DataType::Double => 8,
+        }
+    }
+}
+
 /// Where the bytes of a tensor are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, prost::Enumeration)]
 #[repr(i32)]

@@ -11,11 +11,12 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::targets::{self, Chosen};
-use super::{Pass, options_of};
+use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::{Applied, Model};
-use crate::store::{Block, BlockSink, DType, Encoding, Meter, Pattern, View, Weight, WeightSource};
+use crate::store::{Block, BlockSink, DType, Encoding, Pattern, View, Weight, WeightSource};
+use crate::work::Meter;
 
 /// A format to convert to.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,7 +94,7 @@ impl Pass for Cast {
         options_of(self)
     }
 
-    fn apply(&self, mut model: Model) -> Result<Model> {
+    fn apply(&self, mut model: Model, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
@@ -121,6 +122,10 @@ impl Pass for Cast {
             ..Applied::new(NAME, self.options())
         });
         Ok(model)
+    }
+
+    fn remedy(&self) -> &'static str {
+        "`to: bf16`, which has the range of f32, or `targets` that leave the largest weights as they are"
     }
 }
 

@@ -39,15 +39,15 @@ impl Pass for Finetune {
         self.training().check(NAME)
     }
 
-    fn apply(&self, model: Model) -> Result<Model> {
-        distill::planned(NAME, model, self.options(), &self.training(), None)
-    }
-
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }
 
-    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
         distill::train(NAME, model, self.options(), &self.training(), (None, None), context)
+    }
+
+    fn remedy(&self) -> &'static str {
+        distill::REMEDY
     }
 }

@@ -1,7 +1,7 @@
 //! Weights as int8, by rounding to nearest: what the passes that quantize share.
 //!
 //! The arithmetic is that of compressed-tensors: symmetric `scale = absmax / 127.5`, asymmetric
-//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used.
+//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used (up, where that is subnormal).
 
 use std::sync::{Arc, OnceLock};
 
@@ -10,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::kernel::quantize::Bounds;
 use crate::kernel::{Float, convert, quantize, with_float};
-use crate::store::{Affine, Block, BlockSink, DType, Encoding, Granularity, Meter, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{Affine, Block, BlockSink, DType, Encoding, Granularity, View, Weight, WeightSource, least_common_multiple};
+use crate::work::Meter;
 
 /// How the range of a scale is chosen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -60,19 +61,6 @@ impl Integers {
         Self { name, upstream, affine, observer, reduced: false, least: None, meter, shared: OnceLock::new() }
     }
 
-    /// Uses -64 to 64 alone, so that two products with unsigned activations fit 16 bits.
-    #[cfg(feature = "run")]
-    pub fn reduced(self, reduced: bool) -> Self {
-        Self { reduced, ..self }
-    }
-
-    /// Makes room for this bias, added to sums of products with an input of this scale.
-    #[cfg(feature = "run")]
-    pub fn for_sums(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
-        let least = |bias: f32| (f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32;
-        Self { least: bias.map(|bias| bias.into_iter().map(least).collect()), ..self }
-    }
-
     /// The weight that the integers stand for.
     pub fn weight(self) -> Weight {
         let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
@@ -86,10 +74,15 @@ impl Integers {
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
-        let exact = if self.affine.symmetric { low.abs().max(high.abs()) / if self.reduced { REDUCED[1] } else { 127.5 } } else { step(low, high) };
+        let exact = match self.affine.symmetric {
+            true => f64::from(low.abs().max(high.abs())) / f64::from(if self.reduced { REDUCED[1] } else { 127.5 }),
+            false => step(low, high).into(),
+        };
         // Zeros alone stay zero bits, so that a sparse layout drops them.
-        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact).clamp(-128.0, 127.0).round_ties_even() };
-        (positive(convert::rounded(self.affine.scale_dtype, exact)), zero_point)
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact as f32).clamp(-128.0, 127.0).round_ties_even() };
+        // A range that is no zero has a scale, however small.
+        let exact = if exact == 0.0 { (f64::from(high) - f64::from(low)) / 255.0 } else { exact };
+        (positive(convert::scale(self.affine.scale_dtype, exact)), zero_point)
     }
 
     fn observe<F: Float>(&self, values: &[u8]) -> (f32, f32) {
@@ -112,7 +105,7 @@ impl Integers {
         best.1
     }
 
-    /// Range of the whole tensor, over sweeps of its own.
+    /// Range of the whole tensor, by a reading of its own.
     fn observe_all<F: Float>(&self) -> Result<(f32, f32)> {
         if let Some(found) = self.shared.get() {
             return Ok(*found);
@@ -200,6 +193,21 @@ impl Integers {
                 zero_points,
             }))
         })
+    }
+}
+
+/// What activations ask of weights.
+#[cfg(feature = "run")]
+impl Integers {
+    /// Uses -64 to 64 alone, so that two products with unsigned activations fit 16 bits.
+    pub fn reduced(self, reduced: bool) -> Self {
+        Self { reduced, ..self }
+    }
+
+    /// Makes room for this bias, added to sums of products with an input of this scale.
+    pub fn for_sums(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
+        let least = |bias: f32| (f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32;
+        Self { least: bias.map(|bias| bias.into_iter().map(least).collect()), ..self }
     }
 }
 

@@ -1,22 +1,15 @@
 //! Passes: one algorithm a file. A pass is its own configuration: the same struct is the YAML step, the
 //! command's flags and the value that a program makes.
 //!
-//! A pass never reads or prints. It takes a model and gives back one whose weights will be different when
-//! they are written.
+//! A pass takes a model and gives back another one; it prints nothing and writes no output. Passes over weights read nothing either: the
+//! new weights are made when the model is written. Passes that [run the model](Pass::runs_on) read the data sets of the recipe, and some
+//! of them other models, like a teacher ([`Pass::reads`]); they keep unfinished work in [`Context::workplace`].
 
 mod amount;
 mod cast;
-#[cfg(feature = "run")]
-mod distill;
-#[cfg(feature = "run")]
-mod finetune;
 mod integers;
-#[cfg(feature = "run")]
-pub mod prune_structured;
 pub mod prune_unstructured;
 mod quantize_dynamic;
-#[cfg(feature = "run")]
-mod quantize_static;
 mod targets;
 mod threshold;
 
@@ -28,21 +21,34 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-#[cfg(feature = "run")]
-pub use distill::{Distill, Student};
-#[cfg(feature = "run")]
-pub use finetune::Finetune;
 pub use integers::WeightObserver;
-#[cfg(feature = "run")]
-pub use prune_structured::PruneStructured;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
+
 #[cfg(feature = "run")]
-pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
+#[path = "."]
+mod running {
+    //! Passes that run the model.
+
+    mod distill;
+    mod finetune;
+    pub mod prune_structured;
+    mod quantize_static;
+
+    pub use distill::{Distill, Student};
+    pub use finetune::Finetune;
+    pub use prune_structured::PruneStructured;
+    pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
+
+    use super::{Context, GranularityKind, Pass, Samples, Scope, WeightObserver, options_of};
+}
+
+#[cfg(feature = "run")]
+pub use running::*;
 
 use crate::error::Result;
 use crate::model::Model;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A step of a pipeline.
 pub trait Pass: fmt::Debug + Send + Sync {
@@ -63,29 +69,32 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// Makes paths among the options relative to a folder.
     fn resolve(&mut self, _folder: &Path) {}
 
+    /// Decides what the options leave open, by the model that the pass will meet and by the data sets there are, so that recipes and
+    /// reports say what was done.
+    fn settle(&mut self, _model: &Model, _sets: &[Samples]) {}
+
     /// Files and folders that the pass reads beside the model and the data sets.
     fn reads(&self) -> Vec<PathBuf> {
         Vec::new()
     }
 
-    /// The model after the pass. Quick: bytes are made when the model is written. Of a pass that runs the model, only as far as
-    /// that can be told without running it: names, shapes, encodings.
-    ///
-    /// # Errors
-    /// A pattern without a match, or a weight that the pass cannot take.
-    fn apply(&self, model: Model) -> Result<Model>;
-
-    /// The samples that the pass runs the model on; it has work to [`perform`](Pass::perform) then.
+    /// The samples that the pass runs the model on, or [`Samples::None`] where it computes on weights before they are written; nothing
+    /// where all of its work is done while they are written.
     fn runs_on(&self) -> Option<Samples> {
         None
     }
 
-    /// The model after the pass, with all that takes running it.
+    /// The model after the pass. Without a context that is quick, and no tensor is read: what a pass does that runs the model is told as
+    /// far as it can be told beforehand, names, shapes and encodings. With one, all of its work is done but for what is left to writing.
     ///
     /// # Errors
-    /// As [`apply`](Pass::apply); samples do not fit the model, memory runs out, or the work is cancelled.
-    fn perform(&self, model: Model, _context: &Context) -> Result<Model> {
-        self.apply(model)
+    /// A pattern without a match, or a weight that the pass cannot take; with a context also: samples do not fit the model, memory runs
+    /// out, or the work is cancelled.
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model>;
+
+    /// What helps where the model's answers are ruined by the pass.
+    fn remedy(&self) -> &'static str {
+        "a smaller change"
     }
 }
 
@@ -103,7 +112,7 @@ pub enum Samples {
 /// What a pass works with.
 pub struct Context<'a> {
     /// Threads, progress, and the wish to stop.
-    pub sweep: Sweep<'a>,
+    pub work: Work<'a>,
     /// Start of every random choice.
     pub seed: u64,
     /// The data sets of the recipe.
@@ -120,39 +129,37 @@ pub struct Context<'a> {
 
 /// Writes the table of passes: one enum that is the step of a recipe and the command of the binary.
 macro_rules! passes {
-    ($($(#[$doc:meta])* $name:literal => $pass:ident $(if $feature:literal)?),+ $(,)?) => {
+    ($($(#[$doc:meta])* $name:literal => $pass:ident,)+) => {
         /// One step of a recipe: a pass with its options, or its name alone.
         #[derive(Debug, Clone, PartialEq, Serialize)]
         #[cfg_attr(feature = "cli", derive(clap::Subcommand, schemars::JsonSchema))]
         #[cfg_attr(feature = "cli", schemars(transform = |schema: &mut schemars::Schema| crate::entry::name_alone(schema, PASSES)))]
         pub enum Step {
-            $($(#[$doc])* $(#[cfg(feature = $feature)])? #[serde(rename = $name)] $pass($pass),)+
+            $($(#[$doc])* #[serde(rename = $name)] $pass($pass),)+
         }
 
         /// Names of all passes, in the order of the table.
-        pub const PASSES: &[&str] = &[$($(#[cfg(feature = $feature)])? $name),+];
+        pub const PASSES: &[&str] = &[$($name),+];
 
         impl Step {
             /// The pass behind the step.
             pub fn pass(&self) -> &dyn Pass {
                 match self {
-                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass,)+
+                    $(Step::$pass(pass) => pass,)+
                 }
             }
-        }
 
-        impl Step {
-            /// Makes paths among the options relative to a folder.
-            pub(crate) fn resolve(&mut self, folder: &Path) {
+            /// The same, to be changed.
+            pub(crate) fn pass_mut(&mut self) -> &mut dyn Pass {
                 match self {
-                    $($(#[cfg(feature = $feature)])? Step::$pass(pass) => pass.resolve(folder),)+
+                    $(Step::$pass(pass) => pass,)+
                 }
             }
         }
 
-        crate::entry::entry!(Step, "pass", PASSES, $($(#[cfg(feature = $feature)])? $name => $pass),+);
+        crate::entry::entry!(Step, "pass", PASSES, $($name => $pass),+);
 
-        $($(#[cfg(feature = $feature)])? impl From<$pass> for Step {
+        $(impl From<$pass> for Step {
             fn from(pass: $pass) -> Step {
                 Step::$pass(pass)
             }
@@ -160,19 +167,19 @@ macro_rules! passes {
     };
 }
 
-passes! {
+crate::entry::gather! { passes []
     /// Zero the weights that are smallest in absolute value
     "prune-unstructured" => PruneUnstructured,
     /// Take heads, neurons, channels, width or layers out of a model: smaller tensors, less to compute
-    "prune-structured" => PruneStructured if "run",
+    "prune-structured" => PruneStructured if runs,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples
-    "quantize-static" => QuantizeStatic if "run",
+    "quantize-static" => QuantizeStatic if runs,
     /// Train a student to answer as a teacher does
-    "distill" => Distill if "run",
+    "distill" => Distill if runs,
     /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers
-    "finetune" => Finetune if "run",
+    "finetune" => Finetune if runs,
     /// Convert floats to another float format
     "cast" => Cast,
 }

@@ -23,11 +23,12 @@ use serde_json::{Value, json};
 
 use super::targets::{self, Chosen};
 use super::threshold::Pool;
-use super::{Amount, NOfM, Pass, options_of};
+use super::{Amount, Context, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Applied, Model, Prepare};
-use crate::store::{Block, BlockSink, Encoding, Meter, Pattern, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, least_common_multiple};
+use crate::work::Meter;
 
 /// What weights are ranked against.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -224,7 +225,7 @@ impl Pass for PruneUnstructured {
         }
     }
 
-    fn apply(&self, mut model: Model) -> Result<Model> {
+    fn apply(&self, mut model: Model, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, model::PRUNABLE_RULE, model::is_prunable)?;
         for name in &names {
@@ -245,6 +246,10 @@ impl Pass for PruneUnstructured {
             ..Applied::new(NAME, self.options())
         });
         Ok(model)
+    }
+
+    fn remedy(&self) -> &'static str {
+        "a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a `distill` or `finetune` pass behind it, which keep the zeros"
     }
 }
 

@@ -15,10 +15,11 @@ use serde_json::{Value, json};
 
 use super::integers::{Integers, WeightObserver};
 use super::targets::{self, Chosen};
-use super::{Pass, options_of};
+use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Applied, Model};
-use crate::store::{ActivationScheme, Affine, DType, Granularity, Meter, Pattern, Weight};
+use crate::store::{ActivationScheme, Affine, DType, Granularity, Pattern, Weight};
+use crate::work::Meter;
 
 /// How many weights share a scale.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -153,7 +154,7 @@ impl Pass for QuantizeDynamic {
         }
     }
 
-    fn apply(&self, mut model: Model) -> Result<Model> {
+    fn apply(&self, mut model: Model, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
         let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
@@ -175,5 +176,9 @@ impl Pass for QuantizeDynamic {
             ..Applied::new(NAME, self.options())
         });
         Ok(model)
+    }
+
+    fn remedy(&self) -> &'static str {
+        "`granularity: channel` or `group`, `observer: mse`, or `ignore` for the layers that `compress analyze` names"
     }
 }

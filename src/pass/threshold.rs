@@ -6,7 +6,8 @@ use crate::error::{Error, Result};
 use crate::kernel::histogram::{MagnitudeHistogram, Window};
 use crate::kernel::{Float, convert, with_float};
 use crate::model::Prepare;
-use crate::store::{DType, Sweep, Weight, lock};
+use crate::store::{DType, Weight};
+use crate::work::{Work, lock};
 
 /// Where a tensor is cut: elements of smaller magnitude go, of equal magnitude the first `ties`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +69,7 @@ impl Pool {
         Ok(cuts[index])
     }
 
-    fn sweeps(&self) -> u64 {
+    fn readings(&self) -> u64 {
         match self.key {
             DType::F16 | DType::BF16 => 1,
             DType::F32 => 2,
@@ -76,17 +77,17 @@ impl Pool {
         }
     }
 
-    fn solve(&self, sweep: Option<&Sweep>) -> Result<Vec<Cut>> {
-        with_float!(self.key, F => self.solve_as::<F>(sweep), else Err(Error::option("prune-unstructured", "weights that are not floats")))
+    fn solve(&self, work: Option<&Work>) -> Result<Vec<Cut>> {
+        with_float!(self.key, F => self.solve_as::<F>(work), else Err(Error::option("prune-unstructured", "weights that are not floats")))
     }
 
-    fn solve_as<F: Float>(&self, sweep: Option<&Sweep>) -> Result<Vec<Cut>> {
+    fn solve_as<F: Float>(&self, work: Option<&Work>) -> Result<Vec<Cut>> {
         let mut wanted = self.count;
         let mut window = Window::leading(F::BITS);
         loop {
-            let counts = match sweep {
+            let counts = match work {
                 None => self.members.iter().map(|(_, w)| count::<F>(w, window, &|_| Ok(()))).collect::<Result<Vec<_>>>()?,
-                Some(sweep) => sweep.run("Ranking", &self.members, |(_, w)| w.stored_bytes, |(_, w)| count::<F>(w, window, &|bytes| sweep.advance(bytes)))?,
+                Some(work) => work.run("Ranking", &self.members, |(_, w)| w.stored_bytes, |(_, w)| count::<F>(w, window, &|bytes| work.advance(bytes)))?,
             };
             let mut totals = vec![0u64; 1 << window.width];
             for (bin, n) in counts.iter().flatten() {
@@ -156,11 +157,11 @@ fn own_cut(key: DType, own: DType, threshold: u64, ties: u64) -> Cut {
 
 impl Prepare for Pool {
     fn bytes(&self) -> u64 {
-        self.sweeps() * self.members.iter().map(|(_, w)| w.stored_bytes).sum::<u64>()
+        self.readings() * self.members.iter().map(|(_, w)| w.stored_bytes).sum::<u64>()
     }
 
-    fn prepare(&self, sweep: &Sweep) -> Result<()> {
-        let cuts = Arc::new(self.solve(Some(sweep))?);
+    fn prepare(&self, work: &Work) -> Result<()> {
+        let cuts = Arc::new(self.solve(Some(work))?);
         *lock(&self.cuts) = Some(cuts);
         Ok(())
     }

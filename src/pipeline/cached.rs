@@ -43,7 +43,7 @@ impl Pipeline {
         if !fs::read(output.join(Model::KEY)).is_ok_and(|found| found == key.as_bytes()) {
             return Ok(None);
         }
-        match verify(output, &self.sweep().quiet()) {
+        match verify(output, &self.work().quiet()) {
             Ok(checks) if checks.iter().all(|check| check.ok) => Report::open(output).map(Some),
             Err(Error::Cancelled) => Err(Error::Cancelled),
             _ => Ok(None),
@@ -55,15 +55,14 @@ impl Pipeline {
         let mut recipe = self.recipe(model);
         // Where the model lies changes nothing.
         recipe.model.clear();
-        let mut key = Key::new(self, model, &self.sweep())?;
+        let mut key = Key::new(self, model, &self.work())?;
         key.say(&serde_json::to_string(&recipe).unwrap_or_default());
         Ok(format!("{}\n", key.name()))
     }
 
     fn require_model_alone(&self) -> Result<()> {
         let running = self.steps.iter().find(|step| step.pass().runs_on().is_some()).map(|step| step.pass().name());
-        #[cfg(feature = "run")]
-        let running = running.or(self.data.evaluation.is_some().then_some("evaluation"));
+        let running = running.or(self.running.evaluates().then_some("evaluation"));
         match running {
             None => Ok(()),
             Some(name) => Err(Error::option(name, "reads data beside the model, whose changes a cached run would not notice")),

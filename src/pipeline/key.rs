@@ -6,8 +6,8 @@ use super::Pipeline;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::report::Tool;
-use crate::store::Sweep;
 use crate::store::hash::hash_of;
+use crate::work::Work;
 
 /// Folders in folders; links may lead in circles.
 const DEEPEST: usize = 32;
@@ -15,22 +15,21 @@ const DEEPEST: usize = 32;
 /// A hash that grows with what is said and with the contents of files.
 pub(super) struct Key<'s> {
     hasher: blake3::Hasher,
-    sweep: Sweep<'s>,
+    work: Work<'s>,
 }
 
 impl<'s> Key<'s> {
     /// Nothing yet.
-    pub fn empty(sweep: &Sweep<'s>) -> Key<'s> {
-        Key { hasher: blake3::Hasher::new(), sweep: sweep.quiet() }
+    pub fn empty(work: &Work<'s>) -> Key<'s> {
+        Key { hasher: blake3::Hasher::new(), work: work.quiet() }
     }
 
     /// What every run begins from: this version of the tool, the seed, the device, and the bytes of the model, wherever it lies.
-    pub fn new(pipeline: &Pipeline, model: &Model, sweep: &Sweep<'s>) -> Result<Key<'s>> {
-        let mut key = Key::empty(sweep);
+    pub fn new(pipeline: &Pipeline, model: &Model, work: &Work<'s>) -> Result<Key<'s>> {
+        let mut key = Key::empty(work);
         let tool = Tool::default();
         key.say(&format!("{} {:?} {}", tool.version, tool.commit, pipeline.seed));
-        #[cfg(feature = "run")]
-        key.say(&pipeline.device.to_string());
+        pipeline.running.describe().iter().for_each(|how| key.say(how));
         for path in model.inputs() {
             key.add(&path, &model.path, DEEPEST)?;
         }
@@ -44,7 +43,7 @@ impl<'s> Key<'s> {
     }
 
     /// Adds a file, or all files of a folder and of those in it, by their contents and their names below it.
-    #[cfg(feature = "run")]
+    #[cfg_attr(not(feature = "run"), allow(dead_code))]
     pub fn contents(&mut self, path: &Path) -> Result<()> {
         self.add(path, path.parent().unwrap_or(path), DEEPEST)
     }
@@ -56,7 +55,7 @@ impl<'s> Key<'s> {
 
     fn add(&mut self, path: &Path, root: &Path, depth: usize) -> Result<()> {
         if !path.is_dir() {
-            let hash = hash_of(path, &self.sweep)?;
+            let hash = hash_of(path, &self.work)?;
             self.say(&format!("{} {hash}", path.strip_prefix(root).unwrap_or(path).display()));
             return Ok(());
         }

@@ -1,5 +1,7 @@
 //! What a run would do and need, before any tensor is read.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use super::Pipeline;
@@ -36,6 +38,8 @@ pub struct Plan {
     pub parameters: u64,
     /// Pass by pass.
     pub passes: Vec<PassPlan>,
+    /// How many samples there are of each data set that is used.
+    pub samples: BTreeMap<&'static str, usize>,
     /// Times that input is gone over before writing, in bytes.
     pub prepare_bytes: u64,
     /// Files that would be written.
@@ -46,8 +50,8 @@ pub struct Plan {
     pub output_exact: bool,
     /// Most memory that the run needs, estimated: blocks in flight and the program itself.
     pub peak_rss_bytes: u64,
-    /// Most device memory: passes over weights use none.
-    pub peak_vram_bytes: u64,
+    /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
+    pub peak_vram_bytes: Option<u64>,
     /// Plain words.
     pub notes: Vec<String>,
 }
@@ -59,11 +63,11 @@ const RANKING: u64 = 3 << 20;
 
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     model.require_own_files()?;
-    let after = pipeline.apply(model)?;
-    #[cfg(feature = "run")]
-    pipeline.check_data(model)?;
-    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
-    let threads = pipeline.sweep().threads as u64;
+    let (pipeline, after) = &pipeline.settled(model)?;
+    let samples = pipeline.count_samples(model)?;
+    let peak_vram_bytes = pipeline.planned_vram()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after)).collect::<Result<_>>()?;
+    let threads = pipeline.work().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
     let passes = after
@@ -89,12 +93,13 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         input_bytes: model.stored_bytes(),
         parameters: model.weights.parameters(),
         passes,
+        samples,
         prepare_bytes: after.preparations.iter().map(|p| p.bytes()).sum(),
         files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
         output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
         output_exact: forecasts.iter().all(|f| f.exact),
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block) + after.memory,
-        peak_vram_bytes: 0,
+        peak_vram_bytes,
         notes: after.notes.iter().chain(after.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
     })
 }

@@ -5,84 +5,87 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use super::Pipeline;
+use super::carry::{self, carry_over, write_text};
+use super::further::compress_further;
+use super::running::write_graph;
+use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency};
+use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
-use crate::model::{Config, Model};
-use crate::report::{self, Environment, Layer, ModelId, OutputFile, PassReport, Peak, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+use crate::model::Model;
+use crate::output::{Staging, Workplace};
+use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::store::Encoding;
-use crate::store::staging::Staging;
 use crate::store::writer::{WeightMeasurement, input_hash};
-use crate::store::{Origin, Sweep, Weight};
+use crate::store::{Origin, Weight};
+use crate::work::Work;
+
+/// Where the description of what a model computes stands, which a pass may change.
+const GRAPH: &str = "graph.json";
 
 /// What was found by running the models.
 #[derive(Debug, Default)]
 pub(super) struct Measured {
     pub compute: Option<Compute>,
     pub accuracy: Option<Accuracy>,
+    pub fidelity: Option<MeasuredFidelity>,
     pub latency: Option<Latency>,
     pub notes: Vec<String>,
 }
 
 pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
-    let mut peak = Peak::start();
-    let sweep = pipeline.sweep();
+    let mut peak = pipeline.watch()?;
     model.require_own_files()?;
-    let mut after = pipeline.apply(&model)?;
-    #[cfg(feature = "run")]
+    let (mut pipeline, mut after) = pipeline.settled(&model)?;
     pipeline.check_data(&model)?;
+    let held_out = pipeline.hold_out(&model)?;
+    let pipeline = &pipeline;
+    let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
-    require_space(staging.path(), staging.target(), &forecasts)?;
-    let workplace = workplace(staging.target());
-    require_no_rest(pipeline, &workplace)?;
-    if let Some(done) = pipeline.perform(&model, &workplace, &mut peak)? {
+    let folder = staging.path();
+    require_space(&folder, staging.target(), &forecasts, carry::size(&model)?)?;
+    let workplace = pipeline.trains().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
+    if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         after = done;
     }
-    after.prepare(&sweep)?;
+    after.prepare(&work)?;
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
-        let exported = export.format().write(&after, staging.path(), &sweep)?;
+        let exported = export.format().write(&after, &folder, &work)?;
         require_finite(pipeline, &exported)?;
         exports.push((export.format().name(), exported));
     }
-    let writing = peak.lap();
+    let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
-    carry_over(&model, config, staging.path())?;
-    #[cfg(feature = "run")]
-    write_graph(&after, staging.path())?;
-    #[cfg(feature = "run")]
-    let measured = super::evaluate::Run { pipeline, before: &model, after: &after, folder: staging.path(), sweep }.measure(&mut exports)?;
-    #[cfg(not(feature = "run"))]
-    let measured = Measured::default();
+    carry_over(&model, config, &folder, &work)?;
+    let left_out = write_graph(&after, &folder)?;
+    let measured = pipeline.measure([&model, &after], &folder, &mut exports, start)?;
+    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &after));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
-    #[cfg_attr(not(feature = "zstd"), allow(unused_mut))]
     let mut sizes = sizes(&model, &after, first)?;
-    #[cfg(feature = "zstd")]
-    {
-        let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.path().join(&f.name)).collect();
-        compress_further(&mut sizes, &model.weight_files, &written, &sweep)?;
-    }
+    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| folder.join(&f.name)).collect();
+    compress_further(&mut sizes, &model.weight_files, &written, &work)?;
     let recipe = pipeline.recipe(&model);
     let passes = after.history.iter().map(|applied| PassReport {
         name: applied.name.into(),
         options: applied.options.clone(),
         seconds: applied.meter.total().as_secs_f64(),
         peak_rss_bytes: applied.peak_rss_bytes.or(writing),
-        peak_vram_bytes: Some(0),
+        peak_vram_bytes: applied.peak_vram_bytes,
         tensors_changed: applied.tensors.len(),
         details: (applied.details)(),
     });
+    let environment = pipeline.environment()?;
     let mut report = Report {
         schema: report::SCHEMA,
         tool: Tool::default(),
-        environment: Environment::detect(),
+        environment,
         model: ModelId {
             source: recipe.model.clone(),
             architecture: Some(model.config.model_type().to_owned()).filter(|t| !t.is_empty()),
-            blake3: model_hash(&model, &after, first, &sweep)?,
+            blake3: model_hash(&model, &after, first, &work)?,
         },
         seed: pipeline.seed,
         recipe: serde_json::to_value(&recipe).unwrap_or_default(),
@@ -90,56 +93,46 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         size: sizes,
         compute: measured.compute,
         accuracy: measured.accuracy,
+        fidelity: measured.fidelity,
         latency: measured.latency,
         layers: layers(&model, &after, first),
         histograms: Vec::new(),
         outputs: exports.iter().flat_map(|(format, exported)| outputs(format, exported)).collect(),
-        notes: notes(&after, &exports).into_iter().chain(measured.notes).collect(),
+        carried: Vec::new(),
+        notes: [
+            ruined.into_iter().collect(),
+            model.beside.notes(&model.path),
+            left_out.into_iter().collect(),
+            staging.notes().to_vec(),
+            notes(&after, &exports),
+            held_out.into_iter().collect(),
+            measured.notes,
+        ]
+        .concat(),
         totals: Totals::default(),
     };
     report.histograms = histograms(&report, first);
-    write_text(&staging.path().join("recipe.yaml"), &recipe.to_yaml())?;
-    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: peak.highest() };
-    write_text(&staging.path().join(report::FILE), &report.to_json())?;
-    write_text(&staging.path().join("report.md"), &report.to_markdown())?;
-    write_text(&staging.path().join("report.html"), &report.to_html())?;
+    write_text(&folder.join("recipe.yaml"), &recipe.to_yaml())?;
     for (name, bytes) in &after.attached {
-        let path = staging.path().join(name);
+        let path = folder.join(name);
         fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
     }
-    sweep.cancel.check()?;
+    let written = |name: &str| name == GRAPH || after.attached.contains_key(name);
+    report.carried = carry::list(&folder, &model, &report.outputs, written, &work)?;
+    let highest = peak.highest();
+    report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
+    write_text(&folder.join(report::FILE), &report.to_json())?;
+    write_text(&folder.join("report.md"), &report.to_markdown())?;
+    write_text(&folder.join("report.html"), &report.to_html())?;
+    work.cancel.check()?;
     staging.commit()?;
-    if workplace.exists() {
-        fs::remove_dir_all(&workplace).map_err(Error::io("remove", &workplace))?;
-    }
+    workplace.map_or(Ok(()), Workplace::remove)?;
     Ok(report)
 }
 
-/// Where a run keeps what it can go on from, beside the output folder.
-pub(super) fn workplace(output: &Path) -> PathBuf {
-    let mut name = output.file_name().unwrap_or_default().to_owned();
-    name.push(".unfinished");
-    output.with_file_name(name)
-}
-
-/// Refuses to begin over what an interrupted run has left.
-fn require_no_rest(pipeline: &Pipeline, workplace: &Path) -> Result<()> {
-    if pipeline.resume || !workplace.exists() {
-        return Ok(());
-    }
-    if pipeline.force {
-        return fs::remove_dir_all(workplace).map_err(Error::io("remove", workplace));
-    }
-    Err(Error::Output {
-        path: workplace.to_owned(),
-        reason: "is what an interrupted run has left".into(),
-        hint: "go on with it by --resume, or begin again with --force".into(),
-    })
-}
-
 /// Refuses before the first byte what cannot fit.
-fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast]) -> Result<()> {
-    let needed: u64 = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum();
+fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64) -> Result<()> {
+    let needed = carried + forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
     let Ok(space) = rustix::fs::statvfs(folder) else { return Ok(()) };
     let free = space.f_bavail.saturating_mul(space.f_frsize);
     if needed <= free {
@@ -161,47 +154,6 @@ fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
         None => Ok(()),
         Some((name, seen)) => Err(Error::NotFinite { name: name.clone(), count: seen.nonfinite }),
     }
-}
-
-fn carry_over(model: &Model, config: &Config, folder: &Path) -> Result<()> {
-    for file in &model.files {
-        let (from, to) = (model.path.join(file), folder.join(file));
-        if let Some(parent) = to.parent() {
-            fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
-        }
-        fs::copy(&from, &to).map_err(Error::io("copy", &from))?;
-    }
-    match config.render() {
-        Some(text) => write_text(&folder.join("config.json"), &text),
-        None => Ok(()),
-    }
-}
-
-/// Describes what the model computes where `config.json` cannot.
-#[cfg(feature = "run")]
-fn write_graph(after: &Model, folder: &Path) -> Result<()> {
-    use crate::ir::GraphFile;
-    let path = folder.join(GraphFile::NAME);
-    match (&after.changed_graph, after.graph_file()?) {
-        (None, _) => Ok(()),
-        (Some(_), Some(file)) => write_text(&path, &format!("{:#}\n", serde_json::to_value(&file).unwrap_or_default())),
-        (Some(_), None) if path.exists() => fs::remove_file(&path).map_err(Error::io("remove", &path)),
-        (Some(_), None) => Ok(()),
-    }
-}
-
-fn write_text(path: &Path, text: &str) -> Result<()> {
-    fs::write(path, text).map_err(Error::io("write", path))
-}
-
-/// What a general compressor would make of the files.
-#[cfg(feature = "zstd")]
-fn compress_further(sizes: &mut Sizes, before: &[PathBuf], after: &[PathBuf], sweep: &crate::store::Sweep) -> Result<()> {
-    for (size, files) in [(&mut sizes.before, before), (&mut sizes.after, after)] {
-        let found = crate::store::compressed::compressed_size(files, sweep)?;
-        (size.bytes_zstd, size.bytes_zstd_sampled) = (Some(found.bytes), found.sampled);
-    }
-    Ok(())
 }
 
 fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
@@ -243,7 +195,7 @@ fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
 
 /// The hash of all weights of the input, whatever the passes took of them. What was read on the way was hashed on the way; the rest,
 /// weights that were cut or computed anew, is read once more.
-fn model_hash(model: &Model, after: &Model, exported: &Exported, sweep: &Sweep) -> Result<String> {
+fn model_hash(model: &Model, after: &Model, exported: &Exported, work: &Work) -> Result<String> {
     let whole = |name: &str, weight: &Weight| after.weights.by_name.get(name).is_some_and(|now| now.origin == Origin::File && now.shape == weight.shape);
     let mut hashes: BTreeMap<&str, blake3::Hash> = exported
         .weights
@@ -252,7 +204,7 @@ fn model_hash(model: &Model, after: &Model, exported: &Exported, sweep: &Sweep) 
         .filter_map(|(name, seen)| Some((name.as_str(), seen.input_hash?)))
         .collect();
     let rest: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, _)| !hashes.contains_key(name.as_str())).collect();
-    let found = sweep.quiet().run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
+    let found = work.quiet().run("Hashing", &rest, |(_, weight)| weight.stored_bytes, |(_, weight)| input_hash(weight))?;
     hashes.extend(rest.iter().map(|(name, _)| name.as_str()).zip(found));
     let mut hasher = blake3::Hasher::new();
     for (name, weight) in &model.weights.by_name {

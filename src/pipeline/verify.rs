@@ -7,8 +7,8 @@ use serde::Serialize;
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::report::Report;
-use crate::store::Sweep;
 use crate::store::hash::hash_of;
+use crate::work::Work;
 
 /// What became of one file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -25,22 +25,20 @@ pub struct Check {
 ///
 /// # Errors
 /// There is no report, or the work is cancelled; a damaged file is a finding, not an error.
-pub fn verify(folder: &Path, sweep: &Sweep) -> Result<Vec<Check>> {
+pub fn verify(folder: &Path, work: &Work) -> Result<Vec<Check>> {
     let report = Report::open(folder)?;
     let mut checks = Vec::new();
-    for output in &report.outputs {
-        let inside = Path::new(&output.path).components().all(|part| matches!(part, std::path::Component::Normal(_)));
-        let found = if inside {
-            check(&folder.join(&output.path), output.bytes, &output.blake3, sweep)
-        } else {
-            Err(Error::malformed(folder, "the report names a file outside the folder"))
-        };
+    let outputs = report.outputs.iter().map(|file| (&file.path, file.bytes, &file.blake3));
+    for (path, bytes, blake3) in outputs.chain(report.carried.iter().map(|file| (&file.path, file.bytes, &file.blake3))) {
+        let inside = Path::new(path).components().all(|part| matches!(part, std::path::Component::Normal(_)));
+        let found =
+            if inside { check(&folder.join(path), bytes, blake3, work) } else { Err(Error::malformed(folder, "the report names a file outside the folder")) };
         let (ok, finding) = match found {
             Ok(finding) => finding,
             Err(Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => (false, error.to_string()),
         };
-        checks.push(Check { path: output.path.clone(), ok, finding });
+        checks.push(Check { path: path.clone(), ok, finding });
     }
     if !report.outputs.iter().any(|output| output.path.ends_with(".safetensors")) {
         return Ok(checks);
@@ -52,35 +50,16 @@ pub fn verify(folder: &Path, sweep: &Sweep) -> Result<Vec<Check>> {
         Err(error) => (false, error.to_string()),
     };
     checks.push(Check { path: ".".into(), ok, finding });
-    #[cfg(feature = "run")]
-    if let Some(output) = report.outputs.iter().find(|output| output.path == crate::onnx::file::MODEL) {
-        checks.push(run_onnx(folder, output, &report, sweep)?);
-    }
+    checks.extend(super::running::check_onnx(folder, &report, work)?);
     Ok(checks)
 }
 
-/// Runs the ONNX file, when there is a runtime.
-#[cfg(feature = "run")]
-fn run_onnx(folder: &Path, output: &crate::report::OutputFile, report: &Report, sweep: &Sweep) -> Result<Check> {
-    let path = format!("{}, run", output.path);
-    if let Err(reason) = crate::runtime::library() {
-        return Ok(Check { path, ok: true, finding: format!("not run: {reason}") });
-    }
-    let exports = report.recipe.get("export").and_then(serde_json::Value::as_array).into_iter().flatten();
-    let half = exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16");
-    match super::evaluate::check_onnx(folder, half, sweep) {
-        Ok((ok, finding)) => Ok(Check { path, ok, finding }),
-        Err(Error::Cancelled) => Err(Error::Cancelled),
-        Err(error) => Ok(Check { path, ok: false, finding: error.to_string() }),
-    }
-}
-
-fn check(path: &Path, bytes: u64, blake3: &str, sweep: &Sweep) -> Result<(bool, String)> {
+fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, String)> {
     let length = std::fs::metadata(path).map_err(Error::io("open", path))?.len();
     if length != bytes {
         return Ok((false, format!("has {length} bytes, the report says {bytes}")));
     }
-    let hash = hash_of(path, sweep)?;
+    let hash = hash_of(path, work)?;
     Ok(if hash.to_string() == blake3 {
         (true, "as written".into())
     } else {

@@ -5,6 +5,7 @@ use serde::Serialize;
 use super::Report;
 use super::format::{bytes, milliseconds, seconds};
 use crate::error::{Error, Result};
+use crate::evaluation::SamplesFrom;
 use crate::export::ByteSize;
 
 /// Limits that a run is held to; those that are set count.
@@ -142,7 +143,9 @@ impl Budgets {
     fn limits(&self, report: &Report) -> [Limit; 13] {
         let size = |size: Option<ByteSize>| size.map(|size| size.0 as f64);
         let ratio = |after: u64, before: u64| Some(after as f64 / before.max(1) as f64);
-        let fidelity = report.accuracy.as_ref().and_then(|accuracy| accuracy.fidelity.as_ref());
+        // Random samples cannot tell whether a model is good enough.
+        let measured = report.fidelity.as_ref().filter(|measured| measured.samples_from != SamplesFrom::Synthetic).map(|measured| &measured.fidelity);
+        let fidelity = report.accuracy.as_ref().and_then(|accuracy| accuracy.fidelity.as_ref()).or(measured);
         let latency = report.latency.as_ref();
         let limit = |name, allowed, measured, unit, needs| Limit { name, allowed, measured, unit, needs };
         [

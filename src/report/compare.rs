@@ -118,26 +118,6 @@ impl Comparison {
     pub fn to_html(&self) -> String {
         super::html::render_comparison(self)
     }
-
-    /// Tables for a terminal; runs that no other one beats in size and answers have a star.
-    #[cfg(feature = "cli")]
-    pub fn to_terminal(&self) -> String {
-        use super::terminal::table;
-        let (head, mut rows) = self.cells();
-        for (row, run) in rows.iter_mut().zip(&self.runs) {
-            row[0] = format!("{} {}", if run.front { "*" } else { " " }, row[0]);
-        }
-        let mut out = format!("{}\n", table(&head.iter().map(String::as_str).collect::<Vec<_>>(), rows));
-        if let Some(metric) = &self.metric {
-            out += &format!("\n * no other run is both smaller and better by {metric}\n");
-        }
-        if !self.differing.is_empty() {
-            let head: Vec<&str> = std::iter::once("option").chain(self.runs.iter().map(|run| run.name.as_str())).collect();
-            let rows = self.differing.iter().map(|d| std::iter::once(d.option.clone()).chain(d.values.iter().map(|v| words(v.as_ref()))).collect());
-            out += &format!("\n{}\n", table(&head, rows));
-        }
-        out
-    }
 }
 
 /// A value in a cell.
@@ -159,7 +139,8 @@ fn common_metric(reports: &[(String, Report)]) -> Option<String> {
 }
 
 fn fidelity(report: &Report) -> Option<f64> {
-    Some(report.accuracy.as_ref()?.fidelity.as_ref()?.cosine)
+    let evaluated = report.accuracy.as_ref().and_then(|accuracy| accuracy.fidelity.as_ref());
+    evaluated.or(report.fidelity.as_ref().map(|measured| &measured.fidelity)).map(|fidelity| fidelity.cosine)
 }
 
 fn summary(name: &str, report: &Report, metric: Option<&str>) -> Summary {

@@ -1,10 +1,11 @@
 //! The machine that a report was made on.
 
 use std::fs;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::kernel;
+use crate::{kernel, program};
 
 /// What the machine offers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,10 +16,16 @@ pub struct Environment {
     pub cores: usize,
     /// Main memory.
     pub memory_bytes: Option<u64>,
-    /// Name of the GPU that was used.
+    /// Name of the GPU that was used, or else of the first one that there is.
     pub gpu: Option<String>,
+    /// Where models ran: `cpu` or `cuda:N`. Passes over weights run on the CPU.
+    #[serde(default)]
+    pub device: Option<String>,
     /// Version of ONNX Runtime that was used.
     pub onnxruntime: Option<String>,
+    /// Its library.
+    #[serde(default)]
+    pub onnxruntime_path: Option<String>,
     /// Instruction set of the kernels.
     pub simd: String,
     /// What multiplies int8 on this processor: `avx512-vnni`, `avx-vnni`, `dotprod`, or `none` where products of two bytes are
@@ -28,18 +35,51 @@ pub struct Environment {
 }
 
 impl Environment {
+    /// The same with models run on a device: its name, and the GPU's where it is one.
+    #[cfg(feature = "run")]
+    #[must_use]
+    pub(crate) fn on(self, (device, gpu): (String, Option<String>)) -> Environment {
+        Environment { device: Some(device), gpu: gpu.or(self.gpu), ..self }
+    }
+
     /// Looks around.
     pub fn detect() -> Environment {
+        let (onnxruntime, onnxruntime_path) = onnxruntime().unzip();
         Environment {
             cpu: field("/proc/cpuinfo", "model name"),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_bytes: kilobytes("/proc/meminfo", "MemTotal"),
-            gpu: None,
-            onnxruntime: None,
+            gpu: gpu(Path::new("/proc/driver/nvidia/gpus"), "nvidia-smi"),
+            device: Some("cpu".into()),
+            onnxruntime,
+            onnxruntime_path,
             simd: kernel::instruction_set().into(),
             int8: int8().into(),
         }
     }
+}
+
+/// Version and file of the ONNX Runtime that this process has loaded.
+#[cfg(feature = "run")]
+fn onnxruntime() -> Option<(String, String)> {
+    let library = crate::runtime::in_use()?;
+    Some((library.version.clone().unwrap_or_else(|| "of unknown version".into()), library.path.display().to_string()))
+}
+
+#[cfg(not(feature = "run"))]
+fn onnxruntime() -> Option<(String, String)> {
+    None
+}
+
+/// The name of the first GPU, as its driver tells it in a folder for each; or as a program tells it, where only that can see them.
+fn gpu(folder: &Path, smi: &str) -> Option<String> {
+    let mut folders: Vec<_> = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    folders.sort();
+    let told = || {
+        let text = program::ask(smi, ["--query-gpu=name", "--format=csv,noheader"]).ok()?;
+        text.lines().next().map(|name| name.trim().to_owned())
+    };
+    folders.iter().find_map(|folder| field(folder.join("information"), "Model")).or_else(told).filter(|name| !name.is_empty())
 }
 
 /// The instructions that runtimes multiply bytes with, as the system names them.
@@ -54,29 +94,43 @@ fn int8() -> &'static str {
     }
 }
 
-/// The most memory that this process has resident, lap by lap, where the system tells.
-#[derive(Debug)]
+/// The most memory of a lap.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Lap {
+    /// Resident in main memory, where the system tells.
+    pub rss_bytes: Option<u64>,
+    /// Taken of a GPU, where one is used.
+    pub vram_bytes: Option<u64>,
+}
+
+/// The most memory that this process takes, lap by lap.
 pub(crate) struct Peak {
-    highest: Option<u64>,
+    highest: Lap,
+    vram: Box<dyn Fn() -> Option<u64>>,
 }
 
 impl Peak {
-    /// Begins the first lap.
+    /// Begins the first lap of a run without a GPU.
     pub fn start() -> Peak {
+        Peak::of(|| None)
+    }
+
+    /// Begins the first lap; `vram` tells the most memory of a GPU since it was asked last.
+    pub fn of(vram: impl Fn() -> Option<u64> + 'static) -> Peak {
         forget_peak_rss();
-        Peak { highest: None }
+        Peak { highest: Lap::default(), vram: Box::new(vram) }
     }
 
     /// The most of the lap that ends here; the next one begins.
-    pub fn lap(&mut self) -> Option<u64> {
-        let lap = kilobytes("/proc/self/status", "VmHWM");
+    pub fn lap(&mut self) -> Lap {
+        let lap = Lap { rss_bytes: kilobytes("/proc/self/status", "VmHWM"), vram_bytes: (self.vram)() };
         forget_peak_rss();
-        self.highest = self.highest.max(lap);
+        self.highest = Lap { rss_bytes: self.highest.rss_bytes.max(lap.rss_bytes), vram_bytes: self.highest.vram_bytes.max(lap.vram_bytes) };
         lap
     }
 
     /// The most of all laps, with the one that ends here.
-    pub fn highest(&mut self) -> Option<u64> {
+    pub fn highest(&mut self) -> Lap {
         self.lap();
         self.highest
     }
@@ -88,12 +142,53 @@ fn forget_peak_rss() {
     let _ = fs::write("/proc/self/clear_refs", "5");
 }
 
-fn field(path: &str, key: &str) -> Option<String> {
+fn field(path: impl AsRef<Path>, key: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(key))?;
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
-fn kilobytes(path: &str, key: &str) -> Option<u64> {
+/// A figure of a file of the system, in bytes.
+pub(crate) fn kilobytes(path: &str, key: &str) -> Option<u64> {
     field(path, key)?.split_whitespace().next()?.parse::<u64>().ok().map(|kb| kb * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_gpu_is_named_by_what_there_is() {
+        let folder = tempfile::tempdir().unwrap();
+        let (gpus, program) = (folder.path().join("gpus"), folder.path().join("smi"));
+        let found = || gpu(&gpus, program.to_str().unwrap());
+        assert_eq!(found(), None);
+        let script = |text: &str| {
+            fs::write(&program, format!("#!/bin/sh\n{text}\n")).unwrap();
+            fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        script("echo no devices; exit 6");
+        assert_eq!(found(), None);
+        script("echo NVIDIA L4; echo NVIDIA T4");
+        assert_eq!(found().as_deref(), Some("NVIDIA L4"));
+        for (bus, model) in [("0000:41:00.0", "NVIDIA T4"), ("0000:01:00.0", "NVIDIA H200")] {
+            fs::create_dir_all(gpus.join(bus)).unwrap();
+            fs::write(gpus.join(bus).join("information"), format!("Model: \t\t {model}\nIRQ:   \t\t 16\n")).unwrap();
+        }
+        assert_eq!(found().as_deref(), Some("NVIDIA H200"));
+    }
+
+    #[test]
+    fn laps_know_their_own_memory() {
+        let taken = std::cell::Cell::new(0);
+        let mut peak = Peak::of(move || {
+            taken.set(taken.get() + 1);
+            Some([5, 9, 2, 0][taken.get() - 1])
+        });
+        assert_eq!((0..3).map(|_| peak.lap().vram_bytes.unwrap()).collect::<Vec<_>>(), [5, 9, 2]);
+        assert_eq!(peak.highest().vram_bytes, Some(9));
+        assert_eq!(Peak::start().lap().vram_bytes, None);
+    }
 }

@@ -41,6 +41,8 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         writeln!(out, "## Measured\n")?;
         if let Some(accuracy) = &report.accuracy {
             writeln!(out, "{} on {} samples of `{}`.\n", accuracy.task, accuracy.samples, accuracy.data)?;
+        } else if let Some(measured) = &report.fidelity {
+            writeln!(out, "Fidelity on {}.\n", measured.describe())?;
         }
         table(out, &["", "before", "after"], &measured)?;
     }

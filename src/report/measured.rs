@@ -2,13 +2,16 @@
 
 use super::Report;
 use super::format::{bytes, count, decibels, milliseconds};
-use crate::evaluation::Accuracy;
+use crate::evaluation::{Accuracy, Fidelity};
 
 /// The rows, none when nothing was run.
 pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
     let mut rows = Vec::new();
     if let Some(accuracy) = &report.accuracy {
         rows.extend(accuracy_rows(accuracy));
+    }
+    if let (None, Some(measured)) = (&report.accuracy, &report.fidelity) {
+        rows.extend(fidelity_rows(&measured.fidelity));
     }
     if let Some(latency) = &report.latency {
         let sizes = latency.batch.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ");
@@ -39,15 +42,20 @@ pub(super) fn accuracy_rows(accuracy: &Accuracy) -> Vec<[String; 3]> {
     for (name, [before, after]) in accuracy.more.iter().filter(|(_, [before, after])| before.fract() != 0.0 || before != after) {
         rows.push([name.replace('_', " "), format!("{before:.4}"), format!("{after:.4}")]);
     }
-    if let Some(fidelity) = &accuracy.fidelity {
-        let mut add = |name: &str, value: String| rows.push([format!("{name} of `{}`", fidelity.output), "-".into(), value]);
-        add("cosine, mean", format!("{:.4}", fidelity.cosine));
-        add("cosine, least", format!("{:.4}", fidelity.cosine_min));
-        add("SQNR", decibels(fidelity.sqnr_db));
-        if let (Some(kl), Some(top1)) = (fidelity.kl, fidelity.top1_agreement) {
-            add("divergence", format!("{kl:.4}"));
-            add("same top class", format!("{:.1} %", 100.0 * top1));
-        }
+    rows.extend(accuracy.fidelity.iter().flat_map(fidelity_rows));
+    rows
+}
+
+/// Those of closeness.
+pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
+    let mut rows = Vec::new();
+    let mut add = |name: &str, value: String| rows.push([format!("{name} of `{}`", fidelity.output), "-".into(), value]);
+    add("cosine, mean", format!("{:.4}", fidelity.cosine));
+    add("cosine, least", format!("{:.4}", fidelity.cosine_min));
+    add("SQNR", decibels(fidelity.sqnr_db));
+    if let (Some(kl), Some(top1)) = (fidelity.kl, fidelity.top1_agreement) {
+        add("divergence", format!("{kl:.4}"));
+        add("same top class", format!("{:.1} %", 100.0 * top1));
     }
     rows
 }

@@ -22,15 +22,19 @@ pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
-pub use sections::{Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+#[cfg(feature = "run")]
+pub(crate) use environment::kilobytes;
+pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency};
+use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
 
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
 /// Name of the file in an output folder.
 pub const FILE: &str = "report.json";
+/// Names of the report in all its forms.
+pub const FILES: [&str; 3] = [FILE, "report.md", "report.html"];
 
 /// A report; `report.json` holds it as it stands here.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -57,6 +61,9 @@ pub struct Report {
     /// How good the answers are, when there is evaluation data.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<Accuracy>,
+    /// How close the output's answers are to the input's, where the model could be run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fidelity: Option<MeasuredFidelity>,
     /// How long one batch takes, when it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,
@@ -67,6 +74,9 @@ pub struct Report {
     pub histograms: Vec<WeightHistogram>,
     /// Files that were written and read back.
     pub outputs: Vec<OutputFile>,
+    /// All other files of the folder, but for the report: carried over from the input, or written for this model.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub carried: Vec<CarriedFile>,
     /// Plain words: what gave no size or no speed, what was skipped and why.
     pub notes: Vec<String>,
     /// The whole run.

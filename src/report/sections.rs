@@ -45,7 +45,7 @@ pub struct PassReport {
     pub seconds: f64,
     /// Peak resident memory of the process up to the end of the pass.
     pub peak_rss_bytes: Option<u64>,
-    /// Peak device memory; passes over weights use none.
+    /// Peak memory of the GPU that the pass ran on; none where it used none.
     pub peak_vram_bytes: Option<u64>,
     /// Weights that it changed.
     pub tensors_changed: usize,
@@ -131,6 +131,17 @@ pub struct OutputFile {
     pub verified: Verified,
 }
 
+/// A file beside the outputs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CarriedFile {
+    /// Name in the folder.
+    pub path: String,
+    /// Size.
+    pub bytes: u64,
+    /// BLAKE3 of the file, as `b3sum` prints it.
+    pub blake3: String,
+}
+
 /// How a file was checked after it was written.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Verified {
@@ -149,4 +160,7 @@ pub struct Totals {
     pub seconds: f64,
     /// Peak resident memory of the process.
     pub peak_rss_bytes: Option<u64>,
+    /// Peak memory of the GPU; none where none was used.
+    #[serde(default)]
+    pub peak_vram_bytes: Option<u64>,
 }

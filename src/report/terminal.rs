@@ -2,8 +2,9 @@
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
+use super::compare::words;
 use super::format::{bytes, count, decibels, percent, seconds, shape};
-use super::{Report, Size};
+use super::{Comparison, Report, Size};
 
 /// A table without lines between rows: the first column to the left, the others to the right.
 pub fn table(head: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> Table {
@@ -60,6 +61,8 @@ impl Report {
         }
         if let Some(accuracy) = &self.accuracy {
             out += &format!(" {} samples of {}\n", accuracy.samples, accuracy.data);
+        } else if let Some(measured) = &self.fidelity {
+            out += &format!(" answers to {}\n", measured.describe());
         }
         if !self.passes.is_empty() {
             let rows =
@@ -83,6 +86,26 @@ impl Report {
         }
         for note in &self.notes {
             out += &format!(" note: {note}\n");
+        }
+        out
+    }
+}
+
+impl Comparison {
+    /// Tables for a terminal; runs that no other one beats in size and answers have a star.
+    pub fn to_terminal(&self) -> String {
+        let (head, mut rows) = self.cells();
+        for (row, run) in rows.iter_mut().zip(&self.runs) {
+            row[0] = format!("{} {}", if run.front { "*" } else { " " }, row[0]);
+        }
+        let mut out = format!("{}\n", table(&head.iter().map(String::as_str).collect::<Vec<_>>(), rows));
+        if let Some(metric) = &self.metric {
+            out += &format!("\n * no other run is both smaller and better by {metric}\n");
+        }
+        if !self.differing.is_empty() {
+            let head: Vec<&str> = std::iter::once("option").chain(self.runs.iter().map(|run| run.name.as_str())).collect();
+            let rows = self.differing.iter().map(|d| std::iter::once(d.option.clone()).chain(d.values.iter().map(|v| words(v.as_ref()))).collect());
+            out += &format!("\n{}\n", table(&head, rows));
         }
         out
     }

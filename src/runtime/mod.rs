@@ -1,7 +1,10 @@
 //! ONNX Runtime, loaded when it is first needed.
 
+mod element;
+mod fetch;
 mod find;
 mod session;
 
-pub use find::{LIBRARY_VARIABLE, candidates, library};
+pub use fetch::fetch;
+pub use find::{LIBRARY_VARIABLE, Library, candidates, in_use, library};
 pub use session::{Options, Session};

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 use ort::session::SessionInputValue;
-use ort::value::{DynValue, Outlet, Tensor as OrtTensor, TensorElementType, ValueType};
+use ort::value::Outlet;
 
+use super::element;
 use super::find::environment;
 use crate::error::{Error, Result};
-use crate::ir::{self, Element, Port};
+use crate::ir::{self, Port};
 
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,7 +36,7 @@ impl Session {
     /// Loads a model file.
     ///
     /// # Errors
-    /// There is no ONNX Runtime, or it refuses the model.
+    /// There is no ONNX Runtime, it refuses the model, or an input or all outputs are no tensors of numbers.
     pub fn open(path: &Path, options: Options) -> Result<Session> {
         if !path.is_file() {
             let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or leave out `--runtime onnxruntime`";
@@ -45,12 +46,22 @@ impl Session {
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let mut builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
         let inner = builder.commit_from_file(path).map_err(refused)?;
-        Ok(Session { path: path.to_owned(), inner })
+        let other = |outlet: &&Outlet| element::port(outlet).is_none();
+        let strange = inner.inputs().iter().find(other).map(|input| ("input", input));
+        let strange =
+            strange.or_else(|| inner.outputs().first().filter(|_| inner.outputs().iter().all(|output| other(&output))).map(|output| ("output", output)));
+        match strange {
+            None => Ok(Session { path: path.to_owned(), inner }),
+            Some((what, outlet)) => Err(Error::Unsupported {
+                what: format!("{}: {what} `{}`, which is {},", path.display(), outlet.name(), outlet.dtype()),
+                hint: "models are run that take and give tensors of numbers: cut off what stands before or behind them".into(),
+            }),
+        }
     }
 
     /// What the model takes, and what it gives; ports that are no tensors of numbers are left out.
     pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
-        let ports = |outlets: &[Outlet]| outlets.iter().filter_map(port).collect();
+        let ports = |outlets: &[Outlet]| outlets.iter().filter_map(element::port).collect();
         (ports(self.inner.inputs()), ports(self.inner.outputs()))
     }
 
@@ -59,56 +70,108 @@ impl Session {
         self.inner.inputs().iter().map(|input| input.name().to_owned()).collect()
     }
 
-    /// Runs the model; integer inputs as 64-bit integers, all others as 32-bit floats.
+    /// Runs the model. Inputs are converted to the element types that it takes, outputs to 64-bit integers and 32-bit floats.
     ///
     /// # Errors
-    /// An input is missing or does not fit; the runtime fails.
+    /// An input is missing, does not fit, or holds a number that its element type does not reach; the runtime fails.
     pub fn run(&mut self, inputs: &BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
         let path = self.path.clone();
         let failed = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("ONNX Runtime: {e}"));
         let mut given: Vec<(String, SessionInputValue)> = Vec::new();
-        for name in self.inputs() {
+        for input in self.inner.inputs() {
+            let name = input.name();
             let missing = || Error::option("input", format!("`{name}` is missing, {} takes it", path.display()));
-            let tensor = ir::given(inputs, &name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
-            given.push((name, value(&tensor).map_err(|e| failed(&e))?.into()));
+            let tensor = ir::given(inputs, name).ok_or_else(missing)?.map_err(|e| failed(&e))?;
+            let value = element::given(&tensor, input).map_err(|e| Error::option("input", format!("`{name}` of {}: {e}", path.display())))?;
+            given.push((name.to_owned(), value.into()));
         }
         let outputs = self.inner.run(given).map_err(|e| failed(&e))?;
         let mut results = BTreeMap::new();
         for (name, value) in outputs.iter() {
-            let tensor = if let Ok((shape, values)) = value.try_extract_tensor::<f32>() {
-                Tensor::from_slice(values, sizes(shape), &Device::Cpu)
-            } else if let Ok((shape, values)) = value.try_extract_tensor::<i64>() {
-                Tensor::from_slice(values, sizes(shape), &Device::Cpu)
-            } else {
-                // Answers are floats; what else a model of other origin tells is passed over.
-                continue;
-            };
-            results.insert(name.to_owned(), tensor.map_err(|e| failed(&e))?);
+            // Answers are numbers; what else a model of other origin tells is passed over.
+            if let Some(tensor) = element::taken(&value).map_err(|e| failed(&format!("output `{name}`: {e}")))? {
+                results.insert(name.to_owned(), tensor);
+            }
         }
         Ok(results)
     }
 }
 
-fn sizes(shape: &[i64]) -> Vec<usize> {
-    shape.iter().map(|size| *size as usize).collect()
-}
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+    use prost::Message;
 
-fn port(outlet: &Outlet) -> Option<Port> {
-    let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else { return None };
-    let element = match ty {
-        TensorElementType::Float32 | TensorElementType::Float16 | TensorElementType::Float64 | TensorElementType::Bfloat16 => Element::Float,
-        TensorElementType::Int64 | TensorElementType::Int32 => Element::Int,
-        _ => return None,
+    use super::*;
+    use crate::ir::Element;
+    use crate::onnx::proto::{
+        DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
     };
-    Some(Port { name: outlet.name().to_owned(), element, shape: shape.iter().map(|size| usize::try_from(*size).ok()).collect() })
-}
 
-fn value(tensor: &Tensor) -> std::result::Result<DynValue, Box<dyn std::error::Error>> {
-    let shape: Vec<i64> = tensor.dims().iter().map(|d| *d as i64).collect();
-    let flat = tensor.flatten_all()?;
-    Ok(if tensor.dtype().is_float() {
-        OrtTensor::from_array((shape, flat.to_dtype(DType::F32)?.to_vec1::<f32>()?))?.into_dyn()
-    } else {
-        OrtTensor::from_array((shape, flat.to_dtype(DType::I64)?.to_vec1::<i64>()?))?.into_dyn()
-    })
+    /// Element types by the numbers that ONNX gives them; floats first.
+    const TYPES: [i32; 13] = [1, 10, 11, 16, 2, 3, 4, 5, 6, 7, 12, 13, 9];
+    const STRING: i32 = 8;
+
+    /// A model that gives its inputs back, two elements of each type.
+    fn identities(types: &[i32]) -> Result<Session> {
+        let port = |prefix: &str, ty: i32| {
+            let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(crate::onnx::proto::Dimension::DimValue(2)) }] });
+            let tensor_type = Some(TensorTypeProto { elem_type: Some(ty), shape });
+            ValueInfoProto { name: Some(format!("{prefix}{ty}")), r#type: Some(TypeProto { tensor_type }) }
+        };
+        let node =
+            |ty: i32| NodeProto { input: vec![format!("x{ty}")], output: vec![format!("y{ty}")], op_type: Some("Identity".into()), ..NodeProto::default() };
+        let graph = GraphProto {
+            name: Some("identities".into()),
+            node: types.iter().map(|ty| node(*ty)).collect(),
+            input: types.iter().map(|ty| port("x", *ty)).collect(),
+            output: types.iter().map(|ty| port("y", *ty)).collect(),
+            ..GraphProto::default()
+        };
+        let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(17) }];
+        let model = ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() };
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.onnx");
+        std::fs::write(&path, model.encode_to_vec()).unwrap();
+        Session::open(&path, Options::default())
+    }
+
+    #[test]
+    fn every_type_of_numbers_is_given_and_taken() {
+        if super::super::library().is_err() {
+            return;
+        }
+        let mut session = identities(&TYPES).unwrap();
+        let (inputs, outputs) = session.ports();
+        assert_eq!((inputs.len(), outputs.len()), (13, 13));
+        let floats = Tensor::new(&[0.5f32, -2.0], &Device::Cpu).unwrap();
+        let numbers = Tensor::new(&[1i64, 0], &Device::Cpu).unwrap();
+        let value = |port: &Port| if port.element == Element::Float { floats.clone() } else { numbers.clone() };
+        let given: BTreeMap<String, Tensor> = inputs.iter().map(|port| (port.name.clone(), value(port))).collect();
+        let results = session.run(&given).unwrap();
+        for port in &outputs {
+            let result = &results[&port.name];
+            let wanted = if port.element == Element::Float { DType::F32 } else { DType::I64 };
+            assert_eq!((result.dtype(), result.to_string()), (wanted, value(port).to_string()), "{}", port.name);
+        }
+        let mut wrong = |name: &str, tensor: Tensor| {
+            let given: BTreeMap<String, Tensor> = given.clone().into_iter().chain([(name.to_owned(), tensor)]).collect();
+            session.run(&given).unwrap_err().to_string()
+        };
+        let far = |number: i64| Tensor::new(&[number, 0], &Device::Cpu).unwrap();
+        assert!(wrong("x6", far(1 << 31)).contains("`x6` of"));
+        assert!(wrong("x9", far(2)).contains("holds 2"));
+        assert!(wrong("x13", far(-1)).contains("holds -1"));
+        assert!(wrong("x10", Tensor::new(&[1e5f32, 0.0], &Device::Cpu).unwrap()).contains("holds 100000"));
+        assert!(wrong("x7", floats.clone()).contains("holds floats"));
+    }
+
+    #[test]
+    fn what_is_no_number_is_refused_by_name_when_it_is_opened() {
+        if super::super::library().is_err() {
+            return;
+        }
+        let error = identities(&[1, STRING]).unwrap_err().to_string();
+        assert!(error.contains("input `x8`") && error.contains("String"), "{error}");
+    }
 }

@@ -4,8 +4,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use super::Sweep;
 use crate::error::{Error, Result};
+use crate::work::Work;
 
 /// Size after zstd, level 3.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub const EXACT: u64 = 8 << 20;
 ///
 /// # Errors
 /// A file cannot be read.
-pub fn compressed_size(paths: &[PathBuf], sweep: &Sweep) -> Result<Compressed> {
+pub fn compressed_size(paths: &[PathBuf], work: &Work) -> Result<Compressed> {
     let mut files = Vec::new();
     for path in paths {
         let file = File::open(path).map_err(Error::io("open", path))?;
@@ -40,7 +40,7 @@ pub fn compressed_size(paths: &[PathBuf], sweep: &Sweep) -> Result<Compressed> {
         (0..total.div_ceil(SAMPLE)).map(|i| i * SAMPLE).collect()
     };
     let blocks: Vec<(u64, u64)> = starts.into_iter().map(|start| (start, SAMPLE.min(total - start))).collect();
-    let sizes = sweep.run(
+    let sizes = work.run(
         "Compressing",
         &blocks,
         |(_, length)| *length,
@@ -57,7 +57,7 @@ pub fn compressed_size(paths: &[PathBuf], sweep: &Sweep) -> Result<Compressed> {
                     at = at.saturating_sub(*size);
                 }
             }
-            sweep.advance(length)?;
+            work.advance(length)?;
             zstd::bulk::compress(&block, LEVEL).map(|c| c.len() as u64).map_err(|source| Error::Io {
                 action: "compress",
                 path: paths.first().cloned().unwrap_or_default(),
@@ -72,8 +72,8 @@ pub fn compressed_size(paths: &[PathBuf], sweep: &Sweep) -> Result<Compressed> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Silent};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     #[test]
     fn zeros_compress_and_noise_does_not() {
@@ -91,12 +91,12 @@ mod tests {
             path
         };
         let paths = [write("a", &vec![0; 1_000_000]), write("b", &noise)];
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let small = compressed_size(&paths, &sweep).unwrap();
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let small = compressed_size(&paths, &work).unwrap();
         assert!(!small.sampled && (1_000_000..1_010_000).contains(&small.bytes), "{small:?}");
         let large = write("c", &vec![0; EXACT as usize]);
-        let sampled = compressed_size(&[large, paths[1].clone()], &sweep).unwrap();
+        let sampled = compressed_size(&[large, paths[1].clone()], &work).unwrap();
         assert!(sampled.sampled && (500_000..2_000_000).contains(&sampled.bytes), "{sampled:?}");
-        assert_eq!(compressed_size(&[], &sweep).unwrap().bytes, 0);
+        assert_eq!(compressed_size(&[], &work).unwrap().bytes, 0);
     }
 }

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
-use super::Sweep;
 use crate::error::{Error, Result};
+use crate::work::Work;
 
 /// Bytes that one job hashes: a whole subtree of BLAKE3, so a power of two.
 const SEGMENT: u64 = 16 << 20;
@@ -17,12 +17,12 @@ const BUFFER: usize = 256 << 10;
 ///
 /// # Errors
 /// The file cannot be read.
-pub fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
+pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
     let file = File::open(path).map_err(Error::io("open", path))?;
     let length = file.metadata().map_err(Error::io("open", path))?.len();
     let jobs: Vec<u64> = (0..length).step_by(SEGMENT as usize).collect();
     let size = |start: &u64| SEGMENT.min(length - start);
-    let values = sweep.run("Verifying", &jobs, size, |&start| {
+    let values = work.run("Verifying", &jobs, size, |&start| {
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(start);
         let mut buffer = vec![0; BUFFER];
@@ -33,7 +33,7 @@ pub fn hash_of(path: &Path, sweep: &Sweep) -> Result<blake3::Hash> {
             file.read_exact_at(run, at).map_err(Error::io("read", path))?;
             hasher.update(run);
             at += run.len() as u64;
-            sweep.advance(run.len() as u64)?;
+            work.advance(run.len() as u64)?;
         }
         Ok(chaining_value(&hasher, length <= SEGMENT))
     })?;
@@ -74,8 +74,8 @@ fn subtree(values: &[ChainingValue]) -> ChainingValue {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Silent};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     #[test]
     fn equals_the_plain_hash() {
@@ -84,8 +84,8 @@ mod tests {
             let path = folder.path().join("file");
             let bytes: Vec<u8> = (0..length).map(|i| (i * 31 % 251) as u8).collect();
             std::fs::write(&path, &bytes).unwrap();
-            let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-            let hash = hash_of(&path, &sweep).unwrap();
+            let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+            let hash = hash_of(&path, &work).unwrap();
             assert_eq!(hash, blake3::hash(&bytes), "{length} bytes");
         }
     }

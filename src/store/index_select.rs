@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{Block, BlockSink, Encoding, Meter, View, Weight, WeightSource, block_elements};
+use super::{Block, BlockSink, Encoding, View, Weight, WeightSource, block_elements};
 use crate::error::{Error, Result};
+use crate::work::Meter;
 
 /// A weight of which only some elements of an axis are left.
 struct IndexSelect {

@@ -21,9 +21,7 @@ mod scaled;
 pub mod select;
 mod sizes;
 pub mod sparse;
-pub mod staging;
 mod storage_format;
-mod sweep;
 mod verified_file;
 mod weight;
 pub mod writer;
@@ -39,8 +37,6 @@ pub use scaled::{Computed, Scaled, Transposed};
 pub use select::{Pattern, Selection};
 pub use sizes::ByteSize;
 pub use storage_format::{StorageFormat, StoredTensor};
-pub(crate) use sweep::lock;
-pub use sweep::{Cancel, Event, Meter, Progress, ProgressUnit, Silent, Sweep};
 pub use weight::{Encoding, Origin, Weight, Weights};
 
 pub use safetensors::Dtype as DType;

@@ -239,6 +239,14 @@ impl Emitter {
 /// Puts the tensors of a checkpoint together into logical weights.
 pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
     let mut weights = Weights::default();
+    let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
+    if let Some(name) = checkpoint.tensors.keys().find_map(|name| name.strip_suffix(".compressed").filter(|name| masked(name))) {
+        return Err(Error::tensor(
+            name,
+            "is stored as a bitmask and values of compressed-tensors, which is not read",
+            "start from the original checkpoint, or have a compressed-tensors before 0.15 decompress it (ModelCompressor.decompress_model) and save that",
+        ));
+    }
     let mut sparse_values = Vec::new();
     if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
         if version != sparse::VERSION {

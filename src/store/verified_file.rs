@@ -12,8 +12,8 @@ use blake3::hazmat::{ChainingValue, HasherExt};
 use xxhash_rust::xxh3::Xxh3Default;
 
 use super::hash::{chaining_value, root};
-use super::lock;
 use crate::error::{Error, Result};
+use crate::work::lock;
 
 /// Bytes that are read back together: a whole subtree of BLAKE3, so a power of two. Small enough for a second-level cache.
 pub(super) const SEGMENT: u64 = 512 << 10;

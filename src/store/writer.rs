@@ -10,9 +10,10 @@ use super::measure::{Measure, ValueHistogram};
 use super::part_writer::PartWriter;
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
-use super::{Block, StorageFormat, StoredTensor, Sweep, View, Weight, checkpoint};
+use super::{Block, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
+use crate::work::Work;
 
 /// A weight to be written.
 #[derive(Debug, Clone)]
@@ -167,15 +168,15 @@ fn write_known(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Re
 }
 
 /// Makes every item and writes its parts to their places.
-fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], sweep: &Sweep) -> Result<Vec<WeightMeasurement>> {
+fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], work: &Work) -> Result<Vec<WeightMeasurement>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
-    sweep.run(
+    work.run(
         "Writing",
         &jobs,
         |(item, _)| item.weight.stored_bytes.max(1),
         |(item, places)| {
             let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
-            let seen = write_item(item, &mut writers, sweep)?;
+            let seen = write_item(item, &mut writers, work)?;
             for (writer, place) in writers.into_iter().zip(*places) {
                 writer.finish(place.name)?;
             }
@@ -188,7 +189,7 @@ fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], sw
 ///
 /// # Errors
 /// As [`write()`].
-pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], sweep: &Sweep) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(files.len());
     let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
     for (file, (name, pieces)) in files.iter().enumerate() {
@@ -213,7 +214,7 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(&targets, items, &places, sweep)?;
+    let seen = write_items(&targets, items, &places, work)?;
     let mut written = Vec::with_capacity(files.len());
     for (target, (name, _)) in targets.into_iter().zip(files) {
         written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish()? });
@@ -225,7 +226,7 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, sweep: &Sweep) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
     let mut by_name = BTreeMap::new();
     for (file, (name, header)) in layout.files.iter().enumerate() {
@@ -246,7 +247,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, sweep: &Sweep) 
         }
         places.push(placed);
     }
-    let seen = write_items(&targets, items, &places, sweep)?;
+    let seen = write_items(&targets, items, &places, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.join(checkpoint::INDEX);
@@ -289,7 +290,7 @@ fn add(hasher: &mut blake3::Hasher, before: &View) {
     }
 }
 
-fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<WeightMeasurement> {
+fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
     let mut hasher = blake3::Hasher::new();
     let mut seen = WeightMeasurement::default();
     let mut measure = Measure::new(item.weight.elements());
@@ -303,10 +304,10 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
         emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
         let bytes = (before.values.len() as u64).min(total - told);
         told += bytes;
-        sweep.advance(bytes)
+        work.advance(bytes)
     })?;
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
-    sweep.advance(total - told)?;
+    work.advance(total - told)?;
     seen.input_hash = Some(hasher.finalize());
     seen.bytes = writers.iter().map(|w| w.length).sum();
     seen.histogram = measure.histogram();
@@ -315,8 +316,9 @@ fn write_item(item: &Item, writers: &mut [PartWriter], sweep: &Sweep) -> Result<
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Cancel, Checkpoint, DType, Silent, Weights};
+    use super::super::{Checkpoint, DType, Weights};
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     fn written(folder: &Path) -> Vec<Written> {
         let source = folder.join("in.safetensors");
@@ -325,8 +327,8 @@ mod tests {
         let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        write(folder, &items, &layout, &sweep).unwrap().0
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        write(folder, &items, &layout, &work).unwrap().0
     }
 
     #[test]

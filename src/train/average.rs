@@ -7,6 +7,8 @@ use rayon::prelude::*;
 
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::on_host;
 use crate::kernel::update;
 
 /// Where the state holds the number of steps; no parameter has this name, because those come behind a slash.
@@ -35,7 +37,7 @@ impl Average {
             return Err(Error::option("decay of averages", format!("{decay} is not at least 0 and less than 1")));
         }
         let copy = |(name, parameter): (&String, &Tensor)| {
-            let copied = || parameter.to_device(on)?.to_dtype(DType::F32)?.detach().force_contiguous();
+            let copied = || transfer::beside(parameter, on, Cause::Offload)?.to_dtype(DType::F32)?.force_contiguous();
             Ok((name.clone(), copied().map_err(failed(name))?))
         };
         Ok(Average { decay, steps: 0, averages: parameters.iter().map(copy).collect::<Result<_>>()? })
@@ -82,7 +84,7 @@ impl Average {
     /// A tensor that is missing, belongs to none of the parameters or has another shape, by name.
     pub fn restore(&mut self, mut state: BTreeMap<String, Tensor>) -> Result<()> {
         let steps = state.remove(STEPS).ok_or_else(|| Error::tensor(STEPS, "is missing in the state", ""))?;
-        let steps = steps.to_vec1::<i64>().map_err(failed(STEPS))?.first().copied().unwrap_or(0);
+        let steps = transfer::read::<i64>(&steps).map_err(failed(STEPS))?.first().copied().unwrap_or(0);
         let mut averages = BTreeMap::new();
         for (name, average) in &self.averages {
             let part = format!("{PART}{name}");
@@ -90,7 +92,7 @@ impl Average {
             if restored.dims() != average.dims() {
                 return Err(Error::tensor(&part, format!("its shape is {:?}, that of the parameter {:?}", restored.dims(), average.dims()), ""));
             }
-            let own = || restored.to_device(average.device())?.to_dtype(DType::F32)?.force_contiguous();
+            let own = || transfer::beside(&restored, average.device(), Cause::State)?.to_dtype(DType::F32)?.force_contiguous();
             averages.insert(name.clone(), own().map_err(failed(&part))?);
         }
         if let Some(name) = state.keys().next() {
@@ -108,8 +110,8 @@ impl Average {
 }
 
 fn approach(average: &Tensor, parameter: &Tensor, share: f64) -> candle_core::Result<()> {
-    if !average.device().is_cpu() {
-        let parameter = parameter.to_device(average.device())?.to_dtype(DType::F32)?.detach();
+    if !on_host(average.device()) {
+        let parameter = transfer::beside(parameter, average.device(), Cause::Offload)?.to_dtype(DType::F32)?;
         return floats::assign(average, &(average + (parameter - average)?.affine(share, 0.0)?)?);
     }
     floats::read(&floats::on_host(parameter)?, |parameter| {

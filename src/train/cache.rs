@@ -9,11 +9,12 @@ use std::io::{BufReader, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 use half::f16;
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 
 /// What stands for logits that were not kept: no probability.
 const GONE: f32 = -1e4;
@@ -102,9 +103,9 @@ impl Cache {
     pub fn put(&mut self, keys: &[u128], rows: &[usize], logits: &[Tensor]) -> Result<()> {
         let mut entries = Entries::new();
         for part in logits {
-            let values = part.to_dtype(DType::F32).and_then(|t| t.to_device(&Device::Cpu)?.to_vec2::<f32>());
-            for row in values.map_err(|e| Error::computed("the teacher's logits", e))? {
-                entries.extend(largest(&row, self.top));
+            let values = transfer::values::<f32>(part, Cause::Answers).map_err(|e| Error::computed("the teacher's logits", e))?;
+            for row in values.chunks(part.dims().last().copied().unwrap_or(0).max(1)) {
+                entries.extend(largest(row, self.top));
             }
         }
         let mut at = 0;
@@ -141,7 +142,7 @@ impl Cache {
                 }
             }
         }
-        Tensor::from_vec(values, (rows, columns), device)
+        transfer::to_device(&Tensor::from_vec(values, (rows, columns), &Device::Cpu)?, device, Cause::Answers)
     }
 
     /// Logits that are kept of a row.
@@ -170,11 +171,12 @@ fn largest(row: &[f32], top: usize) -> Entries {
 pub fn keys(batch: &Batch) -> Result<Vec<u128>> {
     let mut hashers = vec![xxhash_rust::xxh3::Xxh3::new(); batch.samples];
     let read = |tensor: &Tensor| {
-        let rows = tensor.to_device(&Device::Cpu)?.flatten_from(1)?;
-        Ok::<_, candle_core::Error>(match rows.dtype().is_float() {
-            true => rows.to_dtype(DType::F32)?.to_vec2::<f32>()?.into_iter().map(|row| row.into_iter().map(|v| v.to_bits().into()).collect()).collect(),
-            false => rows.to_dtype(DType::I64)?.to_vec2::<i64>()?.into_iter().map(|row| row.into_iter().map(|v| v as u64).collect()).collect::<Vec<Vec<u64>>>(),
-        })
+        let bits: Vec<u64> = match tensor.dtype().is_float() {
+            true => transfer::read::<f32>(tensor)?.into_iter().map(|v| v.to_bits().into()).collect(),
+            false => transfer::read::<i64>(tensor)?.into_iter().map(|v| v as u64).collect(),
+        };
+        let width = (tensor.elem_count() / batch.samples.max(1)).max(1);
+        Ok::<_, candle_core::Error>(bits.chunks(width).map(<[u64]>::to_vec).collect::<Vec<_>>())
     };
     let failed = |e| Error::computed("samples", e);
     let mask = batch.inputs.get("attention_mask").map(&read).transpose().map_err(failed)?;

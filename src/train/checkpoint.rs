@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::run::{Evaluation, Row};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 
 /// Name of the file.
 pub const FILE: &str = "checkpoint.safetensors";
@@ -54,7 +55,7 @@ pub fn save(folder: &Path, rank: usize, position: &Position, tensors: &Tensors) 
     let path = path(folder, rank);
     let unfinished = path.with_extension("unfinished");
     let text = serde_json::to_string(position).map_err(|e| Error::malformed(&path, e))?;
-    let home = |(name, tensor): (&String, &Tensor)| Ok((name.clone(), tensor.to_device(&Device::Cpu)?.contiguous()?));
+    let home = |(name, tensor): (&String, &Tensor)| Ok((name.clone(), transfer::to_host(tensor, Cause::State)?.contiguous()?));
     let tensors = tensors.iter().map(home).collect::<candle_core::Result<Vec<_>>>().map_err(|e| Error::computed("the checkpoint", e))?;
     let written = safetensors::serialize_to_file(tensors.iter().map(|(name, t)| (name, t)), Some(HashMap::from([(KEY.to_owned(), text)])), &unfinished);
     written.map_err(|e| match e {

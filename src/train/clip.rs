@@ -2,15 +2,56 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use rayon::prelude::*;
 
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::on_host;
 use crate::kernel::update;
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     move |e| Error::tensor(name, format!("its gradient cannot be measured: {e}"), "")
+}
+
+/// The sum of squares of each gradient, a number in f64 where the gradient is, in the order of names.
+///
+/// # Errors
+/// Memory runs out.
+pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Vec<Tensor>> {
+    let sum = |gradient: &Tensor| match on_host(gradient.device()) {
+        true => Tensor::new(floats::read(&floats::on_host(gradient)?, |values| Ok(floats::squares(values)))?, gradient.device()),
+        false => gradient.to_dtype(DType::F64)?.sqr()?.sum_all(),
+    };
+    gradients.iter().map(|(name, gradient)| sum(gradient).map_err(failed(name))).collect()
+}
+
+/// The Euclidean norm of all gradients as one vector, given the sums of squares of each.
+///
+/// # Errors
+/// A gradient that holds NaN or infinite values, by name.
+pub(super) fn norm_of<'n>(names: impl Iterator<Item = &'n String>, squares: &[f64]) -> Result<f64> {
+    if let Some((name, _)) = names.zip(squares).find(|(_, sum)| !sum.is_finite()) {
+        let hint = "lower the learning rate, warm up longer, or compute in f32";
+        return Err(Error::tensor(name, "its gradient holds values that are NaN or infinite", hint));
+    }
+    Ok(squares.iter().sum::<f64>().sqrt())
+}
+
+/// Shortens all gradients by one factor, so that their norm is no more than `most`. As PyTorch's `clip_grad_norm_`, down to the 1e-6 that
+/// it adds to the norm.
+///
+/// # Errors
+/// Memory runs out.
+pub(super) fn shorten(gradients: &mut BTreeMap<String, Tensor>, norm: f64, most: f64) -> Result<()> {
+    let factor = most / (norm + 1e-6);
+    if factor < 1.0 {
+        for (name, gradient) in gradients.iter_mut() {
+            *gradient = scaled(gradient, factor).map_err(failed(name))?;
+        }
+    }
+    Ok(())
 }
 
 /// The Euclidean norm of all gradients as one vector. Squares are summed as f64 in the order of names.
@@ -18,56 +59,23 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
 /// # Errors
 /// A gradient that holds NaN or infinite values, by name; memory runs out.
 pub fn norm(gradients: &BTreeMap<String, Tensor>) -> Result<f64> {
-    let mut sums = Vec::with_capacity(gradients.len());
-    // Sums of another device are fetched together: each time costs waiting for all that is under way.
-    let mut waiting: Vec<Tensor> = Vec::new();
-    for (name, gradient) in gradients {
-        let mut sum = || match gradient.device() {
-            Device::Cpu => floats::read(&floats::on_host(gradient)?, |values| Ok(Some(floats::squares(values)))),
-            _ => {
-                waiting.push(gradient.to_dtype(DType::F64)?.sqr()?.sum_all()?);
-                Ok(None)
-            }
-        };
-        sums.push((name, sum().map_err(failed(name))?));
-    }
-    let mut fetched = Vec::new();
-    if let Some(first) = gradients.keys().next().filter(|_| !waiting.is_empty()) {
-        let fetch = || Tensor::stack(&waiting, 0)?.to_vec1::<f64>();
-        fetched = fetch().map_err(failed(first))?;
-    }
-    let mut fetched = fetched.into_iter();
-    let mut total = 0.0;
-    for (name, sum) in sums {
-        let sum = sum.or_else(|| fetched.next()).unwrap_or(f64::NAN);
-        if !sum.is_finite() {
-            let hint = "lower the learning rate, warm up longer, or compute in f32";
-            return Err(Error::tensor(name, "its gradient holds values that are NaN or infinite", hint));
-        }
-        total += sum;
-    }
-    Ok(total.sqrt())
+    let sums = squares(gradients)?.iter().map(|sum| transfer::number(sum, Cause::Step)).collect::<candle_core::Result<Vec<_>>>();
+    norm_of(gradients.keys(), &sums.map_err(|e| Error::computed("the length of gradients", e))?)
 }
 
-/// Shortens all gradients by one factor, so that their [`norm`] is no more than `most`; gives back what the norm was. As PyTorch's
-/// `clip_grad_norm_`, down to the 1e-6 that it adds to the norm.
+/// Shortens all gradients by one factor, so that their [`norm`] is no more than `most`; gives back what the norm was.
 ///
 /// # Errors
 /// As [`norm`].
 pub fn clip(gradients: &mut BTreeMap<String, Tensor>, most: f64) -> Result<f64> {
     let norm = norm(gradients)?;
-    let factor = most / (norm + 1e-6);
-    if factor < 1.0 {
-        for (name, gradient) in gradients.iter_mut() {
-            *gradient = scaled(gradient, factor).map_err(failed(name))?;
-        }
-    }
+    shorten(gradients, norm, most)?;
     Ok(norm)
 }
 
 /// A new tensor: several gradients may share their memory.
 fn scaled(gradient: &Tensor, factor: f64) -> candle_core::Result<Tensor> {
-    if !gradient.device().is_cpu() || gradient.dtype() != DType::F32 {
+    if !on_host(gradient.device()) || gradient.dtype() != DType::F32 {
         return gradient.affine(factor, 0.0);
     }
     let mut out = vec![0.0; gradient.elem_count()];
@@ -80,6 +88,8 @@ fn scaled(gradient: &Tensor, factor: f64) -> candle_core::Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     fn gradients() -> BTreeMap<String, Tensor> {

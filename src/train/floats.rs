@@ -3,8 +3,11 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage, Tensor, bail};
+use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
 use rayon::prelude::*;
+
+pub(super) use crate::exec::read;
+use crate::exec::transfer::{self, Cause};
 
 /// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
@@ -53,24 +56,12 @@ pub(super) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]
     tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
 }
 
-/// Calls a function with the elements of an f32 tensor in host memory that has no gaps.
+/// The tensor as f32 in one piece of host memory; itself where it is that.
 ///
 /// # Errors
-/// The tensor is none of that; or the function's.
-pub(super) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R>) -> Result<R> {
-    let (storage, layout) = tensor.storage_and_layout();
-    let (Storage::Cpu(CpuStorage::F32(values)), Some((start, end))) = (&*storage, layout.contiguous_offsets()) else {
-        bail!("not f32 in one piece of host memory")
-    };
-    match values.get(start..end) {
-        Some(values) => function(values),
-        None => bail!("it is longer than its memory"),
-    }
-}
-
-/// The tensor as f32 in one piece of host memory; itself where it is that.
+/// Memory runs out.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
-    tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.contiguous()
+    crate::exec::on_host(tensor, Cause::Offload)
 }
 
 /// Puts other elements into a tensor, on whichever device.
@@ -78,7 +69,7 @@ pub(super) fn assign(tensor: &Tensor, value: &Tensor) -> Result<()> {
     if tensor.dims() != value.dims() || !tensor.is_contiguous() {
         bail!("{:?} cannot take the place of {:?}", value.dims(), tensor.dims());
     }
-    let value = value.to_device(tensor.device())?.to_dtype(tensor.dtype())?;
+    let value = transfer::beside(value, tensor.device(), Cause::Offload)?.to_dtype(tensor.dtype())?;
     tensor.flatten_all()?.slice_set(&value.flatten_all()?.contiguous()?, 0, 0)
 }
 
@@ -89,6 +80,8 @@ pub(super) fn squares(values: &[f32]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use candle_core::{DType, Device};
+
     use super::*;
 
     #[test]

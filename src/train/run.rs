@@ -19,9 +19,10 @@ use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
 use crate::data::{Batch, DataSet, Order};
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
+use crate::exec::transfer::{self, Cause, Copies, Direction};
 use crate::exec::{MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
-use crate::store::{Event, ProgressUnit, Sweep};
+use crate::work::{Event, ProgressUnit, Work};
 
 /// Figures of one step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -61,7 +62,7 @@ pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
 /// What training needs from outside.
 pub struct Surroundings<'a> {
     /// Progress and the wish to stop.
-    pub sweep: Sweep<'a>,
+    pub work: Work<'a>,
     /// Start of every random choice.
     pub seed: u64,
     /// Where checkpoints lie, if anywhere.
@@ -175,10 +176,10 @@ impl Trainer<'_> {
         }
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.weights, state.position.part);
-        self.around.sweep.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
-        self.around.sweep.advance(state.position.step)?;
+        self.around.work.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
+        self.around.work.advance(state.position.step)?;
         let done = self.epochs(&mut state, &mut stepper, &mut timeline);
-        self.around.sweep.progress.on(Event::End);
+        self.around.work.progress.on(Event::End);
         done?;
         self.finish(state, stepper, timeline)
     }
@@ -226,17 +227,14 @@ impl Trainer<'_> {
     }
 
     fn step(&self, state: &mut State, stepper: &mut Stepper, batches: &[Batch]) -> Result<()> {
-        let start = Instant::now();
+        let (start, before) = (Instant::now(), transfer::copies());
         let number = state.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
-        let StepResult { losses, mut gradients, statistics, overflow } =
+        let StepResult { losses, mut gradients, statistics, norm } =
             stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
-        let mut norm = None;
-        if !overflow {
-            state.weights.add_scales(&mut gradients)?;
-            state.weights.mask(&mut gradients)?;
+        if let Some(norm) = norm {
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
-            norm = Some(clip::clip(&mut gradients, most).map_err(|e| self.explain(e, state))?);
+            clip::shorten(&mut gradients, norm, most)?;
             for (name, gradient) in &gradients {
                 if let Some(parameter) = state.weights.trained.get(name).filter(|_| self.team.owns(name)) {
                     state.optimizer.update(name, parameter, gradient, rate, number)?;
@@ -251,6 +249,7 @@ impl Trainer<'_> {
             }
         }
         drop(gradients);
+        self.require_few_copies(&before)?;
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
         self.memory_tracker.set(MemoryCategory::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
         state.position.step = number;
@@ -271,13 +270,13 @@ impl Trainer<'_> {
         if let Some(log) = &mut state.log {
             log.add(&row)?;
         }
-        self.around.sweep.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
+        self.around.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
         state.position.curve.push(row);
         if state.position.curve.len() >= 2 * ROWS {
             let last = state.position.curve.pop();
             state.position.curve = state.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
-        self.around.sweep.progress.on(Event::Advance(1));
+        self.around.work.progress.on(Event::Advance(1));
         if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
             self.evaluate(state)?;
         }
@@ -285,7 +284,7 @@ impl Trainer<'_> {
             Every::Steps(steps) => number.is_multiple_of(steps),
             Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
         };
-        let interrupted = self.team.stopped(self.around.sweep.cancel)?;
+        let interrupted = self.team.stopped(self.around.work.cancel)?;
         if (due && number < state.total) || interrupted {
             self.save(state)?;
         }
@@ -293,6 +292,26 @@ impl Trainer<'_> {
             (false, _) => Ok(()),
             (true, Some(folder)) => Err(Error::Paused { step: number, path: checkpoint::path(folder, 0) }),
             (true, None) => Err(Error::Cancelled),
+        }
+    }
+
+    /// Where copies count, holds those of a step to its samples on the way in and its figures on the way out.
+    fn require_few_copies(&self, before: &Copies) -> Result<()> {
+        let since = |((direction, cause), count): (&(Direction, Cause), &u64)| {
+            let made = count - before.get(&(*direction, *cause)).unwrap_or(&0);
+            let allowed = match (direction, cause) {
+                (Direction::In, Cause::Batch) => u64::MAX,
+                (Direction::Out, Cause::Step) => 1,
+                // What lies elsewhere is fetched and brought back.
+                (_, Cause::Offload) if !self.options.offload.is_empty() => u64::MAX,
+                (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
+                _ => 0,
+            };
+            (made > allowed).then(|| format!("{made} copies ({direction:?}) for {cause:?}, {allowed} are allowed"))
+        };
+        match transfer::copies().iter().find_map(since).filter(|_| transfer::is_strict()) {
+            Some(reason) => Err(Error::run("a training step", reason, "")),
+            None => Ok(()),
         }
     }
 
@@ -327,10 +346,10 @@ impl Trainer<'_> {
         state.position.evaluations.push(Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value });
         state.position.waited = if best { 0 } else { state.position.waited + 1 };
         if best {
-            let copies = current.into_iter().map(|(name, tensor)| Ok((name, tensor.to_device(&Device::Cpu)?.copy()?)));
+            let copies = current.into_iter().map(|(name, tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?)));
             state.best = Some(copies.collect::<candle_core::Result<_>>().map_err(|e| Error::computed("the best weights", e))?);
         }
-        self.around.sweep.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
+        self.around.work.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
         Ok(())
     }
 
@@ -423,11 +442,11 @@ pub(super) const MASTER: DType = DType::F32;
 
 /// The sum of gradients, each in f32.
 pub(super) fn add_up(sums: &mut BTreeMap<String, Tensor>, name: &str, gradient: &Tensor) -> Result<u64> {
-    use crate::ir::ops::{Add, Mode, OpSpec};
+    use crate::ir::ops::sum;
     let mut add = || {
         let gradient = gradient.to_dtype(MASTER)?;
         let (sum, new) = match sums.remove(name) {
-            Some(other) => (Add {}.eval(&[other, gradient], Mode::Infer)?, 0),
+            Some(other) => (sum(other, gradient)?, 0),
             None => {
                 let bytes = 4 * gradient.elem_count() as u64;
                 (gradient, bytes)

@@ -7,6 +7,7 @@ use candle_core::Tensor;
 
 use super::checkpoint::Tensors;
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::{FakeQuantize, LearnedFakeQuantize};
 use crate::ir::quantizers::layer_weight;
 use crate::ir::{Dim, Graph, Op, Rewrite, rebuild};
@@ -114,5 +115,5 @@ pub(super) fn require_scale(name: &str, scale: f32) -> Result<()> {
 }
 
 fn settled(op: LearnedFakeQuantize, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
-    Ok(op.at(logarithm.flatten_all()?.get(0)?.to_scalar()?))
+    Ok(op.at(transfer::number(logarithm, Cause::State)? as f32))
 }

@@ -4,14 +4,15 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use super::cache;
 use super::objective::{Items, Theirs};
 use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
+use super::{cache, clip};
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryCategory, Parameters, Tape};
-use crate::ir::ops::BatchNorm;
+use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
 /// Factor on the loss at the beginning, for 16-bit floats.
@@ -27,8 +28,16 @@ pub(super) struct StepResult {
     pub gradients: BTreeMap<String, Tensor>,
     /// Statistics of batches, by the name of the parameter that follows them.
     pub statistics: Vec<(String, Tensor)>,
-    /// Whether gradients were too large for 16-bit floats, and the step must be left out.
-    pub overflow: bool,
+    /// The length of all gradients as one vector; none where they were too large for 16-bit floats, and the step must be left out.
+    pub norm: Option<f64>,
+}
+
+/// What is gathered over the parts of a step; nothing of it leaves the device.
+#[derive(Default)]
+struct Sums {
+    losses: BTreeMap<&'static str, Tensor>,
+    gradients: BTreeMap<String, Tensor>,
+    statistics: Vec<(String, Tensor)>,
 }
 
 /// Makes steps.
@@ -80,10 +89,13 @@ impl<'t> Stepper<'t> {
         let items = self.trainer.team.means(items)?;
         loop {
             match self.attempt(weights, batches, &items, scale.0) {
-                Ok(mut step) => {
-                    self.trainer.team.average(&mut step.gradients)?;
-                    step.losses = self.trainer.team.means(step.losses)?;
-                    self.rescale(&mut step, scale)?;
+                Ok(mut sums) => {
+                    self.trainer.team.average(&mut sums.gradients)?;
+                    self.unscale(&mut sums.gradients, scale.0)?;
+                    weights.add_scales(&mut sums.gradients)?;
+                    weights.mask(&mut sums.gradients)?;
+                    let step = self.fetch(sums, weights, batches)?;
+                    self.rescale(step.norm.is_none(), scale);
                     return Ok(step);
                 }
                 Err(e) if e.is_out_of_memory() => {
@@ -100,41 +112,63 @@ impl<'t> Stepper<'t> {
         }
     }
 
-    /// Takes the factor on the loss out of the gradients, and moves it.
-    fn rescale(&self, step: &mut StepResult, (scale, steps): &mut (f64, u64)) -> Result<()> {
-        if self.trainer.options.precision != Precision::F16 {
-            return Ok(());
-        }
-        for (name, gradient) in &mut step.gradients {
-            let unscaled = || Ok((gradient.affine(1.0 / *scale, 0.0)?, is_finite(gradient)?));
-            let (unscaled, finite) = unscaled().map_err(|e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e))?;
-            step.overflow |= !finite;
-            *gradient = unscaled;
-        }
-        *steps += 1;
-        if step.overflow {
-            (*scale, *steps) = ((*scale / 2.0).max(1.0), 0);
-        } else if *steps >= PATIENCE {
-            (*scale, *steps) = (*scale * 2.0, 0);
+    /// Takes the factor on the loss out of the gradients.
+    fn unscale(&self, gradients: &mut BTreeMap<String, Tensor>, scale: f64) -> Result<()> {
+        if self.trainer.options.precision == Precision::F16 {
+            for (name, gradient) in gradients {
+                *gradient = gradient.affine(1.0 / scale, 0.0).map_err(|e| Error::computed(format!("gradient of `{name}`"), e))?;
+            }
         }
         Ok(())
     }
 
-    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<StepResult> {
+    /// Moves that factor: down where gradients were too large, up after a while without.
+    fn rescale(&self, overflow: bool, (scale, steps): &mut (f64, u64)) {
+        if self.trainer.options.precision != Precision::F16 {
+            return;
+        }
+        *steps += 1;
+        if overflow {
+            (*scale, *steps) = ((*scale / 2.0).max(1.0), 0);
+        } else if *steps >= PATIENCE {
+            (*scale, *steps) = (*scale * 2.0, 0);
+        }
+    }
+
+    /// Everything that the host has to know of a step, in one copy: losses, and the lengths of gradients.
+    fn fetch(&self, sums: Sums, weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
+        let Sums { losses, gradients, statistics } = sums;
+        let numbers: Vec<Tensor> = losses.values().cloned().chain(clip::squares(&gradients)?).collect();
+        let fetch = || transfer::values::<f64>(&Tensor::stack(&numbers, 0)?, Cause::Step);
+        let numbers = fetch().map_err(|e| Error::computed("the figures of a step", e))?;
+        let (means, squares) = numbers.split_at(losses.len());
+        if let Some((name, _)) = losses.keys().zip(means).find(|(_, mean)| !mean.is_finite()) {
+            return Err(self.diverged(&weights.parameters()?, batches, name));
+        }
+        let norm = match clip::norm_of(gradients.keys(), squares) {
+            Ok(norm) => Some(norm),
+            Err(_) if self.trainer.options.precision == Precision::F16 => None,
+            Err(e) => return Err(e),
+        };
+        let losses = losses.into_keys().zip(means.iter().copied()).collect();
+        Ok(StepResult { losses: self.trainer.team.means(losses)?, gradients, statistics, norm })
+    }
+
+    fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Sums> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
-        let mut step = StepResult { losses: BTreeMap::new(), gradients: BTreeMap::new(), statistics: Vec::new(), overflow: false };
+        let mut sums = Sums::default();
         for batch in batches {
             let part = self.part.unwrap_or(batch.samples).max(1);
             for from in (0..batch.samples).step_by(part) {
                 let part = batch.narrow(from, part.min(batch.samples - from))?;
-                self.part_of(weights, &parameters, &part, (items, scale), &mut step)?;
+                self.part_of(weights, &parameters, &part, (items, scale), &mut sums)?;
             }
         }
-        Ok(step)
+        Ok(sums)
     }
 
-    fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), step: &mut StepResult) -> Result<()> {
+    fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), sums: &mut Sums) -> Result<()> {
         let trainer = self.trainer;
         let keys = trainer.cache.map(|_| cache::keys(batch)).transpose()?;
         let known = match (trainer.cache, &keys) {
@@ -142,8 +176,8 @@ impl<'t> Stepper<'t> {
             _ => None,
         };
         let asked = trainer.teacher.filter(|_| known.is_none());
-        let teacher = asked.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs, trainer.device)?, teacher.parameters()))).transpose()?;
-        let statistics = &mut step.statistics;
+        let teacher = asked.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;
+        let statistics = &mut sums.statistics;
         let forward = self.tape.forward(
             parameters,
             &batch.inputs,
@@ -171,17 +205,14 @@ impl<'t> Stepper<'t> {
         if let (Some(cache), Some(keys), Some(made), None) = (trainer.cache, keys, made, &known) {
             cache.borrow_mut().put(&keys, &trainer.objective.rows_of_samples(batch)?, &made)?;
         }
-        for (name, loss) in &said.losses {
-            *step.losses.entry(name).or_default() += loss;
-            if !loss.is_finite() {
-                drop(forward);
-                return Err(self.diverged(parameters, batch, name));
-            }
+        for (name, loss) in said.losses {
+            let sum = sums.losses.remove(name).map_or(Ok(loss.clone()), |other| other + &loss);
+            sums.losses.insert(name, sum.map_err(|e| Error::computed(format!("loss `{name}`"), e))?);
         }
         let from = said.values.into_iter().filter_map(|(name, gradient)| Some((*self.taps.get(&name)?, gradient)));
         let from = from.map(|(id, gradient)| Ok((id, gradient.to_dtype(parameters.compute())?))).collect::<candle_core::Result<_>>();
         let from = from.map_err(|e| Error::computed("the losses", e))?;
-        let gradients = &mut step.gradients;
+        let gradients = &mut sums.gradients;
         let mut sink = |name: &str, gradient: Tensor| {
             let bytes = add_up(gradients, name, &gradient)?;
             trainer.memory_tracker.take(MemoryCategory::Gradients, bytes)
@@ -193,24 +224,28 @@ impl<'t> Stepper<'t> {
     }
 
     /// Which value was the first that is not finite.
-    fn diverged(&self, parameters: &Parameters, batch: &Batch, loss: &str) -> Error {
+    fn diverged(&self, parameters: &Parameters, batches: &[Batch], loss: &str) -> Error {
         let mut first = None;
         let graph = self.tape.graph();
-        let looked = self.tape.forward(
-            parameters,
-            &batch.inputs,
-            self.trainer.memory_tracker,
-            Some(&mut |node, operands| {
-                for (id, operand) in node.inputs.iter().zip(operands) {
-                    let finite = operand.dtype() == DType::I64 || is_finite(operand).unwrap_or(false);
-                    if !finite && first.is_none() {
-                        first = Some((graph.value(*id).name.clone(), graph.value(node.output).name.clone()));
+        let part = |batch: &Batch| self.part.unwrap_or(batch.samples).max(1);
+        let parts = batches.iter().flat_map(|batch| (0..batch.samples).step_by(part(batch)).map(move |from| (batch, from)));
+        for part in parts.filter_map(|(batch, from)| batch.narrow(from, part(batch).min(batch.samples - from)).ok()) {
+            let looked = self.tape.forward(
+                parameters,
+                &part.inputs,
+                self.trainer.memory_tracker,
+                Some(&mut |node, operands| {
+                    for (id, operand) in node.inputs.iter().zip(operands) {
+                        let finite = operand.dtype() == DType::I64 || is_finite(operand).unwrap_or(false);
+                        if !finite && first.is_none() {
+                            first = Some((graph.value(*id).name.clone(), graph.value(node.output).name.clone()));
+                        }
                     }
-                }
-                Ok(())
-            }),
-        );
-        drop(looked);
+                    Ok(())
+                }),
+            );
+            drop(looked);
+        }
         let reason = match first {
             Some((value, node)) => format!("loss `{loss}` is not finite: `{value}`, which layer `{node}` reads, holds NaN or infinite values"),
             None => format!("loss `{loss}` is not finite, while all values of the model are"),
@@ -221,16 +256,16 @@ impl<'t> Stepper<'t> {
 
 /// Whether all elements are numbers. NaN does not survive a maximum everywhere; a sum keeps it.
 fn is_finite(tensor: &Tensor) -> candle_core::Result<bool> {
-    Ok(tensor.to_dtype(DType::F32)?.abs()?.sum_all()?.to_scalar::<f32>()?.is_finite())
+    Ok(transfer::number(&tensor.to_dtype(DType::F32)?.abs()?.sum_all()?, Cause::Step)?.is_finite())
 }
 
 /// Mean and unbiased variance of what a normalisation reads, by the names of the parameters that follow them.
 fn moments(trainer: &Trainer, node: &crate::ir::Node, x: &Tensor) -> Result<Vec<(String, Tensor)>> {
     let name = |at: usize| node.inputs.get(at).map(|id| trainer.graph.value(*id).name.clone()).unwrap_or_default();
     let compute = || {
-        let (mean, variance) = BatchNorm::moments(x)?;
+        let (mean, variance) = ops::moments(x)?;
         let count = (x.elem_count() / x.dim(1)?.max(1)) as f64;
-        Ok(vec![(name(3), mean.detach()), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?.detach())])
+        Ok(vec![(name(3), mean), (name(4), variance.affine(count / (count - 1.0).max(1.0), 0.0)?)])
     };
     compute().map_err(|e: candle_core::Error| Error::computed("statistics of a batch", e))
 }

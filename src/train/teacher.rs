@@ -8,7 +8,7 @@ use crate::error::Result;
 use crate::exec::{Executor, Inputs, MemoryCategory, MemoryTracker, Parameters, Residence};
 use crate::ir::{Graph, Op, part};
 use crate::model::Model;
-use crate::store::Sweep;
+use crate::work::Work;
 
 /// A teacher that answers with some of its values.
 pub struct Teacher {
@@ -29,23 +29,21 @@ impl Teacher {
         device: &Device,
         compute: DType,
         memory_tracker: &MemoryTracker,
-        sweep: &Sweep,
+        work: &Work,
     ) -> Result<Teacher> {
         let graph = part(graph, values, &Op::clone)?;
         let names = graph.params().map(|(_, value)| &value.name).chain(more).collect();
-        let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, sweep)?;
+        let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, work)?;
         memory_tracker.set(MemoryCategory::Teacher, parameters.bytes())?;
         Ok(Teacher { graph, parameters, device: device.clone() })
     }
 
-    /// The values for some samples, by name, on a device.
+    /// The values for some samples, by name, where the teacher is.
     ///
     /// # Errors
     /// Inputs do not fit, or memory runs out.
-    pub fn values(&self, inputs: &Inputs, device: &Device) -> Result<BTreeMap<String, Tensor>> {
-        let found = Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)?;
-        let moved = |(name, tensor): (String, Tensor)| tensor.to_device(device).map(|tensor| (name, tensor));
-        found.into_iter().map(moved).collect::<candle_core::Result<_>>().map_err(|e| crate::error::Error::computed("the teacher", e))
+    pub fn values(&self, inputs: &Inputs) -> Result<BTreeMap<String, Tensor>> {
+        Executor::new(&self.graph, self.parameters.clone(), self.device.clone()).run(inputs)
     }
 
     /// Its parameters.

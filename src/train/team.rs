@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
 use crate::error::{Error, Result};
-use crate::store::Cancel;
+use crate::work::Cancel;
 
 /// This process among others; most often there are none.
 pub struct Team {

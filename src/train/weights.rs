@@ -6,10 +6,13 @@ use candle_core::{DType, Device, Tensor};
 
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence};
+use crate::ir::ops::round_half_even;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
-use crate::store::{DType as Stored, Encoding, Pattern, Scales, Sweep, Weight, select};
+use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
+use crate::work::Work;
 
 /// Weights that train and weights that do not.
 pub struct Weights {
@@ -23,6 +26,7 @@ pub struct Weights {
     rounded: BTreeMap<String, Rounding>,
     /// Logarithms of learned scales of values, and what their gradients are multiplied with.
     values: BTreeMap<String, f64>,
+    device: Device,
     compute: DType,
 }
 
@@ -58,7 +62,7 @@ impl Rounding {
 
     /// Integers, as floats, `[runs, elements of a run]`.
     fn integers(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
-        self.steps(weight, scale)?.round()?.broadcast_add(&self.zero)?.clamp(-128f32, 127f32)
+        round_half_even(&self.steps(weight, scale)?)?.broadcast_add(&self.zero)?.clamp(-128f32, 127f32)
     }
 
     fn apply(&self, weight: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
@@ -72,7 +76,7 @@ impl Rounding {
         let scale = self.scale(Some(learned))?;
         let steps = self.steps(weight, &scale)?;
         let rounded = self.integers(weight, &scale)?.broadcast_sub(&self.zero)?;
-        let passes = steps.round()?.eq(&rounded)?.to_dtype(steps.dtype())?;
+        let passes = round_half_even(&steps)?.eq(&rounded)?.to_dtype(steps.dtype())?;
         let moved = (rounded - (steps * passes)?)?.broadcast_mul(&scale)?;
         (gradient.reshape(moved.dims())? * moved)?.sum(1)?.affine(scales::damping(self.scales.run), 0.0)
     }
@@ -101,7 +105,7 @@ impl Weights {
         device: &Device,
         compute: DType,
         memory_tracker: &MemoryTracker,
-        sweep: &Sweep,
+        work: &Work,
     ) -> Result<Weights> {
         let statistics = statistics(graph);
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
@@ -116,9 +120,16 @@ impl Weights {
                 *weight = before.clone();
             }
         }
-        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, sweep)?;
-        let mut weights =
-            Weights { trained: BTreeMap::new(), fixed: BTreeMap::new(), masks: BTreeMap::new(), rounded: BTreeMap::new(), values: BTreeMap::new(), compute };
+        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, work)?;
+        let mut weights = Weights {
+            trained: BTreeMap::new(),
+            fixed: BTreeMap::new(),
+            masks: BTreeMap::new(),
+            rounded: BTreeMap::new(),
+            values: BTreeMap::new(),
+            device: device.clone(),
+            compute,
+        };
         for name in names {
             let weight = model.weights.get(name)?;
             let tensor = loaded.get(name).map_err(failed(name))?;
@@ -159,7 +170,7 @@ impl Weights {
     /// # Errors
     /// Memory runs out.
     pub fn add(&mut self, name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
-        self.trained.insert(name.to_owned(), tensor.to_device(device).map_err(failed(name))?);
+        self.trained.insert(name.to_owned(), transfer::to_device(tensor, device, Cause::Weights).map_err(failed(name))?);
         Ok(())
     }
 
@@ -188,7 +199,7 @@ impl Weights {
     pub fn held(&self) -> candle_core::Result<(u64, usize, usize)> {
         let mut zeros = 0;
         for mask in self.masks.values() {
-            zeros += mask.elem_count() as u64 - f64::from(mask.sum_all()?.to_scalar::<f32>()?) as u64;
+            zeros += mask.elem_count() as u64 - transfer::number(&mask.sum_all()?, Cause::Weights)? as u64;
         }
         Ok((zeros, self.masks.len(), self.rounded.len()))
     }
@@ -208,13 +219,27 @@ impl Weights {
     pub fn parameters_of(&self, masters: &BTreeMap<String, Tensor>) -> Result<Parameters> {
         let mut tensors = self.fixed.clone();
         for (name, master) in masters {
-            let seen = match self.rounded.get(name) {
-                Some(rounding) => rounding.apply(master, masters.get(&scales::logarithm(name))).and_then(|t| t.to_dtype(self.compute)),
-                None => master.to_dtype(self.compute),
+            let seen = || {
+                let master = self.here(master)?;
+                let seen = match self.rounded.get(name) {
+                    Some(rounding) => rounding.apply(&master, self.learned(masters, name)?.as_ref())?,
+                    None => master,
+                };
+                seen.to_dtype(self.compute)
             };
-            tensors.insert(name.clone(), seen.map_err(failed(name))?);
+            tensors.insert(name.clone(), seen().map_err(failed(name))?);
         }
         Ok(Parameters::of(tensors, self.compute))
+    }
+
+    /// Averages and the best weights so far may lie on the host.
+    fn here(&self, tensor: &Tensor) -> candle_core::Result<Tensor> {
+        transfer::beside(tensor, &self.device, Cause::Offload)
+    }
+
+    /// The logarithms on a weight's scales, where they train.
+    fn learned(&self, state: &BTreeMap<String, Tensor>, name: &str) -> candle_core::Result<Option<Tensor>> {
+        state.get(&scales::logarithm(name)).map(|logarithms| self.here(logarithms)).transpose()
     }
 
     /// Adds gradients of scales that train.
@@ -255,7 +280,7 @@ impl Weights {
     /// Memory runs out.
     pub fn follow(&mut self, name: &str, batch: &Tensor) -> Result<()> {
         if let Some(stored) = self.fixed.get_mut(name) {
-            let moved = || (stored.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(stored.dtype())?.affine(MOMENTUM, 0.0)?)?.detach().contiguous();
+            let moved = || (stored.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(stored.dtype())?.affine(MOMENTUM, 0.0)?)?.contiguous();
             *stored = moved().map_err(failed(name))?;
         }
         Ok(())
@@ -276,7 +301,7 @@ impl Weights {
         for (name, tensor) in state {
             let place = self.trained.get_mut(name).or_else(|| self.fixed.get_mut(name));
             let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(name, "is not part of this training", ""))?;
-            let restore = || tensor.to_device(place.device())?.to_dtype(place.dtype())?.force_contiguous();
+            let restore = || transfer::to_device(tensor, place.device(), Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
             *place = restore().map_err(failed(name))?;
         }
         Ok(())
@@ -290,20 +315,23 @@ impl Weights {
         let mut changed = BTreeSet::new();
         for (name, tensor) in state {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
-            let new = self.weight(name, (tensor, state.get(&scales::logarithm(name))), weight)?;
+            let new = self.weight(name, tensor, state, weight)?;
             model.weights.by_name.insert(name.clone(), new);
             changed.insert(name.clone());
         }
         Ok(changed)
     }
 
-    fn weight(&self, name: &str, (tensor, learned): (&Tensor, Option<&Tensor>), weight: &Weight) -> Result<Weight> {
-        let floats = |tensor: &Tensor| tensor.to_device(&Device::Cpu)?.to_dtype(DType::F32)?.flatten_all()?.to_vec1::<f32>();
+    fn weight(&self, name: &str, tensor: &Tensor, state: &BTreeMap<String, Tensor>, weight: &Weight) -> Result<Weight> {
+        let floats = |tensor: &Tensor| transfer::values::<f32>(tensor, Cause::State);
         match self.rounded.get(name) {
             Some(rounding) => {
-                let scale = rounding.scale(learned).map_err(failed(name))?;
-                let integers = rounding.integers(tensor, &scale).and_then(|t| floats(&t)).map_err(failed(name))?;
-                let scales = Scales { scales: floats(&scale).map_err(failed(name))?, ..rounding.scales.clone() };
+                let round = || {
+                    let scale = rounding.scale(self.learned(state, name)?.as_ref())?;
+                    Ok((floats(&rounding.integers(&self.here(tensor)?, &scale)?)?, floats(&scale)?))
+                };
+                let (integers, scales) = round().map_err(failed(name))?;
+                let scales = Scales { scales, ..rounding.scales.clone() };
                 scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale))?;
                 weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales)
             }
@@ -324,6 +352,6 @@ fn mask(tensor: &Tensor) -> candle_core::Result<Option<Tensor>> {
         return Ok(None);
     }
     let mask = tensor.ne(0f32)?.to_dtype(DType::F32)?;
-    let kept = f64::from(mask.sum_all()?.to_scalar::<f32>()?);
+    let kept = transfer::number(&mask.sum_all()?, Cause::Weights)?;
     Ok((kept > 0.0 && kept < (1.0 - LEAST) * tensor.elem_count() as f64).then_some(mask))
 }

@@ -10,4 +10,6 @@ mod commands;
 mod crash;
 #[cfg(target_os = "linux")]
 mod memory;
+#[cfg(target_os = "linux")]
+mod races;
 mod support;

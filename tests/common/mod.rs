@@ -14,7 +14,8 @@ use compress::model::Model;
 use compress::pass::Step;
 use compress::pipeline::{Builder, Pipeline};
 use compress::report::Report;
-use compress::store::{Cancel, Pattern, Silent, Sweep};
+use compress::store::Pattern;
+use compress::work::{Cancel, Silent, Work};
 use half::{bf16, f16};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -229,8 +230,8 @@ pub fn pipeline() -> Builder {
 }
 
 /// Work outside a pipeline.
-pub fn sweep<T>(work: impl FnOnce(&Sweep) -> T) -> T {
-    work(&Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() })
+pub fn work<T>(job: impl FnOnce(&Work) -> T) -> T {
+    job(&Work { threads: 2, progress: &Silent, cancel: &Cancel::default() })
 }
 
 /// The pattern that takes everything.

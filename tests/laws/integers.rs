@@ -200,3 +200,24 @@ fn integers_are_not_quantized_pruned_or_cast_again() {
         assert!(error.contains(name) && error.contains("int8 channel"), "{error}");
     }
 }
+
+/// Rows whose scales are subnormal in f16: their largest values keep their size, and small ones do not become zeros.
+#[test]
+fn small_rows_of_16_bits_are_not_cut_off() {
+    for symmetric in [true, false] {
+        for largest in [2e-7, 1e-6, 7e-6, 3e-5, 1e-4, 9e-4, 5e-3] {
+            let values: Vec<f64> = (0..64).map(|i| largest * f64::from(i - 32) / 32.0).collect();
+            let before = Tensor::floats(DType::F16, &[1, 64], &values);
+            let desk = Desk::new();
+            let passes = Passes { quantize: QuantizeDynamic { symmetric, ..Default::default() }, prune: false, shard_size: u64::MAX };
+            let output =
+                desk.run(&desk.weights(&[("a.weight".to_owned(), before.clone())].into()), passes.pipeline().export(passes.format(Layout::Dense))).unwrap();
+            let after = read(&output.path)["a.weight"].values();
+            // Half of a step, which is no less than the distance of neighbours in f16, and the rounding of the result.
+            let step = f64::max((largest / 127.5) * 1.08, 2f64.powi(-24));
+            for (before, after) in before.values().iter().zip(after) {
+                assert!((before - after).abs() <= 0.51 * step + before.abs() * 1e-3, "{largest}: {before} became {after}");
+            }
+        }
+    }
+}

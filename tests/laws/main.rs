@@ -8,6 +8,7 @@
 mod common;
 
 mod cast;
+mod files;
 mod given;
 mod integers;
 mod order;

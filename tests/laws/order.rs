@@ -10,7 +10,7 @@ use compress::Error;
 use compress::export::{ByteSize, Layout, Safetensors};
 use compress::pass::{Amount, Cast, FloatFormat, GranularityKind, NOfM, PruneUnstructured, QuantizeDynamic, Scope, Step, WeightObserver};
 use compress::pipeline::Builder;
-use compress::store::{Cancel, Event};
+use compress::work::{Cancel, Event};
 
 /// Steps that touch each other's weights in every way.
 fn chains() -> Vec<Vec<Step>> {

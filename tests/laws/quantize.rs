@@ -100,11 +100,12 @@ proptest! {
         for ((tensor, channel), group) in tensor.iter().zip(&channel).zip(&group) {
             for weight in [tensor, channel, group] {
                 for (values, scale) in weight.before.chunks(weight.run()).zip(&weight.scales) {
-                    let (low, high) = values.iter().fold((0f64, 0f64), |(low, high), v| (low.min(*v), high.max(*v)));
+                    let (low, high) = values.iter().map(|v| f64::from(*v as f32)).fold((0f64, 0f64), |(low, high), v| (low.min(v), high.max(v)));
                     let exact = if symmetric { high.max(-low) / 127.5 } else { (high - low) / 255.0 };
                     let expected = Tensor::floats(weight.scale_type, &[1], &[exact]).values()[0];
-                    // What has no scale in the format is left to the smallest step of f32.
-                    let expected = if expected > 0.0 { expected } else { f64::from(f32::EPSILON) };
+                    // Zeros alone have a scale of no meaning.
+                    let expected = if exact > 0.0 { expected } else { f64::from(f32::EPSILON) };
+                    prop_assert!(scale * 1.01 >= exact, "{} cuts off what {} would reach", scale, exact);
                     prop_assert!((scale / expected - 1.0).abs() <= 1.0 / 128.0 || (scale - expected).abs() <= 6e-8, "{} is not {}", scale, expected);
                 }
             }

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use proptest::sample::{Index, select};
 
 use super::given::{FLOATS, Values, config, model, shape};
-use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read, sweep};
+use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read, work};
 use compress::export::{ByteSize, Layout, Safetensors};
 use compress::pass::{Amount, PruneUnstructured, QuantizeDynamic, Scope, Step};
 use compress::pipeline::verify;
@@ -67,7 +67,7 @@ fn check(before: &Tensors, output: &Output, plain: &Tensors) {
         assert_eq!((file.bytes, &file.blake3), (bytes.len() as u64, &blake3::hash(&bytes).to_string()));
     }
     assert_eq!(std::fs::read_to_string(output.path.join("report.json")).unwrap(), report.to_json());
-    assert!(sweep(|sweep| verify(&output.path, sweep)).unwrap().iter().all(|check| check.ok));
+    assert!(work(|work| verify(&output.path, work)).unwrap().iter().all(|check| check.ok));
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -96,7 +96,7 @@ proptest! {
         let desk = Desk::new();
         let format = Safetensors { layout, shard_size: ByteSize(30_000) };
         let output = desk.run(&desk.pico(DType::BF16, 1), pipeline().pass(PruneUnstructured::default()).pass(QuantizeDynamic::default()).export(format)).unwrap();
-        let failed = || sweep(|sweep| verify(&output.path, sweep)).unwrap().into_iter().filter(|check| !check.ok).map(|check| check.path).collect::<Vec<_>>();
+        let failed = || work(|work| verify(&output.path, work)).unwrap().into_iter().filter(|check| !check.ok).map(|check| check.path).collect::<Vec<_>>();
         prop_assert_eq!(failed(), Vec::<String>::new());
         let name = &file.get(&output.report.outputs).path;
         let path = output.path.join(name);

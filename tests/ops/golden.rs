@@ -1,10 +1,10 @@
-//! Backward passes of single ops against PyTorch's, which `scripts/goldens-gradients` wrote.
+//! Gradients of single ops against PyTorch's, which `scripts/goldens-gradients` wrote.
 
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
-use compress::ir::ops::{Backward, Mode, Saved};
+use compress::ir::ops::{Backward, PreparedOp, Saved};
 use serde::Deserialize;
 
 use super::{distance, largest};
@@ -37,7 +37,7 @@ fn gradients_are_those_of_pytorch() {
     for golden in &goldens.cases {
         let op: Op = golden.op.parse().unwrap();
         let inputs: Vec<Tensor> = (0..golden.inputs).map(|index| tensors[&format!("{}/in/{index}", golden.name)].clone()).collect();
-        let output = op.spec().eval(&inputs, Mode::Infer).unwrap();
+        let output = op.spec().eval(&inputs).unwrap();
         let gradient = weights(&output);
         let wanted: Vec<bool> = (0..golden.inputs).map(|index| golden.gradients.contains(&index)).collect();
         // By the kernels, and by what other devices and types take.
@@ -45,7 +45,7 @@ fn gradients_are_those_of_pytorch() {
             let convert = |t: &Tensor| if t.dtype().is_float() { t.to_dtype(dtype).unwrap() } else { t.clone() };
             let saved: Vec<Saved> = inputs.iter().map(|t| Saved::whole(convert(t))).collect();
             let backward = Backward { inputs: &saved, output: &Saved::whole(convert(&output)), gradient: &convert(&gradient), wanted: &wanted };
-            let found = op.spec().backward(&backward).unwrap_or_else(|e| panic!("{op}: {e}"));
+            let found = PreparedOp::new(&op, &Device::Cpu, dtype).backward(&backward).unwrap_or_else(|e| panic!("{op}: {e}"));
             for &index in &golden.gradients {
                 let expected = &tensors[&format!("{}/gradient/{index}", golden.name)];
                 let off = found[index].as_ref().map_or(f32::NAN, |found| distance(found, expected));

@@ -91,10 +91,11 @@ pub(super) fn describe(items: &[Item], model: &Model) -> Value {
         described.insert(format!("group_{index}"), group.describe(targets));
     }
     let format = match groups.iter().map(Group::format).collect::<BTreeSet<_>>().into_iter().collect::<Vec<_>>()[..] {
+        [] => "dense",
         [one] => one,
         _ => "mixed-precision",
     };
-    json!({
+    let mut description = json!({
         "quant_method": "compressed-tensors",
         "format": format,
         "quantization_status": "compressed",
@@ -104,7 +105,28 @@ pub(super) fn describe(items: &[Item], model: &Model) -> Value {
         "global_compression_ratio": null,
         "version": VERSION,
         "producer": concat!("compress ", env!("CARGO_PKG_VERSION")),
-    })
+    });
+    for (key, value) in model.config.carried_quantization().iter().filter(|(key, _)| is_true(key, model)) {
+        description[key] = value.clone();
+    }
+    description
+}
+
+/// What an input's description says beside its weights and the output's does not, by key.
+pub(super) fn left_out<'m>(items: &[Item], model: &'m Model) -> Vec<&'m str> {
+    let described = is_needed(items, model);
+    model.config.carried_quantization().keys().map(String::as_str).filter(|key| !described || !is_true(key, model)).collect()
+}
+
+/// Whether what an input's description says of its weights holds for the weights that are written.
+fn is_true(key: &str, model: &Model) -> bool {
+    key != "sparsity_config" || model.history.is_empty()
+}
+
+/// Whether something has to be described: quantized weights, the cache of keys and values, or zeros.
+pub(super) fn is_needed(items: &[Item], model: &Model) -> bool {
+    let told = |key: &str| model.config.carried_quantization().contains_key(key) && is_true(key, model);
+    items.iter().any(|item| item.weight.encoding != Encoding::Dense) || told("kv_cache_scheme") || told("sparsity_config")
 }
 
 /// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part

@@ -6,11 +6,10 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::host::{activated, combined, laid_like, readable};
-use super::{Backward, Mode, OpSpec, require};
+use super::rounding::round_half_even;
+use super::{Backward, OpSpec, require};
 use crate::ir::{Element, TensorType};
 use crate::kernel::activation::ActivationFunction;
-use crate::kernel::activation_gradient::derivative;
 
 macro_rules! activation {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident : $ty:ty = $default:expr),* $(,)? }, |$op:ident, $x:ident| $kernel:expr, $eval:expr, $derivative:expr) => {
@@ -41,41 +40,34 @@ macro_rules! activation {
                 "* c -> * c".into()
             }
 
-            fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
-                if mode == Mode::Infer
-                    && let Some(y) = activated(&inputs[0], self.kernel())
-                {
-                    return y;
-                }
+            fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
                 let ($op, $x) = (self, &inputs[0]);
                 let _ = $op;
                 $eval
             }
 
             fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-                let kept = if self.kernel().derivative_reads_result() { backward.output } else { &backward.inputs[0] }.tensor()?;
                 let of_input = backward.of(0, || {
-                    through(self.kernel(), kept, backward.gradient, |$x| {
-                        let $op = self;
-                        let _ = $op;
-                        $derivative
-                    })
+                    let ($op, $x) = (self, &wide(kept(self.function(), backward)?)?);
+                    let _ = $op;
+                    let derivative: candle_core::Result<Tensor> = $derivative;
+                    (derivative? * wide(backward.gradient)?)?.to_dtype(backward.gradient.dtype())
                 })?;
                 Ok(vec![of_input])
             }
 
             fn reads_input(&self, _input: usize) -> bool {
-                !self.kernel().derivative_reads_result()
+                !self.function().derivative_reads_result()
             }
 
             fn reads_output(&self) -> bool {
-                self.kernel().derivative_reads_result()
+                self.function().derivative_reads_result()
             }
         }
 
         impl $name {
             /// The function, as the kernels know it.
-            pub fn kernel(&self) -> ActivationFunction {
+            pub fn function(&self) -> ActivationFunction {
                 let $op = self;
                 let _ = $op;
                 $kernel
@@ -84,19 +76,9 @@ macro_rules! activation {
     };
 }
 
-/// A gradient times a function's derivative, which is made of what was kept: the argument, or the result.
-fn through(
-    function: ActivationFunction,
-    kept: &Tensor,
-    gradient: &Tensor,
-    derivative_of: impl Fn(&Tensor) -> candle_core::Result<Tensor>,
-) -> candle_core::Result<Tensor> {
-    if readable([kept, gradient])
-        && let Some(product) = combined(kept, &laid_like(gradient, kept)?, |x, g, out| derivative(function, x, g, out))
-    {
-        return product;
-    }
-    (derivative_of(&wide(kept)?)? * wide(gradient)?)?.to_dtype(gradient.dtype())
+/// What the derivative is made of: the argument, or the result.
+pub(super) fn kept<'b>(function: ActivationFunction, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
+    if function.derivative_reads_result() { backward.output } else { &backward.inputs[0] }.tensor()
 }
 
 /// One where both bounds are kept, else zero.
@@ -156,12 +138,10 @@ activation!(
         /// The integer that stands for zero, of -128 to 127.
         zero_point: i32 = 0,
     }, |op, x| ActivationFunction::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
-        let scale = f64::from(op.scale);
         let (low, high) = op.steps();
-        let passed = (x * op.passes(&(x / scale)?)?)?;
-        let rounded = ((x / scale)?.clamp(low, high)?.round()? * scale)?;
-        &passed + (rounded - &passed)?.detach()
-    }, op.passes(&(x / f64::from(op.scale))?)
+        let rounded = round_half_even(&op.in_steps(x)?.clamp(low, high)?)? * f64::from(op.scale);
+        rounded?.to_dtype(x.dtype())
+    }, op.passes(&op.in_steps(x)?)
 );
 
 impl FakeQuantize {
@@ -170,10 +150,16 @@ impl FakeQuantize {
         (f64::from(-128 - self.zero_point), f64::from(127 - self.zero_point))
     }
 
+    /// Values in steps, in 32 bits at least. A division: the product with a reciprocal rounds elsewhere.
+    fn in_steps(&self, x: &Tensor) -> candle_core::Result<Tensor> {
+        let x = wide(x)?;
+        x.broadcast_div(&Tensor::full(self.scale, 1, x.device())?.to_dtype(x.dtype())?)
+    }
+
     /// One where a number of steps rounds to one that there is.
     pub(super) fn passes(&self, steps: &Tensor) -> candle_core::Result<Tensor> {
         let (low, high) = self.steps();
-        let rounded = steps.round()?.detach();
+        let rounded = round_half_even(&steps.clamp(low - 1.0, high + 1.0)?)?;
         between(rounded.ge(low)?, rounded.le(high)?, steps)
     }
 

@@ -2,16 +2,14 @@
 
 use std::ops::Range;
 
-use candle_core::Tensor;
+use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::conv_gradient;
-use super::host::{Host, Steps, channels_first, planes};
-use super::{After, Backward, Mode, OpSpec, elements, require_floats, require_rank, require_vector};
+use super::gradient::wide;
+use super::windows::{apart, convolved, fit, from_taps, taps};
+use super::{Backward, OpSpec, elements, require_floats, require_rank, require_vector};
 use crate::ir::{Bindings, Dim, Element, TensorType};
-use crate::kernel::convolution::{Window, depthwise};
-use crate::kernel::matmul::{Finish, Left, finish_rows};
-use crate::kernel::shifted::convolve;
+use crate::kernel::convolution::Window;
 
 /// Convolution of `[batch, in, height, width]` with `[out, in / groups, kh, kw]`; the bias may be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,63 +76,58 @@ impl OpSpec for Conv {
         }
     }
 
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
-        if mode == Mode::Infer
-            && let Some(y) = self.eval_then(inputs, &[])?
-        {
-            return Ok(y);
-        }
-        let (x, padding) = self.evenly(&inputs[0], &inputs[1])?;
-        let y = x.conv2d(&inputs[1], padding, self.stride, self.dilation, self.groups)?;
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
+        let (x, weight) = (&inputs[0], &inputs[1]);
+        let y = if self.is_depthwise(weight) {
+            let met = taps(x, self.window_over(x, weight)?, 0.0)?;
+            let parts = met.iter().enumerate().map(|(tap, met)| met.broadcast_mul(&self.tap(weight, tap)?));
+            sum(parts)?
+        } else {
+            convolved(x, weight, self.padding, [self.stride, self.dilation, self.groups])?
+        };
         match inputs.get(2) {
             Some(bias) => y.broadcast_add(&bias.reshape((1, bias.elem_count(), 1, 1))?),
             None => Ok(y),
         }
     }
 
-    fn eval_then(&self, inputs: &[Tensor], after: &[After]) -> candle_core::Result<Option<Tensor>> {
-        let (x, weight) = (&inputs[0], inputs[1].contiguous()?);
-        let (images, _, height, width) = x.dims4()?;
-        let (channels, inner, kernel_height, kernel_width) = weight.dims4()?;
-        let window = self.window([height, width], [kernel_height, kernel_width]);
-        let [rows, columns] = window.positions();
-        let shape = [images, channels, rows, columns];
-        let fits = |like: &Tensor| like.dims() == shape && like.transpose(0, 1).is_ok_and(|t| t.is_contiguous());
-        let compute = || {
-            let bias = match inputs.get(2) {
-                Some(bias) if bias.is_contiguous() => Some(Host::of(bias)?),
-                Some(_) => return None,
-                None => None,
-            };
-            let steps = Steps::new(after, fits)?;
-            let mut finish = Vec::new();
-            if let Some(bias) = &bias {
-                finish.push(Finish::AddToRows(bias.floats()?));
-            }
-            finish.extend(steps.finish()?);
-            let (x_host, weight) = (Host::of(x)?, Host::of(&weight)?);
-            let (planes, weight) = (planes(x, &x_host)?, weight.floats()?);
-            let mut y = vec![0.0; shape.iter().product()];
-            let size = images * rows * columns;
-            if inner == 1 && channels == self.groups {
-                depthwise(&planes, images, weight, window, &mut y);
-                finish_rows(&finish, &mut y, size);
-                return Some(y);
-            }
-            let (taps, group) = (inner * kernel_height * kernel_width, channels / self.groups);
-            let parts = planes.chunks_exact((inner * images).max(1)).zip(y.chunks_exact_mut((group * size).max(1)));
-            for (index, (planes, y)) in parts.enumerate() {
-                let left = Left::pack(&weight[index * group * taps..], group, taps, taps);
-                let steps: Vec<Finish> = finish.iter().map(|step| step.from_row(index * group, size)).collect();
-                convolve(planes, images, &left, window, &steps, y);
-            }
-            Some(y)
-        };
-        compute().map(|values| channels_first(values, shape)).transpose()
-    }
-
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        conv_gradient::backward(self, backward)
+        let (x, weight, gradient) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.gradient);
+        let depthwise = self.is_depthwise(weight);
+        let of_input = backward.of(0, || {
+            if depthwise {
+                return from_taps(self.window_over(x, weight)?, |tap| gradient.broadcast_mul(&self.tap(weight, tap)?));
+            }
+            // With zeros between its elements, the gradient meets the taps one by one, in the opposite order.
+            let mut wide = apart(gradient, self.stride)?;
+            for axis in [2, 3] {
+                let reach = self.dilation * (weight.dim(axis)? - 1);
+                wide = fit(&wide, axis, reach as isize - self.padding as isize, x.dim(axis)? + reach, 0.0)?;
+            }
+            self.in_groups(1, |group| {
+                let flipped = self.part(weight, 0, group)?.transpose(0, 1)?.contiguous()?.flip(&[2, 3])?;
+                convolved(&self.part(&wide, 1, group)?, &flipped, 0, [1, self.dilation, 1])
+            })
+        })?;
+        let of_weight = backward.of(1, || {
+            if depthwise {
+                let met = taps(x, self.window_over(x, weight)?, 0.0)?;
+                let parts = met.iter().map(|met| wide(&(met * gradient)?)?.sum((0, 2, 3))).collect::<candle_core::Result<Vec<_>>>()?;
+                return Tensor::stack(&parts, D::Minus1)?.reshape(weight.dims())?.to_dtype(weight.dtype());
+            }
+            let padded = x.pad_with_zeros(2, self.padding, self.padding)?.pad_with_zeros(3, self.padding, self.padding)?;
+            self.in_groups(0, |group| {
+                // Images and channels change places: the gradient is the window, and its step the distance of the taps.
+                let window = self.part(gradient, 1, group)?.transpose(0, 1)?;
+                let mut images = self.part(&padded, 1, group)?.transpose(0, 1)?;
+                for axis in [2, 3] {
+                    images = images.narrow(axis, 0, self.stride * (window.dim(axis)? - 1) + self.dilation * (weight.dim(axis)? - 1) + 1)?;
+                }
+                convolved(&images, &window, 0, [self.dilation, self.stride, 1])?.transpose(0, 1)
+            })
+        })?;
+        let of_bias = backward.of(2, || wide(gradient)?.sum((0, 2, 3))?.to_dtype(gradient.dtype()))?;
+        Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
     }
 
     fn reads_input(&self, input: usize) -> bool {
@@ -149,24 +142,34 @@ impl OpSpec for Conv {
 
 impl Conv {
     /// How the weight's windows move over an image.
-    pub(super) fn window(&self, [height, width]: [usize; 2], kernel: [usize; 2]) -> Window {
-        Window { height, width, kernel, stride: self.stride, padding: self.padding, dilation: self.dilation }
+    pub(super) fn window_over(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Window> {
+        let ((_, _, height, width), (_, _, rows, columns)) = (x.dims4()?, weight.dims4()?);
+        Ok(Window { height, width, kernel: [rows, columns], stride: self.stride, padding: self.padding, dilation: self.dilation })
     }
 
-    /// The image and its padding, so that the last windows leave equally much over in both directions: candle's
-    /// gradient takes what is left over in height for both.
-    fn evenly(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<(Tensor, usize)> {
-        let room = |axis: usize| Ok::<_, candle_core::Error>((x.dim(axis)? + 2 * self.padding).saturating_sub(self.dilation * (weight.dim(axis)? - 1) + 1));
-        let (height, width) = (room(2)?, room(3)?);
-        let left = [height % self.stride, width % self.stride];
-        if left[0] == left[1] {
-            return Ok((x.clone(), self.padding));
-        }
-        let mut x = x.clone();
-        for (axis, left) in [(2, left[0]), (3, left[1])] {
-            x = x.pad_with_zeros(axis, self.padding, self.padding)?;
-            x = x.narrow(axis, 0, x.dim(axis)? - left)?;
-        }
-        Ok((x.contiguous()?, 0))
+    /// Whether each channel has a window of its own.
+    pub(super) fn is_depthwise(&self, weight: &Tensor) -> bool {
+        matches!(weight.dims(), [out, 1, ..] if *out == self.groups)
     }
+
+    /// One tap of a depthwise weight, beside images.
+    fn tap(&self, weight: &Tensor, tap: usize) -> candle_core::Result<Tensor> {
+        weight.flatten_from(2)?.narrow(2, tap, 1)?.reshape((1, self.groups, 1, 1))
+    }
+
+    /// One group's part of an axis.
+    fn part(&self, tensor: &Tensor, axis: usize, group: usize) -> candle_core::Result<Tensor> {
+        let size = tensor.dim(axis)? / self.groups;
+        tensor.narrow(axis, group * size, size)
+    }
+
+    fn in_groups(&self, axis: usize, of: impl Fn(usize) -> candle_core::Result<Tensor>) -> candle_core::Result<Tensor> {
+        let parts = (0..self.groups).map(of).collect::<candle_core::Result<Vec<_>>>()?;
+        Tensor::cat(&parts, axis)?.contiguous()
+    }
+}
+
+/// The sum of at least one tensor.
+fn sum(parts: impl Iterator<Item = candle_core::Result<Tensor>>) -> candle_core::Result<Tensor> {
+    parts.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::Msg("a convolution without taps".into()))?
 }

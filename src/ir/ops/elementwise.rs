@@ -6,13 +6,11 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::summed_to;
-use super::host::combined;
-use super::{Backward, Mode, OpSpec, require};
+use super::{Backward, OpSpec, require};
 use crate::ir::{Dim, Element, TensorType};
-use crate::kernel::rows;
 
 macro_rules! elementwise {
-    ($(#[$meta:meta])* $name:ident, $kernel:path, $function:ident, $reads:literal, $back:path) => {
+    ($(#[$meta:meta])* $name:ident, $function:ident, $reads:literal, $back:path) => {
         $(#[$meta])*
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -31,12 +29,7 @@ macro_rules! elementwise {
                 "* c, * c -> * c".into()
             }
 
-            fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
-                if mode == Mode::Infer
-                    && let Some(y) = combined(&inputs[0], &inputs[1], $kernel)
-                {
-                    return y;
-                }
+            fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
                 inputs[0].$function(&inputs[1])
             }
 
@@ -54,11 +47,11 @@ macro_rules! elementwise {
 
 elementwise!(
     /// Sum; an axis of one element stands for as many as the other has.
-    Add, rows::add, broadcast_add, false, through_sum
+    Add, broadcast_add, false, through_sum
 );
 elementwise!(
     /// Product, like [`Add`].
-    Mul, rows::multiply, broadcast_mul, true, through_product
+    Mul, broadcast_mul, true, through_product
 );
 
 fn through_sum(backward: &Backward, _other: usize) -> candle_core::Result<Tensor> {
@@ -66,7 +59,7 @@ fn through_sum(backward: &Backward, _other: usize) -> candle_core::Result<Tensor
 }
 
 fn through_product(backward: &Backward, other: usize) -> candle_core::Result<Tensor> {
-    Mul {}.eval(&[backward.gradient.clone(), backward.inputs[other].tensor()?.clone()], Mode::Infer)
+    backward.gradient.broadcast_mul(backward.inputs[other].tensor()?)
 }
 
 fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {

@@ -2,14 +2,12 @@
 
 use std::ops::Range;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::host::{Host, readable};
-use super::{Backward, Mode, OpSpec, require, require_floats};
+use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
-use crate::kernel::rows_gradient::scatter_rows;
 
 /// The rows of `table: [rows, width]` that whole numbers name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -32,7 +30,7 @@ impl OpSpec for Embedding {
         "*, _ c -> * c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (indices, table) = (&inputs[0], &inputs[1]);
         let rows = table.index_select(&indices.flatten_all()?, 0)?;
         let mut shape = indices.dims().to_vec();
@@ -44,16 +42,7 @@ impl OpSpec for Embedding {
         let table = backward.inputs[1].dims();
         let of_table = backward.of(1, || {
             let indices = backward.inputs[0].tensor()?.flatten_all()?;
-            let rows = backward.gradient.reshape((indices.elem_count(), table[1]))?;
-            if readable([&rows]) {
-                let (rows, indices) = (rows.contiguous()?, indices.to_dtype(DType::I64)?.to_vec1::<i64>()?);
-                let mut sums = vec![0.0; table.iter().product()];
-                if let Some(values) = Host::of(&rows).as_ref().and_then(Host::floats) {
-                    scatter_rows(&indices, values, table[1], &mut sums);
-                    return Tensor::from_vec(sums, table, rows.device());
-                }
-            }
-            let rows = wide(&rows)?;
+            let rows = wide(&backward.gradient.reshape((indices.elem_count(), table[1]))?)?;
             Tensor::zeros(table, rows.dtype(), rows.device())?.index_add(&indices, &rows, 0)?.to_dtype(backward.gradient.dtype())
         })?;
         Ok(vec![None, of_table])

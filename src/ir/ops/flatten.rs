@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, require_floats};
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, channels · height · width]`; with `channels_last`, to
@@ -34,7 +34,7 @@ impl OpSpec for Flatten {
         if self.channels_last { "b c h! w! -> b (h! w! c)" } else { "b c h! w! -> b (c h! w!)" }.into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         if self.channels_last { inputs[0].permute((0, 2, 3, 1))?.flatten_from(1) } else { inputs[0].flatten_from(1) }
     }
 

@@ -1,10 +1,8 @@
 //! Gradients, op by op: what the walk backwards over a graph asks of each node.
 
-use candle_core::{DType, Result, Tensor, Var};
+use candle_core::{DType, Result, Tensor};
 
-use super::host::column_sums;
-
-/// An input, or the output, of a node as it is kept for the backward pass.
+/// An input, or the output, of a node as it is remembered for its gradient.
 #[derive(Debug, Clone)]
 pub struct Saved {
     dims: Vec<usize>,
@@ -39,7 +37,7 @@ impl Saved {
     }
 }
 
-/// What is known in the backward pass of a node.
+/// What is known when gradients go back through a node.
 #[derive(Debug)]
 pub struct Backward<'a> {
     /// The inputs.
@@ -80,34 +78,6 @@ pub(super) fn summed_to(gradient: &Tensor, dims: &[usize]) -> Result<Tensor> {
         return Ok(gradient.clone());
     }
     let lead = gradient.rank().saturating_sub(dims.len());
-    let kept = dims.iter().rev().zip(gradient.dims().iter().rev()).take_while(|(a, b)| a == b).count();
-    if dims[..dims.len() - kept].iter().all(|size| *size == 1) {
-        let width = dims.iter().product::<usize>();
-        return column_sums(&gradient.reshape((gradient.elem_count() / width.max(1), width))?)?.reshape(dims);
-    }
     let spread: Vec<usize> = (0..gradient.rank()).filter(|&axis| axis < lead || dims[axis - lead] != gradient.dims()[axis]).collect();
     wide(gradient)?.sum_keepdim(spread)?.to_dtype(gradient.dtype())?.reshape(dims)
-}
-
-/// Gradients with respect to the inputs, by computing the node once more with `eval`, whose primitives have gradients.
-///
-/// # Errors
-/// The device runs out of memory.
-pub fn replay(eval: &dyn Fn(&[Tensor]) -> Result<Tensor>, backward: &Backward) -> Result<Vec<Option<Tensor>>> {
-    let mut variables = Vec::with_capacity(backward.inputs.len());
-    let mut inputs = Vec::with_capacity(backward.inputs.len());
-    for (input, wanted) in backward.inputs.iter().zip(backward.wanted) {
-        let tensor = input.tensor()?;
-        if *wanted && tensor.dtype().is_float() {
-            let variable = Var::from_tensor(tensor)?;
-            inputs.push(variable.as_tensor().clone());
-            variables.push(Some(variable));
-        } else {
-            inputs.push(tensor.clone());
-            variables.push(None);
-        }
-    }
-    let output = eval(&inputs)?;
-    let gradients = (output * backward.gradient)?.sum_all()?.backward()?;
-    Ok(variables.iter().map(|variable| variable.as_ref().and_then(|variable| gradients.get(variable).cloned())).collect())
 }

@@ -5,10 +5,8 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::host::{Host, heads};
-use super::{Backward, Mode, OpSpec, require_floats};
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
-use crate::kernel::attention::merge_heads;
 
 /// `[batch, sequence, heads · head_dim]` to `[batch, heads, sequence, head_dim]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,15 +42,13 @@ impl OpSpec for SplitHeads {
         "b s (h d!) -> b h s d!".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (batch, sequence, width) = inputs[0].dims3()?;
-        let heads = inputs[0].reshape((batch, sequence, width / self.head_dim, self.head_dim))?.transpose(1, 2)?;
-        // The kernels that follow take heads where they lie.
-        if mode == Mode::Infer { Ok(heads) } else { heads.contiguous() }
+        inputs[0].reshape((batch, sequence, width / self.head_dim, self.head_dim))?.transpose(1, 2)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || MergeHeads {}.eval(std::slice::from_ref(backward.gradient), Mode::Infer))?])
+        Ok(vec![backward.of(0, || MergeHeads {}.eval(std::slice::from_ref(backward.gradient)))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
@@ -81,32 +77,17 @@ impl OpSpec for MergeHeads {
         "b h s d! -> b s (h d!)".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (batch, heads, sequence, width) = inputs[0].dims4()?;
-        let rows = inputs[0].transpose(1, 2)?;
-        if mode == Mode::Infer
-            && !rows.is_contiguous()
-            && let Some(y) = merged(&inputs[0])
-        {
-            return y;
-        }
-        rows.reshape((batch, sequence, heads * width))
+        inputs[0].transpose(1, 2)?.reshape((batch, sequence, heads * width))
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let head_dim = backward.inputs[0].dims()[3];
-        Ok(vec![backward.of(0, || SplitHeads { head_dim }.eval(std::slice::from_ref(backward.gradient), Mode::Infer))?])
+        Ok(vec![backward.of(0, || SplitHeads { head_dim }.eval(std::slice::from_ref(backward.gradient)))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
         false
     }
-}
-
-fn merged(x: &Tensor) -> Option<candle_core::Result<Tensor>> {
-    let (batch, count, sequence, width) = x.dims4().ok()?;
-    let host = Host::of(x)?;
-    let mut y = vec![0.0; x.elem_count()];
-    merge_heads(heads(&host)?, [count, sequence, width], &mut y);
-    Some(Tensor::from_vec(y, (batch, sequence, count * width), x.device()))
 }

@@ -2,14 +2,12 @@
 
 use std::ops::Range;
 
-use candle_core::{D, Device, Tensor};
+use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::gradient::{is_half, summed_to, wide};
-use super::host::{by_rows, norm_back};
-use super::{Backward, Mode, OpSpec, last, require, require_vector};
+use super::gradient::{summed_to, wide};
+use super::{Backward, OpSpec, last, require, require_vector};
 use crate::ir::{Element, TensorType};
-use crate::kernel::{rows, rows_gradient};
 
 /// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -41,31 +39,17 @@ impl OpSpec for LayerNorm {
         "* c~, c~, c~ -> * c~".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let [x, weight, bias] = inputs else { candle_core::bail!("LayerNorm takes three inputs") };
-        if is_half(x) && (mode == Mode::Train || matches!(x.device(), Device::Cpu)) {
-            return self.eval(&[wide(x)?, wide(weight)?, wide(bias)?], mode)?.to_dtype(x.dtype());
-        }
-        if mode == Mode::Infer {
-            let epsilon = self.epsilon as f32;
-            if let Some(y) = by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon))? {
-                return Ok(y);
-            }
-            return candle_nn::ops::layer_norm(&x.contiguous()?, weight, bias, epsilon);
-        }
-        // The fused kernel has no gradient.
-        let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+        let wide_x = wide(x)?;
+        let centred = wide_x.broadcast_sub(&wide_x.mean_keepdim(D::Minus1)?)?;
         let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
-        centred.broadcast_div(&(variance + self.epsilon)?.sqrt()?)?.broadcast_mul(weight)?.broadcast_add(bias)
+        let normal = centred.broadcast_div(&(variance + self.epsilon)?.sqrt()?)?;
+        normal.broadcast_mul(&wide(weight)?)?.broadcast_add(&wide(bias)?)?.to_dtype(x.dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (x, weight) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
-        let epsilon = self.epsilon as f32;
-        let kernel = |x: &[f32], g: &[f32], weight: &[f32], out: &mut [f32], sums: &mut [f32]| rows_gradient::layer_norm(x, g, weight, epsilon, out, sums);
-        if let Some(gradients) = norm_back(backward, kernel)? {
-            return Ok(gradients);
-        }
         let (wide_x, gradient) = (wide(x)?, wide(backward.gradient)?);
         let centred = wide_x.broadcast_sub(&wide_x.mean_keepdim(D::Minus1)?)?;
         let scale = (centred.sqr()?.mean_keepdim(D::Minus1)? + self.epsilon)?.sqrt()?.recip()?;

@@ -7,10 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use super::activation::FakeQuantize;
 use super::gradient::wide;
-use super::host::{combined, laid_like, readable};
-use super::{Backward, Mode, OpSpec, require, require_vector};
+use super::rounding::round_half_even;
+use super::{Backward, OpSpec, require, require_vector};
 use crate::ir::{Dim, Element, TensorType};
-use crate::kernel::activation_gradient::scale_derivative;
 
 /// [`FakeQuantize`] in steps of `scale · exp(logarithm)`, the logarithm being an input `[1]`. Its gradient is that of Esser et
 /// al., *Learned Step Size Quantization*, 2020; the logarithm keeps scales positive and steps as large as they are themselves
@@ -42,23 +41,21 @@ impl LearnedFakeQuantize {
         FakeQuantize { scale: self.scale * logarithm.exp(), zero_point: self.zero_point }
     }
 
-    /// The smallest and the largest number of steps.
-    /// The value in steps.
+    /// The value in steps, in 32 bits at least.
     fn steps(&self, x: &Tensor, logarithm: &Tensor) -> candle_core::Result<Tensor> {
-        wide(x)?.broadcast_div(&wide(logarithm)?.exp()?.affine(self.scale.into(), 0.0)?)
+        wide(x)?.broadcast_div(&self.scale(logarithm)?)
     }
 
     /// The gradient times what each value moves when the logarithm grows.
     fn derivative_of_logarithm(&self, x: &Tensor, logarithm: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
         let (low, high) = self.at(0.0).steps();
         let steps = self.steps(x, logarithm)?;
-        let moved = (steps.clamp(low, high)?.round()? - (&steps * self.at(0.0).passes(&steps)?)?)?;
-        let scale = wide(logarithm)?.exp()?.affine(self.scale.into(), 0.0)?;
-        wide(gradient)? * moved.broadcast_mul(&scale)?
+        let moved = (round_half_even(&steps.clamp(low, high)?)? - (&steps * self.at(0.0).passes(&steps)?)?)?;
+        wide(gradient)? * moved.broadcast_mul(&self.scale(logarithm)?)?
     }
 
-    fn fixed(&self, logarithm: &Tensor) -> candle_core::Result<FakeQuantize> {
-        Ok(self.at(logarithm.flatten_all()?.get(0)?.to_scalar()?))
+    fn scale(&self, logarithm: &Tensor) -> candle_core::Result<Tensor> {
+        wide(logarithm)?.exp()?.affine(self.scale.into(), 0.0)
     }
 }
 
@@ -78,37 +75,16 @@ impl OpSpec for LearnedFakeQuantize {
         "* c, 1 -> * c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let [x, logarithm] = inputs else { candle_core::bail!("takes a value and a logarithm") };
-        if mode == Mode::Infer && readable([x, logarithm]) {
-            return self.fixed(logarithm)?.eval(&inputs[..1], mode);
-        }
         let (low, high) = self.at(0.0).steps();
-        let scale = logarithm.exp()?.affine(self.scale.into(), 0.0)?;
-        let steps = x.broadcast_div(&scale)?;
-        let passed = (&steps * self.at(0.0).passes(&steps)?)?;
-        let integers = (&passed + (steps.clamp(low, high)?.round()? - &passed)?.detach())?;
-        integers.broadcast_mul(&scale)
+        let integers = round_half_even(&self.steps(x, logarithm)?.clamp(low, high)?)?;
+        integers.broadcast_mul(&self.scale(logarithm)?)?.to_dtype(x.dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (x, logarithm) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
         let summed = |part: Tensor| part.sum_all()?.reshape(1)?.to_dtype(backward.gradient.dtype());
-        if readable([x, backward.gradient, logarithm]) {
-            let fixed = self.fixed(logarithm)?;
-            let alone = Backward { inputs: &backward.inputs[..1], wanted: &backward.wanted[..1], ..*backward };
-            let mut found = fixed.backward(&alone)?;
-            let of_logarithm = backward.of(1, || {
-                let (scale, zero_point) = (fixed.scale, fixed.zero_point as f32);
-                let gradient = laid_like(backward.gradient, x)?;
-                match combined(x, &gradient, |x, g, out| scale_derivative(scale, zero_point, x, g, out)) {
-                    Some(parts) => summed(parts?),
-                    None => summed(self.derivative_of_logarithm(x, logarithm, &gradient)?),
-                }
-            })?;
-            found.push(of_logarithm);
-            return Ok(found);
-        }
         let of_value = backward.of(0, || backward.gradient * self.at(0.0).passes(&self.steps(x, logarithm)?)?.to_dtype(backward.gradient.dtype())?)?;
         let of_logarithm = backward.of(1, || summed(self.derivative_of_logarithm(x, logarithm, backward.gradient)?))?;
         Ok(vec![of_value, of_logarithm])

@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::{Backward, Mode, OpSpec, require, require_floats};
+use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 
 /// `[batch, sequence, width]` and a mask `[batch, sequence]` to `[batch, width]`.
@@ -32,7 +32,7 @@ impl OpSpec for MaskedMean {
         "b s! c, b s! -> b c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let x = wide(&inputs[0])?;
         let (mask, count) = counted(&inputs[1], x.dtype())?;
         x.broadcast_mul(&mask)?.sum(1)?.broadcast_div(&count)?.to_dtype(inputs[0].dtype())

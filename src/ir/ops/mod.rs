@@ -1,16 +1,16 @@
-//! The ops, one file each: type rule, axes, evaluation, cost.
+//! The ops, one file each: type rule, axes, evaluation, gradients, cost. `kernels` holds faster ways for single devices.
 
 mod activation;
 mod attention;
 mod batch_norm;
+mod constants;
 mod conv;
-mod conv_gradient;
 mod elementwise;
 mod embedding;
 mod flatten;
 mod gradient;
 mod heads;
-mod host;
+mod kernels;
 mod layer_norm;
 mod learned_fake_quantize;
 mod linear;
@@ -22,9 +22,11 @@ mod positions;
 mod prepend;
 mod rms_norm;
 mod rotary;
+mod rounding;
 mod select;
 mod slice;
 mod softmax;
+mod windows;
 
 use std::fmt;
 use std::ops::Range;
@@ -37,13 +39,14 @@ use serde_json::{Map, Value as Json};
 pub use activation::{Clip, FakeQuantize, Gelu, Relu, Sigmoid, Silu, Tanh};
 pub use attention::Attention;
 pub use batch_norm::BatchNorm;
+pub(crate) use constants::constant;
 pub use conv::Conv;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use flatten::Flatten;
 pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
-pub use host::After;
+pub use kernels::{Fused, Kernel, PreparedOp, disable, kernel, moments, on_host, sum, transposed_product};
 pub use layer_norm::LayerNorm;
 pub use learned_fake_quantize::LearnedFakeQuantize;
 pub use linear::Linear;
@@ -55,20 +58,12 @@ pub use positions::Positions;
 pub use prepend::Prepend;
 pub use rms_norm::RmsNorm;
 pub use rotary::{Rotary, RotaryScaling};
+pub use rounding::round_half_even;
 pub use select::Select;
 pub use slice::Slice;
 pub use softmax::Softmax;
 
 use super::{Bindings, Dim, Element, TensorType};
-
-/// What evaluation is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// Results only: fused kernels may be used.
-    Infer,
-    /// Gradients are wanted: only primitives that have one.
-    Train,
-}
 
 /// What every op answers.
 pub trait OpSpec: fmt::Debug {
@@ -94,26 +89,16 @@ pub trait OpSpec: fmt::Debug {
     fn axes(&self, inputs: usize) -> String;
     /// Follows letters to new sizes where an attribute repeats one.
     fn resize(&mut self, _size: &dyn Fn(&str) -> usize) {}
-    /// The values of the output.
-    ///
-    /// # Errors
-    /// The device runs out of memory, or has no kernel.
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor>;
-    /// The values of the output after some more steps, in one go and without gradients; `None` when there is no such
-    /// way for these inputs.
-    ///
-    /// # Errors
-    /// As [`eval`](OpSpec::eval).
-    fn eval_then(&self, _inputs: &[Tensor], _after: &[After]) -> candle_core::Result<Option<Tensor>> {
-        Ok(None)
-    }
-    /// Gradients with respect to the inputs, `None` where none is wanted or there is none.
+    /// What the op means: the values of the output, in tensor operations that every device and type of floats has.
     ///
     /// # Errors
     /// The device runs out of memory.
-    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        gradient::replay(&|inputs| self.eval(inputs, Mode::Train), backward)
-    }
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
+    /// Gradients with respect to the inputs, `None` where none is wanted or there is none; in such operations too.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>>;
     /// Whether [`backward`](OpSpec::backward) reads the elements of this input, not its shape alone.
     fn reads_input(&self, _input: usize) -> bool {
         true

@@ -6,7 +6,7 @@ use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::{Backward, Mode, OpSpec, last, require};
+use super::{Backward, OpSpec, last, require};
 use crate::ir::{Element, TensorType};
 
 /// `x / max(‖x‖₂, 1e-12)` over the last axis.
@@ -29,7 +29,7 @@ impl OpSpec for Normalize {
         "* c~ -> * c~".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let x = wide(&inputs[0])?;
         x.broadcast_div(&norm(&x)?)?.to_dtype(inputs[0].dtype())
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, require_floats};
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `[batch, channels, height, width]` to `[batch, height · width, channels]`.
@@ -29,7 +29,7 @@ impl OpSpec for Patchify {
         "b c h! w! -> b (h! w!) c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         inputs[0].flatten_from(2)?.transpose(1, 2)?.contiguous()
     }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, OpSpec, require, require_rank};
+use super::{Backward, OpSpec, require, require_rank};
 use crate::ir::{Element, TensorType};
 
 /// Positions of tokens `[batch, sequence]`: 0, 1, 2, … in every row; or, with a padding token, counted from
@@ -32,7 +32,7 @@ impl OpSpec for Positions {
         "b s! -> b s!".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let tokens = &inputs[0];
         let (batch, sequence) = tokens.dims2()?;
         let Some(padding) = self.padding else {
@@ -40,5 +40,13 @@ impl OpSpec for Positions {
         };
         let real = tokens.ne(padding)?.to_dtype(DType::F32)?;
         ((real.cumsum(1)? * &real)?.to_dtype(DType::I64)? + padding as f64)?.contiguous()
+    }
+
+    fn backward(&self, _backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        Ok(vec![None])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
     }
 }

@@ -6,7 +6,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::summed_to;
-use super::{Backward, Mode, OpSpec, require_floats};
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
 /// `token: [1, n, width]` put before every row of `[batch, sequence, width]`; inputs token, sequence.
@@ -38,7 +38,7 @@ impl OpSpec for Prepend {
         "_ _ c, b _ c -> b _ c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (_, count, width) = inputs[0].dims3()?;
         let token = inputs[0].broadcast_as((inputs[1].dim(0)?, count, width))?.contiguous()?;
         Tensor::cat(&[&token, &inputs[1]], 1)

@@ -5,10 +5,9 @@ use std::ops::Range;
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::host::{Host, heads};
-use super::{Backward, Mode, OpSpec, require_floats};
+use super::constants::constant;
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::TensorType;
-use crate::kernel::attention::rotate_heads;
 
 /// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -139,14 +138,14 @@ impl Rotary {
     /// # Errors
     /// The device runs out of memory.
     pub fn tables(&self, width: usize, sequence: usize, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
-        let (frequencies, factor) = self.frequencies(width, sequence);
-        // Angles are products of f32 numbers in the models' own code; in f64 they would differ at long positions.
-        let angle = |p: usize, f: &f64| p as f32 * *f as f32;
-        let table = |function: fn(f32) -> f32| {
-            let values: Vec<f32> = (0..sequence).flat_map(|p| frequencies.iter().map(move |f| function(angle(p, f)) * factor as f32)).collect();
-            Tensor::from_vec(values, (sequence, width / 2), device)
-        };
-        Ok((table(f32::cos)?, table(f32::sin)?))
+        let tables = constant(format!("{self:?} {width} {sequence}"), device, |device| {
+            let (frequencies, factor) = self.frequencies(width, sequence);
+            // Angles are products of f32 numbers in the models' own code; in f64 they would differ at long positions.
+            let angles = || (0..sequence).flat_map(|p| frequencies.iter().map(move |f| p as f32 * *f as f32));
+            let values: Vec<f32> = angles().map(f32::cos).chain(angles().map(f32::sin)).map(|x| x * factor as f32).collect();
+            Tensor::from_vec(values, (2, sequence, width / 2), device)
+        })?;
+        Ok((tables.get(0)?, tables.get(1)?))
     }
 }
 
@@ -172,17 +171,17 @@ impl OpSpec for Rotary {
         "b h s! d! -> b h s! d!".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (_, _, sequence, width) = inputs[0].dims4()?;
         let (cos, sin) = self.tables(width, sequence, inputs[0].device())?;
-        turned(&inputs[0], &cos, &sin, mode)
+        rotated(&inputs[0], &cos, &sin)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let of_input = backward.of(0, || {
             let (_, _, sequence, width) = backward.gradient.dims4()?;
             let (cos, sin) = self.tables(width, sequence, backward.gradient.device())?;
-            turned(backward.gradient, &cos, &sin.neg()?, Mode::Infer)
+            rotated(backward.gradient, &cos, &sin.neg()?)
         })?;
         Ok(vec![of_input])
     }
@@ -192,24 +191,11 @@ impl OpSpec for Rotary {
     }
 }
 
-fn turned(x: &Tensor, cos: &Tensor, sin: &Tensor, mode: Mode) -> candle_core::Result<Tensor> {
-    if mode == Mode::Infer
-        && let Some(y) = fast(x, cos, sin)
-    {
-        return y;
-    }
-    let x = x.contiguous()?;
+fn rotated(x: &Tensor, cos: &Tensor, sin: &Tensor) -> candle_core::Result<Tensor> {
+    let half = x.dim(3)? / 2;
+    let (first, second) = (x.narrow(3, 0, half)?, x.narrow(3, half, half)?);
     let (cos, sin) = (cos.to_dtype(x.dtype())?, sin.to_dtype(x.dtype())?);
-    match mode {
-        Mode::Infer => candle_nn::rotary_emb::rope(&x, &cos, &sin),
-        Mode::Train => candle_nn::rotary_emb::rope_slow(&x, &cos, &sin),
-    }
-}
-
-fn fast(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Option<candle_core::Result<Tensor>> {
-    let (_, count, sequence, width) = x.dims4().ok()?;
-    let [host, cos, sin] = [Host::of(x)?, Host::of(cos)?, Host::of(sin)?];
-    let mut y = vec![0.0; x.elem_count()];
-    rotate_heads(heads(&host)?, [count, sequence, width], cos.floats()?, sin.floats()?, &mut y);
-    Some(Tensor::from_vec(y, x.dims(), x.device()))
+    let of = |a: &Tensor, b: &Tensor| Ok::<_, candle_core::Error>((a.broadcast_mul(&cos)?, b.broadcast_mul(&sin)?));
+    let ((a, b), (c, d)) = (of(&first, &second)?, of(&second, &first)?);
+    Tensor::cat(&[(a - b)?, (c + d)?], 3)
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, require_floats};
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Element, TensorType};
 
 /// `[batch, sequence, width]` to `[batch, width]`: the token at `index`.
@@ -34,7 +34,7 @@ impl OpSpec for Select {
         "b s! c -> b c".into()
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         inputs[0].narrow(1, self.index, 1)?.squeeze(1)?.contiguous()
     }
 

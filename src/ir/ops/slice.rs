@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::{D, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, Mode, OpSpec, last, require};
+use super::{Backward, OpSpec, last, require};
 use crate::ir::{Dim, Element, TensorType};
 
 /// Elements `start .. start + length` of the last axis.
@@ -51,7 +51,7 @@ impl OpSpec for Slice {
         (self.start, self.length) = (size("a"), size("k"));
     }
 
-    fn eval(&self, inputs: &[Tensor], _mode: Mode) -> candle_core::Result<Tensor> {
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         inputs[0].narrow(D::Minus1, self.start, self.length)?.contiguous()
     }
 

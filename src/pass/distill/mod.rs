@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 pub use student::Student;
-pub(super) use training::{planned, train};
+pub(super) use training::{REMEDY, train};
 
 use super::{Context, Pass, Samples, options_of};
 use crate::error::{Error, Result};
@@ -105,18 +105,18 @@ impl Pass for Distill {
         self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
-    fn apply(&self, model: Model) -> Result<Model> {
-        let teacher = self.teacher(&model)?;
-        planned(NAME, self.student(model, 0)?, self.options(), &self.training(), Some(&teacher))
-    }
-
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }
 
-    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
-        let teacher = self.teacher(&model)?;
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
         let cached = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
-        train(NAME, self.student(model, context.seed)?, self.options(), &self.training(), (Some(&teacher), cached), context)
+        let teacher = self.teacher(&model)?;
+        let student = self.student(model, context.map_or(0, |context| context.seed))?;
+        train(NAME, student, self.options(), &self.training(), (Some(&teacher), cached), context)
+    }
+
+    fn remedy(&self) -> &'static str {
+        REMEDY
     }
 }

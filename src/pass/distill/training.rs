@@ -21,11 +21,32 @@ use crate::pass::Context;
 use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
 
+/// What helps where a training has ruined its model.
+pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student that begins with more of its teacher";
+
+/// Trains; without a context the model as it will be, as far as that can be told.
+///
+/// # Errors
+/// Losses that the models do not allow; with a context, whatever goes wrong in training.
+pub(in crate::pass) fn train(
+    name: &'static str,
+    model: Model,
+    options: Value,
+    training: &Training,
+    teacher: (Option<&Model>, Option<(&Path, usize)>),
+    context: Option<&Context>,
+) -> Result<Model> {
+    match context {
+        None => planned(name, model, options, training, teacher.0),
+        Some(context) => trained(name, model, options, training, teacher, context),
+    }
+}
+
 /// The model as it will be, as far as that can be told without training.
 ///
 /// # Errors
 /// Losses that the models do not allow.
-pub(in crate::pass) fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
+fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
     let graph = model.graph()?;
     let their_graph = teacher.map(Model::graph).transpose()?;
     if let Some(teacher) = teacher {
@@ -116,7 +137,7 @@ fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u6
 ///
 /// # Errors
 /// Samples or losses do not fit, numbers leave what floats can hold, memory is too small, or the work is interrupted.
-pub(in crate::pass) fn train(
+fn trained(
     name: &'static str,
     mut model: Model,
     options: Value,
@@ -144,7 +165,7 @@ pub(in crate::pass) fn train(
         let team = Team::from_environment(device)?;
         let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0));
         let compute = training.precision.dtype();
-        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.sweep)?;
+        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
@@ -162,7 +183,7 @@ pub(in crate::pass) fn train(
             (Some(teacher), Some(graph)) if !their_values.is_empty() => {
                 let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
                 let compute = if on.is_cpu() { candle_core::DType::F32 } else { compute };
-                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &memory_tracker, &context.sweep)?)
+                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &memory_tracker, &context.work)?)
             }
             _ => None,
         };
@@ -184,11 +205,11 @@ pub(in crate::pass) fn train(
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
             let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
-            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &context.sweep.quiet())?;
+            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &context.work.quiet())?;
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
         let around = Surroundings {
-            sweep: context.sweep,
+            work: context.work,
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,

@@ -1,14 +1,14 @@
 //! Running the model on calibration data.
 
-use std::collections::BTreeMap;
-
 use candle_core::{DType, Device, Tensor};
 
 use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
-use crate::exec::{Parameters, Residence};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{Parameters, Residence, on_host, read};
 use crate::ir::{Graph, Op};
+use crate::kernel::columns;
 use crate::model::Model;
 use crate::pass::Context;
 
@@ -22,7 +22,7 @@ pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: i
     let options = context.data.calibration.as_ref().ok_or_else(|| Error::option(NAME, "needs calibration data"))?;
     let subject = Subject::of(model.clone())?;
     let data = DataSet::open(options, subject.target())?;
-    data.sweep(stage, &context.sweep, consume)
+    data.for_each_batch(stage, &context.work, consume)
 }
 
 /// The parameters of a graph, as floats in 32 bits.
@@ -30,7 +30,7 @@ pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: i
 /// # Errors
 /// Reading fails, or memory runs out.
 pub(super) fn parameters(graph: &Graph, model: &Model, context: &Context) -> Result<Parameters> {
-    Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Computed, &context.sweep)
+    Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Computed, &context.work)
 }
 
 /// The rows `[n, features]` of a value that a layer reads, padding left out.
@@ -54,9 +54,6 @@ pub(super) fn rows(value: &Tensor, op: &Op, batch: &Batch) -> Result<Tensor> {
     flat().map_err(computed)
 }
 
-/// Sums of squares of each feature of the values that nodes read, by node.
-pub(super) type Squares = BTreeMap<usize, Vec<f64>>;
-
 /// An error of a tensor that could not be computed.
 pub(super) fn computed(e: candle_core::Error) -> Error {
     Error::run(NAME, e, "")
@@ -67,6 +64,53 @@ pub(super) fn computed(e: candle_core::Error) -> Error {
 /// # Errors
 /// It cannot be copied to main memory.
 pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    let read = || tensor.to_dtype(DType::F64)?.to_device(&Device::Cpu)?.flatten_all()?.to_vec1::<f64>();
+    let read = || transfer::values::<f64>(tensor, Cause::Statistics);
     read().map_err(computed)
+}
+
+/// For each column of a matrix, the sum of its elements and that of their squares.
+///
+/// # Errors
+/// It cannot be copied to main memory.
+pub(super) fn column_moments(rows: &Tensor) -> Result<[Vec<f64>; 2]> {
+    if matches!(rows.device(), Device::Cpu) {
+        let width = rows.dims().last().copied().unwrap_or(0);
+        return on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
+    }
+    let sums = |rows: candle_core::Result<Tensor>| rows.and_then(|rows| rows.sum(0)).map_err(computed).and_then(|sums| numbers(&sums));
+    Ok([sums(Ok(rows.clone()))?, sums(rows.sqr())?])
+}
+
+/// Sums and sums of squares of features.
+#[derive(Default)]
+pub(super) struct Moments {
+    count: f64,
+    sums: Vec<f64>,
+    pub squares: Vec<f64>,
+}
+
+impl Moments {
+    /// Takes rows, one number for each feature in each.
+    ///
+    /// # Errors
+    /// As [`column_moments`].
+    pub fn add(&mut self, rows: &Tensor) -> Result<()> {
+        self.count += rows.dims()[0] as f64;
+        for (total, found) in [&mut self.sums, &mut self.squares].into_iter().zip(column_moments(rows)?) {
+            total.resize(found.len(), 0.0);
+            total.iter_mut().zip(found).for_each(|(total, found)| *total += found);
+        }
+        Ok(())
+    }
+
+    /// How many features there are.
+    pub fn features(&self) -> usize {
+        self.sums.len()
+    }
+
+    /// Mean and variance of a feature.
+    pub fn of(&self, at: usize) -> (f64, f64) {
+        let mean = self.sums[at] / self.count;
+        (mean, (self.squares[at] / self.count - mean * mean).max(0.0))
+    }
 }

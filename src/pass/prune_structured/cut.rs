@@ -10,7 +10,7 @@ use crate::arch;
 use crate::error::{Error, Result};
 use crate::ir::{Graph, GraphFile, Op};
 use crate::model::Model;
-use crate::store::Meter;
+use crate::work::Meter;
 
 /// Elements that stay, by tensor and axis.
 pub(super) type Surviving = BTreeMap<(String, usize), Vec<usize>>;

@@ -46,12 +46,12 @@ pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
     let shape = |value: &crate::ir::Value| value.ty.shape.iter().map(|dim| dim.fixed().unwrap_or(1)).collect();
     let by_name = graph.params().map(|(_, value)| (value.name.clone(), weight(shape(value)))).collect();
     let weights = Weights { by_name, metadata: BTreeMap::new() };
-    let parameters = Parameters::load(graph, &weights, &context.device, DType::F32, Residence::Computed, &context.sweep)?;
+    let parameters = Parameters::load(graph, &weights, &context.device, DType::F32, Residence::Computed, &context.work)?;
     let inputs = data::made_up_of(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
     let executor = Executor::new(graph, parameters, context.device.clone());
     let mut times = Vec::with_capacity(RUNS);
     for _ in 0..RUNS {
-        context.sweep.cancel.check()?;
+        context.work.cancel.check()?;
         let start = Instant::now();
         executor.run(&inputs)?;
         times.push(start.elapsed().as_secs_f64());

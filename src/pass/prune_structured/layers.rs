@@ -16,6 +16,7 @@ use crate::analysis::{self, Layers};
 use crate::arch;
 use crate::error::{Error, Result};
 use crate::exec::Executor;
+use crate::exec::transfer::{self, Cause};
 use crate::ir::{Graph, GraphFile};
 use crate::model::Model;
 use crate::pass::{Amount, Context};
@@ -71,15 +72,14 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
 fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) -> Result<Vec<f64>> {
     let executor = Executor::new(graph, calibrate::parameters(graph, model, context)?, context.device.clone());
     let wanted: BTreeSet<&str> = found.layers.iter().flat_map(|layer| [layer.input.as_str(), layer.output.as_str()]).collect();
+    let observation = executor.observation(|name| wanted.contains(name));
     let mut sums = vec![0f64; found.layers.len()];
     let mut count = 0f64;
     calibrate::for_each("Observing", model, context, |batch| {
         let mut seen: BTreeMap<String, Tensor> = BTreeMap::new();
         let linear = crate::ir::ops::Linear::default().into();
-        executor.run_observed(&batch.inputs, &mut |name, tensor| {
-            if wanted.contains(name) {
-                seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch)?);
-            }
+        executor.run_observed(&observation, &batch.inputs, &mut |name, tensor| {
+            seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch)?);
             Ok(())
         })?;
         for (layer, sum) in found.layers.iter().zip(&mut sums) {
@@ -96,7 +96,7 @@ fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) ->
 fn cosines(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     let norm = |x: &Tensor| x.sqr()?.sum(D::Minus1)?.sqrt();
     let cosine = ((a * b)?.sum(D::Minus1)? / ((norm(a)? * norm(b)?)? + 1e-12)?)?;
-    Ok(f64::from(cosine.sum_all()?.to_scalar::<f32>()?))
+    transfer::number(&cosine.sum_all()?, Cause::Statistics)
 }
 
 /// The number that a layer has afterwards.

@@ -37,6 +37,7 @@ pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 
 use super::{Context, Pass, Samples, Scope, options_of};
 use crate::error::{Error, Result};
+use crate::ir::{Graph, Op};
 use crate::model::{Applied, Model};
 use crate::pass::Amount;
 use crate::store::Pattern;
@@ -110,6 +111,14 @@ impl Default for PruneStructured {
 
 const NAME: &str = "prune-structured";
 
+/// What is known before a transformer loses units by their weights.
+const BLIND: &str = "`importance: l1` and `l2` look at weights alone, and can ruin a transformer: a few neurons of small weights carry huge values; `data: { calibration: ... }` lets the pass rank by them";
+
+/// Whether a model has attention.
+fn is_transformer(graph: &Graph) -> bool {
+    graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_)))
+}
+
 impl PruneStructured {
     fn scope(&self) -> Scope {
         self.scope.unwrap_or(if self.target.is_some() { Scope::Global } else { Scope::Tensor })
@@ -121,6 +130,10 @@ impl PruneStructured {
             None => Amount::fraction(0.25),
             Some(amounts) => amounts.of(part).unwrap_or(Amount::Count(0)),
         }
+    }
+
+    fn ranks_by_weights(&self) -> bool {
+        matches!(self.importance, Importance::Auto | Importance::L1 | Importance::L2)
     }
 
     /// Whether whole layers go.
@@ -158,6 +171,9 @@ impl PruneStructured {
             let kept = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
             let gone = selection.gone(&kept, scores.as_ref());
             applied.notes.extend(selection.notes(&kept));
+            if self.ranks_by_weights() && is_transformer(&graph) && !gone.is_empty() {
+                applied.notes.push(BLIND.to_owned());
+            }
             let before = model.clone();
             let places = cut::kept(&model, &selection.groups, &gone)?;
             applied.tensors.extend(cut::cut(&mut model, &places, &meter)?);
@@ -218,8 +234,16 @@ impl Pass for PruneStructured {
         Ok(())
     }
 
-    fn apply(&self, model: Model) -> Result<Model> {
-        self.prune(model, None)
+    fn settle(&mut self, model: &Model, sets: &[Samples]) {
+        if self.importance == Importance::Auto {
+            let ranked = || {
+                let graph = model.graph()?;
+                Ok::<_, Error>(is_transformer(&graph) && Selection::new(self, model, &graph)?.is_read(&graph))
+            };
+            // What is wrong with the options is told by the pass itself.
+            let seen = self.takes_units() && !sets.is_empty() && ranked().unwrap_or(false);
+            self.importance = if seen { Importance::Activation } else { Importance::L1 };
+        }
     }
 
     fn runs_on(&self) -> Option<Samples> {
@@ -227,7 +251,15 @@ impl Pass for PruneStructured {
         Some(if looks { Samples::Calibration } else { Samples::None })
     }
 
-    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
-        self.prune(model, Some(context))
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
+        self.prune(model, context)
+    }
+
+    fn remedy(&self) -> &'static str {
+        if self.ranks_by_weights() && self.takes_units() {
+            "`importance: activation` with calibration data, a smaller `amount`, `repair: least-squares`, or a `distill` pass behind it"
+        } else {
+            "a smaller `amount`, `repair: least-squares`, or a `distill` pass behind it"
+        }
     }
 }

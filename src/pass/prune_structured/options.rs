@@ -174,8 +174,10 @@ impl FromStr for Target {
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Importance {
-    /// Sum of absolute weights of a unit, in every layer that writes or reads it
+    /// `activation` for a transformer where calibration data is named, or training data to look at instead; else `l1`
     #[default]
+    Auto,
+    /// Sum of absolute weights of a unit, in every layer that writes or reads it
     L1,
     /// Sum of squares
     L2,

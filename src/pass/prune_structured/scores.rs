@@ -1,4 +1,4 @@
-//! Importance by weights: one sweep, block by block.
+//! Importance by weights: one reading, block by block.
 
 use std::collections::BTreeMap;
 
@@ -6,7 +6,8 @@ use super::Importance;
 use crate::analysis::{Group, Member, Role};
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::store::{Sweep, Weight};
+use crate::store::Weight;
+use crate::work::Work;
 
 /// For each group, the importance of each unit.
 pub(super) type Scores = Vec<Vec<f64>>;
@@ -15,7 +16,7 @@ pub(super) type Scores = Vec<Vec<f64>>;
 ///
 /// # Errors
 /// A weight is not of floats, reading fails, or the work is cancelled.
-pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importance, sweep: &Sweep) -> Result<Scores> {
+pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importance, work: &Work) -> Result<Scores> {
     let counts = |member: &&Member| member.role != Role::Goes;
     let mut axes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for member in groups.iter().flat_map(|group| &group.members).filter(counts) {
@@ -27,7 +28,7 @@ pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importanc
     let jobs: Vec<(&str, &Weight, Vec<usize>)> =
         axes.into_iter().map(|(name, axes)| model.weights.get(name).map(|weight| (name, weight, axes))).collect::<Result<_>>()?;
     let square = importance == Importance::L2;
-    let sums = sweep.run("Ranking", &jobs, |(_, weight, _)| weight.stored_bytes, |(name, weight, axes)| sums(name, weight, axes, square, sweep))?;
+    let sums = work.run("Ranking", &jobs, |(_, weight, _)| weight.stored_bytes, |(name, weight, axes)| sums(name, weight, axes, square, work))?;
     let mut by_axis: BTreeMap<(&str, usize), Vec<f64>> = BTreeMap::new();
     for ((name, _, axes), sums) in jobs.iter().zip(sums) {
         by_axis.extend(axes.iter().map(|axis| (*name, *axis)).zip(sums));
@@ -63,7 +64,7 @@ pub(super) fn average(members: impl Iterator<Item = Vec<f64>>, size: usize) -> V
 }
 
 /// Sums of magnitudes or squares over everything but one axis, for several axes.
-fn sums(name: &str, weight: &Weight, axes: &[usize], square: bool, sweep: &Sweep) -> Result<Vec<Vec<f64>>> {
+fn sums(name: &str, weight: &Weight, axes: &[usize], square: bool, work: &Work) -> Result<Vec<Vec<f64>>> {
     let mut found: Vec<Vec<f64>> = axes.iter().map(|axis| vec![0.0; weight.shape[*axis]]).collect();
     let shapes: Vec<(usize, usize)> = axes.iter().map(|axis| (weight.shape[*axis], weight.shape[axis + 1..].iter().product())).collect();
     let mut floats = Vec::new();
@@ -78,7 +79,7 @@ fn sums(name: &str, weight: &Weight, axes: &[usize], square: bool, sweep: &Sweep
             add(sums, *size, *inner, at, &floats);
         }
         at += floats.len();
-        sweep.advance(block.before.values.len() as u64)
+        work.advance(block.before.values.len() as u64)
     })?;
     Ok(found)
 }

@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 use super::scores::{self, Scores};
 use super::widths::{self, Bundle};
 use super::{Importance, NAME, PruneStructured, PrunedPart, Target, latency, sensitivity};
-use crate::analysis::{self, Group, GroupUnit, Groups, Member};
+use crate::analysis::{self, Group, GroupUnit, Groups, Member, Role};
 use crate::arch;
 use crate::error::{Error, Result};
-use crate::ir::Graph;
+use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, Scope};
 use crate::store::select;
@@ -94,10 +94,18 @@ impl Selection {
     /// Reading fails, or a weight is not of floats.
     pub fn scores(&self, pass: &PruneStructured, graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
         match pass.importance {
-            Importance::L1 | Importance::L2 => scores::by_weights(&self.of(), model, pass.importance, &context.sweep),
+            Importance::Auto | Importance::L1 | Importance::L2 => scores::by_weights(&self.of(), model, pass.importance, &context.work),
             Importance::Activation => sensitivity::by_activation(&self.of(), graph, model, context),
             Importance::Taylor => sensitivity::by_gradient(&self.of(), graph, model, context),
         }
+    }
+
+    /// Whether every group has a layer whose inputs say how much its units matter.
+    pub fn is_read(&self, graph: &Graph) -> bool {
+        let layers = graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_)));
+        let weights: BTreeSet<&str> = layers.filter_map(|node| Some(graph.value(*node.inputs.get(1)?).name.as_str())).collect();
+        let reads = |member: &Member| member.role == Role::Reads && weights.contains(member.param.as_str());
+        self.of().iter().all(|group| group.members.iter().any(reads))
     }
 
     /// How many units stay in each chosen group.

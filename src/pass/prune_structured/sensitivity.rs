@@ -1,17 +1,18 @@
 //! Importance by what the model does on calibration data.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
-use candle_core::{D, DType, Tensor, Var};
+use candle_core::{D, Device, Tensor};
 
 use super::NAME;
-use super::calibrate::{self, Squares, computed, numbers};
+use super::calibrate::{self, Moments, computed, numbers};
 use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
-use crate::exec::Executor;
-use crate::ir::{Graph, Op};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{Executor, MemoryTracker, Tape};
+use crate::ir::{Graph, Op, ValueId};
 use crate::model::Model;
 use crate::pass::Context;
 
@@ -37,35 +38,33 @@ fn over(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {
 pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
     let parameters = calibrate::parameters(graph, model, context)?;
     let executor = Executor::new(graph, parameters.clone(), context.device.clone());
-    let mut readers: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
-    for (index, node) in graph.nodes().iter().enumerate() {
-        if let (Op::Linear(_) | Op::Conv(_), Some(input)) = (&node.op, node.inputs.first()) {
-            readers.entry(graph.value(*input).name.as_str()).or_default().push(index);
+    // The values that layers read, as convolutions or as linear layers do.
+    let mut read: Vec<(&str, &Op, Moments)> = Vec::new();
+    let is_conv = |op: &Op| matches!(op, Op::Conv(_));
+    for node in graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))) {
+        let value = graph.value(node.inputs[0]).name.as_str();
+        if !read.iter().any(|(other, op, _)| *other == value && is_conv(op) == is_conv(&node.op)) {
+            read.push((value, &node.op, Moments::default()));
         }
     }
-    let mut squares = Squares::new();
+    let observation = executor.observation(|name| read.iter().any(|(value, ..)| *value == name));
     calibrate::for_each("Observing", model, context, |batch| {
-        let mut look = |name: &str, value: &Tensor| {
-            for node in readers.get(name).into_iter().flatten() {
-                let rows = calibrate::rows(value, &graph.nodes()[*node].op, &batch)?;
-                let sums = numbers(&rows.sqr().and_then(|s| s.sum(0)).map_err(computed)?)?;
-                let known = squares.entry(*node).or_insert_with(|| vec![0.0; sums.len()]);
-                known.iter_mut().zip(sums).for_each(|(known, sum)| *known += sum);
-            }
-            Ok(())
-        };
-        executor.run_observed(&batch.inputs, &mut look).map(drop)
+        executor.run_observed(&observation, &batch.inputs, &mut |name, value| {
+            let reads = read.iter_mut().filter(|(other, ..)| *other == name);
+            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, &batch)?))
+        })
     })?;
-    // The weight of a reading layer, and the squares of what it reads.
-    let read = |member: &Member| {
-        let reads = |node: &usize| graph.nodes()[*node].inputs.get(1).is_some_and(|id| graph.value(*id).name == member.param);
-        squares.iter().find(|(node, _)| reads(node)).map(|(_, squares)| squares)
+    // The squares of what the layer with a weight reads.
+    let squares = |member: &Member| {
+        let node = graph.nodes().iter().find(|node| node.inputs.get(1).is_some_and(|id| graph.value(*id).name == member.param))?;
+        let value = &graph.value(node.inputs[0]).name;
+        read.iter().find(|(other, op, _)| other == value && is_conv(op) == is_conv(&node.op)).map(|(.., moments)| &moments.squares)
     };
     let mut scores = Scores::new();
     for group in groups {
         let mut members = Vec::new();
         for member in group.members.iter().filter(|member| member.role == Role::Reads) {
-            let Some(squares) = read(member) else { continue };
+            let Some(squares) = squares(member) else { continue };
             let weight = parameters.get(&member.param).map_err(computed)?;
             let weights = over(&weight.sqr().map_err(computed)?, member.axis)?;
             let products: Vec<f64> = if weights.len() == squares.len() { weights.iter().zip(squares).map(|(w, s)| w * s).collect() } else { weights };
@@ -84,27 +83,26 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
 /// # Errors
 /// The data does not fit, or memory runs out.
 pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
-    let mut parameters = calibrate::parameters(graph, model, context)?;
-    let mut variables: BTreeMap<&str, Var> = BTreeMap::new();
+    let parameters = calibrate::parameters(graph, model, context)?;
     let writes = |group: &&'_ Group| group.members.iter().filter(|member| member.role == Role::Writes).cloned().collect::<Vec<_>>();
-    for member in groups.iter().flat_map(|group| &group.members).filter(|member| member.role == Role::Writes) {
-        if !variables.contains_key(member.param.as_str()) {
-            let variable = parameters.get(&member.param).and_then(|tensor| Var::from_tensor(&tensor)).map_err(computed)?;
-            parameters = parameters.with(&member.param, variable.as_tensor().clone());
-            variables.insert(member.param.as_str(), variable);
-        }
-    }
-    let executor = Executor::new(graph, parameters, context.device.clone()).for_training();
+    let written: BTreeSet<&str> =
+        groups.iter().flat_map(|group| &group.members).filter(|member| member.role == Role::Writes).map(|member| member.param.as_str()).collect();
+    let outputs: BTreeMap<String, ValueId> = graph.outputs().iter().cloned().collect();
+    let tape = Tape::new(graph, context.device.clone(), outputs.values().copied().collect(), &|name| written.contains(name), &[]);
+    let memory_tracker = MemoryTracker::default();
     let mut scores: Scores = groups.iter().map(|group| vec![0.0; group.size]).collect();
     calibrate::for_each("Differentiating", model, context, |batch| {
-        let outputs = executor.run(&batch.inputs)?;
-        let gradients = loss(&batch, &outputs)?.backward().map_err(computed)?;
-        let mut products: BTreeMap<&str, Tensor> = BTreeMap::new();
-        for (name, variable) in &variables {
-            if let Some(gradient) = gradients.get(variable.as_tensor()) {
-                products.insert(name, (gradient * variable.as_tensor()).map_err(computed)?);
-            }
-        }
+        let forward = tape.forward(&parameters, &batch.inputs, &memory_tracker, None)?;
+        let values = outputs.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
+        let (name, gradient) = gradient_of_loss(&batch, &values).map_err(computed)?;
+        let from = outputs.get(&name).map(|id| (*id, gradient)).into_iter().collect();
+        let mut products: BTreeMap<String, Tensor> = BTreeMap::new();
+        tape.backward(forward, from, &parameters, &memory_tracker, &mut |name, gradient| {
+            let product = parameters.get(name).and_then(|parameter| gradient * parameter).map_err(computed)?;
+            let sum = products.remove(name).map_or(Ok(product.clone()), |other| other + &product).map_err(computed)?;
+            products.insert(name.to_owned(), sum);
+            Ok(())
+        })?;
         for (group, scores) in groups.iter().zip(&mut scores) {
             let mut change = vec![0.0; group.size];
             for member in writes(group) {
@@ -125,42 +123,48 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
     Ok(scores)
 }
 
-/// What the gradient is of: cross-entropy with the labels or the next tokens; without either, how alike the samples of a
-/// batch are to the model, the mean square of all products of two samples' features.
-fn loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> Result<Tensor> {
-    match (&batch.references, outputs.get("logits")) {
+/// An output and the gradient of the loss with respect to it. The loss is the cross-entropy with the labels or the next tokens;
+/// without either, how alike the samples of a batch are to the model, the mean square of all products of two samples' features.
+fn gradient_of_loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> candle_core::Result<(String, Tensor)> {
+    let gradient = match (&batch.references, outputs.get("logits")) {
         (References::Classes(classes), Some(logits)) if logits.rank() == 2 => {
             let classes: Vec<u32> = classes.iter().map(|class| *class as u32).collect();
-            cross_entropy(logits, &classes).map_err(computed)
+            Some(of_cross_entropy(logits, &classes)?)
         }
-        (References::Next(places), Some(logits)) if logits.rank() == 3 => next_token(batch, places, logits).map_err(computed),
-        _ => alike(outputs).map_err(computed),
-    }
+        (References::Next(places), Some(logits)) if logits.rank() == 3 => Some(of_next_tokens(batch, places, logits)?),
+        _ => None,
+    };
+    gradient.map_or_else(|| of_likeness(outputs), |gradient| Ok(("logits".to_owned(), gradient)))
 }
 
-fn cross_entropy(logits: &Tensor, classes: &[u32]) -> candle_core::Result<Tensor> {
-    let classes = Tensor::from_vec(classes.to_vec(), (classes.len(), 1), logits.device())?;
-    let highest = logits.detach().max_keepdim(D::Minus1)?;
-    let shifted = logits.broadcast_sub(&highest)?;
-    let total = shifted.exp()?.sum_keepdim(D::Minus1)?.log()?;
-    shifted.broadcast_sub(&total)?.gather(&classes, D::Minus1)?.neg()?.mean_all()
+/// Of the mean over rows.
+fn of_cross_entropy(logits: &Tensor, classes: &[u32]) -> candle_core::Result<Tensor> {
+    let places = transfer::to_device(&Tensor::from_slice(classes, (classes.len(), 1), &Device::Cpu)?, logits.device(), Cause::Batch)?;
+    let powers = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?.exp()?;
+    let probabilities = powers.broadcast_div(&powers.sum_keepdim(D::Minus1)?)?;
+    let ones = Tensor::ones(places.shape(), logits.dtype(), logits.device())?;
+    (probabilities - logits.zeros_like()?.scatter_add(&places, &ones, 1)?)? / classes.len() as f64
 }
 
-fn next_token(batch: &Batch, places: &[std::ops::Range<usize>], logits: &Tensor) -> candle_core::Result<Tensor> {
+/// Of the mean over windows of the mean over the tokens of each.
+fn of_next_tokens(batch: &Batch, places: &[std::ops::Range<usize>], logits: &Tensor) -> candle_core::Result<Tensor> {
     let Some(tokens) = batch.inputs.get("input_ids") else { candle_core::bail!("no tokens") };
-    let mut losses = Vec::new();
+    let sequence = logits.dim(1)?;
+    let mut windows = Vec::with_capacity(places.len());
     for (window, places) in places.iter().enumerate() {
-        let row = logits.get(window)?.narrow(0, places.start - 1, places.len())?;
-        let next: Vec<u32> =
-            tokens.get(window)?.narrow(0, places.start, places.len())?.to_dtype(DType::I64)?.to_vec1::<i64>()?.into_iter().map(|t| t as u32).collect();
-        losses.push(cross_entropy(&row, &next)?);
+        let rows = logits.get(window)?.narrow(0, places.start - 1, places.len())?;
+        let next: Vec<u32> = transfer::read::<i64>(&tokens.get(window)?.narrow(0, places.start, places.len())?)?.into_iter().map(|t| t as u32).collect();
+        windows.push(of_cross_entropy(&rows, &next)?.pad_with_zeros(0, places.start - 1, sequence + 1 - places.end)?);
     }
-    Tensor::stack(&losses, 0)?.mean_all()
+    Tensor::stack(&windows, 0)? / places.len() as f64
 }
 
-fn alike(outputs: &BTreeMap<String, Tensor>) -> candle_core::Result<Tensor> {
+fn of_likeness(outputs: &BTreeMap<String, Tensor>) -> candle_core::Result<(String, Tensor)> {
     let names = ["sentence_embedding", "pooler_output", "logits", "last_hidden_state"];
-    let Some(features) = names.iter().find_map(|name| outputs.get(*name)).or_else(|| outputs.values().next()) else { candle_core::bail!("no outputs") };
-    let features = if features.rank() == 2 { features.clone() } else { features.flatten_from(1)? };
-    features.matmul(&features.t()?.contiguous()?)?.sqr()?.mean_all()
+    let named = names.iter().find_map(|name| outputs.get_key_value(*name)).or_else(|| outputs.iter().next());
+    let Some((name, output)) = named else { candle_core::bail!("no outputs") };
+    let features = output.flatten_from(1)?;
+    let products = features.matmul(&features.t()?.contiguous()?)?;
+    let gradient = (products.matmul(&features)? * (4.0 / products.elem_count() as f64))?;
+    Ok((name.clone(), gradient.reshape(output.dims())?))
 }

@@ -15,7 +15,8 @@ use crate::ir::{Graph, Node, ValueId};
 use crate::model::{self, Model};
 use crate::pass::integers::Integers;
 use crate::pass::{ActivationTarget, GranularityKind};
-use crate::store::{ActivationScheme, Affine, Computed, DType, Granularity, Meter, Scaled, Static, Weight};
+use crate::store::{ActivationScheme, Affine, Computed, DType, Granularity, Scaled, Static, Weight};
+use crate::work::Meter;
 
 /// Quantizers of values by name, and whether everybody sees them.
 pub(super) type Found = BTreeMap<String, (FakeQuantize, bool)>;

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Subject};
 use crate::model::Model;
 use crate::pass::Context;
-use crate::store::Meter;
+use crate::work::Meter;
 
 /// How good the quantized model has to be; one of `max_drop` and `min_cosine`.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -184,8 +184,8 @@ impl<'m> Judge<'m> {
         let data = DataSet::open(options, subject.target())?;
         let mut score = None;
         if goal.max_drop.is_some() {
-            let mut runner = [subject.load(&context.device, &context.sweep)?];
-            score = evaluation::evaluate(&data, &mut runner, &[], &context.sweep)?.models.into_iter().next().and_then(|outcome| outcome.score);
+            let mut runner = [subject.load(&context.device, &context.work)?];
+            score = evaluation::evaluate(&data, &mut runner, &[], &context.work)?.models.into_iter().next().and_then(|outcome| outcome.score);
             if score.is_none() {
                 return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs evaluation data with labels; without any, ask for `min_cosine`"));
             }
@@ -198,14 +198,14 @@ impl<'m> Judge<'m> {
         let mut after = Subject::of(model)?;
         match &self.score {
             Some(score) => {
-                let mut runner = [after.load(&context.device, &context.sweep)?];
-                let outcomes = evaluation::evaluate(&self.data, &mut runner, &[], &context.sweep)?;
+                let mut runner = [after.load(&context.device, &context.work)?];
+                let outcomes = evaluation::evaluate(&self.data, &mut runner, &[], &context.work)?;
                 Ok(outcomes.models.first().and_then(|o| o.score.as_ref()).map_or(f64::INFINITY, |now| score.drop_to(now)))
             }
             None => {
                 let mut before = Subject::of(self.original.clone())?;
-                let mut runners = [before.load(&context.device, &context.sweep)?, after.load(&context.device, &context.sweep)?];
-                let outcomes = evaluation::evaluate(&self.data, &mut runners, &[(0, 1)], &context.sweep)?;
+                let mut runners = [before.load(&context.device, &context.work)?, after.load(&context.device, &context.work)?];
+                let outcomes = evaluation::evaluate(&self.data, &mut runners, &[(0, 1)], &context.work)?;
                 Ok(outcomes.pairs.first().map_or(0.0, |fidelity| fidelity.cosine))
             }
         }

@@ -39,7 +39,8 @@ use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Port;
 use crate::model::{Applied, Model};
-use crate::store::{Meter, Pattern};
+use crate::store::Pattern;
+use crate::work::Meter;
 pub use goal::Goal;
 use prepare::Prepared;
 use scaling::Choice;
@@ -211,9 +212,9 @@ impl QuantizeStatic {
         let (inputs, outputs) = Port::of(graph);
         let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
         let data = DataSet::open(options, target)?;
-        let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.sweep)?;
+        let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
         let executor = Executor::new(graph, parameters, context.device.clone());
-        calibrate(&executor, &data, &requests, &context.sweep)
+        calibrate(&executor, &data, &requests, &context.work)
     }
 
     /// Brings the model into shape, runs it over the samples, and moves ranges.
@@ -277,16 +278,14 @@ impl Pass for QuantizeStatic {
         Some(Samples::Calibration)
     }
 
-    fn apply(&self, model: Model) -> Result<Model> {
-        let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
         let meter = Arc::new(Meter::default());
-        let found = self.quantizers(&prepared, &prepared.layers, None)?;
-        let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
-        Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()))
-    }
-
-    fn perform(&self, model: Model, context: &Context) -> Result<Model> {
-        let meter = Arc::new(Meter::default());
+        let Some(context) = context else {
+            let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+            let found = self.quantizers(&prepared, &prepared.layers, None)?;
+            let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
+            return Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()));
+        };
         let original = model.clone();
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
         let mut layers = prepared.layers.clone();
@@ -311,6 +310,10 @@ impl Pass for QuantizeStatic {
         });
         Ok(self.record(model, &prepared, &layers, meter, details, notes))
     }
+
+    fn remedy(&self) -> &'static str {
+        "more or other calibration samples, `accuracy_goal`, `granularity: channel`, or `ignore` for the layers that `compress analyze` names"
+    }
 }
 
 #[cfg(test)]
@@ -323,11 +326,12 @@ mod tests {
     use crate::data::{Data, DataSets};
     use crate::exec::Inputs;
     use crate::ir::Graph;
-    use crate::store::{Cancel, Silent, Sweep};
+    use crate::ir::ops::Op;
+    use crate::work::{Cancel, Silent, Work};
 
     fn outputs(graph: &Graph, model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
-        let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &sweep).unwrap();
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let parameters = Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
         Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
     }
 
@@ -335,7 +339,7 @@ mod tests {
     #[test]
     fn preparation_changes_no_answer() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
-        let (mut folded, mut rescaled) = (0, 0);
+        let (mut folded, mut rescaled, mut past_ceilings) = (0, 0, 0);
         for entry in std::fs::read_dir(folder).unwrap() {
             let place = entry.unwrap().path();
             let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
@@ -347,11 +351,13 @@ mod tests {
             let model = Model::open(&place).unwrap();
             let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
-                let sweep = Sweep { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context { sweep, seed: 0, data: &data, device: Device::Cpu, workplace: None, resume: false };
+                let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+                let context = Context { work, seed: 0, data: &data, device: Device::Cpu, workplace: None, resume: false };
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();
+                let is_cut = |name: &str| prepared.graph.nodes().iter().any(|n| matches!(n.op, Op::Clip(_)) && prepared.graph.value(n.inputs[0]).name == name);
+                past_ceilings += choices.iter().filter(|choice| is_cut(&choice.name)).count();
                 let after = outputs(&prepared.graph, &prepared.model, &inputs);
                 for (name, tensor) in &before {
                     let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
@@ -361,5 +367,6 @@ mod tests {
             }
         }
         assert!(folded > 10 && rescaled > 30, "{folded} models folded, {rescaled} chains rescaled");
+        assert!(past_ceilings > 0, "no chain goes through a ReLU6");
     }
 }

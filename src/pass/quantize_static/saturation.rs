@@ -74,7 +74,8 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::store::{ActivationScheme, Affine, DType, Granularity, Meter};
+    use crate::store::{ActivationScheme, Affine, DType, Granularity};
+    use crate::work::Meter;
 
     #[test]
     fn two_large_products_of_one_sign_are_too_much() {

@@ -31,6 +31,8 @@ pub(super) struct Chain {
     pub values: Vec<(ValueId, Vec<usize>)>,
     /// Layers that take the multiplication over: the value they read, their weight, and whether it is `[in, out]` or depthwise.
     pub sinks: Vec<ScaledLayer>,
+    /// Values that are cut off above, with the channel that each of their channels is, and where.
+    ceilings: Vec<(ValueId, Vec<usize>, f64)>,
 }
 
 #[derive(Debug, Clone)]
@@ -41,6 +43,8 @@ pub(super) struct ScaledLayer {
     index: Vec<usize>,
     /// Whether that axis is the first one.
     first: bool,
+    /// Whether each output has one input: rounded with a scale of its own, it loses nothing by a factor.
+    depthwise: bool,
 }
 
 /// All chains of a graph whose sinks are among the quantized layers, at least one.
@@ -72,7 +76,8 @@ fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
         return None;
     }
     let costly = is_factor(graph, node);
-    let mut chain = Chain { name: graph.value(node.output).name.clone(), costly, mixed: false, width, makers, values: Vec::new(), sinks: Vec::new() };
+    let name = graph.value(node.output).name.clone();
+    let mut chain = Chain { name, costly, mixed: false, width, makers, values: Vec::new(), sinks: Vec::new(), ceilings: Vec::new() };
     let index: Vec<usize> = (0..width).collect();
     follow(graph, node.output, &index, &mut chain).then_some(chain).filter(|chain| !chain.sinks.is_empty())
 }
@@ -92,6 +97,10 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
         match (&node.op, at) {
             (Op::Linear(_) | Op::Conv(_), Some(0)) if sole => sink(graph, node, index, chain),
             (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::MergeHeads(_) | Op::Select(_), Some(0)) => {
+                follow(graph, node.output, index, chain)
+            }
+            (Op::Clip(clip), Some(0)) if clip.min == 0.0 => {
+                chain.ceilings.push((node.output, index.to_vec(), clip.max));
                 follow(graph, node.output, index, chain)
             }
             (Op::MaskedMean(_), Some(0)) => follow(graph, node.output, index, chain),
@@ -119,28 +128,37 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
 fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool {
     let weight = weight_input(graph, node).to_owned();
     let own = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
+    let depthwise = is_depthwise(graph, node);
     let first = match &node.op {
         Op::Linear(op) => op.input_major,
+        Op::Conv(op) if op.groups > 1 && !depthwise => return false,
         // Of a depthwise convolution each output has one input, whose factor it takes over by its row.
-        Op::Conv(op) if op.groups > 1 => match graph.value(node.output).ty.shape.get(1).and_then(|d| d.fixed()) {
-            Some(channels) if channels == op.groups => true,
-            _ => return false,
-        },
-        _ => false,
+        _ => depthwise,
     };
-    chain.sinks.push(ScaledLayer { value: node.inputs[0], weight, index: index.to_vec(), first });
+    chain.sinks.push(ScaledLayer { value: node.inputs[0], weight, index: index.to_vec(), first, depthwise });
     own
+}
+
+/// Whether each output of a convolution has one input.
+fn is_depthwise(graph: &Graph, node: &Node) -> bool {
+    let channels = graph.value(node.output).ty.shape.get(1).and_then(|d| d.fixed());
+    matches!(&node.op, Op::Conv(op) if op.groups > 1 && channels == Some(op.groups))
 }
 
 /// Part of the largest channel below which a channel counts as silent.
 const SILENT: f64 = 1e-3;
 /// Steps from one power of two to the next where nothing stands against it.
 const FINE: f64 = 4.0;
+/// So many times the largest value that a channel was seen with has to pass where values are cut off.
+const ROOM: f64 = 1.5;
+/// The strength where values are cut off: what samples of one kind hold says little of how far a channel is from its ceiling for
+/// others, so that the weights on both sides alone decide (Nagel et al., 2019).
+const BALANCED: f64 = 0.5;
 /// Strengths that are tried: how much of an activation's range goes over to the weights.
 const STRENGTHS: [f64; 6] = [0.3, 0.45, 0.6, 0.7, 0.8, 0.9];
 /// A chain is changed for a gain of so much of its error.
 const GAIN: f64 = 0.02;
-/// Where it takes a multiplication when the model runs, for a gain of so much.
+/// Where it takes a multiplication when the model runs, or cuts off what no sample reached, for a gain of so much.
 const COSTLY_GAIN: f64 = 0.25;
 
 /// What was chosen for a chain.
@@ -173,13 +191,14 @@ pub(super) fn rescale(
         let still = vec![0.0; chain.width];
         let fine = chain.makers.iter().all(|(name, _)| model.weights.by_name.get(name).is_some_and(|w| matches!(w.dtype, DType::F32 | DType::F64)));
         let before = measure.error(&still, observer, percentile);
-        let strengths: Vec<f64> = fixed.map_or(STRENGTHS.to_vec(), |strength| vec![strength]);
+        let tries = if chain.ceilings.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
+        let strengths: Vec<f64> = fixed.map_or(tries.to_vec(), |strength| vec![strength]);
         let tried = strengths.into_iter().map(|strength| {
             let powers = measure.powers(strength, if fine { FINE } else { 1.0 });
             (measure.error(&powers, observer, percentile), strength, powers)
         });
         let Some((error, strength, powers)) = tried.min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
-        let gain = if chain.costly { COSTLY_GAIN } else { GAIN };
+        let gain = if chain.costly || !chain.ceilings.is_empty() { COSTLY_GAIN } else { GAIN };
         if powers.iter().all(|p| *p == 0.0) || (fixed.is_none() && error > before * (1.0 - gain)) {
             continue;
         }
@@ -223,6 +242,15 @@ fn scale(model: &mut Model, name: &str, factors: Arc<Vec<f32>>, first: bool) -> 
 struct Measure<'s> {
     width: usize,
     sinks: Vec<(Layer, &'s ValueStatistics, &'s [usize])>,
+    ceiling: Option<Ceiling>,
+}
+
+/// Where values of a chain are cut off on the way.
+struct Ceiling {
+    /// How many powers of two each channel can grow by.
+    growth: Vec<f64>,
+    /// Largest weight that makes each channel.
+    makers: Vec<f32>,
 }
 
 /// What an error of each input of a layer costs: the squares of its weights.
@@ -231,12 +259,13 @@ pub(super) fn costs(model: &Model, graph: &Graph, node: &Node) -> Result<Vec<f64
     let shape = &graph.value(node.inputs[0]).ty.shape;
     let axis = if shape.len() == 4 { shape.get(1) } else { shape.last() };
     let inputs = axis.and_then(|d| d.fixed()).unwrap_or(0);
+    let depthwise = is_depthwise(graph, node);
     let grouped = matches!(&node.op, Op::Conv(op) if op.groups > 1);
-    if grouped || inputs == 0 {
+    if grouped && !depthwise || inputs == 0 {
         return Ok(Vec::new());
     }
-    let first = matches!(&node.op, Op::Linear(op) if op.input_major);
-    let sink = ScaledLayer { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first };
+    let first = depthwise || matches!(&node.op, Op::Linear(op) if op.input_major);
+    let sink = ScaledLayer { value: node.inputs[0], weight: name.to_owned(), index: (0..inputs).collect(), first, depthwise };
     Ok(Layer::of(model, &sink)?.squares)
 }
 
@@ -249,6 +278,7 @@ struct Layer {
     /// Largest magnitudes of columns.
     columns: Vec<f32>,
     inputs: usize,
+    depthwise: bool,
 }
 
 impl Layer {
@@ -263,7 +293,8 @@ impl Layer {
             _ => (weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1), 0),
         };
         let outputs = values.len() / (inputs * inner).max(1);
-        let mut layer = Layer { largest: vec![0.0; outputs.max(1) * inputs], squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs };
+        let mut layer =
+            Layer { largest: vec![0.0; outputs.max(1) * inputs], squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, depthwise: sink.depthwise };
         for (at, value) in values.iter().enumerate() {
             let (output, input) = match turned {
                 0 => (at / (inputs * inner), at / inner % inputs),
@@ -290,7 +321,8 @@ impl<'s> Measure<'s> {
                 sinks.push((Layer::of(model, sink)?, seen, sink.index.as_slice()));
             }
         }
-        Ok((!sinks.is_empty()).then_some(Measure { width: chain.width, sinks }))
+        let ceiling = if chain.ceilings.is_empty() { None } else { Some(Ceiling::of(chain, graph, model, seen)?) };
+        Ok((!sinks.is_empty()).then_some(Measure { width: chain.width, sinks, ceiling }))
     }
 
     /// `log2 (a^strength / w^(1 - strength))` for each channel, in so many steps to one, around zero.
@@ -302,6 +334,9 @@ impl<'s> Measure<'s> {
                 activations[*channel] = activations[*channel].max(f64::from(largest[input]));
                 weights[*channel] = weights[*channel].max(f64::from(layer.columns[input]));
             }
+        }
+        if let Some(ceiling) = &self.ceiling {
+            return ceiling.powers(&weights, strength, steps);
         }
         // A channel that was nearly always zero is taken for a small one: its weights must not set the scale of all.
         let floor = activations.iter().copied().fold(0.0, f64::max) * SILENT;
@@ -338,12 +373,52 @@ impl Layer {
             None => cost(observer.range(&divided, Some(&columns), percentile), &divided, &columns),
         } / channels.count().max(1) as f64;
         let energy: f64 = channels.mean_squares().iter().sum();
+        if self.depthwise {
+            return activations;
+        }
         let row = |row: &[f32]| {
             let largest = row.iter().zip(&by).map(|(w, by)| f64::from(*w) * by).fold(0f64, f64::max);
             let step = largest / 127.5;
             step * step / 12.0 * energy
         };
         activations + self.largest.chunks_exact(self.inputs.max(1)).map(row).sum::<f64>()
+    }
+}
+
+impl Ceiling {
+    fn of(chain: &Chain, graph: &Graph, model: &Model, seen: &BTreeMap<String, ValueStatistics>) -> Result<Ceiling> {
+        let mut growth = vec![f64::INFINITY; chain.width];
+        for (value, index, ceiling) in &chain.ceilings {
+            // What nothing was seen of stays as it is.
+            let largest = seen.get(&graph.value(*value).name).map_or(vec![f32::INFINITY; index.len()], |seen| seen.channels().largest());
+            for (channel, largest) in index.iter().zip(largest) {
+                growth[*channel] = growth[*channel].min((ceiling / (ROOM * f64::from(largest))).log2().max(0.0));
+            }
+        }
+        let mut makers = vec![0f32; chain.width];
+        if let Some((name, second)) = chain.makers.first() {
+            let weight = model.weights.get(name)?;
+            for (at, value) in weight.floats(name)?.iter().enumerate() {
+                let channel = if *second { at % chain.width } else { at / weight.row().max(1) };
+                makers[channel] = makers[channel].max(value.abs());
+            }
+        }
+        Ok(Ceiling { growth, makers })
+    }
+
+    /// What reaches the ceiling stays there: such channels are what the others are brought in line with. None of them shrinks, and
+    /// what grows stays below; of a channel that was always zero nothing is known.
+    fn powers(&self, readers: &[f64], strength: f64, steps: f64) -> Vec<f64> {
+        let logs = self.makers.iter().zip(readers).map(|(maker, reader)| strength * f64::from(*maker).log2() - (1.0 - strength) * reader.log2());
+        let logs: Vec<f64> = logs.collect();
+        let held: Vec<f64> = logs.iter().zip(&self.growth).filter(|(l, growth)| l.is_finite() && **growth <= 0.0).map(|(l, _)| *l).collect();
+        let level = match held.len() {
+            0 => logs.iter().copied().filter(|l| l.is_finite()).fold(f64::NEG_INFINITY, f64::max),
+            count => held.iter().sum::<f64>() / count as f64,
+        };
+        let power =
+            |(l, growth): (&f64, &f64)| if l.is_finite() && growth.is_finite() { ((l - level).max(-growth).min(0.0) * steps).ceil() / steps } else { 0.0 };
+        logs.iter().zip(&self.growth).map(power).collect()
     }
 }
 

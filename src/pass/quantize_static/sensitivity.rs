@@ -15,7 +15,8 @@ use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
 use crate::pass::integers::Integers;
-use crate::store::{ActivationScheme, Event, Granularity, Meter, ProgressUnit};
+use crate::store::{ActivationScheme, Granularity};
+use crate::work::{Event, Meter, ProgressUnit};
 
 /// The damage that one layer does.
 #[derive(Debug, Clone, Serialize)]
@@ -59,15 +60,15 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap
 }
 
 fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result<Damage>) -> Result<Vec<Damage>> {
-    context.sweep.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: ProgressUnit::Samples });
+    context.work.progress.on(Event::Begin { stage: "Trying layers", total: prepared.layers.len() as u64, unit: ProgressUnit::Samples });
     let measured = prepared.layers.iter().map(|name| {
-        context.sweep.cancel.check()?;
+        context.work.cancel.check()?;
         let damage = measure(name)?;
-        context.sweep.advance(1)?;
+        context.work.advance(1)?;
         Ok(damage)
     });
     let damages: Result<Vec<Damage>> = measured.collect();
-    context.sweep.progress.on(Event::End);
+    context.work.progress.on(Event::End);
     let mut damages = damages?;
     damages.sort_by(|a, b| b.lost().total_cmp(&a.lost()));
     Ok(damages)
@@ -96,7 +97,7 @@ impl Trial {
 
 fn answers(model: Model, batch: &Batch, context: &Context) -> Result<Outputs> {
     let mut subject = Subject::of(model)?;
-    subject.load(&context.device, &context.sweep.quiet())?.run(&batch.inputs)
+    subject.load(&context.device, &context.work.quiet())?.run(&batch.inputs)
 }
 
 impl QuantizeStatic {

@@ -38,9 +38,11 @@ pub(super) fn section(report: &Report) -> Markup {
         ("int8 instructions", environment.int8.clone()),
         ("memory", environment.memory_bytes.map_or(String::new(), bytes)),
         ("GPU", environment.gpu.clone().unwrap_or_default()),
+        ("device", environment.device.clone().unwrap_or_default()),
         ("ONNX Runtime", environment.onnxruntime.clone().unwrap_or_default()),
         ("whole run", seconds(report.totals.seconds)),
         ("peak memory", report.totals.peak_rss_bytes.map_or(String::new(), bytes)),
+        ("peak GPU memory", report.totals.peak_vram_bytes.map_or(String::new(), bytes)),
     ];
     let content = html! {
         (table(&["file", "size", "verified", "BLAKE3"], &files))

@@ -8,7 +8,7 @@ use crate::report::format::milliseconds;
 use crate::report::{Report, measured};
 
 pub(super) fn accuracy(report: &Report) -> Markup {
-    let Some(accuracy) = &report.accuracy else { return html! {} };
+    let Some(accuracy) = &report.accuracy else { return fidelity(report) };
     let metric = accuracy.metric.as_deref().unwrap_or("");
     let mut points = Vec::new();
     for (index, (runtime, before)) in accuracy.before.iter().enumerate() {
@@ -30,13 +30,24 @@ pub(super) fn accuracy(report: &Report) -> Markup {
             value: format!("{value:.4}"),
         })
         .collect();
-    let rows: Vec<Vec<Markup>> = measured::accuracy_rows(accuracy).into_iter().map(|row| row.into_iter().map(|cell| super::prose(&cell)).collect()).collect();
+    let rows = cells(measured::accuracy_rows(accuracy));
     let lead = format!("{} on {} samples of {}. Lines are 95 % intervals.", accuracy.task, accuracy.samples, accuracy.data);
     let content = html! {
         @if !lines.is_empty() { (tracks(metric, &axis, &|v| axis.plain(v), &lines)) }
         (table(&["", "before", "after"], &rows))
     };
     section("accuracy", "Accuracy", &lead, &content)
+}
+
+/// How close the answers are to the input's, where there is no evaluation data.
+fn fidelity(report: &Report) -> Markup {
+    let Some(measured) = &report.fidelity else { return html! {} };
+    let lead = format!("The output's answers to {} beside those of the input.", measured.describe());
+    section("fidelity", "Fidelity", &lead, &table(&["", "before", "after"], &cells(measured::fidelity_rows(&measured.fidelity))))
+}
+
+fn cells(rows: Vec<[String; 3]>) -> Vec<Vec<Markup>> {
+    rows.into_iter().map(|row| row.into_iter().map(|cell| super::prose(&cell)).collect()).collect()
 }
 
 pub(super) fn latency(report: &Report) -> Markup {

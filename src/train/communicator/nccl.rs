@@ -111,7 +111,7 @@ impl Nccl {
         let what = || format!("rank {} of {}", self.sockets.rank(), self.sockets.size());
         let gone = || Error::run(what(), "the connection of NCCL has ended", "");
         let (answer, answered) = channel();
-        self.jobs.send(Job { tensor: tensor.detach(), from, answer }).map_err(|_| gone())?;
+        self.jobs.send(Job { tensor: tensor.clone(), from, answer }).map_err(|_| gone())?;
         match answered.recv_timeout(self.patience) {
             Ok(result) => result.map_err(|reason| Error::run(what(), reason, "NCCL says more with NCCL_DEBUG=INFO in the environment")),
             Err(RecvTimeoutError::Disconnected) => Err(gone()),

@@ -34,7 +34,7 @@ fn buckets<'a>(tensors: impl Iterator<Item = (&'a String, &'a Tensor)>) -> Vec<V
 
 /// The tensors of a bucket, end to end.
 fn flat(bucket: &[(&String, &Tensor)]) -> candle_core::Result<Tensor> {
-    let parts = bucket.iter().map(|(_, tensor)| tensor.detach().flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
+    let parts = bucket.iter().map(|(_, tensor)| tensor.flatten_all()).collect::<candle_core::Result<Vec<_>>>()?;
     Tensor::cat(&parts, 0)
 }
 

@@ -13,6 +13,7 @@ use candle_core::{Device, Tensor};
 use super::super::floats;
 use super::{Communicator, Place};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 
 const GREETING: &[u8; 8] = b"compress";
 /// Bytes that are read or written at once.
@@ -333,7 +334,8 @@ impl Sockets {
         let mut floats = floats::on_host(tensor).and_then(|host| floats::read(&host, |floats| Ok(floats.to_vec()))).map_err(failed)?;
         let done = function(self, &mut floats);
         self.or_stop(done)?;
-        let result = || Tensor::from_vec(floats, tensor.dims(), &Device::Cpu)?.to_dtype(tensor.dtype())?.to_device(tensor.device());
+        let sum = || Tensor::from_vec(floats, tensor.dims(), &Device::Cpu)?.to_dtype(tensor.dtype());
+        let result = || transfer::beside(&sum()?, tensor.device(), Cause::Step);
         result().map_err(failed)
     }
 }

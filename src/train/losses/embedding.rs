@@ -3,8 +3,8 @@
 
 use candle_core::{Result, Tensor};
 
-use super::hidden::apart;
-use super::{Distance, Loss};
+use super::hidden::{apart, projected, projected_back};
+use super::{Distance, Loss, Sum};
 use crate::data::Batch;
 use crate::error;
 
@@ -41,11 +41,17 @@ impl Loss for Embedding {
         Ok(batch.samples as f64)
     }
 
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], _batch: &Batch) -> Result<Tensor> {
-        let student = match projections.first() {
-            Some(matrix) => student[0].matmul(matrix)?,
-            None => student[0].clone(),
-        };
-        apart(self.distance, &student, &teacher[0])?.sum_all()
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], _batch: &Batch) -> Result<Sum> {
+        let rows = &student[0];
+        let matrix = projections.first();
+        let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(rows, matrix))?;
+        let (value, gradient) = apart(self.distance, &ours, &teacher[0], &Tensor::ones_like)?;
+        Ok(match matrix {
+            Some(matrix) => {
+                let (of_rows, of_matrix) = projected_back(rows, matrix, &gradient)?;
+                Sum { value, student: vec![of_rows], projections: vec![of_matrix] }
+            }
+            None => Sum { value, student: vec![gradient], projections: Vec::new() },
+        })
     }
 }

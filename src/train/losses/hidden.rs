@@ -3,7 +3,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::{Distance, Loss, mask};
+use super::{Distance, Loss, Sum, mask};
 use crate::data::Batch;
 use crate::error;
 
@@ -23,16 +23,37 @@ impl Hidden {
     }
 }
 
-/// Distances of rows, summed: squared differences averaged over the columns, or one less the cosine.
-pub(super) fn apart(distance: Distance, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    match distance {
-        Distance::Mse => (a - b)?.sqr()?.mean(D::Minus1),
-        Distance::Cosine => {
-            let norm = |x: &Tensor| (x.sqr()?.sum(D::Minus1)? + 1e-12)?.sqrt();
-            let cosine = ((a * b)?.sum(D::Minus1)? / (norm(a)? * norm(b)?)?)?;
-            1.0 - cosine
+/// Distances of rows, squared differences averaged over the columns or one less the cosine: their sum with a weight for each row, and
+/// its gradient with respect to the first rows.
+pub(super) fn apart(distance: Distance, a: &Tensor, b: &Tensor, weights: &dyn Fn(&Tensor) -> Result<Tensor>) -> Result<(Tensor, Tensor)> {
+    let (distances, along) = match distance {
+        Distance::Mse => {
+            let difference = (a - b)?;
+            let width = a.dim(D::Minus1)? as f64;
+            (difference.sqr()?.mean(D::Minus1)?, (difference * (2.0 / width))?)
         }
-    }
+        Distance::Cosine => {
+            let norm = |x: &Tensor| (x.sqr()?.sum_keepdim(D::Minus1)? + 1e-12)?.sqrt();
+            let (ours, theirs) = (norm(a)?, norm(b)?);
+            let cosine = ((a * b)?.sum_keepdim(D::Minus1)? / (&ours * theirs.clone())?)?;
+            let towards = b.broadcast_div(&(&ours * theirs)?)?;
+            let along = (a.broadcast_mul(&(&cosine / ours.sqr()?)?)? - towards)?;
+            ((1.0 - cosine.squeeze(D::Minus1)?)?, along)
+        }
+    };
+    let weights = weights(&distances)?;
+    Ok(((distances * &weights)?.sum_all()?, along.broadcast_mul(&weights.unsqueeze(D::Minus1)?)?))
+}
+
+/// Rows times a learned matrix, and what gradients of the product become: those of rows and of the matrix.
+pub(super) fn projected(rows: &Tensor, matrix: &Tensor) -> Result<Tensor> {
+    rows.flatten_to(rows.rank() - 2)?.matmul(matrix)?.reshape([&rows.dims()[..rows.rank() - 1], &[matrix.dim(1)?]].concat())
+}
+
+/// Gradients of rows and matrix, of that of their product.
+pub(super) fn projected_back(rows: &Tensor, matrix: &Tensor, gradient: &Tensor) -> Result<(Tensor, Tensor)> {
+    let flat = |x: &Tensor| x.flatten_to(x.rank() - 2);
+    Ok((projected(gradient, &matrix.t()?)?, flat(rows)?.t()?.matmul(&flat(gradient)?)?))
 }
 
 impl Loss for Hidden {
@@ -57,22 +78,29 @@ impl Loss for Hidden {
         Ok(tokens * self.pairs.len() as f64)
     }
 
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Tensor> {
-        let mut projections = projections.iter();
-        let mut sums = Vec::with_capacity(student.len());
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Sum> {
+        let mut matrices = projections.iter();
+        let (mut values, mut gradients, mut of_projections) = (Vec::new(), Vec::new(), Vec::new());
         for (index, (student, teacher)) in student.iter().zip(teacher).enumerate() {
             // Channels of images are the columns, every place is a row; their mean is what a sample counts.
             let image = student.rank() == 4;
-            let rows = |x: &Tensor| if image { x.permute((0, 2, 3, 1))?.contiguous()?.flatten(1, 2) } else { Ok(x.clone()) };
-            let (mut student, teacher) = (rows(student)?, rows(teacher)?);
-            if self.projection(index).is_some()
-                && let Some(matrix) = projections.next()
-            {
-                student = student.broadcast_matmul(matrix)?;
+            let rows = |x: &Tensor| if image { x.permute((0, 2, 3, 1))?.contiguous() } else { Ok(x.clone()) };
+            let (rows, teacher) = (rows(student)?, rows(teacher)?);
+            let matrix = self.projection(index).and_then(|_| matrices.next());
+            let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(&rows, matrix))?;
+            let weights = |distances: &Tensor| match image {
+                true => distances.ones_like()? / (distances.dim(1)? * distances.dim(2)?) as f64,
+                false => mask::weights(distances, batch),
+            };
+            let (value, mut gradient) = apart(self.distance, &ours, &teacher, &weights)?;
+            if let Some(matrix) = matrix {
+                let (of_rows, of_matrix) = projected_back(&rows, matrix, &gradient)?;
+                gradient = of_rows;
+                of_projections.push(of_matrix);
             }
-            let distances = apart(self.distance, &student, &teacher)?;
-            sums.push(if image { distances.mean(1)?.sum_all()? } else { mask::masked(&distances, batch)?.sum_all()? });
+            values.push(value);
+            gradients.push(if image { gradient.permute((0, 3, 1, 2))?.contiguous()? } else { gradient });
         }
-        Tensor::stack(&sums, 0)?.sum_all()
+        Ok(Sum { value: Tensor::stack(&values, 0)?.sum_all()?, student: gradients, projections: of_projections })
     }
 }

@@ -5,11 +5,12 @@ use std::collections::BTreeMap;
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::{Said, mask};
+use super::Said;
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
-use crate::ir::ops::{Backward, Linear, Mode, OpSpec, Saved};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::train::cache::Cache;
 
 /// Logits that are in memory at a time.
@@ -48,12 +49,16 @@ impl LogitsSource {
     fn logits(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
         match self {
             LogitsSource::Value(_) => Ok(rows.clone()),
-            LogitsSource::Head(head) => head.op.eval(&head.operands(rows, parameters)?, Mode::Infer),
+            LogitsSource::Head(head) => head.prepared(rows).forward(&head.operands(rows, parameters)?),
         }
     }
 }
 
 impl Head {
+    fn prepared(&self, rows: &Tensor) -> PreparedOp {
+        PreparedOp::new(&self.op.into(), rows.device(), rows.dtype())
+    }
+
     fn operands(&self, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Vec<Tensor>> {
         std::iter::once(Ok(rows.clone())).chain(self.parameters.iter().map(|name| parameters.get(name))).collect()
     }
@@ -128,9 +133,9 @@ impl Logits {
             return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets });
         }
         let ids = batch.inputs.get("input_ids").ok_or_else(|| missing("the model's `input_ids`"))?;
-        let read = || ids.to_device(&Device::Cpu)?.to_dtype(DType::I64)?.to_vec2::<i64>();
-        let ids = read().map_err(|e| Error::computed("input `input_ids`", e))?;
-        let sequence = ids.first().map_or(0, Vec::len);
+        let numbers = transfer::read::<i64>(ids).map_err(|e| Error::computed("input `input_ids`", e))?;
+        let sequence = ids.dims().last().copied().unwrap_or(0);
+        let ids: Vec<&[i64]> = numbers.chunks(sequence.max(1)).collect();
         let place = |sample: usize, at: usize| (sample * sequence + at) as u32;
         let mut rows = Rows { indices: Vec::new(), targets: Vec::new() };
         if let References::Next(ranges) = &batch.references {
@@ -145,10 +150,11 @@ impl Logits {
         if self.hard.is_some() {
             return Err(missing("tokens to predict: `task: language-modelling`"));
         }
-        let kept = mask::of(batch, &Device::Cpu).and_then(|mask| mask.map(|mask| mask.to_vec2::<f32>()).transpose());
-        let kept = kept.map_err(|e| Error::computed("input `attention_mask`", e))?;
+        let mask = batch.inputs.get("attention_mask").map(transfer::read::<i64>).transpose();
+        let mask = mask.map_err(|e| Error::computed("input `attention_mask`", e))?;
         for sample in 0..ids.len() {
-            rows.indices.extend((0..sequence).filter(|at| kept.as_ref().is_none_or(|kept| kept[sample][*at] != 0.0)).map(|at| place(sample, at)));
+            let real = |at: &usize| mask.as_ref().is_none_or(|mask| mask[sample * sequence + at] != 0);
+            rows.indices.extend((0..sequence).filter(real).map(|at| place(sample, at)));
         }
         Ok(rows)
     }
@@ -183,8 +189,9 @@ impl Logits {
             for (number, indices) in rows.indices.chunks(count).enumerate() {
                 let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
                 let whole = indices.len() == values.dim(0)?;
-                let places = Tensor::new(indices, values.device())?;
-                let pick = |from: &Tensor| if whole { Ok(from.clone()) } else { from.index_select(&places, 0) };
+                let places = Tensor::new(indices, &Device::Cpu)?;
+                let on = |device: &Device| transfer::to_device(&places, device, Cause::Batch);
+                let pick = |from: &Tensor| if whole { Ok(from.clone()) } else { from.index_select(&on(from.device())?, 0) };
                 let hidden = pick(&values)?;
                 let logits = self.student.logits(&hidden, student.1)?;
                 let soft = match (&self.teacher, &mut teacher, &theirs) {
@@ -192,6 +199,8 @@ impl Logits {
                         let rows = pick(value)?;
                         // Another teacher's value may be 16 bits wide.
                         let logits = source.logits(&rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)?;
+                        // The teacher may be elsewhere.
+                        let logits = transfer::beside(&logits, values.device(), Cause::Offload)?;
                         if let Some(kept) = kept {
                             kept.push(logits.clone());
                         }
@@ -210,7 +219,7 @@ impl Logits {
                     LogitsSource::Value(_) => along,
                     LogitsSource::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
                 };
-                gradient = if whole { back } else { gradient.index_add(&places, &back, 0)? };
+                gradient = if whole { back } else { gradient.index_add(&on(values.device())?, &back, 0)? };
             }
             said.parameters.append(&mut weights);
             said.add_value(self.student.value(), gradient.reshape(ours.dims())?)
@@ -236,18 +245,19 @@ impl Logits {
             let ours = log_softmax(&(&known / temperature)?)?;
             let theirs = log_softmax(&(teacher / temperature)?)?;
             let target = theirs.exp()?;
-            let loss = (&target * (theirs - &ours)?)?.sum_all()?.to_scalar::<f32>()?;
-            let squared = temperature * temperature;
-            *said.losses.entry("soft").or_default() += f64::from(loss) * squared / items;
+            let loss = (&target * (theirs - &ours)?)?.sum_all()?;
+            said.add_loss("soft", &loss, temperature * temperature / items)?;
             add(((ours.exp()? - target)? * (weight * temperature / items))?)?;
         }
         if let Some((weight, smoothing)) = self.hard {
             let ours = log_softmax(&known)?;
-            let places = Tensor::new(targets, logits.device())?.unsqueeze(1)?;
+            let places = transfer::to_device(&Tensor::new(targets, &Device::Cpu)?, logits.device(), Cause::Batch)?.unsqueeze(1)?;
             let chosen = ours.gather(&places, 1)?;
             let even = smoothing / self.classes as f64;
-            let loss = f64::from(chosen.sum_all()?.to_scalar::<f32>()?) * (1.0 - smoothing) + f64::from(ours.sum_all()?.to_scalar::<f32>()?) * even;
-            *said.losses.entry("hard").or_default() -= loss / items;
+            said.add_loss("hard", &chosen.sum_all()?, (smoothing - 1.0) / items)?;
+            if smoothing > 0.0 {
+                said.add_loss("hard", &ours.sum_all()?, -even / items)?;
+            }
             let at = Tensor::full((1.0 - smoothing) as f32, places.shape(), logits.device())?;
             let wanted = Tensor::full(even as f32, known.shape(), logits.device())?.scatter_add(&places, &at, 1)?;
             add(((ours.exp()? - wanted)? * (weight / items))?)?;
@@ -261,7 +271,7 @@ impl Logits {
 }
 
 /// Logarithms of probabilities, row by row.
-fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
+pub(super) fn log_softmax(logits: &Tensor) -> candle_core::Result<Tensor> {
     let moved = logits.broadcast_sub(&logits.max_keepdim(D::Minus1)?)?;
     let sums = moved.exp()?.sum_keepdim(D::Minus1)?.log()?;
     moved.broadcast_sub(&sums)
@@ -280,7 +290,7 @@ impl Head {
         let inputs: Vec<Saved> = self.operands(rows, parameters)?.into_iter().map(Saved::whole).collect();
         let wanted: Vec<bool> = std::iter::once(true).chain(self.parameters.iter().map(|name| trained(name))).collect();
         let output = Saved::shape(gradient.dims());
-        let mut found = self.op.backward(&Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted })?.into_iter();
+        let mut found = self.prepared(rows).backward(&Backward { inputs: &inputs, output: &output, gradient, wanted: &wanted })?.into_iter();
         let back = found.next().flatten();
         for (name, gradient) in self.parameters.iter().zip(found) {
             let Some(gradient) = gradient else { continue };

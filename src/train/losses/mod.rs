@@ -12,7 +12,7 @@ mod options;
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Tensor, Var};
+use candle_core::{DType, Tensor};
 
 pub use attention::{Attention, Heads};
 pub use embedding::Embedding;
@@ -22,6 +22,7 @@ pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardL
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 
 /// A loss over values of the two graphs.
 pub trait Loss: Send {
@@ -40,11 +41,22 @@ pub trait Loss: Send {
     /// # Errors
     /// The samples lack what it is computed from.
     fn items(&self, batch: &Batch) -> Result<f64>;
-    /// The sum over all items: values of the student, of the teacher, projections, in the order in which they were named.
+    /// The sum over all items and its gradients: of values of the student, of the teacher, projections, in the order in which they
+    /// were named, all in f32.
     ///
     /// # Errors
     /// Memory runs out.
-    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> candle_core::Result<Tensor>;
+    fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> candle_core::Result<Sum>;
+}
+
+/// What a loss says of some samples.
+pub struct Sum {
+    /// The sum over all items, a number.
+    pub value: Tensor,
+    /// Its gradients with respect to values of the student.
+    pub student: Vec<Tensor>,
+    /// With respect to projections.
+    pub projections: Vec<Tensor>,
 }
 
 /// A loss and its weight.
@@ -58,8 +70,8 @@ pub struct Term {
 /// What the losses say to a part of a step.
 #[derive(Debug, Default)]
 pub struct Said {
-    /// Each loss's share of its mean over the step, by name.
-    pub losses: BTreeMap<&'static str, f64>,
+    /// Each loss's share of its mean over the step, by name: numbers in f64, where the values are.
+    pub losses: BTreeMap<&'static str, Tensor>,
     /// Gradients of values of the student, by name.
     pub values: BTreeMap<String, Tensor>,
     /// Gradients of projections and of the head's weights, by name.
@@ -67,6 +79,16 @@ pub struct Said {
 }
 
 impl Said {
+    fn add_loss(&mut self, name: &'static str, sum: &Tensor, factor: f64) -> candle_core::Result<()> {
+        let share = sum.to_dtype(DType::F64)?.affine(factor, 0.0)?;
+        let sum = match self.losses.remove(name) {
+            Some(other) => (other + share)?,
+            None => share,
+        };
+        self.losses.insert(name, sum);
+        Ok(())
+    }
+
     fn add_value(&mut self, name: &str, gradient: Tensor) -> candle_core::Result<()> {
         let sum = match self.values.remove(name) {
             Some(other) => (other + gradient)?,
@@ -100,22 +122,19 @@ impl Term {
         let learned: Vec<String> = self.loss.projections().into_iter().map(|(name, ..)| name).collect();
         let projections: Vec<Tensor> = learned.iter().map(|name| pick(projections, name)).collect::<Result<_>>()?;
         let mut compute = || {
-            let variable = |tensor: &Tensor| Var::from_tensor(&tensor.to_dtype(DType::F32)?);
-            let inputs: Vec<Var> = values.iter().map(variable).collect::<candle_core::Result<_>>()?;
-            let weights: Vec<Var> = projections.iter().map(variable).collect::<candle_core::Result<_>>()?;
-            let tensors = |variables: &[Var]| variables.iter().map(|v| v.as_tensor().clone()).collect::<Vec<_>>();
-            let teacher = teacher.iter().map(|t| t.to_dtype(DType::F32)).collect::<candle_core::Result<Vec<_>>>()?;
-            let sum = self.loss.sum(&tensors(&inputs), &teacher, &tensors(&weights), batch)?;
-            let factor = self.weight / items.max(1.0);
-            *said.losses.entry(name).or_default() += f64::from(sum.to_scalar::<f32>()?) / items.max(1.0);
-            let gradients = (sum * (factor * scale))?.backward()?;
-            for (name, (variable, value)) in names.iter().zip(inputs.iter().zip(&values)) {
-                if let Some(gradient) = gradients.get(variable) {
-                    said.add_value(name, gradient.to_dtype(value.dtype())?)?;
-                }
+            let Some(device) = values.first().map(Tensor::device) else { candle_core::bail!("a loss over no values") };
+            let floats = |tensors: &[Tensor]| {
+                let float = |tensor: &Tensor| transfer::beside(tensor, device, Cause::Offload)?.to_dtype(DType::F32);
+                tensors.iter().map(float).collect::<candle_core::Result<Vec<_>>>()
+            };
+            let sum = self.loss.sum(&floats(&values)?, &floats(&teacher)?, &floats(&projections)?, batch)?;
+            let factor = self.weight / items.max(1.0) * scale;
+            said.add_loss(name, &sum.value, 1.0 / items.max(1.0))?;
+            for (name, (gradient, value)) in names.iter().zip(sum.student.iter().zip(&values)) {
+                said.add_value(name, (gradient * factor)?.to_dtype(value.dtype())?)?;
             }
-            for (name, variable) in learned.iter().zip(&weights) {
-                said.parameters.extend(gradients.get(variable).map(|gradient| (name.clone(), gradient.clone())));
+            for (name, gradient) in learned.iter().zip(&sum.projections) {
+                said.parameters.push((name.clone(), (gradient * factor)?));
             }
             Ok(())
         };

@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use super::floats;
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::on_host;
 
 /// The algorithm that makes steps of gradients.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -210,10 +212,10 @@ impl<A: Algorithm> Keeper<A> {
             candle_core::bail!("its shape is {:?}, that of its gradient {:?}", parameter.dims(), gradient.dims());
         }
         let state = self.of(name, parameter.dims())?;
-        if !self.device.is_cpu() {
-            let gradient = gradient.to_device(parameter.device())?.to_dtype(DType::F32)?;
-            let (parameter, gradient) = (parameter.detach(), gradient.detach());
-            return floats::assign(&parameter, &self.algorithm.by_operations(now, &parameter, &gradient, &state)?);
+        if !on_host(&self.device) {
+            // The state's device computes, which may be another than the parameter's.
+            let there = |tensor: &Tensor| transfer::beside(tensor, &self.device, Cause::Offload)?.to_dtype(DType::F32);
+            return floats::assign(parameter, &self.algorithm.by_operations(now, &there(parameter)?, &there(gradient)?, &state)?);
         }
         floats::read(&floats::on_host(gradient)?, |gradient| {
             let step = |parameter: &Tensor| floats::change(parameter, |elements| self.algorithm.on_host(now, parameter.dims(), elements, gradient, &state));
@@ -249,7 +251,7 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
                 let known = A::PARTS.join(", ");
                 return Err(Error::tensor(&name, format!("is no state of this optimizer, which keeps {known}"), "go on with the optimizer that has begun"));
             };
-            let own = || tensor.to_device(&self.device)?.force_contiguous();
+            let own = || transfer::beside(&tensor, &self.device, Cause::State)?.force_contiguous();
             let tensor = own().map_err(|e| Error::tensor(&name, format!("cannot be restored: {e}"), ""))?;
             restored.entry(parameter.to_owned()).or_default().insert(part, tensor);
         }

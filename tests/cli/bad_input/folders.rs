@@ -140,6 +140,10 @@ fn group(group: Value) -> Value {
     json!({ "quant_method": "compressed-tensors", "config_groups": { "group_0": group } })
 }
 
+fn described(key: &str, value: Value) -> Value {
+    json!({ "quant_method": "compressed-tensors", "config_groups": {}, key: value })
+}
+
 #[test]
 fn configurations() {
     check([
@@ -160,6 +164,40 @@ fn configurations() {
             "static activations",
             group(json!({ "weights": { "num_bits": 8, "type": "int" }, "input_activations": { "num_bits": 8, "dynamic": false, "strategy": "channel" } })),
             "in/config.json: static scales for activations by \"channel\" is not supported",
+        ),
+        quantization(
+            "a scale for all tokens",
+            group(json!({ "weights": { "num_bits": 8 }, "input_activations": { "num_bits": 8, "dynamic": true, "strategy": "tensor" } })),
+            "in/config.json: `strategy` of \"tensor\" for input_activations is not supported",
+        ),
+        quantization(
+            "activations of four bits",
+            group(json!({ "weights": { "num_bits": 8 }, "input_activations": { "num_bits": 4, "dynamic": true, "strategy": "token" } })),
+            "in/config.json: `num_bits` of 4 for input_activations is not supported",
+        ),
+        quantization("outputs", group(json!({ "output_activations": { "num_bits": 8 } })), "in/config.json: quantized `output_activations` is not supported"),
+        quantization("another key of a group", group(json!({ "rotation": true })), "in/config.json: `rotation` of a config group is not supported"),
+        quantization("a preset", group(json!(["Linear"])), "in/config.json: the preset of a config group for [\"Linear\"] is not supported"),
+        quantization("frozen", described("quantization_status", json!("frozen")), "in/config.json: `quantization_status` of \"frozen\" is not supported"),
+        quantization(
+            "rotations",
+            described("transform_config", json!({ "config_groups": { "R1": {} } })),
+            "in/config.json: `transform_config` is not supported",
+        ),
+        quantization(
+            "a cache with a scale for each head",
+            described("kv_cache_scheme", json!({ "num_bits": 8, "type": "float", "strategy": "attn_head" })),
+            "in/config.json: `kv_cache_scheme` by \"attn_head\" is not supported",
+        ),
+        quantization(
+            "a bitmask",
+            described("sparsity_config", json!({ "format": "sparse-bitmask", "targets": ["Linear"] })),
+            "in/config.json: sparse weights in the format \"sparse-bitmask\" is not supported",
+        ),
+        quantization(
+            "a bitmask of 2:4",
+            described("format", json!("sparse-24-bitmask")),
+            "in/config.json: sparse weights in the format \"sparse-24-bitmask\" is not supported",
         ),
     ]);
 }

@@ -35,6 +35,13 @@ fn without(part: &str) -> Vec<Tensor> {
 }
 
 #[test]
+fn bitmasks_of_others() {
+    let parts = vec![mask(&[3, 1]), f32s("x.compressed", &[3], &[1.0, 2.0, 3.0]), integers("x.shape", &[2, 8]), integers("x.row_offsets", &[0, 2])];
+    let pt = &[("format", "pt")];
+    check([of("sparse-bitmask", pt, parts, "tensor `x`: is stored as a bitmask and values of compressed-tensors", "start from the original checkpoint")]);
+}
+
+#[test]
 fn the_sparse_layout() {
     let damaged = "`compress verify` shows whether it was damaged";
     let misfit = |name, part, message| of(name, SPARSE, sparse(vec![part]), message, damaged);

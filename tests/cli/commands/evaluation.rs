@@ -84,6 +84,68 @@ fn a_recipe_measures_before_and_after() {
 }
 
 #[test]
+fn a_run_without_evaluation_data_says_how_good_it_is() {
+    let folder = prepared();
+    let run = ok(folder.path(), "quantize-dynamic in -o out");
+    assert!(run.stdout.contains("cosine, mean of `logits`") && run.stdout.contains("synthetic samples"), "{}", run.stdout);
+    let report = read_json(&folder.path().join("out/report.json"));
+    let measured = &report["fidelity"];
+    assert_eq!((measured["samples_from"].as_str(), measured["samples"].as_u64()), (Some("synthetic"), Some(16)), "{report}");
+    let cosine = measured["cosine"].as_f64().unwrap();
+    assert!(cosine > 0.99 && cosine < 1.0 && measured["kl"].is_number() && measured["top1_agreement"].is_number(), "{measured}");
+    assert!(fs::read_to_string(folder.path().join("out/report.md")).unwrap().contains("Fidelity on 16 synthetic samples"));
+    assert!(fs::read_to_string(folder.path().join("out/report.html")).unwrap().contains("id=\"fidelity\""));
+    // Random samples are no measure to hold a budget to.
+    let check = compress(folder.path(), "check out --min-cosine 0.9");
+    assert!(check.code == 2 && check.stderr.contains("data: { evaluation"), "{} {}", check.code, check.stderr);
+    ok(folder.path(), "quantize-dynamic in -o quick --no-measure");
+    fs::write(folder.path().join("recipe.yaml"), "model: in\nmeasure: false\npasses: [quantize-dynamic]\noutput: out\n").unwrap();
+    ok(folder.path(), "run recipe.yaml -o off");
+    for off in ["quick", "off"] {
+        assert_eq!(read_json(&folder.path().join(off).join("report.json")).get("fidelity"), None);
+        let bytes = |out: &str| fs::read(folder.path().join(out).join("model.safetensors")).unwrap();
+        assert!(bytes(off) == bytes("out"), "measuring changes what is written");
+    }
+}
+
+#[test]
+fn samples_that_no_pass_has_used_are_measured_on() {
+    let folder = prepared();
+    let run = |out: &str, calibration: &str, more: &str| {
+        let data = format!("{{ text: labelled.csv, task: fidelity{calibration} }}");
+        let mut args = vec!["quantize-static", "in", "-o", out, "--calibration", &data];
+        args.extend(more.split_whitespace());
+        let output = command(folder.path()).args(&args).output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        read_json(&folder.path().join(out).join("report.json"))
+    };
+    let some = run("some", ", samples: 16", "");
+    assert_eq!((some["fidelity"]["samples_from"].as_str(), some["fidelity"]["samples"].as_u64()), (Some("held-out"), Some(2)), "{some}");
+    ok(folder.path(), "check some --min-cosine 0.5");
+    // Of a set that would be used as a whole a tenth is kept, whether it is measured on or not.
+    let all = run("all", "", "");
+    assert_eq!(all["fidelity"]["samples_from"], "held-out");
+    assert_eq!(all["recipe"]["data"]["calibration"]["samples"], 18);
+    assert!(all["notes"].to_string().contains("the first 18 calibration samples"), "{}", all["notes"]);
+    run("capped", ", samples: 18", "--no-measure");
+    run("quick", "", "--no-measure");
+    let bytes = |out: &str| fs::read(folder.path().join(out).join("model.safetensors")).unwrap();
+    assert!(bytes("all") == bytes("quick") && bytes("all") == bytes("capped"), "measuring changes what is written");
+}
+
+#[test]
+fn a_ruined_result_says_so_and_what_helps() {
+    let folder = prepared();
+    golden_model(folder.path(), "llama", &[]);
+    let run = ok(folder.path(), "prune-unstructured in -o out --amount 1.0 --force");
+    let note = run.stdout.lines().find(|line| line.contains("hardly answers as the input does")).unwrap_or_else(|| panic!("{}", run.stdout));
+    for part in ["synthetic samples", "the mean cosine of `logits` is 0.00, below 0.5", "after `prune-unstructured`: a smaller `amount`"] {
+        assert!(note.contains(part), "{part}: {note}");
+    }
+    assert!(!ok(folder.path(), "cast in -o out --to f16 --force").stdout.contains("hardly answers"));
+}
+
+#[test]
 fn a_chain_measures_and_times() {
     let folder = prepared();
     let args = ["chain", "in", "-o", "out", "--eval", "{text: labelled.csv, label_column: label}", "--", "cast", "--to", "f16"];
@@ -112,6 +174,9 @@ fn an_exported_file_is_run_and_scored() {
         assert_eq!(report["accuracy"][side]["onnxruntime"].as_f64(), Some(accuracy()), "{side}");
     }
     assert_eq!(report["latency"]["runtime"], "onnxruntime");
+    let environment = &report["environment"];
+    assert!(Path::new(environment["onnxruntime_path"].as_str().unwrap()).is_file(), "{environment}");
+    assert!(environment["onnxruntime"].as_str().unwrap().starts_with("1."), "{environment}");
     let file = report["outputs"].as_array().unwrap().iter().find(|o| o["path"] == "model.onnx").unwrap();
     assert!(file["verified"]["how"].as_str().unwrap().contains("run in ONNX Runtime on 19 samples"), "{file}");
     assert!(file["verified"]["max_abs_error"].as_f64().unwrap() < 1e-4, "{file}");
@@ -136,7 +201,7 @@ fn a_library_that_is_missing_is_named() {
     let written = run(&["cast", "in", "--to", "f32", "-o", "out", "--export", "onnx"]);
     assert!(written.status.success());
     let text = String::from_utf8(written.stdout).unwrap();
-    assert!(text.contains("note: model.onnx was not run: ") && text.contains("scripts/fetch onnxruntime"), "{text}");
+    assert!(text.contains("note: model.onnx was read back but not run: ") && text.contains("compress doctor --fetch"), "{text}");
     let refused = run(&["eval", "out/model.onnx", "--data", "labelled.csv"]);
     let error = String::from_utf8(refused.stderr).unwrap();
     assert!(!refused.status.success() && error.contains("/nowhere/libonnxruntime.so"), "{error}");

@@ -70,6 +70,7 @@ fn doctor_describes_the_machine() {
     assert!(doctor["environment"]["cores"].as_u64().unwrap() > 0);
     let text = ok(folder.path(), "doctor").stdout;
     assert!(text.contains("kernels") && text.contains(doctor["environment"]["simd"].as_str().unwrap()), "{text}");
+    assert!(text.contains("GPU") && text.contains("models run on") && text.contains("cache"), "{text}");
 }
 
 #[test]

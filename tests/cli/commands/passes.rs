@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::support::{METADATA, data, f32s, file, floats, model, model_of, names, ok, read_json};
+use crate::support::{METADATA, Run, command, data, f32s, file, floats, golden_model, model, model_of, names, ok, read_json};
 
 const QUERY: &str = "encoder.layer.0.attention.self.query.weight";
 const DENSE: &str = "encoder.layer.1.output.dense.weight";
@@ -214,4 +214,30 @@ fn threads_change_nothing() {
         std::fs::read(Path::new(folder.path()).join("out/model.safetensors")).unwrap()
     };
     assert_eq!(written("1"), written("7"));
+}
+
+/// Baseline has no fused multiply-add: docs/internals/graph.md says what that changes.
+#[test]
+fn instruction_sets_with_fused_multiply_add_give_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path();
+    golden_model(path, "torchvision-resnet18", &[]);
+    let pixels: Vec<f32> = (0..16 * 3 * 32 * 32u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32).collect();
+    file(&path.join("samples.safetensors"), &[], &[f32s("pixel_values", &[16, 3, 32, 32], &pixels)]);
+    for pass in [
+        "quantize-static",
+        "prune-structured: { amount: 0.5, round_to: 1, importance: activation, repair: least-squares }",
+        "distill: { max_steps: 2, batch_size: 8, losses: { soft: 1.0 } }",
+    ] {
+        let recipe = format!(
+            "model: in\ndata: {{ train: {{ arrays: samples.safetensors }}, calibration: {{ arrays: samples.safetensors }} }}\npasses: [{pass}]\noutput: out\n"
+        );
+        std::fs::write(path.join("recipe.yaml"), recipe).unwrap();
+        let written = |set: &str| {
+            let run: Run = command(path).args(["run", "recipe.yaml", "--force", "--no-cache"]).env("COMPRESS_SIMD", set).output().unwrap().into();
+            assert_eq!(run.code, 0, "{pass}: {}", run.stderr);
+            std::fs::read(path.join("out/model.safetensors")).unwrap()
+        };
+        assert!(written("avx2") == written("avx512"), "{pass}");
+    }
 }

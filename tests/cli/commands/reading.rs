@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 
-use crate::support::{Run, compress, data, model, names, ok, read_json};
+use crate::support::{Run, compress, data, golden_model, model, names, ok, read_json};
 
 const QUERY: &str = "encoder.layer.0.attention.self.query.weight";
 
@@ -26,9 +26,19 @@ fn inspect() {
     ok(folder.path(), "chain in -o out -- prune-unstructured -- quantize-dynamic");
     let text = ok(folder.path(), "inspect out").stdout;
     assert!(text.contains(QUERY) && text.contains("16 x 16") && text.contains("int8 channel"), "{text}");
-    assert!(text.ends_with(" out: bert, 7 weights, 4 quantized, 3.10 k parameters, 4.99 kB\n"), "{text}");
+    let (_, summary) = text.split_once("\n\n").unwrap();
+    for line in [
+        ["architecture", "bert"],
+        ["parameters", "3.10 k, of them 2.56 k in linear layers; "],
+        ["tensors", "3 f32 (2.18 kB), 4 int8 channel ("],
+        ["size", "4.99 kB in 1 file"],
+    ] {
+        assert!(summary.lines().any(|found| line.iter().all(|part| found.contains(part))), "{line:?} in\n{text}");
+    }
+    assert!(summary.contains("cannot be run") && summary.contains("passes over weights take it"), "{text}");
     assert!(text.find("layer.0.").unwrap() < text.find("layer.1.").unwrap());
     let json = data(folder.path(), "inspect out --json");
+    assert!(json["cannot_run"].is_string() && json["inputs"] == json!([]), "{json}");
     assert_eq!((&json["path"], &json["architecture"], &json["parameters"]), (&json!("out"), &json!("bert"), &json!(3104)));
     let query = named(&json["tensors"], QUERY);
     assert_eq!(
@@ -41,6 +51,57 @@ fn inspect() {
     assert_eq!(named(&headers["tensors"], QUERY)["zeros"], Value::Null);
     assert!(!ok(folder.path(), "inspect in --header-only").stdout.contains('%'));
     assert_eq!(data(folder.path(), "inspect in/model.safetensors --json")["parameters"], 3104);
+}
+
+#[test]
+fn inspect_lists_what_nothing_is_computed_by() {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "bert-first-published", &[]);
+    let path = folder.path().join("in/config.json");
+    let mut config = read_json(&path);
+    (config["rotary_scaling"], config["hidden_dropout_prob"]) = (json!(4), json!(0.5));
+    fs::write(&path, config.to_string()).unwrap();
+    fs::write(folder.path().join("in/sentence_bert_config.json"), r#"{"max_seq_length": 8, "query_style": "x"}"#).unwrap();
+    fs::write(folder.path().join("in/preprocessor_config.json"), r#"{"do_resize": false, "do_sharpen": true}"#).unwrap();
+    let unused = &data(folder.path(), "inspect in --json")["unused"];
+    assert_eq!(unused["keys"], json!(["config.json: rotary_scaling", "sentence_bert_config.json: query_style", "preprocessor_config.json: do_sharpen"]));
+    assert_eq!(unused["weights"], json!(["cls.seq_relationship.bias", "cls.seq_relationship.weight"]));
+    let text = ok(folder.path(), "inspect in --header-only").stdout;
+    assert!(text.contains("\n keys that are not known: config.json: rotary_scaling, sentence_bert"), "{text}");
+    assert!(text.contains("\n weights that nothing is computed with: cls.seq_relationship.bias, "), "{text}");
+
+    config["position_embedding_type"] = json!("relative_key");
+    fs::write(&path, config.to_string()).unwrap();
+    let refused = &data(folder.path(), "inspect in --json")["unused"]["refused"];
+    assert!(refused.as_str().unwrap().contains("config.json: `position_embedding_type` of \"relative_key\" is not supported"), "{refused}");
+    assert!(ok(folder.path(), "inspect in").stdout.contains("\n cannot be run: config.json: `position_embedding_type`"));
+    assert_eq!(ok(folder.path(), "prune-unstructured in -o out").code, 0);
+}
+
+#[test]
+fn what_else_is_said_of_quantization_is_told_again_or_left_out_with_a_note() {
+    let folder = prepared();
+    ok(folder.path(), "quantize-dynamic in -o int8");
+    let path = folder.path().join("int8/config.json");
+    let mut config = read_json(&path);
+    let cache = json!({ "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": false, "symmetric": true });
+    let zeros = json!({ "format": "dense", "global_sparsity": 0.5, "targets": [] });
+    let said = [("kv_cache_scheme", &cache), ("sparsity_config", &zeros), ("made_on", &json!("a Monday"))];
+    said.iter().for_each(|(key, value)| config["quantization_config"][*key] = (*value).clone());
+    fs::write(&path, config.to_string()).unwrap();
+    let told = |name: &str| said.map(|(key, value)| read_json(&folder.path().join(name).join("config.json"))["quantization_config"].get(key) == Some(value));
+
+    ok(folder.path(), "densify int8 -o again --keep-quantized");
+    assert_eq!(told("again"), [true; 3]);
+    ok(folder.path(), "densify int8 -o floats");
+    assert_eq!(told("floats"), [true; 3]);
+    assert_eq!(read_json(&folder.path().join("floats/config.json"))["quantization_config"]["config_groups"], json!({}));
+    ok(folder.path(), "prune-unstructured floats -o pruned");
+    assert_eq!(told("pruned"), [true, false, true]);
+    let notes = read_json(&folder.path().join("pruned/report.json"))["notes"].to_string();
+    assert!(notes.contains("`sparsity_config` of the input's quantization_config is left out"), "{notes}");
+    let refused = &data(folder.path(), "inspect pruned --json")["unused"]["refused"];
+    assert!(refused.as_str().unwrap().contains("`kv_cache_scheme`"), "{refused}");
 }
 
 #[test]
@@ -112,12 +173,15 @@ fn verify_finds_what_was_damaged() {
     };
     let config = |path: &Path| fs::write(path.with_file_name("config.json"), "{").unwrap();
     type Damage<'a> = &'a dyn Fn(&Path);
-    let cases: [(Damage, &str, &str); 5] = [
+    let module = |path: &Path| path.with_file_name("1_Pooling").join("config.json");
+    let cases: [(Damage, &str, &str); 7] = [
         (&flip, "model.safetensors", "its BLAKE3 differs from the report"),
         (&shorten, "model.safetensors", "has 3000 bytes, the report says"),
         (&replace, "model.safetensors", "the report says"),
         (&|path| fs::remove_file(path).unwrap(), "model.safetensors", "cannot open out/model.safetensors"),
-        (&config, ".", "out/config.json: not a JSON object"),
+        (&config, "config.json", "has 1 bytes, the report says"),
+        (&|path| fs::write(module(path), "[]").unwrap(), "1_Pooling/config.json", "its BLAKE3 differs from the report"),
+        (&|path| fs::remove_file(module(path)).unwrap(), "1_Pooling/config.json", "cannot open out/1_Pooling/config.json"),
     ];
     for (damage, path, finding) in cases {
         let (run, checks) = verify(damage);
@@ -131,6 +195,9 @@ fn verify_finds_what_was_damaged() {
             run.stderr
         );
     }
+    let (_, checks) = verify(&config);
+    let opened = checks.as_array().unwrap().iter().find(|check| check["path"] == ".").unwrap();
+    assert!(opened["finding"].as_str().unwrap().contains("out/config.json: not a JSON object"), "{opened}");
 }
 
 #[test]

@@ -89,6 +89,11 @@ fn a_report_has_every_key() {
     assert_eq!(report["schema"], 1);
     assert_eq!(report["seed"], 7);
     assert_eq!(report["model"]["architecture"], "bert");
+    let environment = &report["environment"];
+    // What no model was run for: a device other than the CPU, its memory, ONNX Runtime.
+    assert_eq!((environment["device"].as_str(), &environment["onnxruntime"], &environment["onnxruntime_path"]), (Some("cpu"), &Value::Null, &Value::Null));
+    assert_eq!((&report["passes"][0]["peak_vram_bytes"], &report["totals"]["peak_vram_bytes"]), (&Value::Null, &Value::Null));
+    assert_eq!(environment["gpu"].is_string(), Path::new("/proc/driver/nvidia/version").exists(), "{environment}");
     let passes: Vec<_> = report["passes"].as_array().unwrap().iter().map(|p| p["name"].as_str().unwrap()).collect();
     assert_eq!(passes, ["prune-unstructured", "cast", "quantize-dynamic"]);
     assert_eq!(report["layers"].as_array().unwrap().len(), 7);

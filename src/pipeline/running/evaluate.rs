@@ -1,25 +1,27 @@
 //! Measuring what a run made: ONNX files against the built-in executor, and the output against the input.
 
 use std::path::Path;
+use std::time::Instant;
 
 use candle_core::Device;
 
-use super::Pipeline;
-use super::run::Measured;
 use crate::analysis;
-use crate::data::{self, Data, DataSet};
+use crate::data::{self, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, Outcomes, Runner, Runtime, Score, Subject};
+use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Runner, Runtime, SamplesFrom, Score, Subject};
 use crate::exec::Rounding;
 use crate::export::{Export, Exported};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
-use crate::pass::Samples;
-use crate::store::{Encoding, Sweep};
+use crate::pipeline::run::Measured;
+use crate::pipeline::{Check, Pipeline};
+use crate::report::Report;
+use crate::store::Encoding;
+use crate::work::Work;
 
 /// Largest model, in bytes of 32-bit parameters, that is run without being asked for.
-const UNASKED: u64 = 1 << 30;
+pub(super) const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
 /// What is run where there is no evaluation data.
@@ -32,62 +34,12 @@ const TOLERANCE: f64 = 1e-3;
 const MEAN_COSINE: f64 = 0.99;
 
 impl Pipeline {
-    /// Holds what is said of evaluation to the data there is.
-    pub(super) fn check_evaluation(&self) -> Result<()> {
-        match (&self.evaluate, &self.data.evaluation) {
-            (Some(_), None) => Err(Error::option("evaluate", "needs samples: add `data: { evaluation: ... }`")),
-            (_, Some(data)) => data.check(),
-            (None, None) => Ok(()),
-        }
-    }
-
-    /// Holds passes that run the model to the samples there are.
-    pub(super) fn check_samples(&self) -> Result<()> {
-        for pass in self.steps.iter().map(|step| step.pass()) {
-            if let Some((key, None)) = pass.runs_on().and_then(|samples| self.samples(samples)) {
-                return Err(Error::option(
-                    pass.name(),
-                    format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line"),
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    /// A data set by what it is for: its key, and what is said of it.
-    fn samples(&self, samples: Samples) -> Option<(&'static str, Option<&Data>)> {
-        match samples {
-            Samples::Calibration => Some(("calibration", self.data.calibration.as_ref())),
-            Samples::Train => Some(("train", self.data.train.as_ref())),
-            Samples::None => None,
-        }
-    }
-
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
-        let used = self.steps.iter().filter_map(|step| self.samples(step.pass().runs_on()?)?.1);
-        let options: Vec<&Data> = self.data.evaluation.iter().chain(used).collect();
-        if options.is_empty() {
-            return Ok(());
-        }
-        let subject = Subject::of(model.clone())?;
-        for options in options {
-            DataSet::open(options, subject.target())?;
-        }
-        self.device.open()?;
-        let onnxruntime = self.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
-        if onnxruntime && self.onnx().is_none() {
-            return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
-        }
-        if onnxruntime { crate::runtime::library().map(|_| ()) } else { Ok(()) }
-    }
-
     /// How to evaluate, if anybody asked.
     fn evaluation(&self) -> Option<Evaluate> {
-        self.data.evaluation.as_ref().map(|_| self.evaluate.clone().unwrap_or_default())
+        self.running.data.evaluation.as_ref().map(|_| self.running.evaluate.clone().unwrap_or_default())
     }
 
-    fn onnx(&self) -> Option<&Export> {
+    pub(super) fn onnx(&self) -> Option<&Export> {
         self.export.iter().find(|export| export.format().name() == "onnx")
     }
 }
@@ -122,8 +74,8 @@ impl Cast {
         wanted.into_iter().flatten().collect()
     }
 
-    fn load(&mut self, device: &Device, sweep: &Sweep) -> Result<Vec<Box<dyn Runner + '_>>> {
-        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(device, sweep)).collect()
+    fn load(&mut self, device: &Device, work: &Work) -> Result<Vec<Box<dyn Runner + '_>>> {
+        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(device, work)).collect()
     }
 }
 
@@ -133,7 +85,9 @@ pub(super) struct Run<'r> {
     pub before: &'r Model,
     pub after: &'r Model,
     pub folder: &'r Path,
-    pub sweep: Sweep<'r>,
+    pub work: Work<'r>,
+    /// When the run began.
+    pub start: Instant,
 }
 
 impl Run<'_> {
@@ -142,6 +96,11 @@ impl Run<'_> {
         let mut measured = Measured { compute: self.compute(), ..Measured::default() };
         let asked = self.pipeline.evaluation();
         let onnx = self.pipeline.onnx().is_some();
+        if asked.is_none() && self.pipeline.measures {
+            let (fidelity, note) = self.fidelity(exports)?;
+            measured.fidelity = fidelity;
+            measured.notes.extend(note);
+        }
         if asked.is_none() && !onnx {
             return Ok(measured);
         }
@@ -155,7 +114,7 @@ impl Run<'_> {
             && !wanted.contains(&Runtime::OnnxRuntime)
             && let Err(reason) = &ready
         {
-            measured.notes.push(format!("{MODEL} was not run: {reason}"));
+            measured.notes.push(format!("{MODEL} was read back but not run: {reason}; {}", reason.hint().unwrap_or_default()));
         }
         match asked {
             Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,
@@ -193,13 +152,16 @@ impl Run<'_> {
     }
 
     /// The output as it was written, where the built-in executor can read it.
-    fn written(&self) -> Result<Model> {
-        let safetensors = self.pipeline.export.iter().any(|export| export.format().name() == "safetensors");
-        if safetensors { Model::open(self.folder) } else { Ok(self.after.clone()) }
+    pub(super) fn written(&self) -> Result<Model> {
+        if self.writes_safetensors() { Model::open(self.folder) } else { Ok(self.after.clone()) }
+    }
+
+    pub(super) fn writes_safetensors(&self) -> bool {
+        self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
     }
 
     fn session(&self, path: &Path) -> Result<Subject> {
-        Subject::onnx(path, self.folder, self.after.config.values().clone(), self.sweep.threads)
+        Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
     /// Runs the ONNX file on made-up samples.
@@ -212,34 +174,41 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.sweep)?;
+        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
         self.hold(Some(&fidelity), samples, MADE_UP, exports)
     }
 
     /// Runs everything on the evaluation data.
     fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
-        let Some(options) = &self.pipeline.data.evaluation else { return Ok(()) };
+        let Some(options) = &self.pipeline.running.data.evaluation else { return Ok(()) };
         if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &folder, &self.sweep)?;
+            onnx.format().write(self.before, &folder, &self.work)?;
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut cast = self.cast(both.chain(check))?;
         let data = DataSet::open(options, cast.subjects[0].2.target())?;
         let pairs = cast.pairs();
-        let mut models = cast.load(&self.pipeline.device.open()?, &self.sweep)?;
-        let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.sweep)?;
+        let mut models = cast.load(&self.pipeline.running.device.open()?, &self.work)?;
+        let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
         if evaluate.latency {
             let batch = data.first()?;
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
-            let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.sweep.threads)?;
+            let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.work.threads)?;
             measured.latency = Some(latency);
         }
         drop(models);
-        measured.accuracy = Some(accuracy(runtimes, &data, &outcomes));
+        let accuracy = accuracy(runtimes, &data, &outcomes);
+        measured.fidelity = accuracy.fidelity.clone().map(|fidelity| MeasuredFidelity {
+            samples_from: SamplesFrom::Evaluation,
+            samples: accuracy.samples,
+            data: Some(accuracy.data.clone()),
+            fidelity,
+        });
+        measured.accuracy = Some(accuracy);
         let folder = self.folder.join(BEFORE);
         if folder.exists() {
             std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
@@ -276,12 +245,12 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 }
 
 /// Runs the ONNX file of an output folder beside a model on made-up samples: how close they are, and on how many samples.
-fn run_made_up(model: Model, folder: &Path, seed: u64, sweep: &Sweep) -> Result<(Fidelity, usize)> {
+fn run_made_up(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
-    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, sweep.threads)?];
+    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, work.threads)?];
     let [ours, theirs] = &mut subjects;
-    let mut models = [ours.load(&Device::Cpu, sweep)?, theirs.load(&Device::Cpu, sweep)?];
+    let mut models = [ours.load(&Device::Cpu, work)?, theirs.load(&Device::Cpu, work)?];
     Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
 }
 
@@ -294,14 +263,34 @@ fn has_integers(model: &Model) -> bool {
     model.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
 }
 
-/// Runs the ONNX file of an output folder on made-up samples and holds it to the weights beside it.
-pub(super) fn check_onnx(folder: &Path, half: bool, sweep: &Sweep) -> Result<(bool, String)> {
+/// Runs the ONNX file of an output folder, where it holds one and there is a runtime, on synthetic samples and holds it to the weights
+/// beside it.
+pub(in crate::pipeline) fn check_onnx(folder: &Path, report: &Report, work: &Work) -> Result<Option<Check>> {
+    let Some(output) = report.outputs.iter().find(|output| output.path == MODEL) else { return Ok(None) };
+    let path = format!("{}, run", output.path);
+    let (ok, finding) = match (crate::runtime::library(), half(report)) {
+        (Err(reason), _) => (true, format!("not run: {reason}")),
+        (Ok(_), half) => match agreement(folder, half, work) {
+            Err(Error::Cancelled) => return Err(Error::Cancelled),
+            found => found.unwrap_or_else(|error| (false, error.to_string())),
+        },
+    };
+    Ok(Some(Check { path, ok, finding }))
+}
+
+/// Whether the ONNX file of a run computes with 16-bit floats.
+fn half(report: &Report) -> bool {
+    let exports = report.recipe.get("export").and_then(serde_json::Value::as_array).into_iter().flatten();
+    exports.filter_map(|export| export.get("onnx")?.get("precision")).any(|precision| precision == "float16")
+}
+
+fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
     let model = Model::open(folder)?;
     if is_large(&model) {
         return Ok((true, "not run, since the model is large".into()));
     }
     let coarse = half || has_integers(&model);
-    let (fidelity, samples) = run_made_up(model, folder, 0, sweep)?;
+    let (fidelity, samples) = run_made_up(model, folder, 0, work)?;
     let (ok, difference) = judge(&fidelity, coarse);
     Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {MADE_UP}: {difference}")))
 }

@@ -1,15 +1,14 @@
-//! Tensors in host memory as slices, for the kernels of `Mode::Infer`.
+//! Tensors in host memory as slices, for the kernels of the CPU.
 //!
-//! A function here answers `None` where a tensor is on another device or is not f32; the op then falls back to
-//! candle's primitives.
+//! A function here answers `None` where a tensor is on another device, is not f32, or lies in memory as no kernel reads it.
 
 use candle_core::{CpuStorage, D, DType, Device, Result, Storage, StorageRef, Tensor};
 use rayon::prelude::*;
 
-use super::gradient::{Backward, wide};
+use super::super::Backward;
+use super::Fused;
 use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
-use crate::kernel::matmul::Finish;
 use crate::kernel::matmul_gradient::add_up;
 use crate::kernel::rows_gradient;
 
@@ -53,6 +52,16 @@ impl<'t> Host<'t> {
     pub(super) fn strides(&self) -> &[usize] {
         self.strides
     }
+}
+
+/// Whole numbers in host memory, one after the other.
+pub(super) fn integers(tensor: &Tensor) -> Result<Option<Vec<i64>>> {
+    let flat = tensor.to_dtype(DType::I64)?.contiguous()?;
+    let Some(host) = Host::of(&flat) else { return Ok(None) };
+    Ok(match host.storage() {
+        Some((CpuStorage::I64(values), start)) => values.get(start..start + flat.elem_count()).map(<[i64]>::to_vec),
+        _ => None,
+    })
 }
 
 /// Whether kernels can read all of these.
@@ -204,18 +213,14 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
     Ok(Some(gradients))
 }
 
-/// The sum of each column of a matrix, in the matrix's type.
-pub(super) fn column_sums(x: &Tensor) -> Result<Tensor> {
-    let (_, width) = x.dims2()?;
-    if readable([x]) {
-        let x = x.contiguous()?;
-        let mut sums = vec![0.0; width];
-        if let Some(values) = Host::of(&x).as_ref().and_then(Host::floats) {
-            rows_gradient::column_sums(&values[..x.elem_count()], &mut sums);
-            return Tensor::from_vec(sums, width, x.device());
-        }
-    }
-    wide(x)?.sum(0)?.to_dtype(x.dtype())
+/// The sum of each column of a matrix.
+pub(super) fn column_sums(x: &Tensor) -> Result<Option<Tensor>> {
+    let x = x.contiguous()?;
+    let mut sums = vec![0.0; x.dim(D::Minus1)?];
+    let Some(host) = Host::of(&x) else { return Ok(None) };
+    let Some(values) = host.floats() else { return Ok(None) };
+    rows_gradient::column_sums(&values[..x.elem_count()], &mut sums);
+    Tensor::from_vec(sums, x.dim(D::Minus1)?, x.device()).map(Some)
 }
 
 /// The planes of `[batch, channels, height, width]`, all images of the first channel first; and their floats.
@@ -229,6 +234,15 @@ pub(super) fn planes<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
     (0..channels * images).map(|i| values.get(i / images * channel + i % images * image..)?.get(..height * width)).collect()
 }
 
+/// The tensors of steps, held while they are read. Those like the result must lie as it will, which `fits` says.
+pub(super) fn steps<'t>(steps: impl Iterator<Item = &'t Fused<Tensor>>, fits: impl Fn(&Tensor) -> bool) -> Option<Vec<Fused<Host<'t>>>> {
+    let of = |step: &'t Fused<Tensor>| {
+        let like = matches!(step, Fused::Add(_) | Fused::Multiply(_));
+        step.map(|tensor| if like { fits(tensor) } else { tensor.is_contiguous() }.then(|| Host::of(tensor)).flatten())
+    };
+    steps.map(of).collect()
+}
+
 /// Heads `[batch, heads, rows, width]` for the kernels of attention.
 pub(super) fn heads<'h>(host: &'h Host) -> Option<Heads<'h>> {
     let &[batch, head, row, 1] = host.strides() else { return None };
@@ -238,66 +252,4 @@ pub(super) fn heads<'h>(host: &'h Host) -> Option<Heads<'h>> {
 /// A tensor `[batch, channels, …]` out of elements that lie channel by channel.
 pub(super) fn channels_first(values: Vec<f32>, [images, channels, height, width]: [usize; 4]) -> Result<Tensor> {
     Tensor::from_vec(values, (channels, images, height, width), &Device::Cpu)?.transpose(0, 1)
-}
-
-/// What follows an op and can be done to its result before it is stored.
-#[derive(Debug, Clone)]
-pub enum After {
-    /// A function of single elements.
-    Activate(ActivationFunction),
-    /// A tensor of the same shape is added.
-    Add(Tensor),
-    /// A tensor of the same shape is multiplied with.
-    Multiply(Tensor),
-    /// Each channel is multiplied with a number, and another is added.
-    Channels {
-        /// Factors.
-        scale: Tensor,
-        /// Summands.
-        shift: Tensor,
-    },
-}
-
-/// The tensors of [`After`], held while they are read.
-pub(super) struct Steps<'t>(Vec<Step<'t>>);
-
-enum Step<'t> {
-    Activate(ActivationFunction),
-    Add(Host<'t>),
-    Multiply(Host<'t>),
-    Scale(Host<'t>),
-    Shift(Host<'t>),
-}
-
-impl<'t> Steps<'t> {
-    /// Tensors like the result must lie as the result will, which `fits` says.
-    pub(super) fn new(after: &'t [After], fits: impl Fn(&Tensor) -> bool) -> Option<Self> {
-        let mut steps = Vec::new();
-        for step in after {
-            match step {
-                After::Activate(function) => steps.push(Step::Activate(*function)),
-                After::Add(tensor) if fits(tensor) => steps.push(Step::Add(Host::of(tensor)?)),
-                After::Multiply(tensor) if fits(tensor) => steps.push(Step::Multiply(Host::of(tensor)?)),
-                After::Channels { scale, shift } if scale.is_contiguous() && shift.is_contiguous() => {
-                    steps.extend([Step::Scale(Host::of(scale)?), Step::Shift(Host::of(shift)?)]);
-                }
-                _ => return None,
-            }
-        }
-        Some(Self(steps))
-    }
-
-    /// As a product wants them; channels are rows.
-    pub(super) fn finish(&self) -> Option<Vec<Finish<'_>>> {
-        let finish = |step| {
-            Some(match step {
-                &Step::Activate(function) => Finish::Activate(function),
-                Step::Add(host) => Finish::Add(host.floats()?),
-                Step::Multiply(host) => Finish::Multiply(host.floats()?),
-                Step::Scale(host) => Finish::MultiplyRows(host.floats()?),
-                Step::Shift(host) => Finish::AddToRows(host.floats()?),
-            })
-        };
-        self.0.iter().map(finish).collect()
-    }
 }

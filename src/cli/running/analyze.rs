@@ -23,7 +23,7 @@ use crate::store::Pattern;
 
 The recipe names the model, `data: { calibration: ... }` (without it only weights are looked at), and may hold a
 quantize-static pass, whose options count.")]
-pub(super) struct Args {
+pub(in crate::cli) struct Args {
     /// The recipe
     recipe: PathBuf,
     /// Write a recipe that leaves the most sensitive layers in floats
@@ -54,10 +54,7 @@ impl Args {
         }
         let device = global.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
-        let damages = global.sweep(|sweep| {
-            let sweep = crate::store::Sweep { threads: sweep.threads, progress: sweep.progress, cancel: sweep.cancel };
-            pass.analyze(model, &Context { sweep, seed, data: &data, device, workplace: None, resume: false })
-        })?;
+        let damages = global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, workplace: None, resume: false }))?;
         let kept = worth_keeping(&damages);
         if let Some(path) = &self.output {
             let patterns = kept.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;

@@ -102,7 +102,7 @@ impl Meter {
 
 /// How to go over tensors.
 #[derive(Clone, Copy)]
-pub struct Sweep<'a> {
+pub struct Work<'a> {
     /// Threads that work at once.
     pub threads: usize,
     /// Who is told.
@@ -111,10 +111,10 @@ pub struct Sweep<'a> {
     pub cancel: &'a Cancel,
 }
 
-impl<'a> Sweep<'a> {
+impl<'a> Work<'a> {
     /// The same, telling nobody.
-    pub fn quiet(&self) -> Sweep<'a> {
-        Sweep { progress: &Silent, ..*self }
+    pub fn quiet(&self) -> Work<'a> {
+        Work { progress: &Silent, ..*self }
     }
 
     /// Runs `work` once for each job, largest first, and returns the results in the order of the jobs.
@@ -173,11 +173,11 @@ mod tests {
     #[test]
     fn results_keep_the_order_of_jobs_and_the_first_error_wins() {
         let (cancel, jobs) = (Cancel::default(), [3u64, 1, 2]);
-        let sweep = Sweep { threads: 3, progress: &Silent, cancel: &cancel };
-        assert_eq!(sweep.run("test", &jobs, |j| *j, |j| Ok(j * 10)).unwrap(), [30, 10, 20]);
-        let error = sweep.run("test", &jobs, |j| *j, |j| if *j < 3 { Err(Error::option("job", j)) } else { Ok(()) }).unwrap_err();
+        let work = Work { threads: 3, progress: &Silent, cancel: &cancel };
+        assert_eq!(work.run("test", &jobs, |j| *j, |j| Ok(j * 10)).unwrap(), [30, 10, 20]);
+        let error = work.run("test", &jobs, |j| *j, |j| if *j < 3 { Err(Error::option("job", j)) } else { Ok(()) }).unwrap_err();
         assert!(matches!(error, Error::Option { .. }));
         cancel.cancel();
-        assert!(matches!(sweep.run("test", &jobs, |j| *j, |_| Ok(())), Err(Error::Cancelled)));
+        assert!(matches!(work.run("test", &jobs, |j| *j, |_| Ok(())), Err(Error::Cancelled)));
     }
 }

@@ -18,7 +18,7 @@ use crate::report::terminal::table;
   compress eval ./llama --data book.txt --max-length 512
   compress eval out/minilm-int8/model.onnx --data sentences.txt --against ./minilm
   compress eval ./cnn --images test-images-idx3-ubyte --labels test-labels-idx1-ubyte")]
-pub(super) struct Args {
+pub(in crate::cli) struct Args {
     /// Model folder, or an .onnx file
     model: PathBuf,
     /// Data, its kind told by its name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
@@ -57,9 +57,12 @@ impl Args {
         }
         let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
         let device = global.device.open()?;
-        let outcomes = global.sweep(|sweep| {
-            let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, sweep)).collect::<Result<Vec<_>>>()?;
-            evaluation::evaluate(&data, &mut runners, pairs, sweep)
+        let outcomes = global.work(|work| {
+            if let Some(reason) = global.device.reason() {
+                work.progress.on(crate::work::Event::Message(&reason));
+            }
+            let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, work)).collect::<Result<Vec<_>>>()?;
+            evaluation::evaluate(&data, &mut runners, pairs, work)
         })?;
         self.show(&path, runtime, &data, &outcomes, global)
     }

@@ -10,17 +10,18 @@ use std::time::{Duration, SystemTime};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Pipeline;
-use super::key::{Key, files};
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
 use crate::ir::GraphFile;
 use crate::model::{Applied, Model};
+use crate::output::Staging;
 use crate::pass::{PASSES, Samples};
+use crate::pipeline::Pipeline;
+use crate::pipeline::key::{Key, files};
+use crate::store::Origin;
 use crate::store::hash::hash_of;
-use crate::store::staging::Staging;
-use crate::store::{Origin, Sweep};
+use crate::work::Work;
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
 const MOST: u64 = 20 << 30;
@@ -74,6 +75,8 @@ struct Past {
     rule: String,
     seconds: f64,
     peak_rss_bytes: Option<u64>,
+    #[serde(default)]
+    peak_vram_bytes: Option<u64>,
     details: Value,
     notes: Vec<String>,
     zeroes: bool,
@@ -88,6 +91,7 @@ impl Past {
             rule: applied.rule.clone(),
             seconds: applied.meter.total().as_secs_f64(),
             peak_rss_bytes: applied.peak_rss_bytes,
+            peak_vram_bytes: applied.peak_vram_bytes,
             details: (applied.details)(),
             notes: applied.notes.clone(),
             zeroes: applied.zeroes,
@@ -97,7 +101,7 @@ impl Past {
     fn applied(self) -> Option<Applied> {
         let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options);
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
-        applied.peak_rss_bytes = self.peak_rss_bytes;
+        (applied.peak_rss_bytes, applied.peak_vram_bytes) = (self.peak_rss_bytes, self.peak_vram_bytes);
         let details = self.details;
         applied.details = Arc::new(move || details.clone());
         (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors, self.rule, self.notes, self.zeroes);
@@ -160,8 +164,8 @@ impl Shelf {
     }
 
     /// A key for the model after each of the passes.
-    pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, sweep: &Sweep) -> Result<Vec<String>> {
-        let mut key = Key::new(pipeline, model, sweep)?;
+    pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, work: &Work) -> Result<Vec<String>> {
+        let mut key = Key::new(pipeline, model, work)?;
         let mut read: BTreeMap<&str, String> = BTreeMap::new();
         let mut keys = Vec::with_capacity(pipeline.steps.len());
         for step in &pipeline.steps {
@@ -171,7 +175,7 @@ impl Shelf {
                 key.contents(&path)?;
             }
             // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
-            let data = &pipeline.data;
+            let data = &pipeline.running.data;
             let sets: &[(&str, &Option<Data>)] = match pass.runs_on() {
                 None | Some(Samples::None) => &[],
                 Some(Samples::Calibration) => &[("calibration", &data.calibration), ("evaluation", &data.evaluation)],
@@ -180,7 +184,7 @@ impl Shelf {
             for (name, set) in sets {
                 let Some(set) = set else { continue };
                 if !read.contains_key(name) {
-                    read.insert(name, content(set, sweep)?);
+                    read.insert(name, content(set, work)?);
                 }
                 key.say(&format!("{name} {}", read[name]));
             }
@@ -191,12 +195,12 @@ impl Shelf {
 
     /// A result of an earlier run, as if the passes had been applied to `model` now; one that does not read back as it was written
     /// is removed.
-    pub(super) fn take(&self, key: &str, model: &Model, sweep: &Sweep) -> Option<Model> {
+    pub(super) fn take(&self, key: &str, model: &Model, work: &Work) -> Option<Model> {
         let folder = self.folder.join(key);
         if !folder.is_dir() {
             return None;
         }
-        let found = State::read(&folder).and_then(|state| state.restore(&folder, model, sweep).ok().flatten());
+        let found = State::read(&folder).and_then(|state| state.restore(&folder, model, work).ok().flatten());
         if found.is_none() {
             let _ = fs::remove_dir_all(&folder);
         } else if let Ok(state) = File::options().append(true).open(folder.join(STATE)) {
@@ -206,13 +210,13 @@ impl Shelf {
     }
 
     /// Keeps a result, if the pass took long enough.
-    pub(super) fn put(&self, key: &str, took: Duration, after: &mut Model, sweep: &Sweep) -> Result<()> {
+    pub(super) fn put(&self, key: &str, took: Duration, after: &mut Model, work: &Work) -> Result<()> {
         if took < self.least {
             return Ok(());
         }
-        after.prepare(sweep)?;
+        after.prepare(work)?;
         let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
-        let exported = Safetensors::default().write(after, staging.path(), sweep)?;
+        let exported = Safetensors::default().write(after, &staging.path(), work)?;
         let config = exported.config.as_ref().unwrap_or(&after.config);
         if let Some(text) = config.render() {
             write(&staging.path().join("config.json"), text.as_bytes())?;
@@ -259,8 +263,8 @@ pub(super) struct CachedResult<'p> {
 
 impl CachedResult<'_> {
     /// Keeps the result of a pass. That it cannot be kept is no reason to stop: a note says so.
-    pub fn put(&self, number: usize, took: Duration, after: &mut Model, sweep: &Sweep) {
-        if let Err(e) = self.shelf.put(&self.keys[number], took, after, sweep) {
+    pub fn put(&self, number: usize, took: Duration, after: &mut Model, work: &Work) {
+        if let Err(e) = self.shelf.put(&self.keys[number], took, after, work) {
             let pass = after.history.last().map_or("a pass", |applied| applied.name);
             after.notes.push(format!("the result of {pass} could not be kept for other runs: {e}"));
         }
@@ -269,14 +273,14 @@ impl CachedResult<'_> {
 
 impl Pipeline {
     /// Opens the shelf, if there is one; processes that train together have none, since each would find something else.
-    pub(super) fn kept(&self, model: &Model, sweep: &Sweep) -> Result<Option<CachedResult<'_>>> {
+    pub(super) fn kept(&self, model: &Model, work: &Work) -> Result<Option<CachedResult<'_>>> {
         let alone = crate::train::communicator::Place::from_environment()?.is_none_or(|place| place.size == 1);
-        let Some((shelf, reuse)) = self.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
-        let keys = shelf.keys(self, model, sweep)?;
+        let Some((shelf, reuse)) = self.running.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
+        let keys = shelf.keys(self, model, work)?;
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            found = runs.filter_map(|(number, _)| Some((number, shelf.take(&keys[number], model, sweep)?))).next();
+            found = runs.filter_map(|(number, _)| Some((number, shelf.take(&keys[number], model, work)?))).next();
         }
         if let Some((number, after)) = &mut found {
             let pass = self.steps[*number].pass().name();
@@ -291,9 +295,9 @@ impl State {
         serde_json::from_slice(&fs::read(folder.join(STATE)).ok()?).ok()
     }
 
-    fn restore(self, folder: &Path, original: &Model, sweep: &Sweep) -> Result<Option<Model>> {
+    fn restore(self, folder: &Path, original: &Model, work: &Work) -> Result<Option<Model>> {
         for (name, hash) in self.files.iter().filter(|(name, _)| !name.ends_with(".json")) {
-            if hash_of(&folder.join(name), &sweep.quiet())?.to_string() != *hash {
+            if hash_of(&folder.join(name), &work.quiet())?.to_string() != *hash {
                 return Ok(None);
             }
         }
@@ -344,8 +348,8 @@ fn bytes(path: &Path) -> Result<u64> {
 }
 
 /// The hash of a data set: how it is read, and all bytes that are.
-fn content(data: &Data, sweep: &Sweep) -> Result<String> {
-    let mut key = Key::empty(sweep);
+fn content(data: &Data, work: &Work) -> Result<String> {
+    let mut key = Key::empty(work);
     key.say(&serde_json::to_string(data).unwrap_or_default());
     data.paths().try_for_each(|path| key.contents(path))?;
     Ok(key.name())

@@ -16,9 +16,9 @@ use crate::report::terminal::table;
   compress cache --clear
 
 `compress run` keeps the result of every pass that ran the model for ten seconds or more, by what it was made from: the bytes
-of model and data, the passes so far, the seed, the device and the version. `--resume`, and the runs of a sweep, begin behind
+of model and data, the passes so far, the seed, the device and the version. `--resume`, and the runs of a work, begin behind
 the last pass that is kept. All results together stay below 20 GiB: the one that was not used for the longest time goes first.")]
-pub(super) struct Args {
+pub(in crate::cli) struct Args {
     /// Remove results: those whose keys begin so, or all
     #[arg(long, value_name = "KEY", num_args = 0..=1, default_missing_value = "")]
     clear: Option<String>,

@@ -15,7 +15,7 @@ use crate::pipeline::starter;
 
 The model is looked at, not read: family, tensors, formats, tied weights, where the bytes are. Every line of the recipe says
 why it is there; alternatives and data sets stand beside it as comments.")]
-pub(super) struct Args {
+pub(in crate::cli) struct Args {
     /// Model folder or .safetensors file
     model: PathBuf,
     /// Write the recipe to a file

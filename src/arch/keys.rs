@@ -1,0 +1,127 @@
+//! Keys of a configuration that no graph is built from: which of them mean nothing to what is computed, and which must have
+//! the value that leaves it as it is.
+
+use serde_json::Value;
+
+use super::Settings;
+use crate::error::{Error, Result};
+
+/// Keys that something does not read, but knows.
+#[derive(Debug, Clone, Copy)]
+pub struct Keys {
+    /// Whatever their values, the same is computed: training, names, types of numbers, generation.
+    pub harmless: &'static [&'static str],
+    /// Keys that change what is computed, with the values that do not, in JSON. A null never does.
+    pub neutral: &'static [(&'static str, &'static str)],
+}
+
+/// What every configuration of transformers may hold.
+const COMMON: Keys = Keys {
+    harmless: &[
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_commit_hash",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "is_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_labels",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_past",
+        "output_scores",
+        "pad_token_id",
+        "prefix",
+        "problem_type",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tie_last_hidden_states",
+        "tie_word_embeddings",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torch_dtype",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "use_cache",
+    ],
+    neutral: &[
+        ("add_cross_attention", "false"),
+        ("auto_map", "{}"),
+        ("cross_attention_hidden_size", "null"),
+        ("is_encoder_decoder", "false"),
+        ("per_layer_config", "{}"),
+        ("pruned_heads", "{}"),
+    ],
+};
+
+impl Keys {
+    /// Refuses, by name, a value that changes what is computed and that nothing has read; returns the keys that are not known.
+    ///
+    /// # Errors
+    /// There is such a value in `file`.
+    pub fn sort(&self, settings: &Settings, file: &str) -> Result<Vec<String>> {
+        let mut unknown = Vec::new();
+        for (key, value) in settings.unread() {
+            let same = |text: &str| {
+                serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
+            };
+            match self.neutral.iter().find(|(name, _)| *name == key) {
+                Some((_, neutral)) if same(neutral) => {}
+                Some((_, neutral)) => {
+                    return Err(Error::Unsupported {
+                        what: format!("{file}: `{key}` of {value}"),
+                        hint: format!("it changes what the model computes, and only {neutral} is supported; passes over weights do not need it"),
+                    });
+                }
+                None if self.harmless.contains(&key.as_str()) => {}
+                None => unknown.push(key),
+            }
+        }
+        Ok(unknown)
+    }
+
+    /// These, and those that every configuration of transformers may hold.
+    pub(super) fn sort_model(&self, settings: &Settings) -> Result<Vec<String>> {
+        let unknown = self.sort(settings, "config.json")?;
+        let rest = COMMON.sort(settings, "config.json")?;
+        Ok(unknown.into_iter().filter(|key| rest.contains(key)).collect())
+    }
+}

@@ -1,0 +1,64 @@
+//! What a model computes, for `compress inspect`.
+
+use std::io;
+
+use serde_json::json;
+
+use super::args::Global;
+use super::output;
+use crate::error::Result;
+use crate::model::Model;
+use crate::report::terminal::wrapped;
+
+// As for `Samples`.
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(in crate::cli) struct Graph {
+    /// Show what the model computes instead: one line for each input, tensor, node and output
+    #[arg(long)]
+    graph: bool,
+    /// Show what could be taken out together: heads, neurons, channels, the width of a residual stream; and what could not
+    #[arg(long, conflicts_with = "graph")]
+    groups: bool,
+}
+
+impl Graph {
+    /// Shows what was asked for; whether anything was.
+    pub fn show(&self, model: &Model, global: &Global) -> Result<bool> {
+        match (self.graph, self.groups) {
+            (true, _) => show_graph(model, global)?,
+            (_, true) => show_groups(model, global)?,
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+}
+
+fn show_graph(model: &Model, global: &Global) -> Result<()> {
+    let graph = model.graph()?;
+    if global.json {
+        return output::json(&crate::ir::GraphFile::from(&graph));
+    }
+    output::print(&graph.to_string())?;
+    let unused = model.unused(&graph);
+    if !unused.is_empty() {
+        output::print(&format!("# not used: {}\n", unused.join(", ")))?;
+    }
+    Ok(())
+}
+
+fn show_groups(model: &Model, global: &Global) -> Result<()> {
+    let found = crate::analysis::groups(&model.graph()?)?;
+    if global.json {
+        return output::json(&json!({ "groups": found.groups, "held": found.held }));
+    }
+    let Some(columns) = columns() else { return output::print(&found.to_string()) };
+    let groups = found.groups.iter().map(|group| [group.unit.to_string(), group.size.to_string(), group.name.clone(), group.carriers()]);
+    let held = found.held.iter().map(|held| ["held".to_owned(), held.size.to_string(), format!("{}[{}]", held.param, held.axis), held.reason.to_string()]);
+    output::print(&format!("{}\n", wrapped(&["unit", "size", "first", "carried by, or held by"], groups.chain(held), columns)))
+}
+
+/// Columns of the terminal that stdout is, if it is one.
+fn columns() -> Option<u16> {
+    rustix::termios::tcgetwinsize(io::stdout()).ok().map(|size| size.ws_col).filter(|columns| *columns > 0)
+}

@@ -1,0 +1,79 @@
+//! Samples of a data set that a pass which reads it leaves alone, to measure on.
+
+use std::ops::ControlFlow;
+
+use super::{Batch, Data, DataSet, Order, Pending, Target};
+use crate::error::Result;
+
+/// One of so many samples is kept from passes that would use all of them.
+const PART: usize = 10;
+/// Samples that are kept at most.
+const MOST: usize = 64;
+
+/// Samples one by one.
+const SINGLE: Order = Order { batch: Some(1), shuffle: None, skip: 0, part: (0, 1) };
+
+impl Data {
+    /// The same with `samples` set so that some are left to measure on: a tenth of a set that would be used as a whole, at most 64. Sets
+    /// of fewer than ten samples stay as they are, and so do those that hold more than they are asked for.
+    ///
+    /// # Errors
+    /// The data cannot be read, or does not fit the model.
+    pub fn holding_out(&self, target: Target) -> Result<Data> {
+        let wanted = self.samples.unwrap_or(usize::MAX);
+        let set = DataSet::open(&self.all(), target)?;
+        let there = set.source.works(SINGLE)?.take(wanted.saturating_add(1)).try_fold(0usize, |count, work| work.map(|_| count.saturating_add(1)))?;
+        if there > wanted || there < PART {
+            return Ok(self.clone());
+        }
+        Ok(Data { samples: Some(there.saturating_sub(there.div_euclid(PART).min(MOST))), ..self.clone() })
+    }
+
+    /// Hands over samples one by one that are not among the `used` that a pass takes of the set, at most 64, until `consume` has enough.
+    ///
+    /// # Errors
+    /// The data cannot be read, does not fit the model, or `consume` fails.
+    pub fn for_each_beyond(&self, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
+        let set = DataSet::open(&self.all(), target)?;
+        let works = set.source.works(SINGLE)?.enumerate();
+        // Of a folder, `samples` are spread over all classes; of anything else they are the first.
+        let left: Box<dyn Iterator<Item = Result<Pending>>> = if let (Some(true), Some(all)) = (self.images.as_ref().map(|path| path.is_dir()), set.samples()) {
+            let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
+            left.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            Box::new(left.into_iter().map(|(_, pending)| pending))
+        } else {
+            Box::new(works.skip(used).map(|(_, pending)| pending))
+        };
+        for pending in left.take(MOST) {
+            if consume(pending?()?)?.is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The whole set.
+    fn all(&self) -> Data {
+        Data { samples: None, ..self.clone() }
+    }
+}
+
+/// Whether a position is among so many that are spread evenly over all: `all * n / count` of some `n`.
+fn is_spread(position: usize, all: usize, count: usize) -> bool {
+    let number = position.saturating_mul(count).div_ceil(all.max(1));
+    number < count && all.saturating_mul(number).checked_div(count) == Some(position)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_spread_and_what_is_left_are_the_whole() {
+        for (all, count) in [(1, 1), (10, 9), (128, 116), (1000, 3), (7, 7), (7, 9)] {
+            let spread: Vec<usize> = if count < all { (0..count).map(|n| all * n / count).collect() } else { (0..all).collect() };
+            let found: Vec<usize> = (0..all).filter(|position| is_spread(*position, all, count.min(all))).collect();
+            assert_eq!(found, spread, "{count} of {all}");
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Attention and what it does with heads.
+
+use candle_core::{Result, Tensor};
+
+use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
+use super::host::{Host, heads, integers, readable};
+use super::{Gradients, Kernel};
+use crate::kernel::attention::{self, merge_heads, rotate_heads};
+use crate::kernel::attention_gradient::Given;
+
+/// For each key whether it is padding.
+fn padding(mask: Option<&Tensor>) -> Result<Option<Vec<bool>>> {
+    let mask = mask.map(integers).transpose()?.flatten();
+    Ok(mask.map(|mask| mask.into_iter().map(|m| m == 0).collect()))
+}
+
+impl Attention {
+    /// As the kernels are told.
+    fn sizes<'p>(&self, [q, _, v]: [&Tensor; 3], padding: Option<&'p [bool]>) -> Result<attention::Attention<'p>> {
+        let ((_, heads, sequence, width), (_, groups, keys, out)) = (q.dims4()?, v.dims4()?);
+        Ok(attention::Attention {
+            heads,
+            groups,
+            sequence,
+            keys,
+            width,
+            out,
+            scale: self.scale as f32,
+            causal: self.causal,
+            window: self.window,
+            padding: padding.filter(|p| p.contains(&true)),
+        })
+    }
+}
+
+impl Kernel for Attention {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
+        let padding = padding(inputs.get(3))?;
+        let sizes = self.sizes([q, k, v], padding.as_deref())?;
+        let shape = (q.dim(0)?, sizes.heads, sizes.sequence, sizes.out);
+        let compute = || {
+            let hosts = [Host::of(q)?, Host::of(k)?, Host::of(v)?];
+            let mut y = vec![0.0; shape.0 * shape.1 * shape.2 * shape.3];
+            sizes.run(heads(&hosts[0])?, heads(&hosts[1])?, heads(&hosts[2])?, &mut y);
+            Some(y)
+        };
+        compute().map(|values| Tensor::from_vec(values, shape, q.device())).transpose()
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
+        if !readable([q, k, v, backward.gradient]) {
+            return Ok(None);
+        }
+        let padding = padding(backward.inputs.get(3).map(Saved::tensor).transpose()?)?;
+        // Rows of a head must be runs in memory.
+        let in_rows = |t: &Tensor| if t.stride()[3] == 1 { Ok(t.clone()) } else { t.contiguous() };
+        let (q, k, v, gradient) = (in_rows(q)?, in_rows(k)?, in_rows(v)?, in_rows(backward.gradient)?);
+        let (sizes, batch) = (self.sizes([&q, &k, &v], padding.as_deref())?, q.dim(0)?);
+        let compute = || {
+            let hosts = [Host::of(&q)?, Host::of(&k)?, Host::of(&v)?, Host::of(&gradient)?];
+            let given = Given { queries: heads(&hosts[0])?, keys: heads(&hosts[1])?, values: heads(&hosts[2])?, gradient: heads(&hosts[3])? };
+            let room = |input: usize, like: &Tensor| vec![0.0; if backward.wants(input) { like.elem_count() } else { 0 }];
+            let mut found = [room(0, &q), room(1, &k), room(2, &v)];
+            sizes.gradients(given, found.each_mut().map(Vec::as_mut_slice), batch);
+            Some(found)
+        };
+        let Some(found) = compute() else { return Ok(None) };
+        let mut gradients = vec![None; backward.inputs.len()];
+        for ((input, values), like) in found.into_iter().enumerate().zip([&q, &k, &v]) {
+            // Heads of one row are neighbours, as where they were split.
+            let (batch, heads, rows, width) = like.dims4()?;
+            gradients[input] = backward.of(input, || Tensor::from_vec(values, (batch, rows, heads, width), like.device())?.transpose(1, 2))?;
+        }
+        Ok(Some(gradients))
+    }
+}
+
+impl Kernel for Rotary {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.rotated(&inputs[0], false)
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if !backward.wants(0) {
+            return Ok(Some(vec![None]));
+        }
+        Ok(self.rotated(backward.gradient, true)?.map(|gradient| vec![Some(gradient)]))
+    }
+}
+
+impl Rotary {
+    fn rotated(&self, x: &Tensor, backwards: bool) -> Result<Option<Tensor>> {
+        let (_, count, sequence, width) = x.dims4()?;
+        let (cos, sin) = self.tables(width, sequence, x.device())?;
+        let sin = if backwards { sin.neg()? } else { sin };
+        let compute = || {
+            let [host, cos, sin] = [Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?];
+            let mut y = vec![0.0; x.elem_count()];
+            rotate_heads(heads(&host)?, [count, sequence, width], cos.floats()?, sin.floats()?, &mut y);
+            Some(y)
+        };
+        compute().map(|values| Tensor::from_vec(values, x.dims(), x.device())).transpose()
+    }
+}
+
+fn merged(x: &Tensor) -> Result<Option<Tensor>> {
+    let (batch, count, sequence, width) = x.dims4()?;
+    // Heads that lie beside each other are merged where they are.
+    if x.transpose(1, 2)?.is_contiguous() {
+        return Ok(None);
+    }
+    let compute = || {
+        let host = Host::of(x)?;
+        let mut y = vec![0.0; x.elem_count()];
+        merge_heads(heads(&host)?, [count, sequence, width], &mut y);
+        Some(y)
+    };
+    compute().map(|values| Tensor::from_vec(values, (batch, sequence, count * width), x.device())).transpose()
+}
+
+impl Kernel for MergeHeads {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        merged(&inputs[0])
+    }
+}
+
+impl Kernel for SplitHeads {
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let found = if backward.wants(0) { merged(backward.gradient)? } else { None };
+        Ok(found.map(|gradient| vec![Some(gradient)]))
+    }
+}

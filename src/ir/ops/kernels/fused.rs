@@ -1,0 +1,43 @@
+//! Operations of candle that do in one go what takes several: for GPUs, where every operation reads and writes memory. They have no
+//! gradients.
+
+use candle_core::{Result, Tensor};
+use candle_nn::ops::{layer_norm, rms_norm, softmax_last_dim};
+use candle_nn::rotary_emb::rope;
+
+use super::super::Op;
+use super::super::gradient::wide;
+use super::Kernel;
+
+/// The kernel of an op.
+pub(super) fn kernel(op: &Op) -> Option<Box<dyn Kernel>> {
+    let known = matches!(op, Op::LayerNorm(_) | Op::RmsNorm(_) | Op::Softmax(_) | Op::Rotary(_) | Op::Attention(_));
+    known.then(|| Box::new(Fused(op.clone())) as Box<dyn Kernel>)
+}
+
+#[derive(Debug)]
+struct Fused(Op);
+
+/// Over the last axis, in 32 bits at least.
+fn softmax(x: &Tensor) -> Result<Tensor> {
+    softmax_last_dim(&wide(x)?.contiguous()?)?.to_dtype(x.dtype())
+}
+
+impl Kernel for Fused {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let x = inputs[0].contiguous()?;
+        match &self.0 {
+            Op::LayerNorm(op) => layer_norm(&x, &inputs[1], &inputs[2], op.epsilon as f32),
+            Op::RmsNorm(op) => rms_norm(&x, &inputs[1], op.epsilon as f32),
+            Op::Softmax(_) => softmax(&x),
+            Op::Rotary(op) => {
+                let (_, _, sequence, width) = x.dims4()?;
+                let (cos, sin) = op.tables(width, sequence, x.device())?;
+                rope(&x, &cos.to_dtype(x.dtype())?, &sin.to_dtype(x.dtype())?)
+            }
+            Op::Attention(op) => op.attend(inputs, softmax),
+            other => other.spec().eval(inputs),
+        }
+        .map(Some)
+    }
+}

@@ -1,0 +1,145 @@
+//! Loops over the planes of images: batch normalisation and pooling.
+
+use candle_core::{Device, Error, Result, Tensor};
+
+use super::super::batch_norm::Channels;
+use super::super::{Backward, BatchNorm, GlobalAveragePool, MaxPool, OpSpec};
+use super::host::{Host, by_channel, channels, channels_first, planes, readable, with_planes};
+use super::{Gradients, Kernel};
+use crate::kernel::channels as kernel;
+use crate::kernel::convolution::max_pool;
+use crate::kernel::convolution_gradient::max_pool_gradient;
+use crate::kernel::rows::means;
+
+/// Loops over the channels of images that kernels [can read](is_readable).
+pub(super) struct OnHost;
+
+/// Whether kernels can read images and what belongs to their channels.
+pub(super) fn is_readable<'t>(x: &Tensor, others: impl IntoIterator<Item = &'t Tensor>) -> bool {
+    x.rank() == 4 && readable([x]) && others.into_iter().all(|other| readable([other]))
+}
+
+fn unreadable() -> Error {
+    Error::Msg("images that no kernel can read".into())
+}
+
+fn vector(values: Vec<f32>) -> Result<Tensor> {
+    let count = values.len();
+    Tensor::from_vec(values, count, &Device::Cpu)
+}
+
+impl Channels for OnHost {
+    fn moments(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let x = by_channel(x)?;
+        let compute = || Some(kernel::moments(&channels(&x, &Host::of(&x)?)?));
+        let (means, variances) = compute().ok_or_else(unreadable)?;
+        Ok((vector(means)?, vector(variances)?))
+    }
+
+    fn scaled(&self, x: &Tensor, scale: &Tensor, shift: &Tensor) -> Result<Tensor> {
+        let (images, count, height, width) = x.dims4()?;
+        let x = by_channel(x)?;
+        let compute = || {
+            let [host, scale, shift] = [Host::of(&x)?, Host::of(scale)?, Host::of(shift)?];
+            let mut y = vec![0.0; x.elem_count()];
+            kernel::scaled(&channels(&x, &host)?, scale.floats()?, shift.floats()?, &mut y);
+            Some(y)
+        };
+        channels_first(compute().ok_or_else(unreadable)?, [images, count, height, width])
+    }
+
+    fn sums(&self, x: &Tensor, gradient: &Tensor, mean: &Tensor) -> Result<[Tensor; 2]> {
+        let (x, gradient) = (by_channel(x)?, by_channel(gradient)?);
+        let compute = || {
+            let hosts = [Host::of(&x)?, Host::of(&gradient)?, Host::of(mean)?];
+            let (values, gradients) = (channels(&x, &hosts[0])?, channels(&gradient, &hosts[1])?);
+            Some([kernel::sums(&gradients), kernel::products(&values, &gradients, hosts[2].floats()?)])
+        };
+        let [plain, products] = compute().ok_or_else(unreadable)?;
+        Ok([vector(plain)?, vector(products)?])
+    }
+
+    fn mixed(&self, x: &Tensor, gradient: &Tensor, factors: [&Tensor; 3]) -> Result<Tensor> {
+        let (images, count, height, width) = x.dims4()?;
+        let (x, gradient) = (by_channel(x)?, by_channel(gradient)?);
+        let compute = || {
+            let hosts = [Host::of(&x)?, Host::of(&gradient)?];
+            let [a, b, c] = [Host::of(factors[0])?, Host::of(factors[1])?, Host::of(factors[2])?];
+            let factors: Vec<[f32; 3]> = a.floats()?.iter().zip(b.floats()?).zip(c.floats()?).map(|((a, b), c)| [*a, *b, *c]).collect();
+            let mut y = vec![0.0; x.elem_count()];
+            kernel::combined(&channels(&x, &hosts[0])?, &channels(&gradient, &hosts[1])?, &factors, &mut y);
+            Some(y)
+        };
+        channels_first(compute().ok_or_else(unreadable)?, [images, count, height, width])
+    }
+}
+
+impl Kernel for BatchNorm {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        if is_readable(&inputs[0], &inputs[1..]) { self.eval_with(inputs, &OnHost).map(Some) } else { Ok(None) }
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let read = (1..backward.inputs.len()).filter(|input| self.reads_input(*input)).map(|input| backward.inputs[input].tensor());
+        let read = read.collect::<Result<Vec<_>>>()?;
+        let fits = is_readable(backward.inputs[0].tensor()?, read.into_iter().chain([backward.gradient]));
+        if fits { self.backward_with(backward, &OnHost).map(Some) } else { Ok(None) }
+    }
+}
+
+impl Kernel for MaxPool {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let x = &inputs[0];
+        let (images, count, height, width) = x.dims4()?;
+        let window = self.window([height, width]);
+        let [rows, columns] = window.positions();
+        let compute = || {
+            let host = Host::of(x)?;
+            let mut y = vec![0.0; images * count * rows * columns];
+            max_pool(&planes(x, &host)?, window, &mut y);
+            Some(y)
+        };
+        compute().map(|y| channels_first(y, [images, count, rows, columns])).transpose()
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if !backward.wants(0) {
+            return Ok(Some(vec![None]));
+        }
+        let x = backward.inputs[0].tensor()?;
+        let (images, count, height, width) = x.dims4()?;
+        let (x, gradient) = (with_planes(x)?, by_channel(backward.gradient)?);
+        let compute = || {
+            let (host, gradient) = (Host::of(&x)?, Host::of(&gradient)?);
+            let mut y = vec![0.0; x.elem_count()];
+            max_pool_gradient(&planes(&x, &host)?, gradient.floats()?, self.window([height, width]), &mut y);
+            Some(y)
+        };
+        let found = compute().map(|y| channels_first(y, [images, count, height, width])).transpose()?;
+        Ok(found.map(|gradient| vec![Some(gradient)]))
+    }
+}
+
+impl Kernel for GlobalAveragePool {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let (images, count, _, _) = inputs[0].dims4()?;
+        let compute = || Some(means(&planes(&inputs[0], &Host::of(&inputs[0])?)?));
+        compute().map(|y| Tensor::from_vec(y, (count, images), inputs[0].device())?.t()?.contiguous()).transpose()
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if !backward.wants(0) {
+            return Ok(Some(vec![None]));
+        }
+        let &[images, count, height, width] = backward.inputs[0].dims() else { return Ok(None) };
+        let shares = (backward.gradient / (height * width) as f64)?.t()?.contiguous()?;
+        let compute = || {
+            let host = Host::of(&shares)?;
+            let mut y = vec![0.0; images * count * height * width];
+            kernel::filled(&host.floats()?[..images * count], &mut y);
+            Some(y)
+        };
+        let found = compute().map(|y| channels_first(y, [images, count, height, width])).transpose()?;
+        Ok(found.map(|gradient| vec![Some(gradient)]))
+    }
+}

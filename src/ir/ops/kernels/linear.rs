@@ -1,0 +1,107 @@
+//! Products with matrices.
+
+use std::ops::Range;
+
+use candle_core::{CpuStorage, Result, Tensor};
+
+use super::super::linear::by_row;
+use super::super::{Backward, Linear};
+use super::host::{Host, column_sums, readable, steps};
+use super::{Fused, Gradients, Kernel};
+use crate::kernel::epilogue::Epilogue;
+use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
+use crate::kernel::matmul_gradient::long_product;
+
+impl Kernel for Linear {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.fused(inputs, &[])
+    }
+
+    fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
+        let (x, weight) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
+        let (first, second) = weight.dims2()?;
+        let out = if self.input_major { second } else { first };
+        let mut shape = x.dims().to_vec();
+        shape.pop();
+        shape.push(out);
+        let fits = |like: &Tensor| like.dims() == shape && like.is_contiguous();
+        if epilogue.iter().any(|step| matches!(step, Fused::AddToRows(_) | Fused::MultiplyRows(_))) {
+            return Ok(None);
+        }
+        let bias = inputs.get(2).map(|bias| Fused::AddToColumns(bias.clone()));
+        let compute = || {
+            let hosts = steps(bias.iter().chain(epilogue), fits)?;
+            let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
+            let (x, weight) = (Host::of(&x)?, Host::of(&weight)?);
+            let count = shape.iter().product();
+            match weight.storage()? {
+                (CpuStorage::F32(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
+                (CpuStorage::BF16(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
+                (CpuStorage::F16(kept), start) => self.multiply(x.floats()?, &kept[start..], [first, second], count, &steps),
+                _ => None,
+            }
+        };
+        compute().map(|values| Tensor::from_vec(values, shape.as_slice(), x.device())).transpose()
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let weight = backward.inputs[1].dims();
+        let (out, inner) = if self.input_major { (weight[1], weight[0]) } else { (weight[0], weight[1]) };
+        let gradient = by_row(backward.gradient, out)?;
+        let mut found = vec![None; backward.inputs.len()];
+        if backward.wants(0) {
+            // The layer with its weight transposed.
+            let transposed = Linear { input_major: !self.input_major };
+            let Some(of_input) = transposed.forward(&[backward.gradient.clone(), backward.inputs[1].tensor()?.clone()])? else { return Ok(None) };
+            found[0] = Some(of_input);
+        }
+        if backward.wants(1) {
+            let x = by_row(backward.inputs[0].tensor()?, inner)?;
+            let product = if self.input_major { transposed_product(&x, &gradient)? } else { transposed_product(&gradient, &x)? };
+            let Some(of_weight) = product else { return Ok(None) };
+            found[1] = Some(of_weight.to_dtype(backward.inputs[1].tensor()?.dtype())?);
+        }
+        if backward.wants(2) {
+            let Some(of_bias) = column_sums(&gradient)? else { return Ok(None) };
+            found[2] = Some(of_bias);
+        }
+        Ok(Some(found))
+    }
+}
+
+impl Linear {
+    fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
+        let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
+        let rows = count.checked_div(out)?;
+        let left = Left::pack(x, rows, inner, inner);
+        let mut y = vec![0.0; count];
+        if self.input_major {
+            product(&left, &Rows { values: weight, count: out, stride: out }, out, Epilogue::of(steps), &mut y);
+        } else {
+            product(&left, &Columns { values: weight, count: out, stride: inner }, out, Epilogue::of(steps), &mut y);
+        }
+        Some(y)
+    }
+}
+
+/// `aᵀ b` of two matrices with the same rows; `None` where the kernel does not take them.
+pub(super) fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor>> {
+    let ((inner, rows), (_, width)) = (a.dims2()?, b.dims2()?);
+    if !readable([a, b]) {
+        return Ok(None);
+    }
+    let (a, b) = (a.contiguous()?, b.contiguous()?);
+    let compute = || {
+        let (left, right) = (Host::of(&a)?, Host::of(&b)?);
+        let (left, right) = (left.floats()?, right.floats()?);
+        let mut y = vec![0.0; rows * width];
+        long_product(
+            [rows, inner, width],
+            |range: Range<usize>| Left::pack_transposed(&left[range.start * rows..], rows, range.len(), rows),
+            |range: Range<usize>| Rows { values: &right[range.start * width..], count: width, stride: width },
+            &mut y,
+        );
+        Some(y)
+    };
+    compute().map(|values| Tensor::from_vec(values, (rows, width), a.device())).transpose()
+}

@@ -1,0 +1,72 @@
+//! Loops over rows: normalisations, softmax, rows of a table.
+
+use candle_core::{D, Result, Tensor};
+
+use super::super::{Backward, Embedding, LayerNorm, RmsNorm, Softmax};
+use super::host::{Host, by_rows, combined_rows, integers, norm_back};
+use super::{Gradients, Kernel};
+use crate::kernel::{rows, rows_gradient};
+
+impl Kernel for LayerNorm {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let [x, weight, bias] = inputs else { return Ok(None) };
+        let epsilon = self.epsilon as f32;
+        by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon))
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let epsilon = self.epsilon as f32;
+        norm_back(backward, |x, g, weight, out, sums| rows_gradient::layer_norm(x, g, weight, epsilon, out, sums))
+    }
+}
+
+impl Kernel for RmsNorm {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let [x, weight] = inputs else { return Ok(None) };
+        let epsilon = self.epsilon as f32;
+        by_rows(x, [weight], |x, y, [weight]| rows::rms_norm(x, y, weight, epsilon))
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let epsilon = self.epsilon as f32;
+        norm_back(backward, |x, g, weight, out, sums| rows_gradient::rms_norm(x, g, weight, epsilon, out, sums))
+    }
+}
+
+impl Kernel for Softmax {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let width = inputs[0].dim(D::Minus1)?;
+        let kernel = |x: &[f32], y: &mut [f32], []: [&[f32]; 0]| {
+            y.copy_from_slice(x);
+            rows::softmax(y, width);
+        };
+        by_rows(&inputs[0], [], kernel)
+    }
+
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let (y, gradient) = (backward.output.tensor()?.contiguous()?, backward.gradient.contiguous()?);
+        let width = y.dim(D::Minus1)?;
+        let kernel = |y: &[f32], g: &[f32], out: &mut [f32]| {
+            out.copy_from_slice(g);
+            rows_gradient::softmax(y, out, width, 1.0);
+        };
+        let found = combined_rows(&y, &gradient, width, kernel).transpose()?;
+        Ok(found.map(|gradient| vec![Some(gradient).filter(|_| backward.wants(0))]))
+    }
+}
+
+impl Kernel for Embedding {
+    fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        let table = backward.inputs[1].dims();
+        if !backward.wants(1) {
+            return Ok(Some(vec![None, None]));
+        }
+        let rows = backward.gradient.contiguous()?;
+        let Some(indices) = integers(backward.inputs[0].tensor()?)? else { return Ok(None) };
+        let Some(host) = Host::of(&rows) else { return Ok(None) };
+        let Some(values) = host.floats() else { return Ok(None) };
+        let mut sums = vec![0.0; table.iter().product()];
+        rows_gradient::scatter_rows(&indices, &values[..rows.elem_count()], table[1], &mut sums);
+        Ok(Some(vec![None, Some(Tensor::from_vec(sums, table, rows.device())?)]))
+    }
+}

@@ -1,0 +1,74 @@
+//! Where an output may be.
+
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// Checks an output place without touching it.
+///
+/// # Errors
+/// It exists (without `force`), is not a folder, or overlaps the input.
+pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
+    let target = absolute(target)?;
+    let input = fs::canonicalize(input).map_err(Error::io("open", input))?;
+    let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
+    if let Some((parent, real)) = &nearest
+        && *parent != target
+        && !real.is_dir()
+    {
+        return Err(refuse(&target, &format!("cannot be made inside {}, which is not a folder", parent.display()), "choose another place"));
+    }
+    let real = nearest.map_or_else(|| target.clone(), |(p, real)| real.join(target.strip_prefix(p).unwrap_or(Path::new(""))));
+    if real == input {
+        return Err(refuse(&target, "is the input", "choose another folder: the input is never changed"));
+    }
+    if input.is_dir() && real.starts_with(&input) {
+        return Err(refuse(&target, "lies inside the input folder", "choose a folder beside it"));
+    }
+    if input.starts_with(&real) {
+        return Err(refuse(&target, "contains the input", "choose another folder"));
+    }
+    match fs::symlink_metadata(&target) {
+        Ok(m) if !m.is_dir() => Err(refuse(&target, "exists and is not a folder", "choose another name")),
+        Ok(_) if !force => Err(exists(&target)),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
+    let path = std::path::absolute(path).map_err(Error::io("resolve", path))?;
+    // `..` is resolved by hand: the folder need not exist yet.
+    Ok(path.components().fold(PathBuf::new(), |mut clean, part| {
+        match part {
+            Component::ParentDir => drop(clean.pop()),
+            part => clean.push(part),
+        }
+        clean
+    }))
+}
+
+pub(super) fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
+    Error::Output { path: path.to_owned(), reason: reason.to_owned(), hint: hint.to_owned() }
+}
+
+pub(super) fn exists(path: &Path) -> Error {
+    refuse(path, "exists", "add --force to replace it, or choose another folder with -o")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn refuses_places_that_overlap_the_input_or_cannot_be() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = folder.path().join("input");
+        fs::create_dir(&input).unwrap();
+        fs::write(folder.path().join("file"), "").unwrap();
+        for place in [input.join("out"), input.clone(), folder.path().to_owned(), input.join("../input/x"), folder.path().join("file/out")] {
+            assert!(check_place(&place, true, &input).is_err(), "{}", place.display());
+        }
+        assert!(check_place(&folder.path().join("input2"), false, &input).is_ok());
+    }
+}

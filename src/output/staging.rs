@@ -1,0 +1,343 @@
+//! An output folder that appears whole or not at all.
+//!
+//! Work happens in a hidden folder beside the final place, under a name that nobody else has:
+//!
+//! ```text
+//! .OUT.compress-0123456789abcdef/
+//!     lock    held from before there is anything else until everything else is gone
+//!     new     renamed to OUT in one step
+//!     old     what OUT was, where the file system cannot exchange two folders in one step
+//! ```
+
+use std::collections::hash_map::RandomState;
+use std::fs::{self, File};
+use std::hash::{BuildHasher, Hasher};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+
+use super::lock::{Attempt, Lock};
+use super::place::{absolute, check_place, exists, refuse};
+use crate::error::{Error, Result};
+
+/// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
+#[derive(Debug)]
+pub struct Staging {
+    work: PathBuf,
+    target: PathBuf,
+    force: bool,
+    /// The outermost folder that was made to hold the output.
+    made: Option<PathBuf>,
+    _lock: Lock,
+    notes: Vec<String>,
+}
+
+const LOCK: &str = "lock";
+const NEW: &str = "new";
+const OLD: &str = "old";
+
+/// Others can take a folder away between two steps of this process, but not often in a row.
+const ATTEMPTS: usize = 100;
+
+impl Staging {
+    /// Starts an output folder beside its final place.
+    ///
+    /// # Errors
+    /// The final place exists (without `force`) or cannot be written beside, or is inside `input` or around it.
+    pub fn new(target: &Path, force: bool, input: &Path) -> Result<Staging> {
+        let target = absolute(target)?;
+        check_place(&target, force, input)?;
+        let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
+            return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
+        };
+        let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
+        let prefix = format!(".{}.compress-", name.to_string_lossy());
+        let mut notes = remove_left(parent, &prefix, &target);
+        match begin(parent, &prefix) {
+            Ok((work, lock)) => {
+                if !lock.held {
+                    notes.push(format!("{} is on a file system without locks: what a killed run leaves there has to be removed by hand", parent.display()));
+                }
+                let staging = Staging { work, target, force, made, _lock: lock, notes };
+                fs::create_dir(staging.path()).map_err(Error::io("create", &staging.path()))?;
+                Ok(staging)
+            }
+            Err(error) => {
+                remove_made(parent, made.as_deref());
+                Err(error)
+            }
+        }
+    }
+
+    /// Where to write meanwhile.
+    pub fn path(&self) -> PathBuf {
+        self.work.join(NEW)
+    }
+
+    /// Where the folder will be.
+    pub fn target(&self) -> &Path {
+        &self.target
+    }
+
+    /// What the file system cannot do, in plain words.
+    pub fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    /// Moves the folder to its final place, in one step.
+    ///
+    /// # Errors
+    /// The place was taken meanwhile, or the move fails; then nothing has changed.
+    pub fn commit(mut self) -> Result<()> {
+        sync(&self.path())?;
+        self.put()?;
+        self.made = None;
+        if let Some(parent) = self.target.parent() {
+            sync_folder(parent);
+        }
+        Ok(())
+    }
+
+    fn put(&self) -> Result<()> {
+        let (new, target) = (self.path(), &self.target);
+        for _ in 0..ATTEMPTS {
+            let moved = match renameat_with(CWD, &new, CWD, target, RenameFlags::NOREPLACE) {
+                Err(Errno::EXIST) if !self.force => return Err(exists(target)),
+                // The old folder changes places with the new one, and goes when `self` is dropped.
+                Err(Errno::EXIST) => renameat_with(CWD, &new, CWD, target, RenameFlags::EXCHANGE),
+                moved => moved,
+            };
+            match moved {
+                Ok(()) => return Ok(()),
+                // The old folder went away meanwhile.
+                Err(Errno::NOENT) if new.exists() => {}
+                Err(Errno::INVAL | Errno::NOSYS) => return self.put_plainly(),
+                Err(e) => return Err(Error::io("create", target)(e.into())),
+            }
+        }
+        Err(refuse(target, "appears and disappears", "choose a folder that no other program uses"))
+    }
+
+    /// For file systems without atomic exchange.
+    fn put_plainly(&self) -> Result<()> {
+        if !self.target.exists() {
+            return fs::rename(self.path(), &self.target).map_err(Error::io("create", &self.target));
+        }
+        if !self.force {
+            return Err(exists(&self.target));
+        }
+        let old = self.work.join(OLD);
+        fs::rename(&self.target, &old).map_err(Error::io("replace", &self.target))?;
+        fs::rename(self.path(), &self.target).map_err(|e| {
+            let _ = fs::rename(&old, &self.target);
+            Error::io("replace", &self.target)(e)
+        })
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        remove(&self.work);
+        if let Some(parent) = self.work.parent() {
+            remove_made(parent, self.made.as_deref());
+        }
+    }
+}
+
+/// Makes a folder with a lock inside, and what it lies in. Others may remove either before it is locked: then under another name.
+fn begin(parent: &Path, prefix: &str) -> Result<(PathBuf, Lock)> {
+    let mut last = ErrorKind::NotFound.into();
+    for _ in 0..ATTEMPTS {
+        let work = parent.join(format!("{prefix}{:016x}", RandomState::new().build_hasher().finish()));
+        let made = fs::create_dir_all(parent).map_err(|e| (parent, e)).and_then(|()| fs::create_dir(&work).map_err(|e| (&*work, e)));
+        if let Err((path, e)) = made {
+            if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::AlreadyExists) {
+                return Err(Error::io("create", path)(e));
+            }
+            last = e;
+            continue;
+        }
+        let path = work.join(LOCK);
+        match Lock::take(&path) {
+            Ok(Attempt::Taken(lock)) => {
+                lock.sign(&path);
+                return Ok((work, lock));
+            }
+            Ok(_) => {}
+            Err(error) => {
+                remove(&work);
+                return Err(error);
+            }
+        }
+    }
+    Err(Error::io("create", parent)(last))
+}
+
+/// Removes a staging folder by its owner, the lock last.
+fn remove(work: &Path) {
+    for part in [NEW, OLD] {
+        let _ = fs::remove_dir_all(work.join(part));
+    }
+    let _ = fs::remove_file(work.join(LOCK));
+    let _ = fs::remove_dir(work);
+}
+
+/// Removes what killed processes have left, and says what may be such and was not removed.
+fn remove_left(parent: &Path, prefix: &str, target: &Path) -> Vec<String> {
+    let mut notes = Vec::new();
+    let Ok(entries) = fs::read_dir(parent) else { return notes };
+    let random = |name: &str| name.strip_prefix(prefix).is_some_and(|rest| rest.len() == 16 && rest.bytes().all(|b| b.is_ascii_hexdigit()));
+    for work in entries.flatten().filter(|entry| random(&entry.file_name().to_string_lossy())).map(|entry| entry.path()) {
+        match Lock::take_over(&work.join(LOCK)) {
+            Attempt::Taken(_lock) => {
+                // Killed between the two steps of an exchange.
+                if !target.exists() {
+                    let _ = fs::rename(work.join(OLD), target);
+                }
+                remove(&work);
+            }
+            Attempt::Unknown => notes.push(format!("{} may be what a killed run has left: remove it if no run on any machine writes there", work.display())),
+            // Killed between two steps at the very beginning or end; a folder with anything in it stays.
+            Attempt::Gone => drop(fs::remove_dir(&work)),
+            Attempt::Busy => {}
+        }
+    }
+    notes
+}
+
+/// Removes folders that were made for nothing, from the inside out, as long as they are empty.
+fn remove_made(parent: &Path, made: Option<&Path>) {
+    let Some(made) = made else { return };
+    for folder in parent.ancestors().take_while(|p| p.starts_with(made)) {
+        let _ = fs::remove_dir(folder);
+    }
+}
+
+/// Bytes reach the disk before the name does, so that a power cut leaves no empty file under the final name.
+fn sync(folder: &Path) -> Result<()> {
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let path = entry.map_err(Error::io("list", folder))?.path();
+        if path.is_dir() {
+            sync(&path)?;
+        } else {
+            File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
+        }
+    }
+    sync_folder(folder);
+    Ok(())
+}
+
+/// Names reach the disk; where a folder cannot be synced (some network file systems), it is still whole.
+fn sync_folder(folder: &Path) {
+    let _ = File::open(folder).and_then(|folder| folder.sync_all());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn input(folder: &Path) -> PathBuf {
+        let input = folder.join("input");
+        fs::create_dir(&input).unwrap();
+        input
+    }
+
+    fn hidden(folder: &Path) -> usize {
+        fs::read_dir(folder).unwrap().filter(|e| e.as_ref().unwrap().file_name().to_string_lossy().starts_with('.')).count()
+    }
+
+    #[test]
+    fn appears_whole_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("a/out"));
+        let staging = Staging::new(&out, false, &input).unwrap();
+        fs::write(staging.path().join("file"), "new").unwrap();
+        assert!(!out.exists());
+        staging.commit().unwrap();
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
+        let staging = Staging::new(&out.with_file_name("other"), false, &input).unwrap();
+        drop(staging);
+        assert_eq!(hidden(&folder.path().join("a")), 0);
+        drop(Staging::new(&folder.path().join("b/c/out"), false, &input).unwrap());
+        assert!(!folder.path().join("b").exists());
+    }
+
+    #[test]
+    fn replaces_only_when_told_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("out"));
+        fs::create_dir(&out).unwrap();
+        fs::write(out.join("file"), "old").unwrap();
+        assert!(Staging::new(&out, false, &input).unwrap_err().to_string().contains("exists"));
+        let staging = Staging::new(&out, true, &input).unwrap();
+        fs::write(staging.path().join("file"), "new").unwrap();
+        staging.commit().unwrap();
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
+        assert_eq!(hidden(folder.path()), 0);
+    }
+
+    #[test]
+    fn a_folder_that_appears_meanwhile_is_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("out"));
+        let staging = Staging::new(&out, false, &input).unwrap();
+        fs::create_dir(&out).unwrap();
+        fs::write(out.join("file"), "theirs").unwrap();
+        assert!(staging.commit().is_err());
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "theirs");
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = input(folder.path());
+        let work = |name: &str| folder.path().join(format!(".out.compress-{name}"));
+        let [dead, alive, beginning, other] = ["0123456789abcdef", "1123456789abcdef", "2123456789abcdef", "notes"].map(work);
+        for path in [&dead, &alive, &beginning, &other] {
+            fs::create_dir_all(path).unwrap();
+        }
+        for path in [&dead, &alive, &other] {
+            fs::create_dir(path.join(NEW)).unwrap();
+            fs::write(path.join(LOCK), "").unwrap();
+        }
+        let held = File::open(alive.join(LOCK)).unwrap();
+        held.lock().unwrap();
+        let _staging = Staging::new(&folder.path().join("out"), false, &input).unwrap();
+        assert!(!dead.exists() && !beginning.exists() && alive.join(NEW).exists() && other.exists());
+    }
+
+    #[test]
+    fn what_was_to_be_replaced_comes_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let input = input(folder.path());
+        let (work, out) = (folder.path().join(".out.compress-0123456789abcdef"), folder.path().join("out"));
+        for (part, text) in [(OLD, "old"), (NEW, "new")] {
+            fs::create_dir_all(work.join(part)).unwrap();
+            fs::write(work.join(part).join("file"), text).unwrap();
+        }
+        fs::write(work.join(LOCK), "").unwrap();
+        drop(Staging::new(&out, true, &input).unwrap());
+        assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "old");
+        assert_eq!(hidden(folder.path()), 0);
+    }
+
+    #[test]
+    fn without_exchange_in_one_step_it_is_replaced_in_two() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("out"));
+        for text in ["first", "second"] {
+            let staging = Staging::new(&out, true, &input).unwrap();
+            fs::write(staging.path().join("file"), text).unwrap();
+            staging.put_plainly().unwrap();
+            drop(staging);
+            assert_eq!(fs::read_to_string(out.join("file")).unwrap(), text);
+        }
+        let mut staging = Staging::new(&out, true, &input).unwrap();
+        staging.force = false;
+        assert!(staging.put_plainly().unwrap_err().to_string().contains("exists"));
+        drop(staging);
+        assert_eq!(hidden(folder.path()), 0);
+    }
+}

@@ -1,0 +1,236 @@
+//! Mending the layers that read what was taken out, from calibration data, without training.
+//!
+//! Layer by layer, in the order of the graph: the values `x` that a layer read in the whole model are estimated from the
+//! values `y` that are left for it in the smaller one, `x ≈ M y + c` by least squares, and the layer's weight `W` becomes
+//! `W M`, its bias `b + W c` (He et al., *Channel Pruning for Accelerating Very Deep Neural Networks*, 2017,
+//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). Layers behind see what came of it. Batch
+//! normalisation gets statistics with which it gives values of the same mean and variance as before. Only sums of products of features are kept.
+
+mod pairs;
+mod sums;
+
+use std::collections::BTreeSet;
+
+use candle_core::{Device, Tensor};
+
+use super::calibrate::{self, Moments, computed, numbers};
+use super::cut::Surviving;
+use super::{NAME, Repair};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::exec::{Executor, Parameters};
+use crate::ir::ops::{BatchNorm, transposed_product};
+use crate::ir::{Graph, Node, Op};
+use crate::model::Model;
+use crate::pass::Context;
+use pairs::Pairs;
+use sums::{Sums, evenly};
+
+/// A model before and after, and what is to be mended between them.
+pub(super) struct Mending<'a> {
+    pub before: &'a Model,
+    pub graph: &'a Graph,
+    pub after: &'a mut Model,
+    pub kept: &'a Surviving,
+    pub repair: Repair,
+}
+
+/// A place where something is mended: a value, and the nodes that read it.
+struct Site {
+    value: String,
+    nodes: Vec<usize>,
+    kind: Kind,
+}
+
+enum Kind {
+    /// Layers that read a value of which these features are left.
+    Layers { op: Op, kept: Vec<usize>, features: usize },
+    /// A batch normalisation.
+    Statistics { op: BatchNorm },
+}
+
+impl Mending<'_> {
+    /// Mends; answers how many layers and normalisations.
+    ///
+    /// # Errors
+    /// A layer has no bias to mend, the data does not fit, or memory runs out.
+    pub fn run(self, context: &Context) -> Result<(usize, usize)> {
+        let smaller = self.after.graph()?;
+        let sites = self.sites(&smaller)?;
+        let whole = calibrate::parameters(self.graph, self.before, context)?;
+        let parts = calibrate::parameters(&smaller, self.after, context)?;
+        let executors = [Executor::new(self.graph, whole.clone(), context.device.clone()), Executor::new(&smaller, parts, context.device.clone())];
+        let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
+        let mut pairs = Pairs::new(executors, |name| values.contains(name), self.before, context)?;
+        let mut counts = (0, 0);
+        for site in &sites {
+            let changed = match &site.kind {
+                Kind::Layers { op, kept, features } => {
+                    counts.0 += site.nodes.len();
+                    let mut sums = Sums::new(*features, kept.len());
+                    let even = !matches!(op, Op::Conv(_));
+                    pairs.each(&site.value, |batch, [x, y]| {
+                        let (x, y) = (calibrate::rows(x, op, batch)?, calibrate::rows(y, op, batch)?);
+                        sums.add(&x, &y, even.then(|| evenly(&x)).transpose()?.as_ref())
+                    })?;
+                    let mut changed = Vec::new();
+                    for node in &site.nodes {
+                        changed.extend(self.layer(&smaller, &smaller.nodes()[*node], &whole, kept, &sums)?);
+                    }
+                    changed
+                }
+                Kind::Statistics { op } => {
+                    counts.1 += 1;
+                    let mut moments = [Moments::default(), Moments::default()];
+                    pairs.each(&site.value, |batch, seen| {
+                        let both = moments.iter_mut().zip(seen);
+                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch)?))
+                    })?;
+                    self.statistics(&smaller, &smaller.nodes()[site.nodes[0]], op, &whole, &moments, &context.device)?
+                }
+            };
+            for (name, tensor) in changed {
+                hold(self.after, &name, &tensor)?;
+                pairs.replace(&name, tensor, &site.nodes);
+            }
+        }
+        Ok(counts)
+    }
+
+    /// Places in the order of the graph.
+    fn sites(&self, graph: &Graph) -> Result<Vec<Site>> {
+        let mut sites: Vec<Site> = Vec::new();
+        for (index, node) in graph.nodes().iter().enumerate() {
+            let axis = match &node.op {
+                Op::BatchNorm(op) => {
+                    sites.push(Site { value: graph.value(node.inputs[0]).name.clone(), nodes: vec![index], kind: Kind::Statistics { op: *op } });
+                    continue;
+                }
+                Op::Linear(op) => usize::from(!op.input_major),
+                Op::Conv(op) if op.groups == 1 => 1,
+                _ => continue,
+            };
+            let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
+            let Some(kept) = self.kept.get(&(name(1), axis)) else { continue };
+            if self.repair == Repair::Bias && node.inputs.len() < 3 && !normalised(graph, node) {
+                let what = format!("`{}` has no bias that could be mended: repair: least-squares does without", graph.value(node.output).name);
+                return Err(Error::option(format!("{NAME}: repair"), what));
+            }
+            let value = name(0);
+            match sites.iter_mut().find(|site| site.value == value && matches!(site.kind, Kind::Layers { .. })) {
+                Some(site) => site.nodes.push(index),
+                None => {
+                    let features = self.before.weights.get(&name(1))?.shape[axis];
+                    sites.push(Site { value, nodes: vec![index], kind: Kind::Layers { op: node.op.clone(), kept: kept.clone(), features } });
+                }
+            }
+        }
+        Ok(sites)
+    }
+
+    /// New weight and bias of a layer.
+    fn layer(&self, graph: &Graph, node: &Node, whole: &Parameters, kept: &[usize], sums: &Sums) -> Result<Vec<(String, Tensor)>> {
+        let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone());
+        let (Some(weight), bias) = (name(1), name(2)) else { return Ok(Vec::new()) };
+        let estimate = match self.repair {
+            Repair::LeastSquares => sums.estimate(kept, bias.is_some()),
+            _ => Some(sums.selection(kept)),
+        };
+        let Some(estimate) = estimate else {
+            return Err(Error::run(NAME, format!("calibration data says too little about the inputs of `{weight}`"), "use more samples"));
+        };
+        let (features, left) = (sums.x.len(), sums.y.len());
+        let compute = || {
+            // [out, taps, features]: the weight of the whole model for the outputs that are left.
+            let mut full = whole.get(&weight)?;
+            for axis in 0..full.rank() {
+                let read = if full.rank() == 4 { 1 } else { usize::from(!is_input_major(&node.op)) };
+                if let Some(kept) = self.kept.get(&(weight.clone(), axis)).filter(|_| axis != read) {
+                    let index: Vec<u32> = kept.iter().map(|at| *at as u32).collect();
+                    full = full.index_select(&Tensor::from_vec(index.clone(), index.len(), full.device())?, axis)?;
+                }
+            }
+            let shape = full.dims().to_vec();
+            let full = match shape.as_slice() {
+                [out, _, height, width] => full.permute((0, 2, 3, 1))?.contiguous()?.reshape((*out, height * width, features))?,
+                _ if is_input_major(&node.op) => full.t()?.contiguous()?.unsqueeze(1)?,
+                _ => full.unsqueeze(1)?,
+            };
+            let (out, taps, _) = full.dims3()?;
+            let matrix: Vec<f32> = estimate.iter().map(|v| *v as f32).collect();
+            let matrix = Tensor::from_vec(matrix, (features, left), full.device())?;
+            let product = |rows: &Tensor, matrix: &Tensor| transposed_product(&rows.t()?.contiguous()?, matrix);
+            let new = product(&full.reshape((out * taps, features))?, &matrix)?.reshape((out, taps, left))?;
+            let mut changed = Vec::with_capacity(2);
+            if let Some(bias) = &bias {
+                let column =
+                    |values: &[f64]| Tensor::from_vec(values.iter().map(|v| (v / sums.count) as f32).collect::<Vec<_>>(), (values.len(), 1), full.device());
+                let before = product(&full.sum(1)?, &column(&sums.x)?)?;
+                let after = product(&new.sum(1)?, &column(&sums.y)?)?;
+                let shift = (before - after)?.flatten_all()?;
+                let mut old = whole.get(bias)?;
+                if let Some(kept) = self.kept.get(&(bias.clone(), 0)) {
+                    let index: Vec<u32> = kept.iter().map(|at| *at as u32).collect();
+                    old = old.index_select(&Tensor::from_vec(index.clone(), index.len(), old.device())?, 0)?;
+                }
+                changed.push((bias.clone(), (old + shift)?));
+            }
+            if self.repair == Repair::LeastSquares {
+                let new = match shape.as_slice() {
+                    [_, _, height, width] => new.reshape((out, *height, *width, left))?.permute((0, 3, 1, 2))?.contiguous()?,
+                    _ if is_input_major(&node.op) => new.squeeze(1)?.t()?.contiguous()?,
+                    _ => new.squeeze(1)?,
+                };
+                changed.push((weight.clone(), new));
+            }
+            Ok(changed)
+        };
+        compute().map_err(computed)
+    }
+
+    /// Mean and variance with which a normalisation gives values of the same mean and variance as in the whole model.
+    fn statistics(
+        &self,
+        graph: &Graph,
+        node: &Node,
+        op: &BatchNorm,
+        whole: &Parameters,
+        moments: &[Moments; 2],
+        device: &Device,
+    ) -> Result<Vec<(String, Tensor)>> {
+        let name = |at: usize| graph.value(node.inputs[at]).name.clone();
+        let (mean_name, variance_name) = (name(3), name(4));
+        let channels = moments[1].features();
+        let kept = self.kept.get(&(mean_name.clone(), 0)).cloned().unwrap_or_else(|| (0..channels).collect());
+        let stored = |name: &str| whole.get(name).map_err(computed).and_then(|tensor| numbers(&tensor));
+        let (means, variances) = (stored(&mean_name)?, stored(&variance_name)?);
+        let (mut mean, mut variance) = (Vec::with_capacity(channels), Vec::with_capacity(channels));
+        for (now, before) in kept.into_iter().enumerate() {
+            let [(old_mean, old), (new_mean, new)] = [moments[0].of(before), moments[1].of(now)];
+            // A channel that says nothing stays as it is.
+            let ratio = if old > 0.0 && new > 0.0 { (new / old).sqrt() } else { 1.0 };
+            mean.push((new_mean - (old_mean - means[before]) * ratio) as f32);
+            variance.push(((variances[before] + op.epsilon) * ratio * ratio - op.epsilon).max(0.0) as f32);
+        }
+        let tensor = |values: Vec<f32>| Tensor::from_slice(&values, values.len(), device).map_err(computed);
+        Ok(vec![(mean_name, tensor(mean)?), (variance_name, tensor(variance)?)])
+    }
+}
+
+fn is_input_major(op: &Op) -> bool {
+    matches!(op, Op::Linear(op) if op.input_major)
+}
+
+/// Whether what a node computes goes into a batch normalisation, whose statistics are taken again.
+fn normalised(graph: &Graph, node: &Node) -> bool {
+    graph.nodes().iter().any(|next| matches!(next.op, Op::BatchNorm(_)) && next.inputs.first() == Some(&node.output))
+}
+
+/// Puts a tensor in the place of a weight, in the weight's own format.
+fn hold(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
+    let weight = model.weights.get(name)?.clone();
+    let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(computed)?;
+    let held = weight.with_values(name, &values)?;
+    model.weights.by_name.insert(name.to_owned(), held);
+    Ok(())
+}

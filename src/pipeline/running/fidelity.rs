@@ -1,0 +1,273 @@
+//! How close the output's answers are to the input's, where nobody has named evaluation data.
+//!
+//! Samples are those of the calibration or training data that no pass has used, else random ones. How many depends on sizes alone, so that
+//! a run that is repeated says the same; only a machine that is far slower than expected stops earlier.
+
+use std::collections::BTreeSet;
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use super::evaluate::{Run, UNASKED};
+use super::free::free_memory;
+use crate::analysis;
+use crate::data::{self, Batch, Data};
+use crate::error::{Error, Result};
+use crate::evaluation::{FidelitySums, MeasuredFidelity, Outputs, Runner, SamplesFrom, Subject};
+use crate::exec::{Executor, Parameters, Residence, Rounding};
+use crate::export::Exported;
+use crate::ir::{Bindings, Dim, Graph};
+use crate::model::Model;
+use crate::pass::Samples;
+use crate::report::format::bytes;
+
+/// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
+/// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
+const MACS_PER_BYTE: u64 = 4;
+/// Multiply-accumulates that take a few milliseconds, whatever the size.
+const LEAST_MACS: u64 = 50_000_000;
+/// Samples that passes run on for each one that is measured.
+const USED_PER_MEASURED: usize = 8;
+/// Samples at most.
+const MOST: usize = 16;
+/// Tokens of a text, and height and width of an image whose size is open: the largest that can be afforded, else the last.
+const SIZES: [(usize, usize); 4] = [(128, 224), (64, 160), (32, 96), (16, 64)];
+/// Samples that are better than one long one where each has one answer.
+const SEVERAL: u64 = 4;
+/// Bytes of answers that are kept while the other model is loaded.
+const ANSWERS: u64 = 128 << 20;
+/// Time that one model may take in any case.
+const LEAST_TIME: Duration = Duration::from_secs(1);
+
+/// What may be spent on each of both models.
+#[derive(Debug, Clone, Copy)]
+struct Budget {
+    macs: u64,
+    samples: usize,
+}
+
+impl Run<'_> {
+    /// Measures; what cannot be measured is a note, and no reason to stop.
+    ///
+    /// # Errors
+    /// The work is cancelled.
+    pub(super) fn fidelity(&self, exports: &[(&'static str, Exported)]) -> Result<(Option<MeasuredFidelity>, Option<String>)> {
+        let skipped = |reason: String| Ok((None, Some(format!("fidelity was not measured: {reason}"))));
+        let graph = match self.before.graph() {
+            Ok(graph) => graph,
+            // Files that nobody has described are not expected to run.
+            Err(_) if self.before.config.model_type().is_empty() => return Ok((None, None)),
+            Err(e) => return skipped(e.to_string()),
+        };
+        if let Some(reason) = self.too_large(&graph) {
+            return skipped(reason);
+        }
+        match self.compared(&graph, exports) {
+            Ok(measured) if measured.fidelity.cosine.is_finite() && measured.fidelity.max_abs_error.is_finite() => Ok((Some(measured), None)),
+            Ok(_) => skipped("the answers are not finite numbers".into()),
+            Err(Error::Cancelled) => Err(Error::Cancelled),
+            Err(e) => skipped(e.to_string()),
+        }
+    }
+
+    /// Why the models are too large to be run unasked, if they are.
+    fn too_large(&self, graph: &Graph) -> Option<String> {
+        let (_, activations) = analysis::cost(graph, &analysis::usual_sizes(graph));
+        let parameters = self.before.weights.parameters().max(self.after.weights.parameters()).saturating_mul(4);
+        too_large(parameters.saturating_add(activations), free_memory(), self.runs_on_samples())
+    }
+
+    fn runs_on_samples(&self) -> bool {
+        self.pipeline.steps.iter().any(|step| !matches!(step.pass().runs_on(), None | Some(Samples::None)))
+    }
+
+    /// Runs one model after the other, so that only one is in memory beside the weights that both share.
+    fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<MeasuredFidelity> {
+        let device = self.pipeline.running.device.open()?;
+        let (samples_from, data, samples) = self.samples(graph)?;
+        let parameters = Parameters::load(graph, &self.before.weights, &device, candle_core::DType::F32, Residence::Stored, &self.work)?;
+        let mut before = crate::evaluation::Candle::of(Executor::new(graph, parameters.clone(), device.clone()));
+        let mut answers: Vec<Outputs> = Vec::new();
+        let (limit, begun, mut held) = (LEAST_TIME.max(self.start.elapsed() / 8), Instant::now(), 0);
+        for sample in &samples {
+            if !answers.is_empty() && (begun.elapsed() > limit || held > ANSWERS) {
+                break;
+            }
+            self.work.cancel.check()?;
+            let outputs = before.run(&sample.inputs)?;
+            held += outputs.values().map(|output| 4 * output.elem_count() as u64).sum::<u64>();
+            answers.push(outputs);
+        }
+        drop(before);
+        let written = self.written()?;
+        let their_graph = written.graph()?;
+        let same = self.unchanged(&written, exports);
+        let mut shared = parameters;
+        shared.retain(|name| same.contains(name));
+        let parameters = shared.load_beside(&their_graph, &written.weights, &device, Residence::Stored, &self.work)?;
+        let rounding = if self.writes_safetensors() { Rounding::Token } else { Rounding::Tensor };
+        let mut after = crate::evaluation::Candle::of(Executor::new(&their_graph, parameters, device).with_rounding(rounding));
+        let mut sums = FidelitySums::default();
+        for (sample, answer) in samples.iter().zip(&answers) {
+            self.work.cancel.check()?;
+            sums.add(sample, answer, &after.run(&sample.inputs)?)?;
+        }
+        Ok(MeasuredFidelity { samples_from, samples: answers.len(), data, fidelity: sums.finish() })
+    }
+
+    /// Weights that are in the output as they were in the input.
+    fn unchanged<'m>(&self, written: &'m Model, exports: &[(&'static str, Exported)]) -> BTreeSet<&'m str> {
+        let changed: BTreeSet<&str> =
+            exports.iter().flat_map(|(_, exported)| &exported.weights).filter(|(_, seen)| seen.changed).map(|(name, _)| name.as_str()).collect();
+        let same = |(name, weight): &(&'m String, &crate::store::Weight)| {
+            let before = self.before.weights.by_name.get(*name);
+            let kept = self.after.weights.by_name.get(*name);
+            before.is_some_and(|before| before.shape == weight.shape && before.encoding == weight.encoding && before.dtype == weight.dtype)
+                && kept.is_some_and(|kept| kept.origin == crate::store::Origin::File)
+                && !changed.contains(name.as_str())
+        };
+        written.weights.by_name.iter().filter(same).map(|(name, _)| name.as_str()).collect()
+    }
+
+    /// The samples: those that no pass has used, else random ones.
+    fn samples(&self, graph: &Graph) -> Result<(SamplesFrom, Option<String>, Vec<Batch>)> {
+        let budget = self.budget();
+        let sets = &self.pipeline.running.data;
+        let subject = Subject::of(self.before.clone())?;
+        for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
+            let Some(set) = set else { continue };
+            let used = self.pipeline.steps.iter().any(|step| step.pass().runs_on() == Some(kind));
+            let used = if used { set.samples } else { Some(0) };
+            let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
+            if let Some(used) = used {
+                set.for_each_beyond(used, subject.target(), |sample| found.take(sample))?;
+            }
+            if !found.samples.is_empty() {
+                return Ok((SamplesFrom::HeldOut, set.paths().next().map(|path| path.display().to_string()), found.samples));
+            }
+        }
+        let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
+        let sizes = found.affordable();
+        for number in 0..MOST as u64 {
+            if found.take(data::made_up_of(graph, self.pipeline.seed.wrapping_add(number), &sizes)?)?.is_break() {
+                break;
+            }
+        }
+        Ok((SamplesFrom::Synthetic, None, found.samples))
+    }
+
+    /// What may be spent, so that measuring takes at most a fifth of the run.
+    fn budget(&self) -> Budget {
+        let used = |samples| match samples {
+            Samples::Calibration => self.pipeline.running.data.calibration.as_ref().map(|set: &Data| set.samples.unwrap_or(usize::MAX)),
+            Samples::Train => Some(usize::MAX),
+            Samples::None => None,
+        };
+        let used = self.pipeline.steps.iter().filter_map(|step| used(step.pass().runs_on()?)).max();
+        if let Some(used) = used {
+            return Budget { macs: u64::MAX, samples: (used / USED_PER_MEASURED).clamp(1, MOST) };
+        }
+        Budget { macs: MACS_PER_BYTE.saturating_mul(self.before.stored_bytes()).max(LEAST_MACS), samples: MOST }
+    }
+}
+
+/// Why a model that needs so many bytes is not run unasked, if it is not; a pass that has run it shows that it fits.
+fn too_large(needed: u64, free: Option<u64>, has_run: bool) -> Option<String> {
+    let asking = "`data: { evaluation: ... }` asks for it";
+    let takes = format!("running the model takes about {} of memory", bytes(needed));
+    if needed > UNASKED && !has_run {
+        return Some(format!("{takes}, and {} is the most that is taken unasked; {asking}", bytes(UNASKED)));
+    }
+    let free = free.filter(|free| *free / 2 < needed)?;
+    Some(format!("{takes}, and {} are free; {asking}", bytes(free)))
+}
+
+/// Samples that a budget has room for.
+struct Found<'g> {
+    graph: &'g Graph,
+    budget: Budget,
+    spent: u64,
+    samples: Vec<Batch>,
+}
+
+impl Found<'_> {
+    /// Takes a sample; the first in any case.
+    fn take(&mut self, sample: Batch) -> Result<ControlFlow<()>> {
+        let sample = self.shortened(sample)?;
+        let cost = analysis::cost(self.graph, &bindings(self.graph, &sample)).0;
+        if !self.samples.is_empty() && self.spent.saturating_add(cost) > self.budget.macs {
+            return Ok(ControlFlow::Break(()));
+        }
+        self.spent = self.spent.saturating_add(cost);
+        self.samples.push(sample);
+        Ok(if self.samples.len() < self.budget.samples { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+    }
+
+    /// The beginning of a text whose tokens are answered one by one, as much as can be afforded; other samples are whole.
+    fn shortened(&self, sample: Batch) -> Result<Batch> {
+        let length = self.affordable().get("sequence").copied().filter(|_| self.budget.macs < u64::MAX);
+        match length.filter(|_| self.answers_by_token()) {
+            Some(length) => sample.shortened(length),
+            None => Ok(sample),
+        }
+    }
+
+    fn answers_by_token(&self) -> bool {
+        self.graph.outputs().iter().any(|(name, id)| name == "logits" && self.graph.value(*id).ty.shape.len() == 3)
+    }
+
+    /// The largest sizes of open axes that one sample can be run at; several, where a sample has one answer.
+    fn affordable(&self) -> Bindings {
+        let longest = data::longest(self.graph).unwrap_or(usize::MAX);
+        let sizes = SIZES.map(|(sequence, image)| {
+            self.graph.bind(|name| match name {
+                "sequence" => sequence.min(longest),
+                "height" | "width" => image,
+                _ => 1,
+            })
+        });
+        let share = self.budget.macs / if self.answers_by_token() { 1 } else { SEVERAL };
+        let fits = |sizes: &&Bindings| analysis::cost(self.graph, sizes).0 <= share;
+        sizes.iter().find(fits).or(sizes.last()).cloned().unwrap_or_default()
+    }
+}
+
+/// The sizes of a graph's named axes in a sample.
+fn bindings(graph: &Graph, sample: &Batch) -> Bindings {
+    let axes = graph.inputs().filter_map(|(_, value)| Some((&value.ty.shape, sample.inputs.get(&value.name)?.dims())));
+    axes.flat_map(|(shape, dims)| shape.iter().zip(dims))
+        .filter_map(|(axis, size)| if let Dim::Named(name) = axis { Some((name.clone(), *size)) } else { None })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_does_not_fit_is_not_run_unasked() {
+        let (small, large) = (100 << 20, 28 << 30);
+        assert_eq!(too_large(small, Some(1 << 30), false), None);
+        assert_eq!(too_large(small, None, false), None);
+        assert!(too_large(small, Some(150 << 20), false).unwrap().contains("are free"));
+        assert!(too_large(large, None, false).unwrap().contains("30.1 GB"));
+        assert_eq!(too_large(large, Some(1 << 40), true), None);
+        assert!(too_large(large, Some(8 << 30), true).unwrap().contains("are free"));
+    }
+
+    #[test]
+    fn samples_are_as_many_as_the_budget_has_room_for() {
+        let text = "input input_ids: int[batch, sequence]\nparam t: float[50, 64]\nparam w: float[50, 64]\nx = Embedding(input_ids, t) -> float[batch, sequence, 64]\nlogits = Linear(x, w) -> float[batch, sequence, 50]\noutput logits = logits\n";
+        let graph: Graph = text.parse().unwrap();
+        let token = 64 * 50;
+        let found = |macs: u64, samples: usize| {
+            let mut found = Found { graph: &graph, budget: Budget { macs, samples }, spent: 0, samples: Vec::new() };
+            let sizes = found.affordable();
+            while found.take(data::made_up_of(&graph, 0, &sizes).unwrap()).unwrap().is_continue() {}
+            (found.samples.len(), found.samples[0].inputs["input_ids"].dims().to_vec())
+        };
+        assert_eq!(found(0, 16), (1, vec![1, 16]));
+        assert_eq!(found(100 * token, 16), (1, vec![1, 64]));
+        assert_eq!(found(400 * token, 16), (3, vec![1, 128]));
+        assert_eq!(found(u64::MAX, 5), (5, vec![1, 128]));
+    }
+}

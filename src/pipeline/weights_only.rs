@@ -1,0 +1,104 @@
+//! The half of a pipeline that runs models, in a build that runs none.
+#![allow(clippy::unnecessary_wraps, clippy::unused_self)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::time::Instant;
+
+use super::run::Measured;
+use super::{Check, Pipeline};
+use crate::error::{Error, Result};
+use crate::export::Exported;
+use crate::model::Model;
+use crate::pass::{Samples, Step};
+use crate::recipe::Recipe;
+use crate::report::{Environment, Peak, Report};
+use crate::work::Work;
+
+/// Nothing: passes over weights need no data and no device.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Running {
+    /// Whether somebody asks for what this build cannot do.
+    evaluates: bool,
+}
+
+impl Running {
+    pub fn take(&mut self, recipe: &Recipe) {
+        self.evaluates = recipe.evaluate.is_some();
+    }
+
+    pub fn tell(&self, _recipe: &mut Recipe) {}
+
+    pub fn check(&self, _steps: &[Step]) -> Result<()> {
+        if self.evaluates {
+            return Err(Error::option("evaluate", "this build runs no models: build it with the feature `run`"));
+        }
+        Ok(())
+    }
+
+    pub fn sets(&self) -> Vec<Samples> {
+        Vec::new()
+    }
+
+    pub fn lend(&mut self, _steps: &[Step]) {}
+
+    pub fn describe(&self) -> Option<String> {
+        None
+    }
+
+    pub fn evaluates(&self) -> bool {
+        false
+    }
+}
+
+impl Pipeline {
+    /// Whether this process is the one that writes: it is, since no pass of this build trains.
+    ///
+    /// # Errors
+    /// None.
+    pub fn leads(&self) -> Result<bool> {
+        Ok(true)
+    }
+
+    pub(super) fn check_data(&self, _model: &Model) -> Result<()> {
+        Ok(())
+    }
+
+    pub(super) fn count_samples(&self, _model: &Model) -> Result<BTreeMap<&'static str, usize>> {
+        Ok(BTreeMap::new())
+    }
+
+    pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
+        Ok(Some(0))
+    }
+
+    pub(super) fn watch(&self) -> Result<Peak> {
+        Ok(Peak::start())
+    }
+
+    pub(super) fn environment(&self) -> Result<Environment> {
+        Ok(Environment::detect())
+    }
+
+    pub(super) fn hold_out(&mut self, _model: &Model) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<Model>> {
+        Ok(None)
+    }
+
+    pub(super) fn measure(&self, _models: [&Model; 2], _folder: &Path, _exports: &mut [(&'static str, Exported)], _start: Instant) -> Result<Measured> {
+        Ok(Measured::default())
+    }
+}
+
+/// Nothing runs ONNX files.
+pub(super) fn check_onnx(_folder: &Path, _report: &Report, _work: &Work) -> Result<Option<Check>> {
+    Ok(None)
+}
+
+/// Passes over weights leave what the model computes as it is.
+pub(super) fn write_graph(_after: &Model, _folder: &Path) -> Result<Option<String>> {
+    Ok(None)
+}

@@ -1,0 +1,193 @@
+//! The law of kernels: on every device and in every type of floats, what ops mean and what their kernels compute is, but for rounding,
+//! what ops mean in f64 on the host.
+
+use candle_core::{DType, Device, Tensor};
+use compress::ir::Op;
+use compress::ir::ops::*;
+
+use super::cases::Case;
+use super::gradients::{all_cases, backward, converted, given, saved, wide};
+
+/// Types of floats, and how far rounding may take values and gradients, in parts of the largest.
+const TYPES: [(DType, f64); 3] = [(DType::F32, 5e-5), (DType::F16, 0.01), (DType::BF16, 0.05)];
+
+/// The devices of this machine.
+fn devices() -> Vec<Device> {
+    [Some(Device::Cpu), Device::new_cuda(0).ok()].into_iter().flatten().collect()
+}
+
+fn on(tensors: &[Tensor], device: &Device) -> Vec<Tensor> {
+    tensors.iter().map(|tensor| tensor.to_device(device).unwrap()).collect()
+}
+
+/// Complains where two tensors differ by more than a part of the largest element.
+fn compare(what: &str, found: &Tensor, expected: &Tensor, tolerance: f64, failures: &mut Vec<String>) {
+    if found.dims() != expected.dims() {
+        return failures.push(format!("{what}: {:?} for {:?}", found.dims(), expected.dims()));
+    }
+    let (found, expected) = (wide(&found.to_device(&Device::Cpu).unwrap()), wide(expected));
+    let largest = expected.iter().fold(0.2f64, |most, x| most.max(x.abs()));
+    let worst =
+        found.iter().zip(&expected).map(|(a, b)| (a - b).abs() / largest).fold(0.0, |worst: f64, off| if off >= worst || off.is_nan() { off } else { worst });
+    if worst.is_nan() || worst > tolerance {
+        failures.push(format!("{what}: {worst:e} of the largest"));
+    }
+}
+
+fn compare_all(what: &str, found: &[Option<Tensor>], expected: &[Option<Tensor>], tolerance: f64, failures: &mut Vec<String>) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (index, pair) in found.iter().zip(expected).enumerate() {
+        match pair {
+            (Some(found), Some(expected)) => compare(&format!("{what}, gradient {index}"), found, expected, tolerance, failures),
+            (None, None) => {}
+            _ => failures.push(format!("{what}, gradient {index}: one of the two is missing")),
+        }
+    }
+}
+
+/// An op, its inputs in a type of floats on a device, and what it means for those.
+struct Law<'c> {
+    case: &'c Case,
+    name: String,
+    inputs: Vec<Tensor>,
+    exact: Vec<Tensor>,
+    output: Tensor,
+    tolerance: f64,
+}
+
+impl Law<'_> {
+    fn meaning(&self, device: &Device, dtype: DType, failures: &mut Vec<String>) {
+        let output = self.case.op.spec().eval(&self.inputs).unwrap_or_else(|e| panic!("{}: {e}", self.name));
+        assert!(!output.dtype().is_float() || output.dtype() == dtype, "{}", self.name);
+        compare(&self.name, &output, &self.output, self.tolerance, failures);
+        let Some((gradient, wanted)) = given(self.case, &self.exact) else { return };
+        let gradient = gradient.to_dtype(dtype).unwrap();
+        let expected = backward(&self.case.op, &self.exact, &gradient.to_dtype(DType::F64).unwrap(), &wanted);
+        let found = backward(&self.case.op, &self.inputs, &gradient.to_device(device).unwrap(), &wanted);
+        assert!(found.iter().flatten().all(|found| found.dtype() == dtype), "{}", self.name);
+        compare_all(&self.name, &found, &expected, self.tolerance, failures);
+    }
+
+    fn kernel(&self, kernel: &dyn Kernel, device: &Device, dtype: DType, failures: &mut Vec<String>) {
+        let name = format!("kernel of {}", self.name);
+        let output = kernel.forward(&self.inputs).unwrap();
+        if let Some(output) = &output {
+            compare(&name, output, &self.output, self.tolerance, failures);
+        }
+        self.fused(kernel, device, dtype, failures);
+        let Some((gradient, wanted)) = given(self.case, &self.exact) else { return };
+        let gradient = gradient.to_dtype(dtype).unwrap();
+        let expected = backward(&self.case.op, &self.exact, &gradient.to_dtype(DType::F64).unwrap(), &wanted);
+        let output = output.unwrap_or_else(|| self.case.op.spec().eval(&self.inputs).unwrap());
+        let (kept, kept_output) = saved(&self.case.op, &self.inputs, &output);
+        let gradient = gradient.to_device(device).unwrap();
+        let backward = Backward { inputs: &kept, output: &kept_output, gradient: &gradient, wanted: &wanted };
+        if let Some(found) = kernel.backward(&backward).unwrap() {
+            compare_all(&name, &found, &expected, self.tolerance, failures);
+        }
+    }
+
+    /// Each step alone and all of them together, against the ops that they stand for.
+    fn fused(&self, kernel: &dyn Kernel, device: &Device, dtype: DType, failures: &mut Vec<String>) {
+        let like = |seed: f64| ((super::gradients::weights(&self.output) * seed).unwrap() + 0.2).unwrap();
+        let channel = |seed: f64| {
+            let count = self.output.dim(1.min(self.output.rank() - 1)).unwrap();
+            let values: Vec<f64> = (0..count).map(|i| (seed * i as f64).cos()).collect();
+            Tensor::from_vec(values, count, &Device::Cpu).unwrap()
+        };
+        // Images lie channel by channel, as kernels leave them.
+        let as_kernel = |tensor: &Tensor| {
+            let tensor = tensor.to_dtype(dtype).unwrap().to_device(device).unwrap();
+            if tensor.rank() == 4 { tensor.transpose(0, 1).unwrap().contiguous().unwrap().transpose(0, 1).unwrap() } else { tensor }
+        };
+        let exact = |tensor: &Tensor| as_kernel(tensor).to_device(&Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        let functions = [Op::from(Relu {}), Gelu::default().into(), Silu {}.into(), Tanh {}.into(), Clip { min: -0.4, max: 0.6 }.into()];
+        let mut steps: Vec<Fused<Tensor>> = functions.iter().map(|op| Fused::Activate(op.activation().unwrap())).collect();
+        steps.extend([Fused::Add(like(0.7)), Fused::Multiply(like(1.1)), Fused::MultiplyRows(channel(0.3)), Fused::AddToRows(channel(0.9))]);
+        let whole: Vec<usize> = vec![5, 0, 6, 7, 8, 1];
+        let without_rows: Vec<usize> = vec![5, 0, 6, 1];
+        let mut taken = 0;
+        for chosen in (0..steps.len()).map(|at| vec![at]).chain([whole, without_rows]) {
+            let mut expected = self.output.clone();
+            let mut epilogue = Vec::new();
+            for &at in &chosen {
+                let row = |t: &Tensor| exact(t).reshape((1, t.elem_count(), 1, 1)).unwrap();
+                expected = match &steps[at] {
+                    Fused::Activate(_) => functions[at].spec().eval(&[expected]).unwrap(),
+                    Fused::Add(t) => (expected + exact(t)).unwrap(),
+                    Fused::Multiply(t) => (expected * exact(t)).unwrap(),
+                    Fused::MultiplyRows(t) if expected.rank() == 4 => expected.broadcast_mul(&row(t)).unwrap(),
+                    Fused::AddToRows(t) if expected.rank() == 4 => expected.broadcast_add(&row(t)).unwrap(),
+                    _ => expected,
+                };
+                epilogue.push(steps[at].map(|t| Some(as_kernel(t))).unwrap());
+            }
+            if let Some(found) = kernel.fused(&self.inputs, &epilogue).unwrap() {
+                compare(&format!("{} with the steps {chosen:?}", self.name), &found, &expected, self.tolerance, failures);
+                taken += 1;
+            }
+        }
+        let promised = match self.case.op {
+            Op::Linear(_) => 8,
+            Op::Conv(_) => 11,
+            _ => 0,
+        };
+        assert!(!device.is_cpu() || taken == promised, "{}: {taken} epilogues are fused, {promised} should be", self.name);
+    }
+}
+
+#[test]
+fn kernels_compute_what_ops_mean() {
+    let (mut failures, mut kernels) = (Vec::new(), std::collections::BTreeSet::new());
+    for device in devices() {
+        for (dtype, tolerance) in TYPES {
+            for (case, inputs) in all_cases() {
+                // What rounding makes of the inputs is no difference.
+                let inputs = converted(&inputs, dtype);
+                let exact = converted(&inputs, DType::F64);
+                let output = case.op.spec().eval(&exact).unwrap_or_else(|e| panic!("{}: {e}", case.op));
+                let name = format!("{} of {:?} in {dtype:?} on {device:?}", case.op, case.inputs.iter().map(|(dims, _)| dims).collect::<Vec<_>>());
+                let law = Law { case: &case, name, inputs: on(&inputs, &device), exact, output, tolerance };
+                law.meaning(&device, dtype, &mut failures);
+                if let Some(kernel) = kernel(&case.op, &device, dtype) {
+                    law.kernel(&*kernel, &device, dtype, &mut failures);
+                    kernels.insert(case.op.name());
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}:\n{}", failures.len(), failures.join("\n"));
+    assert!(kernels.len() > 20 || !on_host(&Device::Cpu), "only {kernels:?} have kernels");
+}
+
+#[test]
+fn halves_are_rounded_to_even_numbers_everywhere() {
+    let values: Vec<f32> = vec![0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, 127.5, 300.0, -127.5, -128.5, -300.0];
+    let even: Vec<f64> = vec![0.0, 2.0, 2.0, 0.0, -2.0, -2.0, 126.0, 127.0, 127.0, -128.0, -128.0, -128.0];
+    let op = Op::from(FakeQuantize::default());
+    for device in devices() {
+        for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+            let x = Tensor::from_slice(&values, values.len(), &Device::Cpu).unwrap().to_dtype(dtype).unwrap().to_device(&device).unwrap();
+            let meant = op.spec().eval(std::slice::from_ref(&x)).unwrap();
+            let found = PreparedOp::new(&op, &device, dtype).forward(&[x]).unwrap();
+            for tensor in [meant, found] {
+                assert_eq!(wide(&tensor.to_device(&Device::Cpu).unwrap()), even, "{dtype:?} on {device:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_padding_alone_are_no_nan() {
+    let op = Op::from(Attention { scale: 0.5, causal: true, window: None });
+    for device in devices() {
+        for dtype in [DType::F32, DType::F16, DType::BF16] {
+            let heads = |scale: f64| (Tensor::ones((1, 2, 3, 4), DType::F32, &device).unwrap() * scale).unwrap().to_dtype(dtype).unwrap();
+            // Products so large that they would overflow beside the smallest number of 16 bits.
+            let inputs = [heads(-30.0), heads(30.0), heads(1.0), Tensor::zeros((1, 3), DType::I64, &device).unwrap()];
+            for output in [op.spec().eval(&inputs).unwrap(), PreparedOp::new(&op, &device, dtype).forward(&inputs).unwrap()] {
+                assert!(wide(&output.to_device(&Device::Cpu).unwrap()).iter().all(|x| (x - 1.0).abs() < 0.01), "{dtype:?} on {device:?}");
+            }
+        }
+    }
+}
