@@ -1,6 +1,8 @@
 //! The bytes of one tensor on their way into a file, hashed as they go.
 
-use xxhash_rust::xxh3::Xxh3Default;
+use std::hash::Hasher;
+
+use twox_hash::XxHash3_64;
 
 use super::verified_file::{SEGMENT, Stretch, VerifiedFile};
 use crate::error::{Error, Result};
@@ -14,14 +16,14 @@ pub(super) struct PartWriter<'a> {
     pub(super) length: u64,
     position: u64,
     pending: Vec<u8>,
-    hasher: Xxh3Default,
+    hasher: XxHash3_64,
     hashed_from: u64,
     buffer: Vec<u8>,
 }
 
 impl<'a> PartWriter<'a> {
     pub(super) fn new(file: &'a VerifiedFile, offset: u64, length: u64) -> Self {
-        Self { file, offset, length, position: 0, pending: Vec::new(), hasher: Xxh3Default::new(), hashed_from: offset, buffer: Vec::new() }
+        Self { file, offset, length, position: 0, pending: Vec::new(), hasher: XxHash3_64::new(), hashed_from: offset, buffer: Vec::new() }
     }
 
     pub(super) fn write(&mut self, bytes: &[u8]) -> Result<()> {
@@ -51,7 +53,7 @@ impl<'a> PartWriter<'a> {
         }
         while !bytes.is_empty() {
             let (head, tail) = bytes.split_at(bytes.len().min((SEGMENT - at % SEGMENT) as usize));
-            self.hasher.update(head);
+            self.hasher.write(head);
             self.file.write(head, at)?;
             at += head.len() as u64;
             if at.is_multiple_of(SEGMENT) {
@@ -65,8 +67,7 @@ impl<'a> PartWriter<'a> {
     /// Ends a stretch: at the end of a segment or of the tensor.
     fn close(&mut self, end: u64) -> Result<()> {
         let offset = std::mem::replace(&mut self.hashed_from, end);
-        let hash = self.hasher.digest();
-        self.hasher.reset();
+        let hash = std::mem::replace(&mut self.hasher, XxHash3_64::new()).finish();
         if end > offset { self.file.written(Stretch { offset, length: end - offset, hash }, &mut self.buffer) } else { Ok(()) }
     }
 

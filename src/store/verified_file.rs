@@ -4,12 +4,13 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
+use std::hash::Hasher;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use blake3::hazmat::{ChainingValue, HasherExt};
-use xxhash_rust::xxh3::Xxh3Default;
+use twox_hash::XxHash3_64;
 
 use super::hash::{chaining_value, root};
 use crate::error::{Error, Result};
@@ -92,7 +93,7 @@ impl VerifiedFile {
         hasher.set_input_offset(start);
         buffer.resize(BUFFER, 0);
         let mut expected = stretches.iter();
-        let (mut stretch, mut left, mut sum) = (None::<&Stretch>, 0, Xxh3Default::new());
+        let (mut stretch, mut left, mut sum) = (None::<&Stretch>, 0, XxHash3_64::new());
         let mut at = start;
         while at < start + length {
             let run = &mut buffer[..BUFFER.min((start + length - at) as usize)];
@@ -107,14 +108,14 @@ impl VerifiedFile {
                     if left == 0 {
                         return Err(self.failed(&format!("byte {here} was written twice or not at all")));
                     }
-                    sum.reset();
+                    sum = XxHash3_64::new();
                 }
                 let (head, tail) = rest.split_at(rest.len().min(left));
-                sum.update(head);
+                sum.write(head);
                 left -= head.len();
                 if left == 0
                     && let Some(Stretch { offset, length, hash }) = stretch
-                    && sum.digest() != *hash
+                    && sum.finish() != *hash
                 {
                     return Err(self.failed(&format!("bytes {offset} to {} read back differently: the disk or the memory is faulty", offset + length)));
                 }
@@ -152,7 +153,7 @@ mod tests {
 
     /// The stretches between these places.
     fn stretches(bytes: &[u8], cuts: &[u64]) -> Vec<Stretch> {
-        let hash = |begin: u64, end: u64| xxhash_rust::xxh3::xxh3_64(&bytes[begin as usize..end as usize]);
+        let hash = |begin: u64, end: u64| XxHash3_64::oneshot(&bytes[begin as usize..end as usize]);
         cuts.windows(2).map(|cut| Stretch { offset: cut[0], length: cut[1] - cut[0], hash: hash(cut[0], cut[1]) }).collect()
     }
 
@@ -206,7 +207,7 @@ mod tests {
         }
         file.written(parts[2], &mut Vec::new()).unwrap();
         assert!(
-            file.written(Stretch { offset: 0, length: SEGMENT, hash: xxhash_rust::xxh3::xxh3_64(&bytes[..SEGMENT as usize]) }, &mut Vec::new())
+            file.written(Stretch { offset: 0, length: SEGMENT, hash: XxHash3_64::oneshot(&bytes[..SEGMENT as usize]) }, &mut Vec::new())
                 .unwrap_err()
                 .to_string()
                 .contains("written twice")

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use half::f16;
+use twox_hash::XxHash3_128;
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -169,7 +170,7 @@ fn largest(row: &[f32], top: usize) -> Entries {
 /// # Errors
 /// Memory runs out.
 pub fn keys(batch: &Batch) -> Result<Vec<u128>> {
-    let mut hashers = vec![xxhash_rust::xxh3::Xxh3::new(); batch.samples];
+    let mut hashers = vec![XxHash3_128::new(); batch.samples];
     let read = |tensor: &Tensor| {
         let bits: Vec<u64> = match tensor.dtype().is_float() {
             true => transfer::read::<f32>(tensor)?.into_iter().map(|v| v.to_bits().into()).collect(),
@@ -182,15 +183,15 @@ pub fn keys(batch: &Batch) -> Result<Vec<u128>> {
     let mask = batch.inputs.get("attention_mask").map(&read).transpose().map_err(failed)?;
     for (name, tensor) in &batch.inputs {
         for (number, (row, hasher)) in read(tensor).map_err(failed)?.iter().zip(&mut hashers).enumerate() {
-            hasher.update(name.as_bytes());
+            hasher.write(name.as_bytes());
             for (at, value) in row.iter().enumerate() {
                 if mask.as_ref().is_none_or(|mask| mask[number].get(at) != Some(&0)) {
-                    hasher.update(&value.to_le_bytes());
+                    hasher.write(&value.to_le_bytes());
                 }
             }
         }
     }
-    Ok(hashers.iter().map(xxhash_rust::xxh3::Xxh3::digest128).collect())
+    Ok(hashers.iter().map(XxHash3_128::finish_128).collect())
 }
 
 #[cfg(test)]
