@@ -40,7 +40,7 @@ mod running {
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 
-    use super::{Context, GranularityKind, Pass, Samples, Scope, WeightObserver, options_of};
+    use crate::pass::{Context, GranularityKind, Pass, Samples, Scope, WeightObserver, options_of};
 }
 
 #[cfg(feature = "run")]
