@@ -22,6 +22,9 @@ class Crate:
         if module["id"] in seen:
             return
         self.name(module, path)
+        self.members(module, path, seen)
+
+    def members(self, module, path, seen):
         for number in module["inner"]["module"]["items"]:
             item = self.item(number)
             if item is None or item["visibility"] != "public":
@@ -34,7 +37,10 @@ class Crate:
                     self.names.append((f"{path}::{inner['name']}", None, inner["source"]))
                     continue
                 if inner["is_glob"]:
-                    raise SystemExit(f"{path}: a glob in `pub use` is not understood here")
+                    if only(target["inner"])[0] != "module":
+                        raise SystemExit(f"{path}: a glob of something else than a module is not understood here")
+                    self.members(target, path, seen | {module["id"]})
+                    continue
                 item, name, kind = target, inner["name"], only(target["inner"])[0]
             if kind == "module":
                 self.collect(item, f"{path}::{name}", seen | {module["id"]})
