@@ -185,7 +185,7 @@ fn idx_files_are_read() {
     idx(&labels, &[3], &CLASSES[..3]);
     assert!(refused(folder.path(), &data).contains("holds 3 labels"));
     idx(&labels, &[4], &[0, 2, 6, 3]);
-    assert!(refused(folder.path(), &data).contains("label 2: class 6, the model tells 6 apart"));
+    assert!(refused(folder.path(), &data).contains("label 2: class 6, the model has 6"));
     idx(&labels, &[4], &CLASSES);
     idx(&images, &[4, 2, 3], &ROWS.concat()[..20]);
     assert!(refused(folder.path(), &data).contains("ends before its 4 samples do"));
@@ -224,7 +224,7 @@ fn what_does_not_fit_the_model_is_said_by_name() {
     let wrong = |yaml: &str| refused(bert.path(), &texts("labelled.csv", yaml));
     assert!(wrong("{ label_column: class }").contains("no column `class`; there are `id`, `text`, `label`"));
     assert!(wrong("{ label_column: text }").contains("is no class; config.json knows LABEL_0, LABEL_1, LABEL_2"));
-    assert!(wrong("{ label_column: id }").contains("line 5: class 3, the model tells 3 apart"));
+    assert!(wrong("{ label_column: id }").contains("line 5: class 3, the model has 3"));
     assert!(wrong("{ label_column: label, max_length: 17 }").contains("`max_length` is 17, the model takes 16 tokens"));
     let task = wrong("{ task: language-modelling }");
     assert!(task.contains("needs an output `logits` of 3 axes"), "{task}");
@@ -254,7 +254,7 @@ fn a_folder_without_known_names_of_classes_must_have_as_many() {
     }
     let vit = model("vit-image-classification", &[("vit-image-classification.json", "preprocessor_config.json")]);
     let data = Data { images: Some(files.path().to_owned()), ..Data::default() };
-    assert!(refused(vit.path(), &data).contains("has 2 folders, the model tells 5 classes apart"));
+    assert!(refused(vit.path(), &data).contains("has 2 folders, the model has 5 classes"));
     fs::write(files.path().join("dog/a.png"), "no picture").unwrap();
     let unlabelled = Data { task: Some(Task::Fidelity), ..data };
     assert!(batches(vit.path(), &unlabelled).unwrap_err().to_string().contains("a.png"));

@@ -152,7 +152,7 @@ mod tests {
             assert_eq!(find(STARS, Some(kind), number("1")), Ok(class));
         }
         assert!(find(STARS, Some(LabelKind::Name), text("0")).unwrap_err().contains("is no class"));
-        assert!(find(STARS, None, number("3")).unwrap_err().contains("tells 3 apart"));
+        assert!(find(STARS, None, number("3")).unwrap_err().contains("the model has 3"));
         let pets = r#"{"0": "cat", "1": "dog"}"#;
         assert_eq!((find(pets, None, text("Dog")), find(pets, None, text("1")), find(pets, None, number("1"))), (Ok(1), Ok(1), Ok(1)));
     }
@@ -163,6 +163,6 @@ mod tests {
         assert_eq!(folders(["1", "2", "3"]), Ok(vec![0, 1, 2]));
         assert_eq!(folders(["0", "1", "2"]), Ok(vec![0, 1, 2]));
         assert_eq!(folders(["a", "b", "c"]), Ok(vec![0, 1, 2]));
-        assert!(folders(["1", "2", "4"]).unwrap_err().contains("tells 3 apart"));
+        assert!(folders(["1", "2", "4"]).unwrap_err().contains("the model has 3"));
     }
 }
