@@ -70,7 +70,7 @@ impl Place {
     /// Runs with what is kept; whether something was.
     fn again(&self, steps: &[Step], out: &str) -> (Report, bool) {
         let report = self.run(self.builder(steps).keep(self.shelf(), false).resume(true), out);
-        let taken = report.notes.iter().any(|note| note.contains("is that of an earlier run"));
+        let taken = report.notes.iter().any(|note| note.contains("was reused from an earlier run"));
         (report, taken)
     }
 
@@ -105,7 +105,7 @@ fn what_was_kept_ends_as_what_was_not() {
         place.run(export(place.builder(&steps)).keep(place.shelf(), false), "first");
         assert!(!place.shelf().entries().unwrap().is_empty(), "{names:?}");
         let kept = place.run(export(place.builder(&steps)).keep(place.shelf(), false).resume(true), "second");
-        assert!(kept.notes.iter().any(|note| note.contains("is that of an earlier run")), "{names:?}: {:?}", kept.notes);
+        assert!(kept.notes.iter().any(|note| note.contains("was reused from an earlier run")), "{names:?}: {:?}", kept.notes);
         for (name, bytes) in place.files("whole") {
             assert!(bytes == place.files("second")[&name], "{names:?}: {name} differs");
         }

@@ -132,7 +132,7 @@ fn an_amount_of_nothing_changes_nothing() {
     let done = run("llama", Pipeline::builder().pass(pass));
     let read = |path: &Path| std::fs::read(path.join("model.safetensors")).unwrap();
     assert_eq!(read(&done.folder.path().join("out")), read(&golden("llama")));
-    assert!(done.report.notes.iter().any(|note| note.contains("nothing was taken out")));
+    assert!(done.report.notes.iter().any(|note| note.contains("nothing was removed")));
 }
 
 #[test]

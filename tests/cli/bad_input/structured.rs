@@ -32,7 +32,7 @@ fn amounts() {
             "bert",
             "prune-structured in -o out --amount 0.3",
             2,
-            "0.3 of 2 heads of …is 0.60 heads, and a head goes as a whole; it can take 0, 0.5",
+            "0.3 of 2 heads of …is 0.60 heads, and heads are removed as a whole; possible: 0, 0.5",
             "",
         ),
         family(
@@ -40,7 +40,7 @@ fn amounts() {
             "llama-grouped-tied",
             "prune-structured in -o out --dims heads --amount 0.25",
             2,
-            "0.25 of 2 heads of …a head goes as a whole; it can take 0, 0.5",
+            "0.25 of 2 heads of …heads are removed as a whole; possible: 0, 0.5",
             "",
         ),
         family("all layers", "bert", "prune-structured in -o out --dims layers --amount 1.0", 2, "1.0 of 2 layers leaves none; it can take 0.5", ""),
@@ -61,10 +61,10 @@ fn targets() {
     check([
         family("all of it", "bert", "prune-structured in -o out --target macs=1.0", 2, "macs 1 is not between 0 and 1", ""),
         family("nothing of it", "bert", "prune-structured in -o out --target macs=0", 2, "macs 0 is not between 0 and 1", ""),
-        family("out of reach", "bert", "prune-structured in -o out --target macs=0.01", 2, "macs 0.01 cannot be met: with everything at its narrowest 0.", ""),
+        family("out of reach", "bert", "prune-structured in -o out --target macs=0.01", 2, "macs 0.01 cannot be met: with every group at its minimum 0.", ""),
         family("of an unknown kind", "bert", "prune-structured in -o out --target flops=0.5", 2, "target `flops=0.5` is not macs=F", ""),
         family("and an amount", "bert", "prune-structured in -o out --target macs=0.5 --amount 0.5", 2, "target): excludes `amount`", ""),
-        family("and layers", "bert", "prune-structured in -o out --target macs=0.5 --dims layers", 2, "target): cannot say how many layers go", ""),
+        family("and layers", "bert", "prune-structured in -o out --target macs=0.5 --dims layers", 2, "target): cannot be combined with layers", ""),
         family("round_to of zero", "bert", "prune-structured in -o out --round-to 0", 2, "round_to): must be at least 1", ""),
     ]);
 }
@@ -79,7 +79,7 @@ fn models() {
             "bert",
             "prune-structured in -o out --dims channels",
             2,
-            "dims: the model has no channels to take out; it has heads, mlp, hidden",
+            "dims: the model has no channels to remove; it has heads, mlp, hidden",
             "",
         ),
         family(
@@ -87,7 +87,7 @@ fn models() {
             "resnet-basic",
             "prune-structured in -o out --dims heads",
             2,
-            "the model has no heads to take out; it has channels; held: ",
+            "the model has no heads to remove; it has channels; held: ",
             "",
         ),
         family(

@@ -97,7 +97,7 @@ fn figures_that_a_report_lacks_are_asked_for() {
         ("--min-speedup 1", "`evaluate: { latency: true }`"),
         ("--max-latency 5", "`evaluate: { latency: true }`"),
         ("--max-macs-ratio 0.5", "only known of models that compress can run"),
-        ("", "give at least one of --max-bytes, "),
+        ("", "use at least one of --max-bytes, "),
         ("--max-drop nan", "`nan` is not a number"),
         ("--max-bytes 5XB", "`5XB` is not a size like 5GB, 500MB or 2GiB"),
     ] {
