@@ -116,6 +116,15 @@ fn quantize() {
             }
             return;
         }
+        if case.name.starts_with("tiny-") {
+            // The reference gives such rows the least scale that it knows, and so makes zeros of them.
+            let zero_points = (!symmetric).then(|| case.tensor("zero_point"));
+            let theirs = errors(weight, case.tensor("q"), case.tensor("scale"), zero_points);
+            for (ours, theirs) in errors(weight, q, scale, zero_point).into_iter().zip(theirs) {
+                assert!(ours <= theirs * (1.0 + 1e-6), "{}: {ours} is more than {theirs}", case.name);
+            }
+            return;
+        }
         assert_eq!(scale, case.tensor("scale"), "{}: scale", case.name);
         assert_eq!(q, case.tensor("q"), "{}: q", case.name);
         if !symmetric {

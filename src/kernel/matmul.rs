@@ -121,7 +121,7 @@ fn turn<T: StoredFloat>(rows: [(&[[T; RUN]], &[T]); BLOCK], groups: &mut [[f32; 
 
 /// The right matrix, given panel by panel.
 pub trait Right: Sync {
-    /// Writes [`PANEL`] columns from `first` on as `[inner][PANEL]`; what is beyond the last column does not matter.
+    /// Writes a panel of columns from `first` on as `[inner][columns]`; what is beyond the last column does not matter.
     fn pack(&self, first: usize, panel: &mut [f32]);
 }
 
