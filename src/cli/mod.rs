@@ -58,7 +58,7 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Run a recipe
+    /// Run the passes of a recipe and write the output folder
     Run(run::Args),
     /// Run passes one after another: MODEL -o DIR -- PASS [ARGS] [-- PASS [ARGS]]...
     Chain(Box<chain::Args>),
