@@ -23,19 +23,20 @@ class Side:
         environment = {**os.environ, "RAYON_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
-    def milliseconds(self):
+    def answer(self):
         self.process.stdin.write("\n")
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
             raise subprocess.CalledProcessError(self.process.wait(), self.process.args)
-        return float(answer)
+        return answer.split()
 
     def turn(self):
+        """The numbers that each of some runs answers with, milliseconds first."""
         # The other's threads may still be spinning, and the caches are its own.
         time.sleep(0.25)
-        self.milliseconds()
-        return [self.milliseconds() for _ in range(TURN)]
+        self.answer()
+        return [[float(number) for number in self.answer()] for _ in range(TURN)]
 
     def close(self):
         self.process.stdin.close()
@@ -74,7 +75,7 @@ def measure(binary, turns, threads, say):
                 Side([*eager, "run", model, inputs, theirs, threads], threads),
             ]
             try:
-                pairs = [[side.turn() for side in sides] for _ in range(turns)]
+                pairs = [[[time for time, *_ in side.turn()] for side in sides] for _ in range(turns)]
             finally:
                 for side in sides:
                     side.close()

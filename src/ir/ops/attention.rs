@@ -35,21 +35,70 @@ impl Default for Attention {
 
 /// Stands for products with keys that a query may not see. A query that sees none at all looks at all keys alike.
 const HIDDEN: f32 = f32::MIN;
+/// Products of queries and keys that are held at a time, unless [`ROWS`] queries make more.
+const PRODUCTS: usize = if cfg!(test) { 1 << 10 } else { 1 << 24 };
+/// Queries that are worked on together at least.
+const ROWS: usize = 64;
 
-impl Attention {
-    /// 0 where a query may look as far as order goes, `[sequence, keys]`, else [`HIDDEN`].
-    fn order(&self, sequence: usize, keys: usize, device: &Device) -> Computed<Tensor> {
-        let window = self.window;
-        constant(format!("order {window:?} {sequence} {keys}"), device, |device| {
-            let hidden = |query: usize, key: usize| key > query || window.is_some_and(|w| query - key >= w);
-            let values: Vec<f32> = (0..sequence).flat_map(|q| (0..keys).map(move |k| if hidden(q, k) { HIDDEN } else { 0.0 })).collect();
-            Tensor::from_vec(values, (sequence, keys), device)
-        })
+/// Queries that are worked on together, and the keys that any of them sees.
+struct Block {
+    queries: Range<usize>,
+    keys: Range<usize>,
+}
+
+impl Block {
+    /// Rows `[batch, heads, rows, width]` of the keys.
+    fn of_keys(&self, tensor: &Tensor) -> Computed<Tensor> {
+        tensor.narrow(2, self.keys.start, self.keys.len())?.contiguous()
     }
 
-    /// What is added to products `[batch, groups, shared, sequence, keys]`, in 32 bits: half as many hold no number that is low enough.
-    fn bias(&self, mask: Option<&Tensor>, sequence: usize, keys: usize, device: &Device) -> Computed<Option<Tensor>> {
-        let order = if self.causal { Some(self.order(sequence, keys, device)?.reshape((1, 1, 1, sequence, keys))?) } else { None };
+    /// Rows `[batch, heads, rows, width]` of the queries, those of each key head one below the other.
+    fn of_queries(&self, tensor: &Tensor, groups: usize) -> Computed<Tensor> {
+        let (batch, _, _, width) = tensor.dims4()?;
+        tensor.narrow(2, self.queries.start, self.queries.len())?.contiguous()?.reshape((batch, groups, (), width))
+    }
+
+    /// Adds to the rows of the keys, in 32 bits at least.
+    fn add(&self, sum: &mut Option<Tensor>, part: &Tensor, keys: usize) -> Computed<()> {
+        let part = wide(part)?.pad_with_zeros(2, self.keys.start, keys - self.keys.end)?;
+        *sum = Some(sum.take().map_or(Ok(part.clone()), |sum| sum + part)?);
+        Ok(())
+    }
+}
+
+impl Attention {
+    /// Blocks of queries in their order. Memory for products grows with the number of keys at most, not with its square
+    /// (Rabe and Staats, *Self-attention Does Not Need O(n²) Memory*, 2021).
+    fn blocks(&self, q: &Tensor, k: &Tensor, padded: bool) -> Computed<impl Iterator<Item = Block>> {
+        let ((batch, heads, sequence, _), keys) = (q.dims4()?, k.dim(2)?);
+        let rows = (PRODUCTS / (batch * heads * keys).max(1)).clamp(ROWS, sequence.max(ROWS));
+        let (causal, window) = (self.causal, self.window);
+        Ok((0..sequence).step_by(rows).map(move |first| {
+            let queries = first..(first + rows).min(sequence);
+            // A query that sees nothing but padding looks at all keys.
+            let end = if causal && !padded { queries.end.min(keys) } else { keys };
+            let start = window.filter(|_| causal && !padded).map_or(0, |window| (first + 1).saturating_sub(window).min(end));
+            Block { queries, keys: start..end }
+        }))
+    }
+
+    /// [`HIDDEN`] where a query of a block may not look, else 0, `[queries, keys]`.
+    fn order(&self, block: &Block, device: &Device) -> Computed<Tensor> {
+        let count = block.queries.end.max(block.keys.end).next_multiple_of(1024);
+        let positions = constant(format!("positions {count}"), device, |device| Tensor::arange(0f32, count as f32, device))?;
+        let query = positions.narrow(0, block.queries.start, block.queries.len())?.unsqueeze(1)?;
+        let key = positions.narrow(0, block.keys.start, block.keys.len())?.unsqueeze(0)?;
+        let mut hidden = key.broadcast_gt(&query)?;
+        if let Some(window) = self.window {
+            hidden = hidden.maximum(&(key + window as f64)?.broadcast_le(&query)?)?;
+        }
+        hidden.to_dtype(DType::F32)? * f64::from(HIDDEN)
+    }
+
+    /// What is added to products `[batch, groups, shared, queries, keys]`, in 32 bits: half as many hold no number that is low enough.
+    fn bias(&self, mask: Option<&Tensor>, block: &Block, device: &Device) -> Computed<Option<Tensor>> {
+        let (queries, keys) = (block.queries.len(), block.keys.len());
+        let order = if self.causal { Some(self.order(block, device)?.reshape((1, 1, 1, queries, keys))?) } else { None };
         let padding = match mask {
             Some(mask) => Some((mask.eq(0i64)?.to_dtype(DType::F32)? * f64::from(HIDDEN))?.reshape((mask.dim(0)?, 1, 1, 1, keys))?),
             None => None,
@@ -60,17 +109,21 @@ impl Attention {
         })
     }
 
-    /// The queries of each key head one below the other, scaled, and how strongly they look at keys, in 32 bits at least.
-    fn probabilities(&self, q: &Tensor, k: &Tensor, mask: Option<&Tensor>, softmax: fn(&Tensor) -> Computed<Tensor>) -> Computed<(Tensor, Tensor)> {
-        let (batch, heads, sequence, width) = q.dims4()?;
-        let (_, groups, keys, _) = k.dims4()?;
-        let shared = heads / groups;
-        let q = (q * self.scale)?.reshape((batch, groups, shared * sequence, width))?;
-        let scores = wide(&q.matmul(&k.contiguous()?.transpose(2, 3)?)?)?;
-        let scores = match self.bias(mask, sequence, keys, scores.device())? {
+    /// The queries of a block, scaled, and how strongly they look at keys, in 32 bits at least.
+    fn probabilities(
+        &self,
+        block: &Block,
+        (q, keys): (&Tensor, &Tensor),
+        mask: Option<&Tensor>,
+        softmax: fn(&Tensor) -> Computed<Tensor>,
+    ) -> Computed<(Tensor, Tensor)> {
+        let (batch, groups, span, _) = keys.dims4()?;
+        let q = (block.of_queries(q, groups)? * self.scale)?;
+        let scores = wide(&q.matmul(&keys.transpose(2, 3)?)?)?;
+        let scores = match self.bias(mask, block, scores.device())? {
             Some(bias) => {
-                let scores = scores.reshape((batch, groups, shared, sequence, keys))?.broadcast_add(&bias.to_dtype(scores.dtype())?)?;
-                scores.reshape((batch, groups, shared * sequence, keys))?
+                let five = scores.reshape((batch, groups, (), block.queries.len(), span))?;
+                five.broadcast_add(&bias.to_dtype(scores.dtype())?)?.reshape(scores.dims())?
             }
             None => scores,
         };
@@ -80,9 +133,13 @@ impl Attention {
     /// The output, with this way to make a softmax over the last axis.
     pub(super) fn attend(&self, inputs: &[Tensor], softmax: fn(&Tensor) -> Computed<Tensor>) -> Computed<Tensor> {
         let (q, k, v) = (&inputs[0], &inputs[1], &inputs[2]);
-        let (batch, heads, sequence, _) = q.dims4()?;
-        let (_, probabilities) = self.probabilities(q, k, inputs.get(3), softmax)?;
-        probabilities.to_dtype(v.dtype())?.matmul(&v.contiguous()?)?.reshape((batch, heads, sequence, v.dim(3)?))
+        let (batch, heads, _, _) = q.dims4()?;
+        let part = |block: Block| {
+            let (_, probabilities) = self.probabilities(&block, (q, &block.of_keys(k)?), inputs.get(3), softmax)?;
+            let rows = probabilities.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
+            rows.reshape((batch, heads, block.queries.len(), v.dim(3)?))
+        };
+        Tensor::cat(&self.blocks(q, k, inputs.len() > 3)?.map(part).collect::<Computed<Vec<_>>>()?, 2)
     }
 }
 
@@ -125,16 +182,30 @@ impl OpSpec for Attention {
     fn backward(&self, backward: &Backward) -> Computed<Vec<Option<Tensor>>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
         let mask = backward.inputs.get(3).map(Saved::tensor).transpose()?;
-        let (batch, groups, _, out) = v.dims4()?;
-        let (scaled, probabilities) = self.probabilities(q, k, mask, softmax)?;
-        let gradient = backward.gradient.reshape((batch, groups, (), out))?;
-        let of_values = backward.of(2, || probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient))?;
-        let mut gradients = vec![None, None, of_values];
-        if backward.wants(0) || backward.wants(1) {
-            let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.contiguous()?.transpose(2, 3)?)?)?)?.to_dtype(q.dtype())?;
-            gradients[0] = backward.of(0, || (of_scores.matmul(&k.contiguous()?)? * self.scale)?.reshape(q.dims()))?;
-            gradients[1] = backward.of(1, || of_scores.transpose(2, 3)?.contiguous()?.matmul(&scaled))?;
+        let ((_, groups, keys, _), mut parts, mut sums) = (k.dims4()?, Vec::new(), [None, None]);
+        let [of_keys, of_values] = &mut sums;
+        for block in self.blocks(q, k, mask.is_some())? {
+            let (k, v) = (block.of_keys(k)?, block.of_keys(v)?);
+            let (scaled, probabilities) = self.probabilities(&block, (q, &k), mask, softmax)?;
+            let gradient = block.of_queries(backward.gradient, groups)?;
+            if backward.wants(2) {
+                block.add(of_values, &probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
+            }
+            if backward.wants(0) || backward.wants(1) {
+                let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.transpose(2, 3)?)?)?)?.to_dtype(q.dtype())?;
+                drop(probabilities);
+                if backward.wants(0) {
+                    let (batch, heads, _, width) = q.dims4()?;
+                    parts.push((of_scores.matmul(&k)? * self.scale)?.reshape((batch, heads, block.queries.len(), width))?);
+                }
+                if backward.wants(1) {
+                    block.add(of_keys, &of_scores.transpose(2, 3)?.contiguous()?.matmul(&scaled)?, keys)?;
+                }
+            }
         }
+        let sum = |sum: Option<Tensor>| sum.map(|sum| sum.to_dtype(q.dtype())).transpose();
+        let [of_keys, of_values] = sums;
+        let mut gradients = vec![backward.of(0, || Tensor::cat(&parts, 2))?, sum(of_keys)?, sum(of_values)?];
         gradients.resize(backward.inputs.len(), None);
         Ok(gradients)
     }
@@ -142,5 +213,45 @@ impl OpSpec for Attention {
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         let keys = inputs[1].shape[2].evaluate(bindings).unwrap_or(0) as u64;
         elements(inputs[0], bindings).saturating_add(elements(output, bindings)).saturating_mul(keys)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::ops::{Op, PreparedOp};
+
+    /// The op as it is meant, several blocks long, beside its kernel, which holds no block.
+    #[test]
+    fn blocks_of_queries_do_not_show() {
+        let device = Device::Cpu;
+        let (batch, heads, groups, sequence, width, out) = (2, 4, 2, 150, 8, 12);
+        let random = |shape: (usize, usize, usize, usize)| Tensor::randn(0f32, 1f32, shape, &device).unwrap();
+        let (q, k, v) = (random((batch, heads, sequence, width)), random((batch, groups, sequence, width)), random((batch, groups, sequence, out)));
+        let gradient = random((batch, heads, sequence, out));
+        // Of the second sample, every early key is padding: its first queries see nothing when causal.
+        let mask: Vec<i64> = (0..batch * sequence).map(|i| i64::from(i < sequence || i > sequence + 70)).collect();
+        let mask = Tensor::from_vec(mask, (batch, sequence), &device).unwrap();
+        for (causal, window, padded) in
+            [(false, None, false), (true, None, false), (true, Some(17), false), (true, Some(90), true), (false, None, true), (true, None, true)]
+        {
+            let op = Attention { scale: 0.4, causal, window };
+            let mut inputs = vec![q.clone(), k.clone(), v.clone()];
+            inputs.extend(padded.then(|| mask.clone()));
+            let blocks = op.blocks(&q, &k, padded).unwrap().count();
+            assert_eq!(blocks, 3);
+            let kernel = PreparedOp::new(&Op::Attention(op), &device, DType::F32);
+            let apart = |a: &Tensor, b: &Tensor| (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+            let output = op.eval(&inputs).unwrap();
+            assert!(apart(&output, &kernel.forward(&inputs).unwrap()) < 1e-5, "{op:?}");
+            let saved: Vec<Saved> = inputs.iter().cloned().map(Saved::whole).collect();
+            let wanted = [true, true, true, false];
+            let backward = Backward { inputs: &saved, output: &Saved::whole(output), gradient: &gradient, wanted: &wanted[..inputs.len()] };
+            let (ours, theirs) = (op.backward(&backward).unwrap(), kernel.backward(&backward).unwrap());
+            for (a, b) in ours.iter().flatten().zip(theirs.iter().flatten()) {
+                assert!(apart(a, &b.contiguous().unwrap()) < 2e-5, "{op:?}");
+            }
+            assert_eq!(ours.iter().flatten().count(), 3);
+        }
     }
 }
