@@ -84,14 +84,25 @@ pub(super) const ROUND: f32 = 12_582_912.0;
 pub(super) fn exp(x: f32) -> f32 {
     let held = if x > 88.0 { 88.0 } else { x };
     let held = if held < -87.0 { -87.0 } else { held };
-    let shifted = held * std::f32::consts::LOG2_E + ROUND;
+    let value = power(held, held * std::f32::consts::LOG2_E + ROUND);
+    let value = if x > 88.0 { value * (1.0 + (x - 88.0)) } else { value };
+    if x < -87.0 { 0.0 } else { value }
+}
+
+#[inline(always)]
+fn power(x: f32, shifted: f32) -> f32 {
     let n = shifted - ROUND;
     // ln 2 in two parts, so that n · ln 2 loses nothing.
-    let r = held - n * 0.693_359_4 + n * 2.121_944_4e-4;
+    let r = x - n * 0.693_359_4 + n * 2.121_944_4e-4;
     let polynomial = 1.0 + r * (1.0 + r * (0.5 + r * (0.166_666_66 + r * (0.041_666_53 + r * (0.008_333_45 + r * 0.001_388_9)))));
-    let power = f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23);
-    let value = polynomial * power;
-    let value = if x > 88.0 { value * (1.0 + (x - 88.0)) } else { value };
+    polynomial * f32::from_bits(shifted.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23)
+}
+
+/// [`exp`] of a number that is not above zero.
+#[inline(always)]
+pub(super) fn exp_below(x: f32) -> f32 {
+    let held = if x < -87.0 { -87.0 } else { x };
+    let value = power(held, held * std::f32::consts::LOG2_E + ROUND);
     if x < -87.0 { 0.0 } else { value }
 }
 

@@ -1,17 +1,27 @@
-//! Attention of one head after the other, without storing all products.
+//! Attention of one head after the other: products of queries and keys are made for a few at a time, and used at once.
+//!
+//! Queries are the columns of a panel, keys its rows, so that maxima and sums over keys are those of whole rows of lanes.
+//! Products that were exponentiated with one maximum are corrected when a larger one comes (Milakov and Gimelshein, *Online
+//! Normalizer Calculation for Softmax*, 2018; Dao et al., *FlashAttention*, 2022).
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::epilogue::Epilogue;
-use super::matmul::{Columns, Left, Right, Rows, multiply};
-use super::rows::{rotate, softmax_row};
+use super::activation::exp_below;
+use super::matmul::{Columns, Left, Right};
+use super::rows::rotate;
 use super::scratch::Scratch;
-use super::tile::{BLOCK, PANEL};
+use super::tile::{self, BLOCK, PANEL, Panel};
 
-/// Queries of one head that are worked on at a time.
-pub(super) const QUERIES: usize = 8 * BLOCK;
+/// Something of each query of a panel.
+pub(super) type Lanes = [f32; PANEL];
+
+const HALF: usize = PANEL / 2;
+/// Panels of queries that pass by the same keys.
+const GROUP: usize = 4;
+/// Keys whose products with a panel are held at a time.
+const KEYS: usize = 22 * BLOCK;
 
 /// Elements of `[batch, heads, rows, width]`, the last axis contiguous.
 #[derive(Clone, Copy)]
@@ -60,19 +70,27 @@ impl Attention<'_> {
             let (batch, head) = (job / self.heads, job % self.heads);
             let group = head / (self.heads / self.groups);
             let padding = self.padding.map(|p| &p[batch * self.keys..][..self.keys]);
-            let columns = Columns { values: keys.head(batch, group), count: self.keys, stride: keys.strides[2] };
-            let rows = Rows { values: values.head(batch, group), count: self.out, stride: values.strides[2] };
-            let (packed_keys, packed_values) = (pack(&columns, self.keys, self.width), pack(&rows, self.out, self.keys));
-            for (index, output) in output.chunks_mut(QUERIES * self.out).enumerate() {
-                let block = queries.head(batch, head).get(index * QUERIES * queries.strides[2]..).unwrap_or_default();
-                let left = Left::pack(block, output.len() / self.out, self.width, queries.strides[2]);
-                self.block(index * QUERIES, &left, &packed_keys, &packed_values, padding, output);
+            let keys = Left::pack(keys.head(batch, group), self.keys, self.width, keys.strides[2]);
+            let values = Left::pack_transposed(values.head(batch, group), self.out, self.keys, values.strides[2]);
+            let mut products = Scratch::new(KEYS * PANEL);
+            for (index, output) in output.chunks_mut((GROUP * PANEL * self.out).max(1)).enumerate() {
+                let first = index * GROUP * PANEL;
+                let rows = output.chunks(PANEL * self.out).enumerate().map(|(i, rows)| (first + i * PANEL, rows.len() / self.out));
+                let mut panels: Vec<Queries> = rows.map(|(first, count)| Queries::new(self, first, count, queries, (batch, head), padding)).collect();
+                let start = panels.iter().map(|panel| panel.seen.start).min().unwrap_or(0);
+                let end = panels.iter().map(|panel| panel.seen.end).max().unwrap_or(0);
+                for start in (start..end).step_by(KEYS) {
+                    for panel in &mut panels {
+                        panel.look(self, start, (&keys, &values), padding, &mut products);
+                    }
+                }
+                panels.iter().zip(output.chunks_mut(PANEL * self.out)).for_each(|(panel, output)| panel.finish(output));
             }
         });
     }
 
     /// Keys that a query sees as far as order goes.
-    pub(super) fn visible(&self, query: usize) -> Range<usize> {
+    fn visible(&self, query: usize) -> Range<usize> {
         if !self.causal {
             return 0..self.keys;
         }
@@ -80,50 +98,171 @@ impl Attention<'_> {
         self.window.map_or(0, |w| end.saturating_sub(w))..end
     }
 
-    /// Keys that are computed for a block of queries, from the beginning of a panel on: of those that none of them sees nothing
-    /// is; a query that sees only padding looks everywhere.
+    /// Keys that are computed for some queries, from the beginning of a block on. A query that sees nothing but padding looks at all
+    /// keys alike.
     pub(super) fn seen(&self, first: usize, count: usize, padding: Option<&[bool]>) -> Range<usize> {
-        match padding {
-            Some(_) => 0..self.keys,
-            None => self.visible(first).start / PANEL * PANEL..self.visible(first + count - 1).end,
+        let order = self.visible(first).start / BLOCK * BLOCK..self.visible(first + count.max(1) - 1).end;
+        let Some(padding) = padding else { return order };
+        let real = padding.iter().position(|padding| !padding).zip(padding.iter().rposition(|padding| !padding));
+        match real {
+            Some((from, to)) if !self.causal || (self.window.is_none() && from <= first) => order.start..order.end.min(to + 1),
+            _ => 0..self.keys,
         }
     }
 
-    /// How strongly each of a block of queries looks at the keys that are seen.
-    pub(super) fn probabilities(&self, first: usize, left: &Left, count: usize, keys: &[f32], seen: &Range<usize>, padding: Option<&[bool]>) -> Scratch {
-        let panels = &keys[seen.start * self.width..seen.end.next_multiple_of(PANEL) * self.width];
-        let span = seen.len();
-        let mut scores = Scratch::new(count * span);
-        multiply(left, 0..count.div_ceil(BLOCK), panels, 0, Epilogue::NONE, &mut scores, span, span);
-        for (row, scores) in scores.chunks_exact_mut(span).enumerate() {
-            let visible = self.visible(first + row);
-            let visible = visible.start - seen.start..visible.end - seen.start;
-            softmax_row(scores, self.scale, visible, padding);
+    /// A panel of rows of a head, scaled; columns beyond the last row are zeros.
+    pub(super) fn panel(&self, rows: &[f32], [count, width, stride]: [usize; 3], scale: f32) -> Scratch {
+        let mut panel = Scratch::new(width * PANEL);
+        if count < PANEL {
+            panel.fill(0.0);
         }
-        scores
+        Columns { values: rows, count, stride }.pack(0, &mut panel);
+        panel.iter_mut().for_each(|x| *x *= scale);
+        panel
     }
 
-    fn block(&self, first: usize, left: &Left, keys: &[f32], values: &[f32], padding: Option<&[bool]>, output: &mut [f32]) {
-        let count = output.len() / self.out;
-        let blocks = 0..count.div_ceil(BLOCK);
-        let seen = self.seen(first, count, padding);
-        let span = seen.len();
-        let scores = self.probabilities(first, left, count, keys, &seen, padding);
-        let weights = Left::pack(&scores, count, span, span);
-        for (index, panel) in values.chunks_exact(PANEL * self.keys).enumerate() {
-            let panel = &panel[seen.start * PANEL..seen.end * PANEL];
-            multiply(&weights, blocks.clone(), panel, index * PANEL, Epilogue::NONE, output, self.out, self.out);
+    /// Products of some keys, the first of which begins a block, with a panel of queries: hidden ones are the smallest number.
+    pub(super) fn products(&self, keys: &Left, seen: Range<usize>, (panel, first): (&[f32], usize), padding: Option<&[bool]>, products: &mut [Lanes]) {
+        multiply(keys, seen.start / BLOCK, panel, products);
+        for (key, products) in seen.zip(products) {
+            if padding.is_some_and(|padding| padding[key]) {
+                *products = [f32::MIN; PANEL];
+            } else if self.causal {
+                products[..key.saturating_sub(first).min(PANEL)].fill(f32::MIN);
+                let behind = self.window.map_or(PANEL, |window| (key + window).saturating_sub(first).min(PANEL));
+                products[behind..].fill(f32::MIN);
+            }
         }
     }
 }
 
-/// All panels of a small matrix.
-pub(super) fn pack(right: &impl Right, columns: usize, inner: usize) -> Scratch {
-    let mut packed = Scratch::new(columns.next_multiple_of(PANEL) * inner);
-    for (index, panel) in packed.chunks_exact_mut((PANEL * inner).max(1)).enumerate() {
-        right.pack(index * PANEL, panel);
+/// Consecutive blocks of a left matrix times a panel, row by row.
+pub(super) fn multiply(left: &Left, block: usize, panel: &[f32], rows: &mut [Lanes]) {
+    for (index, rows) in rows.chunks_mut(BLOCK).enumerate() {
+        let left = left.block(block + index);
+        match rows.first_chunk_mut() {
+            Some(tile) => tile::multiply(left, Panel::Packed(panel), [BLOCK, PANEL], tile),
+            None => {
+                let mut tile = [[0f32; PANEL]; BLOCK];
+                tile::multiply(left, Panel::Packed(panel), [rows.len(), PANEL], &mut tile);
+                rows.copy_from_slice(&tile[..rows.len()]);
+            }
+        }
     }
-    packed
+}
+
+/// A panel of queries, and what they have seen so far.
+struct Queries {
+    first: usize,
+    seen: Range<usize>,
+    panel: Scratch,
+    /// The largest product.
+    most: Lanes,
+    /// The sum of exponents.
+    total: Lanes,
+    /// Sums of values, one row for each column of the output.
+    sums: Vec<Lanes>,
+}
+
+impl Queries {
+    fn new(shape: &Attention, first: usize, count: usize, queries: Heads, (batch, head): (usize, usize), padding: Option<&[bool]>) -> Queries {
+        let rows = queries.head(batch, head).get(first * queries.strides[2]..).unwrap_or_default();
+        Queries {
+            first,
+            seen: shape.seen(first, count, padding),
+            panel: shape.panel(rows, [count, shape.width, queries.strides[2]], shape.scale),
+            most: [f32::MIN; PANEL],
+            total: [0.0; PANEL],
+            sums: vec![[0.0; PANEL]; shape.out],
+        }
+    }
+
+    /// Looks at the keys from one on.
+    fn look(&mut self, shape: &Attention, start: usize, (keys, values): (&Left, &Left), padding: Option<&[bool]>, products: &mut [f32]) {
+        let seen = start.max(self.seen.start)..(start + KEYS).min(self.seen.end);
+        if seen.is_empty() {
+            return;
+        }
+        let products = &mut products.as_chunks_mut().0[..seen.len()];
+        shape.products(keys, seen.clone(), (&self.panel, self.first), padding, products);
+        let factors = exponents(products, &mut self.most, &mut self.total);
+        let mut tile = [[0f32; PANEL]; BLOCK];
+        for (index, sums) in self.sums.chunks_mut(BLOCK).enumerate() {
+            let values = &values.block(index)[seen.start * BLOCK..seen.end * BLOCK];
+            tile::multiply(values, Panel::Packed(products.as_flattened()), [sums.len(), PANEL], &mut tile);
+            add_scaled(sums, &tile, &factors);
+        }
+    }
+
+    /// Writes rows of the output.
+    fn finish(&self, output: &mut [f32]) {
+        let factors = self.total.map(|total| 1.0 / total);
+        for ((lane, row), factor) in output.chunks_exact_mut(self.sums.len().max(1)).enumerate().zip(factors) {
+            row.iter_mut().zip(&self.sums).for_each(|(out, sums)| *out = sums[lane] * factor);
+        }
+    }
+}
+
+simd! {
+    /// Puts `exp(x - most)` in the place of products; sums so far are to be multiplied by the result, for `most` may have grown.
+    fn exponents(products: &mut [Lanes], most: &mut Lanes, total: &mut Lanes) -> Lanes {
+        let before = *most;
+        largest(products, most);
+        let mut sums = [0f32; PANEL];
+        exponents_below(products, most, &mut sums);
+        let mut factors = [0f32; PANEL];
+        for lane in 0..PANEL {
+            factors[lane] = exp_below(before[lane] - most[lane]);
+            total[lane] = total[lane] * factors[lane] + sums[lane];
+        }
+        factors
+    }
+}
+
+#[inline(always)]
+fn exponents_below(products: &mut [Lanes], most: &Lanes, sums: &mut Lanes) {
+    // Half of the lanes at a time: more sums and constants than that do not fit into registers.
+    for half in [0, HALF] {
+        let (Some(most), Some(sums)) = (most[half..].first_chunk::<HALF>(), sums[half..].first_chunk_mut::<HALF>()) else { return };
+        for row in products.iter_mut().filter_map(|row| row[half..].first_chunk_mut::<HALF>()) {
+            for lane in 0..HALF {
+                row[lane] = exp_below(row[lane] - most[lane]);
+                sums[lane] += row[lane];
+            }
+        }
+    }
+}
+
+simd! {
+    /// The largest number of each lane, and what it was before.
+    pub(super) fn largest(rows: &[Lanes], most: &mut Lanes) {
+        let mut found = *most;
+        for row in rows {
+            for lane in 0..PANEL {
+                found[lane] = if row[lane] > found[lane] { row[lane] } else { found[lane] };
+            }
+        }
+        *most = found;
+    }
+}
+
+simd! {
+    /// Puts `exp(x - most)` in the place of products; gives the sums.
+    pub(super) fn exponents_of(products: &mut [Lanes], most: &Lanes) -> Lanes {
+        let mut sums = [0f32; PANEL];
+        exponents_below(products, most, &mut sums);
+        sums
+    }
+}
+
+simd! {
+    fn add_scaled(sums: &mut [Lanes], tile: &[Lanes], factors: &Lanes) {
+        for (sums, tile) in sums.iter_mut().zip(tile) {
+            for lane in 0..PANEL {
+                sums[lane] = sums[lane] * factors[lane] + tile[lane];
+            }
+        }
+    }
 }
 
 /// `[batch, heads, sequence, width]` to `[batch, sequence, heads · width]`.

@@ -1,13 +1,18 @@
-//! Backward pass of attention: a block of queries at a time, whose probabilities are computed once more.
+//! Backward pass of attention: the probabilities of a few panels of queries at a time, computed once more.
+
+use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::attention::{Attention, Heads, QUERIES, pack};
-use super::epilogue::Epilogue;
-use super::matmul::{Columns, Left, Rows, multiply};
-use super::rows_gradient::softmax;
+use super::attention::{Attention, Heads, Lanes, exponents_of, largest, multiply};
+use super::matmul::{Left, Right, Rows};
 use super::scratch::Scratch;
-use super::tile::{BLOCK, PANEL};
+use super::tile::{self, BLOCK, PANEL, Panel};
+
+/// Panels of queries whose gradients of keys and values are added up together.
+const GROUP: usize = 3;
+/// Blocks of keys whose products are worked on while they are at hand.
+const AT_HAND: usize = 16 * BLOCK;
 
 /// What attention was computed from, and the gradient of its output.
 #[derive(Clone, Copy)]
@@ -55,53 +60,48 @@ impl Attention<'_> {
     /// One key head with all queries that look at it.
     fn group(&self, given: Given, batch: usize, group: usize, mut job: Job) {
         let shared = self.heads / self.groups;
-        let padding = self.padding.map(|p| &p[batch * self.keys..][..self.keys]);
         let (keys, values) = (given.keys.head(batch, group), given.values.head(batch, group));
         let (key_step, value_step) = (given.keys.strides[2], given.values.strides[2]);
-        let key_columns = pack(&Columns { values: keys, count: self.keys, stride: key_step }, self.keys, self.width);
-        let key_rows = pack(&Rows { values: keys, count: self.width, stride: key_step }, self.width, self.keys);
-        let value_columns = pack(&Columns { values, count: self.keys, stride: value_step }, self.keys, self.out);
+        let packed = Packed {
+            shape: self,
+            padding: self.padding.map(|p| &p[batch * self.keys..][..self.keys]),
+            keys: Left::pack(keys, self.keys, self.width, key_step),
+            values: Left::pack(values, self.keys, self.out, value_step),
+            key_columns: Left::pack_transposed(keys, self.width, self.keys, key_step),
+        };
         let mut key_sums = vec![0f32; self.keys * self.width];
         let mut value_sums = vec![0f32; self.keys * self.out];
         for head in 0..shared {
-            for first in (0..self.sequence).step_by(QUERIES) {
-                let count = QUERIES.min(self.sequence - first);
-                let blocks = 0..count.div_ceil(BLOCK);
-                let seen = self.seen(first, count, padding);
-                let span = seen.len();
+            for first in (0..self.sequence).step_by(GROUP * PANEL) {
+                let count = (GROUP * PANEL).min(self.sequence - first);
+                let seen = self.seen(first, count, packed.padding);
                 let place = (batch, group * shared + head, first);
                 let (queries, gradient) = (rows_from(given.queries, place), rows_from(given.gradient, place));
                 let (query_step, gradient_step) = (given.queries.strides[2], given.gradient.strides[2]);
-                let left = Left::pack(queries, count, self.width, query_step);
-                let probabilities = self.probabilities(first, &left, count, &key_columns, &seen, padding);
-                if !job.values.is_empty() {
-                    let transposed = Left::pack_transposed(&probabilities, span, count, span);
-                    let rows = pack(&Rows { values: gradient, count: self.out, stride: gradient_step }, self.out, count);
-                    add(&transposed, span, &rows, self.out, &mut value_sums[seen.start * self.out..]);
-                }
-                if job.queries.is_empty() && job.keys.is_empty() {
-                    continue;
-                }
-                let left = Left::pack(gradient, count, self.out, gradient_step);
-                let mut derivative = Scratch::new(count * span);
-                let panels = &value_columns[seen.start * self.out..seen.end.next_multiple_of(PANEL) * self.out];
-                multiply(&left, blocks.clone(), panels, 0, Epilogue::NONE, &mut derivative, span, span);
-                softmax(&probabilities, &mut derivative, span, self.scale);
+                let panels: Vec<Recomputed> = (0..count)
+                    .step_by(PANEL)
+                    .map(|at| {
+                        let rows = [&queries[at * query_step..], &gradient[at * gradient_step..]];
+                        packed.recompute(rows, [PANEL.min(count - at), query_step, gradient_step], first + at, seen.clone())
+                    })
+                    .collect();
                 if !job.queries.is_empty() {
-                    let left = Left::pack(&derivative, count, span, span);
-                    let mut rows = Scratch::new(count * self.width);
-                    for (index, panel) in key_rows.chunks_exact((PANEL * self.keys).max(1)).enumerate() {
-                        let panel = &panel[seen.start * PANEL..seen.end * PANEL];
-                        multiply(&left, blocks.clone(), panel, index * PANEL, Epilogue::NONE, &mut rows, self.width, self.width);
+                    for (at, panel) in (first..).step_by(PANEL).zip(&panels) {
+                        // Of a group's heads, rows of the same query are neighbours.
+                        let places = job.queries.iter_mut().skip(at * shared + head).step_by(shared).take(PANEL);
+                        packed.of_queries(panel, &seen, places);
                     }
-                    // Of a group's heads, rows of the same query are neighbours.
-                    let places = job.queries.iter_mut().skip(first * shared + head).step_by(shared);
-                    places.zip(rows.chunks_exact(self.width.max(1))).for_each(|(place, row)| place.copy_from_slice(row));
+                }
+                if !job.values.is_empty() {
+                    let factors: Vec<f32> = panels.iter().flat_map(|panel| panel.factors).collect();
+                    let rows = row_panels(gradient, [count, self.out, gradient_step], Some(&factors));
+                    let weights: Vec<&[Lanes]> = panels.iter().map(|panel| panel.weights.as_chunks().0).collect();
+                    add(&weights, &rows, [seen.len(), count, self.out], &mut value_sums[seen.start * self.out..]);
                 }
                 if !job.keys.is_empty() {
-                    let transposed = Left::pack_transposed(&derivative, span, count, span);
-                    let rows = pack(&Rows { values: queries, count: self.width, stride: query_step }, self.width, count);
-                    add(&transposed, span, &rows, self.width, &mut key_sums[seen.start * self.width..]);
+                    let rows = row_panels(queries, [count, self.width, query_step], None);
+                    let derivatives: Vec<&[Lanes]> = panels.iter().map(|panel| panel.derivatives.as_chunks().0).collect();
+                    add(&derivatives, &rows, [seen.len(), count, self.width], &mut key_sums[seen.start * self.width..]);
                 }
             }
         }
@@ -111,14 +111,155 @@ impl Attention<'_> {
     }
 }
 
+/// A key head, packed.
+struct Packed<'a> {
+    shape: &'a Attention<'a>,
+    padding: Option<&'a [bool]>,
+    keys: Left,
+    values: Left,
+    key_columns: Left,
+}
+
+/// What a panel of queries makes of keys.
+struct Recomputed {
+    /// Probabilities but for a factor of each query, `[keys][queries]`.
+    weights: Scratch,
+    /// That factor.
+    factors: Lanes,
+    /// Gradients of the products, scaled, `[keys][queries]`.
+    derivatives: Scratch,
+}
+
+impl Packed<'_> {
+    fn recompute(&self, [queries, gradient]: [&[f32]; 2], [count, query_step, gradient_step]: [usize; 3], first: usize, seen: Range<usize>) -> Recomputed {
+        let shape = self.shape;
+        let panel = shape.panel(queries, [count, shape.width, query_step], shape.scale);
+        let gradient = shape.panel(gradient, [count, shape.out, gradient_step], 1.0);
+        // Whole blocks of rows are read.
+        let room = seen.len().next_multiple_of(BLOCK) * PANEL;
+        let (mut weights, mut derivatives) = (Scratch::new(room), Scratch::new(room));
+        let rows = &mut weights.as_chunks_mut().0[..seen.len()];
+        let slopes = &mut derivatives.as_chunks_mut().0[..seen.len()];
+        let mut most = [f32::MIN; PANEL];
+        for (index, rows) in rows.chunks_mut(AT_HAND).enumerate() {
+            let start = seen.start + index * AT_HAND;
+            shape.products(&self.keys, start..start + rows.len(), (&panel, first), self.padding, rows);
+            largest(rows, &mut most);
+        }
+        let (mut total, mut along) = ([0f32; PANEL], [0f32; PANEL]);
+        for (index, (rows, slopes)) in rows.chunks_mut(AT_HAND).zip(slopes.chunks_mut(AT_HAND)).enumerate() {
+            let sums = exponents_of(rows, &most);
+            multiply(&self.values, seen.start / BLOCK + index * AT_HAND / BLOCK, &gradient, slopes);
+            add_products(rows, slopes, &mut along);
+            total.iter_mut().zip(sums).for_each(|(total, sum)| *total += sum);
+        }
+        let factors = total.map(|total| 1.0 / total);
+        softmax_gradient(rows, slopes, &factors, &along, shape.scale);
+        Recomputed { weights, factors, derivatives }
+    }
+
+    /// Writes the gradients of a panel's queries.
+    fn of_queries<'o, 'r: 'o>(&self, panel: &Recomputed, seen: &Range<usize>, places: impl Iterator<Item = &'o mut &'r mut [f32]>) {
+        let mut columns = vec![[0f32; PANEL]; self.shape.width.next_multiple_of(BLOCK)];
+        for (index, tile) in columns.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let rows = BLOCK.min(self.shape.width - index * BLOCK);
+            let keys = &self.key_columns.block(index)[seen.start * BLOCK..seen.end * BLOCK];
+            tile::multiply(keys, Panel::Packed(&panel.derivatives), [rows, PANEL], tile);
+        }
+        for (lane, place) in places.enumerate() {
+            place.iter_mut().zip(&columns).for_each(|(out, column)| *out = column[lane]);
+        }
+    }
+}
+
 /// Rows of a head from one on.
 fn rows_from<'a>(heads: Heads<'a>, (batch, head, first): (usize, usize, usize)) -> &'a [f32] {
     heads.head(batch, head).get(first * heads.strides[2]..).unwrap_or_default()
 }
 
-/// Adds a product to `sums`.
-fn add(left: &Left, rows: usize, panels: &[f32], width: usize, sums: &mut [f32]) {
-    multiply(left, 0..rows.div_ceil(BLOCK), panels, 0, Epilogue::ACCUMULATE, sums, width, width);
+/// All panels of columns of some rows, each multiplied by its factor.
+fn row_panels(values: &[f32], [count, width, stride]: [usize; 3], factors: Option<&[f32]>) -> Scratch {
+    let mut panels = Scratch::new(width.next_multiple_of(PANEL) * count);
+    for (index, panel) in panels.chunks_exact_mut((PANEL * count).max(1)).enumerate() {
+        Rows { values, count: width, stride }.pack(index * PANEL, panel);
+        for (row, factor) in panel.as_chunks_mut::<PANEL>().0.iter_mut().zip(factors.unwrap_or_default()) {
+            row.iter_mut().for_each(|x| *x *= factor);
+        }
+    }
+    panels
+}
+
+/// Adds products of keys `[keys][queries]`, panel by panel, with rows of the queries to the sums of keys.
+fn add(weights: &[&[Lanes]], rows: &[f32], [keys, count, width]: [usize; 3], sums: &mut [f32]) {
+    let mut block = [[0f32; BLOCK]; GROUP * PANEL];
+    let mut tile = [[0f32; PANEL]; BLOCK];
+    for (first, sums) in (0..keys).step_by(BLOCK).zip(sums.chunks_mut((BLOCK * width).max(1))) {
+        let lanes = BLOCK.min(keys - first);
+        for (weights, block) in weights.iter().zip(block.as_chunks_mut().0) {
+            if let Some(rows) = weights[first..].first_chunk() {
+                turn(rows, block);
+            }
+        }
+        for (index, panel) in rows.chunks_exact((PANEL * count).max(1)).enumerate() {
+            tile::multiply(block[..count].as_flattened(), Panel::Packed(panel), [lanes, PANEL], &mut tile);
+            add_rows(&tile[..lanes], &mut sums[index * PANEL..], width, PANEL.min(width - index * PANEL));
+        }
+    }
+}
+
+simd! {
+    /// `[keys][queries]` to `[queries][keys]`.
+    fn turn(rows: &[Lanes; BLOCK], block: &mut [[f32; BLOCK]; PANEL]) {
+        for (query, keys) in block.iter_mut().enumerate() {
+            for key in 0..BLOCK {
+                keys[key] = rows[key][query];
+            }
+        }
+    }
+}
+
+simd! {
+    /// Adds rows to the first `columns` of rows that are `width` long.
+    fn add_rows(rows: &[Lanes], sums: &mut [f32], width: usize, columns: usize) {
+        for (row, sums) in rows.iter().zip(sums.chunks_mut(width)) {
+            match sums.first_chunk_mut::<PANEL>() {
+                Some(sums) if columns == PANEL => {
+                    for lane in 0..PANEL {
+                        sums[lane] += row[lane];
+                    }
+                }
+                _ => sums[..columns].iter_mut().zip(row).for_each(|(sum, x)| *sum += x),
+            }
+        }
+    }
+}
+
+simd! {
+    fn add_products(a: &[Lanes], b: &[Lanes], sums: &mut Lanes) {
+        let mut found = *sums;
+        for (a, b) in a.iter().zip(b) {
+            for lane in 0..PANEL {
+                found[lane] += a[lane] * b[lane];
+            }
+        }
+        *sums = found;
+    }
+}
+
+simd! {
+    /// `p (g - Σ p g) · scale` in the place of `g`, where `p` is a weight times its query's factor, and `along` the sum of `weight · g`.
+    fn softmax_gradient(weights: &[Lanes], gradient: &mut [Lanes], factors: &Lanes, along: &Lanes, scale: f32) {
+        let (mut means, mut factors) = (*along, *factors);
+        for lane in 0..PANEL {
+            means[lane] *= factors[lane];
+            factors[lane] *= scale;
+        }
+        for (weights, gradient) in weights.iter().zip(gradient) {
+            for lane in 0..PANEL {
+                gradient[lane] = weights[lane] * (gradient[lane] - means[lane]) * factors[lane];
+            }
+        }
+    }
 }
 
 #[cfg(test)]

@@ -2,8 +2,6 @@
 //!
 //! Sums run in a fixed number of lanes, so that results do not depend on the instruction set.
 
-use std::ops::Range;
-
 use super::activation::exp;
 
 const LANES: usize = 32;
@@ -83,21 +81,6 @@ simd! {
     /// `exp(x) / Σ exp(x)` over rows, in place.
     pub fn softmax(values: &mut [f32], width: usize) {
         values.chunks_exact_mut(width.max(1)).for_each(normalized_exponents);
-    }
-}
-
-simd! {
-    /// The same for one row of attention: scaled, and with the smallest number where nothing may be seen.
-    pub fn softmax_row(row: &mut [f32], scale: f32, visible: Range<usize>, padding: Option<&[bool]>) {
-        for x in row[visible.clone()].iter_mut() {
-            *x *= scale;
-        }
-        row[..visible.start].fill(f32::MIN);
-        row[visible.end..].fill(f32::MIN);
-        for (x, padding) in row.iter_mut().zip(padding.unwrap_or_default()) {
-            *x = if *padding { f32::MIN } else { *x };
-        }
-        normalized_exponents(row);
     }
 }
 
