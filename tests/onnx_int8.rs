@@ -10,6 +10,7 @@ use compress::onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorP
 use compress::onnx::{Precision, Style, draft, file};
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
+use compress::run_state::RunState;
 use compress::store::writer::{Item, write_pieces};
 use compress::store::{ActivationScheme, Affine, DType, Encoding, Granularity, Rescaled, StorageFormat};
 use compress::work::{Cancel, Silent, Work};
@@ -54,7 +55,7 @@ fn nodes<'g>(graph: &'g GraphProto, op: &str) -> Vec<&'g NodeProto> {
 /// The integers and scales of a weight after the pass, as the store makes them.
 fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<u8>, Vec<f32>) {
     use compress::pass::Pass;
-    let model = pass.apply(Model::open(golden(name)).unwrap(), None).unwrap();
+    let model = pass.apply(Model::open(golden(name)).unwrap(), &mut RunState::default(), None).unwrap();
     let weight = &model.weights.by_name[weight];
     let (mut integers, mut scales) = (Vec::new(), Vec::new());
     weight
@@ -193,7 +194,9 @@ fn scales_become_floats_and_integers_lie_beside() {
     let cast = Cast { to: FloatFormat::Bf16, ..Cast::default() };
     let out = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..64 * 48).map(|i| ((i * 37 % 101) as f32 - 50.0) / 64.0).collect();
-    let model = pass.apply(cast.apply(one_layer(&out.path().join("m"), 64, 48, &values), None).unwrap(), None).unwrap();
+    let mut run = RunState::default();
+    let model = cast.apply(one_layer(&out.path().join("m"), 64, 48, &values), &mut run, None).unwrap();
+    let model = pass.apply(model, &mut run, None).unwrap();
     let mut style = Style::default();
     for (name, weight) in &model.weights.by_name {
         if let Encoding::Affine(affine) = &weight.encoding {

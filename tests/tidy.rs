@@ -14,7 +14,7 @@ const LAYERS: [&[&str]; 10] = [
     &["evaluation", "calibration"],
     &["analysis", "exec", "runtime", "data"],
     &["model", "arch", "onnx"],
-    &["ir", "store", "kernel"],
+    &["ir", "store", "kernel", "run_state"],
     &["work", "output"],
     &["cache", "error", "entry", "program"],
 ];

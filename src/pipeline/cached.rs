@@ -32,9 +32,10 @@ impl Pipeline {
         if let Some(report) = self.found(output, &key)? {
             return Ok(Cached { report, reused: true });
         }
-        let mut model = model;
-        model.attached.insert(Model::KEY.into(), key.into_bytes().into());
-        let report = self.clone().replacing().run(model, output)?;
+        let mut pipeline = self.clone();
+        pipeline.force = true;
+        pipeline.start.attached.insert(Model::KEY.into(), key.into_bytes().into());
+        let report = pipeline.run(model, output)?;
         Ok(Cached { report, reused: false })
     }
 
@@ -67,10 +68,5 @@ impl Pipeline {
             None => Ok(()),
             Some(name) => Err(Error::option(name, "reads data besides the model, and a cached run would not notice when that changes")),
         }
-    }
-
-    fn replacing(mut self) -> Pipeline {
-        self.force = true;
-        self
     }
 }

@@ -31,6 +31,7 @@ use crate::output::Workplace;
 use crate::pass::{Context, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
+use crate::run_state::RunState;
 use crate::train::communicator::Place;
 use crate::work::Event;
 
@@ -122,7 +123,7 @@ impl Pipeline {
         }
         // What the first process refuses is refused by all: none waits for one that has gone.
         crate::output::check_place(output.as_ref(), self.force, &model.path)?;
-        let (mut pipeline, _) = self.settled(model)?;
+        let (mut pipeline, ..) = self.settled(model)?;
         pipeline.check_data(model)?;
         pipeline.hold_out(model)?;
         pipeline.perform(model, Some(&Workplace::beside(output.as_ref())), &mut Peak::start()).map(drop)
@@ -215,7 +216,7 @@ impl Pipeline {
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
-    pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
@@ -227,26 +228,26 @@ impl Pipeline {
         }
         let mut kept = self.kept(model, &context.work)?;
         let found = kept.as_mut().and_then(|kept| kept.found.take());
-        let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));
+        let (done, mut after, mut run) = found.map_or_else(|| (0, model.clone(), self.start.clone()), |(number, after, run)| (number + 1, after, run));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {
-                after.prepare(&context.work)?;
+                run.prepare(&context.work)?;
             }
             context.workplace = workplace.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             peak.lap();
-            after = step.pass().apply(after, Some(&context))?;
-            if let Some(applied) = after.history.last_mut().filter(|_| runs) {
+            after = step.pass().apply(after, &mut run, Some(&context))?;
+            if let Some(applied) = run.history.last_mut().filter(|_| runs) {
                 let lap = peak.lap();
                 (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
             }
             if let Some(kept) = kept.as_ref().filter(|_| runs) {
-                kept.put(number, start.elapsed(), &mut after, &context.work);
+                kept.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
         }
-        after.settle_ties(model)?;
-        Ok(Some(after))
+        run.notes.extend(after.settle_ties(model)?);
+        Ok(Some((after, run)))
     }
 
     /// Measures before and after.

@@ -13,6 +13,7 @@ use crate::model::Model;
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak, Report};
+use crate::run_state::RunState;
 use crate::work::Work;
 
 /// Nothing: passes over weights need no data and no device.
@@ -84,7 +85,7 @@ impl Pipeline {
         Ok(None)
     }
 
-    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         Ok(None)
     }
 

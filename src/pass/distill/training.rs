@@ -16,8 +16,9 @@ use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::{Executor, MemoryCategory, MemoryTracker};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
-use crate::model::{Applied, Model};
+use crate::model::Model;
 use crate::pass::Context;
+use crate::run_state::{Applied, RunState};
 use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
 
@@ -31,14 +32,15 @@ pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learn
 pub(in crate::pass) fn train(
     name: &'static str,
     model: Model,
+    run: &mut RunState,
     options: Value,
     training: &Training,
     teacher: (Option<&Model>, Option<(&Path, usize)>),
     context: Option<&Context>,
 ) -> Result<Model> {
     match context {
-        None => planned(name, model, options, training, teacher.0),
-        Some(context) => trained(name, model, options, training, teacher, context),
+        None => planned(name, model, run, options, training, teacher.0),
+        Some(context) => trained(name, model, run, options, training, teacher, context),
     }
 }
 
@@ -46,7 +48,7 @@ pub(in crate::pass) fn train(
 ///
 /// # Errors
 /// Losses that the models do not allow.
-fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
+fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
     let graph = model.graph()?;
     let their_graph = teacher.map(Model::graph).transpose()?;
     if let Some(teacher) = teacher {
@@ -62,8 +64,8 @@ fn planned(name: &'static str, mut model: Model, options: Value, training: &Trai
     applied.rule = "all floats that losses depend on".to_owned();
     applied.notes =
         vec![format!("training takes about {} MB for {} samples at a time: {}", forecast.total() >> 20, batch(&graph, training), forecast.describe())];
-    model.history.push(applied);
-    model.memory = model.memory.max(forecast.total());
+    run.history.push(applied);
+    run.memory = run.memory.max(forecast.total());
     Ok(model)
 }
 
@@ -123,11 +125,11 @@ fn stamp(path: &Path) -> (std::path::PathBuf, Option<u64>, Option<std::time::Sys
 }
 
 /// What is trained, on what, and how.
-fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
+fn identity(model: &Model, run: &RunState, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
     let mut hasher = blake3::Hasher::new();
     let files: Vec<_> =
         model.weight_files.iter().chain([&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten()).map(|p| stamp(p)).collect();
-    let history: Vec<_> = model.history.iter().map(|applied| (applied.name, &applied.options)).collect();
+    let history: Vec<_> = run.history.iter().map(|applied| (applied.name, &applied.options)).collect();
     let text = format!("{} {seed} {options} {data:?} {files:?} {history:?}\n{graph}", env!("CARGO_PKG_VERSION"));
     hasher.update(text.as_bytes());
     hasher.finalize().to_string()
@@ -140,6 +142,7 @@ fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u6
 fn trained(
     name: &'static str,
     mut model: Model,
+    run: &mut RunState,
     options: Value,
     training: &Training,
     (teacher, cached): (Option<&Model>, Option<(&Path, usize)>),
@@ -213,7 +216,7 @@ fn trained(
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,
-            identity: identity(&model, &graph, &options, data, context.seed),
+            identity: identity(&model, run, &graph, &options, data, context.seed),
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded) = weights.held().map_err(|e| Error::computed(name, e))?;
@@ -254,7 +257,7 @@ fn trained(
             .collect();
         let table = context.workplace.as_ref().map(|folder| folder.join("training.csv"));
         if let Some(text) = table.and_then(|path| std::fs::read(path).ok()) {
-            model.attached.insert(format!("{name}.csv"), Arc::new(text));
+            run.attached.insert(format!("{name}.csv"), Arc::new(text));
         }
         let details = json!({
             "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations },
@@ -265,6 +268,6 @@ fn trained(
         Ok(())
     });
     done?;
-    model.history.push(applied);
+    run.history.push(applied);
     Ok(model)
 }

@@ -38,8 +38,9 @@ pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 use super::{Context, Pass, Samples, Scope, options_of};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Op};
-use crate::model::{Applied, Model};
+use crate::model::Model;
 use crate::pass::Amount;
+use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use selection::Selection;
 
@@ -153,7 +154,7 @@ impl PruneStructured {
     }
 
     /// The model without what goes; which units these are is only known in `context`.
-    fn prune(&self, mut model: Model, context: Option<&Context>) -> Result<Model> {
+    fn prune(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let mut applied = Applied::new(NAME, self.options());
         let meter = applied.meter.clone();
         let mut details = Map::new();
@@ -187,11 +188,11 @@ impl PruneStructured {
             }
             details.insert("groups".to_owned(), selection.details(&kept).into());
             applied.rule = [applied.rule.as_str(), selection.rule.as_str()].into_iter().filter(|rule| !rule.is_empty()).collect::<Vec<_>>().join("; ");
-            model.estimated |= context.is_none() && self.scope() == Scope::Global;
+            run.estimated |= context.is_none() && self.scope() == Scope::Global;
         }
         let details = Value::Object(details);
         applied.details = Arc::new(move || details.clone());
-        model.history.push(applied);
+        run.history.push(applied);
         Ok(model)
     }
 }
@@ -251,8 +252,8 @@ impl Pass for PruneStructured {
         Some(if looks { Samples::Calibration } else { Samples::None })
     }
 
-    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
-        self.prune(model, context)
+    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+        self.prune(model, run, context)
     }
 
     fn remedy(&self) -> &'static str {

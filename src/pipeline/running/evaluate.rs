@@ -17,6 +17,7 @@ use crate::onnx::file::MODEL;
 use crate::pipeline::run::Measured;
 use crate::pipeline::{Check, Pipeline};
 use crate::report::Report;
+use crate::run_state::RunState;
 use crate::store::Encoding;
 use crate::work::Work;
 
@@ -184,7 +185,7 @@ impl Run<'_> {
         if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &folder, &self.work)?;
+            onnx.format().write(self.before, &RunState::default(), &folder, &self.work)?;
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);

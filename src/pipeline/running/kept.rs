@@ -14,11 +14,12 @@ use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
 use crate::ir::GraphFile;
-use crate::model::{Applied, Model};
+use crate::model::Model;
 use crate::output::Staging;
 use crate::pass::{PASSES, Samples};
 use crate::pipeline::Pipeline;
 use crate::pipeline::key::{Key, files};
+use crate::run_state::{Applied, RunState};
 use crate::store::Origin;
 use crate::store::hash::hash_of;
 use crate::work::Work;
@@ -195,7 +196,7 @@ impl Shelf {
 
     /// A result of an earlier run, as if the passes had been applied to `model` now; one that does not read back as it was written
     /// is removed.
-    pub(super) fn take(&self, key: &str, model: &Model, work: &Work) -> Option<Model> {
+    pub(super) fn take(&self, key: &str, model: &Model, work: &Work) -> Option<(Model, RunState)> {
         let folder = self.folder.join(key);
         if !folder.is_dir() {
             return None;
@@ -210,13 +211,13 @@ impl Shelf {
     }
 
     /// Keeps a result, if the pass took long enough.
-    pub(super) fn put(&self, key: &str, took: Duration, after: &mut Model, work: &Work) -> Result<()> {
+    pub(super) fn put(&self, key: &str, took: Duration, after: &Model, run: &mut RunState, work: &Work) -> Result<()> {
         if took < self.least {
             return Ok(());
         }
-        after.prepare(work)?;
+        run.prepare(work)?;
         let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
-        let exported = Safetensors::default().write(after, &staging.path(), work)?;
+        let exported = Safetensors::default().write(after, run, &staging.path(), work)?;
         let config = exported.config.as_ref().unwrap_or(&after.config);
         if let Some(text) = config.render() {
             write(&staging.path().join("config.json"), text.as_bytes())?;
@@ -225,7 +226,7 @@ impl Shelf {
             let text = serde_json::to_string(&GraphFile::from(&**graph)).map_err(|e| Error::graph(GraphFile::NAME, e.to_string()))?;
             write(&staging.path().join(GraphFile::NAME), text.as_bytes())?;
         }
-        for (name, bytes) in &after.attached {
+        for (name, bytes) in &run.attached {
             let path = staging.path().join(ATTACHED).join(name);
             path.parent().map_or(Ok(()), fs::create_dir_all).map_err(Error::io("create", &path))?;
             write(&path, bytes)?;
@@ -233,10 +234,10 @@ impl Shelf {
         let state = State {
             model: after.path.clone(),
             files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
-            history: after.history.iter().map(Past::of).collect(),
+            history: run.history.iter().map(Past::of).collect(),
             origins: after.weights.by_name.iter().filter(|(_, w)| w.origin != Origin::File).map(|(name, w)| (name.clone(), w.origin)).collect(),
             signed_activations: after.signed_activations,
-            notes: after.notes.clone(),
+            notes: run.notes.clone(),
         };
         write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
         staging.commit()?;
@@ -257,16 +258,16 @@ impl Shelf {
 pub(super) struct CachedResult<'p> {
     shelf: &'p Shelf,
     keys: Vec<String>,
-    /// The last pass whose result there was, by position, and the model after it.
-    pub found: Option<(usize, Model)>,
+    /// The last pass whose result there was, by position, and the model and the run after it.
+    pub found: Option<(usize, Model, RunState)>,
 }
 
 impl CachedResult<'_> {
     /// Keeps the result of a pass. That it cannot be kept is no reason to stop: a note says so.
-    pub fn put(&self, number: usize, took: Duration, after: &mut Model, work: &Work) {
-        if let Err(e) = self.shelf.put(&self.keys[number], took, after, work) {
-            let pass = after.history.last().map_or("a pass", |applied| applied.name);
-            after.notes.push(format!("the result of {pass} could not be cached: {e}"));
+    pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
+        if let Err(e) = self.shelf.put(&self.keys[number], took, after, run, work) {
+            let pass = run.history.last().map_or("a pass", |applied| applied.name);
+            run.notes.push(format!("the result of {pass} could not be cached: {e}"));
         }
     }
 }
@@ -280,11 +281,11 @@ impl Pipeline {
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            found = runs.filter_map(|(number, _)| Some((number, shelf.take(&keys[number], model, work)?))).next();
+            found = runs.filter_map(|(number, _)| shelf.take(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
         }
-        if let Some((number, after)) = &mut found {
+        if let Some((number, _, run)) = &mut found {
             let pass = self.steps[*number].pass().name();
-            after.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
+            run.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
         }
         Ok(Some(CachedResult { shelf, keys, found }))
     }
@@ -295,7 +296,7 @@ impl State {
         serde_json::from_slice(&fs::read(folder.join(STATE)).ok()?).ok()
     }
 
-    fn restore(self, folder: &Path, original: &Model, work: &Work) -> Result<Option<Model>> {
+    fn restore(self, folder: &Path, original: &Model, work: &Work) -> Result<Option<(Model, RunState)>> {
         for (name, hash) in self.files.iter().filter(|(name, _)| !name.ends_with(".json")) {
             if hash_of(&folder.join(name), &work.quiet())?.to_string() != *hash {
                 return Ok(None);
@@ -320,13 +321,13 @@ impl State {
             model.weights.by_name.insert(name, weight);
         }
         let count = self.history.len();
-        model.history = self.history.into_iter().filter_map(Past::applied).collect();
+        let mut run = RunState { history: self.history.into_iter().filter_map(Past::applied).collect(), notes: self.notes, ..RunState::default() };
         for path in files(&folder.join(ATTACHED))? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            model.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
+            run.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
         }
-        (model.signed_activations, model.notes) = (self.signed_activations, self.notes);
-        Ok((model.history.len() == count).then_some(model))
+        model.signed_activations = self.signed_activations;
+        Ok((run.history.len() == count).then_some((model, run)))
     }
 }
 
