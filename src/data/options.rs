@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Target;
+use super::{OpenedSets, Target};
 use crate::error::{Error, Result};
 
 /// What is asked of the model.
@@ -300,6 +300,9 @@ pub struct DataSets {
     /// What passes that train learn from
     #[serde(skip_serializing_if = "Option::is_none")]
     pub train: Option<Data>,
+    /// Those that a run has opened
+    #[serde(skip)]
+    pub opened: OpenedSets,
 }
 
 impl DataSets {

@@ -80,6 +80,7 @@ impl Pipeline {
     /// told without reading a tensor.
     pub(super) fn settled(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
         let mut settled = self.clone();
+        settled.running.begin();
         let sets = settled.running.sets();
         let (mut after, mut run) = (model.clone(), self.start.clone());
         for step in &mut settled.steps {

@@ -39,8 +39,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let mut peak = pipeline.watch()?;
     model.require_own_files()?;
     let (mut pipeline, mut after, mut state) = pipeline.settled(&model)?;
-    pipeline.check_data(&model)?;
-    let held_out = pipeline.hold_out(&model)?;
+    let held_out = pipeline.open_samples(&model)?;
     let pipeline = &pipeline;
     let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;

@@ -8,6 +8,7 @@ mod starter;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use candle_core::Device;
@@ -20,7 +21,7 @@ pub(super) use self::evaluate::check_onnx;
 use super::carry::write_text;
 use super::run::Measured;
 use super::{Builder, Pipeline};
-use crate::data::{Data, DataSet, DataSets};
+use crate::data::{Data, DataSet, DataSets, OpenedSets, Target};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
 use crate::exec::{Choice, DeviceMemory};
@@ -44,6 +45,8 @@ pub(super) struct Running {
     pub data: DataSets,
     pub evaluate: Option<Evaluate>,
     pub device: Choice,
+    /// The device, once it is open; clones of the pipeline share it.
+    opened: Arc<OnceLock<Device>>,
     /// Where results of passes are kept, and whether those of earlier runs may be used without asking.
     pub shelf: Option<(Shelf, bool)>,
 }
@@ -92,6 +95,20 @@ impl Running {
         }
     }
 
+    /// Forgets what an earlier run has opened: files may have changed.
+    pub fn begin(&mut self) {
+        self.data.opened = OpenedSets::default();
+    }
+
+    /// The device that models run on; it is opened the first time that it is asked for.
+    pub fn device(&self) -> Result<Device> {
+        if let Some(device) = self.opened.get() {
+            return Ok(device.clone());
+        }
+        let device = self.device.open()?;
+        Ok(self.opened.get_or_init(|| device).clone())
+    }
+
     /// What decides how models run.
     pub fn describe(&self) -> Option<String> {
         Some(self.device.to_string())
@@ -124,8 +141,7 @@ impl Pipeline {
         // What the first process refuses is refused by all: none waits for one that has gone.
         crate::output::check_place(output.as_ref(), self.force, &model.path)?;
         let (mut pipeline, ..) = self.settled(model)?;
-        pipeline.check_data(model)?;
-        pipeline.hold_out(model)?;
+        pipeline.open_samples(model)?;
         pipeline.perform(model, Some(&Workplace::beside(output.as_ref())), &mut Peak::start()).map(drop)
     }
 
@@ -142,18 +158,10 @@ impl Pipeline {
     }
 
     /// Opens the data that is used, by its key, so that what does not fit is said before any work is done.
-    fn open_data(&self, model: &Model) -> Result<BTreeMap<&'static str, DataSet>> {
+    fn open_data(&self, target: Target) -> Result<BTreeMap<&'static str, Arc<DataSet>>> {
         let running = &self.running;
-        let used = self.steps.iter().filter_map(|step| running.set(step.pass().runs_on()?));
-        let options: BTreeMap<&'static str, &Data> =
-            used.chain([("evaluation", running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect();
-        if options.is_empty() {
-            return Ok(BTreeMap::new());
-        }
-        let subject = Subject::of(model.clone())?;
-        let open = |(key, options): (&'static str, &Data)| Ok((key, DataSet::open(options, subject.target())?));
-        let opened = options.into_iter().map(open).collect::<Result<_>>()?;
-        running.device.open()?;
+        let opened = self.used_data().into_iter().map(|(key, options)| Ok((key, running.data.open(options, target)?))).collect::<Result<_>>()?;
+        running.device()?;
         let onnxruntime = running.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
@@ -164,20 +172,42 @@ impl Pipeline {
         Ok(opened)
     }
 
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
-        self.open_data(model).map(drop)
+    /// The data sets that passes and evaluation read, by key.
+    fn used_data(&self) -> BTreeMap<&'static str, &Data> {
+        let used = self.steps.iter().filter_map(|step| self.running.set(step.pass().runs_on()?));
+        used.chain([("evaluation", self.running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect()
+    }
+
+    /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
+    /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
+    pub(super) fn open_samples(&mut self, model: &Model) -> Result<Option<String>> {
+        if self.used_data().is_empty() {
+            return Ok(None);
+        }
+        let subject = Subject::of(model.clone())?;
+        self.open_data(subject.target())?;
+        let calibrates = self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration));
+        let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(None) };
+        let less = self.running.data.holding_out(set, subject.target())?;
+        let note = less.samples.filter(|_| less.samples != set.samples).map(|used| {
+            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
+        });
+        self.running.data.calibration = Some(less);
+        Ok(note)
     }
 
     /// How many samples there are of each data set that is used.
     pub(super) fn count_samples(&self, model: &Model) -> Result<BTreeMap<&'static str, usize>> {
-        self.open_data(model)?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
+        if self.used_data().is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        self.open_data(Subject::of(model.clone())?.target())?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
     }
 
     /// The device that models run on, where any does.
     fn used_device(&self) -> Result<Option<Device>> {
         let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.running.evaluates();
-        used.then(|| self.running.device.open()).transpose()
+        used.then(|| self.running.device()).transpose()
     }
 
     /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
@@ -200,21 +230,6 @@ impl Pipeline {
         })
     }
 
-    /// Leaves some of the calibration samples to be measured on, where passes would use all of them; whether they are measured on does
-    /// not matter, so that what is written does not depend on it.
-    pub(super) fn hold_out(&mut self, model: &Model) -> Result<Option<String>> {
-        if !self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration)) {
-            return Ok(None);
-        }
-        let Some(set) = &self.running.data.calibration else { return Ok(None) };
-        let less = set.holding_out(Subject::of(model.clone())?.target())?;
-        let note = less.samples.filter(|_| less.samples != set.samples).map(|used| {
-            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
-        });
-        self.running.data.calibration = Some(less);
-        Ok(note)
-    }
-
     /// Applies the passes with all that takes running the model; nothing where no pass does.
     pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
@@ -222,7 +237,7 @@ impl Pipeline {
         }
         let running = &self.running;
         let mut context =
-            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device.open()? };
+            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device()? };
         if let Some(reason) = running.device.reason() {
             context.work.progress.on(Event::Message(&reason));
         }
@@ -283,7 +298,7 @@ impl Builder {
 
     /// Where models run; passes over weights need no device.
     pub fn device(mut self, device: Choice) -> Self {
-        self.0.running.device = device;
+        (self.0.running.device, self.0.running.opened) = (device, Arc::default());
         self
     }
 

@@ -43,6 +43,8 @@ impl Running {
 
     pub fn lend(&mut self, _steps: &[Step]) {}
 
+    pub fn begin(&mut self) {}
+
     pub fn describe(&self) -> Option<String> {
         None
     }
@@ -61,10 +63,6 @@ impl Pipeline {
         Ok(true)
     }
 
-    pub(super) fn check_data(&self, _model: &Model) -> Result<()> {
-        Ok(())
-    }
-
     pub(super) fn count_samples(&self, _model: &Model) -> Result<BTreeMap<&'static str, usize>> {
         Ok(BTreeMap::new())
     }
@@ -81,7 +79,7 @@ impl Pipeline {
         Ok(Environment::detect())
     }
 
-    pub(super) fn hold_out(&mut self, _model: &Model) -> Result<Option<String>> {
+    pub(super) fn open_samples(&mut self, _model: &Model) -> Result<Option<String>> {
         Ok(None)
     }
 

@@ -6,7 +6,6 @@ use serde_json::json;
 
 use super::args::Global;
 use super::{output, run};
-use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::model::Model;
@@ -50,7 +49,7 @@ impl Args {
         }
         let model = Model::open(&recipe.model)?;
         if let Some(options) = &recipe.data.calibration {
-            DataSet::open(options, Subject::of(model.clone())?.target())?;
+            recipe.data.open(options, Subject::of(model.clone())?.target())?;
         }
         let device = global.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());

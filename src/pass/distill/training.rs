@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use super::vocabulary;
 use crate::analysis;
-use crate::data::{Data, DataSet, Task};
+use crate::data::{Data, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::{Executor, MemoryCategory, MemoryTracker};
@@ -159,7 +159,7 @@ fn trained(
         }
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs samples to learn from: `data: { train: ... }`"))?;
         let subject = Subject::of(model.clone())?;
-        let samples = DataSet::open(data, subject.target())?;
+        let samples = context.data.open(data, subject.target())?;
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "holds pairs with scores, which no loss learns from: name one text column, and `task: fidelity`"));
         }
@@ -203,7 +203,7 @@ fn trained(
         let first = samples.first()?;
         let sizes = bindings(&small, batch, Some(&first.inputs));
         let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
-        let evaluation = context.data.evaluation.as_ref().map(|data| DataSet::open(data, subject.target())).transpose()?;
+        let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
         let score = |weights: &Weights, state: &BTreeMap<String, candle_core::Tensor>| -> Result<Option<Score>> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());

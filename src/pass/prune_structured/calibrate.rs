@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::data::{Batch, DataSet, Padding};
+use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
@@ -21,7 +21,7 @@ use super::NAME;
 pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
     let options = context.data.calibration.as_ref().ok_or_else(|| Error::option(NAME, "needs calibration data"))?;
     let subject = Subject::of(model.clone())?;
-    let data = DataSet::open(options, subject.target())?;
+    let data = context.data.open(options, subject.target())?;
     data.for_each_batch(stage, &context.work, consume)
 }
 

@@ -35,7 +35,7 @@ use serde_json::{Value, json};
 
 use super::{Context, GranularityKind, Pass, Samples, WeightObserver, options_of};
 use crate::calibration::{ActivationObserver, ValueStatistics, calibrate};
-use crate::data::{DataSet, Target};
+use crate::data::Target;
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Port;
@@ -213,7 +213,7 @@ impl QuantizeStatic {
         let requests = sites::Sites::of(graph, &prepared.layers).requests(graph);
         let (inputs, outputs) = Port::of(graph);
         let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
-        let data = DataSet::open(options, target)?;
+        let data = context.data.open(options, target)?;
         let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
         let executor = Executor::new(graph, parameters, context.device.clone());
         calibrate(&executor, &data, &requests, &context.work)

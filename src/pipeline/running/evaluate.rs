@@ -190,9 +190,9 @@ impl Run<'_> {
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut cast = self.cast(both.chain(check))?;
-        let data = DataSet::open(options, cast.subjects[0].2.target())?;
+        let data = self.pipeline.running.data.open(options, cast.subjects[0].2.target())?;
         let pairs = cast.pairs();
-        let mut models = cast.load(&self.pipeline.running.device.open()?, &self.work)?;
+        let mut models = cast.load(&self.pipeline.running.device()?, &self.work)?;
         let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
         if evaluate.latency {
             let batch = data.first()?;

@@ -82,7 +82,7 @@ impl Run<'_> {
 
     /// Runs one model after the other, so that only one is in memory beside the weights that both share.
     fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<MeasuredFidelity> {
-        let device = self.pipeline.running.device.open()?;
+        let device = self.pipeline.running.device()?;
         let (samples_from, data, samples) = self.samples(graph)?;
         let parameters = Parameters::load(graph, &self.before.weights, &device, candle_core::DType::F32, Residence::Stored, &self.work)?;
         let mut before = crate::evaluation::Candle::of(Executor::new(graph, parameters.clone(), device.clone()));
@@ -139,7 +139,7 @@ impl Run<'_> {
             let used = if used { set.samples } else { Some(0) };
             let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
             if let Some(used) = used {
-                set.for_each_beyond(used, subject.target(), |sample| found.take(sample))?;
+                sets.for_each_beyond(set, used, subject.target(), |sample| found.take(sample))?;
             }
             if !found.samples.is_empty() {
                 return Ok((SamplesFrom::HeldOut, set.paths().next().map(|path| path.display().to_string()), found.samples));
