@@ -87,9 +87,9 @@ impl Args {
         let output = self.output.clone().or(recipe.output.clone());
         let builder = global.builder().recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         #[cfg(feature = "run")]
-        let builder = match crate::pipeline::Shelf::usual().filter(|_| !self.no_cache) {
+        let builder = match crate::pipeline::ResultCache::usual().filter(|_| !self.no_cache) {
             // Runs of a sweep begin with the same passes.
-            Some(shelf) => builder.keep(shelf, !name.is_empty()),
+            Some(cache) => builder.cache(cache, !name.is_empty()),
             None => builder,
         };
         let pipeline = builder.build()?;

@@ -1,9 +1,9 @@
 //! The half of a pipeline that runs models: data, a device, how to measure, and where results are kept.
 
+mod cached_results;
 mod evaluate;
 mod fidelity;
 mod free;
-mod kept;
 mod starter;
 
 use std::collections::BTreeMap;
@@ -13,7 +13,7 @@ use std::time::Instant;
 
 use candle_core::Device;
 
-pub use kept::{Entry, Shelf};
+pub use cached_results::{CachedResult, ResultCache};
 pub use starter::starter;
 
 use self::evaluate::Run;
@@ -47,8 +47,8 @@ pub(super) struct Running {
     pub device: Choice,
     /// The device, once it is open; clones of the pipeline share it.
     opened: Arc<OnceLock<Device>>,
-    /// Where results of passes are kept, and whether those of earlier runs may be used without asking.
-    pub shelf: Option<(Shelf, bool)>,
+    /// Where results of passes are cached, and whether those of earlier runs may be used without asking.
+    pub cache: Option<(ResultCache, bool)>,
 }
 
 impl Running {
@@ -236,13 +236,12 @@ impl Pipeline {
             return Ok(None);
         }
         let running = &self.running;
-        let mut context =
-            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device()? };
+        let mut context = Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device()? };
         if let Some(reason) = running.device.reason() {
             context.work.progress.on(Event::Message(&reason));
         }
-        let mut kept = self.kept(model, &context.work)?;
-        let found = kept.as_mut().and_then(|kept| kept.found.take());
+        let mut cache = self.result_cache(model, &context.work)?;
+        let found = cache.as_mut().and_then(|cache| cache.found.take());
         let (done, mut after, mut run) = found.map_or_else(|| (0, model.clone(), self.start.clone()), |(number, after, run)| (number + 1, after, run));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
@@ -257,8 +256,8 @@ impl Pipeline {
                 let lap = peak.lap();
                 (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
             }
-            if let Some(kept) = kept.as_ref().filter(|_| runs) {
-                kept.put(number, start.elapsed(), &after, &mut run, &context.work);
+            if let Some(cache) = cache.as_ref().filter(|_| runs) {
+                cache.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
         }
         run.notes.extend(after.settle_ties(model)?);
@@ -302,9 +301,9 @@ impl Builder {
         self
     }
 
-    /// Keeps results of passes that run the model; one of an earlier run is used when resuming, and with `reuse` always.
-    pub fn keep(mut self, shelf: Shelf, reuse: bool) -> Self {
-        self.0.running.shelf = Some((shelf, reuse));
+    /// Caches results of passes that run the model; one of an earlier run is used when resuming, and with `reuse` always.
+    pub fn cache(mut self, cache: ResultCache, reuse: bool) -> Self {
+        self.0.running.cache = Some((cache, reuse));
         self
     }
 }

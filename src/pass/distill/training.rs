@@ -19,8 +19,10 @@ use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::run_state::{Applied, RunState};
+use crate::store::ContentKey;
 use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
+use crate::work::Work;
 
 /// What helps where a training has ruined its model.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student that begins with more of its teacher";
@@ -111,11 +113,12 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
     sizes
 }
 
-/// Whose answers are kept: a hash of the teacher, and of what decides how its logits are cut.
-fn who(teacher: Option<&Model>, graph: &Graph, training: &Training) -> String {
-    let files = teacher.map(|teacher| teacher.weight_files.iter().map(|path| stamp(path)).collect::<Vec<_>>());
-    let labelled = training.losses.hard.is_some();
-    blake3::hash(format!("{files:?} {labelled}\n{graph}").as_bytes()).to_string()
+/// The key of a teacher's answers: its weights, what it computes, and what decides how its logits are cut.
+fn answers_key(teacher: &Model, graph: &Graph, training: &Training, work: &Work) -> Result<String> {
+    let mut key = ContentKey::new(work);
+    key.line(&format!("{} {graph}", training.losses.hard.is_some()));
+    key.files(&teacher.weight_files, &teacher.path)?;
+    Ok(key.name())
 }
 
 /// A file as it is now, by name, size and time.
@@ -190,12 +193,12 @@ fn trained(
             }
             _ => None,
         };
-        let cache = match (cached, &their_graph) {
-            (Some((folder, top)), Some(graph)) => {
+        let cache = match (cached, &their_graph, their_model) {
+            (Some((folder, top)), Some(graph), Some(teacher)) => {
                 if !objective.reads_logits_alone() {
                     return Err(Error::option(format!("{name}: teacher_cache"), "keeps logits alone: leave out losses that read other values of the teacher"));
                 }
-                Some(RefCell::new(Cache::open(folder, &who(their_model, graph, training), top)?))
+                Some(RefCell::new(Cache::open(folder, &answers_key(teacher, graph, training, &context.work)?, top)?))
             }
             _ => None,
         };

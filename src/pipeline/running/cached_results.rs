@@ -1,4 +1,4 @@
-//! Results of passes that ran a model, kept from one run to the next by what they were made from: the bytes of the model and of the
+//! Results of passes that ran a model, cached from one run to the next by what they were made from: the bytes of the model and of the
 //! data, the passes so far with their options, the seed, the device, and the version of this tool.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,10 +18,10 @@ use crate::model::Model;
 use crate::output::Staging;
 use crate::pass::{PASSES, Samples};
 use crate::pipeline::Pipeline;
-use crate::pipeline::key::{Key, files};
 use crate::run_state::{Applied, RunState};
-use crate::store::Origin;
+use crate::store::content_key::entries;
 use crate::store::hash::hash_of;
+use crate::store::{ContentKey, Origin};
 use crate::work::Work;
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
@@ -31,15 +31,15 @@ const ATTACHED: &str = "attached";
 
 /// A folder of results.
 #[derive(Debug, Clone)]
-pub struct Shelf {
+pub struct ResultCache {
     folder: PathBuf,
-    /// Passes that took less are not kept.
+    /// Results of passes that took less are not cached.
     least: Duration,
 }
 
 /// One result.
 #[derive(Debug, Clone, Serialize)]
-pub struct Entry {
+pub struct CachedResult {
     /// The hash of what it was made from.
     pub key: String,
     /// The last pass that it holds.
@@ -110,15 +110,15 @@ impl Past {
     }
 }
 
-impl Shelf {
+impl ResultCache {
     /// Results in a folder; of passes that took at least this long.
-    pub fn new(folder: impl Into<PathBuf>, least: Duration) -> Shelf {
-        Shelf { folder: folder.into(), least }
+    pub fn new(folder: impl Into<PathBuf>, least: Duration) -> ResultCache {
+        ResultCache { folder: folder.into(), least }
     }
 
     /// The folder in the user's cache, for passes of ten seconds and more.
-    pub fn usual() -> Option<Shelf> {
-        crate::cache::folder(crate::cache::variable).map(|folder| Shelf::new(folder.join("passes"), Duration::from_secs(10)))
+    pub fn usual() -> Option<ResultCache> {
+        crate::cache::folder(crate::cache::variable).map(|folder| ResultCache::new(folder.join("passes"), Duration::from_secs(10)))
     }
 
     /// Where it is.
@@ -126,17 +126,17 @@ impl Shelf {
         &self.folder
     }
 
-    /// Everything that is kept, the latest first.
+    /// All results, the latest first.
     ///
     /// # Errors
     /// The folder cannot be read.
-    pub fn entries(&self) -> Result<Vec<Entry>> {
+    pub fn entries(&self) -> Result<Vec<CachedResult>> {
         let mut entries = Vec::new();
         for folder in folders(&self.folder)? {
             let Some(state) = State::read(&folder) else { continue };
             let last = state.history.last();
             let used = fs::metadata(folder.join(STATE)).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-            entries.push(Entry {
+            entries.push(CachedResult {
                 key: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
                 pass: last.map(|past| past.name.clone()).unwrap_or_default(),
                 seconds: last.map_or(0.0, |past| past.seconds),
@@ -166,14 +166,14 @@ impl Shelf {
 
     /// A key for the model after each of the passes.
     pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, work: &Work) -> Result<Vec<String>> {
-        let mut key = Key::new(pipeline, model, work)?;
+        let mut key = pipeline.input_key(model, work)?;
         let mut read: BTreeMap<&str, String> = BTreeMap::new();
         let mut keys = Vec::with_capacity(pipeline.steps.len());
         for step in &pipeline.steps {
             let pass = step.pass();
-            key.say(&format!("{} {}", pass.name(), pass.options()));
+            key.line(&format!("{} {}", pass.name(), pass.options()));
             for path in pass.reads() {
-                key.contents(&path)?;
+                key.files([&path], path.parent().unwrap_or(&path))?;
             }
             // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
             let data = &pipeline.running.data;
@@ -187,7 +187,7 @@ impl Shelf {
                 if !read.contains_key(name) {
                     read.insert(name, content(set, work)?);
                 }
-                key.say(&format!("{name} {}", read[name]));
+                key.line(&format!("{name} {}", read[name]));
             }
             keys.push(key.name());
         }
@@ -210,7 +210,7 @@ impl Shelf {
         found
     }
 
-    /// Keeps a result, if the pass took long enough.
+    /// Stores a result, if the pass took long enough.
     pub(super) fn put(&self, key: &str, took: Duration, after: &Model, run: &mut RunState, work: &Work) -> Result<()> {
         if took < self.least {
             return Ok(());
@@ -254,18 +254,18 @@ impl Shelf {
     }
 }
 
-/// What a run keeps, and what it found.
-pub(super) struct CachedResult<'p> {
-    shelf: &'p Shelf,
+/// What a run stores, and what it found.
+pub(super) struct RunCache<'p> {
+    cache: &'p ResultCache,
     keys: Vec<String>,
     /// The last pass whose result there was, by position, and the model and the run after it.
     pub found: Option<(usize, Model, RunState)>,
 }
 
-impl CachedResult<'_> {
-    /// Keeps the result of a pass. That it cannot be kept is no reason to stop: a note says so.
+impl RunCache<'_> {
+    /// Stores the result of a pass. If that fails the run goes on, and a note says so.
     pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
-        if let Err(e) = self.shelf.put(&self.keys[number], took, after, run, work) {
+        if let Err(e) = self.cache.put(&self.keys[number], took, after, run, work) {
             let pass = run.history.last().map_or("a pass", |applied| applied.name);
             run.notes.push(format!("the result of {pass} could not be cached: {e}"));
         }
@@ -273,21 +273,21 @@ impl CachedResult<'_> {
 }
 
 impl Pipeline {
-    /// Opens the shelf, if there is one; processes that train together have none, since each would find something else.
-    pub(super) fn kept(&self, model: &Model, work: &Work) -> Result<Option<CachedResult<'_>>> {
+    /// Opens the cache, if there is one; processes that train together have none, since each would find something else.
+    pub(super) fn result_cache(&self, model: &Model, work: &Work) -> Result<Option<RunCache<'_>>> {
         let alone = crate::train::communicator::Place::from_environment()?.is_none_or(|place| place.size == 1);
-        let Some((shelf, reuse)) = self.running.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
-        let keys = shelf.keys(self, model, work)?;
+        let Some((cache, reuse)) = self.running.cache.as_ref().filter(|_| alone) else { return Ok(None) };
+        let keys = cache.keys(self, model, work)?;
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            found = runs.filter_map(|(number, _)| shelf.take(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
+            found = runs.filter_map(|(number, _)| cache.take(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
         }
         if let Some((number, _, run)) = &mut found {
             let pass = self.steps[*number].pass().name();
             run.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
         }
-        Ok(Some(CachedResult { shelf, keys, found }))
+        Ok(Some(RunCache { cache, keys, found }))
     }
 }
 
@@ -314,7 +314,7 @@ impl State {
         model.weights.by_name.clear();
         for (name, now) in weights.by_name {
             let mut weight = match original.weights.by_name.get(&name) {
-                Some(before) => before.become_kept(&name, now),
+                Some(before) => before.reread(&name, now),
                 None => now,
             };
             weight.origin = self.origins.get(&name).copied().unwrap_or_default();
@@ -322,7 +322,7 @@ impl State {
         }
         let count = self.history.len();
         let mut run = RunState { history: self.history.into_iter().filter_map(Past::applied).collect(), notes: self.notes, ..RunState::default() };
-        for path in files(&folder.join(ATTACHED))? {
+        for path in entries(&folder.join(ATTACHED))? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             run.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
         }
@@ -337,7 +337,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Results, but for what is being written.
 fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
-    Ok(files(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
+    Ok(entries(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
 }
 
 fn bytes(path: &Path) -> Result<u64> {
@@ -345,13 +345,13 @@ fn bytes(path: &Path) -> Result<u64> {
     if !about.is_dir() {
         return Ok(about.len());
     }
-    files(path)?.iter().map(|path| bytes(path)).sum()
+    entries(path)?.iter().map(|path| bytes(path)).sum()
 }
 
 /// The hash of a data set: how it is read, and all bytes that are.
 fn content(data: &Data, work: &Work) -> Result<String> {
-    let mut key = Key::empty(work);
-    key.say(&serde_json::to_string(data).unwrap_or_default());
-    data.paths().try_for_each(|path| key.contents(path))?;
+    let mut key = ContentKey::new(work);
+    key.line(&serde_json::to_string(data).unwrap_or_default());
+    data.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
     Ok(key.name())
 }
