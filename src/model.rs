@@ -8,6 +8,9 @@ mod diff;
 mod files;
 #[cfg(feature = "run")]
 mod graph;
+#[cfg(not(feature = "run"))]
+#[path = "model/no_graph.rs"]
+mod graph;
 mod quantization;
 mod roles;
 

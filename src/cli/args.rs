@@ -10,6 +10,7 @@ use crate::pipeline::Builder;
 use crate::work::{Cancel, Progress, Silent, Work};
 
 use super::progress::{Bars, JsonLines};
+use super::running::Models;
 
 /// How talk is written to stderr.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -35,10 +36,8 @@ pub(super) struct Global {
     /// Print only errors on stderr
     #[arg(long, short, global = true)]
     pub quiet: bool,
-    /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
-    #[cfg(feature = "run")]
-    #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
-    pub device: crate::exec::Choice,
+    #[command(flatten)]
+    pub models: Models,
     /// Number of threads [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_name = "N", value_parser = positive)]
     pub threads: Option<std::num::NonZeroUsize>,
@@ -48,8 +47,7 @@ impl Global {
     /// A pipeline with threads, progress and Ctrl-C as asked for.
     pub fn builder(&self) -> Builder {
         let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
-        #[cfg(feature = "run")]
-        let builder = builder.device(self.device);
+        let builder = self.models.tell(builder);
         match (self.quiet, self.log_format) {
             (true, _) => builder,
             (false, LogFormat::Text) => builder.progress(Bars::default()),

@@ -121,7 +121,7 @@ impl Safetensors {
         // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
         // without a word.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
-        let own = sparse || needs_graph(model) || (integers && convolutions);
+        let own = sparse || model.needs_graph_file() || (integers && convolutions);
         if own {
             config.mark_own();
         }
@@ -163,7 +163,7 @@ impl Safetensors {
                 100.0 * zeros as f64 / elements as f64
             ));
         }
-        if sparse == 0 && needs_graph(model) {
+        if sparse == 0 && model.needs_graph_file() {
             notes.push("config.json cannot say what this model computes: graph.json does, which only compress and its ONNX export read; `model_type` is marked so that other libraries refuse the folder".to_owned());
         } else if sparse == 0 {
             notes.extend(quantization::notes(items, model));
@@ -181,17 +181,6 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
         let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
         (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, storage_format: StorageFormat::Plain })
     })
-}
-
-/// Whether `config.json` does not describe what the model computes after the passes.
-#[cfg(feature = "run")]
-fn needs_graph(model: &Model) -> bool {
-    model.graph_file().is_ok_and(|file| file.is_some())
-}
-
-#[cfg(not(feature = "run"))]
-fn needs_graph(_model: &Model) -> bool {
-    false
 }
 
 /// What static activations are quantized by, one scale and zero point for each layer.

@@ -223,11 +223,8 @@ impl Pipeline {
 
     /// The machine, with the device that models run on.
     pub(super) fn environment(&self) -> Result<Environment> {
-        let environment = Environment::detect();
-        Ok(match self.used_device()? {
-            Some(device) => environment.on(crate::exec::name(&device)),
-            None => environment,
-        })
+        let device = self.used_device()?.unwrap_or(Device::Cpu);
+        Ok(Environment::detect().on(crate::exec::name(&device), crate::runtime::description()))
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.

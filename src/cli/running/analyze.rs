@@ -51,7 +51,7 @@ impl Args {
         if let Some(options) = &recipe.data.calibration {
             recipe.data.open(options, Subject::of(model.clone())?.target())?;
         }
-        let device = global.device.open()?;
+        let device = global.models.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
         let damages = global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, workplace: None, resume: false }))?;
         let kept = worth_keeping(&damages);
