@@ -1,5 +1,6 @@
 //! Flags that several commands share.
 
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use clap::{Args, ValueEnum};
@@ -9,6 +10,7 @@ use crate::export::{ByteSize, Export, Layout, Safetensors};
 use crate::pipeline::Builder;
 use crate::work::{Cancel, Progress, Silent, Work};
 
+use super::output;
 use super::progress::{Bars, JsonLines};
 use super::running::Models;
 
@@ -114,6 +116,31 @@ impl Writing {
         format.layout = self.layout.unwrap_or(format.layout);
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         vec![format.into()]
+    }
+}
+
+/// A file of text that a command writes where it is asked to.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(super) struct TextFile {
+    /// Write to a file
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Replace the file if it exists
+    #[arg(long)]
+    force: bool,
+}
+
+impl TextFile {
+    /// Refuses a file that exists and must not be replaced.
+    pub fn check(&self) -> Result<()> {
+        self.output.as_deref().map_or(Ok(()), |path| output::free(path, self.force))
+    }
+
+    /// Writes what is made, if a file is named.
+    pub fn write(&self, text: impl FnOnce() -> Result<String>) -> Result<()> {
+        let Some(path) = &self.output else { return Ok(()) };
+        output::new_file(path, self.force, &text()?)
     }
 }
 
