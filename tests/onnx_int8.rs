@@ -70,7 +70,7 @@ fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<
     (weight.shape.clone(), integers, scales)
 }
 
-fn turned(bytes: &[u8], columns: usize) -> Vec<u8> {
+fn transposed(bytes: &[u8], columns: usize) -> Vec<u8> {
     (0..columns).flat_map(|c| bytes.chunks(columns).map(move |row| row[c])).collect()
 }
 
@@ -88,7 +88,7 @@ fn the_integers_of_the_store_are_in_the_file() {
     let (elements, beside) = (tensor(&graph, QUERY), tensor(&graph, &format!("{QUERY}_scale")));
     assert_eq!(elements.data_type(), DataType::Int8);
     assert_eq!(elements.dims, [shape[1] as i64, shape[0] as i64]);
-    assert!(elements.raw_data() == turned(&integers, shape[1]));
+    assert!(elements.raw_data() == transposed(&integers, shape[1]));
     assert_eq!((beside.data_type(), beside.dims.as_slice()), (DataType::Float, [shape[0] as i64].as_slice()));
     assert_eq!(floats(beside), scales);
     let layers = report.layers.iter().filter(|layer| layer.encoding == "int8 channel").count();
@@ -142,7 +142,7 @@ fn weights_alone_are_dequantized_and_groups_need_their_opset() {
     let name = "model.layers.0.self_attn.q_proj.weight";
     let (shape, integers, scales) = stored("llama", name, &pass);
     let (elements, beside) = (tensor(&graph, name), tensor(&graph, &format!("{name}_scale")));
-    assert!(elements.raw_data() == turned(&integers, shape[1]));
+    assert!(elements.raw_data() == transposed(&integers, shape[1]));
     let groups = shape[1] / 4;
     assert_eq!(beside.dims, [groups as i64, shape[0] as i64]);
     let across: Vec<f32> = (0..groups).flat_map(|g| scales.chunks(groups).map(move |row| row[g])).collect();
@@ -248,7 +248,7 @@ fn scales_become_floats_and_integers_lie_beside() {
             Ok(())
         })
         .unwrap();
-    assert!(bytes(tensor(&graph, "fc.weight")) == turned(&integers, 48));
+    assert!(bytes(tensor(&graph, "fc.weight")) == transposed(&integers, 48));
     let scale = tensor(&graph, "fc.weight_scale");
     let scales: Vec<f32> = bytes(scale).as_chunks::<4>().0.iter().map(|v| f32::from_le_bytes(*v)).collect();
     assert!(scales.iter().all(|s| *s > 0.0 && s.to_bits() & 0xFFFF == 0), "{scales:?}");

@@ -2,7 +2,7 @@
 //!
 //! Int8 weights stay int8. A linear layer whose activations are quantized becomes `DynamicQuantizeLinear` and
 //! `MatMulInteger`, in the form that ONNX Runtime runs as one integer kernel; with float activations its weights go
-//! through `DequantizeLinear`; of an embedding only the rows that are looked up are turned into floats.
+//! through `DequantizeLinear`; of an embedding only the rows that are looked up become floats.
 
 use std::collections::BTreeMap;
 use std::path::Path;

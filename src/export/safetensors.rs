@@ -118,8 +118,8 @@ impl Safetensors {
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
         let described = quantization::is_needed(items, model, run).then(|| quantization::describe(items, model, run));
-        // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
-        // without a word.
+        // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would silently
+        // compute something else.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
         let own = sparse || model.needs_graph_file() || (integers && convolutions);
         if own {

@@ -6,7 +6,7 @@ use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Parameters, Residence, on_host, read};
+use crate::exec::{Parameters, Residence, floats_on_host, read};
 use crate::ir::{Graph, Op};
 use crate::kernel::columns;
 use crate::model::Model;
@@ -75,7 +75,7 @@ pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 pub(super) fn column_moments(rows: &Tensor) -> Result<[Vec<f64>; 2]> {
     if matches!(rows.device(), Device::Cpu) {
         let width = rows.dims().last().copied().unwrap_or(0);
-        return on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
+        return floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
     }
     let sums = |rows: candle_core::Result<Tensor>| rows.and_then(|rows| rows.sum(0)).map_err(computed).and_then(|sums| numbers(&sums));
     Ok([sums(Ok(rows.clone()))?, sums(rows.sqr())?])

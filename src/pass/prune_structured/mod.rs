@@ -182,8 +182,8 @@ impl PruneStructured {
                 applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &gone)?);
             }
             if let Some(context) = context.filter(|_| self.repair != Repair::None && !gone.is_empty()) {
-                let mending = repair::Mending { before: &before, graph: &graph, after: &mut model, kept: &places, repair: self.repair };
-                let (layers, normalisations) = mending.run(context)?;
+                let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &places, repair: self.repair };
+                let (layers, normalisations) = repairing.run(context)?;
                 applied.notes.push(format!("repaired on calibration data: {layers} layers, {normalisations} batch normalisations"));
             }
             details.insert("groups".to_owned(), selection.details(&kept).into());

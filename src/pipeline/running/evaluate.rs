@@ -26,7 +26,7 @@ pub(super) const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
 /// What is run where there is no evaluation data.
-const MADE_UP: &str = "made-up samples";
+const SYNTHETIC: &str = "synthetic samples";
 
 /// How far ONNX Runtime's answers may be from the built-in executor's, for numbers of usual size.
 const TOLERANCE: f64 = 1e-3;
@@ -165,7 +165,7 @@ impl Run<'_> {
         Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
-    /// Runs the ONNX file on made-up samples.
+    /// Runs the ONNX file on synthetic samples.
     fn compare(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         if self.pipeline.allow_nonfinite {
             measured.notes.push(format!("{MODEL} was not run: outputs of weights that are not finite cannot be compared"));
@@ -175,8 +175,8 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
-        self.hold(Some(&fidelity), samples, MADE_UP, exports)
+        let (fidelity, samples) = run_synthetic(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
+        self.hold(Some(&fidelity), samples, SYNTHETIC, exports)
     }
 
     /// Runs everything on the evaluation data.
@@ -245,8 +245,8 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
     (ok, difference)
 }
 
-/// Runs the ONNX file of an output folder beside a model on made-up samples: how close they are, and on how many samples.
-fn run_made_up(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
+/// Runs the ONNX file of an output folder beside a model on synthetic samples: how close they are, and on how many samples.
+fn run_synthetic(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
     let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, work.threads)?];
@@ -291,9 +291,9 @@ fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
         return Ok((true, "not run, since the model is large".into()));
     }
     let coarse = half || has_integers(&model);
-    let (fidelity, samples) = run_made_up(model, folder, 0, work)?;
+    let (fidelity, samples) = run_synthetic(model, folder, 0, work)?;
     let (ok, difference) = judge(&fidelity, coarse);
-    Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {MADE_UP}: {difference}")))
+    Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {SYNTHETIC}: {difference}")))
 }
 
 fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {

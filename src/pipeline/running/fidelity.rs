@@ -148,7 +148,7 @@ impl Run<'_> {
         let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
         let sizes = found.affordable();
         for number in 0..MOST as u64 {
-            if found.take(data::made_up_of(graph, self.pipeline.seed.wrapping_add(number), &sizes)?)?.is_break() {
+            if found.take(data::synthetic_of(graph, self.pipeline.seed.wrapping_add(number), &sizes)?)?.is_break() {
                 break;
             }
         }
@@ -262,7 +262,7 @@ mod tests {
         let found = |macs: u64, samples: usize| {
             let mut found = Found { graph: &graph, budget: Budget { macs, samples }, spent: 0, samples: Vec::new() };
             let sizes = found.affordable();
-            while found.take(data::made_up_of(&graph, 0, &sizes).unwrap()).unwrap().is_continue() {}
+            while found.take(data::synthetic_of(&graph, 0, &sizes).unwrap()).unwrap().is_continue() {}
             (found.samples.len(), found.samples[0].inputs["input_ids"].dims().to_vec())
         };
         assert_eq!(found(0, 16), (1, vec![1, 16]));
