@@ -4,6 +4,7 @@ mod cached_results;
 mod evaluate;
 mod fidelity;
 mod free;
+mod rows;
 mod starter;
 
 use std::collections::BTreeMap;

@@ -94,11 +94,12 @@ pub(super) struct Run<'r> {
 impl Run<'_> {
     /// Measures, and tells the exports how they fared.
     pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
-        let mut measured = Measured { compute: self.compute(), ..Measured::default() };
+        let graph = self.before.graph();
+        let mut measured = Measured { compute: graph.as_ref().ok().and_then(|graph| self.compute(graph)), ..Measured::default() };
         let asked = self.pipeline.evaluation();
         let onnx = self.pipeline.onnx().is_some();
         if asked.is_none() && self.pipeline.measures {
-            let (fidelity, note) = self.fidelity(exports)?;
+            let (fidelity, note) = self.fidelity(graph, exports)?;
             measured.fidelity = fidelity;
             measured.notes.extend(note);
         }
@@ -126,14 +127,14 @@ impl Run<'_> {
     }
 
     /// Cost before and after; nothing when it is not known what the model computes.
-    fn compute(&self) -> Option<Compute> {
-        let (before, after) = (self.before.graph().ok()?, self.after.graph().ok()?);
-        let sizes = analysis::usual_sizes(&before);
+    fn compute(&self, before: &Graph) -> Option<Compute> {
+        let after = self.after.graph().ok()?;
+        let sizes = analysis::usual_sizes(before);
         let cost = |graph: &Graph| {
             let (macs, activation_bytes) = analysis::cost(graph, &sizes);
             Cost { macs, activation_bytes }
         };
-        Some(Compute { before: cost(&before), after: cost(&after), sizes })
+        Some(Compute { before: cost(before), after: cost(&after), sizes })
     }
 
     /// The models to run.
