@@ -169,14 +169,14 @@ impl PruneStructured {
             let graph = model.graph()?;
             let selection = Selection::new(self, &model, &graph)?;
             let scores = context.map(|context| selection.scores(self, &graph, &model, context)).transpose()?;
-            let kept = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
-            let gone = selection.gone(&kept, scores.as_ref());
-            applied.notes.extend(selection.notes(&kept));
+            let widths = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
+            let gone = selection.gone(&widths, scores.as_ref());
+            applied.notes.extend(selection.notes(&widths));
             if self.ranks_by_weights() && is_transformer(&graph) && !gone.is_empty() {
                 applied.notes.push(BLIND.to_owned());
             }
             let before = model.clone();
-            let places = cut::kept(&model, &selection.groups, &gone)?;
+            let places = cut::surviving(&model, &selection.groups, &gone)?;
             applied.tensors.extend(cut::cut(&mut model, &places, &meter)?);
             if !gone.is_empty() {
                 applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &gone)?);
@@ -186,7 +186,7 @@ impl PruneStructured {
                 let (layers, normalisations) = repairing.run(context)?;
                 applied.notes.push(format!("repaired on calibration data: {layers} layers, {normalisations} batch normalisations"));
             }
-            details.insert("groups".to_owned(), selection.details(&kept).into());
+            details.insert("groups".to_owned(), selection.details(&widths).into());
             applied.rule = [applied.rule.as_str(), selection.rule.as_str()].into_iter().filter(|rule| !rule.is_empty()).collect::<Vec<_>>().join("; ");
             run.estimated |= context.is_none() && self.scope() == Scope::Global;
         }

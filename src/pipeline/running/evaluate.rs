@@ -35,7 +35,7 @@ const TOLERANCE: f64 = 1e-3;
 const MEAN_COSINE: f64 = 0.99;
 
 impl Pipeline {
-    /// How to evaluate, if anybody asked.
+    /// How to evaluate, if evaluation data is named.
     fn evaluation(&self) -> Option<Evaluate> {
         self.running.data.evaluation.as_ref().map(|_| self.running.evaluate.clone().unwrap_or_default())
     }
@@ -55,11 +55,11 @@ enum Side {
 }
 
 /// Models in the order in which they run.
-struct Cast {
+struct Subjects {
     subjects: Vec<(Side, Runtime, Subject)>,
 }
 
-impl Cast {
+impl Subjects {
     fn position(&self, side: Side, runtime: Runtime) -> Option<usize> {
         self.subjects.iter().position(|(s, r, _)| (*s, *r) == (side, runtime))
     }
@@ -92,7 +92,7 @@ pub(super) struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Measures, and tells the exports how they fared.
+    /// Measures, and adds what was found to the exports.
     pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
         let graph = self.before.graph();
         let mut measured = Measured { compute: graph.as_ref().ok().and_then(|graph| self.compute(graph)), ..Measured::default() };
@@ -138,7 +138,7 @@ impl Run<'_> {
     }
 
     /// The models to run.
-    fn cast(&self, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Cast> {
+    fn subjects(&self, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Subjects> {
         let mut subjects = Vec::new();
         for (side, runtime) in roles {
             let subject = match (side, runtime) {
@@ -150,7 +150,7 @@ impl Run<'_> {
             };
             subjects.push((side, runtime, subject));
         }
-        Ok(Cast { subjects })
+        Ok(Subjects { subjects })
     }
 
     /// The output as it was written, where the built-in executor can read it.
@@ -177,7 +177,7 @@ impl Run<'_> {
             return Ok(());
         }
         let (fidelity, samples) = run_synthetic(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
-        self.hold(Some(&fidelity), samples, SYNTHETIC, exports)
+        self.require_agreement(Some(&fidelity), samples, SYNTHETIC, exports)
     }
 
     /// Runs everything on the evaluation data.
@@ -190,10 +190,10 @@ impl Run<'_> {
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
-        let mut cast = self.cast(both.chain(check))?;
-        let data = self.pipeline.running.data.open(options, cast.subjects[0].2.target())?;
-        let pairs = cast.pairs();
-        let mut models = cast.load(&self.pipeline.running.device()?, &self.work)?;
+        let mut models_to_run = self.subjects(both.chain(check))?;
+        let data = self.pipeline.running.data.open(options, models_to_run.subjects[0].2.target())?;
+        let pairs = models_to_run.pairs();
+        let mut models = models_to_run.load(&self.pipeline.running.device()?, &self.work)?;
         let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
         if evaluate.latency {
             let batch = data.first()?;
@@ -216,13 +216,13 @@ impl Run<'_> {
             std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
         }
         if runtimes.len() > 1 {
-            self.hold(outcomes.pairs.last(), outcomes.samples, &format!("samples of {}", data.description()), exports)?;
+            self.require_agreement(outcomes.pairs.last(), outcomes.samples, &format!("samples of {}", data.description()), exports)?;
         }
         Ok(())
     }
 
-    /// Holds ONNX Runtime's answers to the built-in executor's, and writes it down.
-    fn hold(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
+    /// Compares ONNX Runtime's answers with the built-in executor's, and adds the result to the exports.
+    fn require_agreement(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
         let Some(fidelity) = fidelity else { return Ok(()) };
         let coarse =
             has_integers(self.after) || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
