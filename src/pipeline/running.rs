@@ -319,3 +319,19 @@ pub(super) fn write_graph(after: &Model, folder: &Path) -> Result<Option<String>
         (Some(_), None) => Ok(None),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_opened_once_for_a_pipeline_and_what_is_made_of_it() {
+        let pipeline = Pipeline::builder().device(Choice::Cpu).build().unwrap();
+        let settled = pipeline.clone();
+        assert!(pipeline.running.opened.get().is_none(), "nothing is opened before it is needed");
+        settled.running.device().unwrap();
+        assert!(pipeline.running.opened.get().is_some());
+        let other = Builder(pipeline).device(Choice::Auto).build().unwrap();
+        assert!(other.running.opened.get().is_none(), "another choice is another device");
+    }
+}
