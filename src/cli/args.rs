@@ -140,7 +140,8 @@ impl TextFile {
     /// Writes what is made, if a file is named.
     pub fn write(&self, text: impl FnOnce() -> Result<String>) -> Result<()> {
         let Some(path) = &self.output else { return Ok(()) };
-        output::new_file(path, self.force, &text()?)
+        self.check()?;
+        output::new_file(path, true, &text()?)
     }
 }
 
