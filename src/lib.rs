@@ -13,8 +13,8 @@ pub mod prelude;
 mod program;
 pub mod recipe;
 pub mod report;
+pub mod run_state;
 pub mod store;
-
 pub mod work;
 
 #[cfg(feature = "run")]

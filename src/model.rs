@@ -1,4 +1,4 @@
-//! A model: configuration, weights, the files around them, and what has been done to it.
+//! A model: configuration, weights, and the files around them.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -8,14 +8,14 @@ mod diff;
 mod files;
 #[cfg(feature = "run")]
 mod graph;
+#[cfg(not(feature = "run"))]
+#[path = "model/no_graph.rs"]
+mod graph;
 mod quantization;
 mod roles;
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-
-use serde_json::Value;
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
@@ -25,61 +25,6 @@ pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_l
 use crate::error::{Error, Result};
 use crate::store::checkpoint::INDEX;
 use crate::store::{Checkpoint, Encoding, Weights};
-use crate::work::{Meter, Work};
-
-/// Work that must be over before the weights can be written: a reading of data that several of them share.
-pub trait Prepare: Send + Sync {
-    /// Input bytes that it reads, all readings together.
-    fn bytes(&self) -> u64;
-    /// Does it; afterwards it need not be done again.
-    ///
-    /// # Errors
-    /// Reading fails, or the work is cancelled.
-    fn prepare(&self, work: &Work) -> Result<()>;
-}
-
-/// A pass that was applied.
-#[derive(Clone)]
-pub struct Applied {
-    /// The pass's name.
-    pub name: &'static str,
-    /// Its options, defaults written out.
-    pub options: Value,
-    /// Weights that it changes.
-    pub tensors: BTreeSet<String>,
-    /// How the weights were chosen, in plain words.
-    pub rule: String,
-    /// Time spent in it.
-    pub meter: Arc<Meter>,
-    /// The most memory that was resident while it ran; nothing for passes that take part in writing.
-    pub peak_rss_bytes: Option<u64>,
-    /// The most memory of a GPU that was taken while it ran; nothing where none was used.
-    pub peak_vram_bytes: Option<u64>,
-    /// What only the work itself can tell; asked for when everything is written.
-    pub details: Arc<dyn Fn() -> Value + Send + Sync>,
-    /// Plain words for the report.
-    pub notes: Vec<String>,
-    /// Whether it sets weights to zero.
-    pub zeroes: bool,
-}
-
-impl Applied {
-    /// A pass of which nothing more is known yet.
-    pub fn new(name: &'static str, options: Value) -> Applied {
-        Applied {
-            name,
-            options,
-            tensors: BTreeSet::new(),
-            rule: String::new(),
-            meter: Arc::new(Meter::default()),
-            peak_rss_bytes: None,
-            peak_vram_bytes: None,
-            details: Arc::new(|| Value::Null),
-            notes: Vec::new(),
-            zeroes: false,
-        }
-    }
-}
 
 /// A model folder, or a single file, opened but not read.
 #[derive(Clone)]
@@ -94,23 +39,11 @@ pub struct Model {
     pub weight_files: Vec<PathBuf>,
     /// What lies around them.
     pub beside: Beside,
-    /// What was done, in order.
-    pub history: Vec<Applied>,
-    /// What must be done before writing.
-    pub preparations: Vec<Arc<dyn Prepare>>,
     /// What it computes, where a pass has changed that.
     #[cfg(feature = "run")]
     pub changed_graph: Option<Arc<crate::ir::Graph>>,
     /// Whether quantized activations are meant for runtimes that want them as int8, and not uint8.
     pub signed_activations: bool,
-    /// Whether the sizes of weights are a guess, since only the work itself can tell.
-    pub estimated: bool,
-    /// Memory that passes need beyond what weights take on their way, in bytes, as far as it is known beforehand.
-    pub memory: u64,
-    /// Small files that a pass has made, by name.
-    pub attached: BTreeMap<String, Arc<Vec<u8>>>,
-    /// Plain words for the report.
-    pub notes: Vec<String>,
 }
 
 impl Model {
@@ -148,15 +81,9 @@ impl Model {
             weights,
             weight_files,
             beside,
-            history: Vec::new(),
-            preparations: Vec::new(),
             #[cfg(feature = "run")]
             changed_graph: None,
             signed_activations: false,
-            estimated: false,
-            memory: 0,
-            attached: BTreeMap::new(),
-            notes: Vec::new(),
         })
     }
 
@@ -176,23 +103,13 @@ impl Model {
         self.weights.by_name.values().map(|w| w.stored_bytes).sum()
     }
 
-    /// Runs what the passes left to be done before writing.
-    ///
-    /// # Errors
-    /// Reading fails, or the work is cancelled.
-    pub fn prepare(&mut self, work: &Work) -> Result<()> {
-        for preparation in std::mem::take(&mut self.preparations) {
-            preparation.prepare(work)?;
-        }
-        Ok(())
-    }
-
     /// Holds tied weights to one treatment: an alias that is stored beside its original and was left out of a
-    /// change is dropped when both were the same, so that the loader ties them again.
+    /// change is dropped when both were the same, so that the loader ties them again. Notes say which.
     ///
     /// # Errors
     /// They differ, and only one of them was changed.
-    pub fn settle_ties(&mut self, input: &Model) -> Result<()> {
+    pub fn settle_ties(&mut self, input: &Model) -> Result<Vec<String>> {
+        let mut notes = Vec::new();
         for (alias, original) in input.tied_names() {
             let changed = |name: &str| match (self.weights.by_name.get(name), input.weights.by_name.get(name)) {
                 (Some(now), Some(before)) => Some(!Arc::ptr_eq(&now.source(), &before.source())),
@@ -217,9 +134,9 @@ impl Model {
                 ));
             }
             self.weights.by_name.remove(alias);
-            self.notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
+            notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
         }
-        Ok(())
+        Ok(notes)
     }
 }
 

@@ -8,7 +8,6 @@ mod further;
 #[cfg(not(feature = "zstd"))]
 #[path = "pipeline/no_further.rs"]
 mod further;
-mod key;
 mod plan;
 mod run;
 #[cfg(feature = "run")]
@@ -23,5 +22,5 @@ pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
 pub use plan::{PassPlan, Plan};
 #[cfg(feature = "run")]
-pub use running::{Entry, Shelf, starter};
+pub use running::{CachedResult, ResultCache, starter};
 pub use verify::{Check, verify};

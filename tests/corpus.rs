@@ -12,7 +12,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use compress::Model;
 use compress::analysis::cost;
-use compress::data::made_up_of;
+use compress::data::synthetic_of;
 use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::export::{Onnx, Safetensors};
 use compress::ir::{Catalog, Graph, GraphFile};
@@ -171,7 +171,7 @@ fn graphs_that_fuzzers_have_found_answer_or_are_refused() {
         let sizes = graph.bind(|name| name.bytes().fold(0, |a, b| (a + usize::from(b)) % 8) + 1);
         let (macs, memory) = cost(&graph, &sizes);
         let (Some(weights), true) = (weights(&graph), macs <= 1 << 18 && memory <= 1 << 20) else { continue };
-        let Ok(batch) = made_up_of(&graph, 0, &sizes) else { continue };
+        let Ok(batch) = synthetic_of(&graph, 0, &sizes) else { continue };
         let parameters = Parameters::load(&graph, &weights, &Device::Cpu, DType::F32, Residence::Computed, &work);
         learned += usize::from(parameters.as_ref().is_ok_and(|parameters| learns(&graph, parameters, &batch.inputs)));
         let Ok(answers) = parameters.and_then(|parameters| Executor::new(&graph, parameters, Device::Cpu).run(&batch.inputs)) else {

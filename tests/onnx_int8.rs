@@ -10,6 +10,7 @@ use compress::onnx::proto::{DataType, GraphProto, ModelProto, NodeProto, TensorP
 use compress::onnx::{Precision, Style, draft, file};
 use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, QuantizeDynamic};
 use compress::report::Report;
+use compress::run_state::RunState;
 use compress::store::writer::{Item, write_pieces};
 use compress::store::{ActivationScheme, Affine, DType, Encoding, Granularity, Rescaled, StorageFormat};
 use compress::work::{Cancel, Silent, Work};
@@ -54,7 +55,7 @@ fn nodes<'g>(graph: &'g GraphProto, op: &str) -> Vec<&'g NodeProto> {
 /// The integers and scales of a weight after the pass, as the store makes them.
 fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<u8>, Vec<f32>) {
     use compress::pass::Pass;
-    let model = pass.apply(Model::open(golden(name)).unwrap(), None).unwrap();
+    let model = pass.apply(Model::open(golden(name)).unwrap(), &mut RunState::default(), None).unwrap();
     let weight = &model.weights.by_name[weight];
     let (mut integers, mut scales) = (Vec::new(), Vec::new());
     weight
@@ -69,7 +70,7 @@ fn stored(name: &str, weight: &str, pass: &QuantizeDynamic) -> (Vec<usize>, Vec<
     (weight.shape.clone(), integers, scales)
 }
 
-fn turned(bytes: &[u8], columns: usize) -> Vec<u8> {
+fn transposed(bytes: &[u8], columns: usize) -> Vec<u8> {
     (0..columns).flat_map(|c| bytes.chunks(columns).map(move |row| row[c])).collect()
 }
 
@@ -87,7 +88,7 @@ fn the_integers_of_the_store_are_in_the_file() {
     let (elements, beside) = (tensor(&graph, QUERY), tensor(&graph, &format!("{QUERY}_scale")));
     assert_eq!(elements.data_type(), DataType::Int8);
     assert_eq!(elements.dims, [shape[1] as i64, shape[0] as i64]);
-    assert!(elements.raw_data() == turned(&integers, shape[1]));
+    assert!(elements.raw_data() == transposed(&integers, shape[1]));
     assert_eq!((beside.data_type(), beside.dims.as_slice()), (DataType::Float, [shape[0] as i64].as_slice()));
     assert_eq!(floats(beside), scales);
     let layers = report.layers.iter().filter(|layer| layer.encoding == "int8 channel").count();
@@ -141,7 +142,7 @@ fn weights_alone_are_dequantized_and_groups_need_their_opset() {
     let name = "model.layers.0.self_attn.q_proj.weight";
     let (shape, integers, scales) = stored("llama", name, &pass);
     let (elements, beside) = (tensor(&graph, name), tensor(&graph, &format!("{name}_scale")));
-    assert!(elements.raw_data() == turned(&integers, shape[1]));
+    assert!(elements.raw_data() == transposed(&integers, shape[1]));
     let groups = shape[1] / 4;
     assert_eq!(beside.dims, [groups as i64, shape[0] as i64]);
     let across: Vec<f32> = (0..groups).flat_map(|g| scales.chunks(groups).map(move |row| row[g])).collect();
@@ -193,7 +194,9 @@ fn scales_become_floats_and_integers_lie_beside() {
     let cast = Cast { to: FloatFormat::Bf16, ..Cast::default() };
     let out = tempfile::tempdir().unwrap();
     let values: Vec<f32> = (0..64 * 48).map(|i| ((i * 37 % 101) as f32 - 50.0) / 64.0).collect();
-    let model = pass.apply(cast.apply(one_layer(&out.path().join("m"), 64, 48, &values), None).unwrap(), None).unwrap();
+    let mut run = RunState::default();
+    let model = cast.apply(one_layer(&out.path().join("m"), 64, 48, &values), &mut run, None).unwrap();
+    let model = pass.apply(model, &mut run, None).unwrap();
     let mut style = Style::default();
     for (name, weight) in &model.weights.by_name {
         if let Encoding::Affine(affine) = &weight.encoding {
@@ -245,7 +248,7 @@ fn scales_become_floats_and_integers_lie_beside() {
             Ok(())
         })
         .unwrap();
-    assert!(bytes(tensor(&graph, "fc.weight")) == turned(&integers, 48));
+    assert!(bytes(tensor(&graph, "fc.weight")) == transposed(&integers, 48));
     let scale = tensor(&graph, "fc.weight_scale");
     let scales: Vec<f32> = bytes(scale).as_chunks::<4>().0.iter().map(|v| f32::from_le_bytes(*v)).collect();
     assert!(scales.iter().all(|s| *s > 0.0 && s.to_bits() & 0xFFFF == 0), "{scales:?}");

@@ -154,8 +154,8 @@ impl Walk<'_> {
     /// Complaints about a configuration in which `key` has been changed, for which transformers answers this.
     fn with(&self, config: &Map<String, Value>, key: &str, answer: Option<&Answer>) -> Option<String> {
         let copy = self.write(config);
-        let built = Model::open(copy.path()).and_then(|model| Ok((model.graph()?, model.unknown_keys()?, model)));
-        let (graph, unknown, model) = match built {
+        let built = Model::open(copy.path()).and_then(|model| Ok((model.graph_and_unknown_keys()?, model)));
+        let ((graph, unknown), model) = match built {
             // What is refused for another reason than the key changes nothing that anybody would notice, or does not fit.
             Err(e) => {
                 return (answer != Some(&Answer::Fails("fails".into())) && !e.to_string().contains(key)).then(|| format!("is refused without its name: {e}"));

@@ -9,6 +9,7 @@ use compress::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use compress::export::Onnx;
 use compress::onnx::file;
 use compress::pass::{Pass, QuantizeDynamic};
+use compress::run_state::RunState;
 use compress::runtime::{Options, Session, library};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
@@ -48,7 +49,7 @@ fn apart(pass: Option<QuantizeDynamic>, far: fn(&Tensor, &Tensor, Option<&Tensor
         let opset = 17 + index as u32 % 5;
         let mut pipeline = Pipeline::builder().export(Onnx { opset, ..Onnx::default() });
         if let Some(pass) = &pass {
-            match pass.clone().apply(model.clone(), None) {
+            match pass.clone().apply(model.clone(), &mut RunState::default(), None) {
                 Ok(quantized) => model = quantized,
                 // Convolutional networks have no matrix that it takes.
                 Err(_) => continue,

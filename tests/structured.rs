@@ -54,7 +54,7 @@ impl Done {
     }
 }
 
-/// Outputs on made-up samples of the original.
+/// Outputs on synthetic samples of the original.
 fn outputs(model: &Model, like: &Model) -> BTreeMap<String, Tensor> {
     outputs_of(model, &synthetic(&like.graph().unwrap(), 3).unwrap().inputs)
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device};
 use compress::analysis::cost;
-use compress::data::made_up_of;
+use compress::data::synthetic_of;
 use compress::exec::{Executor, Inputs, MemoryTracker, Parameters, Residence, Tape};
 use compress::ir::{Catalog, Graph, GraphFile};
 use compress::store::{self, Block, Encoding, BlockSink, WeightSource, View, Weight, Weights};
@@ -71,7 +71,7 @@ fuzz_target!(|text: &str| {
     if macs > MOST.1 || bytes > MOST.2 {
         return;
     }
-    let Ok(batch) = made_up_of(&graph, 0, &sizes) else { return };
+    let Ok(batch) = synthetic_of(&graph, 0, &sizes) else { return };
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     let parameters = Parameters::load(&graph, &weights(&graph), &Device::Cpu, DType::F32, Residence::Computed, &work);
     if let Ok(parameters) = &parameters {

@@ -127,7 +127,7 @@ impl Keys {
             let heads = size(self.heads.1, self.heads.2).and_then(|wide| wide.checked_div(self.fused)?.checked_div(width));
             let groups = self.groups.and_then(|(key, name)| Some((key, size(name, 0)?.checked_div(width)?)));
             say(self.heads.0, heads);
-            // Without a word there are as many as heads.
+            // By default there are as many as heads.
             if let Some((key, count)) = groups.filter(|(key, count)| settings.get(key).is_some() || Some(*count) != heads) {
                 say(key, Some(count));
             }

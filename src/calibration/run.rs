@@ -8,7 +8,7 @@ use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
-use crate::exec::{Executor, on_host, read};
+use crate::exec::{Executor, floats_on_host, read};
 use crate::kernel::bins::extremes;
 use crate::work::Work;
 
@@ -179,7 +179,7 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
             so_far.add(name, values, shape, request.axis, if each { shape[0] } else { 1 })
         }
     };
-    on_host(value, Cause::Statistics)
+    floats_on_host(value, Cause::Statistics)
         .and_then(|value| read(&value, |values| Ok(take(values))))
         .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?
 }

@@ -1,5 +1,6 @@
 //! Flags that several commands share.
 
+use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use clap::{Args, ValueEnum};
@@ -9,7 +10,9 @@ use crate::export::{ByteSize, Export, Layout, Safetensors};
 use crate::pipeline::Builder;
 use crate::work::{Cancel, Progress, Silent, Work};
 
+use super::output;
 use super::progress::{Bars, JsonLines};
+use super::running::Models;
 
 /// How talk is written to stderr.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
@@ -35,10 +38,8 @@ pub(super) struct Global {
     /// Print only errors on stderr
     #[arg(long, short, global = true)]
     pub quiet: bool,
-    /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
-    #[cfg(feature = "run")]
-    #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
-    pub device: crate::exec::Choice,
+    #[command(flatten)]
+    pub models: Models,
     /// Number of threads [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_name = "N", value_parser = positive)]
     pub threads: Option<std::num::NonZeroUsize>,
@@ -48,8 +49,7 @@ impl Global {
     /// A pipeline with threads, progress and Ctrl-C as asked for.
     pub fn builder(&self) -> Builder {
         let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
-        #[cfg(feature = "run")]
-        let builder = builder.device(self.device);
+        let builder = self.models.tell(builder);
         match (self.quiet, self.log_format) {
             (true, _) => builder,
             (false, LogFormat::Text) => builder.progress(Bars::default()),
@@ -116,6 +116,32 @@ impl Writing {
         format.layout = self.layout.unwrap_or(format.layout);
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         vec![format.into()]
+    }
+}
+
+/// A file of text that a command writes where it is asked to.
+#[derive(Debug, Args)]
+#[group(skip)]
+pub(super) struct TextFile {
+    /// Write to a file
+    #[arg(long, short, value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// Replace the file if it exists
+    #[arg(long)]
+    force: bool,
+}
+
+impl TextFile {
+    /// Refuses a file that exists and must not be replaced.
+    pub fn check(&self) -> Result<()> {
+        self.output.as_deref().map_or(Ok(()), |path| output::free(path, self.force))
+    }
+
+    /// Writes what is made, if a file is named.
+    pub fn write(&self, text: impl FnOnce() -> Result<String>) -> Result<()> {
+        let Some(path) = &self.output else { return Ok(()) };
+        self.check()?;
+        output::new_file(path, true, &text()?)
     }
 }
 

@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::args::Global;
 use super::output;
+use super::running::{Computation, Graph};
 use crate::error::Result;
 use crate::model::{Model, is_linear};
 use crate::report::format::{bytes, count, natural, percent, shape};
@@ -20,15 +21,13 @@ pub(super) struct Args {
     /// Read headers only, without counting zeros
     #[arg(long)]
     header_only: bool,
-    #[cfg(feature = "run")]
     #[command(flatten)]
-    graph: super::running::Graph,
+    graph: Graph,
 }
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let model = Model::open(&self.path)?;
-        #[cfg(feature = "run")]
         if self.graph.show(&model, global)? {
             return Ok(());
         }
@@ -50,8 +49,7 @@ impl Args {
                 )
             })?
         };
-        let unused = unused(&model);
-        let interface = Interface::of(&model);
+        let Computation { inputs, outputs, cannot_run, unused } = Computation::of(&model);
         if global.json {
             let tensors: Vec<_> = weights
                 .iter()
@@ -59,7 +57,7 @@ impl Args {
                 .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
                 .collect();
             return output::json(
-                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "inputs": interface.inputs, "outputs": interface.outputs, "cannot_run": interface.reason, "unused": unused, "tensors": tensors }),
+                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
             );
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
@@ -73,63 +71,22 @@ impl Args {
             ]
         });
         output::print(&format!("{}\n", table(&["tensor", "shape", "encoding", "parameters", "bytes", "zeros"], rows)))?;
-        for (label, key) in [("keys that are not known", "keys"), ("weights that nothing is computed with", "weights")] {
-            match &unused[key] {
-                Value::Array(names) if !names.is_empty() => {
-                    output::print(&format!("\n {label}: {}\n", names.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ")))?;
-                }
-                _ => {}
+        for (label, names) in
+            unused.iter().flat_map(|unused| [("keys that are not known", &unused.keys), ("weights that nothing is computed with", &unused.weights)])
+        {
+            if !names.is_empty() {
+                output::print(&format!("\n {label}: {}\n", names.join(", ")))?;
             }
         }
-        output::print(&format!("\n{}\n", summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), interface)))
-    }
-}
-
-/// What of a folder nothing is computed by: keys of its files, weights; or why it cannot be run. Nothing for weights alone.
-fn unused(model: &Model) -> Value {
-    #[cfg(feature = "run")]
-    if model.describes_itself() {
-        let found = || -> Result<Value> {
-            let weights = model.unused(&model.graph()?);
-            let mut keys = model.unknown_keys()?;
-            keys.extend(crate::data::unknown_keys(&model.path)?);
-            Ok(json!({ "keys": keys, "weights": weights }))
-        };
-        return found().unwrap_or_else(|e| json!({ "refused": e.to_string() }));
-    }
-    let _ = model;
-    Value::Null
-}
-
-/// What the model is, takes and gives, as far as that is known.
-#[derive(Default)]
-struct Interface {
-    inputs: Vec<String>,
-    outputs: Vec<String>,
-    /// Why it cannot be run.
-    reason: Option<String>,
-}
-
-impl Interface {
-    #[cfg(feature = "run")]
-    fn of(model: &Model) -> Interface {
-        let graph = match model.graph() {
-            Ok(graph) => graph,
-            Err(reason) => return Interface { reason: Some(reason.to_string()), ..Interface::default() },
-        };
-        let inputs = graph.inputs().map(|(_, value)| format!("{}: {}", value.name, value.ty)).collect();
-        let outputs = graph.outputs().iter().map(|(name, id)| format!("{name}: {}", graph.value(*id).ty)).collect();
-        Interface { inputs, outputs, reason: None }
-    }
-
-    #[cfg(not(feature = "run"))]
-    fn of(_model: &Model) -> Interface {
-        Interface::default()
+        output::print(&format!(
+            "\n{}\n",
+            summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), [inputs.join(", "), outputs.join(", ")], cannot_run)
+        ))
     }
 }
 
 /// The model in a few lines, `zeros` where they were counted.
-fn summary(model: &Model, zeros: Option<u64>, interface: Interface) -> comfy_table::Table {
+fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], cannot_run: Option<String>) -> comfy_table::Table {
     let weights = &model.weights;
     let class = model.config.values().get("architectures").and_then(|names| names.get(0)?.as_str());
     let names: Vec<&str> = [model.config.model_type()].into_iter().filter(|name| !name.is_empty()).chain(class).collect();
@@ -148,9 +105,9 @@ fn summary(model: &Model, zeros: Option<u64>, interface: Interface) -> comfy_tab
         ("parameters", format!("{}, of them {} in linear layers{zeros}", count(parameters), count(linear))),
         ("tensors", stored),
         ("size", format!("{} in {} file{}", bytes(model.stored_bytes()), model.weight_files.len(), if model.weight_files.len() == 1 { "" } else { "s" })),
-        ("takes", interface.inputs.join(", ")),
-        ("gives", interface.outputs.join(", ")),
-        ("cannot be run", interface.reason.map_or(String::new(), |reason| format!("{reason}; passes over weights take it"))),
+        ("takes", inputs),
+        ("gives", outputs),
+        ("cannot be run", cannot_run.map_or(String::new(), |reason| format!("{reason}; passes over weights take it"))),
     ];
     facts(rows.into_iter().filter(|(_, value)| !value.is_empty()))
 }

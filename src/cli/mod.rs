@@ -19,6 +19,9 @@ mod report;
 mod run;
 #[cfg(feature = "run")]
 mod running;
+#[cfg(not(feature = "run"))]
+#[path = "weights_only.rs"]
+mod running;
 mod schema;
 mod verify;
 
@@ -97,11 +100,7 @@ pub fn main() -> ExitCode {
     let (head, segments) = chain::split(args);
     let matches = command().try_get_matches_from(head).unwrap_or_else(|e| output::misused(e));
     let global = Global::from_arg_matches(&matches).unwrap_or_default();
-    #[cfg(feature = "run")]
-    if let Some(threads) = global.threads {
-        // Models run on these threads; a second pool is refused, and there is none.
-        let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
-    }
+    global.threads.into_iter().for_each(running::compute_on);
     let asked = crate::kernel::simd::asked().map_err(|reason| Error::option(crate::kernel::simd::VARIABLE, reason));
     match asked.and_then(|_| dispatch(&matches, segments, &global)) {
         Ok(()) => ExitCode::SUCCESS,

@@ -96,8 +96,7 @@ pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, global: &Gl
     if pipeline.leads()? {
         return report(&pipeline.run(model.clone(), folder)?, folder, global);
     }
-    #[cfg(feature = "run")]
-    pipeline.follow(model, folder)?;
+    super::running::follow(pipeline, model, folder)?;
     let text = match global.log_format {
         _ if global.quiet => return Ok(()),
         LogFormat::Text => format!("the first of the processes writes {}\n", printable(&folder.to_string_lossy())),

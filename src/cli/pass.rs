@@ -18,7 +18,6 @@ pub(super) struct Args {
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]
     writing: Writing,
-    #[cfg(feature = "run")]
     #[command(flatten)]
     samples: super::running::Samples,
 }
@@ -30,7 +29,6 @@ impl Args {
         for export in self.writing.exports() {
             builder = builder.export(export);
         }
-        #[cfg(feature = "run")]
         let builder = self.samples.tell(builder);
         let pipeline = builder.build()?;
         output::run(&pipeline, &Model::open(&self.model)?, &self.output, global)

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use super::args::Global;
+use super::args::{Global, TextFile};
 use super::output;
 use crate::error::Result;
 use crate::report::{Comparison, Report};
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:
+#[command(mut_arg("output", |arg| arg.help("Write a page")), after_help = "Examples:
   compress report out/int8                                 what came of a run, on the terminal
   compress report out/int8 -o report.html                  the page again, of a report of any age
   compress report out/int8 out/static out/pruned           runs side by side: size, answers, time, what tells the recipes apart
@@ -19,12 +19,8 @@ pub(super) struct Args {
     /// Output folders, or their report.json; several are compared
     #[arg(required = true, value_name = "REPORT")]
     reports: Vec<PathBuf>,
-    /// Write a page
-    #[arg(long, short, value_name = "FILE")]
-    output: Option<PathBuf>,
-    /// Replace the page if it exists
-    #[arg(long)]
-    force: bool,
+    #[command(flatten)]
+    file: TextFile,
 }
 
 impl Args {
@@ -35,21 +31,16 @@ impl Args {
             reports.push((folder.unwrap_or(path).to_string_lossy().into_owned(), Report::open(path)?));
         }
         if let [(_, report)] = reports.as_slice() {
-            self.page(|| report.to_html())?;
+            self.file.write(|| Ok(report.to_html()))?;
             return if global.json { output::json(report) } else { self.say(&report.to_terminal()) };
         }
         let comparison = Comparison::of(&reports);
-        self.page(|| comparison.to_html())?;
+        self.file.write(|| Ok(comparison.to_html()))?;
         if global.json { output::json(&comparison) } else { self.say(&comparison.to_terminal()) }
     }
 
-    fn page(&self, html: impl FnOnce() -> String) -> Result<()> {
-        let Some(path) = &self.output else { return Ok(()) };
-        output::new_file(path, self.force, &html())
-    }
-
     fn say(&self, text: &str) -> Result<()> {
-        match &self.output {
+        match &self.file.output {
             Some(path) => output::print(&format!("{text}\n written: {}\n", path.display())),
             None => output::print(text),
         }

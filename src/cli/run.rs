@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use super::args::Global;
-use super::output;
+use super::{output, running};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::pipeline::{Pipeline, Plan};
@@ -86,12 +86,8 @@ impl Args {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
         let builder = global.builder().recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
-        #[cfg(feature = "run")]
-        let builder = match crate::pipeline::Shelf::usual().filter(|_| !self.no_cache) {
-            // Runs of a sweep begin with the same passes.
-            Some(shelf) => builder.keep(shelf, !name.is_empty()),
-            None => builder,
-        };
+        // Runs of a sweep begin with the same passes.
+        let builder = if self.no_cache { builder } else { running::cached(builder, !name.is_empty()) };
         let pipeline = builder.build()?;
         let output = output.ok_or_else(|| Error::option(self.recipe.display(), "no `output`; name a folder there or with -o"))?;
         let model = Model::open(&recipe.model)?;

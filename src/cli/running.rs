@@ -2,17 +2,26 @@
 
 mod analyze;
 mod cache;
+mod computation;
 mod eval;
 mod graph;
 mod init;
+mod machine;
 mod samples;
+
+use std::num::NonZeroUsize;
+use std::path::Path;
 
 use clap::Subcommand;
 
 use super::args::{self, Global};
 use super::{output, run};
 use crate::error::Result;
+use crate::model::Model;
+use crate::pipeline::{Builder, Pipeline, ResultCache};
+pub(super) use computation::Computation;
 pub(super) use graph::Graph;
+pub(super) use machine::{Fetch, Models, Runtimes};
 pub(super) use samples::Samples;
 
 #[derive(Debug, Subcommand)]
@@ -36,4 +45,23 @@ impl Command {
             Command::Cache(args) => args.run(global),
         }
     }
+}
+
+/// Has models run on so many threads.
+pub(super) fn compute_on(threads: NonZeroUsize) {
+    // A second pool is refused, and there is none.
+    let _ = rayon::ThreadPoolBuilder::new().num_threads(threads.get()).build_global();
+}
+
+/// Has a pipeline cache the results of its passes in the user's cache, and with `reuse` take those of earlier runs.
+pub(super) fn cached(builder: Builder, reuse: bool) -> Builder {
+    match ResultCache::usual() {
+        Some(cache) => builder.cache(cache, reuse),
+        None => builder,
+    }
+}
+
+/// Does the part of a process that does not write.
+pub(super) fn follow(pipeline: &Pipeline, model: &Model, folder: &Path) -> Result<()> {
+    pipeline.follow(model, folder)
 }

@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use super::{Batch, Data, DataSet, Order, Pending, Target};
+use super::{Batch, Data, DataSets, Order, Pending, Target};
 use crate::error::Result;
 
 /// One of so many samples is kept from passes that would use all of them.
@@ -13,48 +13,44 @@ const MOST: usize = 64;
 /// Samples one by one.
 const SINGLE: Order = Order { batch: Some(1), shuffle: None, skip: 0, part: (0, 1) };
 
-impl Data {
-    /// The same with `samples` set so that some are left to measure on: a tenth of a set that would be used as a whole, at most 64. Sets
-    /// of fewer than ten samples stay as they are, and so do those that hold more than they are asked for.
+impl DataSets {
+    /// A set of them with `samples` set so that some are left to measure on: a tenth of a set that would be used as a whole, at most 64.
+    /// Sets of fewer than ten samples stay as they are, and so do those that hold more than they are asked for.
     ///
     /// # Errors
     /// The data cannot be read, or does not fit the model.
-    pub fn holding_out(&self, target: Target) -> Result<Data> {
-        let wanted = self.samples.unwrap_or(usize::MAX);
-        let set = DataSet::open(&self.all(), target)?;
-        let there = set.source.works(SINGLE)?.take(wanted.saturating_add(1)).try_fold(0usize, |count, work| work.map(|_| count.saturating_add(1)))?;
-        if there > wanted || there < PART {
-            return Ok(self.clone());
+    pub fn holding_out(&self, set: &Data, target: Target) -> Result<Data> {
+        let one_more = set.samples.map(|wanted| wanted.saturating_add(1));
+        let there = self.open(&Data { samples: one_more, ..set.clone() }, target)?.count()?;
+        if set.samples.is_some_and(|wanted| there > wanted) || there < PART {
+            return Ok(set.clone());
         }
-        Ok(Data { samples: Some(there.saturating_sub(there.div_euclid(PART).min(MOST))), ..self.clone() })
+        Ok(Data { samples: Some(there.saturating_sub(there.div_euclid(PART).min(MOST))), ..set.clone() })
     }
 
-    /// Hands over samples one by one that are not among the `used` that a pass takes of the set, at most 64, until `consume` has enough.
+    /// Hands over samples of a set one by one that are not among the `used` that a pass takes of it, at most 64, until `consume` has
+    /// enough.
     ///
     /// # Errors
     /// The data cannot be read, does not fit the model, or `consume` fails.
-    pub fn for_each_beyond(&self, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
-        let set = DataSet::open(&self.all(), target)?;
+    pub fn for_each_beyond(&self, options: &Data, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
+        let set = self.open(&Data { samples: None, ..options.clone() }, target)?;
         let works = set.source.works(SINGLE)?.enumerate();
         // Of a folder, `samples` are spread over all classes; of anything else they are the first.
-        let left: Box<dyn Iterator<Item = Result<Pending>>> = if let (Some(true), Some(all)) = (self.images.as_ref().map(|path| path.is_dir()), set.samples()) {
-            let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
-            left.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-            Box::new(left.into_iter().map(|(_, pending)| pending))
-        } else {
-            Box::new(works.skip(used).map(|(_, pending)| pending))
-        };
+        let left: Box<dyn Iterator<Item = Result<Pending>>> =
+            if let (Some(true), Some(all)) = (options.images.as_ref().map(|path| path.is_dir()), set.samples()) {
+                let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
+                left.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+                Box::new(left.into_iter().map(|(_, pending)| pending))
+            } else {
+                Box::new(works.skip(used).map(|(_, pending)| pending))
+            };
         for pending in left.take(MOST) {
             if consume(pending?()?)?.is_break() {
                 break;
             }
         }
         Ok(())
-    }
-
-    /// The whole set.
-    fn all(&self) -> Data {
-        Data { samples: None, ..self.clone() }
     }
 }
 

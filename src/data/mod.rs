@@ -12,6 +12,7 @@ mod idx;
 mod images;
 mod labels;
 mod loader;
+mod opened;
 mod options;
 mod order;
 mod padding;
@@ -31,10 +32,11 @@ use std::sync::OnceLock;
 use candle_core::Tensor;
 use serde_json::{Map, Value};
 
+pub use opened::OpenedSets;
 pub use options::{Column, Data, DataSets, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
-pub use synthetic::{longest, made_up_of, synthetic};
+pub use synthetic::{longest, synthetic, synthetic_of};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

@@ -7,7 +7,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::Target;
+use super::{OpenedSets, Target};
 use crate::error::{Error, Result};
 
 /// What is asked of the model.
@@ -123,7 +123,7 @@ pub struct Data {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub header: Option<bool>,
     /// Character between columns [default: a comma, in .tsv a tab]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "CHARACTER", value_parser = delimiter, help_heading = "Data"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "CHARACTER", value_parser = values::delimiter, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub delimiter: Option<char>,
     /// Whether `"` surrounds columns that hold the delimiter [default: true, in .tsv false]
@@ -131,7 +131,7 @@ pub struct Data {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub quoting: Option<bool>,
     /// Which array goes to which input of the model
-    #[cfg_attr(feature = "cli", arg(long = "input", value_name = "INPUT=ARRAY", value_parser = parse_pair, help_heading = "Data"))]
+    #[cfg_attr(feature = "cli", arg(long = "input", value_name = "INPUT=ARRAY", value_parser = values::pair, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty", with = "pairs")]
     #[cfg_attr(feature = "cli", schemars(with = "std::collections::BTreeMap<String, String>"))]
     pub inputs: Vec<(String, String)>,
@@ -169,12 +169,6 @@ pub struct Data {
     pub std: Vec<f64>,
 }
 
-/// Reads `INPUT=ARRAY`.
-#[cfg(feature = "cli")]
-fn parse_pair(text: &str) -> Result<(String, String), String> {
-    text.split_once('=').map(|(input, array)| (input.to_owned(), array.to_owned())).ok_or_else(|| format!("`{text}` is not INPUT=ARRAY"))
-}
-
 /// Pairs as a map.
 mod pairs {
     use std::collections::BTreeMap;
@@ -195,13 +189,21 @@ const BATCH: usize = 32;
 /// Windows that run together when nothing is said.
 const WINDOWS: usize = 4;
 
-/// A character of the command line; a tab may be written as `\\t`.
+/// Values of the command line.
 #[cfg(feature = "cli")]
-fn delimiter(text: &str) -> std::result::Result<char, String> {
-    match (text, text.chars().next()) {
-        ("\\t", _) => Ok('\t'),
-        (_, Some(first)) if text.chars().count() == 1 => Ok(first),
-        _ => Err(format!("`{text}` is not one character, or \\t for a tab")),
+mod values {
+    /// Reads `INPUT=ARRAY`.
+    pub fn pair(text: &str) -> Result<(String, String), String> {
+        text.split_once('=').map(|(input, array)| (input.to_owned(), array.to_owned())).ok_or_else(|| format!("`{text}` is not INPUT=ARRAY"))
+    }
+
+    /// One character; a tab may be written as `\\t`.
+    pub fn delimiter(text: &str) -> Result<char, String> {
+        match (text, text.chars().next()) {
+            ("\\t", _) => Ok('\t'),
+            (_, Some(first)) if text.chars().count() == 1 => Ok(first),
+            _ => Err(format!("`{text}` is not one character, or \\t for a tab")),
+        }
     }
 }
 
@@ -300,6 +302,9 @@ pub struct DataSets {
     /// What passes that train learn from
     #[serde(skip_serializing_if = "Option::is_none")]
     pub train: Option<Data>,
+    /// Those that a run has opened
+    #[serde(skip)]
+    pub opened: OpenedSets,
 }
 
 impl DataSets {

@@ -32,14 +32,14 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
         "height" | "width" => IMAGE,
         _ => OTHER,
     };
-    made_up_of(graph, seed, &graph.bind(size))
+    synthetic_of(graph, seed, &graph.bind(size))
 }
 
 /// The same with named sizes of one's own.
 ///
 /// # Errors
 /// As [`synthetic`].
-pub fn made_up_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
+pub fn synthetic_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
     let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
     let mut next = move || {
         let mut bytes = [0; 4];
@@ -125,6 +125,6 @@ mod tests {
     #[test]
     fn a_mask_needs_no_length() {
         let graph = graph("input mask: float[n, 4]\noutput y = mask\n".replace("float", "int").as_str());
-        assert!(made_up_of(&graph, 0, &[("n".to_owned(), 2), ("sequence".to_owned(), 0)].into()).is_ok());
+        assert!(synthetic_of(&graph, 0, &[("n".to_owned(), 2), ("sequence".to_owned(), 0)].into()).is_ok());
     }
 }

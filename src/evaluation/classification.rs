@@ -23,27 +23,27 @@ impl Metric for Classification {
         if predicted.len() != classes.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
         }
-        for (truth, predicted) in classes.iter().zip(predicted) {
-            if *truth >= count {
-                return Err(Error::option("data", format!("a label is {truth}, the model has {count} classes, the first is 0")));
+        for (label, predicted) in classes.iter().zip(predicted) {
+            if *label >= count {
+                return Err(Error::option("data", format!("a label is {label}, the model has {count} classes, the first is 0")));
             }
-            *self.confusion.entry((*truth, predicted as usize)).or_default() += 1;
+            *self.confusion.entry((*label, predicted as usize)).or_default() += 1;
         }
         Ok(())
     }
 
     fn score(&self) -> Result<Score> {
         let count: u64 = self.confusion.values().sum();
-        let hits: u64 = self.confusion.iter().filter(|((truth, predicted), _)| truth == predicted).map(|(_, n)| n).sum();
-        let (mut truths, mut predictions) = (BTreeMap::<usize, u64>::new(), BTreeMap::<usize, u64>::new());
-        for ((truth, predicted), n) in &self.confusion {
-            *truths.entry(*truth).or_default() += n;
+        let hits: u64 = self.confusion.iter().filter(|((label, predicted), _)| label == predicted).map(|(_, n)| n).sum();
+        let (mut labels, mut predictions) = (BTreeMap::<usize, u64>::new(), BTreeMap::<usize, u64>::new());
+        for ((label, predicted), n) in &self.confusion {
+            *labels.entry(*label).or_default() += n;
             *predictions.entry(*predicted).or_default() += n;
         }
         // The mean over the classes that occur, 2 TP / (2 TP + FP + FN) each.
-        let classes: std::collections::BTreeSet<usize> = truths.keys().chain(predictions.keys()).copied().collect();
+        let classes: std::collections::BTreeSet<usize> = labels.keys().chain(predictions.keys()).copied().collect();
         let f1 = |class: &usize| {
-            let both = truths.get(class).unwrap_or(&0) + predictions.get(class).unwrap_or(&0);
+            let both = labels.get(class).unwrap_or(&0) + predictions.get(class).unwrap_or(&0);
             2.0 * *self.confusion.get(&(*class, *class)).unwrap_or(&0) as f64 / both as f64
         };
         let macro_f1 = classes.iter().map(f1).sum::<f64>() / classes.len().max(1) as f64;

@@ -7,7 +7,7 @@ use super::{Fidelity, Outputs, computed};
 use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
-use crate::exec::{on_host, read};
+use crate::exec::{floats_on_host, read};
 
 /// Sums of what two models say.
 #[derive(Debug, Clone, Default)]
@@ -49,7 +49,7 @@ impl Sums {
             let rows = rows.filter(|(index, _)| kept.is_none_or(|kept| kept.get(*index) != Some(&false)));
             rows.map(|(_, (a, b))| Row::of(a, b, self.logits)).collect::<Vec<_>>()
         };
-        let (a, b) = (on_host(a, Cause::Answers).map_err(computed)?, on_host(b, Cause::Answers).map_err(computed)?);
+        let (a, b) = (floats_on_host(a, Cause::Answers).map_err(computed)?, floats_on_host(b, Cause::Answers).map_err(computed)?);
         // Rows are looked at by several threads and added up in their order.
         for row in read(&a, |a| read(&b, |b| Ok(rows(a, b)))).map_err(computed)? {
             self.add_row(&row);

@@ -7,7 +7,7 @@ use super::{Metric, Outputs, Score, answer, computed, statistics};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
-use crate::exec::{on_host, read};
+use crate::exec::{floats_on_host, read};
 use crate::kernel::rows::log_sum_exp;
 
 /// Sums of `-ln p` of the tokens that came.
@@ -42,7 +42,7 @@ impl Metric for Perplexity {
                 Ok(log_sum_exp(row) - f64::from(*logit.ok_or_else(unknown)?))
             };
             let losses = |values: &[f32]| Ok(values.par_chunks_exact(vocabulary.max(1)).zip(next).map(loss).collect::<Result<Vec<f64>>>());
-            for loss in on_host(&rows, Cause::Answers).and_then(|rows| read(&rows, losses)).map_err(computed)?? {
+            for loss in floats_on_host(&rows, Cause::Answers).and_then(|rows| read(&rows, losses)).map_err(computed)?? {
                 self.sum += loss;
                 self.squares += loss * loss;
                 self.count += 1;

@@ -9,7 +9,7 @@ use super::Runtime;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Evaluate {
-    /// Who runs the models; without a word the built-in executor, and ONNX Runtime when ONNX is written
+    /// Who runs the models [default: the built-in executor, and ONNX Runtime when ONNX is written]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub runtime: Vec<Runtime>,
     /// Measure how long one batch takes before and after

@@ -80,13 +80,9 @@ impl Choice {
 
 /// What a device is called, in the words that [`Choice`] takes; and of a GPU, its model.
 pub fn name(device: &Device) -> (String, Option<String>) {
-    match device {
-        #[cfg(feature = "cuda")]
-        Device::Cuda(cuda) => {
-            let context = cuda.cuda_stream().context().clone();
-            (Choice::Cuda(context.ordinal()).to_string(), context.name().ok())
-        }
-        _ => (Choice::Cpu.to_string(), None),
+    match super::gpu::name(device) {
+        Some((number, model)) => (Choice::Cuda(number).to_string(), model),
+        None => (Choice::Cpu.to_string(), None),
     }
 }
 

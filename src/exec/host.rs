@@ -23,6 +23,6 @@ pub(crate) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R
 ///
 /// # Errors
 /// Memory runs out.
-pub(crate) fn on_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
+pub(crate) fn floats_on_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
     transfer::beside(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?.contiguous()
 }

@@ -103,11 +103,11 @@ impl Parameters {
     /// # Errors
     /// It was not loaded, or the device runs out of memory.
     pub fn get(&self, name: &str) -> candle_core::Result<Tensor> {
-        self.kept(name)?.to_dtype(self.compute)
+        self.stored(name)?.to_dtype(self.compute)
     }
 
     /// A parameter as it is kept in memory.
-    pub(super) fn kept(&self, name: &str) -> candle_core::Result<Tensor> {
+    pub(super) fn stored(&self, name: &str) -> candle_core::Result<Tensor> {
         match self.tensors.get(name) {
             Some(tensor) => Ok(tensor.clone()),
             None => candle_core::bail!("parameter `{name}` was not loaded"),

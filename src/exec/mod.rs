@@ -1,7 +1,11 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod device;
-mod device_memory;
+#[cfg(feature = "cuda")]
+mod gpu;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_gpu.rs"]
+mod gpu;
 mod host;
 mod inputs;
 mod load;
@@ -14,8 +18,8 @@ mod tape;
 pub mod transfer;
 
 pub use device::{Choice, name};
-pub use device_memory::DeviceMemory;
-pub(crate) use host::{on_host, read};
+pub use gpu::DeviceMemory;
+pub(crate) use host::{floats_on_host, read};
 pub use load::{Parameters, Residence};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;

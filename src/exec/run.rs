@@ -162,7 +162,7 @@ impl<'g> Executor<'g> {
         let operand = |(index, id): (usize, &ValueId)| {
             let value = self.graph.value(*id);
             match value.kind {
-                Kind::Param if spec.takes_kept(index) => self.parameters.kept(&value.name).map_err(failed(&value.name)),
+                Kind::Param if spec.reads_stored(index) => self.parameters.stored(&value.name).map_err(failed(&value.name)),
                 Kind::Param => self.parameters.get(&value.name).map_err(failed(&value.name)),
                 _ => run.get(self.graph, *id),
             }

@@ -17,6 +17,7 @@ pub use crate::store::ByteSize;
 
 use crate::error::Result;
 use crate::model::{Config, Model};
+use crate::run_state::RunState;
 use crate::store::writer::{WeightMeasurement, Written};
 use crate::work::Work;
 
@@ -62,17 +63,17 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// The options as they stand in a recipe, defaults written out.
     fn options(&self) -> Value;
 
-    /// What would be written.
+    /// What would be written of a model that `run` has made.
     ///
     /// # Errors
     /// The format cannot express the model, by name.
-    fn forecast(&self, model: &Model) -> Result<SizeForecast>;
+    fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast>;
 
     /// Writes into a folder, and reads back.
     ///
     /// # Errors
     /// Reading, making or writing tensors fails, or the files do not read back as meant.
-    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported>;
+    fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported>;
 }
 
 /// Writes the table of formats.

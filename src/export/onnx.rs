@@ -2,7 +2,7 @@
 //!
 //! Int8 weights stay int8. A linear layer whose activations are quantized becomes `DynamicQuantizeLinear` and
 //! `MatMulInteger`, in the form that ONNX Runtime runs as one integer kernel; with float activations its weights go
-//! through `DequantizeLinear`; of an embedding only the rows that are looked up are turned into floats.
+//! through `DequantizeLinear`; of an embedding only the rows that are looked up become floats.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,6 +18,7 @@ use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
+use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
 use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Weights};
 use crate::work::Work;
@@ -70,7 +71,7 @@ struct Prepared {
 }
 
 impl Onnx {
-    fn prepare(&self, model: &Model) -> Result<Prepared> {
+    fn prepare(&self, model: &Model, run: &RunState) -> Result<Prepared> {
         let graph = model.graph()?;
         let mut style = Style {
             opset: self.opset,
@@ -83,7 +84,7 @@ impl Onnx {
                 style.integers.insert(value.name.clone(), affine.clone());
             }
         }
-        let draft = draft(&graph, &style, &metadata(model))?;
+        let draft = draft(&graph, &style, &metadata(model, run))?;
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
         let layout = file::layout(&draft, file::LARGEST)?;
         Ok(Prepared { graph, draft, items, layout })
@@ -122,13 +123,13 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
     Ok(Item { name, weight, storage_format })
 }
 
-fn metadata(model: &Model) -> BTreeMap<String, String> {
+fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {
     let mut metadata = BTreeMap::new();
     if !model.config.model_type().is_empty() {
         metadata.insert("compress.model_type".to_owned(), model.config.model_type().to_owned());
     }
-    if !model.history.is_empty() {
-        let passes: Vec<Value> = model.history.iter().map(|applied| json!({ applied.name: applied.options })).collect();
+    if !run.history.is_empty() {
+        let passes: Vec<Value> = run.history.iter().map(|applied| json!({ applied.name: applied.options })).collect();
         metadata.insert("compress.passes".to_owned(), Value::Array(passes).to_string());
     }
     metadata
@@ -159,18 +160,18 @@ impl Format for Onnx {
         serde_json::to_value(self).unwrap_or(Value::Null)
     }
 
-    fn forecast(&self, model: &Model) -> Result<SizeForecast> {
-        let Prepared { draft, layout, .. } = self.prepare(model)?;
+    fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
+        let Prepared { draft, layout, .. } = self.prepare(model, run)?;
         Ok(SizeForecast {
             files: layout.iter().map(|(name, _)| name.clone()).collect(),
             bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
-            exact: !model.estimated,
+            exact: !run.estimated,
             tensors: draft.tensors(),
         })
     }
 
-    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported> {
-        let Prepared { graph, draft, items, layout } = self.prepare(model)?;
+    fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
+        let Prepared { graph, draft, items, layout } = self.prepare(model, run)?;
         let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         Ok(Exported {
             files,

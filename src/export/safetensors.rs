@@ -17,6 +17,7 @@ use super::{ByteSize, Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
+use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
 use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
 use crate::work::Work;
@@ -112,15 +113,15 @@ impl Safetensors {
         writer::FileLayout::new(items, &metadata, self.shard_size.0)
     }
 
-    fn config(&self, model: &Model, items: &[Item]) -> Config {
+    fn config(&self, model: &Model, run: &RunState, items: &[Item]) -> Config {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
-        let described = quantization::is_needed(items, model).then(|| quantization::describe(items, model));
-        // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would compute something else
-        // without a word.
+        let described = quantization::is_needed(items, model, run).then(|| quantization::describe(items, model, run));
+        // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would silently
+        // compute something else.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
-        let own = sparse || needs_graph(model) || (integers && convolutions);
+        let own = sparse || model.needs_graph_file() || (integers && convolutions);
         if own {
             config.mark_own();
         }
@@ -134,9 +135,9 @@ impl Safetensors {
         config
     }
 
-    fn notes(&self, model: &Model, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
+    fn notes(&self, model: &Model, run: &RunState, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
         let mut notes = Vec::new();
-        let left_out = quantization::left_out(items, model);
+        let left_out = quantization::left_out(items, model, run);
         if !left_out.is_empty() {
             notes.push(format!("`{}` of the input's quantization_config is left out: it describes the weights as they were", left_out.join("`, `")));
         }
@@ -155,14 +156,14 @@ impl Safetensors {
                 elements += count;
             }
         }
-        let pruning = model.history.iter().any(|applied| applied.zeroes);
+        let pruning = run.history.iter().any(|applied| applied.zeroes);
         if pruning && elements > 0 && self.layout != Layout::Sparse {
             notes.push(format!(
                 "{:.0} % zeros in the pruned tensors, stored dense: no size gain and no speed-up by themselves; add `layout: sparse` to store fewer bytes",
                 100.0 * zeros as f64 / elements as f64
             ));
         }
-        if sparse == 0 && needs_graph(model) {
+        if sparse == 0 && model.needs_graph_file() {
             notes.push("config.json cannot say what this model computes: graph.json does, which only compress and its ONNX export read; `model_type` is marked so that other libraries refuse the folder".to_owned());
         } else if sparse == 0 {
             notes.extend(quantization::notes(items, model));
@@ -180,17 +181,6 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
         let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
         (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, storage_format: StorageFormat::Plain })
     })
-}
-
-/// Whether `config.json` does not describe what the model computes after the passes.
-#[cfg(feature = "run")]
-fn needs_graph(model: &Model) -> bool {
-    model.graph_file().is_ok_and(|file| file.is_some())
-}
-
-#[cfg(not(feature = "run"))]
-fn needs_graph(_model: &Model) -> bool {
-    false
 }
 
 /// What static activations are quantized by, one scale and zero point for each layer.
@@ -279,13 +269,13 @@ impl Format for Safetensors {
         serde_json::to_value(self).unwrap_or(Value::Null)
     }
 
-    fn forecast(&self, model: &Model) -> Result<SizeForecast> {
+    fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
         let items = self.items(model, |_, weight| Ok(weight.elements() as u64))?;
         let layout = self.layout_of(&items, model)?;
-        Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !model.estimated, tensors: layout.tensors() })
+        Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })
     }
 
-    fn write(&self, model: &Model, folder: &Path, work: &Work) -> Result<Exported> {
+    fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
         let mut kept = std::collections::BTreeMap::new();
         if self.layout == Layout::Sparse {
             let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
@@ -313,8 +303,8 @@ impl Format for Safetensors {
             max_abs_error: 0.0,
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),
-            config: Some(self.config(model, &items)),
-            notes: self.notes(model, &items, &seen),
+            config: Some(self.config(model, run, &items)),
+            notes: self.notes(model, run, &items, &seen),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
         })
     }

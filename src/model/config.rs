@@ -13,7 +13,7 @@ use crate::store::{ActivationScheme, Affine, Granularity, Pattern};
 pub const OWN_METHOD: &str = "compress";
 
 /// In front of the `model_type` of such folders, so that libraries which choose a class by it find none: transformers ignores a
-/// method of quantization that it does not know, and would compute something else without a word.
+/// method of quantization that it does not know, and would silently compute something else.
 const OWN_TYPE: &str = "compress-";
 
 /// The configuration of a model; empty for a bare file.
@@ -98,7 +98,7 @@ impl Config {
 
     /// Pairs (alias, original) of names that this configuration ties, `stored` saying which tensors there are.
     ///
-    /// Without a word in the file, a language model whose head is not stored is tied.
+    /// Where the file does not say, a language model whose head is not stored is tied.
     pub fn tied_names(&self, stored: impl Fn(&str) -> bool) -> Vec<(&'static str, &'static str)> {
         let architecture = self.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str).unwrap_or("");
         let has_head =

@@ -24,9 +24,19 @@ impl Model {
     /// # Errors
     /// The family is not known, the configuration lacks something, or the weights do not fit it.
     pub fn graph(&self) -> Result<Graph> {
+        self.graph_and_unknown_keys().map(|(graph, _)| graph)
+    }
+
+    /// The graph, and keys of the folder's files about the model that are not known and change nothing here, each behind its file's name.
+    ///
+    /// # Errors
+    /// As [`graph`](Model::graph).
+    pub fn graph_and_unknown_keys(&self) -> Result<(Graph, Vec<String>)> {
+        let file = self.path.join(GraphFile::NAME);
         match &self.changed_graph {
-            Some(graph) => Ok((**graph).clone()),
-            None => self.stored_graph(),
+            Some(graph) => Ok(((**graph).clone(), Vec::new())),
+            None if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
+            None => self.described(),
         }
     }
 
@@ -36,8 +46,13 @@ impl Model {
     /// As [`graph`](Model::graph).
     pub fn graph_file(&self) -> Result<Option<GraphFile>> {
         let Some(graph) = &self.changed_graph else { return Ok(None) };
-        let described = self.described().is_ok_and(|described| same(&described, graph, &self.weights));
+        let described = self.described().is_ok_and(|(described, _)| same(&described, graph, &self.weights));
         Ok((!described).then(|| GraphFile::from(&**graph)))
+    }
+
+    /// Whether `graph.json` has to be written.
+    pub(crate) fn needs_graph_file(&self) -> bool {
+        self.graph_file().is_ok_and(|file| file.is_some())
     }
 
     /// Whether `config.json` describes what the model computes.
@@ -48,29 +63,14 @@ impl Model {
         }
     }
 
-    fn stored_graph(&self) -> Result<Graph> {
-        let file = self.path.join(GraphFile::NAME);
-        if file.is_file() {
-            return GraphFile::open(&file)?.build(&self.weights);
-        }
-        self.described()
-    }
-
-    /// The graph that `config.json` describes.
-    fn described(&self) -> Result<Graph> {
+    /// The graph that `config.json` describes, with the keys of the folder's files that are not known.
+    fn described(&self) -> Result<(Graph, Vec<String>)> {
         if self.config.model_type().is_empty() {
             return Err(Error::Unsupported {
                 what: format!("{}: running a model without graph.json and without a model_type in config.json", self.path.display()),
                 hint: "add a config.json, or describe the model in a graph.json; passes over weights need neither".into(),
             });
         }
-        let (graph, _) = self.described_by_config()?;
-        let quantizers = self.quantizers();
-        if quantizers.layers.is_empty() { Ok(graph) } else { quantizers::insert(&graph, &self.weights, &quantizers) }
-    }
-
-    /// The same before quantizers are put in, with the keys of the folder's files that are not known.
-    fn described_by_config(&self) -> Result<(Graph, Vec<String>)> {
         if self.config.carried_quantization().contains_key("kv_cache_scheme") {
             return Err(Error::Unsupported {
                 what: format!("{}: running a model whose cache of keys and values is quantized (`kv_cache_scheme`)", self.path.display()),
@@ -79,20 +79,9 @@ impl Model {
         }
         let (pooling, modules) = Pooling::described(&self.path)?;
         let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
+        let quantizers = self.quantizers();
+        let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
         Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(modules).collect()))
-    }
-
-    /// Whether there is anything to make a graph from.
-    pub fn describes_itself(&self) -> bool {
-        !self.config.model_type().is_empty() || self.path.join(GraphFile::NAME).is_file()
-    }
-
-    /// Keys of the folder's files about the model that are not known and change nothing here, each behind its file's name.
-    ///
-    /// # Errors
-    /// As [`graph`](Model::graph).
-    pub fn unknown_keys(&self) -> Result<Vec<String>> {
-        if self.path.join(GraphFile::NAME).is_file() { Ok(Vec::new()) } else { Ok(self.described_by_config()?.1) }
     }
 
     /// Layers whose inputs are quantized by parameters that are stored with their weights.

@@ -137,7 +137,7 @@ fn varint(mut value: u64, out: &mut Vec<u8>) {
     out.push(value as u8);
 }
 
-/// The model that the pieces of a file spell, elements of weights left empty.
+/// The model that the pieces of a file make up, elements of weights left empty.
 ///
 /// # Errors
 /// They do not parse.

@@ -1,4 +1,4 @@
-//! What the functions of [`spell`](super::spell) write with: names, constants, and values that nodes share.
+//! What the functions of [`lower`](super::lower) write with: names, constants, and values that nodes share.
 
 use std::collections::{BTreeMap, BTreeSet};
 

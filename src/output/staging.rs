@@ -71,7 +71,7 @@ impl Staging {
         }
     }
 
-    /// Where to write meanwhile.
+    /// The folder to write into.
     pub fn path(&self) -> PathBuf {
         self.work.join(NEW)
     }
@@ -81,7 +81,7 @@ impl Staging {
         &self.target
     }
 
-    /// What the file system cannot do, in plain words.
+    /// Notes on what the file system cannot do.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
@@ -184,7 +184,7 @@ fn remove(work: &Path) {
     let _ = fs::remove_dir(work);
 }
 
-/// Removes what killed processes have left, and says what may be such and was not removed.
+/// Removes what killed processes have left, and returns notes on what may be such and was not removed.
 fn remove_left(parent: &Path, prefix: &str, target: &Path) -> Vec<String> {
     let mut notes = Vec::new();
     let Ok(entries) = fs::read_dir(parent) else { return notes };
@@ -207,7 +207,7 @@ fn remove_left(parent: &Path, prefix: &str, target: &Path) -> Vec<String> {
     notes
 }
 
-/// Removes folders that were made for nothing, from the inside out, as long as they are empty.
+/// Removes folders that were made for an output that did not come about, innermost first, if they are empty.
 fn remove_made(parent: &Path, made: Option<&Path>) {
     let Some(made) = made else { return };
     for folder in parent.ancestors().take_while(|p| p.starts_with(made)) {

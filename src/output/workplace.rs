@@ -1,4 +1,4 @@
-//! Where a run keeps what it can go on from: a folder `OUT.unfinished` beside the output, for one run at a time.
+//! Checkpoints that an interrupted run can be resumed from: a folder `OUT.unfinished` beside the output, used by one run at a time.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use super::lock::{Attempt, Lock};
 use super::place::refuse;
 use crate::error::{Error, Result};
 
-/// The folder, owned until this is dropped. What lies in it stays, for a run that goes on; without anything in it, it goes.
+/// The folder, owned until this is dropped. Its files stay for `--resume`; an empty folder is removed.
 #[derive(Debug)]
 pub struct Workplace {
     path: PathBuf,
@@ -25,11 +25,10 @@ impl Workplace {
         output.with_file_name(name)
     }
 
-    /// Takes the folder of an output: to go on with what an interrupted run has left, if `resume`; else an empty one, which `force`
-    /// makes of what is left.
+    /// Opens the folder of an output: with the files of an interrupted run if `resume`, else empty. `force` removes such files.
     ///
     /// # Errors
-    /// Another run has it, it holds something and neither is wanted, or nothing in it says that it is such a folder.
+    /// Another run has it, it holds files and neither is asked for, or nothing in it says that compress made it.
     pub fn open(output: &Path, resume: bool, force: bool) -> Result<Workplace> {
         let path = Workplace::beside(output);
         let marker = path.join(MARKER);

@@ -14,7 +14,8 @@ use super::targets::{self, Chosen};
 use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
-use crate::model::{Applied, Model};
+use crate::model::Model;
+use crate::run_state::{Applied, RunState};
 use crate::store::{Block, BlockSink, DType, Encoding, Pattern, View, Weight, WeightSource};
 use crate::work::Meter;
 
@@ -94,7 +95,7 @@ impl Pass for Cast {
         options_of(self)
     }
 
-    fn apply(&self, mut model: Model, _context: Option<&Context>) -> Result<Model> {
+    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let eligible = |_: &str, w: &Weight| w.is_float() && w.encoding == Encoding::Dense && w.elements() > 0;
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, "all float tensors that are not quantized", eligible)?;
@@ -114,7 +115,7 @@ impl Pass for Cast {
             model.config.set_dtype(self.to.config_name());
         }
         let count = changed.len();
-        model.history.push(Applied {
+        run.history.push(Applied {
             tensors: changed,
             rule,
             meter,

@@ -13,6 +13,7 @@ use serde_json::Value;
 use super::{Context, Pass, Samples, distill, options_of};
 use crate::error::Result;
 use crate::model::Model;
+use crate::run_state::RunState;
 use crate::store::{ByteSize, Pattern};
 use crate::train::losses::Losses;
 use crate::train::optimizer::Kind;
@@ -43,8 +44,8 @@ impl Pass for Finetune {
         Some(Samples::Train)
     }
 
-    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
-        distill::train(NAME, model, self.options(), &self.training(), (None, None), context)
+    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+        distill::train(NAME, model, run, self.options(), &self.training(), (None, None), context)
     }
 
     fn remedy(&self) -> &'static str {

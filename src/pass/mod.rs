@@ -48,6 +48,7 @@ pub use running::*;
 
 use crate::error::Result;
 use crate::model::Model;
+use crate::run_state::RunState;
 use crate::work::Work;
 
 /// A step of a pipeline.
@@ -85,12 +86,13 @@ pub trait Pass: fmt::Debug + Send + Sync {
     }
 
     /// The model after the pass. Without a context that is quick, and no tensor is read: what a pass does that runs the model is told as
-    /// far as it can be told beforehand, names, shapes and encodings. With one, all of its work is done but for what is left to writing.
+    /// far as it can be told beforehand, names, shapes and encodings. With one, all of its work is done but for what is left to writing. What was done is told to
+    /// `run`.
     ///
     /// # Errors
     /// A pattern without a match, or a weight that the pass cannot take; with a context also: samples do not fit the model, memory runs
     /// out, or the work is cancelled.
-    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model>;
+    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model>;
 
     /// What helps where the model's answers are ruined by the pass.
     fn remedy(&self) -> &'static str {

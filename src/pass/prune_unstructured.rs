@@ -26,7 +26,8 @@ use super::threshold::Pool;
 use super::{Amount, Context, NOfM, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
-use crate::model::{self, Applied, Model, Prepare};
+use crate::model::{self, Model};
+use crate::run_state::{Applied, Prepare, RunState};
 use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, least_common_multiple};
 use crate::work::Meter;
 
@@ -133,7 +134,7 @@ impl PruneUnstructured {
             .collect()
     }
 
-    fn apply_amounts(&self, names: &BTreeSet<&str>, model: &mut Model, meter: &Arc<Meter>) -> Result<u64> {
+    fn apply_amounts(&self, names: &BTreeSet<&str>, model: &mut Model, run: &mut RunState, meter: &Arc<Meter>) -> Result<u64> {
         let mut removed = 0;
         for (amount, names) in self.groups(names, model)? {
             if names.is_empty() {
@@ -145,7 +146,7 @@ impl PruneUnstructured {
                     continue;
                 }
                 if self.scope == Scope::Global {
-                    model.preparations.push(pool.clone() as Arc<dyn Prepare>);
+                    run.preparations.push(pool.clone() as Arc<dyn Prepare>);
                 }
                 for (index, (name, weight)) in pool.members().iter().enumerate() {
                     let source = Masked { upstream: weight.clone(), pool: pool.clone(), index, meter: meter.clone() };
@@ -225,7 +226,7 @@ impl Pass for PruneUnstructured {
         }
     }
 
-    fn apply(&self, mut model: Model, _context: Option<&Context>) -> Result<Model> {
+    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, model::PRUNABLE_RULE, model::is_prunable)?;
         for name in &names {
@@ -234,10 +235,10 @@ impl Pass for PruneUnstructured {
         let meter = Arc::new(Meter::default());
         let removed = match self.pattern {
             Some(pattern) => self.apply_pattern(pattern, &names, &mut model, &meter)?,
-            None => self.apply_amounts(&names, &mut model, &meter)?,
+            None => self.apply_amounts(&names, &mut model, run, &meter)?,
         };
         let of: u64 = names.iter().map(|name| weights.by_name[*name].elements() as u64).sum();
-        model.history.push(Applied {
+        run.history.push(Applied {
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,
             meter,

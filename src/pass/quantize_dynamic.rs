@@ -17,7 +17,8 @@ use super::integers::{Integers, WeightObserver};
 use super::targets::{self, Chosen};
 use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
-use crate::model::{self, Applied, Model};
+use crate::model::{self, Model};
+use crate::run_state::{Applied, RunState};
 use crate::store::{ActivationScheme, Affine, DType, Granularity, Pattern, Weight};
 use crate::work::Meter;
 
@@ -154,7 +155,7 @@ impl Pass for QuantizeDynamic {
         }
     }
 
-    fn apply(&self, mut model: Model, _context: Option<&Context>) -> Result<Model> {
+    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let rule = if self.embeddings { format!("{}; and embeddings", model::LINEAR_RULE) } else { model::LINEAR_RULE.to_owned() };
         let eligible = |name: &str, w: &Weight| model::is_linear(name, w) || (self.embeddings && model::is_embedding(name, w));
@@ -168,7 +169,7 @@ impl Pass for QuantizeDynamic {
             model.weights.by_name.insert((*name).to_owned(), integers.weight());
         }
         let count = names.len();
-        model.history.push(Applied {
+        run.history.push(Applied {
             tensors: names.into_iter().map(str::to_owned).collect(),
             rule,
             meter,

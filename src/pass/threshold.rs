@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::error::{Error, Result};
 use crate::kernel::histogram::{MagnitudeHistogram, Window};
 use crate::kernel::{Float, convert, with_float};
-use crate::model::Prepare;
+use crate::run_state::Prepare;
 use crate::store::{DType, Weight};
 use crate::work::{Work, lock};
 

@@ -11,6 +11,7 @@ use crate::model::Model;
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
+use crate::run_state::RunState;
 use crate::work::{Cancel, Progress, Silent, Work};
 
 /// Passes and formats, ready to be run on models.
@@ -25,6 +26,8 @@ pub struct Pipeline {
     pub(super) resume: bool,
     /// Whether fidelity is measured where no evaluation data is named.
     pub(super) measures: bool,
+    /// What a run begins with, before its first pass.
+    pub(super) start: RunState,
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
@@ -46,6 +49,7 @@ impl Pipeline {
             force: false,
             resume: false,
             measures: true,
+            start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
             progress: Arc::new(Silent),
             cancel: Cancel::default(),
@@ -74,17 +78,18 @@ impl Pipeline {
 
     /// The pipeline with what its options leave to the model and to the data written out, and the model after its passes as far as can be
     /// told without reading a tensor.
-    pub(super) fn settled(&self, model: &Model) -> Result<(Pipeline, Model)> {
+    pub(super) fn settled(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
         let mut settled = self.clone();
+        settled.running.begin();
         let sets = settled.running.sets();
-        let mut after = model.clone();
+        let (mut after, mut run) = (model.clone(), self.start.clone());
         for step in &mut settled.steps {
             step.pass_mut().settle(&after, &sets);
-            after = step.pass().apply(after, None)?;
+            after = step.pass().apply(after, &mut run, None)?;
         }
-        after.settle_ties(model)?;
+        run.notes.extend(after.settle_ties(model)?);
         settled.running.lend(&settled.steps);
-        Ok((settled, after))
+        Ok((settled, after, run))
     }
 
     /// The recipe of this pipeline for a model.
@@ -171,6 +176,12 @@ impl Builder {
     /// default.
     pub fn measure(mut self, measure: bool) -> Self {
         self.0.measures = measure;
+        self
+    }
+
+    /// Adds a note to the report.
+    pub fn note(mut self, note: impl Into<String>) -> Self {
+        self.0.start.notes.push(note.into());
         self
     }
 

@@ -3,11 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use super::key::Key;
 use super::{Pipeline, verify};
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::report::Report;
+use crate::report::{Report, Tool};
+use crate::store::ContentKey;
+use crate::work::Work;
 
 /// What [`Pipeline::run_cached`] found or made.
 #[derive(Debug, Clone, PartialEq)]
@@ -32,9 +33,10 @@ impl Pipeline {
         if let Some(report) = self.found(output, &key)? {
             return Ok(Cached { report, reused: true });
         }
-        let mut model = model;
-        model.attached.insert(Model::KEY.into(), key.into_bytes().into());
-        let report = self.clone().replacing().run(model, output)?;
+        let mut pipeline = self.clone();
+        pipeline.force = true;
+        pipeline.start.attached.insert(Model::KEY.into(), key.into_bytes().into());
+        let report = pipeline.run(model, output)?;
         Ok(Cached { report, reused: false })
     }
 
@@ -55,9 +57,19 @@ impl Pipeline {
         let mut recipe = self.recipe(model);
         // Where the model lies changes nothing.
         recipe.model.clear();
-        let mut key = Key::new(self, model, &self.work())?;
-        key.say(&serde_json::to_string(&recipe).unwrap_or_default());
+        let mut key = self.input_key(model, &self.work())?;
+        key.line(&serde_json::to_string(&recipe).unwrap_or_default());
         Ok(format!("{}\n", key.name()))
+    }
+
+    /// What every result begins from: this version of the tool, the seed, the device, and the bytes of the model, wherever it lies.
+    pub(super) fn input_key<'w>(&self, model: &Model, work: &Work<'w>) -> Result<ContentKey<'w>> {
+        let mut key = ContentKey::new(work);
+        let tool = Tool::default();
+        key.line(&format!("{} {:?} {}", tool.version, tool.commit, self.seed));
+        self.running.describe().iter().for_each(|how| key.line(how));
+        key.files(model.inputs(), &model.path)?;
+        Ok(key)
     }
 
     fn require_model_alone(&self) -> Result<()> {
@@ -67,10 +79,5 @@ impl Pipeline {
             None => Ok(()),
             Some(name) => Err(Error::option(name, "reads data besides the model, and a cached run would not notice when that changes")),
         }
-    }
-
-    fn replacing(mut self) -> Pipeline {
-        self.force = true;
-        self
     }
 }

@@ -63,14 +63,14 @@ const RANKING: u64 = 3 << 20;
 
 pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     model.require_own_files()?;
-    let (pipeline, after) = &pipeline.settled(model)?;
+    let (pipeline, after, run) = &pipeline.settled(model)?;
     let samples = pipeline.count_samples(model)?;
     let peak_vram_bytes = pipeline.planned_vram()?;
-    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after)).collect::<Result<_>>()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after, run)).collect::<Result<_>>()?;
     let threads = pipeline.work().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
     let block = model.weights.by_name.values().map(block_bytes).max().unwrap_or(0);
-    let passes = after
+    let passes = run
         .history
         .iter()
         .map(|applied| PassPlan {
@@ -94,13 +94,13 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         parameters: model.weights.parameters(),
         passes,
         samples,
-        prepare_bytes: after.preparations.iter().map(|p| p.bytes()).sum(),
+        prepare_bytes: run.preparations.iter().map(|p| p.bytes()).sum(),
         files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
         output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
         output_exact: forecasts.iter().all(|f| f.exact),
-        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block) + after.memory,
+        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block) + run.memory,
         peak_vram_bytes,
-        notes: after.notes.iter().chain(after.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
+        notes: run.notes.iter().chain(run.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
     })
 }
 

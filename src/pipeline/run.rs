@@ -15,6 +15,7 @@ use crate::export::{Exported, SizeForecast};
 use crate::model::Model;
 use crate::output::{Staging, Workplace};
 use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
+use crate::run_state::RunState;
 use crate::store::Encoding;
 use crate::store::writer::{WeightMeasurement, input_hash};
 use crate::store::{Origin, Weight};
@@ -37,23 +38,22 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let start = Instant::now();
     let mut peak = pipeline.watch()?;
     model.require_own_files()?;
-    let (mut pipeline, mut after) = pipeline.settled(&model)?;
-    pipeline.check_data(&model)?;
-    let held_out = pipeline.hold_out(&model)?;
+    let (mut pipeline, mut after, mut state) = pipeline.settled(&model)?;
+    let held_out = pipeline.open_samples(&model)?;
     let pipeline = &pipeline;
     let work = pipeline.work();
-    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after)).collect::<Result<_>>()?;
+    let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     let folder = staging.path();
     require_space(&folder, staging.target(), &forecasts, carry::size(&model)?)?;
     let workplace = pipeline.trains().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
-        after = done;
+        (after, state) = done;
     }
-    after.prepare(&work)?;
+    state.prepare(&work)?;
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
-        let exported = export.format().write(&after, &folder, &work)?;
+        let exported = export.format().write(&after, &state, &folder, &work)?;
         require_finite(pipeline, &exported)?;
         exports.push((export.format().name(), exported));
     }
@@ -62,13 +62,13 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     carry_over(&model, config, &folder, &work)?;
     let left_out = write_graph(&after, &folder)?;
     let measured = pipeline.measure([&model, &after], &folder, &mut exports, start)?;
-    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &after));
+    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let mut sizes = sizes(&model, &after, first)?;
     let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| folder.join(&f.name)).collect();
     compress_further(&mut sizes, &model.weight_files, &written, &work)?;
     let recipe = pipeline.recipe(&model);
-    let passes = after.history.iter().map(|applied| PassReport {
+    let passes = state.history.iter().map(|applied| PassReport {
         name: applied.name.into(),
         options: applied.options.clone(),
         seconds: applied.meter.total().as_secs_f64(),
@@ -104,7 +104,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
             model.beside.notes(&model.path),
             left_out.into_iter().collect(),
             staging.notes().to_vec(),
-            notes(&after, &exports),
+            notes(&after, &state, &exports),
             held_out.into_iter().collect(),
             measured.notes,
         ]
@@ -113,11 +113,11 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     };
     report.histograms = histograms(&report, first);
     write_text(&folder.join("recipe.yaml"), &recipe.to_yaml())?;
-    for (name, bytes) in &after.attached {
+    for (name, bytes) in &state.attached {
         let path = folder.join(name);
         fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
     }
-    let written = |name: &str| name == GRAPH || after.attached.contains_key(name);
+    let written = |name: &str| name == GRAPH || state.attached.contains_key(name);
     report.carried = carry::list(&folder, &model, &report.outputs, written, &work)?;
     let highest = peak.highest();
     report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
@@ -260,9 +260,9 @@ const LOW_SQNR_DB: f64 = 20.0;
 /// From this part on, a pruned weight hardly does anything any more.
 const NEARLY_EMPTY: f64 = 0.95;
 
-fn notes(after: &Model, exports: &[(&str, Exported)]) -> Vec<String> {
-    let mut notes = after.notes.clone();
-    notes.extend(after.history.iter().flat_map(|applied| applied.notes.clone()));
+fn notes(after: &Model, state: &RunState, exports: &[(&str, Exported)]) -> Vec<String> {
+    let mut notes = state.notes.clone();
+    notes.extend(state.history.iter().flat_map(|applied| applied.notes.clone()));
     let (mut low, mut empty) = (BTreeMap::new(), BTreeMap::new());
     for (name, seen) in exports.iter().flat_map(|(_, e)| &e.weights) {
         let Some(weight) = after.weights.by_name.get(name).filter(|_| seen.changed) else { continue };

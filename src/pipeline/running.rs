@@ -1,18 +1,20 @@
 //! The half of a pipeline that runs models: data, a device, how to measure, and where results are kept.
 
+mod cached_results;
 mod evaluate;
 mod fidelity;
 mod free;
-mod kept;
+mod rows;
 mod starter;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use candle_core::Device;
 
-pub use kept::{Entry, Shelf};
+pub use cached_results::{CachedResult, ResultCache};
 pub use starter::starter;
 
 use self::evaluate::Run;
@@ -20,7 +22,7 @@ pub(super) use self::evaluate::check_onnx;
 use super::carry::write_text;
 use super::run::Measured;
 use super::{Builder, Pipeline};
-use crate::data::{Data, DataSet, DataSets};
+use crate::data::{Data, DataSet, DataSets, OpenedSets, Target};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
 use crate::exec::{Choice, DeviceMemory};
@@ -31,6 +33,7 @@ use crate::output::Workplace;
 use crate::pass::{Context, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
+use crate::run_state::RunState;
 use crate::train::communicator::Place;
 use crate::work::Event;
 
@@ -43,8 +46,10 @@ pub(super) struct Running {
     pub data: DataSets,
     pub evaluate: Option<Evaluate>,
     pub device: Choice,
-    /// Where results of passes are kept, and whether those of earlier runs may be used without asking.
-    pub shelf: Option<(Shelf, bool)>,
+    /// The device, once it is open; clones of the pipeline share it.
+    opened: Arc<OnceLock<Device>>,
+    /// Where results of passes are cached, and whether those of earlier runs may be used without asking.
+    pub cache: Option<(ResultCache, bool)>,
 }
 
 impl Running {
@@ -91,6 +96,20 @@ impl Running {
         }
     }
 
+    /// Forgets what an earlier run has opened: files may have changed.
+    pub fn begin(&mut self) {
+        self.data.opened = OpenedSets::default();
+    }
+
+    /// The device that models run on; it is opened the first time that it is asked for.
+    pub fn device(&self) -> Result<Device> {
+        if let Some(device) = self.opened.get() {
+            return Ok(device.clone());
+        }
+        let device = self.device.open()?;
+        Ok(self.opened.get_or_init(|| device).clone())
+    }
+
     /// What decides how models run.
     pub fn describe(&self) -> Option<String> {
         Some(self.device.to_string())
@@ -122,9 +141,8 @@ impl Pipeline {
         }
         // What the first process refuses is refused by all: none waits for one that has gone.
         crate::output::check_place(output.as_ref(), self.force, &model.path)?;
-        let (mut pipeline, _) = self.settled(model)?;
-        pipeline.check_data(model)?;
-        pipeline.hold_out(model)?;
+        let (mut pipeline, ..) = self.settled(model)?;
+        pipeline.open_samples(model)?;
         pipeline.perform(model, Some(&Workplace::beside(output.as_ref())), &mut Peak::start()).map(drop)
     }
 
@@ -141,18 +159,10 @@ impl Pipeline {
     }
 
     /// Opens the data that is used, by its key, so that what does not fit is said before any work is done.
-    fn open_data(&self, model: &Model) -> Result<BTreeMap<&'static str, DataSet>> {
+    fn open_data(&self, target: Target) -> Result<BTreeMap<&'static str, Arc<DataSet>>> {
         let running = &self.running;
-        let used = self.steps.iter().filter_map(|step| running.set(step.pass().runs_on()?));
-        let options: BTreeMap<&'static str, &Data> =
-            used.chain([("evaluation", running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect();
-        if options.is_empty() {
-            return Ok(BTreeMap::new());
-        }
-        let subject = Subject::of(model.clone())?;
-        let open = |(key, options): (&'static str, &Data)| Ok((key, DataSet::open(options, subject.target())?));
-        let opened = options.into_iter().map(open).collect::<Result<_>>()?;
-        running.device.open()?;
+        let opened = self.used_data().into_iter().map(|(key, options)| Ok((key, running.data.open(options, target)?))).collect::<Result<_>>()?;
+        running.device()?;
         let onnxruntime = running.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
@@ -163,20 +173,42 @@ impl Pipeline {
         Ok(opened)
     }
 
-    /// Opens the data, so that what does not fit is said before any work is done.
-    pub(super) fn check_data(&self, model: &Model) -> Result<()> {
-        self.open_data(model).map(drop)
+    /// The data sets that passes and evaluation read, by key.
+    fn used_data(&self) -> BTreeMap<&'static str, &Data> {
+        let used = self.steps.iter().filter_map(|step| self.running.set(step.pass().runs_on()?));
+        used.chain([("evaluation", self.running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect()
+    }
+
+    /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
+    /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
+    pub(super) fn open_samples(&mut self, model: &Model) -> Result<Option<String>> {
+        if self.used_data().is_empty() {
+            return Ok(None);
+        }
+        let subject = Subject::of(model.clone())?;
+        self.open_data(subject.target())?;
+        let calibrates = self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration));
+        let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(None) };
+        let less = self.running.data.holding_out(set, subject.target())?;
+        let note = less.samples.filter(|_| less.samples != set.samples).map(|used| {
+            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
+        });
+        self.running.data.calibration = Some(less);
+        Ok(note)
     }
 
     /// How many samples there are of each data set that is used.
     pub(super) fn count_samples(&self, model: &Model) -> Result<BTreeMap<&'static str, usize>> {
-        self.open_data(model)?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
+        if self.used_data().is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        self.open_data(Subject::of(model.clone())?.target())?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
     }
 
     /// The device that models run on, where any does.
     fn used_device(&self) -> Result<Option<Device>> {
         let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.running.evaluates();
-        used.then(|| self.running.device.open()).transpose()
+        used.then(|| self.running.device()).transpose()
     }
 
     /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
@@ -192,61 +224,42 @@ impl Pipeline {
 
     /// The machine, with the device that models run on.
     pub(super) fn environment(&self) -> Result<Environment> {
-        let environment = Environment::detect();
-        Ok(match self.used_device()? {
-            Some(device) => environment.on(crate::exec::name(&device)),
-            None => environment,
-        })
-    }
-
-    /// Leaves some of the calibration samples to be measured on, where passes would use all of them; whether they are measured on does
-    /// not matter, so that what is written does not depend on it.
-    pub(super) fn hold_out(&mut self, model: &Model) -> Result<Option<String>> {
-        if !self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration)) {
-            return Ok(None);
-        }
-        let Some(set) = &self.running.data.calibration else { return Ok(None) };
-        let less = set.holding_out(Subject::of(model.clone())?.target())?;
-        let note = less.samples.filter(|_| less.samples != set.samples).map(|used| {
-            format!("passes look at the first {used} calibration samples: the others, a tenth, are left to measure on; `samples` in `data: {{ calibration: ... }}` says how many they take")
-        });
-        self.running.data.calibration = Some(less);
-        Ok(note)
+        let device = self.used_device()?.unwrap_or(Device::Cpu);
+        Ok(Environment::detect().on(crate::exec::name(&device), crate::runtime::description()))
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
-    pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
             return Ok(None);
         }
         let running = &self.running;
-        let mut context =
-            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device.open()? };
+        let mut context = Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device()? };
         if let Some(reason) = running.device.reason() {
             context.work.progress.on(Event::Message(&reason));
         }
-        let mut kept = self.kept(model, &context.work)?;
-        let found = kept.as_mut().and_then(|kept| kept.found.take());
-        let (done, mut after) = found.map_or_else(|| (0, model.clone()), |(number, after)| (number + 1, after));
+        let mut cache = self.result_cache(model, &context.work)?;
+        let found = cache.as_mut().and_then(|cache| cache.found.take());
+        let (done, mut after, mut run) = found.map_or_else(|| (0, model.clone(), self.start.clone()), |(number, after, run)| (number + 1, after, run));
         for (number, step) in self.steps.iter().enumerate().skip(done) {
             let runs = step.pass().runs_on().is_some();
             if runs {
-                after.prepare(&context.work)?;
+                run.prepare(&context.work)?;
             }
             context.workplace = workplace.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             peak.lap();
-            after = step.pass().apply(after, Some(&context))?;
-            if let Some(applied) = after.history.last_mut().filter(|_| runs) {
+            after = step.pass().apply(after, &mut run, Some(&context))?;
+            if let Some(applied) = run.history.last_mut().filter(|_| runs) {
                 let lap = peak.lap();
                 (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
             }
-            if let Some(kept) = kept.as_ref().filter(|_| runs) {
-                kept.put(number, start.elapsed(), &mut after, &context.work);
+            if let Some(cache) = cache.as_ref().filter(|_| runs) {
+                cache.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
         }
-        after.settle_ties(model)?;
-        Ok(Some(after))
+        run.notes.extend(after.settle_ties(model)?);
+        Ok(Some((after, run)))
     }
 
     /// Measures before and after.
@@ -282,13 +295,13 @@ impl Builder {
 
     /// Where models run; passes over weights need no device.
     pub fn device(mut self, device: Choice) -> Self {
-        self.0.running.device = device;
+        (self.0.running.device, self.0.running.opened) = (device, Arc::default());
         self
     }
 
-    /// Keeps results of passes that run the model; one of an earlier run is used when resuming, and with `reuse` always.
-    pub fn keep(mut self, shelf: Shelf, reuse: bool) -> Self {
-        self.0.running.shelf = Some((shelf, reuse));
+    /// Caches results of passes that run the model; one of an earlier run is used when resuming, and with `reuse` always.
+    pub fn cache(mut self, cache: ResultCache, reuse: bool) -> Self {
+        self.0.running.cache = Some((cache, reuse));
         self
     }
 }
@@ -304,5 +317,21 @@ pub(super) fn write_graph(after: &Model, folder: &Path) -> Result<Option<String>
             Ok(Some(format!("{} of the input was left out: config.json describes the same", GraphFile::NAME)))
         }
         (Some(_), None) => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_is_opened_once_for_a_pipeline_and_what_is_made_of_it() {
+        let pipeline = Pipeline::builder().device(Choice::Cpu).build().unwrap();
+        let settled = pipeline.clone();
+        assert!(pipeline.running.opened.get().is_none(), "nothing is opened before it is needed");
+        settled.running.device().unwrap();
+        assert!(pipeline.running.opened.get().is_some());
+        let other = Builder(pipeline).device(Choice::Auto).build().unwrap();
+        assert!(other.running.opened.get().is_none(), "another choice is another device");
     }
 }

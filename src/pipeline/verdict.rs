@@ -2,7 +2,7 @@
 
 use super::Pipeline;
 use crate::evaluation::{Fidelity, MeasuredFidelity, SamplesFrom};
-use crate::model::Model;
+use crate::run_state::RunState;
 
 /// Mean cosine below which answers point elsewhere.
 const COSINE: f64 = 0.5;
@@ -26,10 +26,10 @@ fn reason(fidelity: &Fidelity) -> Option<String> {
 }
 
 /// A note where the output hardly answers as the input does: by which figures, which passes may have done it, and what helps.
-pub(super) fn ruined(measured: &MeasuredFidelity, pipeline: &Pipeline, after: &Model) -> Option<String> {
+pub(super) fn ruined(measured: &MeasuredFidelity, pipeline: &Pipeline, run: &RunState) -> Option<String> {
     let reason = reason(&measured.fidelity)?;
     let synthetic = if measured.samples_from == SamplesFrom::Synthetic { "; evaluation data of your own would say more than synthetic samples" } else { "" };
-    let changed = |name: &str| after.history.iter().any(|applied| applied.name == name && !applied.tensors.is_empty());
+    let changed = |name: &str| run.history.iter().any(|applied| applied.name == name && !applied.tensors.is_empty());
     let mut causes: Vec<String> = Vec::new();
     for pass in pipeline.steps.iter().map(|step| step.pass()).filter(|pass| changed(pass.name())) {
         let cause = format!("`{}`: {}", pass.name(), pass.remedy());

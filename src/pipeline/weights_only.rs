@@ -13,6 +13,7 @@ use crate::model::Model;
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak, Report};
+use crate::run_state::RunState;
 use crate::work::Work;
 
 /// Nothing: passes over weights need no data and no device.
@@ -42,6 +43,8 @@ impl Running {
 
     pub fn lend(&mut self, _steps: &[Step]) {}
 
+    pub fn begin(&mut self) {}
+
     pub fn describe(&self) -> Option<String> {
         None
     }
@@ -60,10 +63,6 @@ impl Pipeline {
         Ok(true)
     }
 
-    pub(super) fn check_data(&self, _model: &Model) -> Result<()> {
-        Ok(())
-    }
-
     pub(super) fn count_samples(&self, _model: &Model) -> Result<BTreeMap<&'static str, usize>> {
         Ok(BTreeMap::new())
     }
@@ -80,11 +79,11 @@ impl Pipeline {
         Ok(Environment::detect())
     }
 
-    pub(super) fn hold_out(&mut self, _model: &Model) -> Result<Option<String>> {
+    pub(super) fn open_samples(&mut self, _model: &Model) -> Result<Option<String>> {
         Ok(None)
     }
 
-    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<Model>> {
+    pub(super) fn perform(&self, _model: &Model, _workplace: Option<&Path>, _peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
         Ok(None)
     }
 

@@ -35,40 +35,27 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// The same with models run on a device: its name, and the GPU's where it is one.
-    #[cfg(feature = "run")]
+    /// The same with models run on a device, by its name and the GPU's where it is one, and by ONNX Runtime, by its version and file.
     #[must_use]
-    pub(crate) fn on(self, (device, gpu): (String, Option<String>)) -> Environment {
-        Environment { device: Some(device), gpu: gpu.or(self.gpu), ..self }
+    pub fn on(self, (device, gpu): (String, Option<String>), onnxruntime: Option<(String, String)>) -> Environment {
+        let (onnxruntime, onnxruntime_path) = onnxruntime.unzip();
+        Environment { device: Some(device), gpu: gpu.or(self.gpu), onnxruntime, onnxruntime_path, ..self }
     }
 
-    /// Looks around.
+    /// Looks around; models have not run.
     pub fn detect() -> Environment {
-        let (onnxruntime, onnxruntime_path) = onnxruntime().unzip();
         Environment {
             cpu: field("/proc/cpuinfo", "model name"),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_bytes: kilobytes("/proc/meminfo", "MemTotal"),
             gpu: gpu(Path::new("/proc/driver/nvidia/gpus"), "nvidia-smi"),
             device: Some("cpu".into()),
-            onnxruntime,
-            onnxruntime_path,
+            onnxruntime: None,
+            onnxruntime_path: None,
             simd: kernel::instruction_set().into(),
             int8: int8().into(),
         }
     }
-}
-
-/// Version and file of the ONNX Runtime that this process has loaded.
-#[cfg(feature = "run")]
-fn onnxruntime() -> Option<(String, String)> {
-    let library = crate::runtime::in_use()?;
-    Some((library.version.clone().unwrap_or_else(|| "of unknown version".into()), library.path.display().to_string()))
-}
-
-#[cfg(not(feature = "run"))]
-fn onnxruntime() -> Option<(String, String)> {
-    None
 }
 
 /// The name of the first GPU, as its driver tells it in a folder for each; or as a program tells it, where only that can see them.

@@ -4,7 +4,7 @@
 
 mod budget;
 mod compare;
-mod environment;
+pub(crate) mod environment;
 pub mod format;
 mod html;
 mod markdown;
@@ -22,8 +22,6 @@ pub use budget::{Budgets, Finding};
 pub use compare::{Comparison, Differing, Summary};
 pub use environment::Environment;
 pub(crate) use environment::Peak;
-#[cfg(feature = "run")]
-pub(crate) use environment::kilobytes;
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};

@@ -117,6 +117,12 @@ pub fn in_use() -> Option<&'static Library> {
     LOADED.get()?.as_ref().ok().map(|(library, _)| library)
 }
 
+/// Version and file of the library that this process has loaded.
+pub fn description() -> Option<(String, String)> {
+    let library = in_use()?;
+    Some((library.version.clone().unwrap_or_else(|| "of unknown version".into()), library.path.display().to_string()))
+}
+
 /// The library's environment.
 pub(super) fn environment() -> Result<&'static Environment> {
     Ok(&loaded()?.1)

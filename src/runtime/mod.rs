@@ -6,5 +6,5 @@ mod find;
 mod session;
 
 pub use fetch::fetch;
-pub use find::{LIBRARY_VARIABLE, Library, candidates, in_use, library};
+pub use find::{LIBRARY_VARIABLE, Library, candidates, description, in_use, library};
 pub use session::{Options, Session};

@@ -9,6 +9,7 @@ mod block;
 pub mod checkpoint;
 #[cfg(feature = "zstd")]
 pub mod compressed;
+pub(crate) mod content_key;
 mod convert;
 pub mod hash;
 pub mod header;
@@ -30,6 +31,7 @@ pub use affine::{ActivationScheme, Affine, Granularity, IntegerFile, Static};
 pub use bias::Bias;
 pub use block::{BLOCK, Block, BlockSink, Bytes, View, WeightSource, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};
+pub use content_key::ContentKey;
 pub use convert::{Decoded, Rescaled};
 pub use in_memory::Scales;
 pub use measure::ValueHistogram;

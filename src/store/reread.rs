@@ -14,7 +14,7 @@ struct Reread {
 
 impl Reread {
     /// The values of the one in the form of the other.
-    fn held(&self) -> Result<Weight> {
+    fn values(&self) -> Result<Weight> {
         let like = self.before.then(self.now.dtype, self.now.encoding.clone(), self.before.source());
         let Some(scales) = self.now.scales()? else {
             return like.with_values(&self.name, &self.now.floats(&self.name)?);
@@ -30,19 +30,19 @@ impl Reread {
 
 impl WeightSource for Reread {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        self.held()?.visit(unit, sink)
+        self.values()?.visit(unit, sink)
     }
 }
 
 impl Weight {
     /// This weight with the values that `now` holds of it; of another shape, or of a format that passes do not compute, `now` itself.
     #[must_use]
-    pub fn become_kept(&self, name: &str, now: Weight) -> Weight {
+    pub fn reread(&self, name: &str, now: Weight) -> Weight {
         let computed = now.encoding != Encoding::Dense || matches!(now.dtype, DType::F32 | DType::F16 | DType::BF16);
         if self.shape != now.shape || !computed {
             return now;
         }
-        let kept = Reread { name: name.to_owned(), before: self.clone(), now: now.clone() };
-        self.then(now.dtype, now.encoding, Arc::new(kept))
+        let source = Reread { name: name.to_owned(), before: self.clone(), now: now.clone() };
+        self.then(now.dtype, now.encoding, Arc::new(source))
     }
 }

@@ -100,10 +100,10 @@ impl WeightSource for Transposed {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let columns = self.upstream.row().max(1);
         let values = self.upstream.floats(&self.name)?;
-        let turned: Vec<f32> = (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect();
+        let transposed: Vec<f32> = (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect();
         let dtype = self.upstream.dtype;
-        let mut bytes = vec![0; turned.len() * dtype.bitsize() / 8];
-        if !convert::from_f32(dtype, &turned, &mut bytes) {
+        let mut bytes = vec![0; transposed.len() * dtype.bitsize() / 8];
+        if !convert::from_f32(dtype, &transposed, &mut bytes) {
             return Err(Error::tensor(&self.name, format!("is {dtype}, where floats of 16 or 32 bits are needed"), ""));
         }
         sink(Block::untouched(View::dense(dtype, &bytes)))

@@ -28,7 +28,7 @@ pub enum Origin {
     File,
     /// They were learned from them: how far they are tells how much was learned.
     Learned,
-    /// They stand for something else: scaled, folded, turned. How far they are tells nothing.
+    /// They stand for something else: scaled, folded, transposed. How far they are tells nothing.
     Rescaled,
 }
 

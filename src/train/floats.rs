@@ -61,7 +61,7 @@ pub(super) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]
 /// # Errors
 /// Memory runs out.
 pub(super) fn on_host(tensor: &Tensor) -> Result<Tensor> {
-    crate::exec::on_host(tensor, Cause::Offload)
+    crate::exec::floats_on_host(tensor, Cause::Offload)
 }
 
 /// Puts other elements into a tensor, on whichever device.

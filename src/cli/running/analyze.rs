@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::args::Global;
+use super::args::{Global, TextFile};
 use super::{output, run};
-use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::model::Model;
@@ -17,7 +16,7 @@ use crate::report::terminal::table;
 use crate::store::Pattern;
 
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Examples:
+#[command(mut_arg("output", |arg| arg.help("Write a recipe that leaves the most sensitive layers in floats")), after_help = "Examples:
   compress analyze recipe.yaml                 the sensitivity of each layer, largest first
   compress analyze recipe.yaml -o mixed.yaml   and a recipe that leaves the most sensitive ones in floats
 
@@ -26,12 +25,8 @@ quantize-static pass, whose options apply.")]
 pub(in crate::cli) struct Args {
     /// The recipe
     recipe: PathBuf,
-    /// Write a recipe that leaves the most sensitive layers in floats
-    #[arg(long, short, value_name = "FILE")]
-    output: Option<PathBuf>,
-    /// Replace the file if it exists
-    #[arg(long)]
-    force: bool,
+    #[command(flatten)]
+    file: TextFile,
     /// Change a value of the recipe, as in `compress run`
     #[arg(long, value_name = "KEY=VALUE", value_parser = run::parse_set)]
     set: Vec<(String, String)>,
@@ -45,18 +40,16 @@ impl Args {
             Some(Step::QuantizeStatic(pass)) => pass.clone(),
             _ => QuantizeStatic::default(),
         };
-        if let Some(path) = &self.output {
-            output::free(path, self.force)?;
-        }
+        self.file.check()?;
         let model = Model::open(&recipe.model)?;
         if let Some(options) = &recipe.data.calibration {
-            DataSet::open(options, Subject::of(model.clone())?.target())?;
+            recipe.data.open(options, Subject::of(model.clone())?.target())?;
         }
-        let device = global.device.open()?;
+        let device = global.models.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
         let damages = global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, workplace: None, resume: false }))?;
         let kept = worth_keeping(&damages);
-        if let Some(path) = &self.output {
+        self.file.write(|| {
             let patterns = kept.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;
             let position = at.unwrap_or(recipe.passes.len());
             if at.is_none() {
@@ -68,8 +61,8 @@ impl Args {
                 Step::QuantizeDynamic(pass) => pass.ignore.extend(patterns),
                 _ => {}
             }
-            output::new_file(path, self.force, &recipe.to_yaml())?;
-        }
+            Ok(recipe.to_yaml())
+        })?;
         if global.json {
             return output::json(&json!({ "layers": damages, "worth_keeping": kept }));
         }
@@ -92,7 +85,7 @@ impl Args {
         } else {
             "The effect on outputs is not measured: name samples in `data: { calibration: ... }`.\n"
         };
-        match (kept.len(), &self.output) {
+        match (kept.len(), &self.file.output) {
             (0, _) => text += "No layer stands out: quantize them all.\n",
             (count, Some(path)) => text += &format!("{} leaves {count} layers in floats.\n", path.display()),
             (count, None) => text += &format!("{count} layers do half of the damage: {}\n", kept.join(", ")),

@@ -5,7 +5,7 @@ use serde_json::json;
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result};
-use crate::pipeline::Shelf;
+use crate::pipeline::ResultCache;
 use crate::report::format::{bytes, seconds};
 use crate::report::terminal::table;
 
@@ -15,9 +15,10 @@ use crate::report::terminal::table;
   compress cache --clear 3f0c
   compress cache --clear
 
-`compress run` keeps the result of every pass that ran the model for ten seconds or more, by what it was made from: the bytes
-of model and data, the passes so far, the seed, the device and the version. `--resume`, and the runs of a work, begin behind
-the last pass that is kept. All results together stay below 20 GiB: the one that was not used for the longest time goes first.")]
+`compress run` caches the result of every pass that ran the model for ten seconds or more. Its key is what it was made from: the
+bytes of model and data, the passes so far, the seed, the device and the version. `--resume`, and the runs of a sweep, begin behind
+the last pass whose result is cached. All results together stay below 20 GiB: the one that was not used for the longest time is
+removed first.")]
 pub(in crate::cli) struct Args {
     /// Remove results: those whose keys begin so, or all
     #[arg(long, value_name = "KEY", num_args = 0..=1, default_missing_value = "")]
@@ -26,17 +27,17 @@ pub(in crate::cli) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let shelf = Shelf::usual().ok_or_else(|| Error::option("cache", "there is no place for one: set COMPRESS_CACHE or HOME"))?;
+        let cache = ResultCache::usual().ok_or_else(|| Error::option("cache", "there is no place for one: set COMPRESS_CACHE or HOME"))?;
         if let Some(beginning) = &self.clear {
-            let freed = shelf.clear(beginning)?;
+            let freed = cache.clear(beginning)?;
             return if global.json { output::json(&json!({ "freed": freed })) } else { output::print(&format!("{} freed\n", bytes(freed))) };
         }
-        let entries = shelf.entries()?;
+        let entries = cache.entries()?;
         if global.json {
-            return output::json(&json!({ "folder": shelf.folder(), "entries": entries }));
+            return output::json(&json!({ "folder": cache.folder(), "entries": entries }));
         }
         if entries.is_empty() {
-            return output::print(&format!("nothing is kept in {}\n", shelf.folder().display()));
+            return output::print(&format!("nothing is cached in {}\n", cache.folder().display()));
         }
         let rows = entries.iter().map(|entry| {
             let key = entry.key.chars().take(8).collect();
@@ -50,7 +51,7 @@ impl Args {
             ]
         });
         let all = entries.iter().map(|entry| entry.bytes).sum();
-        let text = format!("{}\n\n{} in {}\n", table(&["key", "up to", "model", "took", "size", "used"], rows), bytes(all), shelf.folder().display());
+        let text = format!("{}\n\n{} in {}\n", table(&["key", "up to", "model", "took", "size", "used"], rows), bytes(all), cache.folder().display());
         output::print(&text)
     }
 }

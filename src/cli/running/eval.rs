@@ -56,9 +56,9 @@ impl Args {
             return Err(Error::option("eval", "these samples have no labels: name the model to compare with as `--against`, or `--task` and its columns"));
         }
         let pairs: &[(usize, usize)] = if subjects.len() > 1 { &[(0, 1)] } else { &[] };
-        let device = global.device.open()?;
+        let device = global.models.device.open()?;
         let outcomes = global.work(|work| {
-            if let Some(reason) = global.device.reason() {
+            if let Some(reason) = global.models.device.reason() {
                 work.progress.on(crate::work::Event::Message(&reason));
             }
             let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, work)).collect::<Result<Vec<_>>>()?;

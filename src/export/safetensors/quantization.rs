@@ -6,6 +6,7 @@ use serde_json::{Map, Value, json};
 
 use super::is_packed;
 use crate::model::{Model, class, is_embedding, is_linear};
+use crate::run_state::RunState;
 use crate::store::writer::Item;
 use crate::store::{ActivationScheme, Affine, Encoding, Granularity};
 
@@ -73,7 +74,7 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
 ///
 /// Whole classes are targets, and every module that was left out is ignored by name: a module that is matched
 /// but not quantized would be loaded with an uninitialised scale. Two schemes for one class take turns by name.
-pub(super) fn describe(items: &[Item], model: &Model) -> Value {
+pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
     let groups = groups(items);
     let tied: Vec<&str> = model
         .tied_names()
@@ -106,26 +107,26 @@ pub(super) fn describe(items: &[Item], model: &Model) -> Value {
         "version": VERSION,
         "producer": concat!("compress ", env!("CARGO_PKG_VERSION")),
     });
-    for (key, value) in model.config.carried_quantization().iter().filter(|(key, _)| is_true(key, model)) {
+    for (key, value) in model.config.carried_quantization().iter().filter(|(key, _)| is_true(key, run)) {
         description[key] = value.clone();
     }
     description
 }
 
 /// What an input's description says beside its weights and the output's does not, by key.
-pub(super) fn left_out<'m>(items: &[Item], model: &'m Model) -> Vec<&'m str> {
-    let described = is_needed(items, model);
-    model.config.carried_quantization().keys().map(String::as_str).filter(|key| !described || !is_true(key, model)).collect()
+pub(super) fn left_out<'m>(items: &[Item], model: &'m Model, run: &RunState) -> Vec<&'m str> {
+    let described = is_needed(items, model, run);
+    model.config.carried_quantization().keys().map(String::as_str).filter(|key| !described || !is_true(key, run)).collect()
 }
 
 /// Whether what an input's description says of its weights holds for the weights that are written.
-fn is_true(key: &str, model: &Model) -> bool {
-    key != "sparsity_config" || model.history.is_empty()
+fn is_true(key: &str, run: &RunState) -> bool {
+    key != "sparsity_config" || run.history.is_empty()
 }
 
 /// Whether something has to be described: quantized weights, the cache of keys and values, or zeros.
-pub(super) fn is_needed(items: &[Item], model: &Model) -> bool {
-    let told = |key: &str| model.config.carried_quantization().contains_key(key) && is_true(key, model);
+pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
+    let told = |key: &str| model.config.carried_quantization().contains_key(key) && is_true(key, run);
     items.iter().any(|item| item.weight.encoding != Encoding::Dense) || told("kv_cache_scheme") || told("sparsity_config")
 }
 

@@ -52,7 +52,7 @@ impl OpSpec for Embedding {
         input == 0
     }
 
-    fn takes_kept(&self, input: usize) -> bool {
+    fn reads_stored(&self, input: usize) -> bool {
         input == 1
     }
 }

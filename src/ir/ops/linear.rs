@@ -80,7 +80,7 @@ impl OpSpec for Linear {
         input < 2
     }
 
-    fn takes_kept(&self, input: usize) -> bool {
+    fn reads_stored(&self, input: usize) -> bool {
         input == 1
     }
 

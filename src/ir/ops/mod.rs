@@ -108,7 +108,7 @@ pub trait OpSpec: fmt::Debug {
         false
     }
     /// Whether `eval` takes this input in 16 bits beside others in 32, and converts no more of it than it needs.
-    fn takes_kept(&self, _input: usize) -> bool {
+    fn reads_stored(&self, _input: usize) -> bool {
         false
     }
     /// Multiply-accumulates, given the named sizes.

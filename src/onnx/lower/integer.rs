@@ -14,7 +14,7 @@ struct Integers {
     values: String,
     scales: String,
     zero_points: Option<String>,
-    /// Whether the elements were turned from `[out, in]` to `[in, out]`, as the product takes them.
+    /// Whether the elements were transposed from `[out, in]` to `[in, out]`, as the product takes them.
     ready: bool,
     /// Whether they are `[in, out]` to begin with.
     input_major: bool,
@@ -39,9 +39,9 @@ impl Integers {
             names.extend(self.zero_points.as_mut());
         }
         for name in names {
-            let turned =
+            let transposed =
                 n.share(&format!("{name}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[name.as_str()], vec![AttributeProto::ints("perm", [1, 0])])))?;
-            *name = turned;
+            *name = transposed;
         }
         Ok(())
     }
@@ -221,7 +221,7 @@ fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pend
     Ok(("Sub", [product, offset]))
 }
 
-/// Rows are looked up as integers, so that only they are turned into floats, never the whole table.
+/// Rows are looked up as integers, so that only they become floats, never the whole table.
 pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
     let table = Integers::of(n)?;
     let (tokens, rank) = (n.input(0), n.ty(0)?.shape.len());

@@ -25,6 +25,7 @@ pub(super) use training::{REMEDY, train};
 use super::{Context, Pass, Samples, options_of};
 use crate::error::{Error, Result};
 use crate::model::Model;
+use crate::run_state::RunState;
 use crate::store::{ByteSize, Pattern};
 use crate::train::losses::Losses;
 use crate::train::optimizer::Kind;
@@ -71,9 +72,9 @@ impl Distill {
         })
     }
 
-    fn student(&self, model: Model, seed: u64) -> Result<Model> {
+    fn student(&self, model: Model, run: &mut RunState, seed: u64) -> Result<Model> {
         match &self.student {
-            Some(student) => student.of(model, seed),
+            Some(student) => student.of(model, run, seed),
             None => Ok(model),
         }
     }
@@ -109,11 +110,11 @@ impl Pass for Distill {
         Some(Samples::Train)
     }
 
-    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
+    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let cached = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
         let teacher = self.teacher(&model)?;
-        let student = self.student(model, context.map_or(0, |context| context.seed))?;
-        train(NAME, student, self.options(), &self.training(), (Some(&teacher), cached), context)
+        let student = self.student(model, run, context.map_or(0, |context| context.seed))?;
+        train(NAME, student, run, self.options(), &self.training(), (Some(&teacher), cached), context)
     }
 
     fn remedy(&self) -> &'static str {

@@ -13,6 +13,7 @@ use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph, Op};
 use crate::model::{Config, Model};
 use crate::pass::prune_structured::keep_layers;
+use crate::run_state::RunState;
 use crate::store::header::element_count;
 use crate::store::{Computed, Weight};
 
@@ -68,26 +69,22 @@ impl Student {
     ///
     /// # Errors
     /// The model has no such layers, or the student cannot be opened or built.
-    pub(super) fn of(&self, mut model: Model, seed: u64) -> Result<Model> {
+    pub(super) fn of(&self, model: Model, run: &mut RunState, seed: u64) -> Result<Model> {
         match self {
-            Student::Layers(kept) => keep(model, kept),
+            Student::Layers(kept) => keep(model, run, kept),
             Student::Every(0) => Err(wrong("`every` must be at least 1")),
             Student::Every(step) => {
                 let graph = model.graph()?;
                 let count = analysis::layers(&graph).map_or(0, |layers| layers.layers.len());
-                keep(model, &(0..count).step_by(*step).collect::<Vec<_>>())
+                keep(model, run, &(0..count).step_by(*step).collect::<Vec<_>>())
             }
-            Student::Model(path) => {
-                let mut student = Model::open(path)?;
-                student.history = std::mem::take(&mut model.history);
-                Ok(student)
-            }
+            Student::Model(path) => Model::open(path),
             Student::Config(path) => fresh(model, path, seed),
         }
     }
 }
 
-fn keep(mut model: Model, kept: &[usize]) -> Result<Model> {
+fn keep(mut model: Model, run: &mut RunState, kept: &[usize]) -> Result<Model> {
     let graph = model.graph()?;
     let Some(found) = analysis::layers(&graph) else { return Err(wrong("the model has no layers that repeat: give a folder, or prune its width")) };
     let count = found.layers.len();
@@ -100,7 +97,7 @@ fn keep(mut model: Model, kept: &[usize]) -> Result<Model> {
     }
     let gone = (0..count).filter(|layer| !set.contains(layer)).collect();
     let notes = keep_layers(&mut model, &graph, &found, &gone)?;
-    model.notes.extend(notes);
+    run.notes.extend(notes);
     Ok(model)
 }
 

@@ -10,16 +10,19 @@ use serde_json::{Value, json};
 
 use super::vocabulary;
 use crate::analysis;
-use crate::data::{Data, DataSet, Task};
+use crate::data::{Data, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::{Executor, MemoryCategory, MemoryTracker};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
-use crate::model::{Applied, Model};
+use crate::model::Model;
 use crate::pass::Context;
+use crate::run_state::{Applied, RunState};
+use crate::store::ContentKey;
 use crate::train::cache::Cache;
 use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
+use crate::work::Work;
 
 /// What helps where a training has ruined its model.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student that begins with more of its teacher";
@@ -31,14 +34,15 @@ pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learn
 pub(in crate::pass) fn train(
     name: &'static str,
     model: Model,
+    run: &mut RunState,
     options: Value,
     training: &Training,
     teacher: (Option<&Model>, Option<(&Path, usize)>),
     context: Option<&Context>,
 ) -> Result<Model> {
     match context {
-        None => planned(name, model, options, training, teacher.0),
-        Some(context) => trained(name, model, options, training, teacher, context),
+        None => planned(name, model, run, options, training, teacher.0),
+        Some(context) => trained(name, model, run, options, training, teacher, context),
     }
 }
 
@@ -46,7 +50,7 @@ pub(in crate::pass) fn train(
 ///
 /// # Errors
 /// Losses that the models do not allow.
-fn planned(name: &'static str, mut model: Model, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
+fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value, training: &Training, teacher: Option<&Model>) -> Result<Model> {
     let graph = model.graph()?;
     let their_graph = teacher.map(Model::graph).transpose()?;
     if let Some(teacher) = teacher {
@@ -62,8 +66,8 @@ fn planned(name: &'static str, mut model: Model, options: Value, training: &Trai
     applied.rule = "all floats that losses depend on".to_owned();
     applied.notes =
         vec![format!("training takes about {} MB for {} samples at a time: {}", forecast.total() >> 20, batch(&graph, training), forecast.describe())];
-    model.history.push(applied);
-    model.memory = model.memory.max(forecast.total());
+    run.history.push(applied);
+    run.memory = run.memory.max(forecast.total());
     Ok(model)
 }
 
@@ -109,11 +113,12 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
     sizes
 }
 
-/// Whose answers are kept: a hash of the teacher, and of what decides how its logits are cut.
-fn who(teacher: Option<&Model>, graph: &Graph, training: &Training) -> String {
-    let files = teacher.map(|teacher| teacher.weight_files.iter().map(|path| stamp(path)).collect::<Vec<_>>());
-    let labelled = training.losses.hard.is_some();
-    blake3::hash(format!("{files:?} {labelled}\n{graph}").as_bytes()).to_string()
+/// The key of a teacher's answers: its weights, what it computes, and what decides how its logits are cut.
+fn answers_key(teacher: &Model, graph: &Graph, training: &Training, work: &Work) -> Result<String> {
+    let mut key = ContentKey::new(work);
+    key.line(&format!("{} {graph}", training.losses.hard.is_some()));
+    key.files(&teacher.weight_files, &teacher.path)?;
+    Ok(key.name())
 }
 
 /// A file as it is now, by name, size and time.
@@ -123,11 +128,11 @@ fn stamp(path: &Path) -> (std::path::PathBuf, Option<u64>, Option<std::time::Sys
 }
 
 /// What is trained, on what, and how.
-fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
+fn identity(model: &Model, run: &RunState, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
     let mut hasher = blake3::Hasher::new();
     let files: Vec<_> =
         model.weight_files.iter().chain([&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten()).map(|p| stamp(p)).collect();
-    let history: Vec<_> = model.history.iter().map(|applied| (applied.name, &applied.options)).collect();
+    let history: Vec<_> = run.history.iter().map(|applied| (applied.name, &applied.options)).collect();
     let text = format!("{} {seed} {options} {data:?} {files:?} {history:?}\n{graph}", env!("CARGO_PKG_VERSION"));
     hasher.update(text.as_bytes());
     hasher.finalize().to_string()
@@ -140,6 +145,7 @@ fn identity(model: &Model, graph: &Graph, options: &Value, data: &Data, seed: u6
 fn trained(
     name: &'static str,
     mut model: Model,
+    run: &mut RunState,
     options: Value,
     training: &Training,
     (teacher, cached): (Option<&Model>, Option<(&Path, usize)>),
@@ -156,7 +162,7 @@ fn trained(
         }
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs samples to learn from: `data: { train: ... }`"))?;
         let subject = Subject::of(model.clone())?;
-        let samples = DataSet::open(data, subject.target())?;
+        let samples = context.data.open(data, subject.target())?;
         if samples.task() == Task::Embedding {
             return Err(Error::option("data: train", "holds pairs with scores, which no loss learns from: name one text column, and `task: fidelity`"));
         }
@@ -187,12 +193,12 @@ fn trained(
             }
             _ => None,
         };
-        let cache = match (cached, &their_graph) {
-            (Some((folder, top)), Some(graph)) => {
+        let cache = match (cached, &their_graph, their_model) {
+            (Some((folder, top)), Some(graph), Some(teacher)) => {
                 if !objective.reads_logits_alone() {
                     return Err(Error::option(format!("{name}: teacher_cache"), "keeps logits alone: leave out losses that read other values of the teacher"));
                 }
-                Some(RefCell::new(Cache::open(folder, &who(their_model, graph, training), top)?))
+                Some(RefCell::new(Cache::open(folder, &answers_key(teacher, graph, training, &context.work)?, top)?))
             }
             _ => None,
         };
@@ -200,7 +206,7 @@ fn trained(
         let first = samples.first()?;
         let sizes = bindings(&small, batch, Some(&first.inputs));
         let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
-        let evaluation = context.data.evaluation.as_ref().map(|data| DataSet::open(data, subject.target())).transpose()?;
+        let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
         let score = |weights: &Weights, state: &BTreeMap<String, candle_core::Tensor>| -> Result<Option<Score>> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
@@ -213,7 +219,7 @@ fn trained(
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,
-            identity: identity(&model, &graph, &options, data, context.seed),
+            identity: identity(&model, run, &graph, &options, data, context.seed),
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded) = weights.held().map_err(|e| Error::computed(name, e))?;
@@ -254,7 +260,7 @@ fn trained(
             .collect();
         let table = context.workplace.as_ref().map(|folder| folder.join("training.csv"));
         if let Some(text) = table.and_then(|path| std::fs::read(path).ok()) {
-            model.attached.insert(format!("{name}.csv"), Arc::new(text));
+            run.attached.insert(format!("{name}.csv"), Arc::new(text));
         }
         let details = json!({
             "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations },
@@ -265,6 +271,6 @@ fn trained(
         Ok(())
     });
     done?;
-    model.history.push(applied);
+    run.history.push(applied);
     Ok(model)
 }

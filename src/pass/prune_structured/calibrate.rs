@@ -2,11 +2,11 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::data::{Batch, DataSet, Padding};
+use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Parameters, Residence, on_host, read};
+use crate::exec::{Parameters, Residence, floats_on_host, read};
 use crate::ir::{Graph, Op};
 use crate::kernel::columns;
 use crate::model::Model;
@@ -21,7 +21,7 @@ use super::NAME;
 pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
     let options = context.data.calibration.as_ref().ok_or_else(|| Error::option(NAME, "needs calibration data"))?;
     let subject = Subject::of(model.clone())?;
-    let data = DataSet::open(options, subject.target())?;
+    let data = context.data.open(options, subject.target())?;
     data.for_each_batch(stage, &context.work, consume)
 }
 
@@ -75,7 +75,7 @@ pub(super) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
 pub(super) fn column_moments(rows: &Tensor) -> Result<[Vec<f64>; 2]> {
     if matches!(rows.device(), Device::Cpu) {
         let width = rows.dims().last().copied().unwrap_or(0);
-        return on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
+        return floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(columns::moments(values, width)))).map_err(computed);
     }
     let sums = |rows: candle_core::Result<Tensor>| rows.and_then(|rows| rows.sum(0)).map_err(computed).and_then(|sums| numbers(&sums));
     Ok([sums(Ok(rows.clone()))?, sums(rows.sqr())?])

@@ -1,4 +1,4 @@
-//! Taking units out of the weights, and saying what the model is now.
+//! Removing units from the weights, and describing the smaller model.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -15,43 +15,43 @@ use crate::work::Meter;
 /// Elements that stay, by tensor and axis.
 pub(super) type Surviving = BTreeMap<(String, usize), Vec<usize>>;
 
-/// What stays of all tensors that carry the units of groups, by position, that go.
+/// What survives of all tensors that carry units to remove, which are named by the position of their group.
 ///
 /// # Errors
 /// A tensor is missing.
-pub(super) fn kept(model: &Model, groups: &Groups, gone: &BTreeMap<usize, Vec<usize>>) -> Result<Surviving> {
-    let mut kept: BTreeMap<(String, usize), Vec<bool>> = BTreeMap::new();
+pub(super) fn surviving(model: &Model, groups: &Groups, gone: &BTreeMap<usize, Vec<usize>>) -> Result<Surviving> {
+    let mut surviving: BTreeMap<(String, usize), Vec<bool>> = BTreeMap::new();
     for (index, units) in gone {
         for member in &groups.groups[*index].members {
             let size = model.weights.get(&member.param)?.shape[member.axis];
-            let kept = kept.entry((member.param.clone(), member.axis)).or_insert_with(|| vec![true; size]);
+            let surviving = surviving.entry((member.param.clone(), member.axis)).or_insert_with(|| vec![true; size]);
             for unit in units {
-                member.place.blocks(*unit, &mut |at| kept[at..at + member.place.block].fill(false));
+                member.place.blocks(*unit, &mut |at| surviving[at..at + member.place.block].fill(false));
             }
         }
     }
-    let places = |kept: Vec<bool>| kept.iter().enumerate().filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
-    Ok(kept.into_iter().map(|(axis, kept)| (axis, places(kept))).collect())
+    let places = |surviving: Vec<bool>| surviving.iter().enumerate().filter(|(_, surviving)| **surviving).map(|(at, _)| at).collect();
+    Ok(surviving.into_iter().map(|(axis, surviving)| (axis, places(surviving))).collect())
 }
 
-/// Takes everything else out of the tensors; answers their names.
+/// Removes everything else from the tensors, and returns their names.
 ///
 /// # Errors
 /// A tensor is quantized, or nothing would be left of it.
-pub(super) fn cut(model: &mut Model, kept: &Surviving, meter: &Arc<Meter>) -> Result<BTreeSet<String>> {
+pub(super) fn cut(model: &mut Model, surviving: &Surviving, meter: &Arc<Meter>) -> Result<BTreeSet<String>> {
     let mut changed = BTreeSet::new();
-    for ((name, axis), kept) in kept {
-        if kept.is_empty() {
-            return Err(Error::tensor(name, "would be left without elements", "take out less"));
+    for ((name, axis), surviving) in surviving {
+        if surviving.is_empty() {
+            return Err(Error::tensor(name, "would be left without elements", "remove less"));
         }
-        let weight = model.weights.get(name)?.pick(name, *axis, kept, meter.clone())?;
+        let weight = model.weights.get(name)?.pick(name, *axis, surviving, meter.clone())?;
         model.weights.by_name.insert(name.clone(), weight);
         changed.insert(name.clone());
     }
     Ok(changed)
 }
 
-/// Builds the graph over the smaller weights, and has `config.json` say so where it can; answers in plain words which it is.
+/// Builds the graph over the smaller weights, and has `config.json` describe it where it can; returns a note on which of the two it is.
 ///
 /// # Errors
 /// The graph does not fit the weights.

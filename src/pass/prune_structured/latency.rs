@@ -34,7 +34,7 @@ impl WeightSource for Constant {
     }
 }
 
-/// Seconds for one made-up sample of the usual size, the median of several runs.
+/// Seconds for one synthetic sample of the usual size, the median of several runs.
 ///
 /// # Errors
 /// Memory runs out, or the work is cancelled.
@@ -47,7 +47,7 @@ pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
     let by_name = graph.params().map(|(_, value)| (value.name.clone(), weight(shape(value)))).collect();
     let weights = Weights { by_name, metadata: BTreeMap::new() };
     let parameters = Parameters::load(graph, &weights, &context.device, DType::F32, Residence::Computed, &context.work)?;
-    let inputs = data::made_up_of(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
+    let inputs = data::synthetic_of(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
     let executor = Executor::new(graph, parameters, context.device.clone());
     let mut times = Vec::with_capacity(RUNS);
     for _ in 0..RUNS {

@@ -38,8 +38,9 @@ pub use options::{Amounts, Importance, PrunedPart, Repair, Target};
 use super::{Context, Pass, Samples, Scope, options_of};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Op};
-use crate::model::{Applied, Model};
+use crate::model::Model;
 use crate::pass::Amount;
+use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use selection::Selection;
 
@@ -153,7 +154,7 @@ impl PruneStructured {
     }
 
     /// The model without what goes; which units these are is only known in `context`.
-    fn prune(&self, mut model: Model, context: Option<&Context>) -> Result<Model> {
+    fn prune(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let mut applied = Applied::new(NAME, self.options());
         let meter = applied.meter.clone();
         let mut details = Map::new();
@@ -168,30 +169,30 @@ impl PruneStructured {
             let graph = model.graph()?;
             let selection = Selection::new(self, &model, &graph)?;
             let scores = context.map(|context| selection.scores(self, &graph, &model, context)).transpose()?;
-            let kept = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
-            let gone = selection.gone(&kept, scores.as_ref());
-            applied.notes.extend(selection.notes(&kept));
+            let widths = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
+            let gone = selection.gone(&widths, scores.as_ref());
+            applied.notes.extend(selection.notes(&widths));
             if self.ranks_by_weights() && is_transformer(&graph) && !gone.is_empty() {
                 applied.notes.push(BLIND.to_owned());
             }
             let before = model.clone();
-            let places = cut::kept(&model, &selection.groups, &gone)?;
+            let places = cut::surviving(&model, &selection.groups, &gone)?;
             applied.tensors.extend(cut::cut(&mut model, &places, &meter)?);
             if !gone.is_empty() {
                 applied.notes.extend(cut::describe(&mut model, &graph, &selection.groups, &gone)?);
             }
             if let Some(context) = context.filter(|_| self.repair != Repair::None && !gone.is_empty()) {
-                let mending = repair::Mending { before: &before, graph: &graph, after: &mut model, kept: &places, repair: self.repair };
-                let (layers, normalisations) = mending.run(context)?;
+                let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &places, repair: self.repair };
+                let (layers, normalisations) = repairing.run(context)?;
                 applied.notes.push(format!("repaired on calibration data: {layers} layers, {normalisations} batch normalisations"));
             }
-            details.insert("groups".to_owned(), selection.details(&kept).into());
+            details.insert("groups".to_owned(), selection.details(&widths).into());
             applied.rule = [applied.rule.as_str(), selection.rule.as_str()].into_iter().filter(|rule| !rule.is_empty()).collect::<Vec<_>>().join("; ");
-            model.estimated |= context.is_none() && self.scope() == Scope::Global;
+            run.estimated |= context.is_none() && self.scope() == Scope::Global;
         }
         let details = Value::Object(details);
         applied.details = Arc::new(move || details.clone());
-        model.history.push(applied);
+        run.history.push(applied);
         Ok(model)
     }
 }
@@ -251,8 +252,8 @@ impl Pass for PruneStructured {
         Some(if looks { Samples::Calibration } else { Samples::None })
     }
 
-    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
-        self.prune(model, context)
+    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+        self.prune(model, run, context)
     }
 
     fn remedy(&self) -> &'static str {

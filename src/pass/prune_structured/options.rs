@@ -132,7 +132,7 @@ pub enum Target {
     Macs(f64),
     /// Parameters
     Params(f64),
-    /// Time of the built-in executor on made-up samples
+    /// Time of the built-in executor on synthetic samples
     Latency(f64),
 }
 

@@ -115,7 +115,7 @@ impl Selection {
     pub fn widths(&self, pass: &PruneStructured, graph: &Graph, model: &Model, scores: Option<&Scores>, context: Option<&Context>) -> Result<Vec<usize>> {
         let ranked = scores.filter(|_| pass.scope() == Scope::Global);
         match (pass.target, context) {
-            (None, _) => Ok(self.kept(&self.amounts(pass, ranked)?)),
+            (None, _) => Ok(self.widths_after(&self.amounts(pass, ranked)?)),
             (Some(Target::Latency(target)), Some(context)) => self.in_time(target, graph, model, ranked, context),
             // Time can only be measured: beforehand it is taken to follow the multiplications.
             (Some(target), _) => self.meet(target, graph, model, ranked),
@@ -125,10 +125,10 @@ impl Selection {
     /// Widths that leave a part of what can be counted.
     fn meet(&self, target: Target, graph: &Graph, model: &Model, ranked: Option<&Scores>) -> Result<Vec<usize>> {
         let steps = widths::steps(&self.bundles, &self.of(), ranked);
-        let whole = self.cost(target, graph, model, &self.kept(&vec![0; self.bundles.len()]))?;
-        let mut measure = |taken: &[usize]| Ok(self.cost(target, graph, model, &self.kept(taken))? / whole.max(1.0));
+        let whole = self.cost(target, graph, model, &self.widths_after(&vec![0; self.bundles.len()]))?;
+        let mut measure = |taken: &[usize]| Ok(self.cost(target, graph, model, &self.widths_after(taken))? / whole.max(1.0));
         let taken = widths::meet(self.bundles.len(), &steps, target.fraction(), target.name(), &mut measure)?;
-        Ok(self.kept(&taken))
+        Ok(self.widths_after(&taken))
     }
 
     /// Widths that leave a part of the time, found by bisection over multiplications.
@@ -139,18 +139,18 @@ impl Selection {
         for _ in 0..ATTEMPTS {
             let middle = f64::midpoint(low, high);
             // What cannot be counted so low is at its narrowest already.
-            let Ok(kept) = self.meet(Target::Macs(middle), graph, model, ranked) else {
+            let Ok(widths) = self.meet(Target::Macs(middle), graph, model, ranked) else {
                 low = middle;
                 continue;
             };
-            let part = latency::seconds(&self.smaller(graph, &kept)?, context)? / whole;
+            let part = latency::seconds(&self.smaller(graph, &widths)?, context)? / whole;
             if best.as_ref().is_none_or(|(known, _)| (part - target).abs() < (known - target).abs()) {
-                best = Some((part, kept));
+                best = Some((part, widths));
             }
             if part > target { high = middle } else { low = middle }
         }
         match best {
-            Some((part, kept)) if part <= target * 1.1 => Ok(kept),
+            Some((part, widths)) if part <= target * 1.1 => Ok(widths),
             best => {
                 let least = best.map_or(String::new(), |(part, _)| format!(": {part:.2} is as near as it gets"));
                 Err(Error::option(
@@ -186,53 +186,53 @@ impl Selection {
     }
 
     /// Units that stay in each chosen group after so many steps of each bundle.
-    fn kept(&self, taken: &[usize]) -> Vec<usize> {
+    fn widths_after(&self, taken: &[usize]) -> Vec<usize> {
         let groups = self.of();
-        let mut kept: Vec<usize> = groups.iter().map(|group| group.size).collect();
+        let mut widths: Vec<usize> = groups.iter().map(|group| group.size).collect();
         for (bundle, taken) in self.bundles.iter().zip(taken) {
             let width = bundle.widths.get(*taken).copied().unwrap_or(bundle.size);
-            bundle.groups.iter().for_each(|index| kept[*index] = bundle.of(groups[*index], width));
+            bundle.groups.iter().for_each(|index| widths[*index] = bundle.of(groups[*index], width));
         }
-        kept
+        widths
     }
 
-    fn cost(&self, target: Target, graph: &Graph, model: &Model, kept: &[usize]) -> Result<f64> {
-        let of = self.left(kept);
+    fn cost(&self, target: Target, graph: &Graph, model: &Model, widths: &[usize]) -> Result<f64> {
+        let of = self.left(widths);
         match target {
             Target::Params(_) => {
                 let shapes = self.groups.shapes(graph, &of);
                 let count = |(name, weight): (&String, &crate::store::Weight)| shapes.get(name).unwrap_or(&weight.shape).iter().product::<usize>();
                 Ok(model.weights.by_name.iter().map(count).sum::<usize>() as f64)
             }
-            Target::Macs(_) | Target::Latency(_) => Ok(analysis::cost(&self.smaller(graph, kept)?, &analysis::usual_sizes(graph)).0 as f64),
+            Target::Macs(_) | Target::Latency(_) => Ok(analysis::cost(&self.smaller(graph, widths)?, &analysis::usual_sizes(graph)).0 as f64),
         }
     }
 
     /// The graph when so many units of each chosen group stay.
-    fn smaller(&self, graph: &Graph, kept: &[usize]) -> Result<Graph> {
-        let of = self.left(kept);
+    fn smaller(&self, graph: &Graph, widths: &[usize]) -> Result<Graph> {
+        let of = self.left(widths);
         self.groups.rebuild(graph, &self.groups.shapes(graph, &of), &of)
     }
 
     /// How many units of any group stay.
-    fn left<'s>(&'s self, kept: &[usize]) -> impl Fn(&Group) -> usize + use<'s> {
-        let widths: BTreeMap<usize, usize> = self.chosen.iter().copied().zip(kept.iter().copied()).collect();
+    fn left<'s>(&'s self, widths: &[usize]) -> impl Fn(&Group) -> usize + use<'s> {
+        let of: BTreeMap<usize, usize> = self.chosen.iter().copied().zip(widths.iter().copied()).collect();
         move |group: &Group| {
             let index = self.groups.groups.iter().position(|other| std::ptr::eq(other, group));
-            index.and_then(|index| widths.get(&index)).copied().unwrap_or(group.size)
+            index.and_then(|index| of.get(&index)).copied().unwrap_or(group.size)
         }
     }
 
-    /// The units that go, by position among all groups: those of the smallest importance, the first where nothing is known.
-    pub fn gone(&self, kept: &[usize], scores: Option<&Scores>) -> BTreeMap<usize, Vec<usize>> {
+    /// The units to remove, by position of their group: those of the smallest importance, the first ones where there are no scores.
+    pub fn gone(&self, widths: &[usize], scores: Option<&Scores>) -> BTreeMap<usize, Vec<usize>> {
         let mut gone = BTreeMap::new();
-        for (at, (index, kept)) in self.chosen.iter().zip(kept).enumerate() {
+        for (at, (index, width)) in self.chosen.iter().zip(widths).enumerate() {
             let size = self.groups.groups[*index].size;
             let mut units: Vec<usize> = (0..size).collect();
             if let Some(scores) = scores.and_then(|scores| scores.get(at)) {
                 units.sort_by(|a, b| scores[*a].total_cmp(&scores[*b]).then(a.cmp(b)));
             }
-            units.truncate(size - kept);
+            units.truncate(size - width);
             units.sort_unstable();
             if !units.is_empty() {
                 gone.insert(*index, units);
@@ -241,14 +241,14 @@ impl Selection {
         gone
     }
 
-    /// What was asked for and could not be done so.
-    pub fn notes(&self, kept: &[usize]) -> Vec<String> {
+    /// Notes on what differs from what was asked for.
+    pub fn notes(&self, widths: &[usize]) -> Vec<String> {
         let mut notes = Vec::new();
-        if self.of().iter().zip(kept).all(|(group, kept)| group.size == *kept) {
+        if self.of().iter().zip(widths).all(|(group, width)| group.size == *width) {
             notes.push("nothing was removed: the amount is smaller than the step from one width to the next".to_owned());
         }
         let narrower: BTreeSet<&str> =
-            self.of().iter().zip(kept).filter(|(group, kept)| group.size != **kept).filter_map(|(group, _)| group.output.as_deref()).collect();
+            self.of().iter().zip(widths).filter(|(group, width)| group.size != **width).filter_map(|(group, _)| group.output.as_deref()).collect();
         if narrower.contains("sentence_embedding") {
             notes.push("word_embedding_dimension in the configuration of the pooling still says the width of before".to_owned());
         }
@@ -257,8 +257,8 @@ impl Selection {
     }
 
     /// Sizes before and after, for the report.
-    pub fn details(&self, kept: &[usize]) -> Vec<Value> {
-        self.of().iter().zip(kept).map(|(group, kept)| json!({ "name": group.name, "unit": group.unit, "before": group.size, "after": kept })).collect()
+    pub fn details(&self, widths: &[usize]) -> Vec<Value> {
+        self.of().iter().zip(widths).map(|(group, width)| json!({ "name": group.name, "unit": group.unit, "before": group.size, "after": width })).collect()
     }
 }
 

@@ -169,7 +169,7 @@ impl QuantizeStatic {
 /// Says how good a model is.
 struct Judge<'m> {
     original: &'m Model,
-    data: DataSet,
+    data: Arc<DataSet>,
     /// The original's score, where scores count.
     score: Option<evaluation::Score>,
 }
@@ -181,7 +181,7 @@ impl<'m> Judge<'m> {
             _ => return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs `data: { evaluation: ... }` with labels")),
         };
         let mut subject = Subject::of(original.clone())?;
-        let data = DataSet::open(options, subject.target())?;
+        let data = context.data.open(options, subject.target())?;
         let mut score = None;
         if goal.max_drop.is_some() {
             let mut runner = [subject.load(&context.device, &context.work)?];

@@ -35,11 +35,12 @@ use serde_json::{Value, json};
 
 use super::{Context, GranularityKind, Pass, Samples, WeightObserver, options_of};
 use crate::calibration::{ActivationObserver, ValueStatistics, calibrate};
-use crate::data::{DataSet, Target};
+use crate::data::Target;
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Parameters, Residence};
 use crate::ir::Port;
-use crate::model::{Applied, Model};
+use crate::model::Model;
+use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use crate::work::Meter;
 pub use goal::Goal;
@@ -212,7 +213,7 @@ impl QuantizeStatic {
         let requests = sites::Sites::of(graph, &prepared.layers).requests(graph);
         let (inputs, outputs) = Port::of(graph);
         let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
-        let data = DataSet::open(options, target)?;
+        let data = context.data.open(options, target)?;
         let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
         let executor = Executor::new(graph, parameters, context.device.clone());
         calibrate(&executor, &data, &requests, &context.work)
@@ -240,11 +241,11 @@ impl QuantizeStatic {
     }
 
     /// Puts what was done on record.
-    fn record(&self, mut model: Model, prepared: &Prepared, layers: &BTreeSet<String>, meter: Arc<Meter>, details: Value, notes: Vec<String>) -> Model {
+    fn record(&self, run: &mut RunState, prepared: &Prepared, layers: &BTreeSet<String>, meter: Arc<Meter>, details: Value, notes: Vec<String>) {
         let mut all = prepared.notes.clone();
         all.extend(sites::left_in_floats(&prepared.graph, layers));
         all.extend(notes);
-        model.history.push(Applied {
+        run.history.push(Applied {
             tensors: layers.clone(),
             rule: prepared.rule.clone(),
             meter,
@@ -252,7 +253,6 @@ impl QuantizeStatic {
             notes: all,
             ..Applied::new(NAME, self.options())
         });
-        model
     }
 }
 
@@ -279,13 +279,14 @@ impl Pass for QuantizeStatic {
         Some(Samples::Calibration)
     }
 
-    fn apply(&self, model: Model, context: Option<&Context>) -> Result<Model> {
+    fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let meter = Arc::new(Meter::default());
         let Some(context) = context else {
             let prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
             let found = self.quantizers(&prepared, &prepared.layers, None)?;
             let model = self.fit(&prepared, &found, &prepared.layers, None, &meter)?;
-            return Ok(self.record(model, &prepared, &prepared.layers, meter, Value::Null, Vec::new()));
+            self.record(run, &prepared, &prepared.layers, meter, Value::Null, Vec::new());
+            return Ok(model);
         };
         let original = model.clone();
         let (prepared, seen, choices) = meter.time(|| self.study(model, context))?;
@@ -309,7 +310,8 @@ impl Pass for QuantizeStatic {
             "accuracy_goal": goal,
             "sensitivity": damages,
         });
-        Ok(self.record(model, &prepared, &layers, meter, details, notes))
+        self.record(run, &prepared, &layers, meter, details, notes);
+        Ok(model)
     }
 
     fn remedy(&self) -> &'static str {

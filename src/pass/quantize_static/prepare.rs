@@ -1,4 +1,4 @@
-//! What is done to a model before anything is seen of its values: normalisations folded, matrices turned.
+//! What is done to a model before anything is seen of its values: normalisations folded, matrices transposed.
 
 use std::collections::BTreeSet;
 

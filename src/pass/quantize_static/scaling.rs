@@ -278,7 +278,7 @@ impl Layer {
         let values = weight.floats(&sink.weight)?;
         let inputs = sink.index.len();
         // Of `[in, out]`, a column is a row; of a depthwise weight, each row has one input.
-        let (inner, turned) = match weight.shape[..] {
+        let (inner, transposed) = match weight.shape[..] {
             [rows, columns] if sink.first && rows == inputs => (1, columns),
             _ if sink.first => (weight.row(), 1),
             _ => (weight.shape.get(2..).unwrap_or(&[]).iter().product::<usize>().max(1), 0),
@@ -287,9 +287,9 @@ impl Layer {
         let mut layer =
             Layer { largest: vec![0.0; outputs.max(1) * inputs], squares: vec![0.0; inputs], columns: vec![0.0; inputs], inputs, depthwise: sink.depthwise };
         for (at, value) in values.iter().enumerate() {
-            let (output, input) = match turned {
+            let (output, input) = match transposed {
                 0 => (at / (inputs * inner), at / inner % inputs),
-                _ => (at % (turned * inner) / inner.max(1), at / (turned * inner)),
+                _ => (at % (transposed * inner) / inner.max(1), at / (transposed * inner)),
             };
             let place = output * inputs + input;
             if let Some(largest) = layer.largest.get_mut(place) {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::QuantizeStatic;
 use super::prepare::Prepared;
 use crate::calibration::ValueStatistics;
-use crate::data::{Batch, DataSet};
+use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, Outputs, Subject};
 use crate::kernel::compare;
@@ -86,7 +86,7 @@ impl Trial {
         let mut original = prepared.model.clone();
         original.changed_graph = Some(Arc::new(prepared.graph.clone()));
         let subject = Subject::of(original.clone())?;
-        let batch = DataSet::open(options, subject.target())?.first()?;
+        let batch = context.data.open(options, subject.target())?.first()?;
         Ok(Trial { answers: answers(original, &batch, context)?, batch })
     }
 

@@ -17,6 +17,7 @@ use crate::onnx::file::MODEL;
 use crate::pipeline::run::Measured;
 use crate::pipeline::{Check, Pipeline};
 use crate::report::Report;
+use crate::run_state::RunState;
 use crate::store::Encoding;
 use crate::work::Work;
 
@@ -25,7 +26,7 @@ pub(super) const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
 /// What is run where there is no evaluation data.
-const MADE_UP: &str = "made-up samples";
+const SYNTHETIC: &str = "synthetic samples";
 
 /// How far ONNX Runtime's answers may be from the built-in executor's, for numbers of usual size.
 const TOLERANCE: f64 = 1e-3;
@@ -34,7 +35,7 @@ const TOLERANCE: f64 = 1e-3;
 const MEAN_COSINE: f64 = 0.99;
 
 impl Pipeline {
-    /// How to evaluate, if anybody asked.
+    /// How to evaluate, if evaluation data is named.
     fn evaluation(&self) -> Option<Evaluate> {
         self.running.data.evaluation.as_ref().map(|_| self.running.evaluate.clone().unwrap_or_default())
     }
@@ -54,11 +55,11 @@ enum Side {
 }
 
 /// Models in the order in which they run.
-struct Cast {
+struct Subjects {
     subjects: Vec<(Side, Runtime, Subject)>,
 }
 
-impl Cast {
+impl Subjects {
     fn position(&self, side: Side, runtime: Runtime) -> Option<usize> {
         self.subjects.iter().position(|(s, r, _)| (*s, *r) == (side, runtime))
     }
@@ -91,13 +92,14 @@ pub(super) struct Run<'r> {
 }
 
 impl Run<'_> {
-    /// Measures, and tells the exports how they fared.
+    /// Measures, and adds what was found to the exports.
     pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
-        let mut measured = Measured { compute: self.compute(), ..Measured::default() };
+        let graph = self.before.graph();
+        let mut measured = Measured { compute: graph.as_ref().ok().and_then(|graph| self.compute(graph)), ..Measured::default() };
         let asked = self.pipeline.evaluation();
         let onnx = self.pipeline.onnx().is_some();
         if asked.is_none() && self.pipeline.measures {
-            let (fidelity, note) = self.fidelity(exports)?;
+            let (fidelity, note) = self.fidelity(graph, exports)?;
             measured.fidelity = fidelity;
             measured.notes.extend(note);
         }
@@ -125,18 +127,18 @@ impl Run<'_> {
     }
 
     /// Cost before and after; nothing when it is not known what the model computes.
-    fn compute(&self) -> Option<Compute> {
-        let (before, after) = (self.before.graph().ok()?, self.after.graph().ok()?);
-        let sizes = analysis::usual_sizes(&before);
+    fn compute(&self, before: &Graph) -> Option<Compute> {
+        let after = self.after.graph().ok()?;
+        let sizes = analysis::usual_sizes(before);
         let cost = |graph: &Graph| {
             let (macs, activation_bytes) = analysis::cost(graph, &sizes);
             Cost { macs, activation_bytes }
         };
-        Some(Compute { before: cost(&before), after: cost(&after), sizes })
+        Some(Compute { before: cost(before), after: cost(&after), sizes })
     }
 
     /// The models to run.
-    fn cast(&self, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Cast> {
+    fn subjects(&self, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Subjects> {
         let mut subjects = Vec::new();
         for (side, runtime) in roles {
             let subject = match (side, runtime) {
@@ -148,7 +150,7 @@ impl Run<'_> {
             };
             subjects.push((side, runtime, subject));
         }
-        Ok(Cast { subjects })
+        Ok(Subjects { subjects })
     }
 
     /// The output as it was written, where the built-in executor can read it.
@@ -164,7 +166,7 @@ impl Run<'_> {
         Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
-    /// Runs the ONNX file on made-up samples.
+    /// Runs the ONNX file on synthetic samples.
     fn compare(&self, exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         if self.pipeline.allow_nonfinite {
             measured.notes.push(format!("{MODEL} was not run: outputs of weights that are not finite cannot be compared"));
@@ -174,8 +176,8 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let (fidelity, samples) = run_made_up(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
-        self.hold(Some(&fidelity), samples, MADE_UP, exports)
+        let (fidelity, samples) = run_synthetic(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
+        self.require_agreement(Some(&fidelity), samples, SYNTHETIC, exports)
     }
 
     /// Runs everything on the evaluation data.
@@ -184,14 +186,14 @@ impl Run<'_> {
         if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &folder, &self.work)?;
+            onnx.format().write(self.before, &RunState::default(), &folder, &self.work)?;
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
-        let mut cast = self.cast(both.chain(check))?;
-        let data = DataSet::open(options, cast.subjects[0].2.target())?;
-        let pairs = cast.pairs();
-        let mut models = cast.load(&self.pipeline.running.device.open()?, &self.work)?;
+        let mut models_to_run = self.subjects(both.chain(check))?;
+        let data = self.pipeline.running.data.open(options, models_to_run.subjects[0].2.target())?;
+        let pairs = models_to_run.pairs();
+        let mut models = models_to_run.load(&self.pipeline.running.device()?, &self.work)?;
         let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
         if evaluate.latency {
             let batch = data.first()?;
@@ -214,13 +216,13 @@ impl Run<'_> {
             std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
         }
         if runtimes.len() > 1 {
-            self.hold(outcomes.pairs.last(), outcomes.samples, &format!("samples of {}", data.description()), exports)?;
+            self.require_agreement(outcomes.pairs.last(), outcomes.samples, &format!("samples of {}", data.description()), exports)?;
         }
         Ok(())
     }
 
-    /// Holds ONNX Runtime's answers to the built-in executor's, and writes it down.
-    fn hold(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
+    /// Compares ONNX Runtime's answers with the built-in executor's, and adds the result to the exports.
+    fn require_agreement(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
         let Some(fidelity) = fidelity else { return Ok(()) };
         let coarse =
             has_integers(self.after) || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
@@ -244,8 +246,8 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
     (ok, difference)
 }
 
-/// Runs the ONNX file of an output folder beside a model on made-up samples: how close they are, and on how many samples.
-fn run_made_up(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
+/// Runs the ONNX file of an output folder beside a model on synthetic samples: how close they are, and on how many samples.
+fn run_synthetic(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
     let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, work.threads)?];
@@ -290,9 +292,9 @@ fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
         return Ok((true, "not run, since the model is large".into()));
     }
     let coarse = half || has_integers(&model);
-    let (fidelity, samples) = run_made_up(model, folder, 0, work)?;
+    let (fidelity, samples) = run_synthetic(model, folder, 0, work)?;
     let (ok, difference) = judge(&fidelity, coarse);
-    Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {MADE_UP}: {difference}")))
+    Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {SYNTHETIC}: {difference}")))
 }
 
 fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accuracy {

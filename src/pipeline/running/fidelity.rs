@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::evaluate::{Run, UNASKED};
 use super::free::free_memory;
+use super::rows::Rows;
 use crate::analysis;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
@@ -46,13 +47,13 @@ struct Budget {
 }
 
 impl Run<'_> {
-    /// Measures; what cannot be measured is a note, and no reason to stop.
+    /// Measures an input of this graph; what cannot be measured is a note, and no reason to stop.
     ///
     /// # Errors
     /// The work is cancelled.
-    pub(super) fn fidelity(&self, exports: &[(&'static str, Exported)]) -> Result<(Option<MeasuredFidelity>, Option<String>)> {
+    pub(super) fn fidelity(&self, graph: Result<Graph>, exports: &[(&'static str, Exported)]) -> Result<(Option<MeasuredFidelity>, Option<String>)> {
         let skipped = |reason: String| Ok((None, Some(format!("fidelity was not measured: {reason}"))));
-        let graph = match self.before.graph() {
+        let graph = match graph {
             Ok(graph) => graph,
             // Files that nobody has described are not expected to run.
             Err(_) if self.before.config.model_type().is_empty() => return Ok((None, None)),
@@ -82,10 +83,14 @@ impl Run<'_> {
 
     /// Runs one model after the other, so that only one is in memory beside the weights that both share.
     fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<MeasuredFidelity> {
-        let device = self.pipeline.running.device.open()?;
-        let (samples_from, data, samples) = self.samples(graph)?;
-        let parameters = Parameters::load(graph, &self.before.weights, &device, candle_core::DType::F32, Residence::Stored, &self.work)?;
-        let mut before = crate::evaluation::Candle::of(Executor::new(graph, parameters.clone(), device.clone()));
+        let device = self.pipeline.running.device()?;
+        let (samples_from, data, mut samples) = self.samples(graph)?;
+        let written = self.written()?;
+        let (ours, theirs) = ((graph, &self.before.weights), (&written.graph()?, &written.weights));
+        let rows = Rows::looked_up([ours, theirs], &mut samples)?;
+        let ((graph, weights), (their_graph, their_weights)) = (rows.of(ours)?, rows.of(theirs)?);
+        let parameters = Parameters::load(&graph, &weights, &device, candle_core::DType::F32, Residence::Stored, &self.work)?;
+        let mut before = crate::evaluation::Candle::of(Executor::new(&graph, parameters.clone(), device.clone()));
         let mut answers: Vec<Outputs> = Vec::new();
         let (limit, begun, mut held) = (LEAST_TIME.max(self.start.elapsed() / 8), Instant::now(), 0);
         for sample in &samples {
@@ -98,12 +103,10 @@ impl Run<'_> {
             answers.push(outputs);
         }
         drop(before);
-        let written = self.written()?;
-        let their_graph = written.graph()?;
         let same = self.unchanged(&written, exports);
         let mut shared = parameters;
         shared.retain(|name| same.contains(name));
-        let parameters = shared.load_beside(&their_graph, &written.weights, &device, Residence::Stored, &self.work)?;
+        let parameters = shared.load_beside(&their_graph, &their_weights, &device, Residence::Stored, &self.work)?;
         let rounding = if self.writes_safetensors() { Rounding::Token } else { Rounding::Tensor };
         let mut after = crate::evaluation::Candle::of(Executor::new(&their_graph, parameters, device).with_rounding(rounding));
         let mut sums = FidelitySums::default();
@@ -132,14 +135,14 @@ impl Run<'_> {
     fn samples(&self, graph: &Graph) -> Result<(SamplesFrom, Option<String>, Vec<Batch>)> {
         let budget = self.budget();
         let sets = &self.pipeline.running.data;
-        let subject = Subject::of(self.before.clone())?;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
             let used = self.pipeline.steps.iter().any(|step| step.pass().runs_on() == Some(kind));
             let used = if used { set.samples } else { Some(0) };
             let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
             if let Some(used) = used {
-                set.for_each_beyond(used, subject.target(), |sample| found.take(sample))?;
+                let subject = Subject::of(self.before.clone())?;
+                sets.for_each_beyond(set, used, subject.target(), |sample| found.take(sample))?;
             }
             if !found.samples.is_empty() {
                 return Ok((SamplesFrom::HeldOut, set.paths().next().map(|path| path.display().to_string()), found.samples));
@@ -148,7 +151,7 @@ impl Run<'_> {
         let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
         let sizes = found.affordable();
         for number in 0..MOST as u64 {
-            if found.take(data::made_up_of(graph, self.pipeline.seed.wrapping_add(number), &sizes)?)?.is_break() {
+            if found.take(data::synthetic_of(graph, self.pipeline.seed.wrapping_add(number), &sizes)?)?.is_break() {
                 break;
             }
         }
@@ -262,7 +265,7 @@ mod tests {
         let found = |macs: u64, samples: usize| {
             let mut found = Found { graph: &graph, budget: Budget { macs, samples }, spent: 0, samples: Vec::new() };
             let sizes = found.affordable();
-            while found.take(data::made_up_of(&graph, 0, &sizes).unwrap()).unwrap().is_continue() {}
+            while found.take(data::synthetic_of(&graph, 0, &sizes).unwrap()).unwrap().is_continue() {}
             (found.samples.len(), found.samples[0].inputs["input_ids"].dims().to_vec())
         };
         assert_eq!(found(0, 16), (1, vec![1, 16]));

@@ -4,7 +4,7 @@ use std::fs;
 
 use rustix::process::{Resource, getrlimit};
 
-use crate::report::kilobytes;
+use crate::report::environment::kilobytes;
 
 /// Bytes that can be taken without swapping or being refused: of the machine, of the control group, of the address space; nothing where
 /// the system does not tell.

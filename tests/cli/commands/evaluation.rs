@@ -188,10 +188,10 @@ fn an_exported_file_is_run_and_scored() {
     let checks = data(folder.path(), "verify out --json");
     let run = checks.as_array().unwrap().iter().find(|check| check["path"] == "model.onnx, run").unwrap();
     assert!(run["ok"] == true && run["finding"].as_str().unwrap().contains("largest difference"), "{checks}");
-    // Without data, made-up samples are run.
+    // Without data, synthetic samples are run.
     ok(folder.path(), "cast in --to f32 -o plain --export onnx");
     let file = &read_json(&folder.path().join("plain/report.json"))["outputs"][0];
-    assert!(file["verified"]["how"].as_str().unwrap().contains("made-up samples"), "{file}");
+    assert!(file["verified"]["how"].as_str().unwrap().contains("synthetic samples"), "{file}");
 }
 
 #[test]

@@ -72,7 +72,9 @@ fn inspect_lists_what_nothing_is_computed_by() {
 
     config["position_embedding_type"] = json!("relative_key");
     fs::write(&path, config.to_string()).unwrap();
-    let refused = &data(folder.path(), "inspect in --json")["unused"]["refused"];
+    let found = data(folder.path(), "inspect in --json");
+    let refused = &found["cannot_run"];
+    assert!(found["unused"].is_null(), "one key says why: {found}");
     assert!(refused.as_str().unwrap().contains("config.json: `position_embedding_type` of \"relative_key\" is not supported"), "{refused}");
     let text = ok(folder.path(), "inspect in").stdout;
     assert!(text.contains("cannot be run") && text.contains("config.json: `position_embedding_type`"), "{text}");
@@ -101,7 +103,7 @@ fn what_else_is_said_of_quantization_is_told_again_or_left_out_with_a_note() {
     assert_eq!(told("pruned"), [true, false, true]);
     let notes = read_json(&folder.path().join("pruned/report.json"))["notes"].to_string();
     assert!(notes.contains("`sparsity_config` of the input's quantization_config is left out"), "{notes}");
-    let refused = &data(folder.path(), "inspect pruned --json")["unused"]["refused"];
+    let refused = &data(folder.path(), "inspect pruned --json")["cannot_run"];
     assert!(refused.as_str().unwrap().contains("`kv_cache_scheme`"), "{refused}");
 }
 

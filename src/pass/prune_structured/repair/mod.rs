@@ -1,10 +1,11 @@
-//! Mending the layers that read what was taken out, from calibration data, without training.
+//! Repairing the layers that read what was removed, from calibration data, without training.
 //!
-//! Layer by layer, in the order of the graph: the values `x` that a layer read in the whole model are estimated from the
+//! Layer by layer, in the order of the graph: the values `x` that a layer read in the original model are estimated from the
 //! values `y` that are left for it in the smaller one, `x ≈ M y + c` by least squares, and the layer's weight `W` becomes
 //! `W M`, its bias `b + W c` (He et al., *Channel Pruning for Accelerating Very Deep Neural Networks*, 2017,
-//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). Layers behind see what came of it. Batch
-//! normalisation gets statistics with which it gives values of the same mean and variance as before. Only sums of products of features are kept.
+//! <https://arxiv.org/abs/1707.06168>, for all taps of a window together). Later layers are repaired on the values that this gives. Batch
+//! normalisation gets statistics with which its output has the same mean and variance as before. Only sums of products of features are
+//! stored.
 
 mod pairs;
 mod sums;
@@ -24,18 +25,18 @@ use crate::ir::{Graph, Node, Op};
 use crate::model::Model;
 use crate::pass::Context;
 use pairs::Pairs;
-use sums::{Sums, evenly};
+use sums::{Sums, row_weights};
 
-/// A model before and after, and what is to be mended between them.
-pub(super) struct Mending<'a> {
+/// A model before and after pruning, and how it is repaired.
+pub(super) struct Repairing<'a> {
     pub before: &'a Model,
     pub graph: &'a Graph,
     pub after: &'a mut Model,
-    pub kept: &'a Surviving,
+    pub surviving: &'a Surviving,
     pub repair: Repair,
 }
 
-/// A place where something is mended: a value, and the nodes that read it.
+/// A place that is repaired: a value, and the nodes that read it.
 struct Site {
     value: String,
     nodes: Vec<usize>,
@@ -43,39 +44,39 @@ struct Site {
 }
 
 enum Kind {
-    /// Layers that read a value of which these features are left.
-    Layers { op: Op, kept: Vec<usize>, features: usize },
+    /// Layers that read a value of which these features survive.
+    Layers { op: Op, surviving: Vec<usize>, features: usize },
     /// A batch normalisation.
     Statistics { op: BatchNorm },
 }
 
-impl Mending<'_> {
-    /// Mends; answers how many layers and normalisations.
+impl Repairing<'_> {
+    /// Repairs the model; returns how many layers and normalisations.
     ///
     /// # Errors
-    /// A layer has no bias to mend, the data does not fit, or memory runs out.
+    /// A layer has no bias to adjust, the data does not fit, or memory runs out.
     pub fn run(self, context: &Context) -> Result<(usize, usize)> {
         let smaller = self.after.graph()?;
         let sites = self.sites(&smaller)?;
-        let whole = calibrate::parameters(self.graph, self.before, context)?;
+        let original = calibrate::parameters(self.graph, self.before, context)?;
         let parts = calibrate::parameters(&smaller, self.after, context)?;
-        let executors = [Executor::new(self.graph, whole.clone(), context.device.clone()), Executor::new(&smaller, parts, context.device.clone())];
+        let executors = [Executor::new(self.graph, original.clone(), context.device.clone()), Executor::new(&smaller, parts, context.device.clone())];
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
         let mut pairs = Pairs::new(executors, |name| values.contains(name), self.before, context)?;
         let mut counts = (0, 0);
         for site in &sites {
             let changed = match &site.kind {
-                Kind::Layers { op, kept, features } => {
+                Kind::Layers { op, surviving, features } => {
                     counts.0 += site.nodes.len();
-                    let mut sums = Sums::new(*features, kept.len());
-                    let even = !matches!(op, Op::Conv(_));
+                    let mut sums = Sums::new(*features, surviving.len());
+                    let weighted = !matches!(op, Op::Conv(_));
                     pairs.each(&site.value, |batch, [x, y]| {
                         let (x, y) = (calibrate::rows(x, op, batch)?, calibrate::rows(y, op, batch)?);
-                        sums.add(&x, &y, even.then(|| evenly(&x)).transpose()?.as_ref())
+                        sums.add(&x, &y, weighted.then(|| row_weights(&x)).transpose()?.as_ref())
                     })?;
                     let mut changed = Vec::new();
                     for node in &site.nodes {
-                        changed.extend(self.layer(&smaller, &smaller.nodes()[*node], &whole, kept, &sums)?);
+                        changed.extend(self.layer(&smaller, &smaller.nodes()[*node], &original, surviving, &sums)?);
                     }
                     changed
                 }
@@ -86,11 +87,11 @@ impl Mending<'_> {
                         let both = moments.iter_mut().zip(seen);
                         both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch)?))
                     })?;
-                    self.statistics(&smaller, &smaller.nodes()[site.nodes[0]], op, &whole, &moments, &context.device)?
+                    self.statistics(&smaller, &smaller.nodes()[site.nodes[0]], op, &original, &moments, &context.device)?
                 }
             };
             for (name, tensor) in changed {
-                hold(self.after, &name, &tensor)?;
+                set_weight(self.after, &name, &tensor)?;
                 pairs.replace(&name, tensor, &site.nodes);
             }
         }
@@ -111,7 +112,7 @@ impl Mending<'_> {
                 _ => continue,
             };
             let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone()).unwrap_or_default();
-            let Some(kept) = self.kept.get(&(name(1), axis)) else { continue };
+            let Some(surviving) = self.surviving.get(&(name(1), axis)) else { continue };
             if self.repair == Repair::Bias && node.inputs.len() < 3 && !normalised(graph, node) {
                 let what = format!("`{}` has no bias to adjust: use repair: least-squares", graph.value(node.output).name);
                 return Err(Error::option(format!("{NAME}: repair"), what));
@@ -121,7 +122,7 @@ impl Mending<'_> {
                 Some(site) => site.nodes.push(index),
                 None => {
                     let features = self.before.weights.get(&name(1))?.shape[axis];
-                    sites.push(Site { value, nodes: vec![index], kind: Kind::Layers { op: node.op.clone(), kept: kept.clone(), features } });
+                    sites.push(Site { value, nodes: vec![index], kind: Kind::Layers { op: node.op.clone(), surviving: surviving.clone(), features } });
                 }
             }
         }
@@ -129,24 +130,24 @@ impl Mending<'_> {
     }
 
     /// New weight and bias of a layer.
-    fn layer(&self, graph: &Graph, node: &Node, whole: &Parameters, kept: &[usize], sums: &Sums) -> Result<Vec<(String, Tensor)>> {
+    fn layer(&self, graph: &Graph, node: &Node, original: &Parameters, surviving: &[usize], sums: &Sums) -> Result<Vec<(String, Tensor)>> {
         let name = |at: usize| node.inputs.get(at).map(|id| graph.value(*id).name.clone());
         let (Some(weight), bias) = (name(1), name(2)) else { return Ok(Vec::new()) };
         let estimate = match self.repair {
-            Repair::LeastSquares => sums.estimate(kept, bias.is_some()),
-            _ => Some(sums.selection(kept)),
+            Repair::LeastSquares => sums.estimate(surviving, bias.is_some()),
+            _ => Some(sums.selection(surviving)),
         };
         let Some(estimate) = estimate else {
             return Err(Error::run(NAME, format!("calibration data has too few samples for the inputs of `{weight}`"), "use more samples"));
         };
         let (features, left) = (sums.x.len(), sums.y.len());
         let compute = || {
-            // [out, taps, features]: the weight of the whole model for the outputs that are left.
-            let mut full = whole.get(&weight)?;
+            // [out, taps, features]: the weight of the original model for the outputs that are left.
+            let mut full = original.get(&weight)?;
             for axis in 0..full.rank() {
                 let read = if full.rank() == 4 { 1 } else { usize::from(!is_input_major(&node.op)) };
-                if let Some(kept) = self.kept.get(&(weight.clone(), axis)).filter(|_| axis != read) {
-                    let index: Vec<u32> = kept.iter().map(|at| *at as u32).collect();
+                if let Some(surviving) = self.surviving.get(&(weight.clone(), axis)).filter(|_| axis != read) {
+                    let index: Vec<u32> = surviving.iter().map(|at| *at as u32).collect();
                     full = full.index_select(&Tensor::from_vec(index.clone(), index.len(), full.device())?, axis)?;
                 }
             }
@@ -168,9 +169,9 @@ impl Mending<'_> {
                 let before = product(&full.sum(1)?, &column(&sums.x)?)?;
                 let after = product(&new.sum(1)?, &column(&sums.y)?)?;
                 let shift = (before - after)?.flatten_all()?;
-                let mut old = whole.get(bias)?;
-                if let Some(kept) = self.kept.get(&(bias.clone(), 0)) {
-                    let index: Vec<u32> = kept.iter().map(|at| *at as u32).collect();
+                let mut old = original.get(bias)?;
+                if let Some(surviving) = self.surviving.get(&(bias.clone(), 0)) {
+                    let index: Vec<u32> = surviving.iter().map(|at| *at as u32).collect();
                     old = old.index_select(&Tensor::from_vec(index.clone(), index.len(), old.device())?, 0)?;
                 }
                 changed.push((bias.clone(), (old + shift)?));
@@ -188,26 +189,26 @@ impl Mending<'_> {
         compute().map_err(computed)
     }
 
-    /// Mean and variance with which a normalisation gives values of the same mean and variance as in the whole model.
+    /// Mean and variance with which a normalisation gives values of the same mean and variance as in the original model.
     fn statistics(
         &self,
         graph: &Graph,
         node: &Node,
         op: &BatchNorm,
-        whole: &Parameters,
+        original: &Parameters,
         moments: &[Moments; 2],
         device: &Device,
     ) -> Result<Vec<(String, Tensor)>> {
         let name = |at: usize| graph.value(node.inputs[at]).name.clone();
         let (mean_name, variance_name) = (name(3), name(4));
         let channels = moments[1].features();
-        let kept = self.kept.get(&(mean_name.clone(), 0)).cloned().unwrap_or_else(|| (0..channels).collect());
-        let stored = |name: &str| whole.get(name).map_err(computed).and_then(|tensor| numbers(&tensor));
+        let surviving = self.surviving.get(&(mean_name.clone(), 0)).cloned().unwrap_or_else(|| (0..channels).collect());
+        let stored = |name: &str| original.get(name).map_err(computed).and_then(|tensor| numbers(&tensor));
         let (means, variances) = (stored(&mean_name)?, stored(&variance_name)?);
         let (mut mean, mut variance) = (Vec::with_capacity(channels), Vec::with_capacity(channels));
-        for (now, before) in kept.into_iter().enumerate() {
+        for (now, before) in surviving.into_iter().enumerate() {
             let [(old_mean, old), (new_mean, new)] = [moments[0].of(before), moments[1].of(now)];
-            // A channel that says nothing stays as it is.
+            // A channel without variance stays as it is.
             let ratio = if old > 0.0 && new > 0.0 { (new / old).sqrt() } else { 1.0 };
             mean.push((new_mean - (old_mean - means[before]) * ratio) as f32);
             variance.push(((variances[before] + op.epsilon) * ratio * ratio - op.epsilon).max(0.0) as f32);
@@ -221,16 +222,16 @@ fn is_input_major(op: &Op) -> bool {
     matches!(op, Op::Linear(op) if op.input_major)
 }
 
-/// Whether what a node computes goes into a batch normalisation, whose statistics are taken again.
+/// Whether a batch normalisation, whose statistics are measured again, reads the output of a node.
 fn normalised(graph: &Graph, node: &Node) -> bool {
     graph.nodes().iter().any(|next| matches!(next.op, Op::BatchNorm(_)) && next.inputs.first() == Some(&node.output))
 }
 
 /// Puts a tensor in the place of a weight, in the weight's own format.
-fn hold(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
+fn set_weight(model: &mut Model, name: &str, tensor: &Tensor) -> Result<()> {
     let weight = model.weights.get(name)?.clone();
     let values: Vec<f32> = transfer::values(tensor, Cause::Statistics).map_err(computed)?;
-    let held = weight.with_values(name, &values)?;
-    model.weights.by_name.insert(name.to_owned(), held);
+    let weight = weight.with_values(name, &values)?;
+    model.weights.by_name.insert(name.to_owned(), weight);
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Calibration samples on their way through the whole and the smaller model.
+//! Calibration samples on their way through the original and the smaller model.
 
 use candle_core::Tensor;
 
@@ -10,8 +10,8 @@ use crate::pass::Context;
 use crate::pass::prune_structured::calibrate;
 use crate::work::{Event, ProgressUnit};
 
-/// Bytes of stopped runs that are held. Samples beyond them run from the beginning for each site.
-const HELD: u64 = 1 << 30;
+/// Most bytes of stopped runs in memory. Further samples run from the beginning for each site.
+const MOST: u64 = 1 << 30;
 
 /// A sample whose runs have stopped at a site.
 struct Stopped {
@@ -19,14 +19,14 @@ struct Stopped {
     runs: [PartialRun; 2],
 }
 
-/// Two models with samples that go through both, site by site: each node runs once for a sample that is held.
+/// Two models with samples that go through both, site by site: each node runs once for a sample whose runs are in memory.
 pub(super) struct Pairs<'a> {
     executors: [Executor<'a>; 2],
     observations: [Observation; 2],
     model: &'a Model,
     context: &'a Context<'a>,
     /// The first samples.
-    held: Vec<Stopped>,
+    stopped_runs: Vec<Stopped>,
     samples: u64,
     batches: usize,
 }
@@ -38,15 +38,15 @@ impl<'a> Pairs<'a> {
     /// There are none, or they do not fit the model.
     pub fn new(executors: [Executor<'a>; 2], wanted: impl Fn(&str) -> bool, model: &'a Model, context: &'a Context<'a>) -> Result<Self> {
         let observations = executors.each_ref().map(|executor| executor.observation(&wanted));
-        let mut pairs = Pairs { executors, observations, model, context, held: Vec::new(), samples: 0, batches: 0 };
+        let mut pairs = Pairs { executors, observations, model, context, stopped_runs: Vec::new(), samples: 0, batches: 0 };
         let mut bytes = 0;
         calibrate::for_each("Reading samples", model, context, |batch| {
             pairs.samples += batch.samples as u64;
             pairs.batches += 1;
-            if bytes <= HELD {
+            if bytes <= MOST {
                 let stopped = pairs.begin(batch)?;
                 bytes += stopped.bytes();
-                pairs.held.push(stopped);
+                pairs.stopped_runs.push(stopped);
             }
             Ok(())
         })?;
@@ -64,7 +64,7 @@ impl<'a> Pairs<'a> {
     /// # Errors
     /// Running fails, the consumer does, or the work is cancelled.
     pub fn each(&mut self, value: &str, mut see: impl FnMut(&Batch, [&Tensor; 2]) -> Result<()>) -> Result<()> {
-        let mut held = std::mem::take(&mut self.held);
+        let mut stopped_runs = std::mem::take(&mut self.stopped_runs);
         let mut advance = |stopped: &mut Stopped| {
             let [first, second] = &mut stopped.runs;
             let x = self.executors[0].advance(&self.observations[0], first, value)?;
@@ -73,21 +73,21 @@ impl<'a> Pairs<'a> {
         };
         let context = self.context;
         context.work.progress.on(Event::Begin { stage: "Repairing", total: self.samples, unit: ProgressUnit::Samples });
-        let done = held.iter_mut().try_for_each(|stopped| {
+        let done = stopped_runs.iter_mut().try_for_each(|stopped| {
             context.work.cancel.check()?;
             advance(stopped)?;
             context.work.advance(stopped.batch.samples as u64)
         });
         context.work.progress.on(Event::End);
         done?;
-        if held.len() < self.batches {
+        if stopped_runs.len() < self.batches {
             let mut index = 0;
             calibrate::for_each("Repairing", self.model, context, |batch| {
                 index += 1;
-                if index > held.len() { advance(&mut self.begin(batch)?) } else { Ok(()) }
+                if index > stopped_runs.len() { advance(&mut self.begin(batch)?) } else { Ok(()) }
             })?;
         }
-        self.held = held;
+        self.stopped_runs = stopped_runs;
         self.trim();
         Ok(())
     }
@@ -98,21 +98,21 @@ impl<'a> Pairs<'a> {
         let reads = |index: usize| graph.nodes()[index].inputs.iter().any(|id| graph.value(*id).name == name);
         let first = nodes.iter().min().copied().unwrap_or(0);
         if (0..first).any(reads) {
-            // Something that has run already would have come out otherwise.
-            self.held.clear();
+            // A node that has run already reads it, and its value has changed.
+            self.stopped_runs.clear();
         }
         self.executors[1].replace(name, tensor);
     }
 
-    /// Lets go of the last samples where there are more than may be held.
+    /// Drops the last samples where their runs take more memory than allowed.
     fn trim(&mut self) {
         let mut bytes = 0;
-        let fit = self.held.iter().take_while(|stopped| {
+        let fit = self.stopped_runs.iter().take_while(|stopped| {
             bytes += stopped.bytes();
-            bytes <= HELD
+            bytes <= MOST
         });
         let fit = fit.count();
-        self.held.truncate(fit);
+        self.stopped_runs.truncate(fit);
     }
 }
 

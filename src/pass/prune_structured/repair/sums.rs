@@ -12,9 +12,9 @@ use crate::pass::prune_structured::calibrate::{column_moments, computed, numbers
 /// few rows it is features by rows.
 const RIDGE: f64 = 1e-3;
 
-/// Weights of rows `[n, 1]` with which every row counts the same, however large its numbers are: a few tokens that carry
-/// huge numbers would decide everything, and the normalisation behind the layer takes size out again.
-pub(super) fn evenly(rows: &Tensor) -> Result<Tensor> {
+/// Weights of rows `[n, 1]` with which every row counts the same, however large its values are: a few tokens with huge values would
+/// decide everything otherwise, and the normalisation behind the layer removes the size again.
+pub(super) fn row_weights(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
         let mean = transfer::number(&squares.mean_all()?, Cause::Statistics)? as f32;
@@ -28,7 +28,7 @@ fn add(sums: &mut [f64], values: &[f64]) {
     sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
 }
 
-/// Sums of features `x` of the whole model and `y` of the smaller one, and of their products.
+/// Sums of features `x` of the original model and `y` of the smaller one, and of their products.
 pub(super) struct Sums {
     /// How many rows.
     rows: f64,
@@ -41,7 +41,7 @@ pub(super) struct Sums {
 }
 
 impl Sums {
-    /// Over so many features of the whole model, and so many that are left.
+    /// Over so many features of the original model, and so many that survive.
     pub fn new(features: usize, left: usize) -> Sums {
         Sums { rows: 0.0, count: 0.0, x: vec![0.0; features], y: vec![0.0; left], xy: vec![0.0; features * left], yy: vec![0.0; left * left] }
     }
@@ -67,28 +67,28 @@ impl Sums {
         Ok(())
     }
 
-    /// The matrix `[x, y]` that takes what is left as it is.
-    pub fn selection(&self, kept: &[usize]) -> Vec<f64> {
+    /// The matrix `[x, y]` that takes the surviving features as they are.
+    pub fn selection(&self, surviving: &[usize]) -> Vec<f64> {
         let left = self.y.len();
         let mut matrix = vec![0.0; self.x.len() * left];
-        kept.iter().enumerate().for_each(|(j, i)| matrix[i * left + j] = 1.0);
+        surviving.iter().enumerate().for_each(|(j, i)| matrix[i * left + j] = 1.0);
         matrix
     }
 
     /// The matrix `M` of `x ≈ M y + c`, with `c` free or zero.
-    pub fn estimate(&self, kept: &[usize], centred: bool) -> Option<Vec<f64>> {
+    pub fn estimate(&self, surviving: &[usize], centred: bool) -> Option<Vec<f64>> {
         let (n, left) = (self.x.len(), self.y.len());
         let mean = |sums: &[f64], at: usize| if centred { sums[at] / self.count } else { 0.0 };
         let mut yy: Vec<f64> = (0..left * left).map(|at| self.yy[at] / self.count - mean(&self.y, at / left) * mean(&self.y, at % left)).collect();
         let scale = (0..left).map(|j| yy[j * left + j]).sum::<f64>() / left.max(1) as f64;
         let ridge = RIDGE.max(left as f64 / self.rows.max(1.0));
-        let mut matrix = self.selection(kept);
-        // What the selection leaves over is estimated, so that the ridge draws towards the selection.
+        let mut matrix = self.selection(surviving);
+        // The residual of the selection is estimated, so that the ridge draws towards the selection.
         let mut rest: Vec<f64> = (0..n * left)
             .map(|at| {
                 let (i, j) = (at / left, at % left);
                 let xy = self.xy[at] / self.count - mean(&self.x, i) * mean(&self.y, j);
-                xy - kept.binary_search(&i).map_or(0.0, |own| yy[own * left + j])
+                xy - surviving.binary_search(&i).map_or(0.0, |own| yy[own * left + j])
             })
             .collect();
         (0..left).for_each(|j| yy[j * left + j] += ridge * scale + f64::MIN_POSITIVE);

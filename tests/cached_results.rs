@@ -1,4 +1,4 @@
-//! Results of passes that are kept from one run to the next.
+//! Results of passes that are cached from one run to the next.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -11,7 +11,7 @@ use candle_core::{Device, Tensor};
 use compress::data::Data;
 use compress::export::Safetensors;
 use compress::pass::{Cast, Finetune, PruneStructured, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step};
-use compress::pipeline::{Builder, Shelf};
+use compress::pipeline::{Builder, ResultCache};
 use compress::report::Report;
 use compress::train::BatchSize;
 use compress::{Model, Pipeline};
@@ -53,8 +53,8 @@ impl Place {
         candle_core::safetensors::save(&arrays, self.path("data.safetensors")).unwrap();
     }
 
-    fn shelf(&self) -> Shelf {
-        Shelf::new(self.path("kept"), Duration::ZERO)
+    fn cache(&self) -> ResultCache {
+        ResultCache::new(self.path("cache"), Duration::ZERO)
     }
 
     fn builder(&self, steps: &[Step]) -> Builder {
@@ -67,9 +67,9 @@ impl Place {
         builder.force(true).build().unwrap().run(Model::open(self.path("in")).unwrap(), out).unwrap()
     }
 
-    /// Runs with what is kept; whether something was.
+    /// Runs with what is cached; whether something was reused.
     fn again(&self, steps: &[Step], out: &str) -> (Report, bool) {
-        let report = self.run(self.builder(steps).keep(self.shelf(), false).resume(true), out);
+        let report = self.run(self.builder(steps).cache(self.cache(), false).resume(true), out);
         let taken = report.notes.iter().any(|note| note.contains("was reused from an earlier run"));
         (report, taken)
     }
@@ -89,7 +89,7 @@ fn finetune() -> Step {
 const MODEL: &str = "torchvision-resnet18";
 
 #[test]
-fn what_was_kept_ends_as_what_was_not() {
+fn a_reused_result_ends_as_a_fresh_one() {
     let prune = PruneStructured { dims: vec![compress::pass::prune_structured::PrunedPart::Channels], ..PruneStructured::default() };
     let pipelines: [Vec<Step>; 4] = [
         vec![finetune(), QuantizeStatic::default().into()],
@@ -102,21 +102,21 @@ fn what_was_kept_ends_as_what_was_not() {
         let place = Place::new(MODEL);
         let export = |builder: Builder| builder.export(Safetensors::default()).export(compress::export::Onnx::default());
         let whole = place.run(export(place.builder(&steps)), "whole");
-        place.run(export(place.builder(&steps)).keep(place.shelf(), false), "first");
-        assert!(!place.shelf().entries().unwrap().is_empty(), "{names:?}");
-        let kept = place.run(export(place.builder(&steps)).keep(place.shelf(), false).resume(true), "second");
-        assert!(kept.notes.iter().any(|note| note.contains("was reused from an earlier run")), "{names:?}: {:?}", kept.notes);
+        place.run(export(place.builder(&steps)).cache(place.cache(), false), "first");
+        assert!(!place.cache().entries().unwrap().is_empty(), "{names:?}");
+        let reused = place.run(export(place.builder(&steps)).cache(place.cache(), false).resume(true), "second");
+        assert!(reused.notes.iter().any(|note| note.contains("was reused from an earlier run")), "{names:?}: {:?}", reused.notes);
         for (name, bytes) in place.files("whole") {
             assert!(bytes == place.files("second")[&name], "{names:?}: {name} differs");
         }
-        assert_eq!(whole.model, kept.model, "{names:?}");
-        assert_eq!(whole.size.before, kept.size.before, "{names:?}");
-        assert_eq!(whole.size.after, kept.size.after, "{names:?}");
-        assert_eq!(whole.layers.len(), kept.layers.len(), "{names:?}");
+        assert_eq!(whole.model, reused.model, "{names:?}");
+        assert_eq!(whole.size.before, reused.size.before, "{names:?}");
+        assert_eq!(whole.size.after, reused.size.after, "{names:?}");
+        assert_eq!(whole.layers.len(), reused.layers.len(), "{names:?}");
         assert_eq!(whole.passes.iter().map(|pass| &pass.name).collect::<Vec<_>>(), names);
-        assert_eq!(kept.passes.iter().map(|pass| &pass.name).collect::<Vec<_>>(), names);
+        assert_eq!(reused.passes.iter().map(|pass| &pass.name).collect::<Vec<_>>(), names);
         let curve = |report: &Report| report.passes.iter().find(|pass| pass.name == "finetune").unwrap().details["training"]["steps"].clone();
-        assert_eq!(curve(&whole), curve(&kept));
+        assert_eq!(curve(&whole), curve(&reused));
         assert!(place.path("second/finetune.csv").is_file());
     }
 }
@@ -125,19 +125,19 @@ fn what_was_kept_ends_as_what_was_not() {
 fn only_the_same_is_taken() {
     let steps = vec![finetune(), QuantizeDynamic::default().into()];
     let place = Place::new(MODEL);
-    place.run(place.builder(&steps).keep(place.shelf(), false), "first");
+    place.run(place.builder(&steps).cache(place.cache(), false), "first");
     assert!(place.again(&steps, "out").1);
-    // What comes behind the kept pass may change.
+    // Passes behind the cached one may change.
     assert!(place.again(&[finetune(), Cast::default().into()], "out").1);
     // A run that is not told to goes through all passes.
-    let fresh = place.run(place.builder(&steps).keep(place.shelf(), false), "out");
+    let fresh = place.run(place.builder(&steps).cache(place.cache(), false), "out");
     assert!(!fresh.notes.iter().any(|note| note.contains("earlier run")));
-    let reused = place.run(place.builder(&steps).keep(place.shelf(), true), "out");
+    let reused = place.run(place.builder(&steps).cache(place.cache(), true), "out");
     assert!(reused.notes.iter().any(|note| note.contains("earlier run")));
     let other = Finetune { max_steps: Some(4), batch_size: BatchSize::Samples(4), learning_rate: 1e-3, ..Finetune::default() };
     assert!(!place.again(&[other.into()], "out").1);
     assert!(!place.again(&[Cast::default().into(), finetune()], "out").1);
-    let seeded = place.run(place.builder(&steps).keep(place.shelf(), true).seed(7), "out");
+    let seeded = place.run(place.builder(&steps).cache(place.cache(), true).seed(7), "out");
     assert!(!seeded.notes.iter().any(|note| note.contains("earlier run")));
     // The same length and the same time, other bytes.
     let path = place.path("in/model.safetensors");
@@ -160,10 +160,10 @@ fn only_the_same_is_taken() {
 fn damage_is_noticed_and_cleared_away() {
     let steps = vec![finetune()];
     let place = Place::new(MODEL);
-    place.run(place.builder(&steps).keep(place.shelf(), false), "first");
-    let [entry] = &place.shelf().entries().unwrap()[..] else { panic!("one result") };
+    place.run(place.builder(&steps).cache(place.cache(), false), "first");
+    let [entry] = &place.cache().entries().unwrap()[..] else { panic!("one result") };
     assert_eq!((entry.pass.as_str(), &entry.model), ("finetune", &place.path("in")));
-    let weights = place.path("kept").join(&entry.key).join("model.safetensors");
+    let weights = place.path("cache").join(&entry.key).join("model.safetensors");
     let mut bytes = fs::read(&weights).unwrap();
     let last = bytes.len() - 2;
     bytes[last] ^= 1;
@@ -172,8 +172,8 @@ fn damage_is_noticed_and_cleared_away() {
     assert!(!taken);
     assert!(place.again(&steps, "out").1, "it was made again");
     assert_eq!(place.files("first"), place.files("out"));
-    assert_eq!(place.shelf().clear("no such key").unwrap(), 0);
-    assert!(place.shelf().clear(&entry.key[..6]).unwrap() > 1000);
-    assert!(place.shelf().entries().unwrap().is_empty());
+    assert_eq!(place.cache().clear("no such key").unwrap(), 0);
+    assert!(place.cache().clear(&entry.key[..6]).unwrap() > 1000);
+    assert!(place.cache().entries().unwrap().is_empty());
     assert!(!place.again(&steps, "out").1);
 }

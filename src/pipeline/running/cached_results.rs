@@ -1,4 +1,4 @@
-//! Results of passes that ran a model, kept from one run to the next by what they were made from: the bytes of the model and of the
+//! Results of passes that ran a model, cached from one run to the next by what they were made from: the bytes of the model and of the
 //! data, the passes so far with their options, the seed, the device, and the version of this tool.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -14,13 +14,14 @@ use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
 use crate::ir::GraphFile;
-use crate::model::{Applied, Model};
+use crate::model::Model;
 use crate::output::Staging;
 use crate::pass::{PASSES, Samples};
 use crate::pipeline::Pipeline;
-use crate::pipeline::key::{Key, files};
-use crate::store::Origin;
+use crate::run_state::{Applied, RunState};
+use crate::store::content_key::entries;
 use crate::store::hash::hash_of;
+use crate::store::{ContentKey, Origin};
 use crate::work::Work;
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
@@ -30,15 +31,15 @@ const ATTACHED: &str = "attached";
 
 /// A folder of results.
 #[derive(Debug, Clone)]
-pub struct Shelf {
+pub struct ResultCache {
     folder: PathBuf,
-    /// Passes that took less are not kept.
+    /// Results of passes that took less are not cached.
     least: Duration,
 }
 
 /// One result.
 #[derive(Debug, Clone, Serialize)]
-pub struct Entry {
+pub struct CachedResult {
     /// The hash of what it was made from.
     pub key: String,
     /// The last pass that it holds.
@@ -109,15 +110,15 @@ impl Past {
     }
 }
 
-impl Shelf {
+impl ResultCache {
     /// Results in a folder; of passes that took at least this long.
-    pub fn new(folder: impl Into<PathBuf>, least: Duration) -> Shelf {
-        Shelf { folder: folder.into(), least }
+    pub fn new(folder: impl Into<PathBuf>, least: Duration) -> ResultCache {
+        ResultCache { folder: folder.into(), least }
     }
 
     /// The folder in the user's cache, for passes of ten seconds and more.
-    pub fn usual() -> Option<Shelf> {
-        crate::cache::folder(crate::cache::variable).map(|folder| Shelf::new(folder.join("passes"), Duration::from_secs(10)))
+    pub fn usual() -> Option<ResultCache> {
+        crate::cache::folder(crate::cache::variable).map(|folder| ResultCache::new(folder.join("passes"), Duration::from_secs(10)))
     }
 
     /// Where it is.
@@ -125,17 +126,17 @@ impl Shelf {
         &self.folder
     }
 
-    /// Everything that is kept, the latest first.
+    /// All results, the latest first.
     ///
     /// # Errors
     /// The folder cannot be read.
-    pub fn entries(&self) -> Result<Vec<Entry>> {
+    pub fn entries(&self) -> Result<Vec<CachedResult>> {
         let mut entries = Vec::new();
         for folder in folders(&self.folder)? {
             let Some(state) = State::read(&folder) else { continue };
             let last = state.history.last();
             let used = fs::metadata(folder.join(STATE)).and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
-            entries.push(Entry {
+            entries.push(CachedResult {
                 key: folder.file_name().unwrap_or_default().to_string_lossy().into_owned(),
                 pass: last.map(|past| past.name.clone()).unwrap_or_default(),
                 seconds: last.map_or(0.0, |past| past.seconds),
@@ -165,14 +166,14 @@ impl Shelf {
 
     /// A key for the model after each of the passes.
     pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, work: &Work) -> Result<Vec<String>> {
-        let mut key = Key::new(pipeline, model, work)?;
+        let mut key = pipeline.input_key(model, work)?;
         let mut read: BTreeMap<&str, String> = BTreeMap::new();
         let mut keys = Vec::with_capacity(pipeline.steps.len());
         for step in &pipeline.steps {
             let pass = step.pass();
-            key.say(&format!("{} {}", pass.name(), pass.options()));
+            key.line(&format!("{} {}", pass.name(), pass.options()));
             for path in pass.reads() {
-                key.contents(&path)?;
+                key.files([&path], path.parent().unwrap_or(&path))?;
             }
             // Training looks at the evaluation data too, where it keeps the best weights; passes with a goal measure themselves on it.
             let data = &pipeline.running.data;
@@ -186,7 +187,7 @@ impl Shelf {
                 if !read.contains_key(name) {
                     read.insert(name, content(set, work)?);
                 }
-                key.say(&format!("{name} {}", read[name]));
+                key.line(&format!("{name} {}", read[name]));
             }
             keys.push(key.name());
         }
@@ -195,7 +196,7 @@ impl Shelf {
 
     /// A result of an earlier run, as if the passes had been applied to `model` now; one that does not read back as it was written
     /// is removed.
-    pub(super) fn take(&self, key: &str, model: &Model, work: &Work) -> Option<Model> {
+    pub(super) fn take(&self, key: &str, model: &Model, work: &Work) -> Option<(Model, RunState)> {
         let folder = self.folder.join(key);
         if !folder.is_dir() {
             return None;
@@ -209,14 +210,14 @@ impl Shelf {
         found
     }
 
-    /// Keeps a result, if the pass took long enough.
-    pub(super) fn put(&self, key: &str, took: Duration, after: &mut Model, work: &Work) -> Result<()> {
+    /// Stores a result, if the pass took long enough.
+    pub(super) fn put(&self, key: &str, took: Duration, after: &Model, run: &mut RunState, work: &Work) -> Result<()> {
         if took < self.least {
             return Ok(());
         }
-        after.prepare(work)?;
+        run.prepare(work)?;
         let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
-        let exported = Safetensors::default().write(after, &staging.path(), work)?;
+        let exported = Safetensors::default().write(after, run, &staging.path(), work)?;
         let config = exported.config.as_ref().unwrap_or(&after.config);
         if let Some(text) = config.render() {
             write(&staging.path().join("config.json"), text.as_bytes())?;
@@ -225,7 +226,7 @@ impl Shelf {
             let text = serde_json::to_string(&GraphFile::from(&**graph)).map_err(|e| Error::graph(GraphFile::NAME, e.to_string()))?;
             write(&staging.path().join(GraphFile::NAME), text.as_bytes())?;
         }
-        for (name, bytes) in &after.attached {
+        for (name, bytes) in &run.attached {
             let path = staging.path().join(ATTACHED).join(name);
             path.parent().map_or(Ok(()), fs::create_dir_all).map_err(Error::io("create", &path))?;
             write(&path, bytes)?;
@@ -233,10 +234,10 @@ impl Shelf {
         let state = State {
             model: after.path.clone(),
             files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
-            history: after.history.iter().map(Past::of).collect(),
+            history: run.history.iter().map(Past::of).collect(),
             origins: after.weights.by_name.iter().filter(|(_, w)| w.origin != Origin::File).map(|(name, w)| (name.clone(), w.origin)).collect(),
             signed_activations: after.signed_activations,
-            notes: after.notes.clone(),
+            notes: run.notes.clone(),
         };
         write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
         staging.commit()?;
@@ -253,40 +254,40 @@ impl Shelf {
     }
 }
 
-/// What a run keeps, and what it found.
-pub(super) struct CachedResult<'p> {
-    shelf: &'p Shelf,
+/// What a run stores, and what it found.
+pub(super) struct RunCache<'p> {
+    cache: &'p ResultCache,
     keys: Vec<String>,
-    /// The last pass whose result there was, by position, and the model after it.
-    pub found: Option<(usize, Model)>,
+    /// The last pass whose result there was, by position, and the model and the run after it.
+    pub found: Option<(usize, Model, RunState)>,
 }
 
-impl CachedResult<'_> {
-    /// Keeps the result of a pass. That it cannot be kept is no reason to stop: a note says so.
-    pub fn put(&self, number: usize, took: Duration, after: &mut Model, work: &Work) {
-        if let Err(e) = self.shelf.put(&self.keys[number], took, after, work) {
-            let pass = after.history.last().map_or("a pass", |applied| applied.name);
-            after.notes.push(format!("the result of {pass} could not be cached: {e}"));
+impl RunCache<'_> {
+    /// Stores the result of a pass. If that fails the run goes on, and a note says so.
+    pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
+        if let Err(e) = self.cache.put(&self.keys[number], took, after, run, work) {
+            let pass = run.history.last().map_or("a pass", |applied| applied.name);
+            run.notes.push(format!("the result of {pass} could not be cached: {e}"));
         }
     }
 }
 
 impl Pipeline {
-    /// Opens the shelf, if there is one; processes that train together have none, since each would find something else.
-    pub(super) fn kept(&self, model: &Model, work: &Work) -> Result<Option<CachedResult<'_>>> {
+    /// Opens the cache, if there is one; processes that train together have none, since each would find something else.
+    pub(super) fn result_cache(&self, model: &Model, work: &Work) -> Result<Option<RunCache<'_>>> {
         let alone = crate::train::communicator::Place::from_environment()?.is_none_or(|place| place.size == 1);
-        let Some((shelf, reuse)) = self.running.shelf.as_ref().filter(|_| alone) else { return Ok(None) };
-        let keys = shelf.keys(self, model, work)?;
+        let Some((cache, reuse)) = self.running.cache.as_ref().filter(|_| alone) else { return Ok(None) };
+        let keys = cache.keys(self, model, work)?;
         let mut found = None;
         if self.resume || *reuse {
             let runs = self.steps.iter().enumerate().rev().filter(|(_, step)| step.pass().runs_on().is_some());
-            found = runs.filter_map(|(number, _)| Some((number, shelf.take(&keys[number], model, work)?))).next();
+            found = runs.filter_map(|(number, _)| cache.take(&keys[number], model, work).map(|(after, run)| (number, after, run))).next();
         }
-        if let Some((number, after)) = &mut found {
+        if let Some((number, _, run)) = &mut found {
             let pass = self.steps[*number].pass().name();
-            after.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
+            run.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
         }
-        Ok(Some(CachedResult { shelf, keys, found }))
+        Ok(Some(RunCache { cache, keys, found }))
     }
 }
 
@@ -295,7 +296,7 @@ impl State {
         serde_json::from_slice(&fs::read(folder.join(STATE)).ok()?).ok()
     }
 
-    fn restore(self, folder: &Path, original: &Model, work: &Work) -> Result<Option<Model>> {
+    fn restore(self, folder: &Path, original: &Model, work: &Work) -> Result<Option<(Model, RunState)>> {
         for (name, hash) in self.files.iter().filter(|(name, _)| !name.ends_with(".json")) {
             if hash_of(&folder.join(name), &work.quiet())?.to_string() != *hash {
                 return Ok(None);
@@ -313,20 +314,20 @@ impl State {
         model.weights.by_name.clear();
         for (name, now) in weights.by_name {
             let mut weight = match original.weights.by_name.get(&name) {
-                Some(before) => before.become_kept(&name, now),
+                Some(before) => before.reread(&name, now),
                 None => now,
             };
             weight.origin = self.origins.get(&name).copied().unwrap_or_default();
             model.weights.by_name.insert(name, weight);
         }
         let count = self.history.len();
-        model.history = self.history.into_iter().filter_map(Past::applied).collect();
-        for path in files(&folder.join(ATTACHED))? {
+        let mut run = RunState { history: self.history.into_iter().filter_map(Past::applied).collect(), notes: self.notes, ..RunState::default() };
+        for path in entries(&folder.join(ATTACHED))? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            model.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
+            run.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
         }
-        (model.signed_activations, model.notes) = (self.signed_activations, self.notes);
-        Ok((model.history.len() == count).then_some(model))
+        model.signed_activations = self.signed_activations;
+        Ok((run.history.len() == count).then_some((model, run)))
     }
 }
 
@@ -336,7 +337,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 
 /// Results, but for what is being written.
 fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
-    Ok(files(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
+    Ok(entries(folder)?.into_iter().filter(|path| path.join(STATE).is_file()).collect())
 }
 
 fn bytes(path: &Path) -> Result<u64> {
@@ -344,13 +345,13 @@ fn bytes(path: &Path) -> Result<u64> {
     if !about.is_dir() {
         return Ok(about.len());
     }
-    files(path)?.iter().map(|path| bytes(path)).sum()
+    entries(path)?.iter().map(|path| bytes(path)).sum()
 }
 
 /// The hash of a data set: how it is read, and all bytes that are.
 fn content(data: &Data, work: &Work) -> Result<String> {
-    let mut key = Key::empty(work);
-    key.say(&serde_json::to_string(data).unwrap_or_default());
-    data.paths().try_for_each(|path| key.contents(path))?;
+    let mut key = ContentKey::new(work);
+    key.line(&serde_json::to_string(data).unwrap_or_default());
+    data.paths().try_for_each(|path| key.files([path], path.parent().unwrap_or(path)))?;
     Ok(key.name())
 }

@@ -1,0 +1,63 @@
+//! What runs models on this machine: for every command, and for `compress doctor`.
+
+use std::path::PathBuf;
+
+use crate::error::Result;
+use crate::exec::{self, Choice};
+use crate::pipeline::Builder;
+use crate::report::Environment;
+use crate::{cache, runtime};
+
+// As for `Samples`.
+#[derive(Debug, Default, clap::Args)]
+#[group(skip)]
+pub(in crate::cli) struct Models {
+    /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
+    #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
+    pub device: Choice,
+}
+
+impl Models {
+    /// Tells a pipeline.
+    pub fn tell(&self, builder: Builder) -> Builder {
+        builder.device(self.device)
+    }
+
+    /// The machine, with the device that models run on.
+    pub fn environment(&self) -> Result<Environment> {
+        Ok(Environment::detect().on(exec::name(&self.device.open()?), runtime::description()))
+    }
+}
+
+// As for `Samples`.
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(in crate::cli) struct Fetch {
+    /// Bring ONNX Runtime, which runs .onnx files: pip downloads its wheel, the library in it goes to the cache
+    #[arg(long)]
+    fetch: bool,
+}
+
+impl Fetch {
+    /// Brings what was asked for.
+    pub fn fetch(&self) -> Result<Option<PathBuf>> {
+        self.fetch.then(runtime::fetch).transpose()
+    }
+}
+
+/// What runs models on this machine.
+pub(in crate::cli) struct Runtimes {
+    /// What is to be said of the device.
+    pub remark: &'static str,
+    /// Version and place of ONNX Runtime, or why it cannot be used.
+    pub onnxruntime: Result<(String, String)>,
+    pub cache: Option<String>,
+}
+
+impl Runtimes {
+    pub fn find() -> Runtimes {
+        let remark = if candle_core::utils::cuda_is_available() { "" } else { " (this program was built without CUDA)" };
+        let onnxruntime = runtime::library().map(|path| runtime::description().unwrap_or_else(|| (String::new(), path.display().to_string())));
+        Runtimes { remark, onnxruntime, cache: cache::folder(cache::variable).map(|folder| folder.display().to_string()) }
+    }
+}

@@ -1,0 +1,100 @@
+//! What the command line has where the build runs no models, in the place of `running`.
+#![allow(clippy::unnecessary_wraps, clippy::unused_self)]
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::args::Global;
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::pipeline::{Builder, Pipeline};
+use crate::report::Environment;
+
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(super) struct Graph {}
+
+impl Graph {
+    pub fn show(&self, _model: &Model, _global: &Global) -> Result<bool> {
+        Ok(false)
+    }
+}
+
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(super) struct Samples {}
+
+impl Samples {
+    pub fn tell(self, builder: Builder) -> Builder {
+        builder
+    }
+}
+
+#[derive(Debug, Default, clap::Args)]
+#[group(skip)]
+pub(super) struct Models {}
+
+impl Models {
+    pub fn tell(&self, builder: Builder) -> Builder {
+        builder
+    }
+
+    pub fn environment(&self) -> Result<Environment> {
+        Ok(Environment::detect())
+    }
+}
+
+#[derive(Debug, clap::Args)]
+#[group(skip)]
+pub(super) struct Fetch {}
+
+impl Fetch {
+    pub fn fetch(&self) -> Result<Option<PathBuf>> {
+        Ok(None)
+    }
+}
+
+pub(super) struct Runtimes {
+    pub remark: &'static str,
+    pub onnxruntime: Result<(String, String)>,
+    pub cache: Option<String>,
+}
+
+impl Runtimes {
+    pub fn find() -> Runtimes {
+        let without = Error::run("ONNX Runtime", "is not part of this program", "build with the feature `run`");
+        Runtimes { remark: " (this program only changes weights)", onnxruntime: Err(without), cache: None }
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Computation {
+    pub inputs: Vec<String>,
+    pub outputs: Vec<String>,
+    pub cannot_run: Option<String>,
+    pub unused: Option<Unused>,
+}
+
+#[derive(Serialize)]
+pub(super) struct Unused {
+    pub keys: Vec<String>,
+    pub weights: Vec<String>,
+}
+
+impl Computation {
+    pub fn of(_model: &Model) -> Computation {
+        Computation::default()
+    }
+}
+
+pub(super) fn compute_on(_threads: NonZeroUsize) {}
+
+pub(super) fn cached(builder: Builder, _reuse: bool) -> Builder {
+    builder
+}
+
+pub(super) fn follow(_pipeline: &Pipeline, _model: &Model, _folder: &Path) -> Result<()> {
+    Ok(())
+}

@@ -1,0 +1,10 @@
+//! In a build that runs no models, nobody changes what they compute.
+#![allow(clippy::unused_self)]
+
+use super::Model;
+
+impl Model {
+    pub(crate) fn needs_graph_file(&self) -> bool {
+        false
+    }
+}

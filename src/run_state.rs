@@ -1,0 +1,90 @@
+//! The state of a run: the passes that were applied to a model, what is left to do before writing, and what the report will say.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use crate::error::Result;
+use crate::work::{Meter, Work};
+
+/// Work that must be over before the weights can be written: a reading of data that several of them share.
+pub trait Prepare: Send + Sync {
+    /// Input bytes that it reads, all readings together.
+    fn bytes(&self) -> u64;
+    /// Does it; afterwards it need not be done again.
+    ///
+    /// # Errors
+    /// Reading fails, or the work is cancelled.
+    fn prepare(&self, work: &Work) -> Result<()>;
+}
+
+/// A pass that was applied.
+#[derive(Clone)]
+pub struct Applied {
+    /// The pass's name.
+    pub name: &'static str,
+    /// Its options, defaults written out.
+    pub options: Value,
+    /// Weights that it changes.
+    pub tensors: BTreeSet<String>,
+    /// How the weights were chosen, in plain words.
+    pub rule: String,
+    /// Time spent in it.
+    pub meter: Arc<Meter>,
+    /// The most memory that was resident while it ran; nothing for passes that take part in writing.
+    pub peak_rss_bytes: Option<u64>,
+    /// The most memory of a GPU that was taken while it ran; nothing where none was used.
+    pub peak_vram_bytes: Option<u64>,
+    /// What only the work itself can tell; asked for when everything is written.
+    pub details: Arc<dyn Fn() -> Value + Send + Sync>,
+    /// Plain words for the report.
+    pub notes: Vec<String>,
+    /// Whether it sets weights to zero.
+    pub zeroes: bool,
+}
+
+impl Applied {
+    /// A pass of which nothing more is known yet.
+    pub fn new(name: &'static str, options: Value) -> Applied {
+        Applied {
+            name,
+            options,
+            tensors: BTreeSet::new(),
+            rule: String::new(),
+            meter: Arc::new(Meter::default()),
+            peak_rss_bytes: None,
+            peak_vram_bytes: None,
+            details: Arc::new(|| Value::Null),
+            notes: Vec::new(),
+            zeroes: false,
+        }
+    }
+}
+
+/// What a run knows beside the model; the default is a run that has not begun.
+#[derive(Clone, Default)]
+pub struct RunState {
+    /// The passes that were applied, in order.
+    pub history: Vec<Applied>,
+    /// What must be done before writing.
+    pub preparations: Vec<Arc<dyn Prepare>>,
+    /// Whether the sizes of weights are a guess, since only the work itself can tell.
+    pub estimated: bool,
+    /// Memory that passes need beyond what weights take on their way, in bytes, as far as it is known beforehand.
+    pub memory: u64,
+    /// Small files that passes have made, by name.
+    pub attached: BTreeMap<String, Arc<Vec<u8>>>,
+    /// Plain words for the report.
+    pub notes: Vec<String>,
+}
+
+impl RunState {
+    /// Does what the passes left to be done before writing.
+    ///
+    /// # Errors
+    /// Reading fails, or the work is cancelled.
+    pub fn prepare(&mut self, work: &Work) -> Result<()> {
+        std::mem::take(&mut self.preparations).into_iter().try_for_each(|preparation| preparation.prepare(work))
+    }
+}
