@@ -39,6 +39,10 @@ pub(super) struct Global {
     #[cfg(feature = "run")]
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
     pub device: crate::exec::Choice,
+    /// Write memory-trace.json: what passes that run the model hold in memory when, for ui.perfetto.dev and chrome://tracing
+    #[cfg(feature = "run")]
+    #[arg(long, global = true)]
+    pub memory_trace: bool,
     /// Number of threads [default: all cores]; results do not depend on it
     #[arg(long, global = true, value_name = "N", value_parser = positive)]
     pub threads: Option<std::num::NonZeroUsize>,
@@ -49,7 +53,7 @@ impl Global {
     pub fn builder(&self) -> Builder {
         let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
         #[cfg(feature = "run")]
-        let builder = builder.device(self.device);
+        let builder = builder.device(self.device).memory_trace(self.memory_trace);
         match (self.quiet, self.log_format) {
             (true, _) => builder,
             (false, LogFormat::Text) => builder.progress(Bars::default()),

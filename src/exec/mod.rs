@@ -1,10 +1,12 @@
 //! Answers that need tensors: candle runs the graph.
 
+mod account;
 mod device;
 mod device_memory;
 mod host;
 mod inputs;
 mod load;
+mod memory_trace;
 mod memory_tracker;
 mod plan;
 mod rounding;
@@ -17,6 +19,7 @@ pub use device::{Choice, name};
 pub use device_memory::DeviceMemory;
 pub(crate) use host::{on_host, read};
 pub use load::{Parameters, Residence};
+pub use memory_trace::{MemoryTrace, Peak};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;
 pub use run::{Executor, Inputs, Observation, PartialRun};

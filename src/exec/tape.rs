@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::memory_trace::GRADIENT;
 use super::sizes::Sizes;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, run};
 use crate::error::{Error, Result};
@@ -163,7 +164,7 @@ impl<'g> Tape<'g> {
                 forward.taps.insert(id, tensor.clone());
             }
             forward.dims[id.index()] = tensor.dims().to_vec();
-            memory_tracker.take(MemoryCategory::Data, bytes(&tensor))?;
+            memory_tracker.take_for(MemoryCategory::Data, &self.graph.value(id).name, bytes(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
         for segment in &self.segments {
@@ -197,13 +198,14 @@ impl<'g> Tape<'g> {
             if again && values[node.output.index()].is_some() {
                 continue;
             }
+            memory_tracker.work_on(if again { "recomputation" } else { "forward" }, self.name(node));
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
             seen(node, &operands, &result)?;
             drop(operands);
-            memory_tracker.take(MemoryCategory::Activations, bytes(&result))?;
+            memory_tracker.take_for(MemoryCategory::Activations, self.name(node), bytes(&result))?;
             values[node.output.index()] = Some(result);
             for id in &self.dead[index] {
                 // Computed again, it is needed in the backward pass now.
@@ -236,7 +238,7 @@ impl<'g> Tape<'g> {
     ) -> Result<()> {
         let Forward { mut values, dims, taps } = forward;
         drop(taps);
-        let mut gradients = Gradients { by_value: vec![None; values.len()], memory_tracker };
+        let mut gradients = Gradients { graph: self.graph, by_value: vec![None; values.len()], memory_tracker };
         let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
         let done = done.and_then(|()| self.walk_back(&mut values, &dims, &mut gradients, parameters, memory_tracker, sink));
         self.release_all(&mut values, memory_tracker);
@@ -260,6 +262,7 @@ impl<'g> Tape<'g> {
                 self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?;
             }
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
+                memory_tracker.work_on("backward", self.name(node));
                 if let Some(gradient) = gradients.take(node.output).filter(|_| goes_back(node)) {
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
@@ -379,7 +382,7 @@ impl<'g> Tape<'g> {
     fn release(&self, values: &mut [Option<Tensor>], id: ValueId, memory_tracker: &MemoryTracker) {
         if let Some(tensor) = values[id.index()].take() {
             let category = if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
-            memory_tracker.give(category, bytes(&tensor));
+            memory_tracker.give_for(category, &self.graph.value(id).name, bytes(&tensor));
         }
     }
 
@@ -390,6 +393,7 @@ impl<'g> Tape<'g> {
 
 /// Gradients that wait for the nodes which made their values.
 struct Gradients<'l> {
+    graph: &'l Graph,
     by_value: Vec<Option<Tensor>>,
     memory_tracker: &'l MemoryTracker,
 }
@@ -400,18 +404,22 @@ impl Gradients<'_> {
             Some(other) => sum(other, found)?,
             None => found,
         };
-        let kept = self.memory_tracker.take(MemoryCategory::Activations, bytes(&sum));
+        let kept = self.memory_tracker.take_for(MemoryCategory::Activations, &self.name(id), bytes(&sum));
         self.by_value[id.index()] = Some(sum);
         Ok(kept)
     }
 
     fn take(&mut self, id: ValueId) -> Option<Tensor> {
         let gradient = self.by_value[id.index()].take();
-        gradient.inspect(|gradient| self.memory_tracker.give(MemoryCategory::Activations, bytes(gradient)))
+        gradient.inspect(|gradient| self.memory_tracker.give_for(MemoryCategory::Activations, &self.name(id), bytes(gradient)))
+    }
+
+    fn name(&self, id: ValueId) -> String {
+        format!("{GRADIENT}{}", self.graph.value(id).name)
     }
 
     fn clear(&mut self) {
-        self.by_value.iter_mut().filter_map(Option::take).for_each(|gradient| self.memory_tracker.give(MemoryCategory::Activations, bytes(&gradient)));
+        self.graph.ids().for_each(|id| drop(self.take(id)));
     }
 }
 

@@ -8,6 +8,7 @@ mod starter;
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use candle_core::Device;
@@ -23,7 +24,7 @@ use super::{Builder, Pipeline};
 use crate::data::{Data, DataSet, DataSets};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
-use crate::exec::{Choice, DeviceMemory};
+use crate::exec::{Choice, DeviceMemory, MemoryTrace, MemoryTracker};
 use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
@@ -45,6 +46,8 @@ pub(super) struct Running {
     pub device: Choice,
     /// Where results of passes are kept, and whether those of earlier runs may be used without asking.
     pub shelf: Option<(Shelf, bool)>,
+    /// Whether a record of memory is written.
+    pub memory_trace: bool,
 }
 
 impl Running {
@@ -220,8 +223,16 @@ impl Pipeline {
             return Ok(None);
         }
         let running = &self.running;
-        let mut context =
-            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device.open()? };
+        let mut context = Context {
+            workplace: None,
+            resume: self.resume,
+            work: self.work(),
+            seed: self.seed,
+            data: &running.data,
+            device: running.device.open()?,
+            memory_tracker: None,
+        };
+        let mut traces = Vec::new();
         if let Some(reason) = running.device.reason() {
             context.work.progress.on(Event::Message(&reason));
         }
@@ -236,7 +247,9 @@ impl Pipeline {
             context.workplace = workplace.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             peak.lap();
+            context.memory_tracker = (runs && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
             after = step.pass().apply(after, Some(&context))?;
+            traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = after.history.last_mut().filter(|_| runs) {
                 let lap = peak.lap();
                 (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
@@ -246,6 +259,9 @@ impl Pipeline {
             }
         }
         after.settle_ties(model)?;
+        if running.memory_trace {
+            after.attached.insert("memory-trace.json".into(), Arc::new(MemoryTrace::events(&traces).to_string().into_bytes()));
+        }
         Ok(Some(after))
     }
 
@@ -283,6 +299,12 @@ impl Builder {
     /// Where models run; passes over weights need no device.
     pub fn device(mut self, device: Choice) -> Self {
         self.0.running.device = device;
+        self
+    }
+
+    /// Writes `memory-trace.json`: what passes that run the model hold in memory when.
+    pub fn memory_trace(mut self, wanted: bool) -> Self {
+        self.0.running.memory_trace = wanted;
         self
     }
 

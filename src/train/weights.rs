@@ -157,11 +157,12 @@ impl Weights {
             return Err(Error::option("targets", "leaves nothing to train"));
         }
         let size = |tensor: &Tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
-        let mut bytes = weights.trained.values().chain(weights.fixed.values()).chain(weights.masks.values()).map(size).sum::<u64>();
-        if compute != DType::F32 {
-            bytes += weights.trained.values().map(|tensor| (tensor.elem_count() * compute.size_in_bytes()) as u64).sum::<u64>();
+        for (name, tensor) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
+            memory_tracker.take_for(MemoryCategory::Weights, name, size(tensor))?;
         }
-        memory_tracker.set(MemoryCategory::Weights, bytes)?;
+        for (name, tensor) in weights.trained.iter().filter(|_| compute != DType::F32) {
+            memory_tracker.take_for(MemoryCategory::Weights, name, (tensor.elem_count() * compute.size_in_bytes()) as u64)?;
+        }
         Ok(weights)
     }
 

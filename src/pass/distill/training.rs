@@ -19,7 +19,9 @@ use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::{Applied, Model};
 use crate::pass::Context;
 use crate::train::cache::Cache;
-use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
+use crate::train::{
+    BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast,
+};
 
 /// What helps where a training has ruined its model.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student that begins with more of its teacher";
@@ -163,7 +165,7 @@ fn trained(
         let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
-        let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0));
+        let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0)).recorded();
         let compute = training.precision.dtype();
         let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
@@ -209,6 +211,7 @@ fn trained(
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
         let around = Surroundings {
+            name,
             work: context.work,
             seed: context.seed,
             folder: context.workplace.clone(),
@@ -252,13 +255,19 @@ fn trained(
             .iter()
             .map(|(category, bytes)| json!({ "name": category.name(), "predicted_bytes": forecast.of(*category), "measured_bytes": bytes }))
             .collect();
-        let table = context.workplace.as_ref().map(|folder| folder.join("training.csv"));
-        if let Some(text) = table.and_then(|path| std::fs::read(path).ok()) {
-            model.attached.insert(format!("{name}.csv"), Arc::new(text));
+        let earlier = model.history.iter().filter(|applied| applied.name == name).count();
+        let stem = if earlier == 0 { name.to_owned() } else { format!("{name}-{}", earlier + 1) };
+        for format in LogFormat::with_table(&training.logs) {
+            if let Some(content) = context.workplace.as_ref().and_then(|folder| std::fs::read(folder.join(format.file())).ok()) {
+                model.attached.insert(format!("{stem}.{}", format.extension()), Arc::new(content));
+            }
         }
+        let trace = memory_tracker.trace().unwrap_or_default();
+        applied.notes.push(trace.peak().explain(&small));
+        context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
         let details = json!({
             "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations },
-            "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points },
+            "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.picture() },
         });
         applied.details = Arc::new(move || details.clone());
         memory_tracker.give(MemoryCategory::Weights, u64::MAX);
