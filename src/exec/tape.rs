@@ -263,9 +263,10 @@ impl<'g> Tape<'g> {
             }
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
                 memory_tracker.work_on("backward", self.name(node));
-                if let Some(gradient) = gradients.take(node.output).filter(|_| goes_back(node)) {
+                if let Some(gradient) = gradients.get(node.output).filter(|_| goes_back(node)) {
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
+                gradients.take(node.output);
                 for id in &self.done[index] {
                     self.release(values, *id, memory_tracker);
                 }
@@ -312,15 +313,18 @@ impl<'g> Tape<'g> {
         Ok(())
     }
 
-    /// The most that values and their gradients will take, given what a value of a type takes: the walks without the work.
-    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64) -> u64 {
+    /// The most that values and their gradients will take, given what a value of a type takes: the walks without the work. And the most
+    /// with the gradients of parameters beside them, given what those take.
+    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_parameter: &dyn Fn(&TensorType) -> u64) -> (u64, u64) {
         let of = |id: ValueId| size(&self.graph.value(id).ty);
         let kept = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
         let (mut there, mut now, mut most) = (vec![false; self.graph.values().len()], 0u64, 0u64);
+        let (parameters, together) = (std::cell::Cell::new(0u64), std::cell::Cell::new(0u64));
         let mut add = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
             if !std::mem::replace(&mut there[id.index()], true) {
                 *now += of(id);
                 most = most.max(*now);
+                together.set(together.get().max(*now + parameters.get()));
             }
         };
         let drop = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
@@ -348,15 +352,22 @@ impl<'g> Tape<'g> {
             for index in segment.nodes.clone().rev() {
                 let node = &nodes[index];
                 if gradients[node.output.index()] {
-                    let back = node.inputs.iter().filter(|id| self.reached[id.index()] && self.graph.value(**id).kind != Kind::Param);
-                    back.for_each(|id| add(&mut gradients, &mut now, *id));
+                    for id in node.inputs.iter().filter(|id| self.reached[id.index()]) {
+                        let value = self.graph.value(*id);
+                        if value.kind != Kind::Param {
+                            add(&mut gradients, &mut now, *id);
+                        } else if !std::mem::replace(&mut gradients[id.index()], true) {
+                            parameters.set(parameters.get() + of_parameter(&value.ty));
+                            together.set(together.get().max(now + parameters.get()));
+                        }
+                    }
                     drop(&mut gradients, &mut now, node.output);
                 }
                 self.done[index].iter().filter(|id| kept(id)).for_each(|id| drop(&mut there, &mut now, *id));
             }
             segment.nodes.clone().for_each(|index| drop(&mut there, &mut now, nodes[index].output));
         }
-        most
+        (most, together.get())
     }
 
     fn prepared(&self, index: usize, compute: DType) -> &PreparedOp {
@@ -407,6 +418,10 @@ impl Gradients<'_> {
         let kept = self.memory_tracker.take_for(MemoryCategory::Activations, &self.name(id), bytes(&sum));
         self.by_value[id.index()] = Some(sum);
         Ok(kept)
+    }
+
+    fn get(&self, id: ValueId) -> Option<Tensor> {
+        self.by_value[id.index()].clone()
     }
 
     fn take(&mut self, id: ValueId) -> Option<Tensor> {

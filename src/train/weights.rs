@@ -93,6 +93,13 @@ fn statistics(graph: &Graph) -> BTreeSet<&str> {
     norms.flat_map(|node| node.inputs.get(3..).unwrap_or(&[])).map(|id| graph.value(*id).name.as_str()).collect()
 }
 
+/// Which parameters train.
+pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
+    let statistics = statistics(graph);
+    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+    move |name| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name)
+}
+
 impl Weights {
     /// Loads the weights of a graph.
     ///
@@ -111,8 +118,7 @@ impl Weights {
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
-        let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-        let selected = |name: &str| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name);
+        let selected = selected(graph, targets, ignore);
         // Masters are what was there before rounding, where that is known.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
