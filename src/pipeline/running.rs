@@ -189,14 +189,17 @@ impl Pipeline {
 
     /// Watches the memory of this process and of the device that models run on.
     pub(super) fn watch(&self) -> Result<Peak> {
-        let memory = self.used_device()?.as_ref().map(DeviceMemory::watch);
+        // Fidelity alone is measured where that can be done, and left out where not.
+        let measuring = || self.running.device.open().ok().filter(|_| self.measures);
+        let memory = self.used_device()?.or_else(measuring).as_ref().map(DeviceMemory::watch);
         Ok(Peak::of(move || memory.as_ref()?.peak()))
     }
 
-    /// The machine, with the device that models run on.
-    pub(super) fn environment(&self) -> Result<Environment> {
+    /// The machine, with the device that models run on; `measured` says whether they ran after the passes.
+    pub(super) fn environment(&self, measured: bool) -> Result<Environment> {
         let environment = Environment::detect();
-        Ok(match self.used_device()? {
+        let device = if measured { Some(self.running.device.open()?) } else { self.used_device()? };
+        Ok(match device {
             Some(device) => environment.on(crate::exec::name(&device)),
             None => environment,
         })
