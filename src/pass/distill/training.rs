@@ -13,6 +13,7 @@ use crate::analysis;
 use crate::data::{Data, DataSet, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
+use crate::exec::transfer;
 use crate::exec::{Executor, MemoryCategory, MemoryTracker};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
@@ -233,7 +234,12 @@ fn trained(
             team: &team,
             around,
         };
+        let before = transfer::copies();
         let trained = trainer.run(&mut weights)?;
+        let copied = transfer::copies().into_iter().map(|(key, count)| (key, count - before.get(&key).copied().unwrap_or(0))).filter(|(_, count)| *count > 0);
+        let per_step = |count: u64| count as f64 / trained.steps.max(1) as f64;
+        let copies: Vec<Value> =
+            copied.map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(count) })).collect();
         applied.tensors = weights.put(&trained.state, &mut model)?;
         if let Some(quantizers) = &quantizers {
             quantizers.put(&trained.state, &mut model)?;
@@ -266,7 +272,7 @@ fn trained(
         applied.notes.push(trace.peak().explain(&small));
         context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
         let details = json!({
-            "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations },
+            "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
             "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.picture() },
         });
         applied.details = Arc::new(move || details.clone());
