@@ -15,7 +15,7 @@ use compress::store::ByteSize;
 use compress::train::losses::Losses;
 use compress::train::optimizer::Kind;
 use compress::train::schedule::Schedule;
-use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, Precision, QuantizerScales};
+use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Precision, QuantizerScales};
 use compress::work::{Cancel, Event};
 use compress::{Error, Model, Pipeline};
 
@@ -268,7 +268,7 @@ fn zeros_of_pruned_weights_stay() {
 fn an_interrupted_run_ends_as_one_that_was_not() {
     for (optimizer, average) in [(Kind::AdamW, Some(0.9)), (Kind::AdamW8bit, None), (Kind::Sgd, None)] {
         let name = "bert-sequence-classification";
-        let pass = Finetune { optimizer, average, checkpoint_every: Some(Every::Steps(2)), ..finetune(11) };
+        let pass = Finetune { optimizer, average, checkpoint_every: Some(Every::Steps(2)), logs: vec![LogFormat::Tensorboard], ..finetune(11) };
         let (whole, parts) = (Run::new(), Run::new());
         whole.train(name, samples(name, whole.folder.path(), 40, classes(name)), pass.clone()).unwrap();
         let data = samples(name, whole.folder.path(), 40, classes(name));
@@ -302,7 +302,14 @@ fn an_interrupted_run_ends_as_one_that_was_not() {
             assert!(same, "{optimizer:?}: {name} differs");
         }
         let table = std::fs::read_to_string(parts.out().join("finetune.csv")).unwrap();
-        assert_eq!(table.lines().count(), 12, "{table}");
+        let lines: Vec<&str> = table.lines().collect();
+        assert_eq!(lines[0], "step,epoch,loss,hard,learning_rate,gradient_norm,samples_per_second,waited");
+        let steps: Vec<&str> = lines[1..].iter().map(|line| line.split(',').next().unwrap()).collect();
+        assert_eq!(steps, (1..=11).map(|step| step.to_string()).collect::<Vec<_>>());
+        // A record for the version and one for each step: every one has a loss, and nothing else does.
+        let events = std::fs::read(parts.out().join("finetune.tfevents")).unwrap();
+        let tag = b"finetune/loss/hard";
+        assert_eq!(events.windows(tag.len()).filter(|bytes| bytes == tag).count(), 11);
     }
 }
 
@@ -414,6 +421,36 @@ fn every_precision_and_optimizer_learns() {
 }
 
 #[test]
+fn a_memory_trace_agrees_with_the_accounts_and_names_the_peak() {
+    let (name, run) = ("bert-sequence-classification", Run::new());
+    let data = samples(name, run.folder.path(), 8, classes(name));
+    let calibration = Data { task: Some(compress::data::Task::Fidelity), ..data.clone() };
+    let builder = Pipeline::builder().pass(finetune(6)).pass(QuantizeStatic::default()).train(data).calibration(calibration).memory_trace(true);
+    let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
+    let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(run.out().join("memory-trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let highest = |process: u64| {
+        let counters = events.iter().filter(|event| event["ph"] == "C" && event["pid"] == process);
+        counters.map(|event| event["args"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum::<u64>()).max().unwrap()
+    };
+    let memory = &report.passes[0].details["memory"];
+    assert_eq!(highest(1), memory["peak_bytes"].as_u64().unwrap());
+    let peaks = trace["otherData"]["peaks"].as_array().unwrap();
+    assert_eq!(peaks.iter().map(|peak| peak["pass"].as_str().unwrap()).collect::<Vec<_>>(), ["finetune", "quantize-static"]);
+    assert_eq!(peaks.iter().map(|peak| peak["bytes"].as_u64().unwrap()).collect::<Vec<_>>(), [highest(1), highest(2)]);
+    // Of the second step on, the optimizer has its state.
+    assert_eq!((peaks[0]["step"].as_u64(), peaks[0]["phase"].as_str()), (Some(2), Some("backward")));
+    let steps = |process: u64| events.iter().filter(|event| event["pid"] == process && event["tid"] == 1 && event["ph"] == "X").count();
+    assert_eq!(steps(1), 4, "loading and three steps");
+    let node = |phase: &str| events.iter().any(|event| event["name"].as_str().is_some_and(|name| name.starts_with(phase)));
+    assert!(node("forward: ") && node("backward: ") && events.iter().any(|event| event["name"] == "optimizer" && event["ph"] == "b"));
+    let said = report.notes.iter().find(|note| note.starts_with("memory was most")).unwrap();
+    assert!(said.contains("at the backward of") && said.contains("in step 2") && said.contains("activations") && said.contains("of which"), "{said}");
+    assert!(memory["peak_step"].as_array().unwrap().len() > 10);
+    assert!(report.to_html().contains("path class=\"stack"), "no stacked picture");
+}
+
+#[test]
 fn what_a_plan_says_is_about_what_is_measured() {
     for name in ["bert-sequence-classification", "torchvision-resnet18"] {
         for gradient_checkpointing in [Checkpointing::None, Checkpointing::Blocks] {
@@ -422,9 +459,31 @@ fn what_a_plan_says_is_about_what_is_measured() {
             let report = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap();
             for phase in report.passes[0].details["memory"]["phases"].as_array().unwrap() {
                 let (predicted, measured) = (phase["predicted_bytes"].as_f64().unwrap(), phase["measured_bytes"].as_f64().unwrap());
-                let near = (predicted - measured).abs() <= 0.1 * measured.max(predicted) || phase["name"] == "data";
+                let near = (predicted - measured).abs() <= 0.1 * measured.max(predicted);
                 assert!(near, "{name}, {gradient_checkpointing:?}, {}: {predicted} and {measured}", phase["name"]);
             }
         }
+    }
+}
+
+#[test]
+fn a_plan_says_what_training_takes_at_most() {
+    let some = |pattern: &str| vec![pattern.parse().unwrap()];
+    let cases: Vec<(&str, compress::pass::Step)> = vec![
+        ("bert-sequence-classification", finetune(3).into()),
+        ("bert-sequence-classification", Finetune { optimizer: Kind::Sgd, average: Some(0.9), gradient_accumulation: 2, ..finetune(3) }.into()),
+        ("bert-sequence-classification", Finetune { targets: some("*layer.1*"), precision: Precision::Bf16, ..finetune(3) }.into()),
+        ("torchvision-mobilenet-v2", finetune(3).into()),
+        ("torchvision-mobilenet-v2", Finetune { gradient_checkpointing: Checkpointing::Blocks, ..finetune(3) }.into()),
+        ("llama-grouped-tied", Distill { student: Some(Student::Layers(vec![0])), ..distill(3, "{ soft: 1, hidden: 1 }") }.into()),
+        ("llama-grouped-tied", Distill { optimizer: Kind::Adafactor, ..distill(3, "soft=1") }.into()),
+    ];
+    for (name, pass) in cases {
+        let run = Run::new();
+        let count = if name.starts_with("llama") { 0 } else { classes(name) };
+        let report = run.train(name, samples(name, run.folder.path(), 16, count), pass.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let memory = &report.passes[0].details["memory"];
+        let (predicted, measured) = (memory["predicted_bytes"].as_f64().unwrap(), memory["peak_bytes"].as_f64().unwrap());
+        assert!((predicted / measured - 1.0).abs() <= 0.1, "{name}, {pass:?}: {predicted} and {measured}: {memory}");
     }
 }

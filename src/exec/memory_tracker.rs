@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use super::memory_trace::MemoryTrace;
 use crate::error::{Error, Result};
 use crate::work::lock;
 
@@ -46,11 +47,35 @@ impl MemoryCategory {
     }
 }
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Default)]
 struct Book {
     now: [u64; 6],
     peak: [u64; 6],
     most: u64,
+    trace: Option<Box<MemoryTrace>>,
+}
+
+impl Book {
+    fn add(&mut self, category: MemoryCategory, name: &str, bytes: u64) -> u64 {
+        let at = category as usize;
+        self.now[at] += bytes;
+        self.peak[at] = self.peak[at].max(self.now[at]);
+        let all = self.now.iter().sum();
+        self.most = self.most.max(all);
+        if let Some(trace) = &mut self.trace {
+            trace.take(category, name, bytes, all);
+        }
+        all
+    }
+
+    fn remove(&mut self, category: MemoryCategory, name: &str, bytes: u64) {
+        let now = &mut self.now[category as usize];
+        let bytes = bytes.min(*now);
+        *now -= bytes;
+        if let Some(trace) = &mut self.trace {
+            trace.give(category, name, bytes);
+        }
+    }
 }
 
 /// The accounts.
@@ -66,17 +91,31 @@ impl MemoryTracker {
         MemoryTracker { budget, book: Mutex::default() }
     }
 
+    /// The same, keeping a record over time.
+    #[must_use]
+    pub fn recorded(self) -> MemoryTracker {
+        lock(&self.book).trace = Some(Box::default());
+        self
+    }
+
     /// Enters bytes.
     ///
     /// # Errors
     /// The budget is exceeded; the bytes are entered all the same, for `give` follows when the tensor goes.
     pub fn take(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
-        let mut book = lock(&self.book);
-        let at = category as usize;
-        book.now[at] += bytes;
-        book.peak[at] = book.peak[at].max(book.now[at]);
-        let all = book.now.iter().sum();
-        book.most = book.most.max(all);
+        self.take_for(category, category.name(), bytes)
+    }
+
+    /// The same, under a name for the record.
+    ///
+    /// # Errors
+    /// As [`take`](MemoryTracker::take).
+    pub fn take_for(&self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
+        let all = lock(&self.book).add(category, name, bytes);
+        self.require_room(all, category, bytes)
+    }
+
+    fn require_room(&self, all: u64, category: MemoryCategory, bytes: u64) -> Result<()> {
         match self.budget {
             Some(budget) if all > budget => Err(Error::OutOfMemory {
                 what: format!("{} of {bytes} bytes", category.name()),
@@ -88,9 +127,38 @@ impl MemoryTracker {
 
     /// Takes bytes off.
     pub fn give(&self, category: MemoryCategory, bytes: u64) {
-        let mut book = lock(&self.book);
-        let now = &mut book.now[category as usize];
-        *now = now.saturating_sub(bytes);
+        self.give_for(category, category.name(), bytes);
+    }
+
+    /// Takes bytes off that were entered under a name.
+    pub fn give_for(&self, category: MemoryCategory, name: &str, bytes: u64) {
+        lock(&self.book).remove(category, name, bytes);
+    }
+
+    /// Begins a step: of this number, or of the next one.
+    pub fn begin_step(&self, number: Option<u64>) {
+        if let Some(trace) = &mut lock(&self.book).trace {
+            trace.begin(number);
+        }
+    }
+
+    /// What is done from now on, and at which node.
+    pub fn work_on(&self, phase: &'static str, node: &str) {
+        if let Some(trace) = &mut lock(&self.book).trace {
+            trace.place(phase, node);
+        }
+    }
+
+    /// The record so far, if one is kept.
+    pub fn trace(&self) -> Option<MemoryTrace> {
+        lock(&self.book).trace.as_ref().map(|trace| trace.finished())
+    }
+
+    /// Takes over the record of other accounts, where one is kept here.
+    pub fn adopt(&self, other: &MemoryTracker) {
+        if let (Some(trace), Some(found)) = (&mut lock(&self.book).trace, other.trace()) {
+            **trace = found;
+        }
     }
 
     /// Makes an account say a number of bytes.
@@ -98,8 +166,12 @@ impl MemoryTracker {
     /// # Errors
     /// As [`take`](MemoryTracker::take).
     pub fn set(&self, category: MemoryCategory, bytes: u64) -> Result<()> {
-        self.give(category, u64::MAX);
-        self.take(category, bytes)
+        let mut book = lock(&self.book);
+        let now = book.now[category as usize];
+        book.remove(category, category.name(), now.saturating_sub(bytes));
+        let all = book.add(category, category.name(), bytes.saturating_sub(now));
+        drop(book);
+        self.require_room(all, category, bytes)
     }
 
     /// What a category takes now.
@@ -114,7 +186,7 @@ impl MemoryTracker {
 
     /// What each category has taken at most, and all together.
     pub fn peaks(&self) -> (Vec<(MemoryCategory, u64)>, u64) {
-        let book = *lock(&self.book);
+        let book = lock(&self.book);
         (MemoryCategory::ALL.into_iter().map(|category| (category, book.peak[category as usize])).collect(), book.most)
     }
 }

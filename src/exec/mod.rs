@@ -1,5 +1,6 @@
 //! Answers that need tensors: candle runs the graph.
 
+mod account;
 mod device;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -9,6 +10,7 @@ mod gpu;
 mod host;
 mod inputs;
 mod load;
+mod memory_trace;
 mod memory_tracker;
 mod plan;
 mod rounding;
@@ -21,6 +23,7 @@ pub use device::{Choice, name};
 pub use gpu::DeviceMemory;
 pub(crate) use host::{floats_on_host, read};
 pub use load::{Parameters, Residence};
+pub use memory_trace::{MemoryTrace, Peak};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;
 pub use run::{Executor, Inputs, Observation, PartialRun};

@@ -1,12 +1,14 @@
 //! Walking the nodes.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::account::{Account, Accounts};
 use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
-use super::{Parameters, Rounding};
+use super::{MemoryTracker, Parameters, Rounding};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Fused, Op, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -25,6 +27,7 @@ pub struct Executor<'g> {
     /// By node.
     prepared: Vec<PreparedOp>,
     steps: Vec<FusedNodes>,
+    accounts: Option<Accounts>,
 }
 
 impl<'g> Executor<'g> {
@@ -32,13 +35,21 @@ impl<'g> Executor<'g> {
     pub fn new(graph: &'g Graph, parameters: Parameters, device: Device) -> Self {
         let prepared = graph.nodes().iter().map(|node| PreparedOp::new(&node.op, &device, parameters.compute())).collect();
         let steps = plan::fused(graph, &|id| graph.is_output(id));
-        Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps }
+        Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps, accounts: None }
     }
 
     /// Rounds inputs of layers with int8 weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
+    }
+
+    /// Enters values into accounts of memory, where there are any.
+    #[must_use]
+    pub fn tracked(self, tracker: Option<&Arc<MemoryTracker>>) -> Self {
+        let accounts = tracker.map(|tracker| Accounts::new(tracker.clone(), self.graph));
+        accounts.iter().for_each(|accounts| accounts.load(self.parameters.bytes()));
+        Self { accounts, ..self }
     }
 
     /// The graph.
@@ -103,11 +114,11 @@ impl<'g> Executor<'g> {
     /// # Errors
     /// As [`run`](Executor::run), for the inputs.
     pub fn start(&self, inputs: &Inputs) -> Result<PartialRun> {
-        let mut values = vec![None; self.graph.values().len()];
+        let mut run = PartialRun { values: vec![None; self.graph.values().len()], done: 0, account: self.accounts.as_ref().map(Accounts::begin) };
         for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, self.parameters.compute())? {
-            values[id.index()] = Some(tensor);
+            run.keep(id, tensor);
         }
-        Ok(PartialRun { values, done: 0 })
+        Ok(run)
     }
 
     /// Goes on with a run until a wanted value is computed, which is the answer, contiguous. All calls for one run take the same
@@ -139,12 +150,12 @@ impl<'g> Executor<'g> {
     /// Computes the value of a step's last node.
     fn step(&self, step: &FusedNodes, run: &mut PartialRun) -> Result<()> {
         if let Some(result) = self.together(step, run)? {
-            run.keep(self.last(step), result);
+            run.keep(self.last(step).output, result);
             return Ok(());
         }
         for &index in &step.nodes {
             let result = self.alone(index, run)?;
-            run.keep(&self.graph.nodes()[index], result);
+            run.keep(self.graph.nodes()[index].output, result);
         }
         Ok(())
     }
@@ -231,6 +242,7 @@ pub struct PartialRun {
     values: Vec<Option<Tensor>>,
     /// Steps of an observation that are done.
     done: usize,
+    account: Option<Account>,
 }
 
 impl PartialRun {
@@ -239,12 +251,16 @@ impl PartialRun {
         self.values.iter().flatten().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
     }
 
-    fn keep(&mut self, node: &Node, result: Tensor) {
-        self.values[node.output.index()] = Some(result);
+    fn keep(&mut self, id: ValueId, result: Tensor) {
+        self.account.iter_mut().for_each(|account| account.take(id.index(), &result));
+        self.values[id.index()] = Some(result);
     }
 
     fn forget(&mut self, step: &FusedNodes) {
-        step.dead.iter().for_each(|id| self.values[id.index()] = None);
+        for id in &step.dead {
+            self.values[id.index()] = None;
+            self.account.iter_mut().for_each(|account| account.give(id.index()));
+        }
     }
 
     fn get(&self, graph: &Graph, id: ValueId) -> Result<Tensor> {

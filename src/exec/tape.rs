@@ -10,6 +10,7 @@ use std::sync::OnceLock;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::memory_trace::GRADIENT;
 use super::sizes::Sizes;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, run};
 use crate::error::{Error, Result};
@@ -163,7 +164,7 @@ impl<'g> Tape<'g> {
                 forward.taps.insert(id, tensor.clone());
             }
             forward.dims[id.index()] = tensor.dims().to_vec();
-            memory_tracker.take(MemoryCategory::Data, bytes(&tensor))?;
+            memory_tracker.take_for(MemoryCategory::Data, &self.graph.value(id).name, bytes(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
         for segment in &self.segments {
@@ -197,13 +198,14 @@ impl<'g> Tape<'g> {
             if again && values[node.output.index()].is_some() {
                 continue;
             }
+            memory_tracker.work_on(if again { "recomputation" } else { "forward" }, self.name(node));
             let operands = self.operands(node, parameters, values)?;
             let compute = parameters.compute();
             let result = self.prepared(index, compute).forward(&operands);
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
             seen(node, &operands, &result)?;
             drop(operands);
-            memory_tracker.take(MemoryCategory::Activations, bytes(&result))?;
+            memory_tracker.take_for(MemoryCategory::Activations, self.name(node), bytes(&result))?;
             values[node.output.index()] = Some(result);
             for id in &self.dead[index] {
                 // Computed again, it is needed in the backward pass now.
@@ -236,7 +238,7 @@ impl<'g> Tape<'g> {
     ) -> Result<()> {
         let Forward { mut values, dims, taps } = forward;
         drop(taps);
-        let mut gradients = Gradients { by_value: vec![None; values.len()], memory_tracker };
+        let mut gradients = Gradients { graph: self.graph, by_value: vec![None; values.len()], memory_tracker };
         let done = from.into_iter().try_for_each(|(id, gradient)| gradients.add(id, gradient).map_err(run::failed(&self.graph.value(id).name))?);
         let done = done.and_then(|()| self.walk_back(&mut values, &dims, &mut gradients, parameters, memory_tracker, sink));
         self.release_all(&mut values, memory_tracker);
@@ -260,9 +262,11 @@ impl<'g> Tape<'g> {
                 self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?;
             }
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
-                if let Some(gradient) = gradients.take(node.output).filter(|_| goes_back(node)) {
+                memory_tracker.work_on("backward", self.name(node));
+                if let Some(gradient) = gradients.get(node.output).filter(|_| goes_back(node)) {
                     self.back_through(index, &gradient, parameters, (values, dims), gradients, sink)?;
                 }
+                gradients.take(node.output);
                 for id in &self.done[index] {
                     self.release(values, *id, memory_tracker);
                 }
@@ -309,15 +313,18 @@ impl<'g> Tape<'g> {
         Ok(())
     }
 
-    /// The most that values and their gradients will take, given what a value of a type takes: the walks without the work.
-    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64) -> u64 {
+    /// The most that values and their gradients will take, given what a value of a type takes: the walks without the work. And the most
+    /// with the gradients of parameters beside them, given what those take.
+    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_parameter: &dyn Fn(&TensorType) -> u64) -> (u64, u64) {
         let of = |id: ValueId| size(&self.graph.value(id).ty);
         let kept = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
         let (mut there, mut now, mut most) = (vec![false; self.graph.values().len()], 0u64, 0u64);
+        let (parameters, together) = (std::cell::Cell::new(0u64), std::cell::Cell::new(0u64));
         let mut add = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
             if !std::mem::replace(&mut there[id.index()], true) {
                 *now += of(id);
                 most = most.max(*now);
+                together.set(together.get().max(*now + parameters.get()));
             }
         };
         let drop = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
@@ -345,15 +352,22 @@ impl<'g> Tape<'g> {
             for index in segment.nodes.clone().rev() {
                 let node = &nodes[index];
                 if gradients[node.output.index()] {
-                    let back = node.inputs.iter().filter(|id| self.reached[id.index()] && self.graph.value(**id).kind != Kind::Param);
-                    back.for_each(|id| add(&mut gradients, &mut now, *id));
+                    for id in node.inputs.iter().filter(|id| self.reached[id.index()]) {
+                        let value = self.graph.value(*id);
+                        if value.kind != Kind::Param {
+                            add(&mut gradients, &mut now, *id);
+                        } else if !std::mem::replace(&mut gradients[id.index()], true) {
+                            parameters.set(parameters.get() + of_parameter(&value.ty));
+                            together.set(together.get().max(now + parameters.get()));
+                        }
+                    }
                     drop(&mut gradients, &mut now, node.output);
                 }
                 self.done[index].iter().filter(|id| kept(id)).for_each(|id| drop(&mut there, &mut now, *id));
             }
             segment.nodes.clone().for_each(|index| drop(&mut there, &mut now, nodes[index].output));
         }
-        most
+        (most, together.get())
     }
 
     fn prepared(&self, index: usize, compute: DType) -> &PreparedOp {
@@ -379,7 +393,7 @@ impl<'g> Tape<'g> {
     fn release(&self, values: &mut [Option<Tensor>], id: ValueId, memory_tracker: &MemoryTracker) {
         if let Some(tensor) = values[id.index()].take() {
             let category = if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
-            memory_tracker.give(category, bytes(&tensor));
+            memory_tracker.give_for(category, &self.graph.value(id).name, bytes(&tensor));
         }
     }
 
@@ -390,6 +404,7 @@ impl<'g> Tape<'g> {
 
 /// Gradients that wait for the nodes which made their values.
 struct Gradients<'l> {
+    graph: &'l Graph,
     by_value: Vec<Option<Tensor>>,
     memory_tracker: &'l MemoryTracker,
 }
@@ -400,18 +415,26 @@ impl Gradients<'_> {
             Some(other) => sum(other, found)?,
             None => found,
         };
-        let kept = self.memory_tracker.take(MemoryCategory::Activations, bytes(&sum));
+        let kept = self.memory_tracker.take_for(MemoryCategory::Activations, &self.name(id), bytes(&sum));
         self.by_value[id.index()] = Some(sum);
         Ok(kept)
     }
 
+    fn get(&self, id: ValueId) -> Option<Tensor> {
+        self.by_value[id.index()].clone()
+    }
+
     fn take(&mut self, id: ValueId) -> Option<Tensor> {
         let gradient = self.by_value[id.index()].take();
-        gradient.inspect(|gradient| self.memory_tracker.give(MemoryCategory::Activations, bytes(gradient)))
+        gradient.inspect(|gradient| self.memory_tracker.give_for(MemoryCategory::Activations, &self.name(id), bytes(gradient)))
+    }
+
+    fn name(&self, id: ValueId) -> String {
+        format!("{GRADIENT}{}", self.graph.value(id).name)
     }
 
     fn clear(&mut self) {
-        self.by_value.iter_mut().filter_map(Option::take).for_each(|gradient| self.memory_tracker.give(MemoryCategory::Activations, bytes(&gradient)));
+        self.graph.ids().for_each(|id| drop(self.take(id)));
     }
 }
 

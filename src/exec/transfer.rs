@@ -5,9 +5,11 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{Device, Result, Tensor, WithDType, bail};
+use serde::Serialize;
 
 /// What values are copied for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Cause {
     /// Samples, their masks and their labels.
     Batch,
@@ -26,7 +28,8 @@ pub enum Cause {
 }
 
 /// Where values go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Direction {
     /// From the host to the device.
     In,

@@ -123,6 +123,9 @@ pub struct Context<'a> {
     /// Where models run.
     #[cfg(feature = "run")]
     pub device: candle_core::Device,
+    /// Accounts of memory, where a record of them is wanted.
+    #[cfg(feature = "run")]
+    pub memory_tracker: Option<std::sync::Arc<crate::exec::MemoryTracker>>,
     /// Where unfinished work is kept, so that it can go on.
     pub workplace: Option<PathBuf>,
     /// Whether to go on with unfinished work.

@@ -77,7 +77,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         tensors_changed: applied.tensors.len(),
         details: (applied.details)(),
     });
-    let environment = pipeline.environment()?;
+    let environment = pipeline.environment(measured.fidelity.is_some())?;
     let mut report = Report {
         schema: report::SCHEMA,
         tool: Tool::default(),

@@ -25,7 +25,7 @@ use super::{Builder, Pipeline};
 use crate::data::{Data, DataSet, DataSets, OpenedSets, Target};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
-use crate::exec::{Choice, DeviceMemory};
+use crate::exec::{Choice, DeviceMemory, MemoryTrace, MemoryTracker};
 use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
@@ -50,6 +50,8 @@ pub(super) struct Running {
     opened: Arc<OnceLock<Device>>,
     /// Where results of passes are cached, and whether those of earlier runs may be used without asking.
     pub cache: Option<(ResultCache, bool)>,
+    /// Whether a record of memory is written.
+    pub memory_trace: bool,
 }
 
 impl Running {
@@ -218,14 +220,20 @@ impl Pipeline {
 
     /// Watches the memory of this process and of the device that models run on.
     pub(super) fn watch(&self) -> Result<Peak> {
-        let memory = self.used_device()?.as_ref().map(DeviceMemory::watch);
+        // Fidelity alone is measured where that can be done, and left out where not.
+        let measuring = || self.running.device.open().ok().filter(|_| self.measures);
+        let memory = self.used_device()?.or_else(measuring).as_ref().map(DeviceMemory::watch);
         Ok(Peak::of(move || memory.as_ref()?.peak()))
     }
 
-    /// The machine, with the device that models run on.
-    pub(super) fn environment(&self) -> Result<Environment> {
-        let device = self.used_device()?.unwrap_or(Device::Cpu);
-        Ok(Environment::detect().on(crate::exec::name(&device), crate::runtime::description()))
+    /// The machine, with the device that models run on; `measured` says whether they ran after the passes.
+    pub(super) fn environment(&self, measured: bool) -> Result<Environment> {
+        let environment = Environment::detect();
+        let device = if measured { Some(self.running.device()?) } else { self.used_device()? };
+        Ok(match device {
+            Some(device) => environment.on(crate::exec::name(&device), crate::runtime::description()),
+            None => environment,
+        })
     }
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
@@ -234,7 +242,16 @@ impl Pipeline {
             return Ok(None);
         }
         let running = &self.running;
-        let mut context = Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device()? };
+        let mut context = Context {
+            workplace: None,
+            resume: self.resume,
+            work: self.work(),
+            seed: self.seed,
+            data: &running.data,
+            device: running.device()?,
+            memory_tracker: None,
+        };
+        let mut traces = Vec::new();
         if let Some(reason) = running.device.reason() {
             context.work.progress.on(Event::Message(&reason));
         }
@@ -249,7 +266,9 @@ impl Pipeline {
             context.workplace = workplace.map(|folder| folder.join(format!("{}-{}", number + 1, step.pass().name())));
             let start = Instant::now();
             peak.lap();
+            context.memory_tracker = (runs && running.memory_trace).then(|| Arc::new(MemoryTracker::default().recorded()));
             after = step.pass().apply(after, &mut run, Some(&context))?;
+            traces.extend(context.memory_tracker.take().and_then(|tracker| Some((step.pass().name().to_owned(), tracker.trace()?))));
             if let Some(applied) = run.history.last_mut().filter(|_| runs) {
                 let lap = peak.lap();
                 (applied.peak_rss_bytes, applied.peak_vram_bytes) = (lap.rss_bytes, lap.vram_bytes);
@@ -259,6 +278,9 @@ impl Pipeline {
             }
         }
         run.notes.extend(after.settle_ties(model)?);
+        if running.memory_trace {
+            run.attached.insert("memory-trace.json".into(), Arc::new(MemoryTrace::events(&traces).to_string().into_bytes()));
+        }
         Ok(Some((after, run)))
     }
 
@@ -296,6 +318,12 @@ impl Builder {
     /// Where models run; passes over weights need no device.
     pub fn device(mut self, device: Choice) -> Self {
         (self.0.running.device, self.0.running.opened) = (device, Arc::default());
+        self
+    }
+
+    /// Writes `memory-trace.json`: what passes that run the model hold in memory when.
+    pub fn memory_trace(mut self, wanted: bool) -> Self {
+        self.0.running.memory_trace = wanted;
         self
     }
 

@@ -75,7 +75,7 @@ impl Pipeline {
         Ok(Peak::start())
     }
 
-    pub(super) fn environment(&self) -> Result<Environment> {
+    pub(super) fn environment(&self, _measured: bool) -> Result<Environment> {
         Ok(Environment::detect())
     }
 

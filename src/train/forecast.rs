@@ -3,14 +3,16 @@
 use std::collections::BTreeSet;
 
 use super::optimizer::Kind;
-use super::{Objective, Training, cuts};
+use super::{Objective, Training, cuts, weights};
 use crate::exec::{MemoryCategory, Tape};
-use crate::ir::{Bindings, Graph, TensorType};
+use crate::ir::{Bindings, Element, Graph, TensorType};
 
 /// Bytes by category.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryForecast {
     bytes: [u64; 6],
+    /// The most of activations and gradients at one time.
+    together: u64,
 }
 
 impl MemoryForecast {
@@ -19,9 +21,10 @@ impl MemoryForecast {
         self.bytes[category as usize]
     }
 
-    /// Of all.
+    /// The most of all at one time: of gradients the last come when most activations have gone.
     pub fn total(&self) -> u64 {
-        self.bytes.iter().sum()
+        let alone = [MemoryCategory::Weights, MemoryCategory::Optimizer, MemoryCategory::Teacher, MemoryCategory::Data];
+        self.together + alone.into_iter().map(|category| self.of(category)).sum::<u64>()
     }
 
     /// In plain words.
@@ -46,17 +49,21 @@ fn parameters(graph: &Graph, sizes: &Bindings) -> u64 {
 /// What a step over samples of these sizes takes.
 pub fn forecast(graph: &Graph, options: &Training, teacher: Option<&Graph>, objective: &Objective, sizes: &Bindings) -> MemoryForecast {
     let width = options.precision.dtype().size_in_bytes() as u64;
-    let weights = parameters(graph, sizes);
+    let selected = weights::selected(graph, &options.targets, &options.ignore);
+    let all = parameters(graph, sizes);
+    let trained: u64 = graph.params().filter(|(_, value)| selected(&value.name)).map(|(_, value)| elements(&value.ty, sizes)).sum();
     let mut found = MemoryForecast::default();
     let mut set = |category: MemoryCategory, bytes: u64| found.bytes[category as usize] = bytes;
-    set(MemoryCategory::Weights, weights * if width == 4 { 4 } else { 4 + width });
-    set(MemoryCategory::Gradients, 4 * weights);
+    // Weights that train are kept in f32, and in the precision of the computation where that is another one.
+    set(MemoryCategory::Weights, if width == 4 { 4 * all } else { (4 + width) * trained + width * (all - trained) });
+    set(MemoryCategory::Gradients, 4 * trained);
     let state = match options.optimizer {
-        Kind::AdamW => 8 * weights,
-        Kind::AdamW8bit => 2 * weights + weights / 32,
-        Kind::Sgd => 4 * weights,
+        Kind::AdamW => 8 * trained,
+        Kind::AdamW8bit => 2 * trained + trained / 32,
+        Kind::Sgd => 4 * trained,
         Kind::Adafactor => graph
             .params()
+            .filter(|(_, value)| selected(&value.name))
             .map(|(_, value)| {
                 let rows = value.ty.shape.first().and_then(|dim| dim.evaluate(sizes)).unwrap_or(1) as u64;
                 let all = elements(&value.ty, sizes);
@@ -64,11 +71,15 @@ pub fn forecast(graph: &Graph, options: &Training, teacher: Option<&Graph>, obje
             })
             .sum(),
     };
-    set(MemoryCategory::Optimizer, state + if options.average.is_some() { 4 * weights } else { 0 });
+    set(MemoryCategory::Optimizer, state + if options.average.is_some() { 4 * trained } else { 0 });
     let taps: BTreeSet<_> = graph.outputs().iter().map(|(_, id)| *id).collect();
-    let tape = Tape::new(graph, candle_core::Device::Cpu, taps, &|_| true, &cuts::cuts(graph, options.gradient_checkpointing));
-    set(MemoryCategory::Activations, tape.forecast(&|ty| width * elements(ty, sizes)));
-    set(MemoryCategory::Data, graph.inputs().map(|(_, value)| 8 * elements(&value.ty, sizes)).sum());
+    let tape = Tape::new(graph, candle_core::Device::Cpu, taps, &selected, &cuts::cuts(graph, options.gradient_checkpointing));
+    let (activations, together) = tape.forecast(&|ty| width * elements(ty, sizes), &|ty| 4 * elements(ty, sizes));
+    set(MemoryCategory::Activations, activations);
+    let element = |ty: &TensorType| if ty.element == Element::Int { 8 } else { width };
+    set(MemoryCategory::Data, graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty, sizes)).sum());
     set(MemoryCategory::Teacher, teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |teacher| 4 * parameters(teacher, sizes)));
+    // Gradients of a batch before lie beside the activations of the next.
+    found.together = if options.gradient_accumulation > 1 { activations + 4 * trained } else { together };
     found
 }

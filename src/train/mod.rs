@@ -8,7 +8,7 @@ pub mod communicator;
 mod cuts;
 mod floats;
 mod forecast;
-mod log;
+pub mod log;
 pub mod losses;
 mod memory;
 mod objective;
@@ -23,6 +23,10 @@ mod team;
 mod weights;
 
 pub use forecast::{MemoryForecast, forecast};
+pub use log::LogFormat;
+pub(crate) use log::one_or_several;
+#[cfg(feature = "cli")]
+pub(crate) use log::one_or_several_schema;
 pub use objective::Objective;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 #[cfg(feature = "cli")]

@@ -7,6 +7,7 @@ use candle_core::DType;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use super::log::LogFormat;
 use super::losses::Losses;
 use super::optimizer::Kind;
 use super::schedule::Schedule;
@@ -231,6 +232,7 @@ pub struct Training {
     pub checkpoint_every: Option<Every>,
     pub evaluate_every: Option<u64>,
     pub patience: Option<u64>,
+    pub logs: Vec<LogFormat>,
     pub targets: Vec<Pattern>,
     pub ignore: Vec<Pattern>,
 }
@@ -260,6 +262,7 @@ impl Default for Training {
             checkpoint_every: None,
             evaluate_every: None,
             patience: None,
+            logs: Vec::new(),
             targets: Vec::new(),
             ignore: Vec::new(),
         }
@@ -403,6 +406,11 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub patience: Option<u64>,
+            /// Logs of every step beside the CSV table
+            #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
+            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::one_or_several_schema"))]
+            #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
+            pub logs: Vec<$crate::train::LogFormat>,
             /// Tensors to train: names with `*`, or `re:` and a regular expression [default: all floats]
             #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
             #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -456,6 +464,7 @@ macro_rules! training_fields {
             checkpoint_every: $from.checkpoint_every,
             evaluate_every: $from.evaluate_every,
             patience: $from.patience,
+            logs: $from.logs.clone(),
             targets: $from.targets.clone(),
             ignore: $from.ignore.clone(),
         }

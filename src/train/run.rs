@@ -61,6 +61,8 @@ pub type Evaluate<'a> = &'a dyn Fn(&Weights, &Tensors) -> Result<Option<Score>>;
 
 /// What training needs from outside.
 pub struct Surroundings<'a> {
+    /// What trains, in the files that tell of its steps.
+    pub name: &'a str,
     /// Progress and the wish to stop.
     pub work: Work<'a>,
     /// Start of every random choice.
@@ -134,7 +136,7 @@ struct State<'a> {
     saved: Instant,
     waited: Duration,
     busy: Duration,
-    log: Option<super::log::Log>,
+    log: Option<super::log::Logs>,
 }
 
 impl Trainer<'_> {
@@ -172,7 +174,7 @@ impl Trainer<'_> {
         };
         self.restore(&mut state)?;
         if let Some(folder) = self.around.folder.as_ref().filter(|_| self.team.rank() == 0) {
-            state.log = Some(super::log::Log::open(folder, state.position.step)?);
+            state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.around.name, &self.objective.losses, state.position.step)?);
         }
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.weights, state.position.part);
@@ -230,8 +232,10 @@ impl Trainer<'_> {
         let (start, before) = (Instant::now(), transfer::copies());
         let number = state.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
+        self.memory_tracker.begin_step(Some(number));
         let StepResult { losses, mut gradients, statistics, norm } =
             stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
+        self.memory_tracker.work_on("optimizer", "");
         if let Some(norm) = norm {
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
             clip::shorten(&mut gradients, norm, most)?;
@@ -343,7 +347,9 @@ impl Trainer<'_> {
         let Some(score) = evaluate(state.weights, &current)? else { return Ok(()) };
         let better = |value: f64, other: f64| if lower_is_better(&score.metric) { value < other } else { value > other };
         let best = state.position.evaluations.iter().all(|other| better(score.value, other.value));
-        state.position.evaluations.push(Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value });
+        let evaluation = Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value };
+        state.log.as_mut().map_or(Ok(()), |log| log.score(&evaluation))?;
+        state.position.evaluations.push(evaluation);
         state.position.waited = if best { 0 } else { state.position.waited + 1 };
         if best {
             let copies = current.into_iter().map(|(name, tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?)));

@@ -200,6 +200,7 @@ impl<'t> Stepper<'t> {
             (Some((values, parameters)), ..) => Theirs::Values(values, parameters, made.as_mut()),
             _ => Theirs::None,
         };
+        trainer.memory_tracker.work_on("losses", "");
         let said = trainer.objective.say((&values, parameters), theirs, &weights.trained, batch, &trained, (items, scale))?;
         drop((values, teacher, shelf));
         if let (Some(cache), Some(keys), Some(made), None) = (trainer.cache, keys, made, &known) {
@@ -215,7 +216,7 @@ impl<'t> Stepper<'t> {
         let gradients = &mut sums.gradients;
         let mut sink = |name: &str, gradient: Tensor| {
             let bytes = add_up(gradients, name, &gradient)?;
-            trainer.memory_tracker.take(MemoryCategory::Gradients, bytes)
+            trainer.memory_tracker.take_for(MemoryCategory::Gradients, name, bytes)
         };
         for (name, gradient) in said.parameters {
             sink(&name, gradient)?;

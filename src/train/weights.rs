@@ -93,6 +93,13 @@ fn statistics(graph: &Graph) -> BTreeSet<&str> {
     norms.flat_map(|node| node.inputs.get(3..).unwrap_or(&[])).map(|id| graph.value(*id).name.as_str()).collect()
 }
 
+/// Which parameters train.
+pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a [Pattern]) -> impl Fn(&str) -> bool + 'a {
+    let statistics = statistics(graph);
+    let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
+    move |name| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name)
+}
+
 impl Weights {
     /// Loads the weights of a graph.
     ///
@@ -111,8 +118,7 @@ impl Weights {
         let names: Vec<&String> = graph.params().map(|(_, value)| &value.name).collect();
         select::check("targets", targets, names.iter().copied())?;
         select::check("ignore", ignore, names.iter().copied())?;
-        let any = |patterns: &[Pattern], name: &str| patterns.iter().any(|pattern| pattern.matches(name));
-        let selected = |name: &str| !statistics.contains(name) && (targets.is_empty() || any(targets, name)) && !any(ignore, name);
+        let selected = selected(graph, targets, ignore);
         // Masters are what was there before rounding, where that is known.
         let mut unrounded = model.weights.clone();
         for (name, weight) in &mut unrounded.by_name {
@@ -157,11 +163,12 @@ impl Weights {
             return Err(Error::option("targets", "leaves nothing to train"));
         }
         let size = |tensor: &Tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
-        let mut bytes = weights.trained.values().chain(weights.fixed.values()).chain(weights.masks.values()).map(size).sum::<u64>();
-        if compute != DType::F32 {
-            bytes += weights.trained.values().map(|tensor| (tensor.elem_count() * compute.size_in_bytes()) as u64).sum::<u64>();
+        for (name, tensor) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
+            memory_tracker.take_for(MemoryCategory::Weights, name, size(tensor))?;
         }
-        memory_tracker.set(MemoryCategory::Weights, bytes)?;
+        for (name, tensor) in weights.trained.iter().filter(|_| compute != DType::F32) {
+            memory_tracker.take_for(MemoryCategory::Weights, name, (tensor.elem_count() * compute.size_in_bytes()) as u64)?;
+        }
         Ok(weights)
     }
 

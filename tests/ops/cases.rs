@@ -30,6 +30,7 @@ pub fn cases() -> Vec<Case> {
         case(conv(1, 1, 1), &[&[2, 4, 5, 6], &[6, 4, 3, 3], &[6]]),
         case(conv(2, 2, 0), &[&[2, 4, 7, 6], &[6, 2, 3, 3], &[6]]),
         case(conv(4, 1, 1), &[&[2, 4, 5, 5], &[4, 1, 3, 3]]),
+        case(conv(4, 2, 1), &[&[2, 4, 5, 5], &[8, 1, 3, 3], &[8]]),
         case(BatchNorm::default(), &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
         case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
         case(LayerNorm::default(), &[&[2, 3, 6], &[6], &[6]]),

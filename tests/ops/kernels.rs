@@ -11,9 +11,13 @@ use super::gradients::{all_cases, backward, converted, given, saved, wide};
 /// Types of floats, and how far rounding may take values and gradients, in parts of the largest.
 const TYPES: [(DType, f64); 3] = [(DType::F32, 5e-5), (DType::F16, 0.01), (DType::BF16, 0.05)];
 
-/// The devices of this machine.
+/// The devices of this machine; with `COMPRESS_TEST_DEVICE` the CPU and the one that it names, which must be there.
 fn devices() -> Vec<Device> {
-    [Some(Device::Cpu), Device::new_cuda(0).ok()].into_iter().flatten().collect()
+    let other = match std::env::var("COMPRESS_TEST_DEVICE") {
+        Ok(name) => Some(name.parse::<compress::exec::Choice>().unwrap().open().unwrap()).filter(|device| !device.is_cpu()),
+        Err(_) => Device::new_cuda(0).ok(),
+    };
+    [Some(Device::Cpu), other].into_iter().flatten().collect()
 }
 
 fn on(tensors: &[Tensor], device: &Device) -> Vec<Tensor> {

@@ -47,7 +47,8 @@ impl Args {
         }
         let device = global.models.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
-        let damages = global.work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, workplace: None, resume: false }))?;
+        let damages = global
+            .work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, memory_tracker: None, workplace: None, resume: false }))?;
         let kept = worth_keeping(&damages);
         self.file.write(|| {
             let patterns = kept.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;

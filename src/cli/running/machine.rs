@@ -15,12 +15,15 @@ pub(in crate::cli) struct Models {
     /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
     pub device: Choice,
+    /// Write memory-trace.json: what passes that run the model hold in memory when, for ui.perfetto.dev and chrome://tracing
+    #[arg(long, global = true)]
+    pub memory_trace: bool,
 }
 
 impl Models {
     /// Tells a pipeline.
     pub fn tell(&self, builder: Builder) -> Builder {
-        builder.device(self.device)
+        builder.device(self.device).memory_trace(self.memory_trace)
     }
 
     /// The machine, with the device that models run on.

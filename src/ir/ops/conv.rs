@@ -78,8 +78,8 @@ impl OpSpec for Conv {
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (x, weight) = (&inputs[0], &inputs[1]);
-        let y = if self.is_depthwise(weight) {
-            let met = taps(x, self.window_over(x, weight)?, 0.0)?;
+        let y = if self.is_by_channel(weight) {
+            let met = taps(&self.for_each_output(x, weight)?, self.window_over(x, weight)?, 0.0)?;
             let parts = met.iter().enumerate().map(|(tap, met)| met.broadcast_mul(&self.tap(weight, tap)?));
             sum(parts)?
         } else {
@@ -93,10 +93,12 @@ impl OpSpec for Conv {
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let (x, weight, gradient) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.gradient);
-        let depthwise = self.is_depthwise(weight);
+        let by_channel = self.is_by_channel(weight);
         let of_input = backward.of(0, || {
-            if depthwise {
-                return from_taps(self.window_over(x, weight)?, |tap| gradient.broadcast_mul(&self.tap(weight, tap)?));
+            if by_channel {
+                let of_outputs = from_taps(self.window_over(x, weight)?, |tap| gradient.broadcast_mul(&self.tap(weight, tap)?))?;
+                let (images, outputs, height, width) = of_outputs.dims4()?;
+                return of_outputs.reshape((images, self.groups, outputs / self.groups, height, width))?.sum(2);
             }
             // With zeros between its elements, the gradient meets the taps one by one, in the opposite order.
             let mut wide = apart(gradient, self.stride)?;
@@ -110,8 +112,8 @@ impl OpSpec for Conv {
             })
         })?;
         let of_weight = backward.of(1, || {
-            if depthwise {
-                let met = taps(x, self.window_over(x, weight)?, 0.0)?;
+            if by_channel {
+                let met = taps(&self.for_each_output(x, weight)?, self.window_over(x, weight)?, 0.0)?;
                 let parts = met.iter().map(|met| wide(&(met * gradient)?)?.sum((0, 2, 3))).collect::<candle_core::Result<Vec<_>>>()?;
                 return Tensor::stack(&parts, D::Minus1)?.reshape(weight.dims())?.to_dtype(weight.dtype());
             }
@@ -152,9 +154,25 @@ impl Conv {
         matches!(weight.dims(), [out, 1, ..] if *out == self.groups)
     }
 
-    /// One tap of a depthwise weight, beside images.
+    /// Whether each output sees one channel: then a product for each tap does all channels at once, where groups would be as many
+    /// convolutions.
+    fn is_by_channel(&self, weight: &Tensor) -> bool {
+        self.groups > 1 && matches!(weight.dims(), [_, 1, ..])
+    }
+
+    /// Images with the channel that each output sees.
+    fn for_each_output(&self, x: &Tensor, weight: &Tensor) -> candle_core::Result<Tensor> {
+        let (images, channels, height, width) = x.dims4()?;
+        let each = weight.dim(0)? / channels.max(1);
+        if each == 1 {
+            return Ok(x.clone());
+        }
+        x.unsqueeze(2)?.broadcast_as((images, channels, each, height, width))?.reshape((images, channels * each, height, width))
+    }
+
+    /// One tap of each output's window, beside images.
     fn tap(&self, weight: &Tensor, tap: usize) -> candle_core::Result<Tensor> {
-        weight.flatten_from(2)?.narrow(2, tap, 1)?.reshape((1, self.groups, 1, 1))
+        weight.flatten_from(2)?.narrow(2, tap, 1)?.reshape((1, weight.dim(0)?, 1, 1))
     }
 
     /// One group's part of an axis.

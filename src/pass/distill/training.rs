@@ -13,6 +13,7 @@ use crate::analysis;
 use crate::data::{Data, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
+use crate::exec::transfer;
 use crate::exec::{Executor, MemoryCategory, MemoryTracker};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
@@ -21,7 +22,9 @@ use crate::pass::Context;
 use crate::run_state::{Applied, RunState};
 use crate::store::ContentKey;
 use crate::train::cache::Cache;
-use crate::train::{BatchNorm, BatchSize, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast};
+use crate::train::{
+    BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast,
+};
 use crate::work::Work;
 
 /// What helps where a training has ruined its model.
@@ -169,7 +172,7 @@ fn trained(
         let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
-        let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0));
+        let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0)).recorded();
         let compute = training.precision.dtype();
         let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
@@ -215,6 +218,7 @@ fn trained(
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
         let around = Surroundings {
+            name,
             work: context.work,
             seed: context.seed,
             folder: context.workplace.clone(),
@@ -236,7 +240,12 @@ fn trained(
             team: &team,
             around,
         };
+        let before = transfer::copies();
         let trained = trainer.run(&mut weights)?;
+        let copied = transfer::copies().into_iter().map(|(key, count)| (key, count - before.get(&key).copied().unwrap_or(0))).filter(|(_, count)| *count > 0);
+        let per_step = |count: u64| count as f64 / trained.steps.max(1) as f64;
+        let copies: Vec<Value> =
+            copied.map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(count) })).collect();
         applied.tensors = weights.put(&trained.state, &mut model)?;
         if let Some(quantizers) = &quantizers {
             quantizers.put(&trained.state, &mut model)?;
@@ -258,13 +267,19 @@ fn trained(
             .iter()
             .map(|(category, bytes)| json!({ "name": category.name(), "predicted_bytes": forecast.of(*category), "measured_bytes": bytes }))
             .collect();
-        let table = context.workplace.as_ref().map(|folder| folder.join("training.csv"));
-        if let Some(text) = table.and_then(|path| std::fs::read(path).ok()) {
-            run.attached.insert(format!("{name}.csv"), Arc::new(text));
+        let earlier = run.history.iter().filter(|applied| applied.name == name).count();
+        let stem = if earlier == 0 { name.to_owned() } else { format!("{name}-{}", earlier + 1) };
+        for format in LogFormat::with_table(&training.logs) {
+            if let Some(content) = context.workplace.as_ref().and_then(|folder| std::fs::read(folder.join(format.file())).ok()) {
+                run.attached.insert(format!("{stem}.{}", format.extension()), Arc::new(content));
+            }
         }
+        let trace = memory_tracker.trace().unwrap_or_default();
+        applied.notes.push(trace.peak().explain(&small));
+        context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
         let details = json!({
-            "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations },
-            "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points },
+            "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
+            "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.picture() },
         });
         applied.details = Arc::new(move || details.clone());
         memory_tracker.give(MemoryCategory::Weights, u64::MAX);

@@ -70,7 +70,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
 
 /// One less the mean cosine between what goes into each layer and what comes out.
 fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) -> Result<Vec<f64>> {
-    let executor = Executor::new(graph, calibrate::parameters(graph, model, context)?, context.device.clone());
+    let executor = Executor::new(graph, calibrate::parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let wanted: BTreeSet<&str> = found.layers.iter().flat_map(|layer| [layer.input.as_str(), layer.output.as_str()]).collect();
     let observation = executor.observation(|name| wanted.contains(name));
     let mut sums = vec![0f64; found.layers.len()];

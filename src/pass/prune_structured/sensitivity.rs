@@ -11,7 +11,7 @@ use crate::analysis::{Group, Member, Role};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Executor, MemoryTracker, Tape};
+use crate::exec::{Executor, MemoryCategory, Tape};
 use crate::ir::{Graph, Op, ValueId};
 use crate::model::Model;
 use crate::pass::Context;
@@ -37,7 +37,7 @@ fn over(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {
 /// The data does not fit, or memory runs out.
 pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
     let parameters = calibrate::parameters(graph, model, context)?;
-    let executor = Executor::new(graph, parameters.clone(), context.device.clone());
+    let executor = Executor::new(graph, parameters.clone(), context.device.clone()).tracked(context.memory_tracker.as_ref());
     // The values that layers read, as convolutions or as linear layers do.
     let mut read: Vec<(&str, &Op, Moments)> = Vec::new();
     let is_conv = |op: &Op| matches!(op, Op::Conv(_));
@@ -89,9 +89,11 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
         groups.iter().flat_map(|group| &group.members).filter(|member| member.role == Role::Writes).map(|member| member.param.as_str()).collect();
     let outputs: BTreeMap<String, ValueId> = graph.outputs().iter().cloned().collect();
     let tape = Tape::new(graph, context.device.clone(), outputs.values().copied().collect(), &|name| written.contains(name), &[]);
-    let memory_tracker = MemoryTracker::default();
+    let memory_tracker = context.memory_tracker.clone().unwrap_or_default();
+    memory_tracker.set(MemoryCategory::Weights, parameters.bytes())?;
     let mut scores: Scores = groups.iter().map(|group| vec![0.0; group.size]).collect();
     calibrate::for_each("Differentiating", model, context, |batch| {
+        memory_tracker.begin_step(None);
         let forward = tape.forward(&parameters, &batch.inputs, &memory_tracker, None)?;
         let values = outputs.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
         let (name, gradient) = gradient_of_loss(&batch, &values).map_err(computed)?;

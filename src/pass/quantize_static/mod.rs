@@ -215,7 +215,7 @@ impl QuantizeStatic {
         let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
         let data = context.data.open(options, target)?;
         let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
-        let executor = Executor::new(graph, parameters, context.device.clone());
+        let executor = Executor::new(graph, parameters, context.device.clone()).tracked(context.memory_tracker.as_ref());
         calibrate(&executor, &data, &requests, &context.work)
     }
 
@@ -355,7 +355,7 @@ mod tests {
             let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
                 let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context { work, seed: 0, data: &data, device: Device::Cpu, workplace: None, resume: false };
+                let context = Context { work, seed: 0, data: &data, device: Device::Cpu, memory_tracker: None, workplace: None, resume: false };
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();

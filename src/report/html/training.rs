@@ -13,6 +13,16 @@ const POINTS: usize = 400;
 /// Keys of a curve's points that are no figures of their own.
 const CURVES: [(&str, &str); 3] = [("loss", "loss"), ("learning_rate", "learning rate"), ("samples_per_second", "samples a second")];
 
+/// What memory is for, from the bottom of a stacked picture to its top, and the colour of each.
+const STACK: [(&str, &str); 6] = [
+    ("weights", "part-embeddings"),
+    ("optimizer", "part-norms"),
+    ("teacher", "part-convolutions"),
+    ("data", "part-other"),
+    ("gradients", "part-mlp"),
+    ("activations", "part-attention"),
+];
+
 /// Units of time, the largest first.
 const UNITS: [(f64, &str); 3] = [(3600.0, "h"), (60.0, "min"), (1.0, "s")];
 
@@ -96,7 +106,64 @@ fn memory(details: &Value) -> Markup {
         .collect();
     html! {
         @if !host.is_empty() || !device.is_empty() { (lines(timeline, &host, &device)) }
+        (stack(array(details, "/memory/peak_step")))
         @if !rows.is_empty() { (table(&["phase", "predicted", "measured", "ratio"], &rows)) }
+    }
+}
+
+/// The step in which memory was most, by what memory is for.
+fn stack(points: &[Value]) -> Markup {
+    let figure = |point: &Value, key: &str| point.get(key).and_then(Value::as_f64).filter(|v| v.is_finite() && *v >= 0.0);
+    // Of each point its time, and the bytes below and up to each colour.
+    let heights = |point: &Value| {
+        let mut sum = 0.0;
+        let tops: Vec<f64> = [0.0]
+            .into_iter()
+            .chain(STACK.map(|(name, _)| figure(point, name).unwrap_or(0.0)))
+            .map(|part| {
+                sum += part;
+                sum / 1e6
+            })
+            .collect();
+        Some((figure(point, "milliseconds")?, tops))
+    };
+    let drawn: Vec<(&Value, f64, Vec<f64>)> = points.iter().filter_map(|point| heights(point).map(|(time, tops)| (point, time, tops))).collect();
+    let top = |tops: &[f64]| tops.last().copied().unwrap_or(0.0);
+    if drawn.len() < 2 {
+        return html! {};
+    }
+    let x = Axis::over([0.0].into_iter().chain(drawn.iter().map(|(_, time, _)| *time)), 3);
+    let y = Axis::over([0.0].into_iter().chain(drawn.iter().map(|(.., tops)| top(tops))), 3);
+    let area = |at: usize| {
+        let upper = drawn.iter().map(|(_, time, tops)| (x.x(*time), y.y(tops[at + 1])));
+        let lower = drawn.iter().rev().map(|(_, time, tops)| (x.x(*time), y.y(tops[at])));
+        line(upper.chain(lower)) + "Z"
+    };
+    let used = |name: &str| points.iter().any(|point| figure(point, name).is_some_and(|bytes| bytes > 0.0));
+    let parts: Vec<(usize, &str, &str)> =
+        STACK.into_iter().enumerate().map(|(at, (name, class))| (at, name, class)).filter(|(_, name, _)| used(name)).collect();
+    let words =
+        |point: &Value| parts.iter().map(|(_, name, _)| format!("{name} {}", bytes(figure(point, name).unwrap_or(0.0) as u64))).collect::<Vec<_>>().join(", ");
+    let marks = html! {
+        @for (at, _, class) in &parts { path.stack.(class) d=(area(*at)) {} }
+        @for (point, time, tops) in &drawn {
+            g.mark.hidden transform=(format!("translate({:.1} 0)", x.x(*time))) data-tip={ (short(*time)) " ms, " (point.get("phase").and_then(Value::as_str).unwrap_or("")) ": " (bytes((top(tops) * 1e6) as u64)) ": " (words(point)) } {
+                path.dot d=(dot(0.0, y.y(top(tops)))) {}
+            }
+        }
+    };
+    let frame = Frame {
+        height: 220,
+        title: "memory within the step that takes most",
+        x: Some((&x, &|v| format!("{} ms", x.plain(v)))),
+        y: Some((&y, &|v| bytes((v * 1e6) as u64))),
+        nearest: true,
+    };
+    html! {
+        figure {
+            figcaption { "the step that takes most: " @for (_, name, class) in &parts { span.swatch.(class) {} (name) " " } }
+            (frame.draw(&marks))
+        }
     }
 }
 

@@ -60,7 +60,8 @@ impl Repairing<'_> {
         let sites = self.sites(&smaller)?;
         let original = calibrate::parameters(self.graph, self.before, context)?;
         let parts = calibrate::parameters(&smaller, self.after, context)?;
-        let executors = [Executor::new(self.graph, original.clone(), context.device.clone()), Executor::new(&smaller, parts, context.device.clone())];
+        let executors = [Executor::new(self.graph, original.clone(), context.device.clone()), Executor::new(&smaller, parts, context.device.clone())]
+            .map(|executor| executor.tracked(context.memory_tracker.as_ref()));
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
         let mut pairs = Pairs::new(executors, |name| values.contains(name), self.before, context)?;
         let mut counts = (0, 0);

@@ -1,0 +1,293 @@
+"""The checks of scripts/gpu-check, with nothing but Python's standard library; PyTorch runs in processes of its own."""
+
+import html
+import itertools
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+STEPS = 4
+OPTIMIZERS = ["adamw", "adamw8bit", "adafactor", "sgd"]
+# How far losses may be from those of the same training on the CPU in f32, as a part of them.
+TOLERANCE = {"f32": 1e-3, "bf16": 0.05, "f16": 0.02}
+# A step through quantizers may round a value the other way.
+QUANTIZED_TOLERANCE = 0.02
+# Copies of a step that trains on what is in the device's memory: its samples on the way in, its figures on the way out.
+FIGURES = ("out", "step")
+SAMPLES = ("in", "batch")
+ROUNDS = 3
+# Seconds for one program, and for everything.
+PATIENCE, ALL = 240, 600
+
+
+class Checks:
+    """What was looked at, and what came of it."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, section, name, ok, **figures):
+        self.rows.append({"section": section, "name": name, "ok": ok, **figures})
+        print(f"{'ok    ' if ok else 'FAILED'} {section}: {name} {figures if not ok else ''}", flush=True)
+
+
+def safetensors(path, tensors):
+    """Writes whole numbers and floats: name to (type, shape, bytes)."""
+    header, begin = {}, 0
+    for name, (kind, shape, data) in tensors.items():
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + len(data)]}
+        begin += len(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data for *_, data in tensors.values()))
+
+
+def whole(rows, columns, value):
+    """A table of whole numbers."""
+    data = b"".join(value(row, column).to_bytes(8, "little") for row in range(rows) for column in range(columns))
+    return "I64", [rows, columns] if columns > 1 else [rows], data
+
+
+def samples(folder):
+    """Samples for the small models."""
+    import struct
+
+    tokens = whole(24, 9, lambda row, column: 3 + (row * 7 + column * 5) % 20)
+    mask = whole(24, 9, lambda row, column: int(column < 4 + row % 6))
+    labels = whole(24, 1, lambda row, _: row * 7 % 5 % 3)
+    safetensors(folder / "bert.safetensors", {"input_ids": tokens, "attention_mask": mask, "token_type_ids": whole(24, 9, lambda *_: 0), "labels": labels})
+    safetensors(folder / "llama.safetensors", {"input_ids": tokens, "attention_mask": mask})
+    pixels = [((i * 2654435761) % 1000) / 500 - 1 for i in range(24 * 3 * 32 * 32)]
+    safetensors(folder / "mobilenet.safetensors", {"pixel_values": ("F32", [24, 3, 32, 32], struct.pack(f"<{len(pixels)}f", *pixels)), "labels": labels})
+
+
+class Trainer:
+    """Trains by the binary."""
+
+    def __init__(self, args, folder):
+        self.args, self.folder = args, folder
+        self.known = {}
+
+    def train(self, model, passes, device, data, measure=False):
+        """The report; raises with the last line of what the program says."""
+        recipe = self.folder / "recipe.yaml"
+        sets = f"train: {{ arrays: {data} }}, calibration: {{ arrays: {data}, task: fidelity }}"
+        if any("evaluate_every" in step for step in passes):
+            sets += f", evaluation: {{ arrays: {data} }}"
+        recipe.write_text(f"model: {model}\nmeasure: {str(measure).lower()}\ndata: {{ {sets} }}\npasses:\n" + "".join(f"  - {step}\n" for step in passes))
+        out = self.folder / "out"
+        command = [self.args.bin / "compress", "run", recipe, "-o", out, "--force", "--no-cache", "--quiet", "--device", device]
+        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, timeout=PATIENCE)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip().replace("\n", " ") or f"exit code {done.returncode}")
+        return json.loads((out / "report.json").read_text())
+
+    def losses(self, report):
+        return [row["loss"] for row in details(report)["training"]["curve"]]
+
+    def on_cpu(self, model, passes, data):
+        """Losses of the same training on the CPU, once for all that ask for it."""
+        key = (model, *passes)
+        if key not in self.known:
+            self.known[key] = self.losses(self.train(model, passes, "cpu", data))
+        return self.known[key]
+
+
+def details(report):
+    return next(step["details"] for step in report["passes"] if step["name"] in ("distill", "finetune"))
+
+
+def distance(ours, expected):
+    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(ours, expected, strict=True))
+
+
+def check_ops(args, checks):
+    """The laws of ops and kernels, by the test program."""
+    device = "cpu" if args.device.startswith("cpu") else args.device
+    environment = os.environ | {"COMPRESS_TEST_DEVICE": device} | ({"COMPRESS_KERNELS": "off"} if args.device == "cpu:strict" else {})
+    done = subprocess.run([args.ops, "kernels::"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, timeout=PATIENCE)
+    results = [line.split() for line in done.stdout.splitlines() if line.startswith("test kernels::")]
+    for _, name, *_, result in results:
+        checks.add("ops", name.removeprefix("kernels::").replace("_", " "), result == "ok")
+    if done.returncode or len(results) < 3:
+        checks.add("ops", "the test program", False, said=done.stdout[-4000:])
+
+
+def passes(pass_name, options=(), quantized=False):
+    common = f"max_steps: {STEPS}, batch_size: 8, learning_rate: 1e-3, schedule: {{ kind: constant }}"
+    step = f"{pass_name}: {{ {', '.join([common, *options])} }}"
+    return ["quantize-static: {}", step] if quantized else [step]
+
+
+def check_training(args, checks, trainer):
+    """Optimizers, precisions, and the combinations of what can go together."""
+    bert, llama, mobilenet = (args.models / name for name in ("bert-sequence-classification", "llama-grouped-tied", "torchvision-mobilenet-v2"))
+    data = {model: trainer.folder / f"{name}.safetensors" for model, name in ((bert, "bert"), (llama, "llama"), (mobilenet, "mobilenet"))}
+
+    def compare(section, name, model, pass_name, options=(), precision="f32", quantized=False):
+        tolerance = max(TOLERANCE[precision], QUANTIZED_TOLERANCE if quantized else 0)
+        try:
+            report = trainer.train(model, passes(pass_name, [*options, f"precision: {precision}"], quantized), args.device, data[model])
+            # Where values lie changes none of them.
+            plain = [option for option in options if not option.startswith("offload")]
+            expected = trainer.on_cpu(model, passes(pass_name, plain, quantized), data[model])
+            apart = distance(trainer.losses(report), expected)
+            checks.add(section, name, apart <= tolerance, apart=apart, tolerance=tolerance)
+            return report
+        except (RuntimeError, subprocess.TimeoutExpired, ValueError) as error:
+            checks.add(section, name, False, said=str(error)[-2000:])
+            return None
+
+    soft = ["losses: { soft: 1, hidden: 1 }", "student: { layers: [0] }"]
+    for optimizer in OPTIMIZERS:
+        compare("optimizers", optimizer, bert, "finetune", [f"optimizer: {optimizer}"])
+    jobs = [("classifier", bert, "finetune", []), ("language model", llama, "distill", soft), ("depthwise network", mobilenet, "finetune", [])]
+    for (name, model, pass_name, options), precision in itertools.product(jobs, ["f32"] if args.small else TOLERANCE):
+        report = compare("models", f"{name}, {precision}", model, pass_name, options, precision)
+        if report and precision == "f32":
+            check_copies(args, checks, name, report)
+    offloads = ["", "offload: [optimizer]"]
+    combinations = itertools.product(offloads, ["", "average: 0.9"], ["", "evaluate_every: 2"], [False, True], ["", "gradient_checkpointing: blocks"])
+    for number, (offload, average, evaluation, quantized, checkpointing) in enumerate(combinations):
+        # Of the 32 every pair of values stands among these.
+        if args.small and number not in (0, 7, 13, 18, 28, 31):
+            continue
+        options = [part for part in (average, evaluation, checkpointing, offload) if part]
+        name = ", ".join([*options, *(["through quantizers"] if quantized else [])]) or "nothing"
+        compare("combinations", name, bert, "finetune", options, quantized=quantized)
+    for offloaded in ["[teacher]", "[teacher, optimizer]"][: 1 if args.small else 2]:
+        compare("combinations", f"language model, offload: {offloaded}", llama, "distill", [*soft, f"offload: {offloaded}"])
+
+
+def check_copies(args, checks, name, report):
+    """How often a step moves values between host and device."""
+    copies = {(copy["direction"], copy["cause"]): copy["per_step"] for copy in details(report)["training"]["copies"]}
+    if args.device == "cpu":
+        return checks.add("copies", f"{name}: none on the CPU", not copies, copies=str(copies))
+    few = copies.get(FIGURES) == 1 and SAMPLES in copies and not set(copies) - {FIGURES, SAMPLES}
+    return checks.add("copies", name, few, copies={" ".join(key): count for key, count in copies.items()})
+
+
+def check_report(args, checks, trainer):
+    """What the report says of the machine."""
+    report = trainer.train(args.models / "bert-sequence-classification", passes("finetune"), args.device, trainer.folder / "bert.safetensors")
+    gpu = not args.device.startswith("cpu")
+    measured = trainer.train(args.models / "bert-sequence-classification", ["cast: { to: f16 }"], args.device, trainer.folder / "bert.safetensors", measure=True)
+    for job, told in (("training", report), ("measuring alone", measured)):
+        environment, peak = told["environment"], told["totals"]["peak_vram_bytes"]
+        checks.add("report", f"{job}: environment.device", environment["device"] == (args.device if gpu else "cpu"), found=environment["device"])
+        if gpu:
+            checks.add("report", f"{job}: environment.gpu", bool(environment["gpu"]), found=environment["gpu"])
+            checks.add("report", f"{job}: totals.peak_vram_bytes", (peak or 0) > 0, found=peak)
+    return report["environment"]
+
+
+def bench(args, checks, trainer):
+    """Distillation beside PyTorch, in turns."""
+    gpu = not args.device.startswith("cpu")
+    if not gpu:
+        return []
+    peers = HERE / "gpu_peers.py"
+    results = []
+    for job in ("minilm", "llama"):
+        folder = trainer.folder / job
+        subprocess.run([sys.executable, peers, "make", job, folder], check=True, timeout=PATIENCE)
+        options = json.loads((folder / "options.json").read_text())
+        turns = []
+        for _ in range(ROUNDS):
+            run = subprocess.run([sys.executable, peers, "run", job, folder, args.device], stdout=subprocess.PIPE, text=True, timeout=PATIENCE)
+            if run.returncode:
+                checks.add("beside PyTorch", job, False, said="PyTorch failed")
+                break
+            theirs = json.loads(run.stdout.splitlines()[-1])
+            try:
+                report = trainer.train(folder / "student", [f"distill: {{ teacher: {folder / 'teacher'}, {options['recipe']} }}"], args.device, folder / "batch.safetensors")
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                checks.add("beside PyTorch", job, False, said=str(error)[-2000:])
+                break
+            curve = details(report)["training"]["curve"]
+            ours = {"seconds": statistics.median(options["samples"] / row["samples_per_second"] for row in curve[2:]), "first_loss": curve[0]["loss"], "peak": report["totals"]["peak_vram_bytes"]}
+            turns.append({"ours": ours, "theirs": theirs})
+        if not turns:
+            continue
+        ratio = statistics.median(turn["ours"]["seconds"] / turn["theirs"]["seconds"] for turn in turns)
+        last = turns[-1]
+        same = abs(last["ours"]["first_loss"] - last["theirs"]["first_loss"]) <= 0.02 * abs(last["theirs"]["first_loss"])
+        checks.add("beside PyTorch", f"{job}: the same first loss", same, ours=last["ours"]["first_loss"], theirs=last["theirs"]["first_loss"])
+        results.append({"job": job, "tokens": options["tokens"], "time_ratio": ratio, "turns": turns})
+    return results
+
+
+def page(result):
+    """The result as one page."""
+    failed = [row for row in result["checks"] if not row["ok"]]
+    escape = lambda value: html.escape(str(value))
+    rows = "".join(
+        f"<tr class={'ok' if row['ok'] else 'bad'}><td>{escape(row['section'])}<td>{escape(row['name'])}<td>{'ok' if row['ok'] else 'failed'}"
+        f"<td>{escape({key: value for key, value in row.items() if key not in ('section', 'name', 'ok')} or '')}"
+        for row in [*failed, *(row for row in result["checks"] if row["ok"])]
+    )
+    megabytes = lambda value: "–" if value is None else f"{value / 1e6:.0f} MB"
+    beside = "".join(
+        f"<tr><td>{escape(entry['job'])}<td>{entry['tokens'] / turn['ours']['seconds']:.0f} tokens/s, {megabytes(turn['ours']['peak'])}"
+        f"<td>{entry['tokens'] / turn['theirs']['seconds']:.0f} tokens/s, {megabytes(turn['theirs']['peak'])}<td>{turn['ours']['seconds'] / turn['theirs']['seconds']:.2f}"
+        for entry in result["beside_pytorch"]
+        for turn in entry["turns"]
+    )
+    return f"""<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>gpu-check</title>
+<style>body{{font:15px/1.5 system-ui;max-width:70rem;margin:2rem auto;padding:0 1rem}}table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;vertical-align:top;padding:.3rem .6rem;border-bottom:1px solid #ddd;overflow-wrap:anywhere}}.bad td{{background:#fde8e6}}</style>
+<h1>{len(result['checks']) - len(failed)} of {len(result['checks'])} checks passed</h1>
+<p>{escape(result['machine'])}, device {escape(result['device'])}, {result['seconds']:.0f} s</p>
+<h2>Beside PyTorch with autocast</h2><table><tr><th>job<th>compress<th>PyTorch<th>time, ratio</tr>{beside or '<tr><td colspan=4>not run'}</table>
+<h2>Checks</h2><table>{rows}</table></html>
+"""
+
+
+def machine():
+    smi = shutil.which("nvidia-smi")
+    gpu = subprocess.run([smi, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"], stdout=subprocess.PIPE, text=True).stdout.strip() if smi else "no GPU"
+    return f"{platform.machine()}, {os.cpu_count()} cores, {gpu}"
+
+
+def libraries():
+    """CUDA libraries of the PyTorch environment, for the programs that are started."""
+    folders = [str(folder) for path in sys.path for folder in Path(path).glob("nvidia/*/lib") if Path(path).is_dir()]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("LD_LIBRARY_PATH")])])
+
+
+def run(args):
+    start, checks = time.monotonic(), Checks()
+    libraries()
+    beside, environment = [], {}
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
+        trainer = Trainer(args, Path(scratch))
+        samples(trainer.folder)
+
+        def attempt(section, part):
+            try:
+                return part()
+            except Exception as error:
+                checks.add(section, "could be run", False, said=f"{type(error).__name__}: {error}"[-2000:])
+                return None
+
+        attempt("ops", lambda: check_ops(args, checks))
+        environment = attempt("report", lambda: check_report(args, checks, trainer)) or {}
+        attempt("training", lambda: check_training(args, checks, trainer))
+        if not args.small:
+            beside = attempt("beside PyTorch", lambda: bench(args, checks, trainer)) or []
+    seconds = time.monotonic() - start
+    checks.add("everything", f"took less than {ALL} s", seconds < ALL, seconds=seconds)
+    result = {"device": args.device, "machine": machine(), "environment": environment, "seconds": seconds, "checks": checks.rows, "beside_pytorch": beside}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / "gpu-check.html").write_text(page(result))
+    failed = sum(not row["ok"] for row in checks.rows)
+    print(f"{len(checks.rows) - failed} of {len(checks.rows)} checks passed: {args.out / 'gpu-check.html'}")
+    return 1 if failed else 0

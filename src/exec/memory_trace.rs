@@ -1,0 +1,459 @@
+//! What is held in memory when: every change of the accounts in a few steps, and what was there when it was most.
+//!
+//! The form for viewers is the Trace Event Format of Chrome, which Perfetto reads too.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use serde_json::{Map, Value, json};
+
+use super::MemoryCategory;
+use crate::analysis;
+use crate::ir::Graph;
+
+/// Steps that are kept whole, beside that of the peak; before the first lies what is loaded.
+const FIRST: usize = 3;
+/// Changes that are kept of a step; of those behind, peaks alone.
+const CHANGES: usize = 20_000;
+/// Points of the picture of a step.
+const POINTS: usize = 240;
+/// Names and kinds that a peak is explained with.
+const NAMED: usize = 3;
+
+/// Bytes by category.
+type Levels = [u64; MemoryCategory::ALL.len()];
+
+/// One tensor, or a sum where no more is known.
+#[derive(Debug, Clone)]
+struct Held {
+    id: u64,
+    name: String,
+    bytes: u64,
+}
+
+#[derive(Debug, Clone)]
+enum Change {
+    Taken(MemoryCategory, Held),
+    Given(MemoryCategory, u64),
+    /// Work begins on a node, or on what has no node.
+    Place(&'static str, String),
+    /// Where single changes are kept no longer.
+    Levels(Levels),
+}
+
+#[derive(Debug, Clone, Default)]
+struct Step {
+    number: u64,
+    /// What was held when it began.
+    before: Vec<(MemoryCategory, Held)>,
+    /// With nanoseconds since the trace began.
+    changes: Vec<(u64, Change)>,
+    begin: u64,
+    end: u64,
+}
+
+/// What was held when it was most.
+#[derive(Debug, Clone, Default)]
+pub struct Peak {
+    /// Counted from 1; 0 before the first.
+    pub step: u64,
+    /// What was being done: `forward`, `backward`, `recomputation`, `losses`, `optimizer`.
+    pub phase: &'static str,
+    /// The node at work; empty where there is none.
+    pub node: String,
+    /// Category, name and bytes, the largest first.
+    pub tensors: Vec<(MemoryCategory, String, u64)>,
+}
+
+impl Peak {
+    /// Of all.
+    pub fn total(&self) -> u64 {
+        self.tensors.iter().map(|(.., bytes)| bytes).sum()
+    }
+}
+
+/// A record of the accounts over time.
+#[derive(Debug, Clone)]
+pub struct MemoryTrace {
+    start: Instant,
+    next: u64,
+    held: [Vec<Held>; MemoryCategory::ALL.len()],
+    place: (&'static str, String),
+    step: Step,
+    kept: Vec<Step>,
+    highest: Option<Step>,
+    peak: Peak,
+    most: u64,
+    /// Memory rises, and may rise further before it is told what it is.
+    rising: bool,
+}
+
+impl Default for MemoryTrace {
+    fn default() -> Self {
+        MemoryTrace {
+            start: Instant::now(),
+            next: 0,
+            held: Default::default(),
+            place: ("loading", String::new()),
+            step: Step::default(),
+            kept: Vec::new(),
+            highest: None,
+            peak: Peak::default(),
+            most: 0,
+            rising: false,
+        }
+    }
+}
+
+impl MemoryTrace {
+    fn now(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    fn levels(&self) -> Levels {
+        MemoryCategory::ALL.map(|category| self.held[category as usize].iter().map(|held| held.bytes).sum())
+    }
+
+    fn push(&mut self, change: Change) {
+        if self.step.changes.len() < CHANGES {
+            let now = self.now();
+            self.step.changes.push((now, change));
+        }
+    }
+
+    pub(super) fn take(&mut self, category: MemoryCategory, name: &str, bytes: u64, all: u64) {
+        if bytes == 0 {
+            return;
+        }
+        let held = Held { id: self.next, name: name.to_owned(), bytes };
+        self.next += 1;
+        self.push(Change::Taken(category, held.clone()));
+        self.held[category as usize].push(held);
+        if all > self.most {
+            (self.most, self.rising) = (all, true);
+        }
+    }
+
+    /// Bytes under a name go; where nothing has the name, so many of the category.
+    pub(super) fn give(&mut self, category: MemoryCategory, name: &str, mut bytes: u64) {
+        self.settle();
+        while bytes > 0 {
+            let list = &mut self.held[category as usize];
+            let Some(at) = list.iter().rposition(|held| held.name == name).or_else(|| list.len().checked_sub(1)) else { return };
+            let held = list.swap_remove(at);
+            self.push(Change::Given(category, held.id));
+            if held.bytes > bytes {
+                let rest = Held { id: self.next, bytes: held.bytes - bytes, name: held.name };
+                self.next += 1;
+                self.push(Change::Taken(category, rest.clone()));
+                self.held[category as usize].push(rest);
+                return;
+            }
+            bytes -= held.bytes;
+        }
+    }
+
+    pub(super) fn place(&mut self, phase: &'static str, node: &str) {
+        self.settle();
+        self.place = (phase, node.to_owned());
+        self.push(Change::Place(phase, node.to_owned()));
+    }
+
+    pub(super) fn begin(&mut self, number: Option<u64>) {
+        self.settle();
+        let now = self.now();
+        self.step.end = now;
+        let before = MemoryCategory::ALL.into_iter().flat_map(|category| self.held[category as usize].iter().map(move |held| (category, held.clone())));
+        let number = number.unwrap_or(self.step.number + 1);
+        let next = Step { number, before: before.collect(), changes: Vec::new(), begin: now, end: now };
+        self.close(next);
+    }
+
+    /// Puts a step that is over where it is kept, if anywhere.
+    fn close(&mut self, next: Step) {
+        let step = std::mem::replace(&mut self.step, next);
+        if self.kept.len() <= FIRST {
+            self.kept.push(step);
+        } else if step.number == self.peak.step {
+            self.highest = Some(step);
+        }
+    }
+
+    /// Tells what is held, where that is the most so far.
+    fn settle(&mut self) {
+        if !std::mem::take(&mut self.rising) {
+            return;
+        }
+        let all = MemoryCategory::ALL.into_iter().flat_map(|category| self.held[category as usize].iter().map(move |held| (category, held)));
+        let mut tensors: Vec<_> = all.map(|(category, held)| (category, held.name.clone(), held.bytes)).collect();
+        tensors.sort_by(|a, b| b.2.cmp(&a.2).then_with(|| a.1.cmp(&b.1)));
+        self.peak = Peak { step: self.step.number, phase: self.place.0, node: self.place.1.clone(), tensors };
+        if self.step.changes.len() >= CHANGES {
+            let (now, levels) = (self.now(), self.levels());
+            self.step.changes.push((now, Change::Levels(levels)));
+        }
+    }
+
+    /// The record as it is, the step that goes on being over.
+    pub(super) fn finished(&self) -> MemoryTrace {
+        let mut trace = self.clone();
+        trace.settle();
+        trace.step.end = trace.now();
+        trace.close(Step::default());
+        trace
+    }
+
+    /// What was held when it was most.
+    pub fn peak(&self) -> &Peak {
+        &self.peak
+    }
+
+    /// Steps that are kept, in their order.
+    fn steps(&self) -> impl Iterator<Item = &Step> {
+        self.kept.iter().chain(&self.highest)
+    }
+
+    /// Events in the Trace Event Format, each pass a process.
+    pub fn events(passes: &[(String, MemoryTrace)]) -> Value {
+        let mut events = Vec::new();
+        for ((pass, trace), process) in passes.iter().zip(1u64..) {
+            let names = [("process_name", 0, pass.as_str()), ("thread_name", 1, "steps"), ("thread_name", 2, "nodes")];
+            events.extend(names.map(|(name, thread, of)| json!({ "ph": "M", "name": name, "pid": process, "tid": thread, "args": { "name": of } })));
+            trace.steps().for_each(|step| step.events(process, &mut events));
+        }
+        let peaks: Vec<Value> = passes.iter().map(|(pass, trace)| trace.peak.to_json(pass)).collect();
+        json!({ "traceEvents": events, "displayTimeUnit": "ms", "otherData": { "peaks": peaks } })
+    }
+
+    /// The step of the peak as points of a stacked picture: milliseconds since it began, and bytes by category. Of points that lie close
+    /// together the highest stays.
+    pub fn picture(&self) -> Vec<Value> {
+        let Some(step) = self.steps().filter(|step| step.number == self.peak.step).last() else { return Vec::new() };
+        let slice = (step.end - step.begin) / POINTS as u64 + 1;
+        let mut highest: BTreeMap<u64, (u64, Levels)> = BTreeMap::new();
+        let mut phases: BTreeMap<u64, &'static str> = BTreeMap::new();
+        step.replay(&mut |at, levels, change| {
+            let slot = (at - step.begin) / slice;
+            if let Some(Change::Place(phase, _)) = change {
+                phases.insert(slot, phase);
+            }
+            let best = highest.entry(slot).or_insert((at, *levels));
+            if levels.iter().sum::<u64>() > best.1.iter().sum::<u64>() {
+                *best = (at, *levels);
+            }
+        });
+        let phase = |slot: u64| phases.range(..=slot).next_back().map_or("", |(_, phase)| phase);
+        let point = |(slot, (at, levels)): (&u64, &(u64, Levels))| {
+            let mut point = by_category(levels);
+            point.insert("milliseconds".into(), json!((at - step.begin) as f64 / 1e6));
+            point.insert("phase".into(), json!(phase(*slot)));
+            Value::Object(point)
+        };
+        highest.iter().map(point).collect()
+    }
+}
+
+fn by_category(levels: &Levels) -> Map<String, Value> {
+    MemoryCategory::ALL.into_iter().map(|category| (category.name().to_owned(), json!(levels[category as usize]))).collect()
+}
+
+impl Step {
+    /// Goes through the levels: at the beginning, and behind each change.
+    fn replay<'s>(&'s self, each: &mut dyn FnMut(u64, &Levels, Option<&'s Change>)) {
+        let mut levels = Levels::default();
+        let mut sizes: BTreeMap<u64, u64> = BTreeMap::new();
+        for (category, held) in &self.before {
+            levels[*category as usize] += held.bytes;
+            sizes.insert(held.id, held.bytes);
+        }
+        each(self.begin, &levels, None);
+        for (at, change) in &self.changes {
+            match change {
+                Change::Taken(category, held) => {
+                    levels[*category as usize] += held.bytes;
+                    sizes.insert(held.id, held.bytes);
+                }
+                Change::Given(category, id) => levels[*category as usize] -= sizes.remove(id).unwrap_or(0),
+                Change::Levels(all) => levels = *all,
+                Change::Place(..) => {}
+            }
+            each(*at, &levels, Some(change));
+        }
+    }
+
+    fn events(&self, process: u64, events: &mut Vec<Value>) {
+        let micros = |nanos: u64| nanos as f64 / 1e3;
+        let slice = |thread: u64, name: &str, from: u64, to: u64| json!({ "ph": "X", "name": name, "cat": "work", "pid": process, "tid": thread, "ts": micros(from), "dur": micros(to - from), "args": { "step": self.number } });
+        let name = if self.number == 0 { "loading".to_owned() } else { format!("step {}", self.number) };
+        events.push(slice(1, &name, self.begin, self.end));
+        let lasting = |ph: &str, category: MemoryCategory, held: &Held, at: u64| json!({ "ph": ph, "cat": category.name(), "name": held.name, "id": format!("{:#x}", held.id), "pid": process, "tid": 0, "ts": micros(at), "args": { "bytes": held.bytes, "step": self.number } });
+        let mut open: BTreeMap<u64, (MemoryCategory, &Held)> = BTreeMap::new();
+        let mut place: Option<(u64, String)> = None;
+        let mut last = None;
+        for (category, held) in &self.before {
+            open.insert(held.id, (*category, held));
+            events.push(lasting("b", *category, held, self.begin));
+        }
+        self.replay(&mut |at, levels, change| {
+            match change {
+                Some(Change::Taken(category, held)) => {
+                    open.insert(held.id, (*category, held));
+                    events.push(lasting("b", *category, held, at));
+                }
+                Some(Change::Given(_, id)) => {
+                    if let Some((category, held)) = open.remove(id) {
+                        events.push(lasting("e", category, held, at));
+                    }
+                }
+                Some(Change::Place(phase, node)) => {
+                    let name = if node.is_empty() { (*phase).to_owned() } else { format!("{phase}: {node}") };
+                    if let Some((from, name)) = place.replace((at, name)) {
+                        events.push(slice(2, &name, from, at));
+                    }
+                }
+                Some(Change::Levels(_)) | None => {}
+            }
+            if last != Some(*levels) {
+                events.push(json!({ "ph": "C", "name": "memory", "pid": process, "tid": 0, "ts": micros(at), "args": by_category(levels) }));
+                last = Some(*levels);
+            }
+        });
+        if let Some((from, name)) = place {
+            events.push(slice(2, &name, from, self.end));
+        }
+        events.extend(open.into_values().map(|(category, held)| lasting("e", category, held, self.end)));
+    }
+}
+
+impl Peak {
+    fn to_json(&self, pass: &str) -> Value {
+        let tensors: Vec<Value> =
+            self.tensors.iter().map(|(category, name, bytes)| json!({ "category": category.name(), "name": name, "bytes": bytes })).collect();
+        json!({ "pass": pass, "step": self.step, "phase": self.phase, "node": self.node, "bytes": self.total(), "tensors": tensors })
+    }
+
+    /// Where memory was most and what took it, in a sentence.
+    pub fn explain(&self, graph: &Graph) -> String {
+        let layers = analysis::layers(graph);
+        let layer = layers.iter().flat_map(|layers| layers.layers.iter().enumerate()).find(|(_, layer)| layer.nodes.contains(&self.node));
+        let place = match (self.node.as_str(), layer) {
+            ("", _) => self.phase.to_owned(),
+            (node, Some((number, _))) => format!("{} of layer {number} (`{node}`)", self.phase),
+            (node, None) => format!("{} of `{node}`", self.phase),
+        };
+        let ops: BTreeMap<&str, &str> = graph.nodes().iter().map(|node| (graph.value(node.output).name.as_str(), node.op.name())).collect();
+        let sum = |of: &dyn Fn(MemoryCategory, &str) -> bool| -> u64 { self.tensors.iter().filter(|(c, name, _)| of(*c, name)).map(|(.., bytes)| bytes).sum() };
+        let mut categories: Vec<_> =
+            MemoryCategory::ALL.into_iter().map(|category| (sum(&|c, _| c == category), category)).filter(|(bytes, _)| *bytes > 0).collect();
+        categories.sort_by_key(|(bytes, _)| std::cmp::Reverse(*bytes));
+        let size = |bytes: u64| if bytes < 1_000_000 { format!("{:.1} kB", bytes as f64 / 1e3) } else { format!("{:.1} MB", bytes as f64 / 1e6) };
+        let parts = categories.into_iter().map(|(bytes, category)| {
+            let part = format!("{} {}", category.name(), size(bytes));
+            if category != MemoryCategory::Activations {
+                return part;
+            }
+            let kind = |name: &str| match name.strip_prefix(GRADIENT) {
+                Some(_) => "gradients of values".to_owned(),
+                None => ops.get(name).map_or_else(|| name.to_owned(), |op| format!("outputs of `{op}`")),
+            };
+            let mut kinds: BTreeMap<String, u64> = BTreeMap::new();
+            self.tensors.iter().filter(|(c, ..)| *c == category).for_each(|(_, name, bytes)| *kinds.entry(kind(name)).or_default() += bytes);
+            let mut kinds: Vec<_> = kinds.into_iter().collect();
+            kinds.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
+            let named: Vec<String> = kinds.iter().take(NAMED).map(|(kind, bytes)| format!("{kind} {}", size(*bytes))).collect();
+            format!("{part} (of which {})", named.join(", "))
+        });
+        let step = if self.step == 0 { String::new() } else { format!(" in step {}", self.step) };
+        format!("memory was most, {}, at the {place}{step}: {}", size(self.total()), parts.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// Before the name of a value whose gradient waits.
+pub(super) const GRADIENT: &str = "gradient of ";
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::super::MemoryTracker;
+    use super::*;
+
+    /// The highest sum of all counters, after the form of the events was checked.
+    fn highest(trace: &MemoryTrace) -> u64 {
+        let events = MemoryTrace::events(&[("pass".to_owned(), trace.clone())]);
+        let (mut open, mut highest) = (BTreeSet::new(), 0);
+        for event in events["traceEvents"].as_array().unwrap() {
+            let phase = event["ph"].as_str().unwrap();
+            assert!(event["pid"].is_u64() && event["name"].is_string(), "{event}");
+            assert!(phase == "M" || event["ts"].as_f64().unwrap() >= 0.0, "{event}");
+            let id = (event["cat"].to_string(), event["id"].to_string(), event["args"]["step"].as_u64());
+            match phase {
+                "C" => highest = highest.max(event["args"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum()),
+                "X" => assert!(event["dur"].as_f64().unwrap() >= 0.0, "{event}"),
+                "b" => assert!(open.insert(id), "{event} begins twice"),
+                "e" => assert!(open.remove(&id), "{event} ends what has not begun"),
+                _ => assert_eq!(phase, "M"),
+            }
+        }
+        assert!(open.is_empty(), "{open:?} do not end");
+        highest
+    }
+
+    fn step(tracker: &MemoryTracker, number: u64, bytes: u64) {
+        tracker.begin_step(Some(number));
+        tracker.work_on("forward", "a");
+        tracker.take_for(MemoryCategory::Activations, "a", bytes).unwrap();
+        tracker.work_on("backward", "a");
+        tracker.take_for(MemoryCategory::Activations, "gradient of a", 2 * bytes).unwrap();
+        tracker.take_for(MemoryCategory::Gradients, "w", 8).unwrap();
+        tracker.give_for(MemoryCategory::Activations, "a", bytes);
+        tracker.give_for(MemoryCategory::Activations, "gradient of a", 2 * bytes);
+        tracker.work_on("optimizer", "");
+        tracker.set(MemoryCategory::Gradients, 0).unwrap();
+        tracker.set(MemoryCategory::Optimizer, 16).unwrap();
+    }
+
+    #[test]
+    fn the_record_agrees_with_the_accounts() {
+        let tracker = MemoryTracker::default().recorded();
+        tracker.take_for(MemoryCategory::Weights, "w", 100).unwrap();
+        for (number, bytes) in [10, 20, 10, 10, 50, 10, 30].into_iter().enumerate() {
+            step(&tracker, number as u64 + 1, bytes);
+            let trace = tracker.trace().unwrap();
+            assert_eq!(trace.peak().total(), tracker.peaks().1);
+            assert_eq!(highest(&trace), tracker.peaks().1);
+        }
+        let trace = tracker.trace().unwrap();
+        let peak = trace.peak();
+        assert_eq!((peak.step, peak.phase, peak.node.as_str(), peak.total()), (5, "backward", "a", 274));
+        assert_eq!(peak.tensors[0], (MemoryCategory::Activations, "gradient of a".to_owned(), 100));
+        assert_eq!(trace.steps().map(|step| step.number).collect::<Vec<_>>(), [0, 1, 2, 3, 5]);
+        let sum = |point: &Value| MemoryCategory::ALL.iter().map(|category| point[category.name()].as_u64().unwrap()).sum::<u64>();
+        assert_eq!(trace.picture().iter().map(sum).max(), Some(274));
+    }
+
+    #[test]
+    fn bytes_without_a_name_go_all_the_same() {
+        let tracker = MemoryTracker::default().recorded();
+        tracker.take_for(MemoryCategory::Gradients, "a", 10).unwrap();
+        tracker.take(MemoryCategory::Gradients, 5).unwrap();
+        tracker.give(MemoryCategory::Gradients, 8);
+        assert_eq!(tracker.all(), 7);
+        tracker.set(MemoryCategory::Gradients, 3).unwrap();
+        tracker.give(MemoryCategory::Gradients, u64::MAX);
+        assert_eq!((tracker.all(), highest(&tracker.trace().unwrap())), (0, 15));
+    }
+
+    #[test]
+    fn long_steps_are_cut_and_keep_their_peak() {
+        let tracker = MemoryTracker::default().recorded();
+        tracker.begin_step(Some(1));
+        for bytes in 0..CHANGES as u64 {
+            tracker.take_for(MemoryCategory::Data, "a", 10 + bytes).unwrap();
+            tracker.give_for(MemoryCategory::Data, "a", 10 + bytes);
+        }
+        let trace = tracker.trace().unwrap();
+        assert_eq!(highest(&trace), tracker.peaks().1);
+        assert!(trace.picture().len() <= POINTS);
+    }
+}

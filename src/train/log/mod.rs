@@ -1,0 +1,165 @@
+//! Every step in files that other programs read, while training goes on.
+
+mod csv;
+mod tensorboard;
+
+use std::fmt;
+use std::path::Path;
+
+use serde::de::{self, Deserializer, SeqAccess, Visitor, value};
+use serde::{Deserialize, Serialize};
+
+use super::losses::Losses;
+use super::run::{Evaluation, Row};
+use crate::error::{Error, Result};
+
+/// Files that training writes about its steps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum LogFormat {
+    /// A table, which is always written
+    Csv,
+    /// Event files of TensorBoard
+    Tensorboard,
+}
+
+impl LogFormat {
+    /// The extension of its file.
+    pub fn extension(self) -> &'static str {
+        match self {
+            LogFormat::Csv => "csv",
+            LogFormat::Tensorboard => "tfevents",
+        }
+    }
+
+    /// Name of its file while training goes on.
+    pub fn file(self) -> String {
+        format!("training.{}", self.extension())
+    }
+
+    /// Those that are written where these are asked for.
+    pub fn with_table(asked: &[LogFormat]) -> Vec<LogFormat> {
+        let others = asked.iter().copied().filter(|format| *format != LogFormat::Csv);
+        let mut formats: Vec<LogFormat> = [LogFormat::Csv].into_iter().chain(others).collect();
+        formats.dedup();
+        formats
+    }
+}
+
+/// One name, or a list of them.
+pub(crate) fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<LogFormat>, D::Error> {
+    struct Form;
+    impl<'de> Visitor<'de> for Form {
+        type Value = Vec<LogFormat>;
+
+        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+            f.write_str("`csv`, `tensorboard`, or a list of them")
+        }
+
+        fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<Vec<LogFormat>, E> {
+            Ok(vec![LogFormat::deserialize(value::StrDeserializer::new(text))?])
+        }
+
+        fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> std::result::Result<Vec<LogFormat>, A::Error> {
+            Deserialize::deserialize(value::SeqAccessDeserializer::new(list))
+        }
+    }
+    deserializer.deserialize_any(Form)
+}
+
+/// The same for the schema of recipes.
+#[cfg(feature = "cli")]
+pub(crate) fn one_or_several_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    let one = generator.subschema_for::<LogFormat>();
+    schemars::json_schema!({ "anyOf": [one, { "type": "array", "items": one }] })
+}
+
+/// What is told of each step.
+trait Log {
+    /// Adds a step.
+    fn add(&mut self, row: &Row) -> Result<()>;
+
+    /// Adds a score.
+    fn score(&mut self, _: &Evaluation) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// All files of one training.
+pub struct Logs(Vec<Box<dyn Log>>);
+
+impl Logs {
+    /// Begins files in a folder, or goes on behind a step. `pass` stands before the names of figures where a file holds those of others.
+    ///
+    /// # Errors
+    /// The folder cannot be written to.
+    pub fn open(folder: &Path, asked: &[LogFormat], pass: &str, losses: &Losses, step: u64) -> Result<Logs> {
+        std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
+        let open = |format: LogFormat| -> Result<Box<dyn Log>> {
+            let path = folder.join(format.file());
+            Ok(match format {
+                LogFormat::Csv => Box::new(csv::Table::open(path, &names(losses), step)?),
+                LogFormat::Tensorboard => Box::new(tensorboard::Events::open(path, pass, step)?),
+            })
+        };
+        LogFormat::with_table(asked).into_iter().map(open).collect::<Result<_>>().map(Logs)
+    }
+
+    /// Adds a step.
+    ///
+    /// # Errors
+    /// The disk is full.
+    pub fn add(&mut self, row: &Row) -> Result<()> {
+        self.0.iter_mut().try_for_each(|log| log.add(row))
+    }
+
+    /// Adds a score.
+    ///
+    /// # Errors
+    /// The disk is full.
+    pub fn score(&mut self, evaluation: &Evaluation) -> Result<()> {
+        self.0.iter_mut().try_for_each(|log| log.score(evaluation))
+    }
+}
+
+/// The losses that a recipe names, in its order.
+fn names(losses: &Losses) -> Vec<String> {
+    let named = serde_json::to_value(losses).ok().and_then(|losses| losses.as_object().map(|losses| losses.keys().cloned().collect()));
+    named.unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    pub(super) fn row(step: u64, losses: &[(&str, f64)]) -> Row {
+        Row {
+            step,
+            epoch: 0,
+            loss: 1.5,
+            losses: losses.iter().map(|(name, loss)| ((*name).to_owned(), *loss)).collect::<BTreeMap<_, _>>(),
+            learning_rate: 0.25,
+            gradient_norm: (step != 2).then_some(3.0),
+            samples_per_second: 8.0,
+            waited: 0.125,
+        }
+    }
+
+    #[test]
+    fn one_name_and_a_list_are_read() {
+        #[derive(Deserialize)]
+        struct Options {
+            #[serde(deserialize_with = "one_or_several")]
+            logs: Vec<LogFormat>,
+        }
+        let read = |text: &str| serde_saphyr::from_str::<Options>(text).map(|options| LogFormat::with_table(&options.logs)).map_err(|e| e.to_string());
+        assert_eq!(read("logs: csv").unwrap(), [LogFormat::Csv]);
+        for both in ["logs: tensorboard", "logs: [csv, tensorboard]", "logs: [tensorboard, tensorboard]"] {
+            assert_eq!(read(both).unwrap(), [LogFormat::Csv, LogFormat::Tensorboard], "{both}");
+        }
+        assert!(read("logs: wandb").unwrap_err().contains("tensorboard"), "{:?}", read("logs: wandb"));
+    }
+}
