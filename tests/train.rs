@@ -270,8 +270,8 @@ fn an_interrupted_run_ends_as_one_that_was_not() {
         let name = "bert-sequence-classification";
         let pass = Finetune { optimizer, average, checkpoint_every: Some(Every::Steps(2)), ..finetune(11) };
         let (whole, parts) = (Run::new(), Run::new());
-        whole.train(name, samples(name, whole.folder.path(), 40, classes(name)), pass.clone()).unwrap();
-        let data = samples(name, whole.folder.path(), 40, classes(name));
+        whole.train(name, samples(name, whole.folder.path(), 41, classes(name)), pass.clone()).unwrap();
+        let data = samples(name, whole.folder.path(), 41, classes(name));
         for stop in [3, 2] {
             let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
             let handle = cancel.clone();

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::batches::Cursor;
 use super::run::{Evaluation, Row};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -22,10 +23,8 @@ pub struct Position {
     pub identity: String,
     /// Steps that are done.
     pub step: u64,
-    /// Times that the data has been gone through.
-    pub epoch: u64,
-    /// Batches of this time that are done.
-    pub batches: usize,
+    /// Where the next step begins.
+    pub data: Cursor,
     /// Samples that fit into memory at a time, where that has been found out.
     pub part: Option<usize>,
     /// The factor on the loss, for 16-bit floats, and steps since it changed.
@@ -103,7 +102,7 @@ mod tests {
     fn what_is_saved_is_loaded() {
         let folder = tempfile::tempdir().unwrap();
         assert!(load(folder.path(), 0).unwrap().is_none());
-        let position = Position { step: 7, epoch: 1, part: Some(4), scale: (1024.0, 3), ..Position::default() };
+        let position = Position { step: 7, data: Cursor { epoch: 1, batches: 2 }, part: Some(4), scale: (1024.0, 3), ..Position::default() };
         let tensors = Tensors::from([("weight/a".to_owned(), Tensor::new(&[1f32, f32::MIN_POSITIVE / 2.0], &Device::Cpu).unwrap())]);
         save(folder.path(), 0, &position, &tensors).unwrap();
         save(folder.path(), 0, &position, &tensors).unwrap();

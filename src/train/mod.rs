@@ -1,6 +1,7 @@
 //! Training: a student learns from a teacher, from labels, or from both, in one process or several.
 
 pub mod average;
+mod batches;
 pub mod cache;
 pub mod checkpoint;
 pub mod clip;

@@ -10,13 +10,14 @@ use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::average::Average;
+use super::batches::{Batches, Samples};
 use super::cache::Cache;
 use super::checkpoint::{self, Position, Tensors};
 use super::memory::Timeline;
 use super::optimizer::{self, Optimizer};
 use super::step::{StepResult, Stepper};
 use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
-use crate::data::{Batch, DataSet, Order};
+use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
 use crate::exec::transfer::{self, Cause, Copies, Direction};
@@ -129,8 +130,6 @@ struct State<'a> {
     average: Option<Average>,
     best: Option<Tensors>,
     total: u64,
-    /// Batches of this process in one go through the data.
-    batches: usize,
     saved: Instant,
     waited: Duration,
     busy: Duration,
@@ -147,24 +146,17 @@ impl Trainer<'_> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
         let home = if self.options.offload.contains(&Offload::Optimizer) { Device::Cpu } else { self.device.clone() };
         self.team.agree(&self.around.identity)?;
-        let order = Order { batch: Some(self.batch), ..Order::default() };
-        // Processes that train together go through equally many batches.
-        let batches = if self.options.max_steps.is_none() || self.team.size() > 1 { self.team.part_of(self.data.batches(order)?.max(1))? } else { usize::MAX };
-        let total = match (self.options.max_steps, self.options.epochs) {
-            (Some(steps), _) => steps,
-            (None, epochs) => (batches as u64 * epochs.unwrap_or(1)).div_ceil(self.options.gradient_accumulation as u64).max(1),
-        };
+        let batches = Batches::new(self.data, self.batch, self.options, self.around.seed, (self.team.rank(), self.team.size()))?;
         if self.options.shard_optimizer && self.team.size() > 1 {
             self.team.share_out(&weights.trained);
         }
         let mut state = State {
-            batches,
             position: Position { identity: self.around.identity.clone(), scale: (super::step::FIRST_SCALE, 0), ..Position::default() },
             optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
             average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
             weights,
             best: None,
-            total,
+            total: batches.steps(),
             saved: Instant::now(),
             waited: Duration::ZERO,
             busy: Duration::ZERO,
@@ -176,62 +168,37 @@ impl Trainer<'_> {
         }
         let mut timeline = Timeline::new();
         let mut stepper = Stepper::new(self, state.weights, state.position.part);
-        self.around.work.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
+        self.around.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
         self.around.work.advance(state.position.step)?;
-        let done = self.epochs(&mut state, &mut stepper, &mut timeline);
+        let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
         self.around.work.progress.on(Event::End);
         done?;
         self.finish(state, stepper, timeline)
     }
 
-    fn epochs(&self, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
-        let mut pending: Vec<Batch> = Vec::new();
-        while state.position.step < state.total {
-            let shuffle = self.around.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(state.position.epoch);
-            let order = Order { batch: Some(self.batch), shuffle: Some(shuffle), skip: state.position.batches, part: (self.team.rank(), self.team.size()) };
-            let before = state.position.step;
-            let mut any = false;
-            let mut asked = Instant::now();
-            self.data.for_each_in(order, |batch| {
-                any = true;
-                state.waited += asked.elapsed();
-                let start = Instant::now();
-                state.position.batches += 1;
-                // A single sample has no statistics of a batch.
-                if batch.samples > 1 || self.batch == 1 || before == state.position.step {
-                    pending.push(batch);
-                }
-                if pending.len() == self.options.gradient_accumulation {
-                    self.step(state, stepper, &std::mem::take(&mut pending))?;
-                    timeline.add("training", state.position.step, self.memory_tracker.all());
-                }
-                state.busy += start.elapsed();
-                asked = Instant::now();
-                let over = self.team.size() > 1 && state.position.batches >= state.batches;
-                Ok(if over || self.enough(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
-            })?;
-            if self.enough(state) {
-                break;
-            }
-            if !any && state.position.batches == 0 {
-                return Err(Error::option("data: train", "holds no samples"));
-            }
-            state.position.epoch += 1;
-            state.position.batches = 0;
+    fn steps(&self, batches: &Batches, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
+        if self.out_of_patience(state) {
+            return Ok(());
         }
-        Ok(())
+        batches.for_each_step(state.position.data, state.position.step, |samples| {
+            let start = Instant::now();
+            self.step(state, stepper, &samples)?;
+            state.busy += start.elapsed();
+            timeline.add("training", state.position.step, self.memory_tracker.all());
+            Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })
     }
 
-    fn enough(&self, state: &State) -> bool {
-        state.position.step >= state.total || self.options.patience.is_some_and(|patience| state.position.waited >= patience)
+    fn out_of_patience(&self, state: &State) -> bool {
+        self.options.patience.is_some_and(|patience| state.position.waited >= patience)
     }
 
-    fn step(&self, state: &mut State, stepper: &mut Stepper, batches: &[Batch]) -> Result<()> {
+    fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
         let (start, before) = (Instant::now(), transfer::copies());
         let number = state.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
         let StepResult { losses, mut gradients, statistics, norm } =
-            stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
+            stepper.step(state.weights, &samples.batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
         if let Some(norm) = norm {
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
             clip::shorten(&mut gradients, norm, most)?;
@@ -253,19 +220,22 @@ impl Trainer<'_> {
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
         self.memory_tracker.set(MemoryCategory::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
         state.position.step = number;
+        state.position.data = samples.next;
         state.position.part = stepper.part();
-        let samples: usize = batches.iter().map(|batch| batch.samples).sum();
+        let count: usize = samples.batches.iter().map(|batch| batch.samples).sum();
         let loss = self.objective.total(&losses);
+        state.waited += samples.waited;
+        let took = start.elapsed();
         let waited = state.waited.as_secs_f64();
         let row = Row {
             step: number,
-            epoch: state.position.epoch,
+            epoch: samples.next.epoch,
             loss,
             losses: losses.into_iter().map(|(name, loss)| (name.to_owned(), loss)).collect(),
             learning_rate: rate,
             gradient_norm: norm,
-            samples_per_second: samples as f64 / (start.elapsed().as_secs_f64() + 1e-9),
-            waited: waited / (waited + (state.busy + start.elapsed()).as_secs_f64() + 1e-9),
+            samples_per_second: count as f64 / ((samples.waited + took).as_secs_f64() + 1e-9),
+            waited: waited / (waited + (state.busy + took).as_secs_f64() + 1e-9),
         };
         if let Some(log) = &mut state.log {
             log.add(&row)?;
@@ -404,7 +374,7 @@ impl Trainer<'_> {
             notes.push(format!("memory of the process grew by {} MB over {steps} steps while the tensors of training did not: a leak", bytes >> 20));
         }
         let current = self.current(&state);
-        if self.options.patience.is_some_and(|patience| state.position.waited >= patience) {
+        if self.out_of_patience(&state) {
             notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.position.step, state.position.waited));
         }
         if let (Some(best), Some(score)) = (&state.best, best(&state.position.evaluations)) {

@@ -116,15 +116,4 @@ impl Team {
         }
         communicator::share_parameters(&mut **self.communicator.borrow_mut(), parameters, &owners)
     }
-
-    /// Batches of each process, of so many in all.
-    ///
-    /// # Errors
-    /// There are fewer than processes.
-    pub fn part_of(&self, batches: usize) -> Result<usize> {
-        match batches / self.size() {
-            0 => Err(Error::option("data: train", format!("{batches} batches are too few for {} processes", self.size()))),
-            part => Ok(part),
-        }
-    }
 }
