@@ -24,6 +24,7 @@ pub type Tensors = BTreeMap<String, Tensor>;
 pub type Stream<'a> = dyn Iterator<Item = Result<(String, Tensor)>> + 'a;
 
 /// Tensors that are in memory as such a stream.
+#[cfg(test)]
 pub fn stream(tensors: Tensors) -> impl Iterator<Item = Result<(String, Tensor)>> {
     tensors.into_iter().map(Ok)
 }
@@ -91,7 +92,8 @@ impl Saved {
             let kind = DType::try_from(tensor.dtype).map_err(wrong)?;
             Tensor::from_raw_buffer(&tensor.read_all()?, kind, &tensor.shape, &Device::Cpu).map_err(wrong)
         };
-        self.tensors.iter().filter_map(move |(name, tensor)| Some(read(tensor).map(|read| (name.strip_prefix(prefix)?.to_owned(), read)).transpose()?))
+        let named = self.tensors.iter().filter_map(move |(name, tensor)| Some((name.strip_prefix(prefix)?, tensor)));
+        named.map(move |(name, tensor)| read(tensor).map(|read| (name.to_owned(), read)))
     }
 }
 

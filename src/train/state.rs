@@ -177,7 +177,9 @@ impl TrainState<'_> {
         for (name, tensor) in self.weights.state(graph) {
             hasher.update(name.as_bytes());
             let values = transfer::values::<f32>(&tensor, Cause::State).map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
-            values.iter().for_each(|value| drop(hasher.update(&value.to_le_bytes())));
+            for value in values {
+                hasher.update(&value.to_le_bytes());
+            }
         }
         Ok(hasher.finalize().to_string())
     }

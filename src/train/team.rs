@@ -8,7 +8,7 @@ use candle_core::{Device, Tensor};
 
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::work::Cancel;
 
 /// How long others may write a checkpoint or evaluate.
