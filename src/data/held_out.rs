@@ -11,7 +11,7 @@ const PART: usize = 10;
 const MOST: usize = 64;
 
 /// Samples one by one.
-const SINGLE: Order = Order { batch: Some(1), shuffle: None, skip: 0, part: (0, 1) };
+const SINGLE: Order = Order { batch: Some(1), shuffle: None, skip: 0, part: (0, 1), drop_single: false };
 
 impl DataSets {
     /// A set of them with `samples` set so that some are left to measure on: a tenth of a set that would be used as a whole, at most 64.

@@ -215,7 +215,11 @@ impl DataSet {
             any = true;
             consume(batch)
         })?;
-        if any { Ok(()) } else { Err(Error::malformed(Path::new(&self.description), "holds no samples")) }
+        match (any, order.part.1) {
+            (true, _) => Ok(()),
+            (false, 0 | 1) => Err(Error::malformed(Path::new(&self.description), "holds no samples")),
+            (false, processes) => Err(Error::malformed(Path::new(&self.description), format!("holds fewer batches than there are processes, {processes}"))),
+        }
     }
 
     /// As [`for_each`](DataSet::for_each), with progress for a stage and the wish to stop.
@@ -234,15 +238,16 @@ impl DataSet {
         done
     }
 
-    /// How many batches there are in an order, counted by reading where it cannot be said otherwise.
+    /// How many batches there are in an order for each process, counted by reading where it cannot be said otherwise.
     ///
     /// # Errors
     /// Reading fails.
     pub fn batches(&self, order: Order) -> Result<usize> {
-        match order.batch {
-            Some(batch) => Ok(self.count()?.div_ceil(batch).saturating_sub(order.part.0).div_ceil(order.part.1).saturating_sub(order.skip)),
-            None => counted(self.source.works(order)?),
-        }
+        let Some(size) = order.batch else { return counted(self.source.works(order)?) };
+        let count = self.count()?;
+        let (whole, rest) = (count.checked_div(size).unwrap_or(0), count.checked_rem(size).unwrap_or(0));
+        let all = whole.saturating_add(usize::from(order.takes(rest, whole, size)));
+        Ok(all.checked_div(order.part.1).unwrap_or(0).saturating_sub(order.skip))
     }
 
     /// The first batch.
@@ -273,16 +278,29 @@ fn in_batches<'s, T: Send + 's>(
 ) -> PendingBatches<'s> {
     let mut items = order.shuffled(items, bytes);
     let size = order.batch.unwrap_or(size);
+    let (part, parts) = order.part;
+    let left_out = order.skip.saturating_mul(parts);
+    let mut number = 0usize;
     let batches = std::iter::from_fn(move || {
-        let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
-        match batch {
-            Ok(batch) if batch.is_empty() => None,
-            Ok(batch) => Some(Ok(Box::new(move || make(&batch)) as Pending)),
-            Err(e) => Some(Err(e)),
+        loop {
+            let mut own = Vec::new();
+            // A batch of each process: either all have one, or none has.
+            for process in 0..parts {
+                let batch: Result<Vec<T>> = items.by_ref().take(size).collect();
+                match batch {
+                    Ok(batch) if !order.takes(batch.len(), number, size) => return None,
+                    Ok(batch) if process == part => own = batch,
+                    Ok(_) => {}
+                    Err(e) => return Some(Err(e)),
+                }
+                number = number.saturating_add(1);
+            }
+            if number > left_out {
+                return Some(Ok(Box::new(move || make(&own)) as Pending));
+            }
         }
     });
-    let (part, parts) = order.part;
-    Box::new(batches.skip(order.skip.saturating_mul(parts).saturating_add(part)).step_by(parts))
+    Box::new(batches)
 }
 
 /// An error of a tensor that could not be put together.
@@ -293,6 +311,45 @@ fn shaped(e: candle_core::Error) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Samples that are nothing but their numbers, in the input `number`.
+    fn numbered(count: usize) -> DataSet {
+        struct Numbers(usize);
+
+        impl SampleSource for Numbers {
+            fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+                let make = |numbers: &[u32]| {
+                    let tensor = Tensor::new(numbers, &candle_core::Device::Cpu).map_err(shaped)?;
+                    Ok(Batch { inputs: [("number".to_owned(), tensor)].into(), references: References::None, samples: numbers.len() })
+                };
+                Ok(in_batches((0..self.0 as u32).map(Ok), 4, 4, order, make))
+            }
+
+            fn count(&self) -> Result<usize> {
+                Ok(self.0)
+            }
+        }
+
+        DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, description: "numbers".into(), count: OnceLock::new() }
+    }
+
+    #[test]
+    fn processes_share_all_batches_but_those_that_not_all_can_have() {
+        let sizes = |count, order| {
+            let works = numbered(count).source.works(order).unwrap().map(|work| work.unwrap()().unwrap().samples).collect::<Vec<_>>();
+            assert_eq!(works.len(), numbered(count).batches(order).unwrap(), "{count} samples, {order:?}");
+            works
+        };
+        for (count, size, parts) in (0..20).flat_map(|count| (1..5).flat_map(move |size| (1..4).map(move |parts| (count, size, parts)))) {
+            let order = |part, skip| Order { batch: Some(size), shuffle: Some(7), skip, part: (part, parts), drop_single: true };
+            let all: Vec<Vec<usize>> = (0..parts).map(|part| sizes(count, order(part, 0))).collect();
+            assert!(all.iter().all(|own| own.len() == all[0].len()), "{all:?}");
+            assert!(size == 1 || count == 1 || all.iter().flatten().all(|samples| *samples > 1), "{all:?}");
+            let lost = count - all.iter().flatten().sum::<usize>();
+            assert!(lost <= 1 + (parts - 1) * size, "{count} samples in batches of {size} for {parts}: {lost} are lost");
+            assert_eq!(sizes(count, order(parts - 1, 2)), all[parts - 1][all[0].len().min(2)..]);
+        }
+    }
 
     #[test]
     fn a_batch_has_no_more_than_its_samples() {

@@ -14,19 +14,26 @@ pub struct Order {
     pub batch: Option<usize>,
     /// Start of the random order; without one, that of the files.
     pub shuffle: Option<u64>,
-    /// Batches at the beginning that are left out.
+    /// Batches of this process at the beginning that are left out.
     pub skip: usize,
-    /// Of so many processes (second), the batches of this one (first).
+    /// Of so many processes (second), the batches of this one (first): each takes one in turn, and all take equally many.
     pub part: (usize, usize),
+    /// Whether a last batch of one sample is left out behind others: it has no statistics of its own.
+    pub drop_single: bool,
 }
 
 impl Default for Order {
     fn default() -> Self {
-        Self { batch: None, shuffle: None, skip: 0, part: (0, 1) }
+        Self { batch: None, shuffle: None, skip: 0, part: (0, 1), drop_single: false }
     }
 }
 
 impl Order {
+    /// Whether so many items, behind as many whole batches of `size`, are a batch.
+    pub(super) fn takes(self, items: usize, batches: usize, size: usize) -> bool {
+        items > 0 && !(self.drop_single && items == 1 && size > 1 && batches > 0)
+    }
+
     /// The items in this order; `bytes` is about what one takes.
     pub(super) fn shuffled<'s, T: Send + 's>(
         self,

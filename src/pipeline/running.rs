@@ -103,12 +103,14 @@ impl Running {
         self.data.opened = OpenedSets::default();
     }
 
-    /// The device that models run on; it is opened the first time that it is asked for.
+    /// The device that models run on, of several processes on a machine one each; it is opened the first time that it is asked for.
+    /// What the environment contradicts itself in is told where processes meet.
     pub fn device(&self) -> Result<Device> {
         if let Some(device) = self.opened.get() {
             return Ok(device.clone());
         }
-        let device = self.device.open()?;
+        let place = Place::from_environment().ok().flatten();
+        let device = self.device.open_for(place.map_or(0, |place| place.local_rank))?;
         Ok(self.opened.get_or_init(|| device).clone())
     }
 

@@ -1,8 +1,9 @@
 //! Training: a student learns from a teacher, from labels, or from both, in one process or several.
 
 pub mod average;
+mod batches;
 pub mod cache;
-pub mod checkpoint;
+mod checkpoint;
 pub mod clip;
 pub mod communicator;
 mod cuts;
@@ -17,6 +18,7 @@ mod options;
 mod run;
 mod scales;
 pub mod schedule;
+mod state;
 mod step;
 mod teacher;
 mod team;

@@ -8,7 +8,6 @@ use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
 use crate::analysis::{self, Layers};
 use crate::data::{Batch, Task};
 use crate::error::{Error, Result};
-use crate::exec::Parameters;
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
 
 /// What training makes small.
@@ -24,10 +23,7 @@ pub struct Objective {
 /// Items that each loss counts in some samples.
 pub type Items = BTreeMap<&'static str, f64>;
 
-pub use super::losses::Answers as Theirs;
-
-/// Values of a graph, by name, and parameters.
-pub type Side<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
+pub use super::losses::{Answers as Theirs, Side};
 
 /// A value of a graph with its width.
 fn width(graph: &Graph, name: &str) -> Result<usize> {
@@ -35,6 +31,14 @@ fn width(graph: &Graph, name: &str) -> Result<usize> {
     let value = value.ok_or_else(|| Error::option("losses", format!("there is no value `{name}`; `compress inspect --graph` lists all")))?;
     let axis = if value.ty.shape.len() == 4 { 1 } else { value.ty.shape.len().saturating_sub(1) };
     value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not known")))
+}
+
+/// Whether every token of a sample has a row of a value.
+fn is_by_token(graph: &Graph, name: &str) -> bool {
+    let shape = |value: &crate::ir::Value| value.ty.shape.get(1).cloned();
+    let tokens = graph.inputs().find(|(_, value)| value.name == "input_ids").and_then(|(_, value)| shape(value));
+    let value = graph.values().iter().find(|value| value.name == name && value.ty.shape.len() == 3);
+    tokens.is_some() && tokens == value.and_then(shape)
 }
 
 /// The student's layers beside the teacher's: evenly spread, last to last.
@@ -66,8 +70,9 @@ impl Objective {
             }
             let mut pairs = Vec::new();
             for (a, b) in values {
-                let (ours, theirs) = (width(student, &a)?, width(teacher, &b)?);
-                pairs.push((a, b, ours, theirs));
+                let widths = (width(student, &a)?, width(teacher, &b)?);
+                let by_token = is_by_token(student, &a);
+                pairs.push(losses::Pair { student: a, teacher: b, widths, by_token });
             }
             objective.push(options.weight, losses::Hidden { distance: options.distance, pairs });
         }
@@ -164,12 +169,9 @@ impl Objective {
         self.terms.iter().all(|term| term.loss.teacher().is_empty()) && self.logits.as_ref().is_some_and(|logits| logits.teacher.is_some())
     }
 
-    /// How many rows of logits each sample holds.
-    ///
-    /// # Errors
-    /// The samples lack what the losses need.
-    pub fn rows_of_samples(&self, batch: &Batch) -> Result<Vec<usize>> {
-        self.logits.as_ref().map_or(Ok(Vec::new()), |logits| logits.rows_of_samples(batch))
+    /// The losses over logits, where there are any.
+    pub fn over_logits(&self) -> Option<&Logits> {
+        self.logits.as_ref()
     }
 
     /// Parameters that are read beside the graph's: those of heads, of the student and of the teacher.
@@ -342,7 +344,7 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
     for node in graph.nodes().iter().filter(|node| layers.layers[layer].nodes.contains(&name(&node.output))) {
         if let (Op::Attention(op), [q, k, v, ..]) = (&node.op, node.inputs.as_slice()) {
             let count = graph.value(*q).ty.shape.get(1).and_then(Dim::fixed).unwrap_or(1);
-            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal }, count));
+            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window }, count));
         }
     }
     Err(Error::option("losses: attention", format!("layer {layer} has no attention")))
@@ -350,7 +352,19 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
 
 #[cfg(test)]
 mod tests {
-    use super::spread;
+    use super::{is_by_token, spread};
+    use crate::analysis;
+    use crate::model::Model;
+
+    #[test]
+    fn tokens_are_told_from_patches() {
+        for (name, by_token) in [("bert", true), ("llama", true), ("vit-image-classification", false)] {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let graph = Model::open(folder).unwrap().graph().unwrap();
+            let layers = analysis::layers(&graph).unwrap();
+            assert_eq!(is_by_token(&graph, &layers.layers[0].output), by_token, "{name}");
+        }
+    }
 
     #[test]
     fn layers_are_spread_last_to_last() {

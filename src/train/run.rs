@@ -3,20 +3,22 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::average::Average;
+use super::batches::{Batches, Samples};
 use super::cache::Cache;
-use super::checkpoint::{self, Position, Tensors};
+use super::checkpoint::Tensors;
 use super::memory::Timeline;
-use super::optimizer::{self, Optimizer};
+use super::optimizer;
+use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
 use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
-use crate::data::{Batch, DataSet, Order};
+use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
 use crate::exec::transfer::{self, Cause, Copies, Direction};
@@ -124,15 +126,10 @@ const ROWS: usize = 400;
 /// Checkpoints when nothing is said.
 const USUAL: Every = Every::Minutes(10.0);
 
+/// A training that runs.
 struct State<'a> {
-    position: Position,
-    weights: &'a mut Weights,
-    optimizer: Box<dyn Optimizer>,
-    average: Option<Average>,
-    best: Option<Tensors>,
+    train: TrainState<'a>,
     total: u64,
-    /// Batches of this process in one go through the data.
-    batches: usize,
     saved: Instant,
     waited: Duration,
     busy: Duration,
@@ -146,139 +143,131 @@ impl Trainer<'_> {
     /// Samples do not fit, the loss is not finite, memory is too small for a single sample, or the work is interrupted; then
     /// it can go on from the last checkpoint.
     pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
+        self.train(weights).inspect_err(|error| self.team.stop(error))
+    }
+
+    fn train(&self, weights: &mut Weights) -> Result<Trained> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
         let home = if self.options.offload.contains(&Offload::Optimizer) { Device::Cpu } else { self.device.clone() };
-        self.team.agree(&self.around.identity)?;
-        let order = Order { batch: Some(self.batch), ..Order::default() };
-        // Processes that train together go through equally many batches.
-        let batches = if self.options.max_steps.is_none() || self.team.size() > 1 { self.team.part_of(self.data.batches(order)?.max(1))? } else { usize::MAX };
-        let total = match (self.options.max_steps, self.options.epochs) {
-            (Some(steps), _) => steps,
-            (None, epochs) => (batches as u64 * epochs.unwrap_or(1)).div_ceil(self.options.gradient_accumulation as u64).max(1),
-        };
+        self.team.agree("model, data or options", &self.around.identity)?;
+        let batches = Batches::new(self.data, self.batch, self.options, self.around.seed, (self.team.rank(), self.team.size()))?;
         if self.options.shard_optimizer && self.team.size() > 1 {
             self.team.share_out(&weights.trained);
         }
+        let position = Position {
+            identity: self.around.identity.clone(),
+            processes: self.team.size(),
+            seed: self.around.seed,
+            scale: (super::step::FIRST_SCALE, 0),
+            ..Position::default()
+        };
         let mut state = State {
-            batches,
-            position: Position { identity: self.around.identity.clone(), scale: (super::step::FIRST_SCALE, 0), ..Position::default() },
-            optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
-            average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
-            weights,
-            best: None,
-            total,
+            train: TrainState {
+                position,
+                optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
+                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
+                weights,
+                best: None,
+            },
+            total: batches.steps(),
             saved: Instant::now(),
             waited: Duration::ZERO,
             busy: Duration::ZERO,
             log: None,
         };
-        self.restore(&mut state)?;
+        if let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) {
+            state.train.restore(folder, self.graph, self.team)?;
+        }
+        if self.team.size() > 1 {
+            self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
+        }
         if let Some(folder) = self.around.folder.as_ref().filter(|_| self.team.rank() == 0) {
-            state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.around.name, &self.objective.losses, state.position.step)?);
+            state.log = Some(super::log::Logs::open(folder, &self.options.logs, self.around.name, &self.objective.losses, state.train.position.step)?);
         }
         let mut timeline = Timeline::new();
-        let mut stepper = Stepper::new(self, state.weights, state.position.part);
-        self.around.work.progress.on(Event::Begin { stage: "Training", total, unit: ProgressUnit::Steps });
-        self.around.work.advance(state.position.step)?;
-        let done = self.epochs(&mut state, &mut stepper, &mut timeline);
+        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part);
+        self.around.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
+        self.around.work.advance(state.train.position.step)?;
+        let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
         self.around.work.progress.on(Event::End);
         done?;
         self.finish(state, stepper, timeline)
     }
 
-    fn epochs(&self, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
-        let mut pending: Vec<Batch> = Vec::new();
-        while state.position.step < state.total {
-            let shuffle = self.around.seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(state.position.epoch);
-            let order = Order { batch: Some(self.batch), shuffle: Some(shuffle), skip: state.position.batches, part: (self.team.rank(), self.team.size()) };
-            let before = state.position.step;
-            let mut any = false;
-            let mut asked = Instant::now();
-            self.data.for_each_in(order, |batch| {
-                any = true;
-                state.waited += asked.elapsed();
-                let start = Instant::now();
-                state.position.batches += 1;
-                // A single sample has no statistics of a batch.
-                if batch.samples > 1 || self.batch == 1 || before == state.position.step {
-                    pending.push(batch);
-                }
-                if pending.len() == self.options.gradient_accumulation {
-                    self.step(state, stepper, &std::mem::take(&mut pending))?;
-                    timeline.add("training", state.position.step, self.memory_tracker.all());
-                }
-                state.busy += start.elapsed();
-                asked = Instant::now();
-                let over = self.team.size() > 1 && state.position.batches >= state.batches;
-                Ok(if over || self.enough(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
-            })?;
-            if self.enough(state) {
-                break;
-            }
-            if !any && state.position.batches == 0 {
-                return Err(Error::option("data: train", "holds no samples"));
-            }
-            state.position.epoch += 1;
-            state.position.batches = 0;
+    fn steps(&self, batches: &Batches, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
+        if self.out_of_patience(state) {
+            return Ok(());
         }
-        Ok(())
+        batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
+            let start = Instant::now();
+            self.step(state, stepper, &samples)?;
+            state.busy += start.elapsed();
+            timeline.add("training", state.train.position.step, self.memory_tracker.all());
+            Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })
     }
 
-    fn enough(&self, state: &State) -> bool {
-        state.position.step >= state.total || self.options.patience.is_some_and(|patience| state.position.waited >= patience)
+    fn out_of_patience(&self, state: &State) -> bool {
+        self.options.patience.is_some_and(|patience| state.train.position.waited >= patience)
     }
 
-    fn step(&self, state: &mut State, stepper: &mut Stepper, batches: &[Batch]) -> Result<()> {
+    fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
         let (start, before) = (Instant::now(), transfer::copies());
-        let number = state.position.step + 1;
+        let number = state.train.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
         self.memory_tracker.begin_step(Some(number));
         let StepResult { losses, mut gradients, statistics, norm } =
-            stepper.step(state.weights, batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
+            stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
         self.memory_tracker.work_on("optimizer", "");
         if let Some(norm) = norm {
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
             clip::shorten(&mut gradients, norm, most)?;
             for (name, gradient) in &gradients {
-                if let Some(parameter) = state.weights.trained.get(name).filter(|_| self.team.owns(name)) {
-                    state.optimizer.update(name, parameter, gradient, rate, number)?;
+                if let Some(parameter) = state.train.weights.trained.get(name).filter(|_| self.team.owns(name)) {
+                    state.train.optimizer.update(name, parameter, gradient, rate, number)?;
                 }
             }
-            self.team.share(&state.weights.trained)?;
+            self.team.share(&state.train.weights.trained)?;
             for (name, statistic) in &statistics {
-                state.weights.follow(name, statistic)?;
+                state.train.weights.follow(name, statistic)?;
             }
-            if let Some(average) = &mut state.average {
-                average.update(&state.weights.trained)?;
+            if !statistics.is_empty() && self.team.size() > 1 {
+                state.train.weights.share_statistics(self.graph, self.team)?;
+            }
+            if let Some(average) = &mut state.train.average {
+                average.update(&state.train.weights.trained)?;
             }
         }
         drop(gradients);
         self.require_few_copies(&before)?;
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
-        self.memory_tracker.set(MemoryCategory::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
-        state.position.step = number;
-        state.position.part = stepper.part();
-        let samples: usize = batches.iter().map(|batch| batch.samples).sum();
+        self.memory_tracker.set(MemoryCategory::Optimizer, state.train.optimizer.bytes() + state.train.average.as_ref().map_or(0, Average::bytes))?;
+        state.train.position.step = number;
+        state.train.position.data = samples.next;
+        state.train.position.part = stepper.part();
+        let count: usize = samples.batches.iter().map(|batch| batch.samples).sum();
         let loss = self.objective.total(&losses);
+        state.waited += samples.waited;
+        let took = start.elapsed();
         let waited = state.waited.as_secs_f64();
         let row = Row {
             step: number,
-            epoch: state.position.epoch,
+            epoch: samples.next.epoch,
             loss,
             losses: losses.into_iter().map(|(name, loss)| (name.to_owned(), loss)).collect(),
             learning_rate: rate,
             gradient_norm: norm,
-            samples_per_second: samples as f64 / (start.elapsed().as_secs_f64() + 1e-9),
-            waited: waited / (waited + (state.busy + start.elapsed()).as_secs_f64() + 1e-9),
+            samples_per_second: count as f64 / ((samples.waited + took).as_secs_f64() + 1e-9),
+            waited: waited / (waited + (state.busy + took).as_secs_f64() + 1e-9),
         };
         if let Some(log) = &mut state.log {
             log.add(&row)?;
         }
         self.around.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
-        state.position.curve.push(row);
-        if state.position.curve.len() >= 2 * ROWS {
-            let last = state.position.curve.pop();
-            state.position.curve = state.position.curve.iter().step_by(2).cloned().chain(last).collect();
+        state.train.position.curve.push(row);
+        if state.train.position.curve.len() >= 2 * ROWS {
+            let last = state.train.position.curve.pop();
+            state.train.position.curve = state.train.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
         self.around.work.progress.on(Event::Advance(1));
         if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
@@ -288,13 +277,14 @@ impl Trainer<'_> {
             Every::Steps(steps) => number.is_multiple_of(steps),
             Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
         };
-        let interrupted = self.team.stopped(self.around.work.cancel)?;
+        // Clocks differ: that of the first process counts.
+        let (interrupted, due) = self.team.stopped(self.around.work.cancel, due)?;
         if (due && number < state.total) || interrupted {
             self.save(state)?;
         }
         match (interrupted, &self.around.folder) {
             (false, _) => Ok(()),
-            (true, Some(folder)) => Err(Error::Paused { step: number, path: checkpoint::path(folder, 0) }),
+            (true, Some(folder)) => Err(Error::Paused { step: number, path: state::path(folder) }),
             (true, None) => Err(Error::Cancelled),
         }
     }
@@ -321,79 +311,37 @@ impl Trainer<'_> {
 
     /// Says what can still be gone on from.
     fn explain(&self, error: Error, state: &State) -> Error {
-        if !matches!(error, Error::Diverged { .. } | Error::Tensor { .. }) {
-            return error;
-        }
-        let kept = match (&self.around.folder, state.position.step) {
-            (Some(folder), 1..) if checkpoint::path(folder, 0).exists() => format!("; the last good state is in {}", checkpoint::path(folder, 0).display()),
+        let Error::Diverged { reason, .. } = error else { return error };
+        let kept = match (&self.around.folder, state.train.position.step) {
+            (Some(folder), 1..) if state::path(folder).exists() => format!("; the last good state is in {}", state::path(folder).display()),
             _ => String::new(),
         };
-        let what = error.to_string();
-        Error::Diverged { step: state.position.step + 1, reason: format!("{what}{kept}") }
-    }
-
-    /// Weights that count: the average where there is one.
-    fn current(&self, state: &State) -> Tensors {
-        let mut current = state.weights.state(self.graph);
-        if let Some(average) = &state.average {
-            current.extend(average.parameters().iter().map(|(name, tensor)| (name.clone(), tensor.clone())));
-        }
-        current
+        Error::Diverged { step: state.train.position.step + 1, reason: format!("{reason}{kept}") }
     }
 
     fn evaluate(&self, state: &mut State) -> Result<()> {
         let Some(evaluate) = self.around.evaluate else { return Ok(()) };
-        let current = self.current(state);
-        let Some(score) = evaluate(state.weights, &current)? else { return Ok(()) };
-        let better = |value: f64, other: f64| if lower_is_better(&score.metric) { value < other } else { value > other };
-        let best = state.position.evaluations.iter().all(|other| better(score.value, other.value));
-        let evaluation = Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value };
+        let current = state.train.current(self.graph);
+        // Bits of numbers that may be none.
+        let score = self.team.told(|| Ok(evaluate(state.train.weights, &current)?.map(|score| (score.metric, score.value.to_bits()))))?;
+        let Some((metric, value)) = score.map(|(metric, bits)| (metric, f64::from_bits(bits))) else { return Ok(()) };
+        let better = |value: f64, other: f64| if lower_is_better(&metric) { value < other } else { value > other };
+        let best = state.train.position.evaluations.iter().all(|other| better(value, other.value));
+        let evaluation = Evaluation { step: state.train.position.step, metric: metric.clone(), value };
         state.log.as_mut().map_or(Ok(()), |log| log.score(&evaluation))?;
-        state.position.evaluations.push(evaluation);
-        state.position.waited = if best { 0 } else { state.position.waited + 1 };
+        state.train.position.evaluations.push(evaluation);
+        state.train.position.waited = if best { 0 } else { state.train.position.waited + 1 };
         if best {
-            let copies = current.into_iter().map(|(name, tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?)));
-            state.best = Some(copies.collect::<candle_core::Result<_>>().map_err(|e| Error::computed("the best weights", e))?);
+            state.train.keep_best(current)?;
         }
-        self.around.work.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
+        self.around.work.progress.on(Event::Message(&format!("{metric} {value:.4}")));
         Ok(())
     }
 
     fn save(&self, state: &mut State) -> Result<()> {
         let Some(folder) = &self.around.folder else { return Ok(()) };
         state.saved = Instant::now();
-        let optimizer = checkpoint::prefixed(state.optimizer.state(), "optimizer/");
-        if self.team.rank() > 0 {
-            // The others hold the same weights; state that is shared out is this process's alone.
-            return if self.options.shard_optimizer { checkpoint::save(folder, self.team.rank(), &state.position, &optimizer.collect()) } else { Ok(()) };
-        }
-        let mut tensors: Tensors = checkpoint::prefixed(state.weights.state(self.graph), "weight/").collect();
-        tensors.extend(optimizer);
-        if let Some(average) = &state.average {
-            tensors.extend(checkpoint::prefixed(average.state()?, "average/"));
-        }
-        if let Some(best) = &state.best {
-            tensors.extend(checkpoint::prefixed(best.clone(), "best/"));
-        }
-        checkpoint::save(folder, 0, &state.position, &tensors)
-    }
-
-    fn restore(&self, state: &mut State) -> Result<()> {
-        let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) else { return Ok(()) };
-        let Some((position, mut tensors)) = checkpoint::load(folder, 0)? else { return Ok(()) };
-        require_same(&position, &self.around.identity, folder)?;
-        state.weights.restore(&checkpoint::under(&tensors, "weight/"))?;
-        if self.options.shard_optimizer && self.team.rank() > 0 {
-            tensors.retain(|name, _| !name.starts_with("optimizer/"));
-            tensors.extend(checkpoint::load(folder, self.team.rank())?.map(|(_, own)| own).unwrap_or_default());
-        }
-        state.optimizer.restore(checkpoint::under(&tensors, "optimizer/"))?;
-        if let Some(average) = &mut state.average {
-            average.restore(checkpoint::under(&tensors, "average/"))?;
-        }
-        state.best = Some(checkpoint::under(&tensors, "best/")).filter(|best| !best.is_empty());
-        state.position = position;
-        Ok(())
+        state.train.save(folder, self.graph, self.team)
     }
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
@@ -402,18 +350,18 @@ impl Trainer<'_> {
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
             "{} steps in {:.0} s; waited for samples {:.1} % of the time",
-            state.position.step,
+            state.train.position.step,
             busy + waited,
             100.0 * waited / (busy + waited + 1e-9)
         ));
         if let Some((bytes, steps)) = timeline.growth() {
             notes.push(format!("memory of the process grew by {} MB over {steps} steps while the tensors of training did not: a leak", bytes >> 20));
         }
-        let current = self.current(&state);
-        if self.options.patience.is_some_and(|patience| state.position.waited >= patience) {
-            notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.position.step, state.position.waited));
+        let current = state.train.current(self.graph);
+        if self.out_of_patience(&state) {
+            notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.train.position.step, state.train.position.waited));
         }
-        if let (Some(best), Some(score)) = (&state.best, best(&state.position.evaluations)) {
+        if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
             notes.push(format!("the weights of step {} are kept, {} {:.4}", score.step, score.metric, score.value));
             let state_of = best.clone();
             return Ok(self.trained(state_of, &mut state, timeline, notes));
@@ -422,7 +370,7 @@ impl Trainer<'_> {
     }
 
     fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Trained {
-        let position = std::mem::take(&mut state.position);
+        let position = std::mem::take(&mut state.train.position);
         Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, notes }
     }
 }
@@ -430,17 +378,6 @@ impl Trainer<'_> {
 fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
     let lower = lower_is_better(&evaluations.first()?.metric);
     evaluations.iter().reduce(|best, other| if (other.value < best.value) == lower && other.value != best.value { other } else { best })
-}
-
-fn require_same(position: &Position, identity: &str, folder: &Path) -> Result<()> {
-    if position.identity == identity {
-        return Ok(());
-    }
-    Err(Error::Output {
-        path: checkpoint::path(folder, 0),
-        reason: "is of a training with other options, data or weights".into(),
-        hint: "restore the recipe that began it, or start over without --resume (add --force)".into(),
-    })
 }
 
 /// A type that masters have.

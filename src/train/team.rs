@@ -2,13 +2,19 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use candle_core::{Device, Tensor};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
 use crate::error::{Error, Result};
 use crate::work::Cancel;
+
+/// How long others may write a checkpoint or evaluate.
+const ENDLESS: Duration = Duration::from_secs(86_400);
 
 /// This process among others; most often there are none.
 pub struct Team {
@@ -45,12 +51,33 @@ impl Team {
         self.communicator.borrow().size()
     }
 
-    /// Holds all processes to the same training.
+    /// Holds all processes to the same: what it is, and a text that stands for it.
     ///
     /// # Errors
-    /// Another process trains something else.
-    pub fn agree(&self, identity: &str) -> Result<()> {
-        communicator::agree(&mut **self.communicator.borrow_mut(), "model, data or options", identity.as_bytes())
+    /// Another process has something else, or is gone.
+    pub fn agree(&self, what: &str, text: &str) -> Result<()> {
+        communicator::agree(&mut **self.communicator.borrow_mut(), what, text.as_bytes())
+    }
+
+    /// Returns when all processes have come here, however long each has had to work before.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn wait(&self) -> Result<()> {
+        self.gather_patiently(&[]).map(drop)
+    }
+
+    /// Tells the others why this process stops.
+    pub fn stop(&self, error: &Error) {
+        self.communicator.borrow_mut().stop(&error.to_string());
+    }
+
+    fn gather_patiently(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let mut communicator = self.communicator.borrow_mut();
+        communicator.set_patience(ENDLESS)?;
+        let all = communicator.gather_bytes(bytes)?;
+        communicator.set_patience(PATIENCE)?;
+        Ok(all)
     }
 
     /// Means of figures over all processes: of losses, and of items, by which the mean of gradients is divided.
@@ -81,23 +108,36 @@ impl Team {
         communicator::average_gradients(&mut **self.communicator.borrow_mut(), gradients)
     }
 
-    /// Whether any process has been told to stop.
+    /// Whether any process has been told to stop, and what the first one says of something that is `due`.
     ///
     /// # Errors
     /// Another process is gone.
-    pub fn stopped(&self, cancel: &Cancel) -> Result<bool> {
+    pub fn stopped(&self, cancel: &Cancel, due: bool) -> Result<(bool, bool)> {
         let here = cancel.check().is_err();
-        let mut communicator = self.communicator.borrow_mut();
-        if communicator.size() == 1 {
-            return Ok(here);
-        }
-        Ok(communicator.gather_bytes(&[u8::from(here)])?.iter().any(|bytes| bytes.first() == Some(&1)))
+        let all = self.communicator.borrow_mut().gather_bytes(&[u8::from(here), u8::from(due)])?;
+        Ok((all.iter().any(|bytes| bytes.first() == Some(&1)), all.first().is_some_and(|bytes| bytes.get(1) == Some(&1))))
+    }
+
+    /// What the first process finds, on all of them; the others do not look for it, and wait however long it takes.
+    ///
+    /// # Errors
+    /// Those of `find`; another process is gone.
+    pub fn told<T: Serialize + DeserializeOwned>(&self, find: impl FnOnce() -> Result<T>) -> Result<T> {
+        let failed = |e| Error::run("what the first process has found", e, "");
+        let own = if self.rank() == 0 { serde_json::to_vec(&find()?).map_err(failed)? } else { Vec::new() };
+        let all = self.gather_patiently(&own)?;
+        serde_json::from_slice(all.first().map_or(&[], Vec::as_slice)).map_err(failed)
     }
 
     /// Shares the optimizer's state out.
     pub fn share_out(&self, parameters: &BTreeMap<String, Tensor>) {
         let bytes = parameters.iter().map(|(name, tensor)| (name.clone(), tensor.elem_count() as u64)).collect();
         *self.owners.borrow_mut() = communicator::owners(&bytes, self.size());
+    }
+
+    /// Whether the optimizer's state is shared out.
+    pub fn shares_out(&self) -> bool {
+        !self.owners.borrow().is_empty()
     }
 
     /// Whether this process changes a parameter.
@@ -115,16 +155,5 @@ impl Team {
             return Ok(());
         }
         communicator::share_parameters(&mut **self.communicator.borrow_mut(), parameters, &owners)
-    }
-
-    /// Batches of each process, of so many in all.
-    ///
-    /// # Errors
-    /// There are fewer than processes.
-    pub fn part_of(&self, batches: usize) -> Result<usize> {
-        match batches / self.size() {
-            0 => Err(Error::option("data: train", format!("{batches} batches are too few for {} processes", self.size()))),
-            part => Ok(part),
-        }
     }
 }

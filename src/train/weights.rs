@@ -4,6 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::Team;
+use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -293,6 +295,18 @@ impl Weights {
         Ok(())
     }
 
+    /// Gives all processes the same statistics: the means of what each has.
+    ///
+    /// # Errors
+    /// Memory runs out, or another process is gone.
+    pub fn share_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
+        let statistics = statistics(graph);
+        let mut means = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str())).map(|(name, own)| (name.clone(), own.clone())).collect();
+        team.average(&mut means)?;
+        self.fixed.append(&mut means);
+        Ok(())
+    }
+
     /// Statistics and masters, for a file that training goes on from.
     pub fn state(&self, graph: &Graph) -> BTreeMap<String, Tensor> {
         let statistics = statistics(graph);
@@ -303,13 +317,14 @@ impl Weights {
     /// Takes masters and statistics from such a file.
     ///
     /// # Errors
-    /// One is missing or has another shape.
-    pub fn restore(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
-        for (name, tensor) in state {
-            let place = self.trained.get_mut(name).or_else(|| self.fixed.get_mut(name));
-            let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(name, "is not part of this training", ""))?;
-            let restore = || transfer::to_device(tensor, place.device(), Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
-            *place = restore().map_err(failed(name))?;
+    /// One is not of this training, or has another shape.
+    pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
+        for tensor in state {
+            let (name, tensor) = tensor?;
+            let place = self.trained.get_mut(&name).or_else(|| self.fixed.get_mut(&name));
+            let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
+            let restore = || transfer::to_device(&tensor, place.device(), Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
+            *place = restore().map_err(failed(&name))?;
         }
         Ok(())
     }

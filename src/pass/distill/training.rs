@@ -116,10 +116,10 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
     sizes
 }
 
-/// The key of a teacher's answers: its weights, what it computes, and what decides how its logits are cut.
+/// The key of a teacher's answers: its weights, what it computes and how exactly, and what decides how its logits are cut.
 fn answers_key(teacher: &Model, graph: &Graph, training: &Training, work: &Work) -> Result<String> {
     let mut key = ContentKey::new(work);
-    key.line(&format!("{} {graph}", training.losses.hard.is_some()));
+    key.line(&format!("{} {:?} {graph}", training.losses.hard.is_some(), training.precision));
     key.files(&teacher.weight_files, &teacher.path)?;
     Ok(key.name())
 }

@@ -7,6 +7,7 @@ mod alone;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod place;
+mod rendezvous;
 mod shared;
 mod sockets;
 
@@ -52,6 +53,17 @@ pub trait Communicator: Send {
     /// As [`sum`](Communicator::sum).
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
+    /// How long others may say nothing from now on, when something of them is due.
+    ///
+    /// # Errors
+    /// A rank that has gone.
+    fn set_patience(&mut self, _patience: Duration) -> Result<()> {
+        Ok(())
+    }
+
+    /// Tells the others why this rank stops, and hangs up.
+    fn stop(&mut self, _reason: &str) {}
+
     /// Returns when all ranks have come here.
     ///
     /// # Errors
@@ -86,9 +98,11 @@ pub fn agree(communicator: &mut dyn Communicator, what: &str, bytes: &[u8]) -> R
     let all = communicator.gather_bytes(bytes)?;
     match all.iter().position(|other| Some(other) != all.first()) {
         None => Ok(()),
-        Some(rank) => {
-            Err(Error::run(format!("rank {rank}"), format!("its {what} are not those of rank 0"), "start all processes with the same model, data and options"))
-        }
+        Some(rank) => Err(Error::run(
+            format!("rank {rank}"),
+            format!("its {what} are not those of rank 0"),
+            "start all processes with the same model, data and options, and a folder that all of them see",
+        )),
     }
 }
 
@@ -100,6 +114,10 @@ mod tests {
 
     pub(super) const SECOND: Duration = Duration::from_secs(1);
 
+    pub(super) fn place(rank: usize, size: usize, ports: &[u16]) -> Place {
+        Place { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: ports.to_vec(), run: 7 }
+    }
+
     /// What each of several ranks, in threads of this process, makes.
     pub(super) fn together<T: Send>(size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
         together_within(60 * SECOND, size, work)
@@ -107,10 +125,10 @@ mod tests {
 
     pub(super) fn together_within<T: Send>(patience: Duration, size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (address, work) = (listener.local_addr().unwrap(), &work);
+        let (port, work) = (listener.local_addr().unwrap().port(), &work);
         thread::scope(|scope| {
-            let host = scope.spawn(move || work(Sockets::host(&listener, size, patience)?));
-            let others: Vec<_> = (1..size).map(|rank| scope.spawn(move || work(Sockets::join(address, rank, size, patience)?))).collect();
+            let host = scope.spawn(move || work(Sockets::host(&listener, &place(0, size, &[port]), patience)?));
+            let others: Vec<_> = (1..size).map(|rank| scope.spawn(move || work(Sockets::join(&place(rank, size, &[port]), patience)?))).collect();
             std::iter::once(host).chain(others).map(|thread| thread.join().unwrap()).collect()
         })
     }
@@ -130,7 +148,7 @@ mod tests {
     #[test]
     fn places_are_opened() {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let place = |rank, size| Place { rank, size, local_rank: 0, address: "127.0.0.1".into(), port };
+        let place = |rank, size| place(rank, size, &[port]);
         let mut alone = open(&place(0, 1), &Device::Cpu, SECOND).unwrap();
         assert_eq!((alone.size(), alone.gather_bytes(b"x").unwrap()), (1, vec![b"x".to_vec()]));
         let other = thread::spawn({

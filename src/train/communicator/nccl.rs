@@ -144,4 +144,12 @@ impl Communicator for Nccl {
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.sockets.gather_bytes(bytes)
     }
+
+    fn stop(&mut self, reason: &str) {
+        self.sockets.stop(reason);
+    }
+
+    fn set_patience(&mut self, patience: Duration) -> Result<()> {
+        self.sockets.set_patience(patience)
+    }
 }
