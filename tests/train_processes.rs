@@ -17,11 +17,11 @@ fn golden() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(MODEL)
 }
 
-/// What torchrun tells each of two processes.
-fn ranks() -> [Vec<(&'static str, String)>; 2] {
+/// What launchers tell each of several processes.
+fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-    [0, 1].map(|rank: usize| {
-        let values = [("RANK", rank.to_string()), ("WORLD_SIZE", "2".into()), ("LOCAL_RANK", rank.to_string())];
+    std::array::from_fn(|rank| {
+        let values = [("RANK", rank.to_string()), ("WORLD_SIZE", COUNT.to_string()), ("LOCAL_RANK", rank.to_string())];
         values.into_iter().chain([("MASTER_ADDR", "127.0.0.1".to_owned()), ("MASTER_PORT", port.to_string())]).collect()
     })
 }
@@ -77,6 +77,13 @@ impl Place {
     fn finish(&self, child: Child) {
         let done = child.wait_with_output().unwrap();
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    }
+
+    /// What a process says that fails.
+    fn refused(&self, child: Child) -> String {
+        let done = child.wait_with_output().unwrap();
+        assert!(!done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
+        String::from_utf8_lossy(&done.stderr).into_owned()
     }
 
     fn report(&self, out: &str) -> serde_json::Value {
@@ -158,7 +165,7 @@ fn two_processes_make_the_steps_of_one() {
         place.finish(place.start(&place.recipe("max_steps: 6, batch_size: 8, gradient_accumulation: 2, learning_rate: 1e-3"), "one", &[], &[]));
         let limit = if tight { format!(", memory_limit: {}", place.memory("one") * 9 / 10) } else { String::new() };
         let recipe = place.recipe(&format!("max_steps: 6, batch_size: 8, learning_rate: 1e-3, shard_optimizer: {shard}{limit}"));
-        let children: Vec<Child> = ranks().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
+        let children: Vec<Child> = ranks::<2>().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
         children.into_iter().for_each(|child| place.finish(child));
         let (one, two) = (place.weights("one"), place.weights("two"));
         // Gradients of the biases of keys are nothing but rounding, which parts change.
@@ -168,6 +175,45 @@ fn two_processes_make_the_steps_of_one() {
         }
         assert_eq!(place.report("two").to_string().contains("in parts"), tight);
     }
+}
+
+#[test]
+fn a_training_of_three_goes_on_when_one_was_killed() {
+    let place = Place::new(100);
+    let recipe = place.recipe("max_steps: 200, batch_size: 4, learning_rate: 1e-3, shard_optimizer: true, checkpoint_every: { steps: 5 }");
+    let start = |out: &str, more: &[&str]| ranks::<3>().map(|rank| place.start(&recipe, out, more, &rank));
+    start("whole", &[]).into_iter().for_each(|child| place.finish(child));
+    let folder = place.folder.path().join("parts.unfinished/1-finetune");
+    let [mut first, second, mut third] = start("parts", &[]);
+    while first.try_wait().unwrap().is_none() && !folder.join("checkpoint.safetensors").exists() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    third.kill().unwrap();
+    for said in [place.refused(first), place.refused(second)] {
+        assert!(said.contains("rank 2 at"), "{said}");
+    }
+    third.wait().unwrap();
+    let resume = || start("parts", &["--resume"]).map(|child| place.refused(child));
+    // Another number of processes, a share that is gone, and one of another step.
+    let said = place.refused(place.start(&recipe, "parts", &["--resume"], &[]));
+    assert!(said.contains("checkpoint.safetensors") && said.contains("in 3 processes, this one has 1"), "{said}");
+    let shares = || std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.to_string_lossy().ends_with("-2.safetensors"));
+    let kept: Vec<(PathBuf, Vec<u8>)> = shares().map(|path| (path.clone(), std::fs::read(&path).unwrap())).collect();
+    kept.iter().for_each(|(path, _)| std::fs::remove_file(path).unwrap());
+    let [_, _, said] = resume();
+    assert!(said.contains("-2.safetensors") && said.contains("is missing"), "{said}");
+    for (path, _) in &kept {
+        std::fs::copy(path.to_string_lossy().replace("-2.safetensors", "-1.safetensors"), path).unwrap();
+    }
+    let [_, _, said] = resume();
+    assert!(said.contains("-2.safetensors") && said.contains("is of process 1 of 3"), "{said}");
+    kept.iter().for_each(|(path, bytes)| std::fs::write(path, bytes).unwrap());
+    start("parts", &["--resume"]).into_iter().for_each(|child| place.finish(child));
+    let (whole, parts) = (place.weights("whole"), place.weights("parts"));
+    for (name, values) in &whole {
+        assert!(values.iter().zip(&parts[name]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} differs");
+    }
+    assert_eq!(place.names(), ["parts", "recipe.yaml", "train.safetensors", "whole"]);
 }
 
 #[test]
@@ -181,7 +227,7 @@ fn of_two_processes_the_first_writes() {
     // A training does not begin before all of its processes have come.
     for args in [finetune, distill, chain, vec!["quantize-dynamic", model, "-o", "out"]] {
         let place = Place::new(32);
-        let children = ranks().map(|rank| place.command(&args, &rank));
+        let children = ranks::<2>().map(|rank| place.command(&args, &rank));
         let [first, second] = children.map(|child| child.wait_with_output().unwrap());
         for done in [&first, &second] {
             assert!(done.status.success(), "{args:?}: {}", String::from_utf8_lossy(&done.stderr));

@@ -1,10 +1,11 @@
 //! Averages of parameters over the steps of a run (Polyak & Juditsky 1992), with weights that fall exponentially.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
+use super::checkpoint::Stream;
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -82,24 +83,27 @@ impl Average {
     ///
     /// # Errors
     /// A tensor that is missing, belongs to none of the parameters or has another shape, by name.
-    pub fn restore(&mut self, mut state: BTreeMap<String, Tensor>) -> Result<()> {
-        let steps = state.remove(STEPS).ok_or_else(|| Error::tensor(STEPS, "is missing in the state", ""))?;
-        let steps = transfer::read::<i64>(&steps).map_err(failed(STEPS))?.first().copied().unwrap_or(0);
-        let mut averages = BTreeMap::new();
-        for (name, average) in &self.averages {
-            let part = format!("{PART}{name}");
-            let restored = state.remove(&part).ok_or_else(|| Error::tensor(&part, "is missing in the state", ""))?;
+    pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
+        let missing = |name: &str| Error::tensor(name, "is missing in the state", "");
+        let (mut steps, mut found) = (None, BTreeSet::new());
+        for tensor in state {
+            let (part, restored) = tensor?;
+            if part == STEPS {
+                steps = transfer::read::<i64>(&restored).map_err(failed(STEPS))?.first().and_then(|steps| u64::try_from(*steps).ok());
+                continue;
+            }
+            let average = part.strip_prefix(PART).and_then(|name| self.averages.get(name));
+            let average = average.ok_or_else(|| Error::tensor(&part, "is the average of no parameter", ""))?;
             if restored.dims() != average.dims() {
                 return Err(Error::tensor(&part, format!("its shape is {:?}, that of the parameter {:?}", restored.dims(), average.dims()), ""));
             }
-            let own = || transfer::beside(&restored, average.device(), Cause::State)?.to_dtype(DType::F32)?.force_contiguous();
-            averages.insert(name.clone(), own().map_err(failed(&part))?);
+            transfer::beside(&restored, average.device(), Cause::State).and_then(|restored| floats::assign(average, &restored)).map_err(failed(&part))?;
+            found.insert(part);
         }
-        if let Some(name) = state.keys().next() {
-            return Err(Error::tensor(name, "is the average of no parameter", ""));
+        if let Some(part) = self.averages.keys().map(|name| format!("{PART}{name}")).find(|part| !found.contains(part)) {
+            return Err(missing(&part));
         }
-        self.steps = u64::try_from(steps).unwrap_or(0);
-        self.averages = averages;
+        self.steps = steps.ok_or_else(|| missing(STEPS))?;
         Ok(())
     }
 
@@ -124,6 +128,7 @@ fn approach(average: &Tensor, parameter: &Tensor, share: f64) -> candle_core::Re
 
 #[cfg(test)]
 mod tests {
+    use super::super::checkpoint::stream;
     use super::*;
 
     fn one(value: f32) -> BTreeMap<String, Tensor> {
@@ -145,7 +150,7 @@ mod tests {
         assert!((held(&average) - 3.0).abs() < 1e-5);
         assert_eq!(start["w"].to_vec1::<f32>().unwrap()[0], 0.0);
         let mut again = Average::new(&start, 0.25, &Device::Cpu).unwrap();
-        again.restore(average.state().unwrap()).unwrap();
+        again.restore(&mut stream(average.state().unwrap())).unwrap();
         average.update(&one(5.0)).unwrap();
         again.update(&one(5.0)).unwrap();
         assert_eq!((held(&average), again.bytes()), (held(&again), 8));
@@ -157,9 +162,9 @@ mod tests {
         let mut average = Average::new(&one(0.0), 0.5, &Device::Cpu).unwrap();
         let other = BTreeMap::from([("v".into(), one(0.0).remove("w").unwrap())]);
         assert!(average.update(&other).unwrap_err().to_string().contains("`v`"));
-        assert!(average.restore(BTreeMap::new()).is_err());
+        assert!(average.restore(&mut stream(BTreeMap::new())).is_err());
         let mut state = average.state().unwrap();
         state.insert("average/x".into(), one(0.0).remove("w").unwrap());
-        assert!(average.restore(state).unwrap_err().to_string().contains("`average/x`"));
+        assert!(average.restore(&mut stream(state)).unwrap_err().to_string().contains("`average/x`"));
     }
 }

@@ -1,97 +1,100 @@
-//! Where training can go on from: one file, replaced in one step.
+//! Files of tensors that training goes on from: each written whole or not at all, and read tensor by tensor.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::io::{BufWriter, Write};
+use std::path::Path;
 
-use candle_core::{Device, Tensor};
-use serde::{Deserialize, Serialize};
+use candle_core::{DType, Device, Tensor};
+use safetensors::tensor::View;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
-use super::batches::Cursor;
-use super::run::{Evaluation, Row};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
+use crate::store::header::Header;
+use crate::store::{self, RawTensor};
 
-/// Name of the file.
-pub const FILE: &str = "checkpoint.safetensors";
 const KEY: &str = "training";
 
-/// How far training is.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Position {
-    /// What is trained, on what, and how: a hash.
-    pub identity: String,
-    /// Steps that are done.
-    pub step: u64,
-    /// Where the next step begins.
-    pub data: Cursor,
-    /// Samples that fit into memory at a time, where that has been found out.
-    pub part: Option<usize>,
-    /// The factor on the loss, for 16-bit floats, and steps since it changed.
-    pub scale: (f64, u64),
-    /// Evaluations since the best one.
-    pub waited: u64,
-    /// Loss and figures of some steps.
-    pub curve: Vec<Row>,
-    /// Scores on the way.
-    pub evaluations: Vec<Evaluation>,
-}
-
-/// Tensors of a checkpoint: masters, optimizer, average and best weights, each under its own name.
+/// Tensors by name.
 pub type Tensors = BTreeMap<String, Tensor>;
 
-/// The file of a process in a folder.
-pub fn path(folder: &Path, rank: usize) -> PathBuf {
-    if rank == 0 { folder.join(FILE) } else { folder.join(format!("{rank}-{FILE}")) }
+/// Tensors one after the other, so that a whole state is in memory once: where it goes to.
+pub type Stream<'a> = dyn Iterator<Item = Result<(String, Tensor)>> + 'a;
+
+/// Tensors that are in memory as such a stream.
+#[cfg(test)]
+pub fn stream(tensors: Tensors) -> impl Iterator<Item = Result<(String, Tensor)>> {
+    tensors.into_iter().map(Ok)
 }
 
-/// Writes a checkpoint: whole, or not at all.
+/// Tensors with a prefix to their names.
+pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, Tensor)> {
+    tensors.into_iter().map(move |(name, tensor)| (format!("{prefix}{name}"), tensor))
+}
+
+/// Writes tensors, and what is to be known of them.
 ///
 /// # Errors
 /// The disk is full, or memory runs out.
-pub fn save(folder: &Path, rank: usize, position: &Position, tensors: &Tensors) -> Result<()> {
-    std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-    let path = path(folder, rank);
+pub fn save(path: &Path, about: &impl Serialize, tensors: &Tensors) -> Result<()> {
+    let text = serde_json::to_string(about).map_err(|e| Error::malformed(path, e))?;
+    let entries = tensors.iter().map(|(name, tensor)| (name.clone(), store::DType::from(tensor.dtype()), tensor.dims().to_vec()));
+    let header = Header::layout(entries, BTreeMap::from([(KEY.to_owned(), text)])).map_err(|name| Error::tensor(&name, "is too large for a file", ""))?;
+    if let Some(folder) = path.parent() {
+        std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
+    }
     let unfinished = path.with_extension("unfinished");
-    let text = serde_json::to_string(position).map_err(|e| Error::malformed(&path, e))?;
-    let home = |(name, tensor): (&String, &Tensor)| Ok((name.clone(), transfer::to_host(tensor, Cause::State)?.contiguous()?));
-    let tensors = tensors.iter().map(home).collect::<candle_core::Result<Vec<_>>>().map_err(|e| Error::computed("the checkpoint", e))?;
-    let written = safetensors::serialize_to_file(tensors.iter().map(|(name, t)| (name, t)), Some(HashMap::from([(KEY.to_owned(), text)])), &unfinished);
-    written.map_err(|e| match e {
-        safetensors::SafeTensorError::IoError(source) => Error::io("write", &unfinished)(source),
-        other => Error::malformed(&unfinished, other),
-    })?;
-    File::open(&unfinished).and_then(|file| file.sync_all()).map_err(Error::io("write", &unfinished))?;
-    std::fs::rename(&unfinished, &path).map_err(Error::io("write", &path))
+    let failed = || Error::io("write", &unfinished);
+    let mut file = BufWriter::new(File::create(&unfinished).map_err(failed())?);
+    file.write_all(&header.to_bytes()).map_err(failed())?;
+    // One tensor at a time is on the host.
+    for name in header.tensors.iter().map(|entry| &entry.name) {
+        let home = || transfer::to_host(&tensors[name], Cause::State)?.contiguous();
+        let home = home().map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
+        file.write_all(&home.data()).map_err(failed())?;
+    }
+    file.into_inner().map_err(std::io::IntoInnerError::into_error).and_then(|file| file.sync_all()).map_err(failed())?;
+    std::fs::rename(&unfinished, path).map_err(Error::io("write", path))
 }
 
-/// Reads a checkpoint, if there is one.
+/// A file whose header is read.
+pub struct Saved {
+    tensors: BTreeMap<String, RawTensor>,
+}
+
+/// Opens a file, if there is one, and says what is to be known of its tensors.
 ///
 /// # Errors
 /// The file is damaged.
-pub fn load(folder: &Path, rank: usize) -> Result<Option<(Position, Tensors)>> {
-    let path = path(folder, rank);
-    let bytes = match std::fs::read(&path) {
-        Ok(bytes) => bytes,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(e) => return Err(Error::io("read", &path)(e)),
-    };
-    let wrong = |e: &dyn std::fmt::Display| Error::malformed(&path, format!("is no checkpoint of a training: {e}"));
-    let (_, metadata) = safetensors::SafeTensors::read_metadata(&bytes).map_err(|e| wrong(&e))?;
-    let text = metadata.metadata().as_ref().and_then(|map| map.get(KEY)).ok_or_else(|| wrong(&"it does not say how far it is"))?;
-    let position = serde_json::from_str(text).map_err(|e| wrong(&e))?;
-    let tensors = candle_core::safetensors::load_buffer(&bytes, &Device::Cpu).map_err(|e| wrong(&e))?;
-    Ok(Some((position, tensors.into_iter().collect())))
+pub fn open<T: DeserializeOwned>(path: &Path) -> Result<Option<(T, Saved)>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("is no checkpoint of a training: {e}"));
+    let file = store::Checkpoint::open(path).map_err(|e| wrong(&e))?;
+    let text = file.metadata.get(KEY).ok_or_else(|| wrong(&"it does not say how far it is"))?;
+    let about = serde_json::from_str(text).map_err(|e| wrong(&e))?;
+    Ok(Some((about, Saved { tensors: file.tensors })))
 }
 
-/// Tensors whose names begin with a prefix, without it.
-pub fn under(tensors: &Tensors, prefix: &str) -> Tensors {
-    tensors.iter().filter_map(|(name, tensor)| Some((name.strip_prefix(prefix)?.to_owned(), tensor.clone()))).collect()
-}
+impl Saved {
+    /// Names behind a prefix.
+    pub fn names<'s>(&'s self, prefix: &'s str) -> BTreeSet<&'s str> {
+        self.tensors.keys().filter_map(|name| name.strip_prefix(prefix)).collect()
+    }
 
-/// The same with a prefix.
-pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, Tensor)> {
-    tensors.into_iter().map(move |(name, tensor)| (format!("{prefix}{name}"), tensor))
+    /// Reads the tensors whose names begin with a prefix, without it, one after the other.
+    pub fn under<'s>(&'s self, prefix: &'s str) -> impl Iterator<Item = Result<(String, Tensor)>> + 's {
+        let read = |tensor: &RawTensor| {
+            let wrong = |e| Error::malformed(tensor.path(), e);
+            let kind = DType::try_from(tensor.dtype).map_err(wrong)?;
+            Tensor::from_raw_buffer(&tensor.read_all()?, kind, &tensor.shape, &Device::Cpu).map_err(wrong)
+        };
+        let named = self.tensors.iter().filter_map(move |(name, tensor)| Some((name.strip_prefix(prefix)?, tensor)));
+        named.map(move |(name, tensor)| read(tensor).map(|read| (name.to_owned(), read)))
+    }
 }
 
 #[cfg(test)]
@@ -99,21 +102,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_saved_is_loaded() {
+    fn what_is_saved_is_read() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(load(folder.path(), 0).unwrap().is_none());
-        let position = Position { step: 7, data: Cursor { epoch: 1, batches: 2 }, part: Some(4), scale: (1024.0, 3), ..Position::default() };
-        let tensors = Tensors::from([("weight/a".to_owned(), Tensor::new(&[1f32, f32::MIN_POSITIVE / 2.0], &Device::Cpu).unwrap())]);
-        save(folder.path(), 0, &position, &tensors).unwrap();
-        save(folder.path(), 0, &position, &tensors).unwrap();
-        let (found, loaded) = load(folder.path(), 0).unwrap().unwrap();
-        assert_eq!(found, position);
-        assert_eq!(under(&loaded, "weight/")["a"].to_vec1::<f32>().unwrap(), [1.0, f32::MIN_POSITIVE / 2.0]);
-        let file = path(folder.path(), 0);
-        let bytes = std::fs::read(&file).unwrap();
+        let path = folder.path().join("new/checkpoint.safetensors");
+        assert!(open::<u64>(&path).unwrap().is_none());
+        let small = Tensor::new(&[1f32, f32::MIN_POSITIVE / 2.0], &Device::Cpu).unwrap();
+        let turned = Tensor::new(&[[1i64, 2], [3, 4]], &Device::Cpu).unwrap().t().unwrap();
+        let tensors = Tensors::from([("weight/a".to_owned(), small), ("weight/b".to_owned(), turned), ("best/a".to_owned(), Tensor::new(&[7u8], &Device::Cpu).unwrap())]);
+        save(&path, &41u64, &tensors).unwrap();
+        save(&path, &42u64, &tensors).unwrap();
+        let (about, saved) = open::<u64>(&path).unwrap().unwrap();
+        assert_eq!((about, saved.names("weight/")), (42, BTreeSet::from(["a", "b"])));
+        let weights: Tensors = saved.under("weight/").collect::<Result<_>>().unwrap();
+        assert_eq!(weights["a"].to_vec1::<f32>().unwrap(), [1.0, f32::MIN_POSITIVE / 2.0]);
+        assert_eq!(weights["b"].to_vec2::<i64>().unwrap(), [[1, 3], [2, 4]]);
+        assert_eq!((weights.len(), saved.under("best/").count(), saved.under("none/").count()), (2, 1, 0));
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        let bytes = std::fs::read(&path).unwrap();
         for bytes in [&bytes[..bytes.len() - 1], &bytes[..20], b"".as_slice()] {
-            std::fs::write(&file, bytes).unwrap();
-            assert!(load(folder.path(), 0).unwrap_err().to_string().contains("checkpoint"), "{} bytes", bytes.len());
+            std::fs::write(&path, bytes).unwrap();
+            assert!(open::<u64>(&path).err().unwrap().to_string().contains("checkpoint"), "{} bytes", bytes.len());
         }
     }
 }

@@ -3,7 +3,7 @@
 pub mod average;
 mod batches;
 pub mod cache;
-pub mod checkpoint;
+mod checkpoint;
 pub mod clip;
 pub mod communicator;
 mod cuts;
@@ -18,6 +18,7 @@ mod options;
 mod run;
 mod scales;
 pub mod schedule;
+mod state;
 mod step;
 mod teacher;
 mod team;

@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
@@ -12,9 +12,10 @@ use serde::{Deserialize, Serialize};
 use super::average::Average;
 use super::batches::{Batches, Samples};
 use super::cache::Cache;
-use super::checkpoint::{self, Position, Tensors};
+use super::checkpoint::Tensors;
 use super::memory::Timeline;
-use super::optimizer::{self, Optimizer};
+use super::optimizer;
+use super::state::{self, Position, TrainState};
 use super::step::{StepResult, Stepper};
 use super::{Every, Objective, Offload, Teacher, Team, Training, Weights, clip};
 use crate::data::DataSet;
@@ -123,12 +124,9 @@ const ROWS: usize = 400;
 /// Checkpoints when nothing is said.
 const USUAL: Every = Every::Minutes(10.0);
 
+/// A training that runs.
 struct State<'a> {
-    position: Position,
-    weights: &'a mut Weights,
-    optimizer: Box<dyn Optimizer>,
-    average: Option<Average>,
-    best: Option<Tensors>,
+    train: TrainState<'a>,
     total: u64,
     saved: Instant,
     waited: Duration,
@@ -145,31 +143,45 @@ impl Trainer<'_> {
     pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
         let home = if self.options.offload.contains(&Offload::Optimizer) { Device::Cpu } else { self.device.clone() };
-        self.team.agree(&self.around.identity)?;
+        self.team.agree("model, data or options", &self.around.identity)?;
         let batches = Batches::new(self.data, self.batch, self.options, self.around.seed, (self.team.rank(), self.team.size()))?;
         if self.options.shard_optimizer && self.team.size() > 1 {
             self.team.share_out(&weights.trained);
         }
+        let position = Position {
+            identity: self.around.identity.clone(),
+            processes: self.team.size(),
+            seed: self.around.seed,
+            scale: (super::step::FIRST_SCALE, 0),
+            ..Position::default()
+        };
         let mut state = State {
-            position: Position { identity: self.around.identity.clone(), scale: (super::step::FIRST_SCALE, 0), ..Position::default() },
-            optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
-            average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
-            weights,
-            best: None,
+            train: TrainState {
+                position,
+                optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
+                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
+                weights,
+                best: None,
+            },
             total: batches.steps(),
             saved: Instant::now(),
             waited: Duration::ZERO,
             busy: Duration::ZERO,
             log: None,
         };
-        self.restore(&mut state)?;
+        if let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) {
+            state.train.restore(folder, self.graph, self.team)?;
+        }
+        if self.team.size() > 1 {
+            self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
+        }
         if let Some(folder) = self.around.folder.as_ref().filter(|_| self.team.rank() == 0) {
-            state.log = Some(super::log::Log::open(folder, state.position.step)?);
+            state.log = Some(super::log::Log::open(folder, state.train.position.step)?);
         }
         let mut timeline = Timeline::new();
-        let mut stepper = Stepper::new(self, state.weights, state.position.part);
+        let mut stepper = Stepper::new(self, state.train.weights, state.train.position.part);
         self.around.work.progress.on(Event::Begin { stage: "Training", total: state.total, unit: ProgressUnit::Steps });
-        self.around.work.advance(state.position.step)?;
+        self.around.work.advance(state.train.position.step)?;
         let done = self.steps(&batches, &mut state, &mut stepper, &mut timeline);
         self.around.work.progress.on(Event::End);
         done?;
@@ -180,48 +192,48 @@ impl Trainer<'_> {
         if self.out_of_patience(state) {
             return Ok(());
         }
-        batches.for_each_step(state.position.data, state.position.step, |samples| {
+        batches.for_each_step(state.train.position.data, state.train.position.step, |samples| {
             let start = Instant::now();
             self.step(state, stepper, &samples)?;
             state.busy += start.elapsed();
-            timeline.add("training", state.position.step, self.memory_tracker.all());
+            timeline.add("training", state.train.position.step, self.memory_tracker.all());
             Ok(if self.out_of_patience(state) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })
     }
 
     fn out_of_patience(&self, state: &State) -> bool {
-        self.options.patience.is_some_and(|patience| state.position.waited >= patience)
+        self.options.patience.is_some_and(|patience| state.train.position.waited >= patience)
     }
 
     fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
         let (start, before) = (Instant::now(), transfer::copies());
-        let number = state.position.step + 1;
+        let number = state.train.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
         let StepResult { losses, mut gradients, statistics, norm } =
-            stepper.step(state.weights, &samples.batches, &mut state.position.scale).map_err(|e| self.explain(e, state))?;
+            stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
         if let Some(norm) = norm {
             let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
             clip::shorten(&mut gradients, norm, most)?;
             for (name, gradient) in &gradients {
-                if let Some(parameter) = state.weights.trained.get(name).filter(|_| self.team.owns(name)) {
-                    state.optimizer.update(name, parameter, gradient, rate, number)?;
+                if let Some(parameter) = state.train.weights.trained.get(name).filter(|_| self.team.owns(name)) {
+                    state.train.optimizer.update(name, parameter, gradient, rate, number)?;
                 }
             }
-            self.team.share(&state.weights.trained)?;
+            self.team.share(&state.train.weights.trained)?;
             for (name, statistic) in &statistics {
-                state.weights.follow(name, statistic)?;
+                state.train.weights.follow(name, statistic)?;
             }
-            if let Some(average) = &mut state.average {
-                average.update(&state.weights.trained)?;
+            if let Some(average) = &mut state.train.average {
+                average.update(&state.train.weights.trained)?;
             }
         }
         drop(gradients);
         self.require_few_copies(&before)?;
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
-        self.memory_tracker.set(MemoryCategory::Optimizer, state.optimizer.bytes() + state.average.as_ref().map_or(0, Average::bytes))?;
-        state.position.step = number;
-        state.position.data = samples.next;
-        state.position.part = stepper.part();
+        self.memory_tracker.set(MemoryCategory::Optimizer, state.train.optimizer.bytes() + state.train.average.as_ref().map_or(0, Average::bytes))?;
+        state.train.position.step = number;
+        state.train.position.data = samples.next;
+        state.train.position.part = stepper.part();
         let count: usize = samples.batches.iter().map(|batch| batch.samples).sum();
         let loss = self.objective.total(&losses);
         state.waited += samples.waited;
@@ -241,10 +253,10 @@ impl Trainer<'_> {
             log.add(&row)?;
         }
         self.around.work.progress.on(Event::Message(&format!("loss {loss:.4}  rate {rate:.1e}")));
-        state.position.curve.push(row);
-        if state.position.curve.len() >= 2 * ROWS {
-            let last = state.position.curve.pop();
-            state.position.curve = state.position.curve.iter().step_by(2).cloned().chain(last).collect();
+        state.train.position.curve.push(row);
+        if state.train.position.curve.len() >= 2 * ROWS {
+            let last = state.train.position.curve.pop();
+            state.train.position.curve = state.train.position.curve.iter().step_by(2).cloned().chain(last).collect();
         }
         self.around.work.progress.on(Event::Advance(1));
         if self.options.evaluate_every.is_some_and(|every| number.is_multiple_of(every)) || number == state.total && self.options.evaluate_every.is_some() {
@@ -260,7 +272,7 @@ impl Trainer<'_> {
         }
         match (interrupted, &self.around.folder) {
             (false, _) => Ok(()),
-            (true, Some(folder)) => Err(Error::Paused { step: number, path: checkpoint::path(folder, 0) }),
+            (true, Some(folder)) => Err(Error::Paused { step: number, path: state::path(folder) }),
             (true, None) => Err(Error::Cancelled),
         }
     }
@@ -290,34 +302,24 @@ impl Trainer<'_> {
         if !matches!(error, Error::Diverged { .. } | Error::Tensor { .. }) {
             return error;
         }
-        let kept = match (&self.around.folder, state.position.step) {
-            (Some(folder), 1..) if checkpoint::path(folder, 0).exists() => format!("; the last good state is in {}", checkpoint::path(folder, 0).display()),
+        let kept = match (&self.around.folder, state.train.position.step) {
+            (Some(folder), 1..) if state::path(folder).exists() => format!("; the last good state is in {}", state::path(folder).display()),
             _ => String::new(),
         };
         let what = error.to_string();
-        Error::Diverged { step: state.position.step + 1, reason: format!("{what}{kept}") }
-    }
-
-    /// Weights that count: the average where there is one.
-    fn current(&self, state: &State) -> Tensors {
-        let mut current = state.weights.state(self.graph);
-        if let Some(average) = &state.average {
-            current.extend(average.parameters().iter().map(|(name, tensor)| (name.clone(), tensor.clone())));
-        }
-        current
+        Error::Diverged { step: state.train.position.step + 1, reason: format!("{what}{kept}") }
     }
 
     fn evaluate(&self, state: &mut State) -> Result<()> {
         let Some(evaluate) = self.around.evaluate else { return Ok(()) };
-        let current = self.current(state);
-        let Some(score) = evaluate(state.weights, &current)? else { return Ok(()) };
+        let current = state.train.current(self.graph);
+        let Some(score) = evaluate(state.train.weights, &current)? else { return Ok(()) };
         let better = |value: f64, other: f64| if lower_is_better(&score.metric) { value < other } else { value > other };
-        let best = state.position.evaluations.iter().all(|other| better(score.value, other.value));
-        state.position.evaluations.push(Evaluation { step: state.position.step, metric: score.metric.clone(), value: score.value });
-        state.position.waited = if best { 0 } else { state.position.waited + 1 };
+        let best = state.train.position.evaluations.iter().all(|other| better(score.value, other.value));
+        state.train.position.evaluations.push(Evaluation { step: state.train.position.step, metric: score.metric.clone(), value: score.value });
+        state.train.position.waited = if best { 0 } else { state.train.position.waited + 1 };
         if best {
-            let copies = current.into_iter().map(|(name, tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?)));
-            state.best = Some(copies.collect::<candle_core::Result<_>>().map_err(|e| Error::computed("the best weights", e))?);
+            state.train.keep_best(current)?;
         }
         self.around.work.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
         Ok(())
@@ -326,38 +328,7 @@ impl Trainer<'_> {
     fn save(&self, state: &mut State) -> Result<()> {
         let Some(folder) = &self.around.folder else { return Ok(()) };
         state.saved = Instant::now();
-        let optimizer = checkpoint::prefixed(state.optimizer.state(), "optimizer/");
-        if self.team.rank() > 0 {
-            // The others hold the same weights; state that is shared out is this process's alone.
-            return if self.options.shard_optimizer { checkpoint::save(folder, self.team.rank(), &state.position, &optimizer.collect()) } else { Ok(()) };
-        }
-        let mut tensors: Tensors = checkpoint::prefixed(state.weights.state(self.graph), "weight/").collect();
-        tensors.extend(optimizer);
-        if let Some(average) = &state.average {
-            tensors.extend(checkpoint::prefixed(average.state()?, "average/"));
-        }
-        if let Some(best) = &state.best {
-            tensors.extend(checkpoint::prefixed(best.clone(), "best/"));
-        }
-        checkpoint::save(folder, 0, &state.position, &tensors)
-    }
-
-    fn restore(&self, state: &mut State) -> Result<()> {
-        let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) else { return Ok(()) };
-        let Some((position, mut tensors)) = checkpoint::load(folder, 0)? else { return Ok(()) };
-        require_same(&position, &self.around.identity, folder)?;
-        state.weights.restore(&checkpoint::under(&tensors, "weight/"))?;
-        if self.options.shard_optimizer && self.team.rank() > 0 {
-            tensors.retain(|name, _| !name.starts_with("optimizer/"));
-            tensors.extend(checkpoint::load(folder, self.team.rank())?.map(|(_, own)| own).unwrap_or_default());
-        }
-        state.optimizer.restore(checkpoint::under(&tensors, "optimizer/"))?;
-        if let Some(average) = &mut state.average {
-            average.restore(checkpoint::under(&tensors, "average/"))?;
-        }
-        state.best = Some(checkpoint::under(&tensors, "best/")).filter(|best| !best.is_empty());
-        state.position = position;
-        Ok(())
+        state.train.save(folder, self.graph, self.team)
     }
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
@@ -366,18 +337,18 @@ impl Trainer<'_> {
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
             "{} steps in {:.0} s; waited for samples {:.1} % of the time",
-            state.position.step,
+            state.train.position.step,
             busy + waited,
             100.0 * waited / (busy + waited + 1e-9)
         ));
         if let Some((bytes, steps)) = timeline.growth() {
             notes.push(format!("memory of the process grew by {} MB over {steps} steps while the tensors of training did not: a leak", bytes >> 20));
         }
-        let current = self.current(&state);
+        let current = state.train.current(self.graph);
         if self.out_of_patience(&state) {
-            notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.position.step, state.position.waited));
+            notes.push(format!("stopped early after step {}: {} evaluations without a better score", state.train.position.step, state.train.position.waited));
         }
-        if let (Some(best), Some(score)) = (&state.best, best(&state.position.evaluations)) {
+        if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
             notes.push(format!("the weights of step {} are kept, {} {:.4}", score.step, score.metric, score.value));
             let state_of = best.clone();
             return Ok(self.trained(state_of, &mut state, timeline, notes));
@@ -386,7 +357,7 @@ impl Trainer<'_> {
     }
 
     fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Trained {
-        let position = std::mem::take(&mut state.position);
+        let position = std::mem::take(&mut state.train.position);
         Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, notes }
     }
 }
@@ -394,17 +365,6 @@ impl Trainer<'_> {
 fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
     let lower = lower_is_better(&evaluations.first()?.metric);
     evaluations.iter().reduce(|best, other| if (other.value < best.value) == lower && other.value != best.value { other } else { best })
-}
-
-fn require_same(position: &Position, identity: &str, folder: &Path) -> Result<()> {
-    if position.identity == identity {
-        return Ok(());
-    }
-    Err(Error::Output {
-        path: checkpoint::path(folder, 0),
-        reason: "is of a training with other options, data or weights".into(),
-        hint: "restore the recipe that began it, or start over without --resume (add --force)".into(),
-    })
 }
 
 /// A type that masters have.

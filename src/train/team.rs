@@ -2,13 +2,17 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::work::Cancel;
+
+/// How long others may write a checkpoint or evaluate.
+const ENDLESS: Duration = Duration::from_secs(86_400);
 
 /// This process among others; most often there are none.
 pub struct Team {
@@ -45,12 +49,28 @@ impl Team {
         self.communicator.borrow().size()
     }
 
-    /// Holds all processes to the same training.
+    /// Holds all processes to the same: what it is, and a text that stands for it.
     ///
     /// # Errors
-    /// Another process trains something else.
-    pub fn agree(&self, identity: &str) -> Result<()> {
-        communicator::agree(&mut **self.communicator.borrow_mut(), "model, data or options", identity.as_bytes())
+    /// Another process has something else, or is gone.
+    pub fn agree(&self, what: &str, text: &str) -> Result<()> {
+        communicator::agree(&mut **self.communicator.borrow_mut(), what, text.as_bytes())
+    }
+
+    /// Returns when all processes have come here, however long each has had to work before.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn wait(&self) -> Result<()> {
+        self.gather_patiently(&[]).map(drop)
+    }
+
+    fn gather_patiently(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let mut communicator = self.communicator.borrow_mut();
+        communicator.set_patience(ENDLESS)?;
+        let all = communicator.gather_bytes(bytes)?;
+        communicator.set_patience(PATIENCE)?;
+        Ok(all)
     }
 
     /// Means of figures over all processes: of losses, and of items, by which the mean of gradients is divided.
@@ -98,6 +118,11 @@ impl Team {
     pub fn share_out(&self, parameters: &BTreeMap<String, Tensor>) {
         let bytes = parameters.iter().map(|(name, tensor)| (name.clone(), tensor.elem_count() as u64)).collect();
         *self.owners.borrow_mut() = communicator::owners(&bytes, self.size());
+    }
+
+    /// Whether the optimizer's state is shared out.
+    pub fn shares_out(&self) -> bool {
+        !self.owners.borrow().is_empty()
     }
 
     /// Whether this process changes a parameter.

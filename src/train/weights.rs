@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -296,13 +297,14 @@ impl Weights {
     /// Takes masters and statistics from such a file.
     ///
     /// # Errors
-    /// One is missing or has another shape.
-    pub fn restore(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
-        for (name, tensor) in state {
-            let place = self.trained.get_mut(name).or_else(|| self.fixed.get_mut(name));
-            let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(name, "is not part of this training", ""))?;
-            let restore = || transfer::to_device(tensor, place.device(), Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
-            *place = restore().map_err(failed(name))?;
+    /// One is not of this training, or has another shape.
+    pub fn restore(&mut self, state: &mut Stream) -> Result<()> {
+        for tensor in state {
+            let (name, tensor) = tensor?;
+            let place = self.trained.get_mut(&name).or_else(|| self.fixed.get_mut(&name));
+            let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
+            let restore = || transfer::to_device(&tensor, place.device(), Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
+            *place = restore().map_err(failed(&name))?;
         }
         Ok(())
     }

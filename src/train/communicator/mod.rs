@@ -52,6 +52,14 @@ pub trait Communicator: Send {
     /// As [`sum`](Communicator::sum).
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
 
+    /// How long others may say nothing from now on, when something of them is due.
+    ///
+    /// # Errors
+    /// A rank that has gone.
+    fn set_patience(&mut self, _patience: Duration) -> Result<()> {
+        Ok(())
+    }
+
     /// Returns when all ranks have come here.
     ///
     /// # Errors
@@ -87,7 +95,7 @@ pub fn agree(communicator: &mut dyn Communicator, what: &str, bytes: &[u8]) -> R
     match all.iter().position(|other| Some(other) != all.first()) {
         None => Ok(()),
         Some(rank) => {
-            Err(Error::run(format!("rank {rank}"), format!("its {what} are not those of rank 0"), "start all processes with the same model, data and options"))
+            Err(Error::run(format!("rank {rank}"), format!("its {what} are not those of rank 0"), "start all processes with the same model, data and options, and a folder that all of them see"))
         }
     }
 }

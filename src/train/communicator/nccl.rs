@@ -144,4 +144,8 @@ impl Communicator for Nccl {
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         self.sockets.gather_bytes(bytes)
     }
+
+    fn set_patience(&mut self, patience: Duration) -> Result<()> {
+        self.sockets.set_patience(patience)
+    }
 }

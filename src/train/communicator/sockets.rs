@@ -377,6 +377,14 @@ impl Communicator for Sockets {
         let done = self.gathered(bytes);
         self.or_stop(done)
     }
+
+    fn set_patience(&mut self, patience: Duration) -> Result<()> {
+        for peer in &mut self.peers {
+            prepared(&peer.stream, patience).map_err(|e| peer.broken(&e))?;
+            peer.patience = patience;
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::checkpoint::Stream;
 use super::floats;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -118,7 +119,7 @@ pub trait Optimizer: Send {
     ///
     /// # Errors
     /// A tensor that this kind of optimizer does not keep, by name; memory runs out.
-    fn restore(&mut self, state: BTreeMap<String, Tensor>) -> Result<()>;
+    fn restore(&mut self, state: &mut Stream) -> Result<()>;
 
     /// Bytes of the state.
     fn bytes(&self) -> u64;
@@ -243,9 +244,10 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
         self.state.iter().flat_map(named).collect()
     }
 
-    fn restore(&mut self, state: BTreeMap<String, Tensor>) -> Result<()> {
+    fn restore(&mut self, state: &mut Stream) -> Result<()> {
         let mut restored: BTreeMap<String, BTreeMap<&'static str, Tensor>> = BTreeMap::new();
-        for (name, tensor) in state {
+        for tensor in state {
+            let (name, tensor) = tensor?;
             let found = name.split_once('/').and_then(|(part, parameter)| Some((A::PARTS.iter().find(|known| **known == part)?, parameter)));
             let Some((part, parameter)) = found else {
                 let known = A::PARTS.join(", ");
@@ -271,6 +273,7 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::checkpoint::stream;
     use super::*;
 
     /// Some numbers, always the same for one seed.
@@ -338,7 +341,7 @@ mod tests {
                 first.update("w", &whole, &gradient, 0.01, step).unwrap();
                 second.update("w", &halves, &gradient, 0.01, step).unwrap();
                 let mut third = build(kind, &settings(), &Device::Cpu).unwrap();
-                third.restore(second.state()).unwrap();
+                third.restore(&mut stream(second.state())).unwrap();
                 assert_eq!(third.bytes(), first.bytes());
                 second = third;
             }
@@ -383,7 +386,7 @@ mod tests {
         assert_eq!(optimizer.state().into_keys().collect::<Vec<_>>(), ["mean/a.bias", "square/a.bias"]);
         let error = optimizer.update("a.bias", &large, &large.copy().unwrap(), 0.1, 2).unwrap_err().to_string();
         assert!(error.contains("`mean`"), "{error}");
-        let error = optimizer.restore(BTreeMap::from([("velocity/a".into(), small)])).unwrap_err().to_string();
+        let error = optimizer.restore(&mut stream(BTreeMap::from([("velocity/a".into(), small)]))).unwrap_err().to_string();
         assert!(error.contains("velocity/a"), "{error}");
     }
 

@@ -1,0 +1,211 @@
+//! Everything that a training goes on from, in memory and on disk.
+//!
+//! One file holds it. Where the optimizer's state is shared out, every other process has a file for its share, whose name says of
+//! which step it is; the one file, which is replaced last, makes them count.
+
+use std::path::{Path, PathBuf};
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::average::Average;
+use super::batches::Cursor;
+use super::checkpoint::{self, Saved, Tensors, prefixed};
+use super::optimizer::Optimizer;
+use super::run::{Evaluation, Row};
+use super::{Team, Weights};
+use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::Graph;
+
+const FILE: &str = "checkpoint.safetensors";
+
+/// How far a training is.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Position {
+    /// What is trained, on what, and how: a hash.
+    pub identity: String,
+    /// Processes that train together.
+    pub processes: usize,
+    /// Start of every random choice; with the place in the data it is all that chance depends on.
+    pub seed: u64,
+    /// Steps that are done.
+    pub step: u64,
+    /// Where the next step begins.
+    pub data: Cursor,
+    /// Samples that fit into memory at a time, where that has been found out.
+    pub part: Option<usize>,
+    /// The factor on the loss, for 16-bit floats, and steps since it changed.
+    pub scale: (f64, u64),
+    /// Evaluations since the best one.
+    pub waited: u64,
+    /// Loss and figures of some steps.
+    pub curve: Vec<Row>,
+    /// Scores on the way.
+    pub evaluations: Vec<Evaluation>,
+}
+
+/// Whose share of the optimizer's state a file holds, and of when.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Share {
+    identity: String,
+    processes: usize,
+    step: u64,
+    rank: usize,
+}
+
+/// A training between two steps.
+pub struct TrainState<'w> {
+    /// How far it is.
+    pub position: Position,
+    /// What it has made of the weights.
+    pub weights: &'w mut Weights,
+    /// What the optimizer remembers; of its own parameters, where that is shared out.
+    pub optimizer: Box<dyn Optimizer>,
+    /// The average of the weights, where one is wanted.
+    pub average: Option<Average>,
+    /// The best weights so far, on the host, once some were evaluated.
+    pub best: Option<Tensors>,
+}
+
+/// The file of a training in its folder.
+pub fn path(folder: &Path) -> PathBuf {
+    folder.join(FILE)
+}
+
+fn share_path(folder: &Path, step: u64, rank: usize) -> PathBuf {
+    folder.join(format!("checkpoint-{step}-{rank}.safetensors"))
+}
+
+fn foreign(path: PathBuf, reason: String) -> Error {
+    Error::Output { path, reason, hint: "restore what began it, or start over without --resume (add --force)".into() }
+}
+
+impl TrainState<'_> {
+    /// Weights that count: the average where there is one.
+    pub fn current(&self, graph: &Graph) -> Tensors {
+        let mut current = self.weights.state(graph);
+        if let Some(average) = &self.average {
+            current.extend(average.parameters().iter().map(|(name, tensor)| (name.clone(), tensor.clone())));
+        }
+        current
+    }
+
+    fn share(&self, rank: usize) -> Share {
+        let Position { identity, processes, step, .. } = &self.position;
+        Share { identity: identity.clone(), processes: *processes, step: *step, rank }
+    }
+
+    /// Writes all of it, with the other processes.
+    ///
+    /// # Errors
+    /// The disk is full, memory runs out, or another process is gone.
+    pub fn save(&self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
+        let (rank, step) = (team.rank(), self.position.step);
+        let optimizer = prefixed(self.optimizer.state(), "optimizer/");
+        if rank > 0 && team.shares_out() {
+            checkpoint::save(&share_path(folder, step, rank), &self.share(rank), &optimizer.collect())?;
+            team.wait()?;
+        } else if rank == 0 {
+            let mut tensors: Tensors = prefixed(self.weights.state(graph), "weight/").chain(optimizer).collect();
+            if let Some(average) = &self.average {
+                tensors.extend(prefixed(average.state()?, "average/"));
+            }
+            if let Some(best) = &self.best {
+                tensors.extend(prefixed(best.clone(), "best/"));
+            }
+            if team.shares_out() {
+                team.wait()?;
+            }
+            checkpoint::save(&path(folder), &self.position, &tensors)?;
+        }
+        team.wait()?;
+        if rank > 0 && team.shares_out() { remove_older(folder, step, rank) } else { Ok(()) }
+    }
+
+    /// Goes on from what lies in a folder; from nothing, where nothing does.
+    ///
+    /// # Errors
+    /// The training is another one, or of another number of processes; a file is damaged, missing, or not of this training and step.
+    pub fn restore(&mut self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
+        let path = path(folder);
+        let Some((position, saved)) = checkpoint::open::<Position>(&path)? else { return Ok(()) };
+        if position.identity != self.position.identity {
+            return Err(foreign(path, "is of a training with other options, data or weights".into()));
+        }
+        if position.processes != self.position.processes {
+            let (then, now) = (position.processes, self.position.processes);
+            return Err(foreign(path, format!("is of a training in {then} processes, this one has {now}: its data and optimizer are shared out otherwise")));
+        }
+        self.position = position;
+        let kept = self.weights.state(graph);
+        for prefix in ["weight/", "best/"] {
+            let held = saved.names(prefix);
+            if let Some(name) = kept.keys().find(|name| !held.contains(name.as_str())).filter(|_| prefix == "weight/" || !held.is_empty()) {
+                return Err(Error::malformed(&path, format!("lacks the tensor `{prefix}{name}`")));
+            }
+        }
+        self.weights.restore(&mut saved.under("weight/"))?;
+        let share = if team.rank() > 0 && team.shares_out() { Some(self.share_of(folder, team.rank())?) } else { None };
+        self.optimizer.restore(&mut share.as_ref().unwrap_or(&saved).under("optimizer/"))?;
+        if let Some(average) = &mut self.average {
+            average.restore(&mut saved.under("average/"))?;
+        }
+        self.best = Some(saved.under("best/").collect::<Result<Tensors>>()?).filter(|best| !best.is_empty());
+        Ok(())
+    }
+
+    /// The file of another process's share.
+    fn share_of(&self, folder: &Path, rank: usize) -> Result<Saved> {
+        let (path, expected) = (share_path(folder, self.position.step, rank), self.share(rank));
+        match checkpoint::open::<Share>(&path)? {
+            Some((share, saved)) if share == expected => Ok(saved),
+            Some((share, _)) => {
+                Err(foreign(path, format!("is of process {} of {} at step {} of some training, not of this one", share.rank, share.processes, share.step)))
+            }
+            None => Err(foreign(path, format!("is missing, and holds what the optimizer of process {rank} remembers"))),
+        }
+    }
+
+    /// A hash of the step and of all weights, the same in all processes that are in step.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn hash(&self, graph: &Graph) -> Result<String> {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.position.step.to_le_bytes());
+        for (name, tensor) in self.weights.state(graph) {
+            hasher.update(name.as_bytes());
+            let values = transfer::values::<f32>(&tensor, Cause::State).map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
+            for value in values {
+                hasher.update(&value.to_le_bytes());
+            }
+        }
+        Ok(hasher.finalize().to_string())
+    }
+
+    /// Keeps weights as the best ones.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn keep_best(&mut self, weights: Tensors) -> Result<()> {
+        let copy = |(name, tensor): (String, Tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?));
+        let copies = weights.into_iter().map(copy).collect::<candle_core::Result<_>>();
+        self.best = Some(copies.map_err(|e| Error::computed("the best weights", e))?);
+        Ok(())
+    }
+}
+
+/// Removes the shares of a process that are of other steps.
+fn remove_older(folder: &Path, step: u64, rank: usize) -> Result<()> {
+    let failed = || Error::io("remove", folder);
+    for entry in std::fs::read_dir(folder).map_err(failed())? {
+        let path = entry.map_err(failed())?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
+        let own = name.strip_prefix("checkpoint-").and_then(|rest| rest.split_once('-')).is_some_and(|(_, rest)| rest.split('.').next() == Some(&rank.to_string()));
+        if own && path != share_path(folder, step, rank) {
+            std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
+        }
+    }
+    Ok(())
+}
