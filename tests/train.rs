@@ -214,7 +214,7 @@ fn a_step_in_parts_is_the_same_step() {
 
 #[test]
 fn cached_answers_teach_the_same() {
-    for (name, top) in [("llama-grouped-tied", 200), ("vit-image-classification", 64)] {
+    for (name, top) in [("llama-grouped-tied", 200), ("vit-image-classification", 64), ("llama-grouped-tied", 3)] {
         let classes = if name.starts_with("llama") { 0 } else { classes(name) };
         let (asked, kept) = (Run::new(), Run::new());
         let student = Some(Student::Layers(vec![0]));
@@ -223,14 +223,15 @@ fn cached_answers_teach_the_same() {
         let cache = kept.folder.path().join("answers");
         let with = Distill { teacher_cache: Some(cache.clone()), teacher_top: Some(top), ..pass };
         kept.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap_or_else(|e| panic!("{name}: {e}"));
-        // Answers have 16 bits.
-        assert!(furthest(&asked.weights(), &kept.weights()) < 2e-3, "{name}: {}", furthest(&asked.weights(), &kept.weights()));
+        // Answers have 16 bits, and few of them are not all.
+        let apart = furthest(&asked.weights(), &kept.weights());
+        assert!((apart < 2e-3) == (top > 3), "{name}: {apart}");
         let size = |folder: &Path| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum::<u64>();
         let before = size(&cache);
         let again = Run::new();
         again.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap();
         assert!(before > 1000 && size(&cache) == before, "{name}: {before} bytes became {}", size(&cache));
-        assert!(furthest(&again.weights(), &kept.weights()) < 2e-3);
+        assert_eq!(again.weights(), kept.weights(), "{name}: what was asked first is what is read later");
         let other = Distill { losses: losses("soft=1,hidden=1"), ..with };
         if classes == 0 {
             let error = again.train(name, samples(name, kept.folder.path(), 16, classes), other).unwrap_err();

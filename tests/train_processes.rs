@@ -203,7 +203,8 @@ fn a_training_of_three_goes_on_when_one_was_killed() {
     let [_, _, said] = resume();
     assert!(said.contains("-2.safetensors") && said.contains("is missing"), "{said}");
     for (path, _) in &kept {
-        std::fs::copy(path.to_string_lossy().replace("-2.safetensors", "-1.safetensors"), path).unwrap();
+        // Of a step whose checkpoint was not finished, one may be missing.
+        let _ = std::fs::copy(path.to_string_lossy().replace("-2.safetensors", "-1.safetensors"), path);
     }
     let [_, _, said] = resume();
     assert!(said.contains("-2.safetensors") && said.contains("is of process 1 of 3"), "{said}");

@@ -1,17 +1,19 @@
 //! The teacher's largest logits on disk, so that it answers every sample once: over epochs, and over runs.
 //!
-//! The file holds a line that says whose answers these are, then records: a hash of the sample, the number of its rows, and
-//! for each row the columns and values of its largest logits, as 16-bit floats. A record that was not finished is cut off.
+//! Every process that asks for something new writes a file of its own, and reads those of all others. A file holds a line that says
+//! whose answers these are, then records: a hash of the sample and of what is asked of it, the number of its rows, a hash of what
+//! follows, and for each row the columns and values of its largest logits, as 16-bit floats. A record is never changed, and one that
+//! was not finished is left out.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
-use std::io::{BufReader, Read, Seek, SeekFrom, Write};
+use std::fs::File;
+use std::io::{BufReader, ErrorKind, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use half::f16;
-use twox_hash::XxHash3_128;
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -21,15 +23,30 @@ use crate::exec::transfer::{self, Cause};
 const GONE: f32 = -1e4;
 /// Bytes of a column and its value.
 const ENTRY: usize = 6;
+/// Bytes of a record before its entries.
+const HEAD: usize = 28;
+
+/// The entries of a record: in which file, from which byte on, and of how many rows.
+#[derive(Clone, Copy)]
+struct Record {
+    file: usize,
+    offset: u64,
+    rows: usize,
+    hash: u64,
+}
 
 /// Answers by sample.
 pub struct Cache {
-    path: PathBuf,
-    file: File,
-    end: u64,
+    folder: PathBuf,
+    /// What names of files begin with, and the line that files begin with.
+    stem: String,
+    title: String,
+    files: Vec<(PathBuf, File)>,
+    /// The file that this process writes, and its end.
+    own: Option<(usize, u64)>,
     /// Logits that are kept of a row.
     top: usize,
-    known: HashMap<u128, (u64, usize)>,
+    known: HashMap<u128, Record>,
 }
 
 /// The largest logits of the rows of a sample, row by row.
@@ -39,36 +56,56 @@ impl Cache {
     /// Opens the answers of a teacher, named by a hash, in a folder.
     ///
     /// # Errors
-    /// The folder cannot be written to.
+    /// The folder cannot be made or read.
     pub fn open(folder: &Path, teacher: &str, top: usize) -> Result<Cache> {
         std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
-        let header = format!("compress teacher {teacher} top {top}\n");
-        let path = folder.join(format!("{}-{top}.logits", &teacher[..teacher.len().min(16)]));
-        let mut file = OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path).map_err(Error::io("open", &path))?;
-        let failed = || Error::io("read", &path);
-        let mut start = vec![0; header.len()];
-        let held = file.metadata().map_err(failed())?.len();
-        if held < header.len() as u64 || file.read_exact(&mut start).is_err() || start != header.as_bytes() {
-            file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).and_then(|_| file.write_all(header.as_bytes())).map_err(Error::io("write", &path))?;
+        let stem = format!("{}-{top}-", &teacher[..teacher.len().min(16)]);
+        let title = format!("compress teacher {teacher} top {top}\n");
+        let mut cache = Cache { folder: folder.to_owned(), stem, title, files: Vec::new(), own: None, top, known: HashMap::new() };
+        let mut paths = Vec::new();
+        for entry in std::fs::read_dir(folder).map_err(Error::io("read", folder))? {
+            paths.push(entry.map_err(Error::io("read", folder))?.path());
         }
-        let mut cache = Cache { end: header.len() as u64, top, known: HashMap::new(), path: path.clone(), file: file.try_clone().map_err(failed())? };
-        let held = cache.file.metadata().map_err(failed())?.len();
-        file.seek(SeekFrom::Start(cache.end)).map_err(failed())?;
-        let mut reader = BufReader::new(file);
-        let mut head = [0; 20];
+        // Of two answers to one sample, all runs take the same.
+        paths.sort();
+        for path in paths {
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
+            if name.starts_with(&cache.stem) && name.ends_with(".logits") {
+                cache.index(path)?;
+            }
+        }
+        Ok(cache)
+    }
+
+    /// Notes where the records of a file are.
+    fn index(&mut self, path: PathBuf) -> Result<()> {
+        let file = File::open(&path).map_err(Error::io("open", &path))?;
+        let failed = || Error::io("read", &path);
+        let held = file.metadata().map_err(failed())?.len();
+        let mut reader = BufReader::new(file.try_clone().map_err(failed())?);
+        let mut title = vec![0; self.title.len()];
+        if reader.read_exact(&mut title).is_err() || title != self.title.as_bytes() {
+            return Ok(());
+        }
+        let mut offset = title.len() as u64;
+        let mut head = [0; HEAD];
         while reader.read_exact(&mut head).is_ok() {
-            let ([key @ .., _, _, _, _], [.., a, b, c, d]) = (&head, &head);
-            let rows = u32::from_le_bytes([*a, *b, *c, *d]) as usize;
-            let size = (rows as u64).saturating_mul((top * ENTRY) as u64);
-            let next = cache.end.saturating_add(20).saturating_add(size);
-            if next > held || reader.seek_relative(size as i64).is_err() {
+            let (key, rows, hash) = unpacked(&head);
+            offset += HEAD as u64;
+            let size = self.size(rows) as u64;
+            if offset.saturating_add(size) > held || reader.seek_relative(size as i64).is_err() {
                 break;
             }
-            cache.known.insert(u128::from_le_bytes(*key), (cache.end + 20, rows));
-            cache.end = next;
+            self.known.entry(key).or_insert(Record { file: self.files.len(), offset, rows, hash });
+            offset += size;
         }
-        cache.file.set_len(cache.end).map_err(Error::io("write", &path))?;
-        Ok(cache)
+        self.files.push((path, file));
+        Ok(())
+    }
+
+    /// Bytes of the entries of so many rows.
+    fn size(&self, rows: usize) -> usize {
+        rows.saturating_mul(self.top).saturating_mul(ENTRY)
     }
 
     /// How many samples are known.
@@ -81,51 +118,83 @@ impl Cache {
         self.known.is_empty()
     }
 
-    /// The answers to all samples, one after the other; nothing where one is not known.
+    /// Whether the answer to a sample is known.
+    pub fn knows(&self, key: u128) -> bool {
+        self.known.contains_key(&key)
+    }
+
+    /// The answers to samples, one after the other.
     ///
     /// # Errors
-    /// Reading fails.
-    pub fn get(&self, keys: &[u128]) -> Result<Option<Entries>> {
-        let Some(places) = keys.iter().map(|key| self.known.get(key)).collect::<Option<Vec<_>>>() else { return Ok(None) };
+    /// Reading fails, a file is damaged, or an answer is not known.
+    pub fn get(&self, keys: &[u128]) -> Result<Entries> {
         let mut entries = Vec::new();
-        for (offset, rows) in places {
-            let mut bytes = vec![0; rows * self.top * ENTRY];
-            self.file.read_exact_at(&mut bytes, *offset).map_err(Error::io("read", &self.path))?;
+        for key in keys {
+            let record = self.known.get(key).ok_or_else(|| Error::run("teacher_cache", "an answer of the teacher is not known", ""))?;
+            let (path, file) = &self.files[record.file];
+            let mut bytes = vec![0; self.size(record.rows)];
+            file.read_exact_at(&mut bytes, record.offset).map_err(Error::io("read", path))?;
+            if XxHash3_64::oneshot(&bytes) != record.hash {
+                return Err(Error::malformed(path, format!("the answers from byte {} on are damaged: remove the file", record.offset)));
+            }
             let entry = |b: &[u8; ENTRY]| (u32::from_le_bytes([b[0], b[1], b[2], b[3]]), f16::from_le_bytes([b[4], b[5]]));
             entries.extend(bytes.as_chunks::<ENTRY>().0.iter().map(entry));
         }
-        Ok(Some(entries))
+        Ok(entries)
     }
 
-    /// Keeps the answers to samples: `rows` of each, logits `[rows, columns]` of all.
+    /// Keeps the answers to samples: `rows` of each, and the largest logits of all rows. What is known already stays as it is.
     ///
     /// # Errors
-    /// The disk is full, or memory runs out.
-    pub fn put(&mut self, keys: &[u128], rows: &[usize], logits: &[Tensor]) -> Result<()> {
-        let mut entries = Entries::new();
-        for part in logits {
-            let values = transfer::values::<f32>(part, Cause::Answers).map_err(|e| Error::computed("the teacher's logits", e))?;
-            for row in values.chunks(part.dims().last().copied().unwrap_or(0).max(1)) {
-                entries.extend(largest(row, self.top));
-            }
-        }
-        let mut at = 0;
-        for (key, rows) in keys.iter().zip(rows) {
-            let count = rows * self.top;
-            let mut bytes = Vec::with_capacity(20 + count * ENTRY);
-            bytes.extend(key.to_le_bytes());
-            bytes.extend((*rows as u32).to_le_bytes());
-            entries[at..at + count].iter().for_each(|(column, value)| {
+    /// The disk is full.
+    pub fn put(&mut self, keys: &[u128], rows: &[usize], entries: &[(u32, f16)]) -> Result<()> {
+        let mut entries = entries.chunks(self.top.max(1));
+        for (key, rows) in keys.iter().zip(rows.iter().copied()) {
+            let mut bytes = vec![0; HEAD];
+            for (column, value) in entries.by_ref().take(rows).flatten() {
                 bytes.extend(column.to_le_bytes());
                 bytes.extend(value.to_le_bytes());
-            });
-            at += count;
-            if self.known.insert(*key, (self.end + 20, *rows)).is_none() {
-                self.file.write_all_at(&bytes, self.end).map_err(Error::io("write", &self.path))?;
-                self.end += bytes.len() as u64;
             }
+            if self.known.contains_key(key) {
+                continue;
+            }
+            let hash = XxHash3_64::oneshot(&bytes[HEAD..]);
+            bytes[..16].copy_from_slice(&key.to_le_bytes());
+            bytes[16..20].copy_from_slice(&(rows as u32).to_le_bytes());
+            bytes[20..HEAD].copy_from_slice(&hash.to_le_bytes());
+            let (number, end) = self.own.map_or_else(|| self.begin(), Ok)?;
+            let (path, file) = &self.files[number];
+            file.write_all_at(&bytes, end).map_err(Error::io("write", path))?;
+            self.own = Some((number, end + bytes.len() as u64));
+            self.known.insert(*key, Record { file: number, offset: end + HEAD as u64, rows, hash });
         }
         Ok(())
+    }
+
+    /// Begins the file of this process: the first of its numbers that nobody else has.
+    fn begin(&mut self) -> Result<(usize, u64)> {
+        let mut number = 0;
+        loop {
+            let path = self.folder.join(format!("{}{number}.logits", self.stem));
+            match File::options().read(true).write(true).create_new(true).open(&path) {
+                Ok(file) => {
+                    file.write_all_at(self.title.as_bytes(), 0).map_err(Error::io("write", &path))?;
+                    self.files.push((path, file));
+                    return Ok((self.files.len() - 1, self.title.len() as u64));
+                }
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => number += 1,
+                Err(e) => return Err(Error::io("create", &path)(e)),
+            }
+        }
+    }
+
+    /// The largest of logits `[rows, columns]`, row by row.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn largest(&self, logits: &Tensor) -> Result<Entries> {
+        let values = transfer::values::<f32>(logits, Cause::Answers).map_err(|e| Error::computed("the teacher's logits", e))?;
+        Ok(values.chunks(logits.dims().last().copied().unwrap_or(0).max(1)).flat_map(|row| largest(row, self.top)).collect())
     }
 
     /// Logits `[rows, columns]` out of entries of some rows.
@@ -152,6 +221,12 @@ impl Cache {
     }
 }
 
+/// Key, rows and hash of a record.
+fn unpacked(head: &[u8; HEAD]) -> (u128, usize, u64) {
+    let part = |from: usize| std::array::from_fn(|at| head[from + at]);
+    (u128::from_le_bytes(std::array::from_fn(|at| head[at])), u32::from_le_bytes(std::array::from_fn(|at| head[16 + at])) as usize, u64::from_le_bytes(part(20)))
+}
+
 /// The largest of a row, by column; shorter rows are filled up with their first column.
 fn largest(row: &[f32], top: usize) -> Entries {
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
@@ -165,11 +240,12 @@ fn largest(row: &[f32], top: usize) -> Entries {
     order.into_iter().map(|column| (column, f16::from_f32(row[column as usize].clamp(-65504.0, 65504.0)))).collect()
 }
 
-/// A hash of each sample of a batch: of what the model reads, padding left out.
+/// A hash of each sample of a batch and of what is asked of it: of what the model reads, padding left out, of the places whose logits
+/// are wanted, and of the number of columns.
 ///
 /// # Errors
 /// Memory runs out.
-pub fn keys(batch: &Batch) -> Result<Vec<u128>> {
+pub fn keys(batch: &Batch, asked: &[Vec<u32>], columns: usize) -> Result<Vec<u128>> {
     let mut hashers = vec![XxHash3_128::new(); batch.samples];
     let read = |tensor: &Tensor| {
         let bits: Vec<u64> = match tensor.dtype().is_float() {
@@ -191,37 +267,75 @@ pub fn keys(batch: &Batch) -> Result<Vec<u128>> {
             }
         }
     }
+    for (hasher, places) in hashers.iter_mut().zip(asked) {
+        hasher.write(format!("{columns} {places:?}").as_bytes());
+    }
     Ok(hashers.iter().map(XxHash3_128::finish_128).collect())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::References;
 
-    fn rows(count: usize, from: usize) -> Tensor {
-        let values: Vec<f32> = (0..count * 50).map(|i| (((i + from) * 7919) % 101) as f32 / 8.0).collect();
-        Tensor::from_vec(values, (count, 50), &Device::Cpu).unwrap()
+    fn entries(count: usize, from: usize) -> Entries {
+        (from..from + count).map(|i| ((i * 7919 % 101) as u32, f16::from_f32(i as f32 / 8.0))).collect()
     }
 
     #[test]
     fn answers_come_back_after_a_kill() {
         let folder = tempfile::tempdir().unwrap();
-        let mut cache = Cache::open(folder.path(), "abc", 5).unwrap();
-        cache.put(&[1, 2], &[2, 3], &[rows(4, 0), rows(1, 200)]).unwrap();
-        let known = cache.get(&[2, 1]).unwrap().unwrap();
-        assert_eq!(known.len(), 25);
-        let again = Cache::open(folder.path(), "abc", 5).unwrap();
-        assert_eq!((again.len(), again.get(&[2, 1]).unwrap().unwrap()), (2, known));
-        assert!(again.get(&[1, 3]).unwrap().is_none());
-        // The last record loses its end.
-        let path = again.path.clone();
+        let open = |teacher: &str| Cache::open(folder.path(), teacher, 5).unwrap();
+        let mut cache = open("abc");
+        cache.put(&[1, 2], &[2, 3], &entries(25, 0)).unwrap();
+        let known = cache.get(&[2, 1]).unwrap();
+        assert_eq!(known, [entries(15, 10), entries(10, 0)].concat());
+        let again = open("abc");
+        assert_eq!((again.len(), again.get(&[2, 1]).unwrap()), (2, known));
+        assert!(again.knows(1) && !again.knows(3) && again.get(&[1, 3]).is_err());
+        assert!(open("abd").is_empty());
+        // The last record loses its end, then the first a bit.
+        let path = folder.path().join("abc-5-0.logits");
         let bytes = std::fs::read(&path).unwrap();
         std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-        assert_eq!(Cache::open(folder.path(), "abc", 5).unwrap().len(), 1);
-        // Another teacher begins anew.
-        assert!(Cache::open(folder.path(), "abd", 5).unwrap().is_empty());
+        assert_eq!(open("abc").len(), 1);
+        let damaged: Vec<u8> = bytes.iter().enumerate().map(|(at, byte)| if at == bytes.len() / 3 { byte ^ 1 } else { *byte }).collect();
+        std::fs::write(&path, damaged).unwrap();
+        assert!(open("abc").get(&[1]).unwrap_err().to_string().contains("damaged"));
         std::fs::write(&path, b"something else").unwrap();
-        assert!(Cache::open(folder.path(), "abc", 5).unwrap().is_empty());
+        assert!(open("abc").is_empty());
+    }
+
+    #[test]
+    fn what_is_known_stays_and_every_process_writes_its_own() {
+        let folder = tempfile::tempdir().unwrap();
+        let (mut first, mut second) = (Cache::open(folder.path(), "abc", 2).unwrap(), Cache::open(folder.path(), "abc", 2).unwrap());
+        first.put(&[1, 2], &[1, 1], &entries(4, 0)).unwrap();
+        // One that is known beside one that is not, and one that comes twice.
+        first.put(&[2, 3, 3], &[1, 1, 1], &entries(6, 50)).unwrap();
+        assert_eq!(first.get(&[1, 2, 3]).unwrap(), [entries(4, 0), entries(2, 52)].concat());
+        second.put(&[4, 1], &[1, 1], &entries(4, 90)).unwrap();
+        assert_eq!(second.get(&[4, 1]).unwrap(), entries(4, 90));
+        let all = Cache::open(folder.path(), "abc", 2).unwrap();
+        assert_eq!(all.get(&[1, 2, 3, 4]).unwrap(), [entries(4, 0), entries(2, 52), entries(2, 90)].concat());
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2);
+    }
+
+    #[test]
+    fn what_is_asked_is_part_of_the_key() {
+        let ids = Tensor::new(&[[5i64, 6, 7], [5, 6, 0]], &Device::Cpu).unwrap();
+        let mask = Tensor::new(&[[1i64, 1, 1], [1, 1, 0]], &Device::Cpu).unwrap();
+        let batch = |width| Batch {
+            inputs: [("input_ids".to_owned(), ids.narrow(1, 0, width).unwrap()), ("attention_mask".to_owned(), mask.narrow(1, 0, width).unwrap())].into(),
+            references: References::None,
+            samples: 2,
+        };
+        let of = |width, places: &[u32], columns| keys(&batch(width), &[places.to_vec(), places.to_vec()], columns).unwrap();
+        let whole = of(3, &[0, 1], 9);
+        assert_ne!(whole[0], whole[1]);
+        // Padding does not count; rows and columns do.
+        assert_eq!(whole[1], of(2, &[0, 1], 9)[0]);
+        assert!(whole[0] != of(3, &[0], 9)[0] && whole[0] != of(3, &[1, 2], 9)[0] && whole[0] != of(3, &[0, 1], 8)[0]);
     }
 
     #[test]
@@ -229,10 +343,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut cache = Cache::open(folder.path(), "abc", 4).unwrap();
         let row = Tensor::new(&[[1f32, 5.0, -2.0, 7.5, 0.25, 3.0]], &Device::Cpu).unwrap();
-        cache.put(&[9], &[1], &[row]).unwrap();
-        let logits = cache.logits(&cache.get(&[9]).unwrap().unwrap(), 6, &Device::Cpu).unwrap().to_vec2::<f32>().unwrap();
+        let kept = cache.largest(&row).unwrap();
+        cache.put(&[9], &[1], &kept).unwrap();
+        let logits = cache.logits(&cache.get(&[9]).unwrap(), 6, &Device::Cpu).unwrap().to_vec2::<f32>().unwrap();
         assert_eq!(logits, [[1.0, 5.0, GONE, 7.5, GONE, 3.0]]);
-        assert!(cache.logits(&cache.get(&[9]).unwrap().unwrap(), 3, &Device::Cpu).is_err());
+        assert!(cache.logits(&kept, 3, &Device::Cpu).is_err());
         assert_eq!(largest(&[2.0, 1.0], 4).len(), 4);
     }
 }

@@ -8,7 +8,6 @@ use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
 use crate::analysis::{self, Layers};
 use crate::data::{Batch, Task};
 use crate::error::{Error, Result};
-use crate::exec::Parameters;
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
 
 /// What training makes small.
@@ -24,10 +23,7 @@ pub struct Objective {
 /// Items that each loss counts in some samples.
 pub type Items = BTreeMap<&'static str, f64>;
 
-pub use super::losses::Answers as Theirs;
-
-/// Values of a graph, by name, and parameters.
-pub type Side<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
+pub use super::losses::{Answers as Theirs, Side};
 
 /// A value of a graph with its width.
 fn width(graph: &Graph, name: &str) -> Result<usize> {
@@ -164,12 +160,9 @@ impl Objective {
         self.terms.iter().all(|term| term.loss.teacher().is_empty()) && self.logits.as_ref().is_some_and(|logits| logits.teacher.is_some())
     }
 
-    /// How many rows of logits each sample holds.
-    ///
-    /// # Errors
-    /// The samples lack what the losses need.
-    pub fn rows_of_samples(&self, batch: &Batch) -> Result<Vec<usize>> {
-        self.logits.as_ref().map_or(Ok(Vec::new()), |logits| logits.rows_of_samples(batch))
+    /// The losses over logits, where there are any.
+    pub fn over_logits(&self) -> Option<&Logits> {
+        self.logits.as_ref()
     }
 
     /// Parameters that are read beside the graph's: those of heads, of the student and of the teacher.

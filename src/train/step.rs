@@ -7,7 +7,8 @@ use candle_core::{DType, Tensor};
 use super::objective::{Items, Theirs};
 use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
-use super::{cache, clip};
+use super::cache::{self, Cache, Entries};
+use super::clip;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -170,11 +171,7 @@ impl<'t> Stepper<'t> {
 
     fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), sums: &mut Sums) -> Result<()> {
         let trainer = self.trainer;
-        let keys = trainer.cache.map(|_| cache::keys(batch)).transpose()?;
-        let known = match (trainer.cache, &keys) {
-            (Some(cache), Some(keys)) => cache.borrow().get(keys)?,
-            _ => None,
-        };
+        let known = trainer.cache.map(|cache| self.answers(&mut cache.borrow_mut(), batch)).transpose()?;
         let asked = trainer.teacher.filter(|_| known.is_none());
         let teacher = asked.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;
         let statistics = &mut sums.statistics;
@@ -193,18 +190,14 @@ impl<'t> Stepper<'t> {
         )?;
         let values: BTreeMap<String, Tensor> = self.taps.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
         let trained = |name: &str| weights.trains(name);
-        let mut made = keys.is_some().then(Vec::new);
         let shelf = trainer.cache.map(|cache| cache.borrow());
         let theirs = match (&teacher, &known, &shelf) {
             (_, Some(entries), Some(cache)) => Theirs::Known(entries, cache),
-            (Some((values, parameters)), ..) => Theirs::Values(values, parameters, made.as_mut()),
+            (Some((values, parameters)), ..) => Theirs::Values(values, parameters),
             _ => Theirs::None,
         };
         let said = trainer.objective.say((&values, parameters), theirs, &weights.trained, batch, &trained, (items, scale))?;
         drop((values, teacher, shelf));
-        if let (Some(cache), Some(keys), Some(made), None) = (trainer.cache, keys, made, &known) {
-            cache.borrow_mut().put(&keys, &trainer.objective.rows_of_samples(batch)?, &made)?;
-        }
         for (name, loss) in said.losses {
             let sum = sums.losses.remove(name).map_or(Ok(loss.clone()), |other| other + &loss);
             sums.losses.insert(name, sum.map_err(|e| Error::computed(format!("loss `{name}`"), e))?);
@@ -221,6 +214,28 @@ impl<'t> Stepper<'t> {
             sink(&name, gradient)?;
         }
         self.tape.backward(forward, from, parameters, trainer.memory_tracker, &mut sink)
+    }
+
+    /// The teacher's answers to some samples, as they were given the first time: of those that are not known, it is asked now.
+    fn answers(&self, cache: &mut Cache, batch: &Batch) -> Result<Entries> {
+        let (Some(teacher), Some(losses)) = (self.trainer.teacher, self.trainer.objective.over_logits()) else { return Ok(Entries::new()) };
+        let places = losses.places(batch)?;
+        let keys = cache::keys(batch, &places, losses.classes)?;
+        let rows: Vec<usize> = places.iter().map(Vec::len).collect();
+        let mut from = 0;
+        while let Some(begin) = (from..keys.len()).find(|at| !cache.knows(keys[*at])) {
+            let end = (begin..keys.len()).find(|at| cache.knows(keys[*at])).unwrap_or(keys.len());
+            let part = batch.narrow(begin, end - begin)?;
+            let values = teacher.values(&part.inputs)?;
+            let mut entries = Entries::new();
+            losses.for_each_of_teacher((&values, teacher.parameters()), &part, &mut |logits| {
+                entries.extend(cache.largest(logits)?);
+                Ok(())
+            })?;
+            cache.put(&keys[begin..end], &rows[begin..end], &entries)?;
+            from = end;
+        }
+        cache.get(&keys)
     }
 
     /// Which value was the first that is not finite.

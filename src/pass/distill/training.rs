@@ -109,11 +109,10 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
     sizes
 }
 
-/// Whose answers are kept: a hash of the teacher, and of what decides how its logits are cut.
+/// Whose answers are kept: a hash of the teacher, and of how it computes.
 fn who(teacher: Option<&Model>, graph: &Graph, training: &Training) -> String {
     let files = teacher.map(|teacher| teacher.weight_files.iter().map(|path| stamp(path)).collect::<Vec<_>>());
-    let labelled = training.losses.hard.is_some();
-    blake3::hash(format!("{files:?} {labelled}\n{graph}").as_bytes()).to_string()
+    blake3::hash(format!("{files:?} {:?}\n{graph}", training.precision).as_bytes()).to_string()
 }
 
 /// A file as it is now, by name, size and time.

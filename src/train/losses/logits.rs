@@ -81,12 +81,15 @@ pub struct Logits {
     pub by_token: bool,
 }
 
+/// Values of a graph, by name, and parameters.
+pub type Side<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
+
 /// Where the teacher's logits come from in a step.
 pub enum Answers<'a> {
     /// There is none.
     None,
-    /// Values of its graph, and its parameters; logits that are made are handed on.
-    Values(&'a BTreeMap<String, Tensor>, &'a Parameters, Option<&'a mut Vec<Tensor>>),
+    /// Values of its graph, and its parameters.
+    Values(&'a BTreeMap<String, Tensor>, &'a Parameters),
     /// Largest logits of all rows, and the cache that they are from.
     Known(&'a [(u32, half::f16)], &'a Cache),
 }
@@ -106,17 +109,44 @@ impl Logits {
         Ok(self.rows(batch)?.indices.len() as f64)
     }
 
-    /// How many rows each sample holds.
+    /// The places in each sample whose logits count.
     ///
     /// # Errors
     /// As [`items`](Logits::items).
-    pub fn rows_of_samples(&self, batch: &Batch) -> Result<Vec<usize>> {
-        let mut counts = vec![0; batch.samples];
+    pub fn places(&self, batch: &Batch) -> Result<Vec<Vec<u32>>> {
+        let mut places = vec![Vec::new(); batch.samples];
         let sequence = if self.by_token { batch.inputs.get("input_ids").map_or(1, |ids| ids.elem_count() / batch.samples.max(1)) } else { 1 };
+        let sequence = sequence.max(1) as u32;
         for index in self.rows(batch)?.indices {
-            counts[index as usize / sequence.max(1)] += 1;
+            places[(index / sequence) as usize].push(index % sequence);
         }
-        Ok(counts)
+        Ok(places)
+    }
+
+    /// Hands over the teacher's logits of all rows that count, a few rows at a time.
+    ///
+    /// # Errors
+    /// Those of `each`; labels are missing, or memory runs out.
+    pub fn for_each_of_teacher(&self, teacher: Side, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
+        let Some(source) = &self.teacher else { return Ok(()) };
+        let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
+        let failed = |e| Error::computed("the teacher's logits", e);
+        let value = flat(value).map_err(failed)?;
+        for indices in self.rows(batch)?.indices.chunks(self.together()) {
+            let logits = picked(&value, indices).and_then(|rows| self.of_teacher(source, &rows, teacher.1));
+            each(&logits.map_err(failed)?)?;
+        }
+        Ok(())
+    }
+
+    /// Rows whose logits are in memory at a time.
+    fn together(&self) -> usize {
+        (CHUNK / self.classes.max(1)).max(1)
+    }
+
+    /// The teacher's logits of rows, in 32 bits: another model's may have other ones, and more columns.
+    fn of_teacher(&self, source: &LogitsSource, rows: &Tensor, parameters: &Parameters) -> candle_core::Result<Tensor> {
+        source.logits(rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)
     }
 
     fn rows(&self, batch: &Batch) -> Result<Rows> {
@@ -167,44 +197,33 @@ impl Logits {
     pub fn add(
         &self,
         said: &mut Said,
-        student: (&BTreeMap<String, Tensor>, &Parameters),
-        mut teacher: Answers,
+        student: Side,
+        teacher: Answers,
         batch: &Batch,
         trained: &dyn Fn(&str) -> bool,
         (items, scale): (f64, f64),
     ) -> Result<()> {
         let rows = self.rows(batch)?;
-        let missing = |name: &str| Error::graph(format!("graph value `{name}`"), "is not among the outputs");
         let ours = student.0.get(self.student.value()).ok_or_else(|| missing(self.student.value()))?;
         let theirs = match (&self.teacher, &teacher) {
             (Some(source), Answers::Values(values, ..)) if self.soft.is_some() => Some(values.get(source.value()).ok_or_else(|| missing(source.value()))?),
             _ => None,
         };
         let mut compute = || {
-            let flat = |value: &Tensor| value.contiguous()?.flatten_to(value.rank() - 2);
             let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
-            let count = (CHUNK / self.classes.max(1)).max(1);
+            let count = self.together();
             let mut gradient = values.zeros_like()?;
             let mut weights: Vec<(String, Tensor)> = Vec::new();
             for (number, indices) in rows.indices.chunks(count).enumerate() {
                 let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
                 let whole = indices.len() == values.dim(0)?;
-                let places = Tensor::new(indices, &Device::Cpu)?;
-                let on = |device: &Device| transfer::to_device(&places, device, Cause::Batch);
-                let pick = |from: &Tensor| if whole { Ok(from.clone()) } else { from.index_select(&on(from.device())?, 0) };
-                let hidden = pick(&values)?;
+                let hidden = picked(&values, indices)?;
                 let logits = self.student.logits(&hidden, student.1)?;
-                let soft = match (&self.teacher, &mut teacher, &theirs) {
-                    (Some(source), Answers::Values(_, parameters, kept), Some(value)) => {
-                        let rows = pick(value)?;
-                        // Another teacher's value may be 16 bits wide.
-                        let logits = source.logits(&rows, parameters)?.narrow(1, 0, self.classes)?.to_dtype(DType::F32)?;
+                let soft = match (&self.teacher, &teacher, &theirs) {
+                    (Some(source), Answers::Values(_, parameters), Some(value)) => {
+                        let logits = self.of_teacher(source, &picked(value, indices)?, parameters)?;
                         // The teacher may be elsewhere.
-                        let logits = transfer::beside(&logits, values.device(), Cause::Offload)?;
-                        if let Some(kept) = kept {
-                            kept.push(logits.clone());
-                        }
-                        Some(logits)
+                        Some(transfer::beside(&logits, values.device(), Cause::Offload)?)
                     }
                     (_, Answers::Known(entries, cache), _) => {
                         let from = number * count * cache.top();
@@ -219,7 +238,7 @@ impl Logits {
                     LogitsSource::Value(_) => along,
                     LogitsSource::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
                 };
-                gradient = if whole { back } else { gradient.index_add(&on(values.device())?, &back, 0)? };
+                gradient = if whole { back } else { gradient.index_add(&places(indices, values.device())?, &back, 0)? };
             }
             said.parameters.append(&mut weights);
             said.add_value(self.student.value(), gradient.reshape(ours.dims())?)
@@ -268,6 +287,24 @@ impl Logits {
         };
         if self.classes == columns { Ok(gradient) } else { gradient.pad_with_zeros(1, 0, columns - self.classes) }
     }
+}
+
+fn missing(name: &str) -> Error {
+    Error::graph(format!("graph value `{name}`"), "is not among the outputs")
+}
+
+/// All rows of a value, one below the other.
+fn flat(value: &Tensor) -> candle_core::Result<Tensor> {
+    value.contiguous()?.flatten_to(value.rank() - 2)
+}
+
+fn places(indices: &[u32], device: &Device) -> candle_core::Result<Tensor> {
+    transfer::to_device(&Tensor::new(indices, &Device::Cpu)?, device, Cause::Batch)
+}
+
+/// Some rows; all of them, where there are as many.
+fn picked(rows: &Tensor, indices: &[u32]) -> candle_core::Result<Tensor> {
+    if indices.len() == rows.dim(0)? { Ok(rows.clone()) } else { rows.index_select(&places(indices, rows.device())?, 0) }
 }
 
 /// Logarithms of probabilities, row by row.

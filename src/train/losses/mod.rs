@@ -17,7 +17,7 @@ use candle_core::{DType, Tensor};
 pub use attention::{Attention, Heads};
 pub use embedding::Embedding;
 pub use hidden::Hidden;
-pub use logits::{Answers, Head, Logits, LogitsSource};
+pub use logits::{Answers, Head, Logits, LogitsSource, Side};
 pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftLoss};
 
 use crate::data::Batch;
