@@ -180,7 +180,7 @@ fn two_processes_make_the_steps_of_one() {
 #[test]
 fn a_training_of_three_goes_on_when_one_was_killed() {
     let place = Place::new(100);
-    let recipe = place.recipe("max_steps: 200, batch_size: 4, learning_rate: 1e-3, shard_optimizer: true, checkpoint_every: { steps: 5 }");
+    let recipe = place.recipe("max_steps: 80, batch_size: 4, learning_rate: 1e-3, shard_optimizer: true, checkpoint_every: { steps: 5 }");
     let start = |out: &str, more: &[&str]| ranks::<3>().map(|rank| place.start(&recipe, out, more, &rank));
     start("whole", &[]).into_iter().for_each(|child| place.finish(child));
     let folder = place.folder.path().join("parts.unfinished/1-finetune");

@@ -25,7 +25,7 @@ pub struct Average {
 }
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    move |e| Error::tensor(name, format!("cannot be averaged: {e}"), "")
+    move |e| Error::computed(format!("the average of `{name}`"), e)
 }
 
 impl Average {
@@ -163,7 +163,7 @@ mod tests {
         let other = BTreeMap::from([("v".into(), one(0.0).remove("w").unwrap())]);
         assert!(average.update(&other).unwrap_err().to_string().contains("`v`"));
         assert!(average.restore(&mut stream(BTreeMap::new())).is_err());
-        let mut state = average.state().unwrap();
+        let mut state = Average::new(&one(0.0), 0.5, &Device::Cpu).unwrap().state().unwrap();
         state.insert("average/x".into(), one(0.0).remove("w").unwrap());
         assert!(average.restore(&mut stream(state)).unwrap_err().to_string().contains("`average/x`"));
     }

@@ -224,7 +224,11 @@ impl Cache {
 /// Key, rows and hash of a record.
 fn unpacked(head: &[u8; HEAD]) -> (u128, usize, u64) {
     let part = |from: usize| std::array::from_fn(|at| head[from + at]);
-    (u128::from_le_bytes(std::array::from_fn(|at| head[at])), u32::from_le_bytes(std::array::from_fn(|at| head[16 + at])) as usize, u64::from_le_bytes(part(20)))
+    (
+        u128::from_le_bytes(std::array::from_fn(|at| head[at])),
+        u32::from_le_bytes(std::array::from_fn(|at| head[16 + at])) as usize,
+        u64::from_le_bytes(part(20)),
+    )
 }
 
 /// The largest of a row, by column; shorter rows are filled up with their first column.

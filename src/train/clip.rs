@@ -12,7 +12,7 @@ use crate::ir::ops::on_host;
 use crate::kernel::update;
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    move |e| Error::tensor(name, format!("its gradient cannot be measured: {e}"), "")
+    move |e| Error::computed(format!("the gradient of `{name}`"), e)
 }
 
 /// The sum of squares of each gradient, a number in f64 where the gradient is, in the order of names.
@@ -33,8 +33,7 @@ pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Vec<Tensor
 /// A gradient that holds NaN or infinite values, by name.
 pub(super) fn norm_of<'n>(names: impl Iterator<Item = &'n String>, squares: &[f64]) -> Result<f64> {
     if let Some((name, _)) = names.zip(squares).find(|(_, sum)| !sum.is_finite()) {
-        let hint = "lower the learning rate, warm up longer, or compute in f32";
-        return Err(Error::tensor(name, "its gradient holds values that are NaN or infinite", hint));
+        return Err(Error::Diverged { step: 0, reason: format!("the gradient of `{name}` holds values that are NaN or infinite") });
     }
     Ok(squares.iter().sum::<f64>().sqrt())
 }
@@ -119,11 +118,17 @@ mod tests {
     }
 
     #[test]
+    fn too_little_memory_is_no_divergence() {
+        let error = failed("layer.weight")(candle_core::Error::Msg("DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")".into()));
+        assert!(error.is_out_of_memory() && error.to_string().contains("`layer.weight`"), "{error}");
+    }
+
+    #[test]
     fn a_gradient_that_is_not_finite_is_named() {
         let mut wrong = gradients();
         wrong.insert("layer.weight".into(), Tensor::new(&[1f32, f32::NAN], &Device::Cpu).unwrap());
         let error = clip(&mut wrong, 1.0).unwrap_err();
-        assert!(error.to_string().contains("`layer.weight`"), "{error}");
+        assert!(matches!(error, Error::Diverged { .. }) && error.to_string().contains("`layer.weight`"), "{error}");
         assert_eq!(wrong["b"].to_vec1::<f32>().unwrap(), [4.0]);
     }
 }

@@ -33,6 +33,14 @@ fn width(graph: &Graph, name: &str) -> Result<usize> {
     value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not known")))
 }
 
+/// Whether every token of a sample has a row of a value.
+fn is_by_token(graph: &Graph, name: &str) -> bool {
+    let shape = |value: &crate::ir::Value| value.ty.shape.get(1).cloned();
+    let tokens = graph.inputs().find(|(_, value)| value.name == "input_ids").and_then(|(_, value)| shape(value));
+    let value = graph.values().iter().find(|value| value.name == name && value.ty.shape.len() == 3);
+    tokens.is_some() && tokens == value.and_then(shape)
+}
+
 /// The student's layers beside the teacher's: evenly spread, last to last.
 fn spread(student: usize, teacher: usize) -> Vec<(usize, usize)> {
     (0..student).map(|layer| (layer, ((layer + 1) * teacher).div_ceil(student) - 1)).collect()
@@ -62,8 +70,9 @@ impl Objective {
             }
             let mut pairs = Vec::new();
             for (a, b) in values {
-                let (ours, theirs) = (width(student, &a)?, width(teacher, &b)?);
-                pairs.push((a, b, ours, theirs));
+                let widths = (width(student, &a)?, width(teacher, &b)?);
+                let by_token = is_by_token(student, &a);
+                pairs.push(losses::Pair { student: a, teacher: b, widths, by_token });
             }
             objective.push(options.weight, losses::Hidden { distance: options.distance, pairs });
         }
@@ -335,7 +344,7 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
     for node in graph.nodes().iter().filter(|node| layers.layers[layer].nodes.contains(&name(&node.output))) {
         if let (Op::Attention(op), [q, k, v, ..]) = (&node.op, node.inputs.as_slice()) {
             let count = graph.value(*q).ty.shape.get(1).and_then(Dim::fixed).unwrap_or(1);
-            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal }, count));
+            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window }, count));
         }
     }
     Err(Error::option("losses: attention", format!("layer {layer} has no attention")))

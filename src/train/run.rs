@@ -299,15 +299,12 @@ impl Trainer<'_> {
 
     /// Says what can still be gone on from.
     fn explain(&self, error: Error, state: &State) -> Error {
-        if !matches!(error, Error::Diverged { .. } | Error::Tensor { .. }) {
-            return error;
-        }
+        let Error::Diverged { reason, .. } = error else { return error };
         let kept = match (&self.around.folder, state.train.position.step) {
             (Some(folder), 1..) if state::path(folder).exists() => format!("; the last good state is in {}", state::path(folder).display()),
             _ => String::new(),
         };
-        let what = error.to_string();
-        Error::Diverged { step: state.train.position.step + 1, reason: format!("{what}{kept}") }
+        Error::Diverged { step: state.train.position.step + 1, reason: format!("{reason}{kept}") }
     }
 
     fn evaluate(&self, state: &mut State) -> Result<()> {

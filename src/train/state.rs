@@ -202,7 +202,8 @@ fn remove_older(folder: &Path, step: u64, rank: usize) -> Result<()> {
     for entry in std::fs::read_dir(folder).map_err(failed())? {
         let path = entry.map_err(failed())?.path();
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
-        let own = name.strip_prefix("checkpoint-").and_then(|rest| rest.split_once('-')).is_some_and(|(_, rest)| rest.split('.').next() == Some(&rank.to_string()));
+        let own =
+            name.strip_prefix("checkpoint-").and_then(|rest| rest.split_once('-')).is_some_and(|(_, rest)| rest.split('.').next() == Some(&rank.to_string()));
         if own && path != share_path(folder, step, rank) {
             std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
         }

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
+use super::cache::{self, Cache, Entries};
+use super::clip;
 use super::objective::{Items, Theirs};
 use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
-use super::cache::{self, Cache, Entries};
-use super::clip;
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};

@@ -94,9 +94,11 @@ pub fn agree(communicator: &mut dyn Communicator, what: &str, bytes: &[u8]) -> R
     let all = communicator.gather_bytes(bytes)?;
     match all.iter().position(|other| Some(other) != all.first()) {
         None => Ok(()),
-        Some(rank) => {
-            Err(Error::run(format!("rank {rank}"), format!("its {what} are not those of rank 0"), "start all processes with the same model, data and options, and a folder that all of them see"))
-        }
+        Some(rank) => Err(Error::run(
+            format!("rank {rank}"),
+            format!("its {what} are not those of rank 0"),
+            "start all processes with the same model, data and options, and a folder that all of them see",
+        )),
     }
 }
 

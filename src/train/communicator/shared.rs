@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 const BUCKET: usize = 25 << 20;
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
-    move |e| Error::tensor(name, format!("cannot be shared: {e}"), "")
+    move |e| Error::computed(format!("`{name}` between processes"), e)
 }
 
 /// Consecutive tensors in groups of about `BUCKET` bytes.

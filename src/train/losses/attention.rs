@@ -18,6 +18,30 @@ pub struct Heads {
     pub scale: f64,
     /// Whether a query sees only what is before it.
     pub causal: bool,
+    /// How many keys a query sees at most, its own included, when causal.
+    pub window: Option<usize>,
+}
+
+/// As far as order goes, where queries look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Sight {
+    Everywhere,
+    /// At so many keys at most, up to their own place.
+    Back(usize),
+}
+
+impl Heads {
+    fn sight(&self) -> Sight {
+        if self.causal { Sight::Back(self.window.unwrap_or(usize::MAX)) } else { Sight::Everywhere }
+    }
+
+    /// Where both look: only there can they be compared.
+    fn common_sight(&self, other: &Heads) -> Sight {
+        match (self.sight(), other.sight()) {
+            (Sight::Back(a), Sight::Back(b)) => Sight::Back(a.min(b)),
+            (Sight::Everywhere, sight) | (sight, Sight::Everywhere) => sight,
+        }
+    }
 }
 
 /// Pairs of attention nodes.
@@ -49,19 +73,20 @@ impl Attention {
     }
 
     /// The products of two values `[batch, heads, sequence, width]`, hidden where nobody looks.
-    fn products(a: &Tensor, b: &Tensor, scale: f64, causal: bool, mask: Option<&Tensor>) -> Result<Tensor> {
+    fn products(a: &Tensor, b: &Tensor, scale: f64, sight: Sight, mask: Option<&Tensor>) -> Result<Tensor> {
         let sequence = a.dim(2)?;
         let mut products = (a.contiguous()?.matmul(&Self::spread(b, a.dim(1)?)?.transpose(2, 3)?.contiguous()?)? * scale)?;
         if let Some(mask) = mask {
             let hidden = ((1.0 - mask)? * HIDDEN)?.reshape((mask.dim(0)?, 1, 1, mask.dim(1)?))?;
             products = products.broadcast_add(&hidden)?;
         }
-        if causal {
-            let later = constant(format!("later {sequence}"), products.device(), |device| {
-                let later: Vec<f32> = (0..sequence * sequence).map(|i| if i % sequence > i / sequence { HIDDEN as f32 } else { 0.0 }).collect();
-                Tensor::from_vec(later, (1, 1, sequence, sequence), device)
+        if let Sight::Back(window) = sight {
+            let unseen = constant(format!("unseen {window} {sequence}"), products.device(), |device| {
+                let hidden = |query: usize, key: usize| key > query || query - key >= window;
+                let bias = |i: usize| if hidden(i / sequence, i % sequence) { HIDDEN as f32 } else { 0.0 };
+                Tensor::from_vec((0..sequence * sequence).map(bias).collect::<Vec<f32>>(), (1, 1, sequence, sequence), device)
             })?;
-            products = products.broadcast_add(&later)?;
+            products = products.broadcast_add(&unseen)?;
         }
         Ok(products)
     }
@@ -85,17 +110,15 @@ impl Attention {
         value.transpose(1, 2)?.contiguous()?.reshape((batch, sequence, self.relation_heads, columns / self.relation_heads))?.transpose(1, 2)?.contiguous()
     }
 
-    /// Kullback-Leibler divergence of rows, averaged over heads, summed over queries that are no padding; and its gradient with respect
+    /// Kullback-Leibler divergence of rows, averaged over heads, summed over queries with what each counts; and its gradient with respect
     /// to the student's products.
-    fn divergence(student: &Tensor, teacher: &Tensor, mask: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
+    fn divergence(student: &Tensor, teacher: &Tensor, batch: &Batch) -> Result<(Tensor, Tensor)> {
         let (theirs, ours) = (log_softmax(teacher)?, log_softmax(student)?);
         let target = theirs.exp()?;
         let rows = (&target * (theirs - &ours)?)?.sum(D::Minus1)?.mean(1)?;
         let along = ((ours.exp()? - target)? / student.dim(1)? as f64)?;
-        match mask {
-            Some(mask) => Ok(((rows * mask)?.sum_all()?, along.broadcast_mul(&mask.unsqueeze(1)?.unsqueeze(3)?)?)),
-            None => Ok((rows.sum_all()?, along)),
-        }
+        let weights = mask::weights(&rows, batch, mask::are_tokens(batch))?;
+        Ok(((rows * &weights)?.sum_all()?, along.broadcast_mul(&weights.unsqueeze(1)?.unsqueeze(3)?)?))
     }
 }
 
@@ -121,19 +144,20 @@ impl Loss for Attention {
         let mask = mask::of(batch, student[0].device())?;
         let (mut values, mut gradients) = (Vec::new(), Vec::new());
         for (((ours, theirs), student), teacher) in self.pairs.iter().zip(student.chunks(self.read())).zip(teacher.chunks(self.read())) {
+            let sight = ours.common_sight(theirs);
             match self.target {
                 AttentionTarget::Maps => {
-                    let products = |heads: &Heads, values: &[Tensor]| Self::products(&values[0], &values[1], heads.scale, heads.causal, mask.as_ref());
-                    let (value, along) = Self::divergence(&products(ours, student)?, &products(theirs, teacher)?, mask.as_ref())?;
+                    let products = |heads: &Heads, values: &[Tensor]| Self::products(&values[0], &values[1], heads.scale, sight, mask.as_ref());
+                    let (value, along) = Self::divergence(&products(ours, student)?, &products(theirs, teacher)?, batch)?;
                     values.push(value);
                     gradients.extend(Self::products_back(&student[0], &student[1], ours.scale, &along)?);
                 }
                 AttentionTarget::Relations => {
                     for (student, teacher) in student.iter().zip(teacher) {
                         let scale = |split: &Tensor| Ok::<_, candle_core::Error>(1.0 / (split.dim(3)? as f64).sqrt());
-                        let relation = |heads: &Heads, split: &Tensor| Self::products(split, split, scale(split)?, heads.causal, mask.as_ref());
+                        let relation = |split: &Tensor| Self::products(split, split, scale(split)?, sight, mask.as_ref());
                         let (split, other) = (self.split(student)?, self.split(teacher)?);
-                        let (value, along) = Self::divergence(&relation(ours, &split)?, &relation(theirs, &other)?, mask.as_ref())?;
+                        let (value, along) = Self::divergence(&relation(&split)?, &relation(&other)?, batch)?;
                         let [left, right] = Self::products_back(&split, &split, scale(&split)?, &along)?;
                         values.push((value / 3.0)?);
                         let (batch, heads, sequence, width) = student.dims4()?;
@@ -144,5 +168,68 @@ impl Loss for Attention {
             }
         }
         Ok(Sum { value: Tensor::stack(&values, 0)?.sum_all()?, student: gradients, projections: Vec::new() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+    use crate::data::References;
+
+    const SEQUENCE: usize = 6;
+
+    fn value(seed: usize) -> Tensor {
+        let values: Vec<f32> = (0..2 * SEQUENCE * 4).map(|i| ((i * 7919 + seed * 104_729) % 97) as f32 / 40.0 - 1.0).collect();
+        Tensor::from_vec(values, (1, 2, SEQUENCE, 4), &Device::Cpu).unwrap()
+    }
+
+    fn heads(causal: bool, window: Option<usize>) -> Heads {
+        Heads { values: ["q".into(), "k".into(), "v".into()], scale: 0.5, causal, window }
+    }
+
+    fn mean(student: Heads, teacher: Heads, input: &str) -> f64 {
+        let loss = Attention { target: AttentionTarget::Maps, pairs: vec![(student, teacher)], relation_heads: 1 };
+        let ids = Tensor::ones((1, SEQUENCE), candle_core::DType::I64, &Device::Cpu).unwrap();
+        let batch = Batch { inputs: [(input.to_owned(), ids)].into(), references: References::None, samples: 1 };
+        let sum = loss.sum(&[value(1), value(2)], &[value(3), value(4)], &[], &batch).unwrap();
+        f64::from(sum.value.to_scalar::<f32>().unwrap()) / loss.items(&batch).unwrap()
+    }
+
+    /// The same in plain loops: only keys that `sees` allows are looked at.
+    fn expected(sees: impl Fn(usize, usize) -> bool) -> f64 {
+        let [q, k, p, l] = [1, 2, 3, 4].map(|seed| value(seed).squeeze(0).unwrap().to_vec3::<f32>().unwrap());
+        let mut sum = 0.0;
+        for head in 0..2 {
+            for query in 0..SEQUENCE {
+                let looks = |q: &[Vec<Vec<f32>>], k: &[Vec<Vec<f32>>]| {
+                    let score = |key: usize| q[head][query].iter().zip(&k[head][key]).map(|(a, b)| f64::from(a * b)).sum::<f64>() * 0.5;
+                    let scores: Vec<f64> = (0..SEQUENCE).filter(|key| sees(query, *key)).map(|key| score(key).exp()).collect();
+                    let all: f64 = scores.iter().sum();
+                    scores.into_iter().map(|score| score / all).collect::<Vec<_>>()
+                };
+                sum += looks(&p, &l).iter().zip(looks(&q, &k)).map(|(theirs, ours)| theirs * (theirs / ours).ln()).sum::<f64>() / 2.0;
+            }
+        }
+        sum / SEQUENCE as f64
+    }
+
+    #[test]
+    fn only_keys_that_both_see_are_compared() {
+        let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-5, "{found} instead of {expected}");
+        near(mean(heads(false, None), heads(false, None), "input_ids"), expected(|_, _| true));
+        near(mean(heads(true, None), heads(true, None), "input_ids"), expected(|query, key| key <= query));
+        for (ours, theirs) in [(Some(2), Some(2)), (Some(2), None), (Some(4), Some(2))] {
+            near(mean(heads(true, ours), heads(true, theirs), "input_ids"), expected(|query, key| key <= query && query - key < 2));
+        }
+        near(mean(heads(false, None), heads(true, Some(3)), "input_ids"), expected(|query, key| key <= query && query - key < 3));
+    }
+
+    #[test]
+    fn images_count_as_much_as_texts() {
+        let pair = || (heads(false, None), heads(false, None));
+        let (text, image) = (mean(pair().0, pair().1, "input_ids"), mean(pair().0, pair().1, "pixel_values"));
+        assert!((text - image).abs() < 1e-6, "{image} of an image, {text} of a text");
     }
 }

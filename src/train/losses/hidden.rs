@@ -7,19 +7,32 @@ use super::{Distance, Loss, Sum, mask};
 use crate::data::Batch;
 use crate::error;
 
-/// Pairs of values `[batch, sequence, width]`, or of images' features `[batch, channels, height, width]`.
+/// A value of the student and one of the teacher.
+#[derive(Debug, Clone)]
+pub struct Pair {
+    /// Name of the student's.
+    pub student: String,
+    /// Name of the teacher's.
+    pub teacher: String,
+    /// The width of each.
+    pub widths: (usize, usize),
+    /// Whether every token has one; else a sample counts once, whatever it has.
+    pub by_token: bool,
+}
+
+/// Pairs of values `[batch, sequence, width]`, of images' features `[batch, channels, height, width]`, or `[batch, width]`.
 #[derive(Debug, Clone)]
 pub struct Hidden {
     /// How far is far.
     pub distance: Distance,
-    /// Value of the student, of the teacher, and their widths.
-    pub pairs: Vec<(String, String, usize, usize)>,
+    /// What is compared.
+    pub pairs: Vec<Pair>,
 }
 
 impl Hidden {
     fn projection(&self, index: usize) -> Option<(String, usize, usize)> {
-        let (_, _, student, teacher) = &self.pairs[index];
-        (student != teacher).then(|| (format!("projection.hidden.{index}"), *student, *teacher))
+        let (student, teacher) = self.pairs[index].widths;
+        (student != teacher).then(|| (format!("projection.hidden.{index}"), student, teacher))
     }
 }
 
@@ -62,11 +75,11 @@ impl Loss for Hidden {
     }
 
     fn student(&self) -> Vec<String> {
-        self.pairs.iter().map(|(student, ..)| student.clone()).collect()
+        self.pairs.iter().map(|pair| pair.student.clone()).collect()
     }
 
     fn teacher(&self) -> Vec<String> {
-        self.pairs.iter().map(|(_, teacher, ..)| teacher.clone()).collect()
+        self.pairs.iter().map(|pair| pair.teacher.clone()).collect()
     }
 
     fn projections(&self) -> Vec<(String, usize, usize)> {
@@ -75,23 +88,20 @@ impl Loss for Hidden {
 
     fn items(&self, batch: &Batch) -> error::Result<f64> {
         let tokens = mask::tokens(batch).map_err(|e| error::Error::computed("loss `hidden`", e))?;
-        Ok(tokens * self.pairs.len() as f64)
+        Ok(self.pairs.iter().map(|pair| if pair.by_token { tokens } else { batch.samples as f64 }).sum())
     }
 
     fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Sum> {
         let mut matrices = projections.iter();
         let (mut values, mut gradients, mut of_projections) = (Vec::new(), Vec::new(), Vec::new());
         for (index, (student, teacher)) in student.iter().zip(teacher).enumerate() {
-            // Channels of images are the columns, every place is a row; their mean is what a sample counts.
+            // Channels of images are the columns, every place is a row.
             let image = student.rank() == 4;
             let rows = |x: &Tensor| if image { x.permute((0, 2, 3, 1))?.contiguous() } else { Ok(x.clone()) };
             let (rows, teacher) = (rows(student)?, rows(teacher)?);
             let matrix = self.projection(index).and_then(|_| matrices.next());
             let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(&rows, matrix))?;
-            let weights = |distances: &Tensor| match image {
-                true => distances.ones_like()? / (distances.dim(1)? * distances.dim(2)?) as f64,
-                false => mask::weights(distances, batch),
-            };
+            let weights = |distances: &Tensor| mask::weights(distances, batch, self.pairs[index].by_token);
             let (value, mut gradient) = apart(self.distance, &ours, &teacher, &weights)?;
             if let Some(matrix) = matrix {
                 let (of_rows, of_matrix) = projected_back(&rows, matrix, &gradient)?;
@@ -102,5 +112,44 @@ impl Loss for Hidden {
             gradients.push(if image { gradient.permute((0, 3, 1, 2))?.contiguous()? } else { gradient });
         }
         Ok(Sum { value: Tensor::stack(&values, 0)?.sum_all()?, student: gradients, projections: of_projections })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::*;
+    use crate::data::References;
+
+    /// The mean of a loss over values that are 1 apart everywhere but in places that do not count.
+    fn mean(by_token: bool, dims: &[usize], inputs: &[(&str, Tensor)]) -> f64 {
+        let pair = Pair { student: "a".into(), teacher: "b".into(), widths: (3, 3), by_token };
+        let loss = Hidden { distance: Distance::Mse, pairs: vec![pair] };
+        let inputs = inputs.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
+        let batch = Batch { inputs, references: References::None, samples: 2 };
+        let student = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
+        let sum = loss.sum(&[student.clone()], &[student.ones_like().unwrap()], &[], &batch).unwrap();
+        let total = sum.student[0].abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
+        let items = loss.items(&batch).unwrap();
+        // Of a mean of squares, all gradients together are twice as long.
+        assert!((f64::from(total) / items - 2.0).abs() < 1e-5, "{dims:?}: {total} of {items}");
+        f64::from(sum.value.to_scalar::<f32>().unwrap()) / items
+    }
+
+    #[test]
+    fn every_kind_of_value_is_a_mean() {
+        let ids = ("input_ids", Tensor::ones((2, 5), DType::I64, &Device::Cpu).unwrap());
+        let mask = ("attention_mask", Tensor::new(&[[1i64, 1, 1, 1, 0], [1, 0, 0, 0, 0]], &Device::Cpu).unwrap());
+        let pixels = ("pixel_values", Tensor::ones((2, 3, 4, 4), DType::F32, &Device::Cpu).unwrap());
+        for (by_token, dims, inputs) in [
+            (true, &[2, 5, 3][..], &[ids.clone()][..]),
+            (true, &[2, 5, 3], &[ids.clone(), mask.clone()]),
+            (false, &[2, 3], &[ids, mask]),
+            (false, &[2, 197, 3], std::slice::from_ref(&pixels)),
+            (false, &[2, 3, 7, 5], std::slice::from_ref(&pixels)),
+        ] {
+            assert!((mean(by_token, dims, inputs) - 1.0).abs() < 1e-6, "{dims:?}");
+        }
     }
 }

@@ -331,6 +331,8 @@ impl Head {
         let back = found.next().flatten();
         for (name, gradient) in self.parameters.iter().zip(found) {
             let Some(gradient) = gradient else { continue };
+            // Many rows at a time are added up, which 16 bits are too few for.
+            let gradient = gradient.to_dtype(DType::F32)?;
             match sums.iter_mut().find(|(other, _)| other == name) {
                 Some((_, sum)) => *sum = (&*sum + gradient)?,
                 None => sums.push((name.clone(), gradient)),
@@ -340,5 +342,23 @@ impl Head {
             Some(back) => Ok(back),
             None => candle_core::bail!("a linear layer gave no gradient"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A thousand gradients that are too small beside their sum for 16 bits.
+    #[test]
+    fn gradients_of_many_rows_add_up_in_32_bits() {
+        let tensor = |value: f64, dims: (usize, usize)| (Tensor::ones(dims, DType::BF16, &Device::Cpu).unwrap() * value).unwrap();
+        let head = Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() };
+        let parameters = Parameters::of([("w".to_owned(), tensor(1.0, (4, 2)))].into(), DType::BF16);
+        let mut sums = Vec::new();
+        for _ in 0..1000 {
+            head.back(&tensor(1.0, (1, 2)), &tensor(1.0, (1, 4)), &parameters, &|_| true, &mut sums).unwrap();
+        }
+        assert_eq!(transfer::values::<f32>(&sums[0].1, Cause::Step).unwrap(), [1000.0; 8]);
     }
 }

@@ -22,8 +22,16 @@ pub(super) fn tokens(batch: &Batch) -> Result<f64> {
     }
 }
 
-/// 1 for each token of a value `[batch, sequence]`, and 0 for padding.
-pub(super) fn weights(value: &Tensor, batch: &Batch) -> Result<Tensor> {
+/// Whether samples are sequences of tokens.
+pub(super) fn are_tokens(batch: &Batch) -> bool {
+    batch.inputs.contains_key("input_ids") || batch.inputs.contains_key("attention_mask")
+}
+
+/// What each place of a value `[batch, ...]` counts: a token 1, padding 0; where places are no tokens, all those of a sample 1 together.
+pub(super) fn weights(value: &Tensor, batch: &Batch, by_token: bool) -> Result<Tensor> {
+    if !by_token {
+        return value.ones_like()? / (value.elem_count() / value.dim(0)?.max(1)).max(1) as f64;
+    }
     match of(batch, value.device())?.filter(|mask| mask.dims() == value.dims()) {
         Some(mask) => Ok(mask),
         None => value.ones_like(),

@@ -234,7 +234,7 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
     fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
         let spared = self.spare_vectors && parameter.rank() <= 1;
         let now = Now { rate, step: step.max(1), weight_decay: if spared { 0.0 } else { self.weight_decay } };
-        self.step(name, parameter, gradient, now).map_err(|e| Error::tensor(name, format!("the optimizer cannot change it: {e}"), ""))
+        self.step(name, parameter, gradient, now).map_err(|e| Error::computed(format!("the optimizer's step of `{name}`"), e))
     }
 
     fn state(&self) -> BTreeMap<String, Tensor> {
