@@ -223,6 +223,9 @@ impl Trainer<'_> {
             for (name, statistic) in &statistics {
                 state.train.weights.follow(name, statistic)?;
             }
+            if !statistics.is_empty() && self.team.size() > 1 {
+                state.train.weights.share_statistics(self.graph, self.team)?;
+            }
             if let Some(average) = &mut state.train.average {
                 average.update(&state.train.weights.trained)?;
             }
@@ -266,7 +269,8 @@ impl Trainer<'_> {
             Every::Steps(steps) => number.is_multiple_of(steps),
             Every::Minutes(minutes) => state.saved.elapsed().as_secs_f64() >= 60.0 * minutes,
         };
-        let interrupted = self.team.stopped(self.around.work.cancel)?;
+        // Clocks differ: that of the first process counts.
+        let (interrupted, due) = self.team.stopped(self.around.work.cancel, due)?;
         if (due && number < state.total) || interrupted {
             self.save(state)?;
         }
@@ -310,15 +314,17 @@ impl Trainer<'_> {
     fn evaluate(&self, state: &mut State) -> Result<()> {
         let Some(evaluate) = self.around.evaluate else { return Ok(()) };
         let current = state.train.current(self.graph);
-        let Some(score) = evaluate(state.train.weights, &current)? else { return Ok(()) };
-        let better = |value: f64, other: f64| if lower_is_better(&score.metric) { value < other } else { value > other };
-        let best = state.train.position.evaluations.iter().all(|other| better(score.value, other.value));
-        state.train.position.evaluations.push(Evaluation { step: state.train.position.step, metric: score.metric.clone(), value: score.value });
+        // Bits of numbers that may be none.
+        let score = self.team.told(|| Ok(evaluate(state.train.weights, &current)?.map(|score| (score.metric, score.value.to_bits()))))?;
+        let Some((metric, value)) = score.map(|(metric, bits)| (metric, f64::from_bits(bits))) else { return Ok(()) };
+        let better = |value: f64, other: f64| if lower_is_better(&metric) { value < other } else { value > other };
+        let best = state.train.position.evaluations.iter().all(|other| better(value, other.value));
+        state.train.position.evaluations.push(Evaluation { step: state.train.position.step, metric: metric.clone(), value });
         state.train.position.waited = if best { 0 } else { state.train.position.waited + 1 };
         if best {
             state.train.keep_best(current)?;
         }
-        self.around.work.progress.on(Event::Message(&format!("{} {:.4}", score.metric, score.value)));
+        self.around.work.progress.on(Event::Message(&format!("{metric} {value:.4}")));
         Ok(())
     }
 

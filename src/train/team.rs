@@ -5,10 +5,12 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::work::Cancel;
 
 /// How long others may write a checkpoint or evaluate.
@@ -101,17 +103,25 @@ impl Team {
         communicator::average_gradients(&mut **self.communicator.borrow_mut(), gradients)
     }
 
-    /// Whether any process has been told to stop.
+    /// Whether any process has been told to stop, and what the first one says of something that is `due`.
     ///
     /// # Errors
     /// Another process is gone.
-    pub fn stopped(&self, cancel: &Cancel) -> Result<bool> {
+    pub fn stopped(&self, cancel: &Cancel, due: bool) -> Result<(bool, bool)> {
         let here = cancel.check().is_err();
-        let mut communicator = self.communicator.borrow_mut();
-        if communicator.size() == 1 {
-            return Ok(here);
-        }
-        Ok(communicator.gather_bytes(&[u8::from(here)])?.iter().any(|bytes| bytes.first() == Some(&1)))
+        let all = self.communicator.borrow_mut().gather_bytes(&[u8::from(here), u8::from(due)])?;
+        Ok((all.iter().any(|bytes| bytes.first() == Some(&1)), all.first().is_some_and(|bytes| bytes.get(1) == Some(&1))))
+    }
+
+    /// What the first process finds, on all of them; the others do not look for it, and wait however long it takes.
+    ///
+    /// # Errors
+    /// Those of `find`; another process is gone.
+    pub fn told<T: Serialize + DeserializeOwned>(&self, find: impl FnOnce() -> Result<T>) -> Result<T> {
+        let failed = |e| Error::run("what the first process has found", e, "");
+        let own = if self.rank() == 0 { serde_json::to_vec(&find()?).map_err(failed)? } else { Vec::new() };
+        let all = self.gather_patiently(&own)?;
+        serde_json::from_slice(all.first().map_or(&[], Vec::as_slice)).map_err(failed)
     }
 
     /// Shares the optimizer's state out.

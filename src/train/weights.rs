@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::Team;
 use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
@@ -284,6 +285,18 @@ impl Weights {
             let moved = || (stored.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(stored.dtype())?.affine(MOMENTUM, 0.0)?)?.contiguous();
             *stored = moved().map_err(failed(name))?;
         }
+        Ok(())
+    }
+
+    /// Gives all processes the same statistics: the means of what each has.
+    ///
+    /// # Errors
+    /// Memory runs out, or another process is gone.
+    pub fn share_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
+        let statistics = statistics(graph);
+        let mut means = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str())).map(|(name, own)| (name.clone(), own.clone())).collect();
+        team.average(&mut means)?;
+        self.fixed.append(&mut means);
         Ok(())
     }
 

@@ -110,6 +110,10 @@ mod tests {
 
     pub(super) const SECOND: Duration = Duration::from_secs(1);
 
+    pub(super) fn place(rank: usize, size: usize, ports: &[u16]) -> Place {
+        Place { rank, size, local_rank: 0, address: "127.0.0.1".into(), ports: ports.to_vec(), run: 7 }
+    }
+
     /// What each of several ranks, in threads of this process, makes.
     pub(super) fn together<T: Send>(size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
         together_within(60 * SECOND, size, work)
@@ -117,10 +121,10 @@ mod tests {
 
     pub(super) fn together_within<T: Send>(patience: Duration, size: usize, work: impl Fn(Sockets) -> Result<T> + Sync) -> Vec<Result<T>> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (address, work) = (listener.local_addr().unwrap(), &work);
+        let (port, work) = (listener.local_addr().unwrap().port(), &work);
         thread::scope(|scope| {
-            let host = scope.spawn(move || work(Sockets::host(&listener, size, patience)?));
-            let others: Vec<_> = (1..size).map(|rank| scope.spawn(move || work(Sockets::join(address, rank, size, patience)?))).collect();
+            let host = scope.spawn(move || work(Sockets::host(&listener, &place(0, size, &[port]), patience)?));
+            let others: Vec<_> = (1..size).map(|rank| scope.spawn(move || work(Sockets::join(&place(rank, size, &[port]), patience)?))).collect();
             std::iter::once(host).chain(others).map(|thread| thread.join().unwrap()).collect()
         })
     }
@@ -140,7 +144,7 @@ mod tests {
     #[test]
     fn places_are_opened() {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let place = |rank, size| Place { rank, size, local_rank: 0, address: "127.0.0.1".into(), port };
+        let place = |rank, size| place(rank, size, &[port]);
         let mut alone = open(&place(0, 1), &Device::Cpu, SECOND).unwrap();
         assert_eq!((alone.size(), alone.gather_bytes(b"x").unwrap()), (1, vec![b"x".to_vec()]));
         let other = thread::spawn({
