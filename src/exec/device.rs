@@ -53,6 +53,16 @@ impl Choice {
     /// # Errors
     /// A GPU is asked for, and there is none, or this build cannot use it.
     pub fn open(self) -> Result<Device> {
+        self.open_for(0)
+    }
+
+    /// Opens the device of one of several processes on this machine: each takes the next GPU by its number there, and begins again
+    /// behind the last.
+    ///
+    /// # Errors
+    /// As [`open`](Choice::open).
+    pub fn open_for(self, local_rank: usize) -> Result<Device> {
+        let gpu = |first| gpu(beside(first, local_rank, count()));
         match self {
             Choice::Cpu => Ok(Device::Cpu),
             Choice::Strict => {
@@ -62,7 +72,7 @@ impl Choice {
             }
             // Why there is none is told by `reason`.
             Choice::Auto => Ok(gpu(0).unwrap_or(Device::Cpu)),
-            Choice::Cuda(number) => gpu(number),
+            Choice::Cuda(first) => gpu(first),
         }
     }
 
@@ -90,6 +100,21 @@ pub fn name(device: &Device) -> (String, Option<String>) {
     }
 }
 
+/// The number of a process's GPU, of so many that it sees: perhaps its own alone.
+fn beside(first: usize, local_rank: usize, count: usize) -> usize {
+    let number = first.saturating_add(local_rank);
+    if local_rank == 0 { number } else { number.checked_rem(count).unwrap_or(number) }
+}
+
+/// How many GPUs there are.
+fn count() -> usize {
+    #[cfg(feature = "cuda")]
+    let count = candle_core::cuda_backend::cudarc::driver::CudaContext::device_count().map_or(0, |count| usize::try_from(count).unwrap_or(0));
+    #[cfg(not(feature = "cuda"))]
+    let count = 0;
+    count
+}
+
 fn gpu(number: usize) -> Result<Device> {
     let what = Choice::Cuda(number);
     if !candle_core::utils::cuda_is_available() {
@@ -112,6 +137,17 @@ mod tests {
         for text in ["", "gpu", "cuda:", "cuda:x", "cuda:-1"] {
             assert!(text.parse::<Choice>().unwrap_err().is_misuse(), "{text}");
         }
+    }
+
+    #[test]
+    fn processes_on_a_machine_take_one_gpu_each() {
+        let numbers = |first, count| (0..4).map(|rank| beside(first, rank, count)).collect::<Vec<_>>();
+        assert_eq!(numbers(0, 4), [0, 1, 2, 3]);
+        assert_eq!(numbers(1, 4), [1, 2, 3, 0]);
+        // A launcher that shows every process its own alone.
+        assert_eq!(numbers(0, 1), [0; 4]);
+        // What is asked for of one process is what it gets, or is refused.
+        assert_eq!(beside(7, 0, 2), 7);
     }
 
     #[test]

@@ -152,7 +152,7 @@ impl Pipeline {
         let subject = Subject::of(model.clone())?;
         let open = |(key, options): (&'static str, &Data)| Ok((key, DataSet::open(options, subject.target())?));
         let opened = options.into_iter().map(open).collect::<Result<_>>()?;
-        running.device.open()?;
+        self.open_device()?;
         let onnxruntime = running.evaluate.as_ref().is_some_and(|evaluate| evaluate.runtime.contains(&Runtime::OnnxRuntime));
         if onnxruntime && self.onnx().is_none() {
             return Err(Error::option("evaluate", "`runtime: [onnxruntime]` needs `onnx` among the exports"));
@@ -173,10 +173,16 @@ impl Pipeline {
         self.open_data(model)?.into_iter().map(|(key, data)| Ok((key, data.count()?))).collect()
     }
 
+    /// The device of this process: what the environment contradicts itself in is told where processes meet.
+    fn open_device(&self) -> Result<Device> {
+        let place = Place::from_environment().ok().flatten();
+        self.running.device.open_for(place.map_or(0, |place| place.local_rank))
+    }
+
     /// The device that models run on, where any does.
     fn used_device(&self) -> Result<Option<Device>> {
         let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.running.evaluates();
-        used.then(|| self.running.device.open()).transpose()
+        used.then(|| self.open_device()).transpose()
     }
 
     /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
@@ -221,7 +227,7 @@ impl Pipeline {
         }
         let running = &self.running;
         let mut context =
-            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: running.device.open()? };
+            Context { workplace: None, resume: self.resume, work: self.work(), seed: self.seed, data: &running.data, device: self.open_device()? };
         if let Some(reason) = running.device.reason() {
             context.work.progress.on(Event::Message(&reason));
         }
