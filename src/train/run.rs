@@ -141,6 +141,10 @@ impl Trainer<'_> {
     /// Samples do not fit, the loss is not finite, memory is too small for a single sample, or the work is interrupted; then
     /// it can go on from the last checkpoint.
     pub fn run(&self, weights: &mut Weights) -> Result<Trained> {
+        self.train(weights).inspect_err(|error| self.team.stop(error))
+    }
+
+    fn train(&self, weights: &mut Weights) -> Result<Trained> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
         let home = if self.options.offload.contains(&Offload::Optimizer) { Device::Cpu } else { self.device.clone() };
         self.team.agree("model, data or options", &self.around.identity)?;

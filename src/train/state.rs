@@ -120,7 +120,10 @@ impl TrainState<'_> {
             checkpoint::save(&path(folder), &self.position, &tensors)?;
         }
         team.wait()?;
-        if rank > 0 && team.shares_out() { remove_older(folder, step, rank) } else { Ok(()) }
+        if rank > 0 && team.shares_out() {
+            remove_older(folder, step, rank);
+        }
+        Ok(())
     }
 
     /// Goes on from what lies in a folder; from nothing, where nothing does.
@@ -196,17 +199,13 @@ impl TrainState<'_> {
     }
 }
 
-/// Removes the shares of a process that are of other steps.
-fn remove_older(folder: &Path, step: u64, rank: usize) -> Result<()> {
-    let failed = || Error::io("remove", folder);
-    for entry in std::fs::read_dir(folder).map_err(failed())? {
-        let path = entry.map_err(failed())?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or("");
-        let own =
-            name.strip_prefix("checkpoint-").and_then(|rest| rest.split_once('-')).is_some_and(|(_, rest)| rest.split('.').next() == Some(&rank.to_string()));
-        if own && path != share_path(folder, step, rank) {
-            std::fs::remove_file(&path).map_err(Error::io("remove", &path))?;
+/// Removes the shares of a process that are of other steps; what is left of them does no harm.
+fn remove_older(folder: &Path, step: u64, rank: usize) {
+    let (own, end) = (share_path(folder, step, rank), format!("-{rank}.safetensors"));
+    for path in std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path()) {
+        let is_share = path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("checkpoint-") && name.ends_with(&end));
+        if is_share && path != own {
+            let _ = std::fs::remove_file(path);
         }
     }
-    Ok(())
 }

@@ -67,6 +67,11 @@ impl Team {
         self.gather_patiently(&[]).map(drop)
     }
 
+    /// Tells the others why this process stops.
+    pub fn stop(&self, error: &Error) {
+        self.communicator.borrow_mut().stop(&error.to_string());
+    }
+
     fn gather_patiently(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let mut communicator = self.communicator.borrow_mut();
         communicator.set_patience(ENDLESS)?;

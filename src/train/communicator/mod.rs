@@ -60,6 +60,9 @@ pub trait Communicator: Send {
         Ok(())
     }
 
+    /// Tells the others why this rank stops, and hangs up.
+    fn stop(&mut self, _reason: &str) {}
+
     /// Returns when all ranks have come here.
     ///
     /// # Errors

@@ -145,6 +145,10 @@ impl Communicator for Nccl {
         self.sockets.gather_bytes(bytes)
     }
 
+    fn stop(&mut self, reason: &str) {
+        self.sockets.stop(reason);
+    }
+
     fn set_patience(&mut self, patience: Duration) -> Result<()> {
         self.sockets.set_patience(patience)
     }

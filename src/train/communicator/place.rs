@@ -57,8 +57,8 @@ const LAUNCHERS: [Launcher; 4] = [
     },
     Launcher {
         rank: "SLURM_PROCID",
-        size: "SLURM_NTASKS",
-        local: Some(("SLURM_LOCALID", "SLURM_TASKS_PER_NODE")),
+        size: "SLURM_STEP_NUM_TASKS",
+        local: Some(("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
         machines: Some("SLURM_STEP_NODELIST"),
         run: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
     },
@@ -67,7 +67,7 @@ const LAUNCHERS: [Launcher; 4] = [
 
 impl Place {
     /// The place that torchrun and its like (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`), Open MPI (`OMPI_COMM_WORLD_…`), Slurm (`SLURM_PROCID`,
-    /// `SLURM_NTASKS`, `SLURM_LOCALID`) or an indexed job of Kubernetes (`JOB_COMPLETION_INDEX`, `WORLD_SIZE`) give, the first of
+    /// `SLURM_STEP_NUM_TASKS`, `SLURM_LOCALID`) or an indexed job of Kubernetes (`JOB_COMPLETION_INDEX`, `WORLD_SIZE`) give, the first of
     /// them that does. None where there is one process. A launcher inside a launcher, such as torchrun below Slurm, is the one that counts.
     ///
     /// Rank 0 is at `MASTER_ADDR`; without it, on the first machine that Slurm names, or on this one where all processes are. It listens
@@ -82,7 +82,7 @@ impl Place {
 
     fn from(get: impl Fn(&str) -> Option<String>) -> Result<Option<Place>> {
         let known: &dyn Fn(&str) -> bool = &|name| get(name).is_some();
-        // Slurm and Kubernetes count where they alone have started the process.
+        // Slurm and Kubernetes count where they alone have started the process; a script of Slurm's that starts it itself is no step.
         let Some(launcher) = LAUNCHERS.iter().find(|launcher| known(launcher.rank) && (known(launcher.size) || launcher.rank == "RANK")) else {
             return match number::<usize>(&get, "WORLD_SIZE")? {
                 Some(size) if size > 1 => Err(Error::option("WORLD_SIZE", format!("{size} processes, but RANK, which says which of them this is, is missing"))),
@@ -179,14 +179,22 @@ mod tests {
         let at = "MASTER_ADDR=host";
         assert_eq!(found(&format!("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 {at} MASTER_PORT=7")), Some((3, 4, 1, 7)));
         assert_eq!(found(&format!("OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 {at}")), Some((3, 4, 1, PORT)));
-        assert_eq!(found(&format!("SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1 {at}")), Some((3, 4, 1, PORT)));
+        assert_eq!(found(&format!("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=1 {at}")), Some((3, 4, 1, PORT)));
         assert_eq!(found(&format!("JOB_COMPLETION_INDEX=3 WORLD_SIZE=4 {at}")), Some((3, 4, 0, PORT)));
-        assert_eq!(found(&format!("RANK=3 WORLD_SIZE=4 SLURM_PROCID=1 SLURM_NTASKS=2 {at}")), Some((3, 4, 0, PORT)));
+        assert_eq!(found(&format!("RANK=3 WORLD_SIZE=4 SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 {at}")), Some((3, 4, 0, PORT)));
         assert_eq!(place(&format!("RANK=1 WORLD_SIZE=2 {at}")).unwrap().unwrap().address, "host");
         let address = |variables: &str| place(variables).unwrap().unwrap().address;
         assert_eq!(address("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=3 OMPI_COMM_WORLD_LOCAL_SIZE=3"), "127.0.0.1");
-        assert_eq!(address("SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=node[007-008]"), "node007");
-        for none in ["", "WORLD_SIZE=1", "RANK=0 WORLD_SIZE=1", "SLURM_PROCID=0 SLURM_NTASKS=1", "JOB_COMPLETION_INDEX=5", "MASTER_ADDR=host"] {
+        assert_eq!(address("SLURM_PROCID=3 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_TASKS_PER_NODE=2(x2) SLURM_STEP_NODELIST=node[007-008]"), "node007");
+        for none in [
+            "",
+            "WORLD_SIZE=1",
+            "RANK=0 WORLD_SIZE=1",
+            "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1",
+            "JOB_COMPLETION_INDEX=5",
+            "MASTER_ADDR=host",
+            "SLURM_PROCID=0 SLURM_NTASKS=2",
+        ] {
             assert_eq!(found(none), None, "{none}");
         }
     }
@@ -201,7 +209,7 @@ mod tests {
         assert!(high.len() == 8 && !high.contains(&65535), "{high:?}");
         assert_eq!(ports("RANK=0 WORLD_SIZE=2"), [PORT]);
         // Two runs on a machine begin elsewhere, all processes of one at the same place.
-        let slurm = |rank, job| ports(&format!("SLURM_PROCID={rank} SLURM_NTASKS=2 SLURM_JOB_ID={job} SLURM_STEP_ID=0"));
+        let slurm = |rank, job| ports(&format!("SLURM_PROCID={rank} SLURM_STEP_NUM_TASKS=2 SLURM_JOB_ID={job} SLURM_STEP_ID=0"));
         assert_eq!(slurm(0, 71), slurm(1, 71));
         assert_ne!(slurm(0, 71), slurm(0, 72));
     }
@@ -231,7 +239,7 @@ mod tests {
             ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=1 MASTER_ADDR=host", "LOCAL_RANK"),
             ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=host MASTER_PORT=70000", "MASTER_PORT"),
             ("RANK=0 WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 MASTER_ADDR=host", "OMPI_COMM_WORLD_RANK"),
-            ("SLURM_PROCID=0 SLURM_NTASKS=2 WORLD_SIZE=3 MASTER_ADDR=host", "WORLD_SIZE"),
+            ("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 WORLD_SIZE=3 MASTER_ADDR=host", "WORLD_SIZE"),
             ("JOB_COMPLETION_INDEX=4 WORLD_SIZE=4 MASTER_ADDR=host", "JOB_COMPLETION_INDEX"),
         ];
         for (variables, name) in wrong {

@@ -255,10 +255,7 @@ impl Sockets {
     /// Hangs up after an error, and says why, so that no rank waits for what will not come.
     fn or_stop<T>(&mut self, done: Result<T>) -> Result<T> {
         if let Err(error) = &done {
-            let text = error.to_string();
-            for mut peer in self.peers.drain(..) {
-                peer.refuse(&text);
-            }
+            self.stop(&error.to_string());
         }
         done
     }
@@ -409,6 +406,12 @@ impl Communicator for Sockets {
     fn gather_bytes(&mut self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let done = self.gathered(bytes);
         self.or_stop(done)
+    }
+
+    fn stop(&mut self, reason: &str) {
+        for mut peer in self.peers.drain(..) {
+            peer.refuse(reason);
+        }
     }
 
     fn set_patience(&mut self, patience: Duration) -> Result<()> {
