@@ -29,6 +29,7 @@ fn ranks<const COUNT: usize>() -> [Vec<(&'static str, String)>; COUNT] {
 struct Place {
     folder: tempfile::TempDir,
     cache: tempfile::TempDir,
+    model: PathBuf,
 }
 
 impl Place {
@@ -43,13 +44,39 @@ impl Place {
             ("labels".to_owned(), whole(labels, &[samples])),
         ]);
         candle_core::safetensors::save(&arrays, folder.path().join("train.safetensors")).unwrap();
-        Place { folder, cache: tempfile::tempdir().unwrap() }
+        Place { folder, cache: tempfile::tempdir().unwrap(), model: golden() }
+    }
+
+    /// Texts for a language model, without labels.
+    fn tokens(samples: usize) -> Place {
+        let place = Place { model: golden().with_file_name("llama-grouped-tied"), ..Place::new(samples) };
+        let path = place.at("train.safetensors");
+        let mut arrays = candle_core::safetensors::load(&path, &Device::Cpu).unwrap();
+        arrays.remove("labels");
+        candle_core::safetensors::save(&arrays, path).unwrap();
+        place
+    }
+
+    /// Images for a network with batch normalisation.
+    fn images(samples: usize) -> Place {
+        let place = Place { model: golden().with_file_name("torchvision-resnet18"), ..Place::new(0) };
+        let pixels: Vec<f32> = (0..samples * 3 * 33 * 17).map(|i| (i * 7919 % 1009) as f32 / 500.0 - 1.0).collect();
+        let labels: Vec<i64> = (0..samples as i64).map(|i| i % 2).collect();
+        let arrays = HashMap::from([
+            ("pixel_values".to_owned(), Tensor::from_vec(pixels, (samples, 3, 33, 17), &Device::Cpu).unwrap()),
+            ("labels".to_owned(), Tensor::from_vec(labels, samples, &Device::Cpu).unwrap()),
+        ]);
+        candle_core::safetensors::save(&arrays, place.folder.path().join("train.safetensors")).unwrap();
+        place
     }
 
     fn recipe(&self, options: &str) -> PathBuf {
+        self.recipe_with("train: { arrays: train.safetensors }", "finetune", options)
+    }
+
+    fn recipe_with(&self, data: &str, pass: &str, options: &str) -> PathBuf {
         let path = self.folder.path().join("recipe.yaml");
-        let model = golden();
-        let text = format!("model: {}\ndata: {{ train: {{ arrays: train.safetensors }} }}\npasses:\n  - finetune: {{ {options} }}\n", model.display());
+        let text = format!("model: {}\ndata: {{ {data} }}\npasses:\n  - {pass}: {{ {options} }}\n", self.model.display());
         std::fs::write(&path, text).unwrap();
         path
     }
@@ -95,10 +122,18 @@ impl Place {
         self.report(out)["passes"][0]["details"]["memory"]["peak_bytes"].as_u64().unwrap()
     }
 
-    fn weights(&self, out: &str) -> BTreeMap<String, Vec<f32>> {
-        let model = Model::open(self.folder.path().join(out)).unwrap();
-        model.weights.by_name.iter().map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
+    fn at(&self, out: &str) -> PathBuf {
+        self.folder.path().join(out)
     }
+
+    fn weights(&self, out: &str) -> BTreeMap<String, Vec<f32>> {
+        weights(&self.at(out))
+    }
+}
+
+fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
+    let model = Model::open(folder).unwrap();
+    model.weights.by_name.iter().map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
 }
 
 #[test]
@@ -138,14 +173,16 @@ fn steps_are_the_same_where_every_copy_counts() {
         ("finetune", "average: 0.9, evaluate_every: 2, offload: [optimizer], gradient_checkpointing: blocks", ""),
         ("finetune", "evaluate_every: 2, scales: learnable", "  - quantize-dynamic: {}\n"),
         ("distill", "student: { layers: [0] }, offload: [teacher], losses: { soft: { temperature: 2 }, hidden: 1, attention: 1 }, average: 0.9", ""),
+        ("distill a language model", "student: { layers: [0] }, offload: [teacher], losses: { soft: 1, hidden: 1, attention: 1 }", ""),
     ];
     for (pass, options, before) in cases {
-        let place = Place::new(24);
+        let place = if pass.contains("language") { Place::tokens(24) } else { Place::new(24) };
+        let pass = pass.split(' ').next().unwrap();
         let path = place.folder.path().join("recipe.yaml");
         let data = "data: { train: { arrays: train.safetensors }, evaluation: { arrays: train.safetensors } }";
         let comma = if options.is_empty() { "" } else { ", " };
         let options = format!("max_steps: 4, batch_size: 6, gradient_accumulation: 2, learning_rate: 1e-3{comma}{options}");
-        std::fs::write(&path, format!("model: {}\n{data}\npasses:\n{before}  - {pass}: {{ {options} }}\n", golden().display())).unwrap();
+        std::fs::write(&path, format!("model: {}\n{data}\npasses:\n{before}  - {pass}: {{ {options} }}\n", place.model.display())).unwrap();
         place.finish(place.start(&path, "kernels", &[], &[]));
         place.finish(place.start(&path, "strict", &["--device", "cpu:strict"], &[]));
         let (kernels, strict) = (place.weights("kernels"), place.weights("strict"));
@@ -200,8 +237,9 @@ fn a_training_of_three_goes_on_when_one_was_killed() {
     let shares = || std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.to_string_lossy().ends_with("-2.safetensors"));
     let kept: Vec<(PathBuf, Vec<u8>)> = shares().map(|path| (path.clone(), std::fs::read(&path).unwrap())).collect();
     kept.iter().for_each(|(path, _)| std::fs::remove_file(path).unwrap());
-    let [_, _, said] = resume();
-    assert!(said.contains("-2.safetensors") && said.contains("is missing"), "{said}");
+    for said in resume() {
+        assert!(said.contains("-2.safetensors") && said.contains("is missing"), "{said}");
+    }
     for (path, _) in &kept {
         // Of a step whose checkpoint was not finished, one may be missing.
         let _ = std::fs::copy(path.to_string_lossy().replace("-2.safetensors", "-1.safetensors"), path);
@@ -215,6 +253,63 @@ fn a_training_of_three_goes_on_when_one_was_killed() {
         assert!(values.iter().zip(&parts[name]).all(|(a, b)| a.to_bits() == b.to_bits()), "{name} differs");
     }
     assert_eq!(place.names(), ["parts", "recipe.yaml", "train.safetensors", "whole"]);
+}
+
+/// A run of one process with a batch, one of two batches one after the other, and one of two processes with a batch each.
+#[test]
+fn statistics_of_batches_are_those_of_all_processes() {
+    let place = Place::images(8);
+    let recipe = |more: &str| place.recipe(&format!("max_steps: 1, batch_size: 4, optimizer: sgd, learning_rate: 1e-12{more}"));
+    place.finish(place.start(&recipe(""), "first", &[], &[]));
+    place.finish(place.start(&recipe(", gradient_accumulation: 2"), "both", &[], &[]));
+    let path = recipe("");
+    ranks::<2>().map(|rank| place.start(&path, "two", &[], &rank)).into_iter().for_each(|child| place.finish(child));
+    let [before, first, both, two] = [place.model.clone(), place.at("first"), place.at("both"), place.at("two")].map(|folder| weights(&folder));
+    let mut seen = 0;
+    for (name, values) in two.iter().filter(|(name, _)| name.contains("running_")) {
+        for (at, found) in values.iter().enumerate() {
+            // Each run moves what is stored by a tenth of the way to the statistics of its batches.
+            let expected = (0.1 * first[name][at] + 0.9 * before[name][at] + both[name][at]) / 2.0;
+            assert!((found - expected).abs() < 1e-5 * expected.abs().max(1.0), "{name}: {found} instead of {expected}");
+            seen += usize::from((found - first[name][at]).abs() > 1e-6);
+        }
+    }
+    assert!(seen > 10, "the second process has other samples");
+}
+
+/// The others have no samples to evaluate on; they stop when the first one does.
+#[test]
+fn the_first_of_three_processes_evaluates_for_all() {
+    let place = Place::new(32);
+    let options = "max_steps: 40, batch_size: 4, optimizer: sgd, learning_rate: 1e-12, evaluate_every: 2, patience: 2, shard_optimizer: true";
+    let train = "train: { arrays: train.safetensors }";
+    let [first, second, third] = ranks::<3>();
+    let with = place.recipe_with(&format!("{train}, evaluation: {{ arrays: train.safetensors }}"), "finetune", options);
+    let alone = place.folder.path().join("alone.yaml");
+    std::fs::rename(&with, &alone).unwrap();
+    let (with, alone) = (alone, place.recipe_with(train, "finetune", options));
+    let children = [(&with, first), (&alone, second), (&alone, third)].map(|(recipe, rank)| place.start(recipe, "out", &[], &rank));
+    children.into_iter().for_each(|child| place.finish(child));
+    let report = place.report("out");
+    assert_eq!(report["passes"][0]["details"]["training"]["steps"], 6, "{report}");
+    assert!(report.to_string().contains("stopped early after step 6"), "{report}");
+}
+
+/// Each process asks for other samples, and reads what others have asked for.
+#[test]
+fn processes_keep_the_answers_of_their_teacher_side_by_side() {
+    let place = Place::new(24);
+    let options = "student: { layers: [0] }, losses: { soft: 1 }, teacher_cache: answers, teacher_top: 1, epochs: 2, batch_size: 4, optimizer: sgd";
+    let recipe = place.recipe_with("train: { arrays: train.safetensors }", "distill", options);
+    let size = |entry: std::fs::DirEntry| (entry.file_name(), entry.metadata().unwrap().len());
+    let files = || std::fs::read_dir(place.at("answers")).unwrap().map(|entry| size(entry.unwrap())).collect::<BTreeMap<_, _>>();
+    let mut sizes = Vec::new();
+    for out in ["asked", "kept"] {
+        ranks::<2>().map(|rank| place.start(&recipe, out, &[], &rank)).into_iter().for_each(|child| place.finish(child));
+        sizes.push(files());
+    }
+    assert_eq!(sizes[0], sizes[1], "nothing is asked twice");
+    assert_eq!(place.weights("asked"), place.weights("kept"));
 }
 
 #[test]
