@@ -306,31 +306,30 @@ fn shaped(e: candle_core::Error) -> Error {
     Error::option("data", e)
 }
 
-/// Samples that are nothing but their numbers, in the input `number`.
-#[cfg(test)]
-pub(crate) fn numbered(count: usize) -> DataSet {
-    struct Numbers(usize);
-
-    impl SampleSource for Numbers {
-        fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
-            let make = |numbers: &[u32]| {
-                let tensor = Tensor::new(numbers, &candle_core::Device::Cpu).map_err(shaped)?;
-                Ok(Batch { inputs: [("number".to_owned(), tensor)].into(), references: References::None, samples: numbers.len() })
-            };
-            Ok(in_batches((0..self.0 as u32).map(Ok), 4, 4, order, make))
-        }
-
-        fn count(&self) -> Result<usize> {
-            Ok(self.0)
-        }
-    }
-
-    DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, description: "numbers".into(), count: OnceLock::new() }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Samples that are nothing but their numbers, in the input `number`.
+    fn numbered(count: usize) -> DataSet {
+        struct Numbers(usize);
+
+        impl SampleSource for Numbers {
+            fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+                let make = |numbers: &[u32]| {
+                    let tensor = Tensor::new(numbers, &candle_core::Device::Cpu).map_err(shaped)?;
+                    Ok(Batch { inputs: [("number".to_owned(), tensor)].into(), references: References::None, samples: numbers.len() })
+                };
+                Ok(in_batches((0..self.0 as u32).map(Ok), 4, 4, order, make))
+            }
+
+            fn count(&self) -> Result<usize> {
+                Ok(self.0)
+            }
+        }
+
+        DataSet { source: Box::new(Numbers(count)), task: Task::Fidelity, description: "numbers".into(), count: OnceLock::new() }
+    }
 
     #[test]
     fn processes_share_all_batches_but_those_that_not_all_can_have() {

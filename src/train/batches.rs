@@ -99,15 +99,28 @@ impl<'d> Batches<'d> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::data::numbered;
+    use crate::data::{Data, Target};
     use crate::exec::transfer;
+    use crate::ir::{Element, Port};
+
+    /// Samples that are nothing but their numbers.
+    fn numbered(count: usize) -> (tempfile::TempDir, DataSet) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("numbers.safetensors");
+        let numbers = candle_core::Tensor::from_vec((0..count as u32).collect(), (count, 1), &candle_core::Device::Cpu).unwrap();
+        candle_core::safetensors::save(&[("number".to_owned(), numbers)].into(), &path).unwrap();
+        let inputs = [Port { name: "number".into(), element: Element::Int, shape: vec![None, Some(1)] }];
+        let target = Target { folder: folder.path(), config: &serde_json::Map::new(), inputs: &inputs, outputs: &[] };
+        let data = DataSet::open(&Data { arrays: Some(path), ..Data::default() }, target).unwrap();
+        (folder, data)
+    }
 
     /// Epoch and sample numbers of every step, with the place behind it.
-    fn steps(count: usize, size: usize, options: &Training, part: (usize, usize), from: (Cursor, u64)) -> Vec<(Cursor, Vec<u32>)> {
-        let data = numbered(count);
+    fn steps(count: usize, size: usize, options: &Training, part: (usize, usize), from: (Cursor, u64)) -> Vec<(Cursor, Vec<i64>)> {
+        let (_folder, data) = numbered(count);
         let batches = Batches::new(&data, size, options, 3, part).unwrap();
         let mut seen = Vec::new();
-        let read = |batch: &Batch| transfer::read::<u32>(&batch.inputs["number"]).unwrap();
+        let read = |batch: &Batch| transfer::read::<i64>(&batch.inputs["number"]).unwrap();
         let consume = |samples: Samples| {
             seen.push((samples.next, samples.batches.iter().flat_map(read).collect()));
             Ok(ControlFlow::Continue(()))
@@ -126,7 +139,7 @@ mod tests {
         for (count, size, together, expected) in [(10, 8, 1, 2), (65, 16, 1, 4), (65, 16, 3, 2), (1, 16, 1, 1), (12, 1, 5, 3), (48, 16, 2, 2)] {
             let all = steps(count, size, &epochs(1, together), (0, 1), Default::default());
             assert_eq!(all.len(), expected, "{count} samples, {size} at a time, {together} together");
-            let mut numbers: Vec<u32> = all.iter().flat_map(|(_, numbers)| numbers.clone()).collect();
+            let mut numbers: Vec<i64> = all.iter().flat_map(|(_, numbers)| numbers.clone()).collect();
             numbers.sort_unstable();
             numbers.dedup();
             // A single sample behind whole batches is left out.
@@ -156,7 +169,7 @@ mod tests {
             for step in 0..all[0].len() {
                 let places: Vec<Cursor> = all.iter().map(|own| own[step].0).collect();
                 assert!(places.iter().all(|place| *place == places[0]), "{places:?}");
-                let mut numbers: Vec<u32> = all.iter().flat_map(|own| own[step].1.clone()).collect();
+                let mut numbers: Vec<i64> = all.iter().flat_map(|own| own[step].1.clone()).collect();
                 let count = numbers.len();
                 numbers.sort_unstable();
                 numbers.dedup();
@@ -168,7 +181,7 @@ mod tests {
     #[test]
     fn what_cannot_be_shared_out_is_refused() {
         for (count, processes, said) in [(0, 1, "no samples"), (16, 2, "fewer batches"), (0, 2, "fewer batches")] {
-            let data = numbered(count);
+            let (_folder, data) = numbered(count);
             let batches = Batches::new(&data, 16, &epochs(1, 1), 3, (0, processes)).unwrap();
             let error = batches.for_each_step(Cursor::default(), 0, |_| Ok(ControlFlow::Continue(()))).unwrap_err().to_string();
             assert!(error.contains(said), "{error}");

@@ -23,12 +23,6 @@ pub type Tensors = BTreeMap<String, Tensor>;
 /// Tensors one after the other, so that a whole state is in memory once: where it goes to.
 pub type Stream<'a> = dyn Iterator<Item = Result<(String, Tensor)>> + 'a;
 
-/// Tensors that are in memory as such a stream.
-#[cfg(test)]
-pub fn stream(tensors: Tensors) -> impl Iterator<Item = Result<(String, Tensor)>> {
-    tensors.into_iter().map(Ok)
-}
-
 /// Tensors with a prefix to their names.
 pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, Tensor)> {
     tensors.into_iter().map(move |(name, tensor)| (format!("{prefix}{name}"), tensor))

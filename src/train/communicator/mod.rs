@@ -7,6 +7,7 @@ mod alone;
 #[cfg(feature = "nccl")]
 mod nccl;
 mod place;
+mod rendezvous;
 mod shared;
 mod sockets;
 

@@ -4,37 +4,33 @@
 //! hangs up.
 
 use std::io::{self, Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
+use std::net::TcpStream;
+use std::time::Duration;
 
 use candle_core::{Device, Tensor};
 
 use super::super::floats;
-use super::{Communicator, Place};
+use super::Communicator;
+use super::rendezvous::INTRODUCTION;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
-const GREETING: &[u8; 8] = b"compress";
 /// Bytes that are read or written at once.
 const PIECE: usize = 1 << 18;
 /// The most bytes that are taken from a rank which says how many they are.
 const MOST: u64 = 1 << 30;
-/// Time for a connection to say what it is; others wait meanwhile.
-const INTRODUCTION: Duration = Duration::from_secs(5);
-
 const SUM: u8 = 1;
 const BROADCAST: u8 = 2;
 const GATHER: u8 = 3;
 const FAILURE: u8 = 4;
-const WELCOME: u8 = 5;
+pub(super) const WELCOME: u8 = 5;
 
 /// One connection.
-struct Peer {
-    rank: usize,
-    address: String,
-    stream: TcpStream,
-    patience: Duration,
+pub(super) struct Peer {
+    pub rank: usize,
+    pub address: String,
+    pub stream: TcpStream,
+    pub patience: Duration,
 }
 
 impl Peer {
@@ -42,7 +38,7 @@ impl Peer {
         Error::run(format!("rank {} at {}", self.rank, self.address), reason.to_string(), "look at what that process has written last")
     }
 
-    fn broken(&self, error: &io::Error) -> Error {
+    pub fn broken(&self, error: &io::Error) -> Error {
         match error.kind() {
             io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.failed(format!("said nothing for {} s", self.patience.as_secs_f64())),
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::ConnectionAborted | io::ErrorKind::BrokenPipe => {
@@ -52,13 +48,13 @@ impl Peer {
         }
     }
 
-    fn send_header(&mut self, kind: u8, length: u64) -> Result<()> {
+    pub fn send_header(&mut self, kind: u8, length: u64) -> Result<()> {
         let mut header = [kind; 9];
         header[1..].copy_from_slice(&length.to_le_bytes());
         self.send(&header)
     }
 
-    fn send(&mut self, bytes: &[u8]) -> Result<()> {
+    pub fn send(&mut self, bytes: &[u8]) -> Result<()> {
         let Err(error) = self.stream.write_all(bytes) else { return Ok(()) };
         let silent = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut);
         // What it said before it went is the better reason.
@@ -66,7 +62,7 @@ impl Peer {
     }
 
     /// Says why it hangs up; whether that arrives no longer matters.
-    fn refuse(&mut self, reason: &str) {
+    pub fn refuse(&mut self, reason: &str) {
         let message = [&[FAILURE], &(reason.len() as u64).to_le_bytes()[..], reason.as_bytes()].concat();
         let _ = self.stream.set_write_timeout(Some(INTRODUCTION));
         let _ = self.stream.write_all(&message);
@@ -82,7 +78,7 @@ impl Peer {
         Ok(())
     }
 
-    fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
+    pub fn read(&mut self, bytes: &mut [u8]) -> Result<()> {
         let read = self.stream.read_exact(bytes);
         read.map_err(|e| self.broken(&e))
     }
@@ -109,7 +105,7 @@ impl Peer {
     }
 
     /// The header of the message that is due.
-    fn due(&mut self, kind: u8, length: Option<u64>) -> Result<u64> {
+    pub fn due(&mut self, kind: u8, length: Option<u64>) -> Result<u64> {
         let (other, bytes) = self.header()?;
         if other != kind || length.is_some_and(|length| length != bytes) || bytes > length.unwrap_or(MOST) {
             let due = length.map_or(String::new(), |length| format!(" of {length} bytes"));
@@ -143,13 +139,14 @@ fn name(kind: u8) -> &'static str {
 
 /// A rank of several that are connected by TCP.
 pub struct Sockets {
-    rank: usize,
-    size: usize,
+    pub(super) rank: usize,
+    pub(super) size: usize,
     /// Of rank 0 all others, in order; of others rank 0.
-    peers: Vec<Peer>,
+    pub(super) peers: Vec<Peer>,
 }
 
-fn prepared(stream: &TcpStream, patience: Duration) -> io::Result<()> {
+/// Sets how long a connection may say nothing.
+pub(super) fn prepared(stream: &TcpStream, patience: Duration) -> io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(Some(patience))?;
@@ -157,96 +154,6 @@ fn prepared(stream: &TcpStream, patience: Duration) -> io::Result<()> {
 }
 
 impl Sockets {
-    /// Waits for the other ranks, as rank 0, or looks for rank 0, for as long as `patience`; which is also how long a rank may say
-    /// nothing when something of it is due.
-    ///
-    /// # Errors
-    /// Ranks that have not come, by number; an address that cannot be used.
-    pub fn open(place: &Place, patience: Duration) -> Result<Sockets> {
-        if place.rank > 0 {
-            return Sockets::join(place, patience);
-        }
-        // The name may be that of a service in front of this machine, which cannot be listened on.
-        let listen = |port: u16| TcpListener::bind((place.address.as_str(), port)).or_else(|_| TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)));
-        let mut listeners = place.ports.iter().map(|port| listen(*port));
-        let first = listeners.next().unwrap_or_else(|| Err(io::ErrorKind::AddrNotAvailable.into()));
-        let listener = first.or_else(|e| listeners.find_map(io::Result::ok).ok_or(e));
-        let refused = |e| Error::run(format!("{} of rank 0", ports(place)), format!("cannot be listened on: {e}"), "choose another MASTER_PORT");
-        Sockets::host(&listener.map_err(refused)?, place, patience)
-    }
-
-    /// Rank 0 behind a listener.
-    ///
-    /// # Errors
-    /// Ranks that have not come in time, by number.
-    pub fn host(listener: &TcpListener, place: &Place, patience: Duration) -> Result<Sockets> {
-        let size = place.size;
-        let failed = |e: io::Error| Error::run("rank 0", format!("cannot listen: {e}"), "");
-        listener.set_nonblocking(true).map_err(failed)?;
-        let start = Instant::now();
-        let mut found: Vec<Option<Peer>> = (1..size).map(|_| None).collect();
-        while found.iter().any(Option::is_none) {
-            match listener.accept() {
-                Ok((stream, address)) => {
-                    // Whoever else has found the port is not waited for.
-                    if let Some(mut peer) = introduced(stream, address, place, patience) {
-                        let place = &mut found[peer.rank - 1];
-                        if place.is_some() {
-                            peer.refuse(&format!("rank {} is there already", peer.rank));
-                        } else if peer.send_header(WELCOME, 0).is_ok() {
-                            *place = Some(peer);
-                        }
-                    }
-                }
-                Err(_) if start.elapsed() < patience => sleep(Duration::from_millis(10)),
-                Err(_) => {
-                    let missing: Vec<String> = (1..size).filter(|rank| found[rank - 1].is_none()).map(|rank| rank.to_string()).collect();
-                    let address = listener.local_addr().map_or(String::new(), |address| format!(" to {address}"));
-                    let reason = format!("of {size} have not come{address} within {} s", patience.as_secs_f64());
-                    return Err(Error::run(format!("ranks {}", missing.join(", ")), reason, "start all processes with the same MASTER_ADDR and MASTER_PORT"));
-                }
-            }
-        }
-        let mut host = Sockets { rank: 0, size, peers: found.into_iter().flatten().collect() };
-        host.barrier()?;
-        Ok(host)
-    }
-
-    /// Another rank, which looks for rank 0.
-    ///
-    /// # Errors
-    /// Rank 0 is not there in time, or does not take this rank.
-    pub fn join(place: &Place, patience: Duration) -> Result<Sockets> {
-        let start = Instant::now();
-        let mut reason = String::new();
-        loop {
-            for port in &place.ports {
-                let address = (place.address.as_str(), *port);
-                let found = address.to_socket_addrs().and_then(|mut addresses| {
-                    addresses.find_map(|a| TcpStream::connect_timeout(&a, INTRODUCTION).ok()).ok_or(io::ErrorKind::ConnectionRefused.into())
-                });
-                match found.map(|stream| greeted(stream, place, patience)) {
-                    Ok(Ok(host)) => {
-                        let mut joined = Sockets { rank: place.rank, size: place.size, peers: vec![host] };
-                        joined.barrier()?;
-                        return Ok(joined);
-                    }
-                    // Of several ports, others may be somebody else's.
-                    Ok(Err(e)) if place.ports.len() == 1 => return Err(e),
-                    Ok(Err(e)) => reason = e.to_string(),
-                    Err(e) if reason.is_empty() => reason = e.to_string(),
-                    Err(_) => {}
-                }
-            }
-            if start.elapsed() >= patience {
-                let what = format!("rank 0 at {}, {}", place.address, ports(place));
-                let reason = format!("is not there after {} s: {reason}", patience.as_secs_f64());
-                return Err(Error::run(what, reason, "start all processes with the same MASTER_ADDR and MASTER_PORT"));
-            }
-            sleep(Duration::from_millis(50));
-        }
-    }
-
     /// Where rank 0 is seen, and where it sees the others.
     pub fn addresses(&self) -> impl Iterator<Item = &str> {
         self.peers.iter().map(|peer| peer.address.as_str())
@@ -345,47 +252,6 @@ impl Sockets {
     }
 }
 
-/// Ports in words.
-fn ports(place: &Place) -> String {
-    match place.ports.as_slice() {
-        [only] => format!("port {only}"),
-        all => format!("ports {all:?}"),
-    }
-}
-
-/// The connection to rank 0, if it takes this rank.
-fn greeted(stream: TcpStream, place: &Place, patience: Duration) -> Result<Peer> {
-    let address = stream.peer_addr().map_or(String::new(), |address| address.to_string());
-    let mut host = Peer { rank: 0, address, stream, patience };
-    prepared(&host.stream, (2 * INTRODUCTION).min(patience)).map_err(|e| host.broken(&e))?;
-    let numbers = [place.rank as u64, place.size as u64, place.run];
-    host.send(&[GREETING, numbers.map(u64::to_le_bytes).as_flattened()].concat())?;
-    host.due(WELCOME, Some(0))?;
-    prepared(&host.stream, patience).map_err(|e| host.broken(&e))?;
-    Ok(host)
-}
-
-/// The connection of a rank that has introduced itself.
-fn introduced(stream: TcpStream, address: SocketAddr, place: &Place, patience: Duration) -> Option<Peer> {
-    prepared(&stream, INTRODUCTION.min(patience)).ok()?;
-    let mut peer = Peer { rank: 0, address: address.to_string(), stream, patience };
-    let mut introduction = [0; 32];
-    peer.read(&mut introduction).ok()?;
-    let number = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| introduction[at + i]));
-    let (size, run) = (place.size, number(24));
-    peer.rank = number(8) as usize;
-    if introduction[..8] != GREETING[..] || number(16) != size as u64 || !(1..size).contains(&peer.rank) {
-        peer.refuse(&format!("it waits for ranks 1 to {} of {size}", size - 1));
-        return None;
-    }
-    if run != place.run {
-        peer.refuse("it is of another run");
-        return None;
-    }
-    prepared(&peer.stream, patience).ok()?;
-    Some(peer)
-}
-
 impl Communicator for Sockets {
     fn rank(&self) -> usize {
         self.rank
@@ -425,9 +291,10 @@ impl Communicator for Sockets {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{SECOND, place, together, together_within};
+    use std::thread::sleep;
+
+    use super::super::tests::{SECOND, together, together_within};
     use super::*;
-    use std::thread;
 
     fn numbers(rank: usize) -> Tensor {
         let values: Vec<f32> = (0..200_000).map(|i| ((i * 7919 + rank * 104_729) % 1000) as f32 / 7.0 - 70.0).collect();
@@ -501,37 +368,5 @@ mod tests {
         let texts: Vec<String> = all.into_iter().map(|error| error.unwrap_err().to_string()).collect();
         assert!(texts[0].contains("rank 1 at") && texts[0].contains("a gathering of 0 bytes where a sum of 800000 bytes"), "{texts:?}");
         assert!(texts[1].contains("rank 0 at") && texts[1].contains("a sum"), "{texts:?}");
-    }
-
-    #[test]
-    fn who_does_not_come_is_named() {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
-        let port = address.port();
-        // A stranger is not taken for a rank, nor is one of another run.
-        let mut stranger = TcpStream::connect(address).unwrap();
-        stranger.write_all(&[0; 32]).unwrap();
-        let other = |place: Place| thread::spawn(move || Sockets::join(&place, SECOND).err().unwrap().to_string());
-        let others = [other(place(1, 5, &[port])), other(Place { run: 8, ..place(1, 3, &[port]) })];
-        let text = Sockets::host(&listener, &place(0, 3, &[port]), SECOND).err().unwrap().to_string();
-        assert!(text.contains("ranks 1, 2") && text.contains(&address.to_string()), "{text}");
-        let texts = others.map(|other| other.join().unwrap());
-        assert!(texts[0].contains("ranks 1 to 2 of 3") && texts[1].contains("another run"), "{texts:?}");
-        drop(listener);
-        let text = Sockets::join(&place(1, 2, &[port]), SECOND / 10).err().unwrap().to_string();
-        assert!(text.contains("rank 0 at 127.0.0.1") && text.contains(&port.to_string()), "{text}");
-    }
-
-    /// Ports that others have, silent ones and those of another run, are passed over by rank 0 and by those that look for it.
-    #[test]
-    fn a_port_that_somebody_has_is_passed_over() {
-        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-        let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let ports = [taken.local_addr().unwrap().port(), free];
-        let silent = thread::spawn(move || drop(taken.accept()));
-        let other = thread::spawn(move || Sockets::open(&place(1, 2, &ports), 60 * SECOND)?.gather_bytes(b"b"));
-        let both = Sockets::open(&place(0, 2, &ports), 60 * SECOND).unwrap().gather_bytes(b"a").unwrap();
-        assert_eq!((both, other.join().unwrap().unwrap()), (vec![b"a".to_vec(), b"b".to_vec()], vec![b"a".to_vec(), b"b".to_vec()]));
-        silent.join().unwrap();
     }
 }

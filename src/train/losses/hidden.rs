@@ -129,7 +129,7 @@ mod tests {
         let inputs = inputs.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
         let batch = Batch { inputs, references: References::None, samples: 2 };
         let student = Tensor::zeros(dims, DType::F32, &Device::Cpu).unwrap();
-        let sum = loss.sum(&[student.clone()], &[student.ones_like().unwrap()], &[], &batch).unwrap();
+        let sum = loss.sum(std::slice::from_ref(&student), &[student.ones_like().unwrap()], &[], &batch).unwrap();
         let total = sum.student[0].abs().unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap();
         let items = loss.items(&batch).unwrap();
         // Of a mean of squares, all gradients together are twice as long.
