@@ -180,7 +180,7 @@ fn a_step_in_parts_is_the_same_step() {
     let cases: [(&str, Distill); 3] = [
         ("bert-sequence-classification", distill(2, "{ soft: 1, hard: 1, hidden: 1 }")),
         ("llama-grouped-tied", distill(2, "{ soft: 1, hidden: 1, attention: 1 }")),
-        ("vit-image-classification", distill(2, "{ soft: 1, hard: { label_smoothing: 0.1 } }")),
+        ("vit-image-classification", distill(2, "{ soft: 1, hard: { label_smoothing: 0.1 }, hidden: 1, attention: 1 }")),
     ];
     for (name, pass) in cases {
         // Another teacher, so that there is something to learn.

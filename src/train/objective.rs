@@ -352,7 +352,19 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
 
 #[cfg(test)]
 mod tests {
-    use super::spread;
+    use super::{is_by_token, spread};
+    use crate::analysis;
+    use crate::model::Model;
+
+    #[test]
+    fn tokens_are_told_from_patches() {
+        for (name, by_token) in [("bert", true), ("llama", true), ("vit-image-classification", false)] {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let graph = Model::open(folder).unwrap().graph().unwrap();
+            let layers = analysis::layers(&graph).unwrap();
+            assert_eq!(is_by_token(&graph, &layers.layers[0].output), by_token, "{name}");
+        }
+    }
 
     #[test]
     fn layers_are_spread_last_to_last() {
