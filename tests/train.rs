@@ -267,12 +267,16 @@ fn zeros_of_pruned_weights_stay() {
 
 #[test]
 fn an_interrupted_run_ends_as_one_that_was_not() {
-    for (optimizer, average) in [(Kind::AdamW, Some(0.9)), (Kind::AdamW8bit, None), (Kind::Sgd, None)] {
+    for (optimizer, average, evaluate_every) in [(Kind::AdamW, Some(0.9), None), (Kind::AdamW8bit, None, None), (Kind::Sgd, None, Some(2))] {
         let name = "bert-sequence-classification";
-        let pass = Finetune { optimizer, average, checkpoint_every: Some(Every::Steps(2)), ..finetune(11) };
+        let pass = Finetune { optimizer, average, evaluate_every, checkpoint_every: Some(Every::Steps(2)), ..finetune(11) };
         let (whole, parts) = (Run::new(), Run::new());
-        whole.train(name, samples(name, whole.folder.path(), 41, classes(name)), pass.clone()).unwrap();
         let data = samples(name, whole.folder.path(), 41, classes(name));
+        let builder = |pass: &Finetune| {
+            let builder = Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3);
+            if evaluate_every.is_some() { builder.evaluation(data.clone()) } else { builder }
+        };
+        let report = builder(&pass).build().unwrap().run(Model::open(golden(name)).unwrap(), whole.out()).unwrap();
         for stop in [3, 2] {
             let (cancel, steps) = (Cancel::default(), Arc::new(AtomicU64::new(0)));
             let handle = cancel.clone();
@@ -284,19 +288,21 @@ fn an_interrupted_run_ends_as_one_that_was_not() {
                     handle.cancel();
                 }
             };
-            let builder = Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3).resume(true).progress(watch).cancel(cancel);
-            let error = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
+            let error =
+                builder(&pass).resume(true).progress(watch).cancel(cancel).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
             assert!(matches!(error, Error::Paused { .. } | Error::Cancelled), "{error}");
             assert!(!parts.out().exists());
         }
-        let again = Pipeline::builder().pass(pass.clone()).train(data.clone()).seed(3).build().unwrap();
+        let again = builder(&pass).build().unwrap();
         let error = again.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err();
         assert!(error.hint().unwrap().contains("--resume"), "{error}");
         let other = Finetune { learning_rate: 1e-3, ..pass.clone() };
-        let other = Pipeline::builder().pass(other).train(data.clone()).seed(3).resume(true).build().unwrap();
+        let other = builder(&other).resume(true).build().unwrap();
         assert!(other.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap_err().to_string().contains("other options"));
-        let rest = Pipeline::builder().pass(pass).train(data).seed(3).resume(true).build().unwrap();
-        rest.run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
+        let rest = builder(&pass).resume(true).build().unwrap().run(Model::open(golden(name)).unwrap(), parts.out()).unwrap();
+        let evaluations = |report: &Report| report.passes[0].details["training"]["evaluations"].clone();
+        assert_eq!(evaluations(&report), evaluations(&rest));
+        assert_eq!(evaluations(&rest).as_array().unwrap().len(), if evaluate_every.is_some() { 6 } else { 0 });
         let (a, b) = (whole.weights(), parts.weights());
         for (name, values) in &a {
             let same = values.iter().zip(&b[name]).all(|(a, b)| a.to_bits() == b.to_bits());
