@@ -223,7 +223,7 @@ impl Pipeline {
     /// Watches the memory of this process and of the device that models run on.
     pub(super) fn watch(&self) -> Result<Peak> {
         // Fidelity alone is measured where that can be done, and left out where not.
-        let measuring = || self.running.device.open().ok().filter(|_| self.measures);
+        let measuring = || if self.measures { self.running.device().ok() } else { None };
         let memory = self.used_device()?.or_else(measuring).as_ref().map(DeviceMemory::watch);
         Ok(Peak::of(move || memory.as_ref()?.peak()))
     }

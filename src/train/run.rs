@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use candle_core::{DType, Device, Tensor};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::average::Average;
 use super::batches::{Batches, Samples};
@@ -55,6 +55,7 @@ pub struct Evaluation {
     /// What was measured.
     pub metric: String,
     /// Its value.
+    #[serde(deserialize_with = "score")]
     pub value: f64,
 }
 
@@ -117,6 +118,8 @@ pub struct Trained {
     pub timeline: Timeline,
     /// Steps taken.
     pub steps: u64,
+    /// Steps among them that an earlier run has not taken.
+    pub steps_of_this_run: u64,
     /// Plain words for the report.
     pub notes: Vec<String>,
 }
@@ -130,6 +133,8 @@ const USUAL: Every = Every::Minutes(10.0);
 struct State<'a> {
     train: TrainState<'a>,
     total: u64,
+    /// Steps that an earlier run has taken.
+    earlier: u64,
     saved: Instant,
     waited: Duration,
     busy: Duration,
@@ -170,6 +175,7 @@ impl Trainer<'_> {
                 best: None,
             },
             total: batches.steps(),
+            earlier: 0,
             saved: Instant::now(),
             waited: Duration::ZERO,
             busy: Duration::ZERO,
@@ -177,6 +183,7 @@ impl Trainer<'_> {
         };
         if let Some(folder) = self.around.folder.as_deref().filter(|_| self.around.resume) {
             state.train.restore(folder, self.graph, self.team)?;
+            state.earlier = state.train.position.step;
         }
         if self.team.size() > 1 {
             self.team.agree("step and weights", &state.train.hash(self.graph)?)?;
@@ -325,8 +332,7 @@ impl Trainer<'_> {
         // Bits of numbers that may be none.
         let score = self.team.told(|| Ok(evaluate(state.train.weights, &current)?.map(|score| (score.metric, score.value.to_bits()))))?;
         let Some((metric, value)) = score.map(|(metric, bits)| (metric, f64::from_bits(bits))) else { return Ok(()) };
-        let better = |value: f64, other: f64| if lower_is_better(&metric) { value < other } else { value > other };
-        let best = state.train.position.evaluations.iter().all(|other| better(value, other.value));
+        let best = value.is_finite() && state.train.position.evaluations.iter().all(|other| better(&metric, value, other.value));
         let evaluation = Evaluation { step: state.train.position.step, metric: metric.clone(), value };
         state.log.as_mut().map_or(Ok(()), |log| log.score(&evaluation))?;
         state.train.position.evaluations.push(evaluation);
@@ -350,7 +356,7 @@ impl Trainer<'_> {
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
             "{} steps in {:.0} s; waited for samples {:.1} % of the time",
-            state.train.position.step,
+            state.train.position.step - state.earlier,
             busy + waited,
             100.0 * waited / (busy + waited + 1e-9)
         ));
@@ -371,13 +377,23 @@ impl Trainer<'_> {
 
     fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Trained {
         let position = std::mem::take(&mut state.train.position);
-        Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, notes }
+        let steps_of_this_run = position.step - state.earlier;
+        Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, steps_of_this_run, notes }
     }
 }
 
 fn best(evaluations: &[Evaluation]) -> Option<&Evaluation> {
-    let lower = lower_is_better(&evaluations.first()?.metric);
-    evaluations.iter().reduce(|best, other| if (other.value < best.value) == lower && other.value != best.value { other } else { best })
+    evaluations.iter().reduce(|best, other| if better(&best.metric, other.value, best.value) { other } else { best })
+}
+
+/// Whether a score is better than another; any number is better than none.
+fn better(metric: &str, value: f64, other: f64) -> bool {
+    value.is_finite() && (!other.is_finite() || if lower_is_better(metric) { value < other } else { value > other })
+}
+
+/// A score; what JSON has no number for is none.
+fn score<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// A type that masters have.
@@ -399,4 +415,21 @@ pub(super) fn add_up(sums: &mut BTreeMap<String, Tensor>, name: &str, gradient: 
         Ok(new)
     };
     add().map_err(|e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_score_that_is_no_number_is_worse_than_any_and_is_read_back() {
+        let scored = |value| Evaluation { step: 3, metric: "perplexity".into(), value };
+        assert!(better("perplexity", 9.0, f64::NAN) && better("accuracy", 0.1, f64::NAN));
+        assert!(!better("perplexity", f64::NAN, 9.0) && !better("accuracy", f64::INFINITY, 0.9));
+        assert!(better("perplexity", 8.0, 9.0) && !better("accuracy", 0.8, 0.9));
+        assert_eq!(best(&[scored(f64::NAN), scored(7.0), scored(8.0)]).map(|best| best.value), Some(7.0));
+        let again: Evaluation = serde_json::from_str(&serde_json::to_string(&scored(f64::NAN)).unwrap()).unwrap();
+        assert!(again.value.is_nan());
+        assert_eq!(serde_json::from_str::<Evaluation>(&serde_json::to_string(&scored(7.5)).unwrap()).unwrap(), scored(7.5));
+    }
 }

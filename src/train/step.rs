@@ -100,7 +100,10 @@ impl<'t> Stepper<'t> {
                     return Ok(step);
                 }
                 Err(e) if e.is_out_of_memory() => {
-                    self.trainer.memory_tracker.give(MemoryCategory::Gradients, u64::MAX);
+                    // Nothing of a try outlives it.
+                    for category in [MemoryCategory::Gradients, MemoryCategory::Activations, MemoryCategory::Data] {
+                        self.trainer.memory_tracker.give(category, u64::MAX);
+                    }
                     let part = self.part.map_or(largest_batch, |part| part.min(largest_batch));
                     if part <= 1 {
                         return Err(e);

@@ -160,6 +160,9 @@ impl OpSpec for Attention {
         if !heads(q)?.is_multiple_of(heads(k)?.max(1)) {
             return Err(format!("{} query heads cannot share {} key heads evenly", heads(q)?, heads(k)?));
         }
+        if self.causal && q.shape[2] != k.shape[2] {
+            return Err("causal attention needs as many queries as keys".into());
+        }
         if let Some(mask) = inputs.get(3) {
             require(mask, Element::Int, "the mask")?;
             if mask.shape != [k.shape[0].clone(), k.shape[2].clone()] {
@@ -253,5 +256,13 @@ mod tests {
             }
             assert_eq!(ours.iter().flatten().count(), 3);
         }
+    }
+
+    #[test]
+    fn order_needs_as_many_queries_as_keys() {
+        let ty = |rows: usize| TensorType { element: Element::Float, shape: [1, 2, rows, 4].map(crate::ir::Dim::from).to_vec() };
+        let infer = |causal: bool, keys: usize| Attention { causal, ..Attention::default() }.infer(&[&ty(6), &ty(keys), &ty(keys)]);
+        assert!(infer(true, 6).is_ok() && infer(false, 5).is_ok());
+        assert!(infer(true, 5).unwrap_err().contains("as many queries as keys"));
     }
 }

@@ -50,6 +50,23 @@ impl Integers {
         matches!(self.affine.granularity, Granularity::Group(_))
     }
 
+    /// The zero points, also where all are zero: where ONNX Runtime looks for exact sums on x86 without VNNI, it takes none for one
+    /// that all channels share, and then refuses it.
+    fn written_zero_points(&self, n: &mut Lowering) -> Result<Option<String>> {
+        let (rows, columns) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
+        Ok(match (&self.zero_points, self.affine.granularity) {
+            (Some(zero_points), _) => Some(zero_points.clone()),
+            (None, Granularity::Tensor) => None,
+            (None, Granularity::Channel) => Some(n.int8_zeros(Some(if self.input_major { columns } else { rows } as usize))),
+            (None, Granularity::Group(size)) => {
+                let size = size as i64;
+                let shape = n.ints(&if self.input_major { [rows, columns / size] } else { [columns / size, rows] });
+                let zero = n.int8_zeros(None);
+                Some(n.share(&format!("{shape}/zeros|"), |n| Ok(n.emit("Expand", "zero_points", &[&zero, &shape], vec![])))?)
+            }
+        })
+    }
+
     /// The floats that they stand for. Scales run along the outputs, those of groups along what was a row in the checkpoint.
     fn dequantize(&self, n: &mut Lowering) -> Result<String> {
         let axis = |axis| AttributeProto::int("axis", axis);
@@ -58,8 +75,9 @@ impl Integers {
             Granularity::Channel => vec![axis(1)],
             Granularity::Group(size) => vec![axis(i64::from(self.input_major)), AttributeProto::int("block_size", size as i64)],
         };
+        let zero_points = self.written_zero_points(n)?;
         let mut inputs = vec![self.values.as_str(), &self.scales];
-        inputs.extend(self.zero_points.as_deref());
+        inputs.extend(zero_points.as_deref());
         n.share(&format!("{}/floats|", self.values), |n| Ok(n.emit("DequantizeLinear", "value", &inputs, attributes)))
     }
 
@@ -140,8 +158,9 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<
         Granularity::Tensor => vec![],
         _ => vec![AttributeProto::int("axis", 0)],
     };
+    let zero_points = weight.written_zero_points(n)?;
     let mut parts = vec![weight.values.as_str(), &weight.scales];
-    parts.extend(weight.zero_points.as_deref());
+    parts.extend(zero_points.as_deref());
     let floats = n.share(&format!("{}/floats|", weight.values), |n| Ok(n.emit("DequantizeLinear", "value", &parts, axis)))?;
     let mut inputs = vec![x, floats];
     match bias_of_sums(n) {

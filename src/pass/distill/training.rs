@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 use serde_json::{Value, json};
 
 use super::vocabulary;
@@ -25,7 +25,7 @@ use crate::train::cache::Cache;
 use crate::train::{
     BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast,
 };
-use crate::work::Work;
+use crate::work::{Cancel, Work};
 
 /// What helps where a training has ruined its model.
 pub(in crate::pass) const REMEDY: &str = "more steps or more data, a lower learning rate, or a student that begins with more of its teacher";
@@ -117,9 +117,9 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
 }
 
 /// The key of a teacher's answers: its weights, what it computes and how exactly, and what decides how its logits are cut.
-fn answers_key(teacher: &Model, graph: &Graph, training: &Training, work: &Work) -> Result<String> {
+fn answers_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, work: &Work) -> Result<String> {
     let mut key = ContentKey::new(work);
-    key.line(&format!("{} {:?} {graph}", training.losses.hard.is_some(), training.precision));
+    key.line(&format!("{} {} {compute:?} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some()));
     key.files(&teacher.weight_files, &teacher.path)?;
     Ok(key.name())
 }
@@ -131,10 +131,11 @@ fn stamp(path: &Path) -> (std::path::PathBuf, Option<u64>, Option<std::time::Sys
 }
 
 /// What is trained, on what, and how.
-fn identity(model: &Model, run: &RunState, graph: &Graph, options: &Value, data: &Data, seed: u64) -> String {
+fn identity((model, teacher): (&Model, Option<&Model>), run: &RunState, graph: &Graph, options: &Value, data: [Option<&Data>; 2], seed: u64) -> String {
     let mut hasher = blake3::Hasher::new();
-    let files: Vec<_> =
-        model.weight_files.iter().chain([&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten()).map(|p| stamp(p)).collect();
+    let weights = [Some(model), teacher].into_iter().flatten().flat_map(|model| &model.weight_files);
+    let samples = data.into_iter().flatten().flat_map(|data| [&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten());
+    let files: Vec<_> = weights.chain(samples).map(|path| stamp(path)).collect();
     let history: Vec<_> = run.history.iter().map(|applied| (applied.name, &applied.options)).collect();
     let text = format!("{} {seed} {options} {data:?} {files:?} {history:?}\n{graph}", env!("CARGO_PKG_VERSION"));
     hasher.update(text.as_bytes());
@@ -188,11 +189,11 @@ fn trained(
             weights.add(&name, &matrix, device)?;
         }
         let their_values = objective.teacher_values();
+        let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
+        let theirs = if on.is_cpu() { DType::F32 } else { compute };
         let teacher = match (teacher, &their_graph) {
             (Some(teacher), Some(graph)) if !their_values.is_empty() => {
-                let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
-                let compute = if on.is_cpu() { candle_core::DType::F32 } else { compute };
-                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, compute, &memory_tracker, &context.work)?)
+                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, theirs, &memory_tracker, &context.work)?)
             }
             _ => None,
         };
@@ -201,7 +202,7 @@ fn trained(
                 if !objective.reads_logits_alone() {
                     return Err(Error::option(format!("{name}: teacher_cache"), "keeps logits alone: leave out losses that read other values of the teacher"));
                 }
-                Some(RefCell::new(Cache::open(folder, &answers_key(teacher, graph, training, &context.work)?, top)?))
+                Some(RefCell::new(Cache::open(folder, &answers_key(teacher, graph, training, theirs, &context.work)?, top)?))
             }
             _ => None,
         };
@@ -214,7 +215,9 @@ fn trained(
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
             let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
-            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &context.work.quiet())?;
+            // Whoever stops the training during an evaluation still gets a checkpoint behind it.
+            let work = Work { cancel: &Cancel::default(), ..context.work.quiet() };
+            let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &work)?;
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
         let around = Surroundings {
@@ -223,7 +226,7 @@ fn trained(
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,
-            identity: identity(&model, run, &graph, &options, data, context.seed),
+            identity: identity((&model, their_model), run, &graph, &options, [Some(data), context.data.evaluation.as_ref()], context.seed),
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded) = weights.held().map_err(|e| Error::computed(name, e))?;
@@ -243,7 +246,7 @@ fn trained(
         let before = transfer::copies();
         let trained = trainer.run(&mut weights)?;
         let copied = transfer::copies().into_iter().map(|(key, count)| (key, count - before.get(&key).copied().unwrap_or(0))).filter(|(_, count)| *count > 0);
-        let per_step = |count: u64| count as f64 / trained.steps.max(1) as f64;
+        let per_step = |count: u64| count as f64 / trained.steps_of_this_run.max(1) as f64;
         let copies: Vec<Value> =
             copied.map(|((direction, cause), count)| json!({ "direction": direction, "cause": cause, "per_step": per_step(count) })).collect();
         applied.tensors = weights.put(&trained.state, &mut model)?;

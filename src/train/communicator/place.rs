@@ -46,7 +46,8 @@ const LAUNCHERS: [Launcher; 4] = [
         size: "WORLD_SIZE",
         local: Some(("LOCAL_RANK", "LOCAL_WORLD_SIZE")),
         machines: None,
-        run: &["TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"],
+        // Agents do not agree on how often they have started their processes anew.
+        run: &["TORCHELASTIC_RUN_ID"],
     },
     Launcher {
         rank: "OMPI_COMM_WORLD_RANK",
