@@ -244,10 +244,18 @@ impl<'g> Lowering<'g> {
         self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
     }
 
-    /// One zero of int8, or a vector of them.
-    pub fn int8_zeros(&mut self, count: Option<usize>) -> String {
-        let dims: Vec<i64> = count.into_iter().map(|count| count as i64).collect();
-        self.constant(&format!("int8_zeros/{}", count.unwrap_or(0)), DataType::Int8, &dims, vec![0; count.unwrap_or(1)])
+    /// One zero of int8, or a vector of them, that only this node needs: runtimes that change zero points do so once for each that
+    /// reads them.
+    pub fn own_int8_zeros(&mut self, count: Option<usize>) -> String {
+        let name = self.fresh(format!("{}/zero_points", self.scope));
+        self.constants.push(TensorProto {
+            dims: count.into_iter().map(|count| count as i64).collect(),
+            data_type: Some(DataType::Int8 as i32),
+            name: Some(name.clone()),
+            raw_data: Some(vec![0; count.unwrap_or(1)]),
+            ..TensorProto::default()
+        });
+        name
     }
 
     /// A number as wide as the model's floats.

@@ -57,12 +57,12 @@ impl Integers {
         Ok(match (&self.zero_points, self.affine.granularity) {
             (Some(zero_points), _) => Some(zero_points.clone()),
             (None, Granularity::Tensor) => None,
-            (None, Granularity::Channel) => Some(n.int8_zeros(Some(if self.input_major { columns } else { rows } as usize))),
+            (None, Granularity::Channel) => Some(n.own_int8_zeros(Some(if self.input_major { columns } else { rows } as usize))),
             (None, Granularity::Group(size)) => {
                 let size = size as i64;
                 let shape = n.ints(&if self.input_major { [rows, columns / size] } else { [columns / size, rows] });
-                let zero = n.int8_zeros(None);
-                Some(n.share(&format!("{shape}/zeros|"), |n| Ok(n.emit("Expand", "zero_points", &[&zero, &shape], vec![])))?)
+                let zero = n.own_int8_zeros(None);
+                Some(n.emit("Expand", "zero_points", &[&zero, &shape], vec![]))
             }
         })
     }
@@ -75,10 +75,12 @@ impl Integers {
             Granularity::Channel => vec![axis(1)],
             Granularity::Group(size) => vec![axis(i64::from(self.input_major)), AttributeProto::int("block_size", size as i64)],
         };
-        let zero_points = self.written_zero_points(n)?;
-        let mut inputs = vec![self.values.as_str(), &self.scales];
-        inputs.extend(zero_points.as_deref());
-        n.share(&format!("{}/floats|", self.values), |n| Ok(n.emit("DequantizeLinear", "value", &inputs, attributes)))
+        n.share(&format!("{}/floats|", self.values), |n| {
+            let zero_points = self.written_zero_points(n)?;
+            let mut inputs = vec![self.values.as_str(), &self.scales];
+            inputs.extend(zero_points.as_deref());
+            Ok(n.emit("DequantizeLinear", "value", &inputs, attributes))
+        })
     }
 
     /// The same, for a matrix `[in, out]` that is read by others too: in operators that runtimes evaluate when they load the
@@ -116,7 +118,7 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
         if weight.affine.symmetric && n.ty(0)?.shape.len() == 2 {
             // Of matrices, ONNX Runtime makes integer kernels only with zero points that are written out.
             let count = if weight.affine.granularity == Granularity::Tensor { None } else { Some(n.fixed(1, 0)? as usize) };
-            weight.zero_points = Some(n.int8_zeros(count));
+            weight.zero_points = Some(n.own_int8_zeros(count));
         }
         let (_, inputs) = product(weight, &x, n)?;
         let product = n.emit("MatMul", "product", &[&inputs[0], &inputs[1]], vec![]);
@@ -158,10 +160,12 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<
         Granularity::Tensor => vec![],
         _ => vec![AttributeProto::int("axis", 0)],
     };
-    let zero_points = weight.written_zero_points(n)?;
-    let mut parts = vec![weight.values.as_str(), &weight.scales];
-    parts.extend(zero_points.as_deref());
-    let floats = n.share(&format!("{}/floats|", weight.values), |n| Ok(n.emit("DequantizeLinear", "value", &parts, axis)))?;
+    let floats = n.share(&format!("{}/floats|", weight.values), |n| {
+        let zero_points = weight.written_zero_points(n)?;
+        let mut parts = vec![weight.values.as_str(), &weight.scales];
+        parts.extend(zero_points.as_deref());
+        Ok(n.emit("DequantizeLinear", "value", &parts, axis))
+    })?;
     let mut inputs = vec![x, floats];
     match bias_of_sums(n) {
         Some(bias) => inputs.push(bias),

@@ -226,7 +226,8 @@ fn trained(
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,
-            identity: identity((&model, their_model), run, &graph, &options, [Some(data), context.data.evaluation.as_ref()], context.seed),
+            // Of several processes, the first one evaluates; the others need no such data.
+            identity: identity((&model, their_model), run, &graph, &options, [Some(data), context.data.evaluation.as_ref().filter(|_| team.size() == 1)], context.seed),
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded) = weights.held().map_err(|e| Error::computed(name, e))?;
