@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
-use super::{MemoryCategory, MemoryTracker};
+use super::{MemoryCategory, MemoryTracker, bytes_of};
 use crate::ir::{Graph, Kind};
 
 /// Whose values are entered, and where.
@@ -44,7 +44,7 @@ pub(super) struct Account {
 impl Account {
     pub fn take(&mut self, position: usize, tensor: &Tensor) {
         let (category, name) = &self.accounts.values[position];
-        let bytes = (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
+        let bytes = bytes_of(tensor);
         self.accounts.tracker.work_on("forward", name);
         let _ = self.accounts.tracker.take_for(*category, name, bytes);
         self.bytes[position] += bytes;

@@ -26,3 +26,8 @@ pub(crate) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R
 pub(crate) fn floats_on_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
     transfer::beside(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?.contiguous()
 }
+
+/// Bytes that the elements of a tensor take.
+pub(crate) fn bytes_of(tensor: &Tensor) -> u64 {
+    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
+}

@@ -88,7 +88,7 @@ impl Parameters {
 
     /// Bytes that they take.
     pub fn bytes(&self) -> u64 {
-        self.tensors.values().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+        self.tensors.values().map(super::bytes_of).sum()
     }
 
     /// The same with another tensor in the place of one.

@@ -21,7 +21,7 @@ pub mod transfer;
 
 pub use device::{Choice, name};
 pub use gpu::DeviceMemory;
-pub(crate) use host::{floats_on_host, read};
+pub(crate) use host::{bytes_of, floats_on_host, read};
 pub use load::{Parameters, Residence};
 pub use memory_trace::{MemoryTrace, Peak};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::account::{Account, Accounts};
 use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
-use super::{MemoryTracker, Parameters, Rounding};
+use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Fused, Op, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
@@ -248,7 +248,7 @@ pub struct PartialRun {
 impl PartialRun {
     /// Bytes that it holds, of memory that several values share once for each.
     pub fn bytes(&self) -> u64 {
-        self.values.iter().flatten().map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+        self.values.iter().flatten().map(bytes_of).sum()
     }
 
     fn keep(&mut self, id: ValueId, result: Tensor) {

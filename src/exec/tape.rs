@@ -12,7 +12,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::memory_trace::GRADIENT;
 use super::sizes::Sizes;
-use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, run};
+use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, bytes_of, run};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
 use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
@@ -164,7 +164,7 @@ impl<'g> Tape<'g> {
                 forward.taps.insert(id, tensor.clone());
             }
             forward.dims[id.index()] = tensor.dims().to_vec();
-            memory_tracker.take_for(MemoryCategory::Data, &self.graph.value(id).name, bytes(&tensor))?;
+            memory_tracker.take_for(MemoryCategory::Data, &self.graph.value(id).name, bytes_of(&tensor))?;
             forward.values[id.index()] = Some(tensor);
         }
         for segment in &self.segments {
@@ -205,7 +205,7 @@ impl<'g> Tape<'g> {
             let result = result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(run::failed(self.name(node)))?;
             seen(node, &operands, &result)?;
             drop(operands);
-            memory_tracker.take_for(MemoryCategory::Activations, self.name(node), bytes(&result))?;
+            memory_tracker.take_for(MemoryCategory::Activations, self.name(node), bytes_of(&result))?;
             values[node.output.index()] = Some(result);
             for id in &self.dead[index] {
                 // Computed again, it is needed in the backward pass now.
@@ -393,7 +393,7 @@ impl<'g> Tape<'g> {
     fn release(&self, values: &mut [Option<Tensor>], id: ValueId, memory_tracker: &MemoryTracker) {
         if let Some(tensor) = values[id.index()].take() {
             let category = if self.graph.value(id).kind == Kind::Input { MemoryCategory::Data } else { MemoryCategory::Activations };
-            memory_tracker.give_for(category, &self.graph.value(id).name, bytes(&tensor));
+            memory_tracker.give_for(category, &self.graph.value(id).name, bytes_of(&tensor));
         }
     }
 
@@ -415,7 +415,7 @@ impl Gradients<'_> {
             Some(other) => sum(other, found)?,
             None => found,
         };
-        let kept = self.memory_tracker.take_for(MemoryCategory::Activations, &self.name(id), bytes(&sum));
+        let kept = self.memory_tracker.take_for(MemoryCategory::Activations, &self.name(id), bytes_of(&sum));
         self.by_value[id.index()] = Some(sum);
         Ok(kept)
     }
@@ -426,7 +426,7 @@ impl Gradients<'_> {
 
     fn take(&mut self, id: ValueId) -> Option<Tensor> {
         let gradient = self.by_value[id.index()].take();
-        gradient.inspect(|gradient| self.memory_tracker.give_for(MemoryCategory::Activations, &self.name(id), bytes(gradient)))
+        gradient.inspect(|gradient| self.memory_tracker.give_for(MemoryCategory::Activations, &self.name(id), bytes_of(gradient)))
     }
 
     fn name(&self, id: ValueId) -> String {
@@ -436,8 +436,4 @@ impl Gradients<'_> {
     fn clear(&mut self) {
         self.graph.ids().for_each(|id| drop(self.take(id)));
     }
-}
-
-fn bytes(tensor: &Tensor) -> u64 {
-    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
 }

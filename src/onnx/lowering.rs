@@ -210,19 +210,20 @@ impl<'g> Lowering<'g> {
         Ok(names)
     }
 
+    /// Numbers that only one node needs, even if others need the same.
+    fn own(&mut self, wanted: String, kind: DataType, dims: Vec<i64>, bytes: Vec<u8>) -> String {
+        let name = self.fresh(wanted);
+        let tensor = TensorProto { dims, data_type: Some(kind as i32), name: Some(name.clone()), raw_data: Some(bytes), ..TensorProto::default() };
+        self.constants.push(tensor);
+        name
+    }
+
     fn constant(&mut self, wanted: &str, kind: DataType, dims: &[i64], bytes: Vec<u8>) -> String {
         let key = format!("constant {kind:?} {dims:?} {bytes:02x?}");
         if let Some([name]) = self.shared.get(&key).map(Vec::as_slice) {
             return name.clone();
         }
-        let name = self.fresh(wanted.to_owned());
-        self.constants.push(TensorProto {
-            dims: dims.to_vec(),
-            data_type: Some(kind as i32),
-            name: Some(name.clone()),
-            raw_data: Some(bytes),
-            ..TensorProto::default()
-        });
+        let name = self.own(wanted.to_owned(), kind, dims.to_vec(), bytes);
         self.shared.insert(key, vec![name.clone()]);
         name
     }
@@ -247,15 +248,8 @@ impl<'g> Lowering<'g> {
     /// One zero of int8, or a vector of them, that only this node needs: runtimes that change zero points do so once for each that
     /// reads them.
     pub fn own_int8_zeros(&mut self, count: Option<usize>) -> String {
-        let name = self.fresh(format!("{}/zero_points", self.scope));
-        self.constants.push(TensorProto {
-            dims: count.into_iter().map(|count| count as i64).collect(),
-            data_type: Some(DataType::Int8 as i32),
-            name: Some(name.clone()),
-            raw_data: Some(vec![0; count.unwrap_or(1)]),
-            ..TensorProto::default()
-        });
-        name
+        let dims = count.into_iter().map(|count| count as i64).collect();
+        self.own(format!("{}/zero_points", self.scope), DataType::Int8, dims, vec![0; count.unwrap_or(1)])
     }
 
     /// A number as wide as the model's floats.
@@ -280,15 +274,8 @@ impl<'g> Lowering<'g> {
 
     /// Numbers of 32 bits that only this node needs, even if others need the same.
     pub fn own_floats(&mut self, part: &str, values: &[f32]) -> String {
-        let name = self.fresh(format!("{}/{part}", self.scope));
-        self.constants.push(TensorProto {
-            dims: vec![values.len() as i64],
-            data_type: Some(DataType::Float as i32),
-            name: Some(name.clone()),
-            raw_data: Some(values.iter().flat_map(|v| v.to_le_bytes()).collect()),
-            ..TensorProto::default()
-        });
-        name
+        let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        self.own(format!("{}/{part}", self.scope), DataType::Float, vec![values.len() as i64], bytes)
     }
 
     /// Numbers of double precision; none of `dims` is one number.

@@ -157,9 +157,13 @@ impl Pipeline {
     /// A pass trains, and the environment says something about other processes that does not hold together. Without such a pass
     /// each process works for itself then.
     pub fn leads(&self) -> Result<bool> {
+        Ok(self.place()?.is_none_or(|place| place.rank == 0))
+    }
+
+    /// The place of this process among those that train together. Contradictions in the environment count where a pass trains alone.
+    fn place(&self) -> Result<Option<Place>> {
         let place = Place::from_environment();
-        let place = if self.trains() { place? } else { place.unwrap_or_default() };
-        Ok(place.is_none_or(|place| place.rank == 0))
+        if self.trains() { place } else { Ok(place.unwrap_or_default()) }
     }
 
     /// Opens the data that is used, by its key, so that what does not fit is said before any work is done.

@@ -9,7 +9,7 @@ use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence};
+use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence, bytes_of};
 use crate::ir::ops::round_half_even;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
@@ -164,9 +164,8 @@ impl Weights {
         if weights.trained.is_empty() {
             return Err(Error::option("targets", "leaves nothing to train"));
         }
-        let size = |tensor: &Tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64;
         for (name, tensor) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
-            memory_tracker.take_for(MemoryCategory::Weights, name, size(tensor))?;
+            memory_tracker.take_for(MemoryCategory::Weights, name, bytes_of(tensor))?;
         }
         for (name, tensor) in weights.trained.iter().filter(|_| compute != DType::F32) {
             memory_tracker.take_for(MemoryCategory::Weights, name, (tensor.elem_count() * compute.size_in_bytes()) as u64)?;

@@ -75,6 +75,11 @@ impl Integers {
             Granularity::Channel => vec![axis(1)],
             Granularity::Group(size) => vec![axis(i64::from(self.input_major)), AttributeProto::int("block_size", size as i64)],
         };
+        self.dequantized(n, attributes)
+    }
+
+    /// The node that does so, one for all that read the weight.
+    fn dequantized(&self, n: &mut Lowering, attributes: Vec<AttributeProto>) -> Result<String> {
         n.share(&format!("{}/floats|", self.values), |n| {
             let zero_points = self.written_zero_points(n)?;
             let mut inputs = vec![self.values.as_str(), &self.scales];
@@ -160,13 +165,7 @@ pub(super) fn conv(attributes: Vec<AttributeProto>, n: &mut Lowering) -> Result<
         Granularity::Tensor => vec![],
         _ => vec![AttributeProto::int("axis", 0)],
     };
-    let floats = n.share(&format!("{}/floats|", weight.values), |n| {
-        let zero_points = weight.written_zero_points(n)?;
-        let mut parts = vec![weight.values.as_str(), &weight.scales];
-        parts.extend(zero_points.as_deref());
-        Ok(n.emit("DequantizeLinear", "value", &parts, axis))
-    })?;
-    let mut inputs = vec![x, floats];
+    let mut inputs = vec![x, weight.dequantized(n, axis)?];
     match bias_of_sums(n) {
         Some(bias) => inputs.push(bias),
         None if n.inputs() > 2 => inputs.push(n.wide(&n.input(2))?),

@@ -22,7 +22,6 @@ use crate::run_state::{Applied, RunState};
 use crate::store::content_key::entries;
 use crate::store::hash::hash_of;
 use crate::store::{ContentKey, Origin};
-use crate::train::communicator::Place;
 use crate::work::Work;
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
@@ -277,11 +276,7 @@ impl Pipeline {
     /// Opens the cache, if there is one; processes that train together have none, since each would find something else.
     pub(super) fn result_cache(&self, model: &Model, work: &Work) -> Result<Option<RunCache<'_>>> {
         let Some((cache, reuse)) = &self.running.cache else { return Ok(None) };
-        let place = match Place::from_environment() {
-            Err(e) if self.trains() => return Err(e),
-            place => place.ok().flatten(),
-        };
-        if place.is_some_and(|place| place.size > 1) {
+        if self.place()?.is_some_and(|place| place.size > 1) {
             return Ok(None);
         }
         let keys = cache.keys(self, model, work)?;

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::checkpoint::Stream;
 use super::floats;
 use crate::error::{Error, Result};
+use crate::exec::bytes_of;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::on_host;
 
@@ -266,8 +267,7 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
     }
 
     fn bytes(&self) -> u64 {
-        let tensors = self.state.values().flat_map(BTreeMap::values);
-        tensors.map(|tensor| (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64).sum()
+        self.state.values().flat_map(BTreeMap::values).map(bytes_of).sum()
     }
 }
 
