@@ -19,6 +19,17 @@ pub enum Residence {
     Stored,
 }
 
+impl Residence {
+    /// What a weight's elements are in memory.
+    pub fn dtype(self, weight: &Weight, compute: DType) -> DType {
+        match (self, weight.dtype) {
+            (Residence::Stored, Stored::BF16) => DType::BF16,
+            (Residence::Stored, Stored::F16) => DType::F16,
+            _ => compute,
+        }
+    }
+}
+
 /// The parameters of a graph on a device.
 #[derive(Debug, Clone)]
 pub struct Parameters {
@@ -55,6 +66,24 @@ impl Parameters {
         self.rounding.retain(|name| keep(name));
     }
 
+    /// Adds others.
+    pub(super) fn extend(&mut self, others: Parameters) {
+        self.tensors.extend(others.tensors);
+        self.rounding.extend(others.rounding);
+    }
+
+    /// Those of these names that are loaded; tensors are shared.
+    pub(super) fn some<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Parameters {
+        let names: BTreeSet<&String> = names.into_iter().collect();
+        let tensors = self.tensors.iter().filter(|(name, _)| names.contains(name)).map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
+        Parameters { tensors, rounding: self.rounding.iter().filter(|name| names.contains(name)).cloned().collect(), compute: self.compute }
+    }
+
+    /// Whether a parameter is loaded.
+    pub(super) fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
     /// Loads parameters by name.
     ///
     /// # Errors
@@ -66,12 +95,7 @@ impl Parameters {
             &jobs,
             |(_, w)| w.stored_bytes,
             |(name, weight)| {
-                let keep = match (residence, weight.dtype) {
-                    (Residence::Stored, Stored::BF16) => DType::BF16,
-                    (Residence::Stored, Stored::F16) => DType::F16,
-                    _ => compute,
-                };
-                let tensor = tensor(name, weight, device, keep)?;
+                let tensor = tensor(name, weight, device, residence.dtype(weight, compute))?;
                 work.advance(weight.stored_bytes)?;
                 Ok(tensor)
             },

@@ -1,6 +1,7 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod account;
+mod blockwise;
 mod device;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -16,9 +17,11 @@ mod plan;
 mod rounding;
 mod run;
 mod sizes;
+mod spill;
 mod tape;
 pub mod transfer;
 
+pub use blockwise::{Blockwise, BlockwiseOptions};
 pub use device::{Choice, name};
 pub use gpu::DeviceMemory;
 pub(crate) use host::{floats_on_host, read};
