@@ -17,6 +17,8 @@ use crate::error::{Error, Result};
 use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::pass::Step;
+#[cfg(feature = "run")]
+use crate::store::ByteSize;
 
 /// A recipe. Unknown keys are refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -38,6 +40,10 @@ pub struct Recipe {
     #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "DataSets::is_empty")]
     pub data: DataSets,
+    /// Most memory that models may take when they run, like 8GB; those that do not fit run block by block [default: what is free]
+    #[cfg(feature = "run")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<ByteSize>,
     /// What to do, in order
     #[serde(default)]
     pub passes: Vec<Step>,
@@ -88,6 +94,8 @@ impl Recipe {
             measure: true,
             #[cfg(feature = "run")]
             data: DataSets::default(),
+            #[cfg(feature = "run")]
+            memory: None,
             passes: Vec::new(),
             evaluate: None,
             export: default_export(),

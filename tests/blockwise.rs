@@ -10,12 +10,17 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use common::work;
+use common::{Desk, pipeline, work};
 use compress::Model;
 use compress::analysis::{blocks, uncut};
-use compress::data::{Batch, synthetic_of};
-use compress::exec::{Blockwise, BlockwiseOptions, Executor, MemoryCategory, MemoryTracker, Parameters, Residence};
+use compress::calibration::{Axis, Request, calibrate, calibrate_blockwise};
+use compress::data::{Batch, Data, DataSet, synthetic_of};
+use compress::evaluation::{self, Subject, evaluate};
+use compress::exec::{
+    Blockwise, BlockwiseOptions, Executor, MemoryCategory, MemoryLimit, MemoryNeed, MemoryTracker, Parameters, Residence, Schedule, sizes_of,
+};
 use compress::ir::{Graph, Kind, Op};
+use compress::pass::QuantizeDynamic;
 
 /// Three batches of a text model have padding.
 fn batches(graph: &Graph) -> Vec<Batch> {
@@ -232,4 +237,76 @@ fn memory_is_that_of_blocks_and_states() {
         assert_eq!(weights, *sizes.iter().max().unwrap());
     });
     assert_eq!(tracker.now(MemoryCategory::Activations), 0);
+}
+
+/// Nine samples for a language model, in batches of two, some of them padded.
+fn tokens(folder: &Path) -> Data {
+    let rows = |number: fn(i64, i64) -> i64| Tensor::from_vec((0..9 * 6).map(|i| number(i / 6, i % 6)).collect(), (9, 6), &Device::Cpu).unwrap();
+    let arrays = [("input_ids".to_owned(), rows(|row, at| (7 * row + 5 * at) % 31)), ("attention_mask".to_owned(), rows(|row, at| i64::from(at <= 2 + row)))];
+    let path = folder.join("samples.safetensors");
+    candle_core::safetensors::save(&arrays.into_iter().collect(), &path).unwrap();
+    Data { arrays: Some(path), batch_size: Some(2), ..Data::default() }
+}
+
+fn need(model: &Model, batch: &Batch) -> MemoryNeed {
+    let graph = model.graph().unwrap();
+    MemoryNeed::of(&graph, &model.weights, DType::F32, Residence::Stored, &sizes_of(&graph, &batch.inputs))
+}
+
+#[test]
+fn evaluation_says_the_same_in_less_memory() {
+    let desk = Desk::new();
+    let before = golden("qwen2").path;
+    let after = desk.run(&before, pipeline().pass(QuantizeDynamic::default())).unwrap().path;
+    let paths = [before, after];
+    work(|work| {
+        let open = || paths.each_ref().map(|path| Subject::open(path, 1).unwrap());
+        let data = DataSet::open(&tokens(desk.path()), open()[0].target()).unwrap();
+        let batch = data.first().unwrap();
+        let needs = paths.each_ref().map(|path| need(&Model::open(path).unwrap(), &batch));
+        let least = needs.iter().map(|need| need.blocks + need.state).sum::<u64>() + needs[0].activations;
+        let outcomes = |memory: MemoryLimit, blocks: bool| {
+            let mut subjects = open();
+            let mut runners = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work).unwrap();
+            assert_eq!(runners[0].together(&batch.inputs).is_some(), blocks);
+            let mut outcomes = evaluate(&data, &mut runners, &[(0, 1)], work).unwrap();
+            outcomes.models.iter_mut().for_each(|outcome| outcome.time = std::time::Duration::ZERO);
+            // A batch alone, also one that was not told of.
+            let answers: Vec<_> = runners.iter_mut().map(|runner| bits(&runner.run(&batch.inputs).unwrap())).collect();
+            (outcomes, answers)
+        };
+        let whole = outcomes(MemoryLimit::default(), false);
+        assert_eq!(whole.0.samples, 9);
+        for bytes in [least, least + 3 * needs[0].state, needs.iter().map(|need| need.parameters).sum::<u64>() + needs[0].activations - 1] {
+            assert_eq!(outcomes(MemoryLimit { bytes: Some(bytes), asked: true }, true), whole, "{bytes} bytes");
+        }
+        let mut subjects = open();
+        let memory = MemoryLimit { bytes: Some(least - 1), asked: true };
+        let refused = evaluation::load(&mut subjects, Some(&batch.inputs), &Device::Cpu, memory, work).err().unwrap().to_string();
+        assert!(refused.contains("`qwen2`") && refused.contains(&least.to_string()), "{refused}");
+    });
+}
+
+#[test]
+fn calibration_sees_the_same_in_less_memory() {
+    let desk = Desk::new();
+    let model = golden("llama");
+    let graph = model.graph().unwrap();
+    let subject = Subject::of(model.clone()).unwrap();
+    let data = DataSet::open(&tokens(desk.path()), subject.target()).unwrap();
+    let requests: BTreeMap<String, Request> = sites(&graph).into_iter().map(|name| (name, Request { axis: Axis::Last, histograms: true })).collect();
+    work(|work| {
+        let executor = Executor::new(&graph, parameters(&model, &graph), Device::Cpu);
+        let text = |seen: &BTreeMap<String, compress::calibration::ValueStatistics>| format!("{seen:?}");
+        let whole = calibrate(&executor, &data, &requests, work).unwrap();
+        assert_eq!(whole.len(), requests.len());
+        let need = need(&model, &data.first().unwrap());
+        for states in [0, 2 * need.state, u64::MAX] {
+            let options = BlockwiseOptions { limit: states, ..BlockwiseOptions::on(&Device::Cpu) };
+            let seen = calibrate_blockwise((&graph, &model.weights), &options, states, &data, &requests, work).unwrap();
+            assert_eq!(text(&seen), text(&whole), "{states} bytes of states");
+        }
+        let memory = MemoryLimit { bytes: Some(need.whole() - 1), asked: true };
+        assert!(matches!(memory.schedule(&[("llama", need)]).unwrap(), Schedule::Blockwise { .. }));
+    });
 }

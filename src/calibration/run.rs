@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::{ActivationHistogram, Averages, Channels};
-use crate::data::{DataSet, Padding};
+use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
-use crate::exec::{Executor, floats_on_host, read};
+use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
+use crate::ir::Graph;
 use crate::kernel::bins::extremes;
+use crate::store::Weights;
 use crate::work::Work;
 
 /// Where the channels of a value are.
@@ -145,7 +147,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
     let mut seen = BTreeMap::new();
     let observation = executor.observation(|name| requests.contains_key(name));
     data.for_each_batch("Calibrating", work, |batch| {
-        let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
+        let padding = padding(&batch)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),
             _ => Ok(()),
@@ -156,6 +158,53 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
         executor.run_observed(&observation, &batch.inputs, &mut look)
     })?;
     Ok(seen)
+}
+
+/// As [`calibrate`], block by block: `states` are the bytes that batches may hold between blocks.
+///
+/// # Errors
+/// As [`calibrate`].
+pub fn calibrate_blockwise(
+    (graph, weights): (&Graph, &Weights),
+    options: &BlockwiseOptions,
+    states: u64,
+    data: &DataSet,
+    requests: &BTreeMap<String, Request>,
+    work: &Work,
+) -> Result<BTreeMap<String, ValueStatistics>> {
+    let mut seen = BTreeMap::new();
+    let most = |batch: &Batch| usize::try_from(states / state_bytes(graph, &batch.inputs).max(1)).unwrap_or(usize::MAX);
+    data.for_each_group(
+        work,
+        &mut seen,
+        |_, batch| most(batch),
+        |seen, batches| {
+            let mut run = Blockwise::new(graph, weights, |name| requests.contains_key(name), options.clone(), work);
+            for batch in batches {
+                for (name, value) in &batch.inputs {
+                    if let Some(request) = requests.get(name) {
+                        watch(seen, name, value, *request, &padding(batch)?)?;
+                    }
+                }
+                run.push(batch.clone())?;
+            }
+            for block in 0..run.blocks().len() {
+                run.enter(block)?;
+                for name in run.values_of(block) {
+                    if let Some(request) = requests.get(name) {
+                        run.each(name, |batch, value| watch(seen, name, value, *request, &padding(batch)?))?;
+                    }
+                }
+                run.leave()?;
+            }
+            Ok(())
+        },
+    )?;
+    Ok(seen)
+}
+
+fn padding(batch: &Batch) -> Result<Padding> {
+    Padding::of(batch).map_err(|e| Error::run("input `attention_mask`", e, ""))
 }
 
 fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {

@@ -238,6 +238,29 @@ impl DataSet {
         done
     }
 
+    /// As [`for_each`](DataSet::for_each), several batches at a time: as many as `most` says of the one that would be the next.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
+    pub fn for_each_group<C>(
+        &self,
+        work: &Work,
+        consumer: &mut C,
+        most: impl Fn(&C, &Batch) -> usize,
+        consume: impl Fn(&mut C, &[Batch]) -> Result<()>,
+    ) -> Result<()> {
+        let mut waiting: Vec<Batch> = Vec::new();
+        self.for_each(|batch| {
+            work.cancel.check()?;
+            if !waiting.is_empty() && waiting.len() >= most(consumer, &batch) {
+                consume(consumer, &std::mem::take(&mut waiting))?;
+            }
+            waiting.push(batch);
+            Ok(())
+        })?;
+        consume(consumer, &waiting)
+    }
+
     /// How many batches there are in an order for each process, counted by reading where it cannot be said otherwise.
     ///
     /// # Errors

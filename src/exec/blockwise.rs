@@ -164,9 +164,29 @@ impl<'a> Blockwise<'a> {
         self.blocks.partition_point(|block| block.nodes.end <= node)
     }
 
+    /// The values that a block computes and that can be looked at, in order.
+    pub fn values_of(&self, block: usize) -> Vec<&'a str> {
+        let begin = block.checked_sub(1).map_or(0, |before| self.ends[before]);
+        let mut found: Vec<(usize, &'a str)> = self
+            .places
+            .iter()
+            .filter_map(|(name, (_, done))| done.filter(|done| *done > begin && *done <= self.ends[block]).map(|done| (done, *name)))
+            .collect();
+        found.sort_unstable();
+        found.into_iter().map(|(_, name)| name).collect()
+    }
+
     /// How many batches there are.
     pub fn batches(&self) -> usize {
         self.samples.len()
+    }
+
+    /// Goes on with the first batches alone.
+    pub fn truncate(&mut self, batches: usize) {
+        for sample in self.samples.drain(batches.min(self.samples.len())..) {
+            self.held = self.held.saturating_sub(sample.start.bytes() + sample.run.map_or(0, |run| run_bytes(&run, &sample.start)));
+        }
+        self.account();
     }
 
     /// A batch.
@@ -229,6 +249,21 @@ impl<'a> Blockwise<'a> {
         self.read_ahead(block + 1, other, same);
         self.account();
         Ok(())
+    }
+
+    /// Takes several graphs through the block of this number, where they have it, side by side: parameters of these names are loaded once
+    /// for all. Those that have fewer blocks wait in their last one.
+    ///
+    /// # Errors
+    /// As [`enter_beside`](Blockwise::enter_beside) and [`leave`](Blockwise::leave).
+    pub fn together(runs: &mut [&mut Blockwise], block: usize, same: &BTreeSet<&str>) -> Result<()> {
+        for index in 0..runs.len() {
+            let (before, rest) = runs.split_at_mut(index);
+            if let Some(run) = rest.first_mut().filter(|run| block < run.blocks.len()) {
+                run.enter_beside(block, before.first().map(|first| &**first), same)?;
+            }
+        }
+        runs.iter_mut().filter(|run| block < run.blocks.len()).try_for_each(|run| run.leave())
     }
 
     /// Begins to read a block's parameters, but for those that are loaded and those that come from elsewhere.

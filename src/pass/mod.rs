@@ -123,6 +123,9 @@ pub struct Context<'a> {
     /// Where models run.
     #[cfg(feature = "run")]
     pub device: candle_core::Device,
+    /// The memory that models may take.
+    #[cfg(feature = "run")]
+    pub memory: crate::exec::MemoryLimit,
     /// Accounts of memory, where a record of them is wanted.
     #[cfg(feature = "run")]
     pub memory_tracker: Option<std::sync::Arc<crate::exec::MemoryTracker>>,

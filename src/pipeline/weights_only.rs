@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
+use super::plan::ModelMemory;
 use super::run::Measured;
 use super::{Check, Pipeline};
 use crate::error::{Error, Result};
@@ -69,6 +70,10 @@ impl Pipeline {
 
     pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
         Ok(Some(0))
+    }
+
+    pub(super) fn planned_model_memory(&self, _model: &Model) -> Result<Option<ModelMemory>> {
+        Ok(None)
     }
 
     pub(super) fn watch(&self) -> Result<Peak> {

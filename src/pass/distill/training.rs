@@ -14,7 +14,7 @@ use crate::data::{Data, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::transfer;
-use crate::exec::{Executor, MemoryCategory, MemoryTracker};
+use crate::exec::{Executor, MemoryCategory, MemoryTracker, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::Model;
@@ -103,14 +103,7 @@ fn batch(graph: &Graph, training: &Training) -> usize {
 fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_core::Tensor>>) -> Bindings {
     let mut sizes = analysis::usual_sizes(graph);
     if let Some(inputs) = real {
-        for (_, value) in graph.inputs() {
-            let Some(tensor) = inputs.get(&value.name) else { continue };
-            for (dim, size) in value.ty.shape.iter().zip(tensor.dims()) {
-                if let crate::ir::Dim::Named(name) = dim {
-                    sizes.insert(name.clone(), *size);
-                }
-            }
-        }
+        sizes.extend(sizes_of(graph, inputs));
     }
     sizes.insert("batch".to_owned(), batch);
     sizes

@@ -34,10 +34,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{Context, GranularityKind, Pass, Samples, WeightObserver, options_of};
-use crate::calibration::{ActivationObserver, ValueStatistics, calibrate};
+use crate::calibration::{ActivationObserver, ValueStatistics, calibrate, calibrate_blockwise};
 use crate::data::Target;
 use crate::error::{Error, Result};
-use crate::exec::{Executor, Parameters, Residence};
+use crate::exec::{BlockwiseOptions, Executor, MemoryNeed, Parameters, Residence, Schedule, sizes_of};
 use crate::ir::Port;
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
@@ -214,6 +214,13 @@ impl QuantizeStatic {
         let (inputs, outputs) = Port::of(graph);
         let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
         let data = context.data.open(options, target)?;
+        let sizes = sizes_of(graph, &data.first()?.inputs);
+        let need = MemoryNeed::of(graph, &prepared.model.weights, DType::F32, Residence::Stored, &sizes);
+        if let Schedule::Blockwise { states } = context.memory.schedule(&[(prepared.model.config.model_type(), need)])? {
+            // Half of them while samples wait at a value within a block.
+            let options = BlockwiseOptions { limit: states / 2, tracker: context.memory_tracker.clone(), ..BlockwiseOptions::on(&context.device) };
+            return calibrate_blockwise((graph, &prepared.model.weights), &options, states / 2, &data, &requests, &context.work);
+        }
         let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
         let executor = Executor::new(graph, parameters, context.device.clone()).tracked(context.memory_tracker.as_ref());
         calibrate(&executor, &data, &requests, &context.work)
@@ -327,7 +334,7 @@ mod tests {
 
     use super::*;
     use crate::data::{Data, DataSets};
-    use crate::exec::Inputs;
+    use crate::exec::{Inputs, MemoryLimit};
     use crate::ir::Graph;
     use crate::ir::ops::Op;
     use crate::work::{Cancel, Silent, Work};
@@ -355,7 +362,16 @@ mod tests {
             let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
                 let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context { work, seed: 0, data: &data, device: Device::Cpu, memory_tracker: None, workplace: None, resume: false };
+                let context = Context {
+                    work,
+                    seed: 0,
+                    data: &data,
+                    device: Device::Cpu,
+                    memory: MemoryLimit::default(),
+                    memory_tracker: None,
+                    workplace: None,
+                    resume: false,
+                };
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();
