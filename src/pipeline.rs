@@ -22,7 +22,5 @@ pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
 pub use plan::{ModelMemory, PassPlan, Plan};
 #[cfg(feature = "run")]
-pub(crate) use running::memory_limit;
-#[cfg(feature = "run")]
-pub use running::{CachedResult, ResultCache, starter};
+pub use running::{CachedResult, ResultCache, memory_limit, starter};
 pub use verify::{Check, verify};

@@ -11,13 +11,10 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-#[cfg(feature = "run")]
-use crate::data::DataSets;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::pass::Step;
-#[cfg(feature = "run")]
 use crate::store::ByteSize;
 
 /// A recipe. Unknown keys are refused.
@@ -38,10 +35,9 @@ pub struct Recipe {
     pub measure: bool,
     /// What to measure on
     #[cfg(feature = "run")]
-    #[serde(default, skip_serializing_if = "DataSets::is_empty")]
-    pub data: DataSets,
+    #[serde(default, skip_serializing_if = "crate::data::DataSets::is_empty")]
+    pub data: crate::data::DataSets,
     /// Most memory that models may take when they run, like 8GB; those that do not fit run block by block [default: what is free]
-    #[cfg(feature = "run")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub memory: Option<ByteSize>,
     /// What to do, in order
@@ -93,8 +89,7 @@ impl Recipe {
             allow_nonfinite: false,
             measure: true,
             #[cfg(feature = "run")]
-            data: DataSets::default(),
-            #[cfg(feature = "run")]
+            data: crate::data::DataSets::default(),
             memory: None,
             passes: Vec::new(),
             evaluate: None,

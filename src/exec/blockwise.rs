@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 use candle_core::{DType, Device, Tensor};
 
 use super::run::Snapshot;
-use super::spill::{SpillFile, SpilledTensor};
+use super::spill::{SpillFile, State, run_bytes};
 use super::{Executor, MemoryCategory, MemoryTracker, Observation, Parameters, PartialRun, Residence, Rounding};
 use crate::analysis::{self, Block};
 use crate::data::Batch;
@@ -88,14 +88,6 @@ struct Held {
     start: State,
     /// Within the block, where there is room for it.
     run: Option<PartialRun>,
-}
-
-/// A run at the beginning of a block.
-#[derive(Clone)]
-struct State {
-    snapshot: Snapshot,
-    /// Values that are in a file, by position.
-    spilled: Vec<(usize, SpilledTensor)>,
 }
 
 /// Parameters that are being read.
@@ -245,6 +237,8 @@ impl<'a> Blockwise<'a> {
         let missing: Vec<&String> = names.iter().filter(|name| !self.executor.parameters().has(name) && !loaded.has(name)).collect();
         let (device, compute, residence) = (&self.options.device, self.options.compute, self.options.residence);
         loaded.extend(Parameters::load_named(missing, &self.weights, device, compute, residence, &self.work.quiet())?);
+        // What was replaced before this block came stands.
+        loaded.retain(|name| !self.executor.parameters().has(name));
         self.executor.change_parameters(|parameters| parameters.extend(loaded));
         self.read_ahead(block + 1, other, same);
         self.account();
@@ -286,6 +280,27 @@ impl<'a> Blockwise<'a> {
         };
         // Where the system starts no more threads, they are read when they are needed.
         self.ahead = std::thread::Builder::new().spawn(read).ok().map(|thread| Ahead { block, bytes, thread });
+    }
+
+    /// Goes on to the first block that shows a wanted value.
+    ///
+    /// # Errors
+    /// As [`enter`](Blockwise::enter) and [`leave`](Blockwise::leave); no block from this one on shows it.
+    pub fn reach(&mut self, value: &str) -> Result<()> {
+        loop {
+            if let Ok((begin, end)) = self.range() {
+                let leads_in = |id| self.samples.first().is_some_and(|sample| sample.start.holds(id));
+                if self.places.get(value).is_some_and(|(id, done)| done.is_some_and(|done| done > begin && done <= end) || leads_in(*id)) {
+                    return Ok(());
+                }
+                self.leave()?;
+            }
+            let next = self.current.map_or(0, |current| current + 1);
+            if next >= self.blocks.len() {
+                return Err(Error::graph(format!("graph value `{value}`"), "is not computed in this block or a later one"));
+            }
+            self.enter(next)?;
+        }
     }
 
     /// Shows a wanted value of every batch, contiguous: batches go on to it from where they have stopped, or from the beginning of the
@@ -440,17 +455,14 @@ impl<'a> Blockwise<'a> {
 
     /// A state for the next block: in memory, or its floats in a file where they are beyond the limit.
     fn keep(&mut self, snapshot: Snapshot) -> Result<State> {
-        let mut state = State { snapshot, spilled: Vec::new() };
+        let mut state = State::new(snapshot);
         let beyond = self.held.saturating_add(state.bytes()) > self.options.limit;
         if let Some(folder) = self.options.spill.as_ref().filter(|_| beyond) {
-            for (position, value) in state.snapshot.values.iter_mut().enumerate() {
-                let Some(tensor) = value.take_if(|tensor| tensor.dtype().is_float()) else { continue };
-                let file = match &self.file {
-                    Some(file) => file,
-                    None => self.file.insert(SpillFile::create(folder)?),
-                };
-                state.spilled.push((position, file.write(&tensor)?));
-            }
+            let file = match &self.file {
+                Some(file) => file,
+                None => self.file.insert(SpillFile::create(folder)?),
+            };
+            state.spill(file)?;
         }
         self.held += state.bytes();
         Ok(state)
@@ -477,43 +489,4 @@ impl Drop for Blockwise<'_> {
         self.held = 0;
         self.account();
     }
-}
-
-impl State {
-    /// Bytes in memory.
-    fn bytes(&self) -> u64 {
-        self.snapshot.values.iter().flatten().map(bytes).sum()
-    }
-
-    fn holds(&self, id: ValueId) -> bool {
-        self.snapshot.values[id.index()].is_some() || self.spilled.iter().any(|(position, _)| *position == id.index())
-    }
-
-    /// A value that it holds.
-    fn get(&self, id: ValueId, device: &Device) -> Result<Tensor> {
-        match (&self.snapshot.values[id.index()], self.spilled.iter().find(|(position, _)| *position == id.index())) {
-            (Some(tensor), _) => Ok(tensor.clone()),
-            (None, Some((_, spilled))) => spilled.read(device),
-            (None, None) => Err(Error::graph("a state between blocks", "lacks a value")),
-        }
-    }
-
-    /// All of it in memory.
-    fn snapshot(&self, device: &Device) -> Result<Snapshot> {
-        let mut snapshot = self.snapshot.clone();
-        for (position, spilled) in &self.spilled {
-            snapshot.values[*position] = Some(spilled.read(device)?);
-        }
-        Ok(snapshot)
-    }
-}
-
-fn bytes(tensor: &Tensor) -> u64 {
-    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
-}
-
-/// Bytes of a stopped run beside the state that it began with.
-fn run_bytes(run: &PartialRun, start: &State) -> u64 {
-    let own = run.values.iter().zip(&start.snapshot.values).filter(|(_, before)| before.is_none());
-    own.filter_map(|(value, _)| value.as_ref()).map(bytes).sum()
 }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Device, Tensor};
+use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
 use crate::error::{Error, Result};
@@ -154,19 +155,19 @@ fn tensor(name: &str, weight: &Weight, device: &Device, keep: DType) -> Result<T
     let failed = |e: candle_core::Error| Error::tensor(name, format!("cannot be loaded: {e}"), "");
     let shape = weight.shape.as_slice();
     match (keep, weight.dtype) {
-        (DType::BF16, Stored::BF16) => return Tensor::from_vec(words(name, weight, bf16::from_bits)?, shape, device).map_err(failed),
-        (DType::F16, Stored::F16) => return Tensor::from_vec(words(name, weight, f16::from_bits)?, shape, device).map_err(failed),
+        (DType::BF16, Stored::BF16) => return Tensor::from_vec(words(name, weight)?.reinterpret_into::<bf16>(), shape, device).map_err(failed),
+        (DType::F16, Stored::F16) => return Tensor::from_vec(words(name, weight)?.reinterpret_into::<f16>(), shape, device).map_err(failed),
         _ => {}
     }
     let values = weight.floats(name)?;
     Tensor::from_vec(values, shape, device).and_then(|t| t.to_dtype(keep)).map_err(failed)
 }
 
-/// The elements of a weight of 16-bit floats.
-fn words<T>(name: &str, weight: &Weight, element: fn(u16) -> T) -> Result<Vec<T>> {
+/// The elements of a weight of 16-bit floats, as bits.
+fn words(name: &str, weight: &Weight) -> Result<Vec<u16>> {
     let mut values = Vec::with_capacity(weight.elements());
     weight.dense(name).visit(1, &mut |block| {
-        values.extend(block.now.values.as_chunks().0.iter().map(|bytes| element(u16::from_le_bytes(*bytes))));
+        values.extend(block.now.values.as_chunks().0.iter().map(|bytes| u16::from_le_bytes(*bytes)));
         Ok(())
     })?;
     Ok(values)

@@ -129,7 +129,7 @@ impl MemoryLimit {
         let least = blocks.saturating_add(states);
         if least > memory && self.asked {
             let name = models.first().map_or("", |(name, _)| *name);
-            return refuse(name, format!("takes {least} bytes of memory block by block, and {memory} are given"));
+            return refuse(name, format!("takes {whole} bytes of memory, {least} block by block, and {memory} are given"));
         }
         Ok(Schedule::Blockwise { states: memory.saturating_sub(blocks).max(states) })
     }
@@ -151,7 +151,7 @@ mod tests {
         assert_eq!(limit(110, true).schedule(&one).unwrap(), Schedule::Whole);
         assert_eq!(limit(109, true).schedule(&one).unwrap(), Schedule::Blockwise { states: 69 });
         assert_eq!(limit(45, true).schedule(&one).unwrap(), Schedule::Blockwise { states: 5 });
-        assert!(limit(44, true).schedule(&one).unwrap_err().to_string().contains("takes 45 bytes"));
+        assert!(limit(44, true).schedule(&one).unwrap_err().to_string().contains("takes 110 bytes of memory, 45 block by block"));
         assert_eq!(limit(44, false).schedule(&one).unwrap(), Schedule::Blockwise { states: 5 });
         let both = [("llama", need(100, 30, true)), ("unet", need(100, 100, false))];
         assert_eq!(limit(210, true).schedule(&both).unwrap(), Schedule::Whole);

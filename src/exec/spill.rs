@@ -1,4 +1,4 @@
-//! Tensors in a file while they are not needed.
+//! What samples hold between blocks: tensors, in memory or in a file.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -8,8 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::PartialRun;
+use super::run::Snapshot;
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
+use crate::ir::ValueId;
 
 /// A file without a name: it is gone when nobody refers to it, however the process ends.
 #[derive(Debug)]
@@ -21,7 +24,7 @@ pub(super) struct SpillFile {
 
 /// A tensor in a file.
 #[derive(Debug, Clone)]
-pub(super) struct SpilledTensor {
+struct SpilledTensor {
     file: Arc<SpillFile>,
     offset: u64,
     dtype: DType,
@@ -46,7 +49,7 @@ impl SpillFile {
     ///
     /// # Errors
     /// The disk is full.
-    pub fn write(self: &Arc<SpillFile>, tensor: &Tensor) -> Result<SpilledTensor> {
+    fn write(self: &Arc<SpillFile>, tensor: &Tensor) -> Result<SpilledTensor> {
         let mut bytes = Vec::with_capacity(tensor.elem_count() * tensor.dtype().size_in_bytes());
         transfer::to_host(tensor, Cause::Offload).and_then(|tensor| tensor.write_bytes(&mut bytes)).map_err(|e| self.unusable(e))?;
         let offset = self.length.fetch_add(bytes.len() as u64, Ordering::Relaxed);
@@ -71,4 +74,76 @@ impl SpilledTensor {
         let host = Tensor::from_raw_buffer(&bytes, self.dtype, &self.shape, &Device::Cpu);
         host.and_then(|tensor| transfer::to_device(&tensor, device, Cause::Offload)).map_err(|e| self.file.unusable(e))
     }
+}
+
+/// A run at the beginning of a block.
+#[derive(Debug, Clone)]
+pub(super) struct State {
+    snapshot: Snapshot,
+    /// Values that are in a file, by position.
+    spilled: Vec<(usize, SpilledTensor)>,
+}
+
+impl State {
+    /// All of it in memory.
+    pub fn new(snapshot: Snapshot) -> State {
+        State { snapshot, spilled: Vec::new() }
+    }
+
+    /// Moves floats to a file.
+    ///
+    /// # Errors
+    /// The disk is full.
+    pub fn spill(&mut self, file: &Arc<SpillFile>) -> Result<()> {
+        for (position, value) in self.snapshot.values.iter_mut().enumerate() {
+            if let Some(tensor) = value.take_if(|tensor| tensor.dtype().is_float()) {
+                self.spilled.push((position, file.write(&tensor)?));
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes in memory.
+    pub fn bytes(&self) -> u64 {
+        self.snapshot.values.iter().flatten().map(bytes).sum()
+    }
+
+    /// Whether it holds a value.
+    pub fn holds(&self, id: ValueId) -> bool {
+        self.snapshot.values[id.index()].is_some() || self.spilled.iter().any(|(position, _)| *position == id.index())
+    }
+
+    /// A value that it holds.
+    ///
+    /// # Errors
+    /// It does not; reading fails.
+    pub fn get(&self, id: ValueId, device: &Device) -> Result<Tensor> {
+        match (&self.snapshot.values[id.index()], self.spilled.iter().find(|(position, _)| *position == id.index())) {
+            (Some(tensor), _) => Ok(tensor.clone()),
+            (None, Some((_, spilled))) => spilled.read(device),
+            (None, None) => Err(Error::graph("a state between blocks", "lacks a value")),
+        }
+    }
+
+    /// All of it, on a device.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn snapshot(&self, device: &Device) -> Result<Snapshot> {
+        let mut snapshot = self.snapshot.clone();
+        for (position, spilled) in &self.spilled {
+            snapshot.values[*position] = Some(spilled.read(device)?);
+        }
+        Ok(snapshot)
+    }
+}
+
+fn bytes(tensor: &Tensor) -> u64 {
+    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
+}
+
+/// Bytes of a stopped run beside the state that it began with.
+pub(super) fn run_bytes(run: &PartialRun, start: &State) -> u64 {
+    let own = run.values.iter().zip(&start.snapshot.values).filter(|(_, before)| before.is_none());
+    own.filter_map(|(value, _)| value.as_ref()).map(bytes).sum()
 }

@@ -19,7 +19,7 @@ pub use starter::starter;
 
 use self::evaluate::Run;
 pub(super) use self::evaluate::check_onnx;
-pub(crate) use self::free::memory_limit;
+pub use self::free::memory_limit;
 use super::carry::write_text;
 use super::plan::ModelMemory;
 use super::run::Measured;

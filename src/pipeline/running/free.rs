@@ -10,7 +10,7 @@ use crate::report::environment::kilobytes;
 use crate::store::ByteSize;
 
 /// The memory that models may take: what was asked for, else most of what is free where they run on the processor.
-pub(crate) fn memory_limit(asked: Option<ByteSize>, device: &Device) -> MemoryLimit {
+pub fn memory_limit(asked: Option<ByteSize>, device: &Device) -> MemoryLimit {
     let free = || if device.is_cpu() { free_memory() } else { None };
     let bytes = asked.map(|size| size.0).or_else(|| free().map(|free| free / 4 * 3));
     MemoryLimit { bytes, asked: asked.is_some() }
