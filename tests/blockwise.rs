@@ -141,6 +141,7 @@ fn replaced_parameters_are_those_that_later_nodes_use() {
     for limit in [u64::MAX, 0] {
         work(|work| {
             let mut all = parameters(&model, &graph);
+            let (original, mut held) = (all.clone(), Vec::new());
             let options = BlockwiseOptions { limit, ..BlockwiseOptions::on(&Device::Cpu) };
             let mut run = Blockwise::new(&graph, &model.weights, |name| sites.iter().any(|site| site == name), options, work);
             batches.iter().for_each(|batch| run.push(batch.clone()).unwrap());
@@ -162,6 +163,7 @@ fn replaced_parameters_are_those_that_later_nodes_use() {
                         .collect::<Vec<_>>()
                     {
                         let name = &graph.value(node.inputs[1]).name;
+                        held.push((name.clone(), run.parameter(name).unwrap()));
                         let tensor = (run.parameter(name).unwrap() * f64::from(1.0 + sum / 100.0)).unwrap();
                         all = all.with(name, tensor.clone());
                         run.replace(name, tensor);
@@ -178,6 +180,10 @@ fn replaced_parameters_are_those_that_later_nodes_use() {
             })
             .unwrap();
             assert_eq!(index, batches.len());
+            // Blocks use the memory of those before; what was given out is not touched.
+            for (name, tensor) in held {
+                assert_eq!(bits(&[(name.clone(), tensor)].into()), bits(&[(name.clone(), original.get(&name).unwrap())].into()));
+            }
         });
     }
 }

@@ -111,6 +111,19 @@ pub fn uncut(graph: &Graph) -> Option<String> {
     })
 }
 
+/// Parameters that are weights of linear layers and nothing else: no value shares their memory.
+pub fn weights_of_layers(graph: &Graph) -> BTreeSet<String> {
+    let mut found: BTreeMap<ValueId, bool> = graph.params().map(|(id, _)| (id, !graph.is_output(id))).collect();
+    for node in graph.nodes() {
+        for (position, id) in node.inputs.iter().enumerate() {
+            if let Some(alone) = found.get_mut(id) {
+                *alone &= position == 1 && matches!(node.op, Op::Linear(_));
+            }
+        }
+    }
+    found.into_iter().filter(|(_, alone)| *alone).map(|(id, _)| graph.value(id).name.clone()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -10,7 +10,7 @@ mod layers;
 mod live;
 
 pub use atoms::Place;
-pub use blocks::{Block, blocks, uncut};
+pub use blocks::{Block, blocks, uncut, weights_of_layers};
 pub use cost::{cost, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number};

@@ -2,15 +2,15 @@
 //! read, are in memory, and of the samples only what crosses from block to block.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 
+use super::load::Spare;
 use super::run::Snapshot;
 use super::spill::{SpillFile, State, run_bytes};
-use super::{Executor, MemoryCategory, MemoryTracker, Observation, Parameters, PartialRun, Residence, Rounding};
+use super::{BlockwiseOptions, Executor, MemoryCategory, Observation, Parameters, PartialRun};
 use crate::analysis::{self, Block};
 use crate::data::Batch;
 use crate::error::{Error, Result};
@@ -20,41 +20,6 @@ use crate::work::{Event, ProgressUnit, Silent, Work};
 
 /// The account of what samples hold between nodes.
 const STATES: &str = "states between blocks";
-
-/// How a graph is run block by block.
-#[derive(Debug, Clone)]
-pub struct BlockwiseOptions {
-    /// Where it runs.
-    pub device: Device,
-    /// Precision of the computation.
-    pub compute: DType,
-    /// What is kept of parameters.
-    pub residence: Residence,
-    /// How inputs of layers with int8 weights are rounded.
-    pub rounding: Rounding,
-    /// Most bytes of stopped runs and of states between blocks. Runs beyond it start at the beginning of their block for each value
-    /// that is looked at.
-    pub limit: u64,
-    /// A folder for states between blocks that are beyond the limit; without one, they stay in memory.
-    pub spill: Option<PathBuf>,
-    /// Who is told what is held.
-    pub tracker: Option<Arc<MemoryTracker>>,
-}
-
-impl BlockwiseOptions {
-    /// 32-bit computation with 16-bit weights as they are stored, and at most 1 GiB of states, on a device.
-    pub fn on(device: &Device) -> BlockwiseOptions {
-        BlockwiseOptions {
-            device: device.clone(),
-            compute: DType::F32,
-            residence: Residence::Stored,
-            rounding: Rounding::Token,
-            limit: 1 << 30,
-            spill: None,
-            tracker: None,
-        }
-    }
-}
 
 /// A graph that is run block by block.
 pub struct Blockwise<'a> {
@@ -75,6 +40,10 @@ pub struct Blockwise<'a> {
     file: Option<Arc<SpillFile>>,
     /// Parameters that were replaced.
     replaced: BTreeSet<String>,
+    /// Parameters that nothing but layers of this graph refers to, so that their memory may take others.
+    reusable: BTreeSet<String>,
+    /// Those of the block before which the block to be read next has room for.
+    spare: Vec<Tensor>,
     /// Bytes of states and stopped runs, and those that the tracker knows.
     held: u64,
     told: u64,
@@ -104,6 +73,7 @@ impl<'a> Blockwise<'a> {
         let executor = Executor::new(graph, Parameters::of(BTreeMap::new(), options.compute), options.device.clone())
             .with_rounding(options.rounding)
             .tracked(options.tracker.as_ref());
+        let reuses = options.device.is_cpu();
         let mut blocks = analysis::blocks(graph);
         let values: BTreeSet<&str> = blocks.iter().take(blocks.len().saturating_sub(1)).map(|block| block.value.as_str()).collect();
         let outputs: BTreeSet<&str> = graph.outputs().iter().map(|(_, id)| graph.value(*id).name.as_str()).collect();
@@ -140,6 +110,8 @@ impl<'a> Blockwise<'a> {
             ahead: None,
             file: None,
             replaced: BTreeSet::new(),
+            reusable: if reuses { analysis::weights_of_layers(graph) } else { BTreeSet::new() },
+            spare: Vec::new(),
             held: 0,
             told: 0,
             peak: 0,
@@ -237,6 +209,7 @@ impl<'a> Blockwise<'a> {
         let missing: Vec<&String> = names.iter().filter(|name| !self.executor.parameters().has(name) && !loaded.has(name)).collect();
         let (device, compute, residence) = (&self.options.device, self.options.compute, self.options.residence);
         loaded.extend(Parameters::load_named(missing, &self.weights, device, compute, residence, &self.work.quiet())?);
+        self.reusable.retain(|name| !same.contains(name.as_str()));
         // What was replaced before this block came stands.
         loaded.retain(|name| !self.executor.parameters().has(name));
         self.executor.change_parameters(|parameters| parameters.extend(loaded));
@@ -274,9 +247,10 @@ impl<'a> Blockwise<'a> {
         let bytes = by_name.values().map(|weight| (weight.elements() * residence.dtype(weight, compute).size_in_bytes()) as u64).sum();
         let (threads, cancel) = (self.work.threads, self.work.cancel.clone());
         let weights = Weights { by_name, ..Weights::default() };
+        let spare = Spare::of(std::mem::take(&mut self.spare));
         let read = move || {
             let work = Work { threads, progress: &Silent, cancel: &cancel };
-            Parameters::load_named(names.iter().collect(), &weights, &device, compute, residence, &work)
+            Parameters::load_reusing(&spare, names.iter().collect(), &weights, (&device, compute, residence), &work)
         };
         // Where the system starts no more threads, they are read when they are needed.
         self.ahead = std::thread::Builder::new().spawn(read).ok().map(|thread| Ahead { block, bytes, thread });
@@ -356,12 +330,12 @@ impl<'a> Blockwise<'a> {
         Ok(self.executor.resume(&sample.start.snapshot(&self.options.device)?))
     }
 
-    /// A parameter of this block, in the precision of the computation.
+    /// A parameter of this block, in the precision of the computation and in memory of its own.
     ///
     /// # Errors
     /// It is not loaded, or memory runs out.
     pub fn parameter(&self, name: &str) -> Result<Tensor> {
-        self.executor.parameters().get(name).map_err(|e| Error::tensor(name, e, ""))
+        self.executor.parameters().get(name).and_then(|tensor| tensor.copy()).map_err(|e| Error::tensor(name, e, ""))
     }
 
     /// Puts a tensor in the place of a parameter: nodes of this block and of later ones use it, also those that have run for a value
@@ -402,9 +376,22 @@ impl<'a> Blockwise<'a> {
         })?;
         let (replaced, later) = (&self.replaced, &self.blocks[next..]);
         let keep = |name: &str| later[0].parameters.contains(name) || (replaced.contains(name) && later.iter().any(|block| block.parameters.contains(name)));
+        self.spare = self.dropped(&keep);
         self.executor.change_parameters(|parameters| parameters.retain(keep));
         self.account();
         Ok(())
+    }
+
+    /// Of the parameters that are about to be dropped, those whose memory another block can use.
+    fn dropped(&self, keep: impl Fn(&str) -> bool) -> Vec<Tensor> {
+        let Some(current) = self.current else { return Vec::new() };
+        let mut wanted: Vec<(&[usize], DType)> = Vec::new();
+        for weight in self.blocks.get(current + 2).iter().flat_map(|block| &block.parameters).filter_map(|name| self.weights.by_name.get(name)) {
+            wanted.push((&weight.shape, self.options.residence.dtype(weight, self.options.compute)));
+        }
+        let free = |name: &&String| self.reusable.contains(*name) && !self.replaced.contains(*name) && !keep(name);
+        let tensors = self.blocks[current].parameters.iter().filter(free).filter_map(|name| self.executor.parameters().stored(name).ok());
+        tensors.filter(|tensor| wanted.iter().position(|want| *want == (tensor.dims(), tensor.dtype())).map(|at| wanted.swap_remove(at)).is_some()).collect()
     }
 
     /// Takes every batch through the last block, and shows its outputs as [`Executor::run`] gives them.

@@ -2,6 +2,7 @@
 
 mod account;
 mod blockwise;
+mod blockwise_options;
 mod device;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -22,10 +23,11 @@ mod spill;
 mod tape;
 pub mod transfer;
 
-pub use blockwise::{Blockwise, BlockwiseOptions};
+pub use blockwise::Blockwise;
+pub use blockwise_options::BlockwiseOptions;
 pub use device::{Choice, name};
 pub use gpu::DeviceMemory;
-pub(crate) use host::{floats_on_host, read};
+pub(crate) use host::{change, floats_on_host, read};
 pub use load::{Parameters, Residence};
 pub use memory_need::{MemoryLimit, MemoryNeed, Schedule, sizes_of, state_bytes};
 pub use memory_trace::{MemoryTrace, Peak};

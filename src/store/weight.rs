@@ -101,6 +101,14 @@ impl Weight {
     /// Reading fails, or they are no floats.
     pub fn floats(&self, name: &str) -> Result<Vec<f32>> {
         let mut values = vec![0f32; self.elements()];
+        self.floats_into(name, &mut values).map(|()| values)
+    }
+
+    /// The same, written into memory for as many as there are.
+    ///
+    /// # Errors
+    /// As [`floats`](Weight::floats).
+    pub fn floats_into(&self, name: &str, values: &mut [f32]) -> Result<()> {
         let (mut at, mut floats) = (0, true);
         self.visit(1, &mut |block| {
             let count = block.now.elements();
@@ -108,7 +116,7 @@ impl Weight {
             at += count;
             Ok(())
         })?;
-        if floats { Ok(values) } else { Err(Error::tensor(name, format!("is {}, where floats are needed", self.dtype), "")) }
+        if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, where floats are needed", self.dtype), "")) }
     }
 
     /// Number of elements.
