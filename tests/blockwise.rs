@@ -20,7 +20,8 @@ use compress::exec::{
     Blockwise, BlockwiseOptions, Executor, MemoryCategory, MemoryLimit, MemoryNeed, MemoryTracker, Parameters, Residence, Schedule, sizes_of,
 };
 use compress::ir::{Graph, Kind, Op};
-use compress::pass::QuantizeDynamic;
+use compress::pass::prune_structured::{Amounts, Importance, Repair};
+use compress::pass::{Amount, PruneStructured, QuantizeDynamic, QuantizeStatic, Step};
 
 /// Three batches of a text model have padding.
 fn batches(graph: &Graph) -> Vec<Batch> {
@@ -315,4 +316,24 @@ fn calibration_sees_the_same_in_less_memory() {
         let memory = MemoryLimit { bytes: Some(need.whole() - 1), asked: true };
         assert!(matches!(memory.schedule(&[("llama", need)]).unwrap(), Schedule::Blockwise { .. }));
     });
+}
+
+/// What passes write does not depend on the memory that they run models in.
+#[test]
+fn passes_write_the_same_in_less_memory() {
+    let desk = Desk::new();
+    let model = golden("llama");
+    let data = tokens(desk.path());
+    let subject = Subject::of(model.clone()).unwrap();
+    let need = need(&model, &DataSet::open(&data, subject.target()).unwrap().first().unwrap());
+    assert!(need.blockwise() < need.whole(), "{need:?}");
+    let amount = Some(Amounts::All(Amount::fraction(0.5)));
+    let prune = PruneStructured { amount, importance: Importance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
+    for pass in [Step::from(prune), Step::from(QuantizeStatic::default())] {
+        let written = |memory: Option<u64>| {
+            let builder = pipeline().calibration(data.clone()).memory(memory).pass(pass.clone());
+            common::contents(&desk.run(&model.path, builder).unwrap().path)
+        };
+        assert_eq!(written(Some(need.whole() - 1)), written(None), "{}", pass.pass().name());
+    }
 }

@@ -165,7 +165,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
 /// # Errors
 /// As [`calibrate`].
 pub fn calibrate_blockwise(
-    (graph, weights): (&Graph, &Weights),
+    model: (&Graph, &Weights),
     options: &BlockwiseOptions,
     states: u64,
     data: &DataSet,
@@ -173,34 +173,56 @@ pub fn calibrate_blockwise(
     work: &Work,
 ) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
+    observe_blockwise(
+        model,
+        options,
+        states,
+        data,
+        |name| requests.contains_key(name),
+        work,
+        |batch, name, value| match requests.get(name) {
+            Some(request) => watch(&mut seen, name, value, *request, &padding(batch)?),
+            None => Ok(()),
+        },
+    )?;
+    Ok(seen)
+}
+
+/// Shows the values that are wanted, by name, for every batch, block by block: of several batches together first one value, then the
+/// next; the batches of a value come in their order.
+///
+/// # Errors
+/// Reading or running fails, the observer does, there is no sample, or the work is cancelled.
+pub fn observe_blockwise(
+    (graph, weights): (&Graph, &Weights),
+    options: &BlockwiseOptions,
+    states: u64,
+    data: &DataSet,
+    wanted: impl Fn(&str) -> bool,
+    work: &Work,
+    mut see: impl FnMut(&Batch, &str, &Tensor) -> Result<()>,
+) -> Result<()> {
     let most = |batch: &Batch| usize::try_from(states / state_bytes(graph, &batch.inputs).max(1)).unwrap_or(usize::MAX);
     data.for_each_group(
         work,
-        &mut seen,
+        &mut see,
         |_, batch| most(batch),
-        |seen, batches| {
-            let mut run = Blockwise::new(graph, weights, |name| requests.contains_key(name), options.clone(), work);
+        |see, batches| {
+            let mut run = Blockwise::new(graph, weights, &wanted, options.clone(), work);
             for batch in batches {
-                for (name, value) in &batch.inputs {
-                    if let Some(request) = requests.get(name) {
-                        watch(seen, name, value, *request, &padding(batch)?)?;
-                    }
-                }
+                batch.inputs.iter().filter(|(name, _)| wanted(name)).try_for_each(|(name, value)| see(batch, name, value))?;
                 run.push(batch.clone())?;
             }
             for block in 0..run.blocks().len() {
                 run.enter(block)?;
-                for name in run.values_of(block) {
-                    if let Some(request) = requests.get(name) {
-                        run.each(name, |batch, value| watch(seen, name, value, *request, &padding(batch)?))?;
-                    }
+                for name in run.values_of(block).into_iter().filter(|name| wanted(name)) {
+                    run.each(name, |batch, value| see(batch, name, value))?;
                 }
                 run.leave()?;
             }
             Ok(())
         },
-    )?;
-    Ok(seen)
+    )
 }
 
 fn padding(batch: &Batch) -> Result<Padding> {

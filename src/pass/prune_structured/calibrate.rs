@@ -1,12 +1,15 @@
 //! Running the model on calibration data.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Tensor};
 
-use crate::data::{Batch, Padding};
+use crate::calibration::observe_blockwise;
+use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Parameters, Residence, floats_on_host, read};
+use crate::exec::{BlockwiseOptions, Executor, MemoryNeed, Parameters, Residence, Schedule, floats_on_host, read, sizes_of};
 use crate::ir::{Graph, Op};
 use crate::kernel::columns;
 use crate::model::Model;
@@ -19,10 +22,44 @@ use super::NAME;
 /// # Errors
 /// There is none, it does not fit the model, or the consumer fails.
 pub(super) fn for_each(stage: &str, model: &Model, context: &Context, consume: impl FnMut(Batch) -> Result<()>) -> Result<()> {
+    open(model, context)?.for_each_batch(stage, &context.work, consume)
+}
+
+fn open(model: &Model, context: &Context) -> Result<Arc<DataSet>> {
     let options = context.data.calibration.as_ref().ok_or_else(|| Error::option(NAME, "needs calibration data"))?;
-    let subject = Subject::of(model.clone())?;
-    let data = context.data.open(options, subject.target())?;
-    data.for_each_batch(stage, &context.work, consume)
+    context.data.open(options, Subject::of(model.clone())?.target())
+}
+
+/// Shows values that nodes of the running model compute, by name, for every batch: with all parameters in memory, or block by block where they do not fit.
+///
+/// # Errors
+/// As [`for_each`], or memory that was asked for is too small.
+pub(super) fn observe(
+    graph: &Graph,
+    model: &Model,
+    wanted: impl Fn(&str) -> bool,
+    context: &Context,
+    mut see: impl FnMut(&Batch, &str, &Tensor) -> Result<()>,
+) -> Result<()> {
+    let data = open(model, context)?;
+    let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Computed, &sizes_of(graph, &data.first()?.inputs));
+    if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {
+        let tracker = context.memory_tracker.clone();
+        let options = BlockwiseOptions { residence: Residence::Computed, limit: states / 2, tracker, ..BlockwiseOptions::on(&context.device) };
+        let computed = |name: &str| wanted(name) && graph.inputs().all(|(_, value)| value.name != name);
+        return observe_blockwise((graph, &model.weights), &options, states / 2, &data, computed, &context.work, see);
+    }
+    let executor = Executor::new(graph, parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
+    let observation = executor.observation(wanted);
+    data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| see(&batch, name, value)))
+}
+
+/// Parameters of a graph by name, as floats in 32 bits.
+///
+/// # Errors
+/// As [`parameters`].
+pub(super) fn some_parameters(names: Vec<&String>, model: &Model, context: &Context) -> Result<Parameters> {
+    Parameters::load_named(names, &model.weights, &context.device, DType::F32, Residence::Computed, &context.work.quiet())
 }
 
 /// The parameters of a graph, as floats in 32 bits.

@@ -22,6 +22,7 @@ use crate::ir::{Bindings, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
 use crate::report::format::bytes;
+use crate::store::ByteSize;
 
 /// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
 /// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
@@ -78,6 +79,9 @@ impl Run<'_> {
         let activations = needs.iter().flatten().map(|need| need.activations).max().unwrap_or(0);
         let blocks = needs.iter().flatten().map(|need| need.blocks).fold(activations, u64::saturating_add);
         let parameters = self.before.weights.parameters().max(self.after.weights.parameters()).saturating_mul(4);
+        if let Some(ByteSize(memory)) = self.pipeline.running.memory.filter(|memory| memory.0 < blocks) {
+            return Some(format!("running both models block by block takes about {} of memory, and {} are given", bytes(blocks), bytes(memory)));
+        }
         too_large(parameters.saturating_add(activations), blocks, free_memory(), self.runs_on_samples())
     }
 

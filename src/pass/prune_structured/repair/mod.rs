@@ -12,14 +12,14 @@ mod sums;
 
 use std::collections::BTreeSet;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 
 use super::calibrate::{self, Moments, computed, numbers};
 use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
+use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Parameters, Residence};
 use crate::ir::ops::{BatchNorm, transposed_product};
 use crate::ir::{self, Graph, Node, Op};
 use crate::model::Model;
@@ -100,7 +100,7 @@ impl Repairing<'_> {
     /// The parameters of a node as they were.
     fn original(&self, graph: &Graph, node: &Node, context: &Context) -> Result<Parameters> {
         let names = node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == ir::Kind::Param).map(|value| &value.name).collect();
-        Parameters::load_named(names, &self.before.weights, &context.device, DType::F32, Residence::Computed, &context.work.quiet())
+        calibrate::some_parameters(names, self.before, context)
     }
 
     /// Places in the order of the graph.
