@@ -376,7 +376,7 @@ impl<'a> Blockwise<'a> {
         })?;
         let (replaced, later) = (&self.replaced, &self.blocks[next..]);
         let keep = |name: &str| later[0].parameters.contains(name) || (replaced.contains(name) && later.iter().any(|block| block.parameters.contains(name)));
-        self.spare = self.dropped(&keep);
+        self.spare = self.dropped(keep);
         self.executor.change_parameters(|parameters| parameters.retain(keep));
         self.account();
         Ok(())

@@ -115,9 +115,9 @@ impl Run<'_> {
             }
         }
         let mut sums = FidelitySums::default();
-        for index in 0..before.batches() {
+        for (index, sample) in samples.iter().enumerate().take(before.batches()) {
             self.work.cancel.check()?;
-            sums.add(&samples[index], &on_host(before.answer(index)?)?, &on_host(after.answer(index)?)?)?;
+            sums.add(sample, &on_host(before.answer(index)?)?, &on_host(after.answer(index)?)?)?;
         }
         Ok(MeasuredFidelity { samples_from, samples: before.batches(), data, fidelity: sums.finish() })
     }
