@@ -1,7 +1,7 @@
 //! Safetensors folders, in three layouts.
 //!
 //! - `dense`: every weight as floats, for any reader; quantized weights as the floats they stand for.
-//! - `compressed-tensors`: int8 weights as `int-quantized` or, weight-only, `pack-quantized`; transformers with
+//! - `compressed-tensors`: integer weights as `int-quantized` or, weight-only, `pack-quantized`; transformers with
 //!   compressed-tensors and vLLM load the folder as it is.
 //! - `sparse`: a bitmask and the values that are not zero, where that is smaller; only `compress` reads it
 //!   (see [`store::sparse`](crate::store::sparse)).
@@ -32,7 +32,7 @@ pub enum Layout {
     Auto,
     /// Plain floats, for any reader
     Dense,
-    /// Int8 as transformers and vLLM read it
+    /// Quantized weights as transformers and vLLM read them
     CompressedTensors,
     /// Bitmask and values where smaller; only compress reads it
     Sparse,
@@ -70,7 +70,9 @@ impl Safetensors {
                     let size = value_size(weight);
                     let bytes = sparse::stored_bytes(weight.elements() as u64, kept, size, weight.shape.len() as u64);
                     let smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
-                    (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { StorageFormat::Plain })
+                    let otherwise =
+                        if weight.value_bytes() < weight.elements() as u64 && is_packed(name, weight) { StorageFormat::Packed } else { StorageFormat::Plain };
+                    (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { otherwise })
                 }
                 Layout::Auto | Layout::CompressedTensors => {
                     require_matrix_layout(model, name, weight)?;
@@ -229,14 +231,15 @@ fn eligible_for_sparse(weight: &Weight) -> bool {
     (weight.is_float() || weight.encoding != Encoding::Dense) && weight.elements() > 0
 }
 
-/// Weight-only int8 has kernels in vLLM only when it is packed; a single scale or zero points are read by
-/// transformers only when it is not, and so are embeddings.
+/// Weight-only integers have kernels in vLLM only when they are packed; a single scale or zero points of int8 are read by
+/// transformers only when they are not, and so are embeddings. Zero points of fewer bits have no consumer that takes a byte for each.
 fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
         Encoding::Affine(_) if is_embedding(name, weight) => false,
         Encoding::Affine(affine) => {
-            weight.shape.len() == 2 && affine.activations == ActivationScheme::None && affine.symmetric && affine.granularity != Granularity::Tensor
+            let (one, wide) = (affine.granularity == Granularity::Tensor, affine.codes.bits() == 8);
+            weight.shape.len() == 2 && affine.activations == ActivationScheme::None && if wide { affine.symmetric && !one } else { affine.symmetric || !one }
         }
     }
 }
@@ -245,7 +248,10 @@ fn require_matrix_layout(model: &Model, name: &str, weight: &Weight) -> Result<(
     if weight.encoding != Encoding::Dense && model.config.has_conv1d() {
         return Err(Error::tensor(
             name,
-            format!("is an int8 weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them", model.config.model_type()),
+            format!(
+                "is a quantized weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them",
+                model.config.model_type()
+            ),
             "export with layout: sparse or layout: dense, or leave these layers alone",
         ));
     }

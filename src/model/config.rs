@@ -130,7 +130,7 @@ impl Config {
         let unsupported = |what: String| {
             Error::Unsupported {
             what: format!("{}: {what}", path.join("config.json").display()),
-            hint: "compress reads dense weights and the eight-bit integers of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
+            hint: "compress reads dense weights and the integers of 2 to 8 bits of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
         }
         };
         if method != "compressed-tensors" && method != OWN_METHOD {
@@ -143,10 +143,11 @@ impl Config {
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
             let integer = weights.get("type").and_then(Value::as_str).unwrap_or("int") == "int";
-            let bits = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
-            if !weights.is_null() && (!integer || bits != 8) {
-                return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
-            }
+            let said = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
+            let bits = u8::try_from(said).ok().filter(|bits| integer && (2..=8).contains(bits));
+            let Some(bits) = bits.or(weights.is_null().then_some(8)) else {
+                return Err(unsupported(format!("weights of {said} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
+            };
             quantization::require_known(group).map_err(refused)?;
             let activations = match group.get("input_activations") {
                 None | Some(Value::Null) => Said::Is(ActivationScheme::None),
@@ -156,7 +157,7 @@ impl Config {
             };
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
-            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), activations, group }));
+            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), bits, activations, group }));
         }
         Ok(schemes)
     }
@@ -184,6 +185,7 @@ enum Said {
 #[derive(Debug)]
 struct Scheme {
     target: String,
+    bits: u8,
     activations: Said,
     group: Option<usize>,
 }
@@ -193,15 +195,25 @@ struct Scheme {
 pub(super) struct Schemes(Vec<Scheme>);
 
 impl Schemes {
+    /// What is said of a module. An exact name counts before an expression, and that before a class.
+    fn of(&self, module: &str, class: &str) -> Option<&Scheme> {
+        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
+        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
+        ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target)))
+    }
+
+    /// How wide the integers of a module are.
+    pub(super) fn bits(&self, module: &str, class: &str) -> Option<u8> {
+        self.of(module, class).map(|scheme| scheme.bits)
+    }
+
     /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
-    /// meant for groups as long as a row. An exact name counts before an expression, and that before a class.
+    /// meant for groups as long as a row.
     ///
     /// # Errors
     /// A scale that the configuration speaks of is not there.
     pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) -> Result<()> {
-        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
-        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
-        let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return Ok(()) };
+        let Some(scheme) = self.of(module, class) else { return Ok(()) };
         affine.activations = match (scheme.activations, affine.activations) {
             (Said::Is(activations), _) => activations,
             (Said::Static, stored @ ActivationScheme::Static(_)) => stored,
@@ -267,7 +279,7 @@ mod tests {
         };
         assert!(refused(json!({"quant_method": "gptq"})).contains("quantization method `gptq`"));
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
-        assert!(refused(group(json!({"num_bits": 4, "type": "int"}))).contains("4 bits"));
+        assert!(refused(group(json!({"num_bits": 9, "type": "int"}))).contains("9 bits"));
         assert!(refused(group(json!({"num_bits": 8, "type": "float"}))).contains("float"));
     }
 }

@@ -78,7 +78,7 @@ fn sparse<T>(format: &Value) -> Result<T, Refused> {
 /// Refuses what is said of a group of modules and not done here.
 pub(super) fn require_known(group: &Value) -> Result<(), Refused> {
     const HINT: &str =
-        "compress reads eight-bit integers, with activations as they are, for each token, or by one stored scale; start from the original checkpoint";
+        "compress reads integers of 2 to 8 bits, with activations as they are, for each token, or by one stored scale; start from the original checkpoint";
     let Some(keys) = group.as_object() else {
         return refused(format!("the preset of a config group for {group}"), "write out what it stands for, or start from the original checkpoint");
     };

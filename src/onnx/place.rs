@@ -6,7 +6,7 @@ use super::proto::DataType;
 use super::style::{Precision, Style};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Op, Value, ValueId};
-use crate::store::{ActivationScheme, Affine, Granularity};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity};
 
 /// The first opset whose `DequantizeLinear` takes scales of groups.
 const BLOCKS: u32 = 21;
@@ -152,6 +152,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         Some(_) if grouped && affine.activations == ActivationScheme::DynamicToken => Some(
             "int8 with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
         ),
+        _ if affine.codes != Codes::INT8 => Some("int8 in the file: integers of fewer bits take a byte each"),
         _ => None,
     };
     Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), tensors, remark, sums: None })

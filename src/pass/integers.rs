@@ -1,7 +1,7 @@
-//! Weights as int8, by rounding to nearest: what the passes that quantize share.
+//! Weights as integers of 2 to 8 bits, by rounding to nearest: what the passes that quantize share.
 //!
-//! The arithmetic is that of compressed-tensors: symmetric `scale = absmax / 127.5`, asymmetric
-//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used (up, where that is subnormal).
+//! The arithmetic is that of compressed-tensors: with `steps = 2^bits - 1`, symmetric `scale = absmax / (steps / 2)`, asymmetric
+//! `scale = (max - min) / steps`, the scale rounded to the model's own format before it is used (up, where that is subnormal).
 
 use std::sync::{Arc, OnceLock};
 
@@ -45,10 +45,10 @@ const REDUCED: Bounds = [-64.0, 64.0];
 /// Steps of the search by squared error, each one percent of the range.
 const MSE_STEPS: usize = 20;
 
-/// The 255th part of a range.
-fn step(low: f32, high: f32) -> f32 {
+/// One of so many parts of a range.
+fn step(low: f32, high: f32, steps: f32) -> f32 {
     // The range can be wider than f32 reaches.
-    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
+    if (high - low).is_finite() { (high - low) / steps } else { high / steps - low / steps }
 }
 
 fn shrink(step: usize) -> f32 {
@@ -68,20 +68,22 @@ impl Integers {
     }
 
     fn bounds(&self) -> Bounds {
-        if self.reduced { REDUCED } else { quantize::FULL }
+        if self.reduced { REDUCED } else { quantize::bounds(self.affine.codes.bits()) }
     }
 
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
+        let [least, most] = quantize::bounds(self.affine.codes.bits());
+        let steps = most - least;
         let exact = match self.affine.symmetric {
-            true => f64::from(low.abs().max(high.abs())) / f64::from(if self.reduced { REDUCED[1] } else { 127.5 }),
-            false => step(low, high).into(),
+            true => f64::from(low.abs().max(high.abs())) / f64::from(if self.reduced { REDUCED[1] } else { steps / 2.0 }),
+            false => step(low, high, steps).into(),
         };
         // Zeros alone stay zero bits, so that a sparse layout drops them.
-        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact as f32).clamp(-128.0, 127.0).round_ties_even() };
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (least - low / exact as f32).clamp(least, most).round_ties_even() };
         // A range that is no zero has a scale, however small.
-        let exact = if exact == 0.0 { (f64::from(high) - f64::from(low)) / 255.0 } else { exact };
+        let exact = if exact == 0.0 { (f64::from(high) - f64::from(low)) / f64::from(steps) } else { exact };
         (positive(convert::scale(self.affine.scale_dtype, exact)), zero_point)
     }
 

@@ -1,9 +1,38 @@
-//! Integers with scales: how a quantized weight is described, and read from a file.
+//! Codes with scales: how a quantized weight is described, and read from a file.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Block, BlockSink, DType, RawTensor, View, WeightSource, block_elements};
 use crate::error::Result;
+use crate::kernel::packing;
+
+/// What the codes of a quantized weight are, one byte each while they are worked on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Codes {
+    /// Signed integers of so many bits, 2 to 8, each an int8.
+    Integer(u8),
+}
+
+impl Codes {
+    /// Integers of eight bits.
+    pub const INT8: Codes = Codes::Integer(8);
+
+    /// Bits of a code where codes are packed.
+    pub fn bits(self) -> u8 {
+        match self {
+            Codes::Integer(bits) => bits,
+        }
+    }
+}
+
+impl std::fmt::Display for Codes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Codes::Integer(bits) => write!(f, "int{bits}"),
+        }
+    }
+}
 
 /// How many elements share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,9 +91,11 @@ impl Static {
     }
 }
 
-/// `value = (integer - zero_point) * scale`, eight bits, rows of a matrix `[out, in]`.
+/// `value = (code - zero_point) * scale`, rows of a matrix `[out, in]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Affine {
+    /// What the codes are.
+    pub codes: Codes,
     /// How many elements share a scale.
     pub granularity: Granularity,
     /// Whether all zero points are zero (and not stored).
@@ -105,13 +136,13 @@ pub fn row(shape: &[usize]) -> usize {
 /// A quantized weight as compressed-tensors stores it, plain or in 32-bit words.
 #[derive(Debug, Clone)]
 pub struct IntegerFile {
-    /// The integers: I8 `[out, in]`, or I32 `[out, ceil(in / 4)]` when packed.
+    /// The integers: I8 `[out, in]`, or I32 `[out, ceil(in · bits / 32)]` when packed.
     pub values: RawTensor,
     /// The scales.
     pub scales: RawTensor,
-    /// The zero points, I8.
+    /// The zero points: I8 in the shape of the scales, or I32 `[ceil(out · bits / 32), groups]`, packed down the outputs.
     pub zero_points: Option<RawTensor>,
-    /// Whether four integers, each plus 128, share a word.
+    /// Whether integers share words, see [`packing`].
     pub packed: bool,
     /// Shape `[out, in]`.
     pub shape: Vec<usize>,
@@ -125,7 +156,8 @@ impl WeightSource for IntegerFile {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let row = row(&self.shape);
         let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
-        let stored = if self.packed { row.next_multiple_of(4) } else { row };
+        let bits = self.affine.codes.bits();
+        let stored = if self.packed { 4 * packing::words(row, bits) } else { row };
         let step = block_elements(row) / row.max(1);
         let mut parameters = Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
         let (mut words, mut unpacked) = (Vec::new(), Vec::new());
@@ -134,9 +166,9 @@ impl WeightSource for IntegerFile {
             words.resize(count * stored, 0);
             self.values.read_at((start * stored) as u64, &mut words)?;
             let values = if self.packed {
-                unpacked.clear();
-                for words in words.chunks_exact(stored) {
-                    unpacked.extend(words[..row].iter().map(|b| b ^ 0x80));
+                unpacked.resize(count * row, 0);
+                for (words, values) in words.chunks_exact(stored).zip(unpacked.chunks_exact_mut(row)) {
+                    packing::unpack(words, bits, values);
                 }
                 &unpacked
             } else {
@@ -157,11 +189,12 @@ pub(super) struct Parameters<'a> {
     position: usize,
     scales: Vec<u8>,
     zero_points: Vec<u8>,
+    words: Vec<u8>,
 }
 
 impl<'a> Parameters<'a> {
     pub(super) fn new(affine: &'a Affine, row: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
-        Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new() }
+        Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new(), words: Vec::new() }
     }
 
     pub(super) fn next(&mut self, elements: usize) -> Result<(&[u8], &[u8])> {
@@ -171,7 +204,17 @@ impl<'a> Parameters<'a> {
         self.files.0.read_at((self.position * size) as u64, &mut self.scales)?;
         if let Some(file) = self.files.1 {
             self.zero_points.resize(count, 0);
-            file.read_at(self.position as u64, &mut self.zero_points)?;
+            if file.dtype == DType::I32 {
+                let bits = self.affine.codes.bits();
+                let columns = (self.row / self.affine.granularity.run(self.row, elements)).max(1);
+                let (first, rows) = (self.position / columns, count / columns);
+                let (from, to) = (first * usize::from(bits) / 32, packing::words(first + rows, bits));
+                self.words.resize(4 * columns * (to - from), 0);
+                file.read_at((4 * columns * from) as u64, &mut self.words)?;
+                packing::unpack_columns(&self.words, columns, bits, first, &mut self.zero_points);
+            } else {
+                file.read_at(self.position as u64, &mut self.zero_points)?;
+            }
         }
         if self.affine.granularity != Granularity::Tensor {
             self.position += count;

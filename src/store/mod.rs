@@ -27,7 +27,7 @@ mod verified_file;
 mod weight;
 pub mod writer;
 
-pub use affine::{ActivationScheme, Affine, Granularity, IntegerFile, Static};
+pub use affine::{ActivationScheme, Affine, Codes, Granularity, IntegerFile, Static};
 pub use bias::Bias;
 pub use block::{BLOCK, Block, BlockSink, Bytes, View, WeightSource, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};

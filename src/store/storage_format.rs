@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | plain | `x.weight` |
 //! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8; of static activations `x.input_scale`, `x.input_zero_point` I8 |
-//! | packed | `x.weight_packed` I32, `x.weight_scale`, `x.weight_shape` I64 |
+//! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, asymmetric also `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
 //!
 //! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors.
@@ -16,9 +16,9 @@ use std::sync::Arc;
 
 use super::affine::row;
 use super::sparse::{self, IntegerValues, SparseFile};
-use super::{ActivationScheme, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Static, View, Weight, WeightSource, Weights};
+use super::{ActivationScheme, Affine, Checkpoint, Codes, DType, Encoding, Granularity, RawTensor, Static, View, Weight, WeightSource, Weights};
 use crate::error::{Error, Result};
-use crate::kernel::{bitmask, convert};
+use crate::kernel::{bitmask, convert, packing};
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub struct StoredTensor {
 pub enum StorageFormat {
     /// As it is: dense elements, or integers with their scales beside them.
     Plain,
-    /// Integers, four to a 32-bit word.
+    /// Integers in 32-bit words, see [`packing`]; zero points likewise, down the outputs.
     Packed,
     /// A mask, and this many elements that are not zero.
     Sparse {
@@ -61,7 +61,7 @@ impl StorageFormat {
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
             StorageFormat::Packed => vec![
-                part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(4)]),
+                part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), packing::words(weight.row(), weight.code_bits())]),
                 part("_shape", DType::I64, vec![shape.len()]),
             ],
             StorageFormat::Sparse { kept } => vec![
@@ -77,7 +77,11 @@ impl StorageFormat {
             }
             parts.push(part("_scale", affine.scale_dtype, shape.clone()));
             if !affine.symmetric {
-                parts.push(part("_zero_point", DType::I8, shape));
+                let packed = self == StorageFormat::Packed;
+                if let (true, Some(rows)) = (packed, shape.first_mut()) {
+                    *rows = packing::words(*rows, affine.codes.bits());
+                }
+                parts.push(part("_zero_point", if packed { DType::I32 } else { DType::I8 }, shape));
             }
         }
         parts
@@ -94,32 +98,42 @@ impl StorageFormat {
 
 /// Turns the blocks of one weight into the bytes of its parts.
 pub(super) struct Emitter {
+    name: String,
     storage_format: StorageFormat,
     shape: Vec<usize>,
+    bits: u8,
     row: usize,
+    /// Scales of a row.
+    groups: usize,
     size: usize,
     scale_size: usize,
     started: bool,
     pending: Vec<u8>,
-    /// Scales and zero points that wait for the end, to be transposed.
+    /// Scales and zero points that wait for the end, to be transposed; zero points that wait for whole words.
     parameters: [Vec<u8>; 2],
     mask: Vec<u8>,
     values: Vec<u8>,
 }
 
+/// Rows whose packed zero points are whole words, whatever the number of bits.
+const WORD_ROWS: usize = 32;
+
 /// Receives bytes of the part with this number.
 pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
 
 impl Emitter {
-    pub(super) fn new(storage_format: StorageFormat, weight: &Weight) -> Self {
-        let (size, scale_size) = match &weight.encoding {
-            Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0),
-            Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8),
+    pub(super) fn new(name: &str, storage_format: StorageFormat, weight: &Weight) -> Self {
+        let (size, scale_size, groups) = match &weight.encoding {
+            Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0, 0),
+            Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8, affine.scale_shape(&weight.shape).get(1).copied().unwrap_or(1)),
         };
         Self {
+            name: name.to_owned(),
             storage_format,
             shape: weight.shape.clone(),
+            bits: weight.code_bits(),
             row: weight.row(),
+            groups,
             size,
             scale_size,
             started: false,
@@ -140,11 +154,15 @@ impl Emitter {
             StorageFormat::Plain => sink(0, view.values)?,
             StorageFormat::Transposed => self.pending.extend_from_slice(view.values),
             StorageFormat::Packed => {
-                self.values.clear();
-                for row in view.values.chunks_exact(self.row.max(1)) {
-                    self.values.extend(row.iter().map(|b| b ^ 0x80));
-                    self.values.resize(self.values.len().next_multiple_of(4), 0);
+                if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
+                    return Err(Error::tensor(
+                        &self.name,
+                        format!("holds integers of more than {} bits, which its encoding says it has", self.bits),
+                        "set `num_bits: 8` in the quantization_config of the input, or start from the original checkpoint",
+                    ));
                 }
+                self.values.clear();
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack(row, self.bits, &mut self.values));
                 sink(0, &self.values)?;
             }
             StorageFormat::Sparse { .. } => self.sparse(view.values, sink)?,
@@ -160,11 +178,27 @@ impl Emitter {
                 return Ok(());
             }
             sink(at, view.scales)?;
-            if !affine.symmetric {
+            if !affine.symmetric && self.storage_format == StorageFormat::Packed {
+                let [_, zero_points] = &mut self.parameters;
+                zero_points.extend_from_slice(view.zero_points);
+                self.pack_zero_points(WORD_ROWS, sink)?;
+            } else if !affine.symmetric {
                 sink(at.saturating_add(1), view.zero_points)?;
             }
         }
         Ok(())
+    }
+
+    /// Zero points of as many times `rows` rows as there are, in words down the outputs.
+    fn pack_zero_points(&mut self, rows: usize, sink: PartSink) -> Result<()> {
+        let groups = self.groups.max(1);
+        let [_, zero_points] = &mut self.parameters;
+        let whole = zero_points.len().checked_div(groups.saturating_mul(rows)).unwrap_or(0).saturating_mul(groups).saturating_mul(rows);
+        let rest = zero_points.split_off(whole);
+        self.values.clear();
+        packing::pack_columns(zero_points, groups, self.bits, &mut self.values);
+        *zero_points = rest;
+        sink(self.storage_format.value_parts().saturating_add(1), &self.values)
     }
 
     /// Mask bytes hold eight elements, blocks any number: what is left over waits for the next block.
@@ -199,6 +233,11 @@ impl Emitter {
     pub(super) fn finish(&mut self, sink: PartSink) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
         match self.storage_format {
+            StorageFormat::Packed => {
+                let [_, zero_points] = &self.parameters;
+                let rows = zero_points.len().checked_div(self.groups.max(1)).unwrap_or(0);
+                if rows > 0 { self.pack_zero_points(rows, sink) } else { Ok(()) }
+            }
             _ if pending.is_empty() => Ok(()),
             StorageFormat::Transposed => {
                 let rows = pending.len().checked_div(self.row.saturating_mul(self.size)).unwrap_or(0);
@@ -237,7 +276,10 @@ impl Emitter {
 }
 
 /// Puts the tensors of a checkpoint together into logical weights.
-pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
+///
+/// `bits` says how wide the integers of a weight are, where that is known: eight-bit tensors hold narrower ones too, and words of
+/// short rows could be of several widths.
+pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
     let mut weights = Weights::default();
     let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
     if let Some(name) = checkpoint.tensors.keys().find_map(|name| name.strip_suffix(".compressed").filter(|name| masked(name))) {
@@ -267,7 +309,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
         let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
         let weight = if values.dtype() == DType::I8 && checkpoint.tensors.contains_key(&format!("{name}_scale")) {
             let shape = values.shape.clone();
-            integer(&mut checkpoint, &name, shape, IntegerValues::Sparse(values))?
+            integer(&mut checkpoint, &name, shape, bits(&name).unwrap_or(8), IntegerValues::Sparse(values))?
         } else {
             Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
         };
@@ -280,16 +322,17 @@ pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
         let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
         if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
             let shape_name = format!("{name}_shape");
-            let shape = packed_shape(&checkpoint, &name, &words)?;
+            let (shape, width) = packed_shape(&checkpoint, &name, &words, bits(&name))?;
             checkpoint.tensors.remove(&packed);
             checkpoint.tensors.remove(&shape_name);
             let bytes = words.bytes().saturating_add(16);
-            let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values: words, packed: true, shape })?;
+            let weight = integer(&mut checkpoint, &name, shape.clone(), width, IntegerValues::Plain { values: words, packed: true, shape })?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
         } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values, packed: false, shape })?;
+            let width = bits(&name).unwrap_or(8);
+            let weight = integer(&mut checkpoint, &name, shape.clone(), width, IntegerValues::Plain { values, packed: false, shape })?;
             insert(&mut weights, name, weight, bytes, vec![plain])?;
         }
     }
@@ -317,21 +360,32 @@ fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, m
     Ok(())
 }
 
-fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor) -> Result<Vec<usize>> {
-    let broken = |reason: &str| Error::tensor(name, reason, "four-bit and other packed widths are not read yet; only eight bits are");
-    let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`"))?;
+/// Shape and bits of packed integers. Words of short rows can be of several widths: then of the one that is said, else the usual one.
+fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, said: Option<u8>) -> Result<(Vec<usize>, u8)> {
+    let broken = |reason: String| Error::tensor(name, reason, "write the file again with compressed-tensors 0.18 or newer");
+    let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`".into()))?;
     let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
     let sizes: Option<Vec<usize>> = match shape.dtype {
         DType::I64 => bytes.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect(),
         DType::I32 => bytes.as_chunks::<4>().0.iter().map(|d| usize::try_from(i32::from_le_bytes(*d)).ok()).collect(),
         _ => None,
     };
-    let fits = |sizes: &Vec<usize>| matches!(sizes[..], [rows, row] if words.shape == [rows, row.div_ceil(4)]);
-    sizes.filter(fits).ok_or_else(|| broken("packed words do not hold eight-bit integers of the stated shape"))
+    let fits = |row: usize, bits: u8| words.shape.get(1) == Some(&packing::words(row, bits));
+    match sizes.as_deref() {
+        Some([rows, row]) if words.shape.len() == 2 && words.shape.first() == Some(rows) => {
+            let width = said.into_iter().chain([8, 4, 2, 3, 5, 6, 7]).find(|bits| fits(*row, *bits));
+            if let (Some(bits), true) = (width, said.is_none_or(|bits| fits(*row, bits))) {
+                return Ok((vec![*rows, *row], bits));
+            }
+        }
+        _ => {}
+    }
+    let of = said.map_or("integers of 2 to 8 bits".into(), |bits| format!("{bits}-bit integers"));
+    Err(broken(format!("packed words of shape {:?} do not hold {of} of the stated shape {:?}", words.shape, sizes.unwrap_or_default())))
 }
 
 /// A quantized weight from its integers and the scales that lie beside them.
-fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: IntegerValues) -> Result<Weight> {
+fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, bits: u8, values: IntegerValues) -> Result<Weight> {
     let broken = |reason: String| Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors");
     let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
     let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
@@ -350,12 +404,19 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: I
     if !matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32) {
         return Err(broken(format!("scales of type {}", scales.dtype)));
     }
-    if let Some(zero) = &zero_points
-        && (zero.dtype != DType::I8 || zero.elements() != scales.elements())
-    {
-        return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
+    if let Some(zero) = &zero_points {
+        let groups = scales.elements().checked_div(rows).unwrap_or(0);
+        let fits = match zero.dtype {
+            DType::I8 => zero.elements() == scales.elements(),
+            DType::I32 => granularity != Granularity::Tensor && zero.shape == [packing::words(rows, bits), groups],
+            _ => false,
+        };
+        if !fits {
+            return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
+        }
     }
-    let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: ActivationScheme::None };
+    let affine =
+        Affine { codes: Codes::Integer(bits), granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: ActivationScheme::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
     let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 pub enum Encoding {
     /// As they are.
     Dense,
-    /// As int8 with scales.
+    /// As codes with scales.
     Affine(Affine),
 }
 
@@ -128,11 +128,19 @@ impl Weight {
 
     /// Bytes of the elements alone, scales left out.
     pub fn value_bytes(&self) -> u64 {
-        let bits = if self.encoding == Encoding::Dense { self.dtype.bitsize() } else { 8 };
-        (self.elements() as u64 * bits as u64).div_ceil(8)
+        let bits = if self.encoding == Encoding::Dense { self.dtype.bitsize() as u64 } else { self.code_bits().into() };
+        (self.elements() as u64 * bits).div_ceil(8)
     }
 
-    /// The encoding in a few words: `bf16`, `int8 channel`, `int8 group 128 asymmetric`.
+    /// Bits of a code of a quantized weight; 8 for others.
+    pub(super) fn code_bits(&self) -> u8 {
+        match &self.encoding {
+            Encoding::Dense => 8,
+            Encoding::Affine(affine) => affine.codes.bits(),
+        }
+    }
+
+    /// The encoding in a few words: `bf16`, `int8 channel`, `int4 group 128 asymmetric`.
     pub fn describe(&self) -> String {
         let Encoding::Affine(affine) = &self.encoding else { return self.dtype.to_string().to_lowercase() };
         let by = match affine.granularity {
@@ -140,7 +148,7 @@ impl Weight {
             super::Granularity::Channel => "channel".to_owned(),
             super::Granularity::Group(size) => format!("group {size}"),
         };
-        format!("int8 {by}{}", if affine.symmetric { "" } else { " asymmetric" })
+        format!("{} {by}{}", affine.codes, if affine.symmetric { "" } else { " asymmetric" })
     }
 }
 
@@ -160,7 +168,15 @@ impl Weights {
     /// # Errors
     /// Tensors that belong together do not fit each other.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
-        storage_format::assemble(checkpoint)
+        Self::from_checkpoint_with(checkpoint, &|_| None)
+    }
+
+    /// The same, where `bits` says how wide the integers of a weight are, if that is known.
+    ///
+    /// # Errors
+    /// As [`from_checkpoint`](Weights::from_checkpoint).
+    pub fn from_checkpoint_with(checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
+        storage_format::assemble(checkpoint, bits)
     }
 
     /// The weight of this name.

@@ -1,4 +1,4 @@
-//! `quantization_config`: telling transformers and vLLM what is int8.
+//! `quantization_config`: telling transformers and vLLM what is quantized.
 
 use std::collections::BTreeSet;
 
@@ -35,7 +35,8 @@ impl Group<'_> {
             Granularity::Channel => ("channel", None),
             Granularity::Group(size) => ("group", Some(size)),
         };
-        let mut weights = json!({ "num_bits": 8, "type": "int", "symmetric": self.affine.symmetric, "strategy": strategy, "dynamic": false });
+        let mut weights =
+            json!({ "num_bits": self.affine.codes.bits(), "type": "int", "symmetric": self.affine.symmetric, "strategy": strategy, "dynamic": false });
         if let Some(size) = size {
             weights["group_size"] = json!(size);
         }
@@ -162,16 +163,23 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let groups = groups(items);
     let dynamic = |g: &&Group| g.affine.activations == ActivationScheme::DynamicToken;
     if groups.iter().filter(dynamic).any(|g| !g.affine.symmetric) {
-        notes.push("asymmetric int8 weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
+        notes.push("asymmetric weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
     }
     if groups.iter().filter(dynamic).any(|g| matches!(g.affine.granularity, Granularity::Group(_))) {
         notes.push("groups of weights with int8 activations: transformers loads them, vLLM takes one scale for a tensor or a channel only".to_owned());
     }
     if groups.iter().any(|g| g.class == "Embedding") {
-        notes.push("int8 embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
+        notes.push("quantized embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
     }
     if groups.iter().any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
+    }
+    if groups.iter().any(|g| g.packed && !g.affine.symmetric) {
+        notes.push("packed zero points: vLLM loads them, transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
+    }
+    let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.affine.codes.bits()).filter(|bits| 32 % bits != 0).collect();
+    if !odd.is_empty() {
+        notes.push(format!("words that hold {odd:?} bits densely: compressed-tensors reads them from 0.18 on"));
     }
     if groups.iter().any(|g| g.affine.activations == ActivationScheme::DynamicToken) {
         notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them, transformers computes in floats)".to_owned());

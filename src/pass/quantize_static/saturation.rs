@@ -74,14 +74,15 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::store::{ActivationScheme, Affine, DType, Granularity};
+    use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity};
     use crate::work::Meter;
 
     #[test]
     fn two_large_products_of_one_sign_are_too_much() {
         let bytes: Vec<u8> = [127f32, 127.0, 0.0, 127.0, -127.0, 64.0].iter().flat_map(|v| v.to_le_bytes()).collect();
         let dense = Weight::new(DType::F32, vec![3, 2], Encoding::Dense, Arc::new(crate::store::Bytes { dtype: DType::F32, bytes }));
-        let affine = Affine { granularity: Granularity::Tensor, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
+        let affine =
+            Affine { codes: Codes::INT8, granularity: Granularity::Tensor, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
         let integers = |reduced| {
             crate::pass::integers::Integers::new("w", &dense, affine.clone(), crate::pass::WeightObserver::Minmax, &Arc::new(Meter::default()))
                 .reduced(reduced)
