@@ -155,9 +155,9 @@ fn configurations() {
         quantization("another method", json!({ "quant_method": "gptq", "bits": 4 }), "in/config.json: quantization method `gptq` is not supported"),
         quantization("a method without a name", json!({}), "in/config.json: quantization method `unknown` is not supported"),
         quantization(
-            "four bits",
-            group(json!({ "weights": { "num_bits": 4, "type": "int" } })),
-            "in/config.json: weights of 4 bits, type \"int\" is not supported",
+            "nine bits",
+            group(json!({ "weights": { "num_bits": 9, "type": "int" } })),
+            "in/config.json: weights of 9 bits, type \"int\" is not supported",
         ),
         quantization("eight-bit floats", group(json!({ "weights": { "num_bits": 8, "type": "float" } })), "weights of 8 bits, type \"float\" is not supported"),
         quantization(

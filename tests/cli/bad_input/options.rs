@@ -286,7 +286,7 @@ fn layers_that_are_stored_transposed() {
             gpt2,
             "quantize-dynamic in -o out",
             1,
-            "tensor `h.0.attn.c_attn.weight`: is an int8 weight of a gpt2 model, whose layers are stored as [in, out]",
+            "tensor `h.0.attn.c_attn.weight`: is a quantized weight of a gpt2 model, whose layers are stored as [in, out]",
             "export with layout: sparse or layout: dense",
         ),
         case(

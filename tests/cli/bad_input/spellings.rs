@@ -91,7 +91,7 @@ fn quantized_weights() {
     let packed = |shape: &[i64]| vec![tensor("x_packed", "I32", &[2, 1], &[0x80; 8]), integers("x_shape", shape), floats("x_scale", &[2, 1])];
     let int8 = |more: Vec<Tensor>| [vec![tensor("x", "I8", &[2, 2], &[1, 2, 3, 4])], more].concat();
     let again = "write the file again with a tool that follows compressed-tensors";
-    let eight = "only eight bits are";
+    let newer = "write the file again with compressed-tensors 0.18 or newer";
     check([
         of("too many scales", METADATA, int8(vec![floats("x_scale", &[3])]), "tensor `x`: scales of shape [3] for integers of shape [2, 2]", again),
         of(
@@ -123,15 +123,21 @@ fn quantized_weights() {
             "tensor `x`: integers of shape [4], not a matrix",
             again,
         ),
-        of("four bits in words", METADATA, packed(&[2, 8]), "tensor `x`: packed words do not hold eight-bit integers of the stated shape", eight),
-        of("words of a negative shape", METADATA, packed(&[-2, 3]), "tensor `x`: packed words do not hold", eight),
-        of("words of one size too many, a negative one", METADATA, packed(&[-5, 2, 3]), "tensor `x`: packed words do not hold", eight),
+        of(
+            "more than words hold",
+            METADATA,
+            packed(&[2, 17]),
+            "tensor `x`: packed words of shape [2, 1] do not hold integers of 2 to 8 bits of the stated shape [2, 17]",
+            newer,
+        ),
+        of("words of a negative shape", METADATA, packed(&[-2, 3]), "tensor `x`: packed words of shape [2, 1] do not hold", newer),
+        of("words of one size too many, a negative one", METADATA, packed(&[-5, 2, 3]), "tensor `x`: packed words of shape [2, 1] do not hold", newer),
         of(
             "words without a shape",
             METADATA,
             packed(&[2, 3]).into_iter().filter(|t| t.name != "x_shape").collect(),
             "tensor `x`: packed weight without `weight_shape`",
-            eight,
+            newer,
         ),
         of(
             "words beside floats",
