@@ -8,7 +8,7 @@ use std::path::Path;
 
 use common::{DType, Desk, Tensor, Tensors, all, pipeline, read};
 use compress::export::{Layout, Safetensors};
-use compress::pass::{Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, QuantizeDynamic, Scope};
+use compress::pass::{Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, Quantize, QuantizeDynamic, Scope};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -155,6 +155,31 @@ fn cast() {
             assert_eq!(cast(input, Overflow::Error).unwrap()["a.weight"], *output, "{}", case.name);
         }
     });
+}
+
+/// The bytes that compressed-tensors 0.20 writes for this matrix.
+#[test]
+fn words_of_a_scheme() {
+    let weight = Tensor::floats(DType::F32, &[2, 8], &[-4.0, -3.5, -0.5, 0.0, 0.5, 1.0, 3.0, 3.5, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]);
+    let desk = Desk::new();
+    let input = desk.weights(&one(&weight));
+    let written = |options: Value| {
+        let pass: Quantize = serde_json::from_value(options).unwrap();
+        read(&desk.run(&input, pipeline().pass(pass)).unwrap().path)
+    };
+    let words = |rows: usize, words: &[u32]| Tensor::from_bits(DType::I32, &[rows, words.len() / rows], &words.iter().map(|w| (*w).into()).collect::<Vec<_>>());
+    let scales = |columns: usize, values: &[f64]| Tensor::floats(DType::F32, &[2, columns], values);
+
+    let four = written(json!({ "scheme": "w4a16_asym", "group_size": 4, "observer": "minmax", "targets": ["*"] }));
+    assert_eq!(four["a.weight_packed"], words(2, &[0xFD42_FD20, 0x05AF_9BDF]));
+    assert_eq!(four["a.weight_zero_point"], words(1, &[0xF, 0]));
+    assert_eq!(four["a.weight_scale"], scales(2, &[4.0, 3.5, 0.7, 0.3].map(|range: f32| (range / 15.0).into())));
+    assert_eq!(four["a.weight_shape"].bits(), [2, 8]);
+
+    let eight = written(json!({ "scheme": "W8A16", "group_size": -1, "targets": ["*"] }));
+    assert_eq!(eight["a.weight_packed"], words(2, &[0x8070_1001, 0xF0E0_A090, 0xC9DB_EDFF, 0x8092_A4B7]));
+    assert_eq!(eight["a.weight_scale"], scales(1, &[4.0, 0.7].map(|range: f32| (range / 127.5).into())));
+    assert!(!eight.contains_key("a.weight_zero_point"));
 }
 
 /// A folder of int8 weights without quantized activations, as another tool would write it.

@@ -4,7 +4,7 @@ use crate::store::Weight;
 
 /// Parts of names that mark matrices which are not the weights of a linear layer, or which are known to need
 /// full precision: embeddings, output heads, routers of mixtures of experts, norms, position biases.
-const NOT_LINEAR: [&str; 12] = [
+const NOT_LINEAR: [&str; 14] = [
     "embed",
     "wte.",
     "wpe.",
@@ -14,6 +14,8 @@ const NOT_LINEAR: [&str; 12] = [
     "output_projection",
     "router",
     "mlp.gate.weight",
+    "block_sparse_moe.gate.weight",
+    "shared_expert_gate",
     "norm",
     "position",
     "relative_attention_bias",

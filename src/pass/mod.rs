@@ -9,6 +9,7 @@ mod amount;
 mod cast;
 mod integers;
 pub mod prune_unstructured;
+mod quantize;
 mod quantize_dynamic;
 mod targets;
 mod threshold;
@@ -23,6 +24,7 @@ pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use integers::WeightObserver;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
+pub use quantize::{Method, Quantize, Scheme};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
 
 #[cfg(feature = "run")]
@@ -177,6 +179,8 @@ crate::entry::gather! { passes []
     "prune-unstructured" => PruneUnstructured,
     /// Remove heads, neurons, channels, width or layers from a model: smaller tensors, less to compute
     "prune-structured" => PruneStructured if runs,
+    /// Store linear weights in a scheme that consumers know by name: W4A16, W8A8 …
+    "quantize" => Quantize,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples

@@ -35,7 +35,7 @@ impl std::fmt::Display for Codes {
 }
 
 /// How many elements share a scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Granularity {
     /// One scale for the whole tensor.

@@ -1,0 +1,213 @@
+//! Linear weights in a scheme that consumers know by name.
+//!
+//! ```yaml
+//! passes:
+//!   - quantize: { scheme: W4A16, group_size: 128, observer: mse, ignore: ["*down_proj*"] }
+//! ```
+
+mod scheme;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+pub use scheme::Scheme;
+
+use super::integers::{Integers, WeightObserver};
+use super::targets::{self, Chosen};
+use super::{Context, Pass, options_of};
+use crate::error::{Error, Result};
+use crate::model::{self, Model};
+use crate::run_state::{Applied, RunState};
+use crate::store::{Affine, Granularity, Pattern, Weight, Weights};
+use crate::work::Meter;
+
+/// How codes are chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Method {
+    /// Each weight goes to the nearest code; needs no data
+    #[default]
+    Rtn,
+}
+
+/// Store linear weights in a scheme that consumers know by name.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Quantize {
+    /// What weights and activations become
+    #[cfg_attr(feature = "cli", arg(long, value_enum, ignore_case = true, default_value_t = Self::default().scheme))]
+    pub scheme: Scheme,
+    /// How codes are chosen
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().method))]
+    pub method: Method,
+    /// Inputs of a row that share a scale: 32, 64, 128 …, or -1 for whole rows [default: by the scheme]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "INPUTS", allow_negative_numbers = true))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group_size: Option<i64>,
+    /// How the range of a scale is chosen [default: mse for four bits, else minmax]
+    #[cfg_attr(feature = "cli", arg(long, value_enum))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub observer: Option<WeightObserver>,
+    /// Tensors to quantize: names with `*`, or `re:` and a regular expression [default: linear weights]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Pattern>,
+    /// Tensors to leave unchanged
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<Pattern>,
+}
+
+const NAME: &str = "quantize";
+
+/// Sizes of groups that consumers have kernels for, the largest first.
+const USUAL_GROUPS: [usize; 3] = [128, 64, 32];
+
+/// What the pass makes of a model.
+struct Layers {
+    /// How each chosen weight is encoded.
+    encodings: BTreeMap<String, Affine>,
+    /// How weights were chosen, in plain words.
+    rule: String,
+    /// What is not as the scheme says.
+    notes: Vec<String>,
+}
+
+impl Quantize {
+    fn observer(&self) -> WeightObserver {
+        self.observer.unwrap_or(if self.scheme.codes().bits() < 8 { WeightObserver::Mse } else { WeightObserver::Minmax })
+    }
+
+    /// Inputs under one scale, where the scheme has groups.
+    fn group(&self) -> Option<usize> {
+        match self.group_size {
+            None => self.scheme.group(),
+            Some(size) => usize::try_from(size).ok(),
+        }
+    }
+
+    /// Chooses weights and how each is encoded. Consumers take one size of groups for all experts of a layer, so experts share theirs.
+    fn layers(&self, weights: &Weights) -> Result<Layers> {
+        let Chosen { names, rule } = targets::choose(NAME, weights, &self.targets, &self.ignore, model::LINEAR_RULE, model::is_linear)?;
+        let mut layers = Layers { encodings: BTreeMap::new(), rule, notes: Vec::new() };
+        let mut chosen: Vec<(&str, &Weight)> = Vec::with_capacity(names.len());
+        for name in names {
+            let weight = weights.get(name)?;
+            require_matrix(name, weight)?;
+            chosen.push((name, weight));
+        }
+        let rows_of_experts: Vec<usize> = chosen.iter().filter(|(name, _)| is_expert(name)).map(|(_, weight)| weight.row()).collect();
+        let mut other: BTreeMap<Granularity, Vec<&str>> = BTreeMap::new();
+        for (name, weight) in chosen {
+            let own = [weight.row()];
+            let granularity = self.granularity(if is_expert(name) { &rows_of_experts } else { &own });
+            if self.group().is_some_and(|size| granularity != Granularity::Group(size)) {
+                other.entry(granularity).or_default().push(name);
+            }
+            layers.encodings.insert(name.to_owned(), self.scheme.affine(weight, granularity));
+        }
+        layers.notes.extend(other.into_iter().map(|(granularity, names)| {
+            let size = self.group().unwrap_or_default();
+            let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale for each row".into() };
+            format!("quantize: groups of {size} do not divide the rows of {} weights, which have {by} (the first: `{}`)", names.len(), names[0])
+        }));
+        Ok(layers)
+    }
+
+    /// The groups that divide all of these rows: those asked for, else the largest that consumers know, else one for each row.
+    fn granularity(&self, rows: &[usize]) -> Granularity {
+        let Some(size) = self.group() else { return Granularity::Channel };
+        let smaller = USUAL_GROUPS.into_iter().filter(|usual| *usual < size);
+        let divides = |size: &usize| rows.iter().all(|row| row.is_multiple_of(*size));
+        std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group)
+    }
+}
+
+/// Whether a weight is one of several experts of a layer.
+fn is_expert(name: &str) -> bool {
+    name.contains("experts.")
+}
+
+fn require_matrix(name: &str, weight: &Weight) -> Result<()> {
+    targets::require_float(NAME, name, weight)?;
+    if weight.shape.len() != 2 {
+        return Err(Error::tensor(name, format!("has shape {:?}; only matrices can be quantized in safetensors", weight.shape), "add it to `ignore`"));
+    }
+    Ok(())
+}
+
+impl Pass for Quantize {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        let group_size = self.group_size.or(self.scheme.group().map(|size| size as i64));
+        options_of(&Quantize { group_size, observer: Some(self.observer()), ..self.clone() })
+    }
+
+    fn check(&self) -> Result<()> {
+        match (self.group_size, self.scheme.group()) {
+            (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for whole rows")),
+            (Some(size), None) if size != -1 => {
+                Err(Error::option(NAME, format!("`group_size` is not for {}: consumers take a scale for each output there", self.options()["scheme"])))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
+        let Layers { encodings, rule, notes } = self.layers(&model.weights)?;
+        let meter = Arc::new(Meter::default());
+        let (count, mut parameters, all) = (encodings.len(), 0, model.weights.parameters());
+        let mut tensors = std::collections::BTreeSet::new();
+        for (name, affine) in encodings {
+            let weight = model.weights.get(&name)?;
+            parameters += weight.elements() as u64;
+            let integers = Integers::new(&name, weight, affine, self.observer(), &meter);
+            model.weights.by_name.insert(name.clone(), integers.weight());
+            tensors.insert(name);
+        }
+        run.history.push(Applied {
+            tensors,
+            rule,
+            meter,
+            notes,
+            details: Arc::new(move || json!({ "quantized": count, "parameters": parameters, "of": all })),
+            ..Applied::new(NAME, self.options())
+        });
+        Ok(model)
+    }
+
+    fn remedy(&self) -> &'static str {
+        "a smaller `group_size`, `observer: mse`, more bits, or `ignore` for the layers that `compress analyze` names"
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Bytes, DType, Encoding};
+
+    #[test]
+    fn groups_divide_rows_and_experts_share_theirs() {
+        let mut weights = Weights::default();
+        for (name, row) in [("a.weight", 256), ("b.weight", 192), ("c.weight", 97), ("m.experts.0.up.weight", 128), ("m.experts.0.down.weight", 96)] {
+            let bytes = Bytes { dtype: DType::F16, bytes: vec![0; 2 * row] };
+            weights.by_name.insert(name.into(), Weight::new(DType::F16, vec![1, row], Encoding::Dense, Arc::new(bytes)));
+        }
+        let found = |group_size| {
+            let Layers { encodings, notes, .. } = Quantize { group_size, ..Quantize::default() }.layers(&weights).unwrap();
+            (encodings.into_values().map(|affine| affine.granularity).collect::<Vec<_>>(), notes.len())
+        };
+        let group = Granularity::Group;
+        assert_eq!(found(None), (vec![group(128), group(64), Granularity::Channel, group(32), group(32)], 3));
+        assert_eq!(found(Some(48)), (vec![group(32), group(48), Granularity::Channel, group(32), group(32)], 2));
+        assert_eq!(found(Some(-1)), (vec![Granularity::Channel; 5], 0));
+    }
+}
