@@ -182,6 +182,37 @@ fn words_of_a_scheme() {
     assert!(!eight.contains_key("a.weight_zero_point"));
 }
 
+/// The bytes that compressed-tensors 0.20 writes for FP8 and FP4, and what they stand for.
+#[test]
+fn narrow_floats_of_a_scheme() {
+    let desk = Desk::new();
+    let written = |weight: &Tensor, scheme: &str| {
+        let pass: Quantize = serde_json::from_value(json!({ "scheme": scheme, "targets": ["*"] })).unwrap();
+        read(&desk.run(&desk.weights(&one(weight)), pipeline().pass(pass)).unwrap().path)
+    };
+    let weight = Tensor::floats(DType::F32, &[2, 8], &[-4.0, -3.5, -0.5, 0.0, 0.5, 1.0, 3.0, 3.5, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]);
+    let eight = written(&weight, "fp8_dynamic");
+    let bytes = [0xFE, 0xFC, 0xE6, 0, 0x66, 0x6E, 0x7A, 0x7C, 0x7E, 0x7C, 0x7A, 0x78, 0x74, 0x70, 0x68, 0];
+    assert_eq!(eight["a.weight"], Tensor::new(DType::F8_E4M3, &[2, 8], bytes.to_vec()));
+    assert_eq!(eight["a.weight_scale"], Tensor::floats(DType::F32, &[2, 1], &[4.0, 0.7].map(|largest: f32| (largest / 448.0).into())));
+
+    let values = [
+        0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.25, 0.3, // the second group
+        0.1, 0.2, -0.3, 0.4, -0.5, 0.6, 0.7, 0.75, 0.05, -0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65,
+    ];
+    let row = Tensor::floats(DType::F32, &[1, 32], &values);
+    let half = |bytes: [u8; 16]| Tensor::new(DType::U8, &[1, 16], bytes.to_vec());
+    let first = [0xA1, 0x07, 0x5F, 0x93, 0x64, 0xDC, 0x2E, 0x10];
+    let second = |bytes: [u8; 8]| half([first, bytes].concat().try_into().unwrap());
+    let nv = written(&row, "NVFP4A16");
+    assert_eq!(nv["a.weight_packed"], second([0x32, 0x5C, 0x6E, 0x77, 0x91, 0x42, 0x65, 0x76]));
+    assert_eq!(nv["a.weight_scale"], Tensor::new(DType::F8_E4M3, &[1, 2], vec![0x7E, 0x66]));
+    assert_eq!(nv["a.weight_global_scale"], Tensor::floats(DType::F32, &[1], &[448.0]));
+    let mx = written(&row, "mxfp4a16");
+    assert_eq!(mx["a.weight_packed"], second([0x00, 0x19, 0x19, 0x21, 0x80, 0x00, 0x11, 0x11]));
+    assert_eq!(mx["a.weight_scale"], Tensor::new(DType::U8, &[1, 1], vec![0x7F]));
+}
+
 /// A folder of int8 weights without quantized activations, as another tool would write it.
 fn weight_only(desk: &Desk, tensors: &Tensors, format: &str) -> std::path::PathBuf {
     let input = desk.weights(tensors);

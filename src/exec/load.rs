@@ -1,6 +1,6 @@
 //! Where bytes become tensors.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
@@ -23,8 +23,8 @@ pub enum Residence {
 #[derive(Debug, Clone)]
 pub struct Parameters {
     tensors: BTreeMap<String, Tensor>,
-    /// Weights whose layers have their inputs rounded.
-    rounding: BTreeSet<String>,
+    /// How the inputs of layers are rounded, by weight.
+    rounding: BTreeMap<String, ActivationScheme>,
     compute: DType,
 }
 
@@ -52,7 +52,7 @@ impl Parameters {
     /// The same without parameters that a test does not hold for.
     pub fn retain(&mut self, keep: impl Fn(&str) -> bool) {
         self.tensors.retain(|name, _| keep(name));
-        self.rounding.retain(|name| keep(name));
+        self.rounding.retain(|name, _| keep(name));
     }
 
     /// Loads parameters by name.
@@ -76,14 +76,18 @@ impl Parameters {
                 Ok(tensor)
             },
         )?;
-        let rounds = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == ActivationScheme::DynamicToken);
-        let rounding = jobs.iter().filter(|(_, weight)| rounds(weight)).map(|(name, _)| (*name).clone()).collect();
+        // Static integers are nodes of the graph.
+        let scheme = |weight: &Weight| match &weight.encoding {
+            Encoding::Affine(affine) if !matches!(affine.activations, ActivationScheme::None | ActivationScheme::Static(_)) => Some(affine.activations),
+            _ => None,
+        };
+        let rounding = jobs.iter().filter_map(|(name, weight)| Some(((*name).clone(), scheme(weight)?))).collect();
         Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
     }
 
     /// Parameters that are tensors already.
     pub fn of(tensors: BTreeMap<String, Tensor>, compute: DType) -> Parameters {
-        Parameters { tensors, rounding: BTreeSet::new(), compute }
+        Parameters { tensors, rounding: BTreeMap::new(), compute }
     }
 
     /// Bytes that they take.
@@ -114,9 +118,9 @@ impl Parameters {
         }
     }
 
-    /// Whether the consumer of a weight rounds the inputs of its layer.
-    pub(super) fn rounds_inputs(&self, name: &str) -> bool {
-        self.rounding.contains(name)
+    /// How the consumer of a weight rounds the inputs of its layer.
+    pub(super) fn rounds_inputs(&self, name: &str) -> Option<ActivationScheme> {
+        self.rounding.get(name).copied()
     }
 
     /// Precision of the computation.

@@ -38,7 +38,7 @@ impl<'g> Executor<'g> {
         Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps, accounts: None }
     }
 
-    /// Rounds inputs of layers with int8 weights in another way than for each token.
+    /// Rounds inputs of layers with quantized weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
@@ -180,9 +180,9 @@ impl<'g> Executor<'g> {
         };
         let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
-            && self.parameters.rounds_inputs(&self.graph.value(*weight).name)
+            && let Some(scheme) = self.parameters.rounds_inputs(&self.graph.value(*weight).name)
         {
-            operands[0] = self.rounding.apply(&operands[0]).map_err(failed(self.name(node)))?;
+            operands[0] = self.rounding.of(scheme, &operands[0]).map_err(failed(self.name(node)))?;
         }
         Ok(operands)
     }

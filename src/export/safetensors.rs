@@ -19,7 +19,7 @@ use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
-use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
+use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
 use crate::work::Work;
 
 /// How weights are laid out.
@@ -189,7 +189,12 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
 fn input_scales(model: &Model) -> Vec<Item> {
     let mut items = Vec::new();
     for (name, weight) in &model.weights.by_name {
-        let Encoding::Affine(Affine { activations: ActivationScheme::Static(by), scale_dtype, .. }) = &weight.encoding else { continue };
+        let Encoding::Affine(Affine { activations, scale_dtype, .. }) = &weight.encoding else { continue };
+        let (by, what, scale_dtype) = match activations {
+            ActivationScheme::Static(by) | ActivationScheme::Float8Static(by) => (by, "input_scale", scale_dtype),
+            ActivationScheme::Nvfp4(by) => (by, "input_global_scale", &DType::F32),
+            _ => continue,
+        };
         let module = name.strip_suffix("weight").unwrap_or(name);
         let mut scale = vec![0; scale_dtype.bitsize() / 8];
         let written = convert::from_f32(*scale_dtype, &[by.scale()], &mut scale);
@@ -198,7 +203,7 @@ fn input_scales(model: &Model) -> Vec<Item> {
             let weight = Weight::new(dtype, vec![1], Encoding::Dense, std::sync::Arc::new(Bytes { dtype, bytes }));
             items.push(Item { name: format!("{module}{what}"), weight, storage_format: StorageFormat::Plain });
         };
-        item("input_scale", *scale_dtype, scale);
+        item(what, *scale_dtype, scale);
         if let Some(zero_point) = by.zero_point {
             item("input_zero_point", DType::I8, vec![zero_point as u8]);
         }
@@ -228,7 +233,8 @@ fn value_size(weight: &Weight) -> u64 {
 }
 
 fn eligible_for_sparse(weight: &Weight) -> bool {
-    (weight.is_float() || weight.encoding != Encoding::Dense) && weight.elements() > 0
+    let halves = matches!(&weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
+    (weight.is_float() || weight.encoding != Encoding::Dense) && !halves && weight.elements() > 0
 }
 
 /// Weight-only integers have kernels in vLLM only when they are packed; a single scale or zero points of int8 are read by
@@ -236,6 +242,7 @@ fn eligible_for_sparse(weight: &Weight) -> bool {
 fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
+        Encoding::Affine(affine) if !affine.codes.is_integer() => affine.codes == Codes::E2m1,
         Encoding::Affine(_) if is_embedding(name, weight) => false,
         Encoding::Affine(affine) => {
             let (one, wide) = (affine.granularity == Granularity::Tensor, affine.codes.bits() == 8);

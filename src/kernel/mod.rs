@@ -13,6 +13,7 @@ pub mod convert;
 mod float;
 pub mod histogram;
 pub mod mask;
+pub mod narrow;
 pub mod packing;
 pub mod quantize;
 pub mod scan;

@@ -19,6 +19,18 @@ pub fn fits(values: &[u8], bits: u8) -> bool {
     bits >= 8 || values.iter().all(|&v| (least..=most).contains(&(v as i8)))
 }
 
+/// Codes of four bits, two a byte, the first in the low half.
+pub fn to_halves(codes: &[u8], output: &mut Vec<u8>) {
+    let (pairs, last) = codes.as_chunks::<2>();
+    output.extend(pairs.iter().map(|[low, high]| low & 15 | high << 4));
+    output.extend(last.iter().map(|code| code & 15));
+}
+
+/// Codes of four bits out of their bytes, as many as `output` takes.
+pub fn from_halves(input: &[u8], output: &mut [u8]) {
+    output.chunks_mut(2).zip(input).for_each(|(out, byte)| out.iter_mut().zip([byte & 15, byte >> 4]).for_each(|(out, code)| *out = code));
+}
+
 simd! {
     /// Two elements a byte; an odd last one leaves the high half of its byte empty.
     fn nibbles(values: &[u8], output: &mut [u8]) {
@@ -136,6 +148,16 @@ mod tests {
         let mut bytes = Vec::new();
         pack(&values.iter().map(|v| *v as u8).collect::<Vec<_>>(), bits, &mut bytes);
         bytes.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word)).collect()
+    }
+
+    #[test]
+    fn halves_come_back() {
+        let codes: Vec<u8> = (0..31).map(|i| i * 7 % 16).collect();
+        let (mut bytes, mut back) = (Vec::new(), vec![0; 31]);
+        to_halves(&codes, &mut bytes);
+        assert_eq!((bytes.len(), bytes[0]), (16, 0x70));
+        from_halves(&bytes, &mut back);
+        assert_eq!(back, codes);
     }
 
     #[test]

@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use super::quantization;
 use crate::error::{Error, Result};
-use crate::store::{ActivationScheme, Affine, Granularity, Pattern};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -127,11 +127,9 @@ impl Config {
         self.text = None;
         let described = quantization.get(OWN_METHOD).filter(|own| !own.is_null()).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
-        let unsupported = |what: String| {
-            Error::Unsupported {
+        let unsupported = |what: String| Error::Unsupported {
             what: format!("{}: {what}", path.join("config.json").display()),
-            hint: "compress reads dense weights and the integers of 2 to 8 bits of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
-        }
+            hint: "compress reads dense weights, and the integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint".into(),
         };
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
@@ -142,22 +140,26 @@ impl Config {
         let mut schemes = Schemes::default();
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
-            let integer = weights.get("type").and_then(Value::as_str).unwrap_or("int") == "int";
+            let integer = quantization::is_integer(weights);
             let said = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
-            let bits = u8::try_from(said).ok().filter(|bits| integer && (2..=8).contains(bits));
+            let bits = u8::try_from(said).ok().filter(|bits| if integer { (2..=8).contains(bits) } else { [4, 8].contains(bits) });
             let Some(bits) = bits.or(weights.is_null().then_some(8)) else {
                 return Err(unsupported(format!("weights of {said} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
             };
             quantization::require_known(group).map_err(refused)?;
             let activations = match group.get("input_activations") {
                 None | Some(Value::Null) => Said::Is(ActivationScheme::None),
-                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Said::Is(ActivationScheme::DynamicToken),
-                Some(args) if args.get("strategy").and_then(Value::as_str).unwrap_or("tensor") == "tensor" => Said::Static,
-                Some(args) => return Err(unsupported(format!("static scales for activations by {}", args["strategy"]))),
+                Some(args) => quantization::activations(args).map_err(refused)?,
             };
+            let codes = match (integer, bits) {
+                (true, bits) => Codes::Integer(bits),
+                (false, 8) => Codes::E4m3,
+                (false, _) => Codes::E2m1,
+            };
+            let codes = (!weights.is_null()).then_some(codes);
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
-            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), bits, activations, group }));
+            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), codes, activations, group }));
         }
         Ok(schemes)
     }
@@ -173,11 +175,11 @@ impl Config {
 }
 
 /// What happens to activations.
-#[derive(Debug, Clone, Copy)]
-enum Said {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Said {
     /// This.
     Is(ActivationScheme),
-    /// They are quantized by what is stored beside the weight.
+    /// They are quantized by what is stored beside the weight, to eight-bit integers or to codes like the weight's.
     Static,
 }
 
@@ -185,7 +187,7 @@ enum Said {
 #[derive(Debug)]
 struct Scheme {
     target: String,
-    bits: u8,
+    codes: Option<Codes>,
     activations: Said,
     group: Option<usize>,
 }
@@ -204,7 +206,7 @@ impl Schemes {
 
     /// How wide the integers of a module are.
     pub(super) fn bits(&self, module: &str, class: &str) -> Option<u8> {
-        self.of(module, class).map(|scheme| scheme.bits)
+        self.of(module, class)?.codes.filter(|codes| codes.is_integer()).map(Codes::bits)
     }
 
     /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
@@ -214,9 +216,16 @@ impl Schemes {
     /// A scale that the configuration speaks of is not there.
     pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) -> Result<()> {
         let Some(scheme) = self.of(module, class) else { return Ok(()) };
+        if let Some(codes) = scheme.codes.filter(|codes| *codes != affine.codes) {
+            return Err(Error::tensor(
+                &format!("{module}.weight"),
+                format!("is stored as {}, and config.json says that it is {codes}", affine.codes),
+                "correct `config_groups` in config.json, or start from the original checkpoint",
+            ));
+        }
         affine.activations = match (scheme.activations, affine.activations) {
             (Said::Is(activations), _) => activations,
-            (Said::Static, stored @ ActivationScheme::Static(_)) => stored,
+            (Said::Static, stored @ (ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_))) => stored,
             (Said::Static, _) => {
                 return Err(Error::tensor(
                     &format!("{module}.input_scale"),
@@ -280,6 +289,6 @@ mod tests {
         assert!(refused(json!({"quant_method": "gptq"})).contains("quantization method `gptq`"));
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
         assert!(refused(group(json!({"num_bits": 9, "type": "int"}))).contains("9 bits"));
-        assert!(refused(group(json!({"num_bits": 8, "type": "float"}))).contains("float"));
+        assert!(refused(group(json!({"num_bits": 6, "type": "float"}))).contains("6 bits, type \"float\""));
     }
 }

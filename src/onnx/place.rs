@@ -122,7 +122,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         Granularity::Tensor if affine.activations == ActivationScheme::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling % 2)],
         Granularity::Tensor => vec![],
         Granularity::Channel => vec![shape[0]],
-        Granularity::Group(_) => affine.scale_shape(&shape),
+        Granularity::Group(_) | Granularity::Block(_) => affine.scale_shape(&shape),
     };
     let mut dims = shape;
     if transposed {

@@ -33,6 +33,7 @@ struct InMemoryIntegers {
     integers: Vec<u8>,
     scales: Vec<u8>,
     zero_points: Vec<u8>,
+    global_scale: f32,
 }
 
 impl WeightSource for InMemoryIntegers {
@@ -54,6 +55,7 @@ impl WeightSource for InMemoryIntegers {
                 affine: Some((&self.affine, self.row)),
                 scales: &self.scales[from * size..to * size],
                 zero_points,
+                global_scale: self.global_scale,
             }))
         })
     }
@@ -68,6 +70,8 @@ pub struct Scales {
     pub scales: Vec<f32>,
     /// The integers that stand for zero.
     pub zero_points: Vec<f32>,
+    /// What the scales are in steps of one over (NVFP4); 1 elsewhere.
+    pub global_scale: f32,
 }
 
 impl Weight {
@@ -89,10 +93,12 @@ impl Weight {
     /// Reading fails.
     pub fn scales(&self) -> Result<Option<Scales>> {
         let Encoding::Affine(affine) = &self.encoding else { return Ok(None) };
-        let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new() };
+        let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new(), global_scale: 1.0 };
         self.visit(self.row(), &mut |block| {
             let count = if affine.granularity == Granularity::Tensor { usize::from(found.scales.is_empty()) } else { block.now.elements() / found.run };
-            for (scale, zero) in (0..count).map(|index| block.now.parameters(affine, index)) {
+            found.global_scale = block.now.global_scale;
+            let view = super::View { global_scale: 1.0, ..block.now };
+            for (scale, zero) in (0..count).map(|index| view.parameters(affine, index)) {
                 found.scales.push(scale);
                 found.zero_points.push(zero);
             }
@@ -116,21 +122,31 @@ impl Weight {
     /// There are not as many as the shape and `affine` ask for, or they are no integers of its width.
     pub fn quantized(&self, name: &str, affine: Affine, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
         let mut bytes = vec![0; scales.scales.len() * affine.scale_dtype.bitsize() / 8];
-        let count: usize = affine.scale_shape(&self.shape).iter().product();
+        let row = self.row();
+        let count = if affine.granularity == Granularity::Tensor { 1 } else { affine.granularity.groups(row) * self.elements().checked_div(row).unwrap_or(0) };
         let whole = affine.granularity.run(self.row(), self.elements()) * count == self.elements();
         let zero_points: Vec<u8> = scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect();
         let zeros = if affine.symmetric { zero_points.iter().all(|zero| *zero == 0) } else { zero_points.len() == count };
         let fits = whole && integers.len() == self.elements() && scales.scales.len() == count && zeros;
-        if !fits || !convert::from_f32(affine.scale_dtype, &scales.scales, &mut bytes) {
+        if !fits || !convert::encode_scales(affine.scale_dtype, &scales.scales, &mut bytes) {
             return Err(Error::tensor(name, "has another number of elements, or scales in another number or format", ""));
         }
+        let dtype = affine.value_dtype(self.dtype);
         let integers: Vec<u8> = integers.into_iter().map(|integer| integer as u8).collect();
-        if !packing::fits(&integers, affine.codes.bits()) {
+        if affine.codes.is_integer() && !packing::fits(&integers, affine.codes.bits()) {
             return Err(Error::tensor(name, format!("holds integers that are no {}", affine.codes), ""));
         }
-        let source =
-            InMemoryIntegers { before: self.clone(), dtype: affine.scale_dtype, affine: affine.clone(), row: self.row(), integers, scales: bytes, zero_points };
-        Ok(self.then(affine.scale_dtype, Encoding::Affine(affine), Arc::new(source)))
+        let source = InMemoryIntegers {
+            before: self.clone(),
+            dtype,
+            affine: affine.clone(),
+            row,
+            integers,
+            scales: bytes,
+            zero_points,
+            global_scale: scales.global_scale,
+        };
+        Ok(self.then(dtype, Encoding::Affine(affine), Arc::new(source)))
     }
 }
 
@@ -160,7 +176,8 @@ mod tests {
                 let run = granularity.run(row, rows * row);
                 let count = rows * row / run;
                 let zero = |i: usize| if symmetric { 0.0 } else { (i % 11) as f32 - 5.0 };
-                let scales = Scales { run, scales: (1..=count).map(|i| i as f32 / 64.0).collect(), zero_points: (0..count).map(zero).collect() };
+                let scales =
+                    Scales { run, scales: (1..=count).map(|i| i as f32 / 64.0).collect(), zero_points: (0..count).map(zero).collect(), global_scale: 1.0 };
                 let integers: Vec<i8> = (0..rows * row).map(|i| (i * 31 % 255) as u8 as i8).collect();
                 let held = weight.with_integers("w", integers.clone(), &scales).unwrap();
                 assert_eq!(held.scales().unwrap().unwrap(), scales);
@@ -190,7 +207,8 @@ mod tests {
             let run = granularity.run(row, rows * row);
             let zero = |i: usize| if symmetric { 0.0 } else { (least + i as i64 % (most - least + 1)) as f32 };
             let count = rows * row / run;
-            let scales = Scales { run, scales: (1..=count).map(|i| i as f32 / 128.0).collect(), zero_points: (0..count).map(zero).collect() };
+            let scales =
+                Scales { run, scales: (1..=count).map(|i| i as f32 / 128.0).collect(), zero_points: (0..count).map(zero).collect(), global_scale: 1.0 };
             let held = before.quantized("w", affine.clone(), integers.clone(), &scales).unwrap();
             assert_eq!((held.describe().contains(&format!("int{bits} ")), held.origin), (true, Origin::File));
             let items = [Item { name: "w".into(), weight: held.clone(), storage_format: StorageFormat::Packed }];

@@ -4,10 +4,13 @@
 //! | --- | --- |
 //! | plain | `x.weight` |
 //! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8; of static activations `x.input_scale`, `x.input_zero_point` I8 |
+//! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one for each block; of static activations `x.input_scale` |
+//! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 beside `x.weight_global_scale` F32 (NVFP4; of static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
 //! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, asymmetric also `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
 //!
-//! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors.
+//! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors, FP8 `float-quantized`, FP4
+//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -36,7 +39,7 @@ pub struct StoredTensor {
 pub enum StorageFormat {
     /// As it is: dense elements, or integers with their scales beside them.
     Plain,
-    /// Integers in 32-bit words, see [`packing`]; zero points likewise, down the outputs.
+    /// Integers in 32-bit words, see [`packing`]; zero points likewise, down the outputs. Codes of four bits two in a byte.
     Packed,
     /// A mask, and this many elements that are not zero.
     Sparse {
@@ -55,11 +58,20 @@ impl StorageFormat {
             Encoding::Dense => None,
             Encoding::Affine(affine) => Some(affine),
         };
-        let dtype = if integers.is_some() { DType::I8 } else { weight.dtype };
+        let codes = integers.map(|affine| affine.codes);
+        let dtype = match codes {
+            None => weight.dtype,
+            Some(Codes::Integer(_)) => DType::I8,
+            Some(Codes::E4m3) => DType::F8_E4M3,
+            Some(Codes::E2m1) => DType::U8,
+        };
         let shape = weight.shape.clone();
         let mut parts = match self {
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
+            StorageFormat::Packed if codes == Some(Codes::E2m1) => {
+                vec![part("_packed", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])]
+            }
             StorageFormat::Packed => vec![
                 part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), packing::words(weight.row(), weight.code_bits())]),
                 part("_shape", DType::I64, vec![shape.len()]),
@@ -75,7 +87,12 @@ impl StorageFormat {
             if self == StorageFormat::Transposed {
                 shape.reverse();
             }
-            parts.push(part("_scale", affine.scale_dtype, shape.clone()));
+            // Powers of two are bytes to those who read them.
+            let scale_dtype = if affine.scale_dtype == DType::F8_E8M0 { DType::U8 } else { affine.scale_dtype };
+            parts.push(part("_scale", scale_dtype, shape.clone()));
+            if affine.has_global_scale() {
+                parts.push(part("_global_scale", DType::F32, vec![1]));
+            }
             if !affine.symmetric {
                 let packed = self == StorageFormat::Packed;
                 if let (true, Some(rows)) = (packed, shape.first_mut()) {
@@ -87,9 +104,10 @@ impl StorageFormat {
         parts
     }
 
-    fn value_parts(self) -> usize {
+    fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
             StorageFormat::Plain | StorageFormat::Transposed => 1,
+            StorageFormat::Packed if codes == Some(Codes::E2m1) => 1,
             StorageFormat::Packed => 2,
             StorageFormat::Sparse { .. } => 3,
         }
@@ -102,6 +120,11 @@ pub(super) struct Emitter {
     storage_format: StorageFormat,
     shape: Vec<usize>,
     bits: u8,
+    codes: Option<Codes>,
+    /// Rows that share their scales.
+    high: usize,
+    /// Rows that have come.
+    rows: usize,
     row: usize,
     /// Scales of a row.
     groups: usize,
@@ -127,7 +150,11 @@ impl Emitter {
             Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0, 0),
             Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8, affine.scale_shape(&weight.shape).get(1).copied().unwrap_or(1)),
         };
+        let affine = if let Encoding::Affine(affine) = &weight.encoding { Some(affine) } else { None };
         Self {
+            codes: affine.map(|affine| affine.codes),
+            high: affine.map_or(1, |affine| if let Granularity::Block([high, _]) = affine.granularity { high.max(1) } else { 1 }),
+            rows: 0,
             name: name.to_owned(),
             storage_format,
             shape: weight.shape.clone(),
@@ -146,13 +173,18 @@ impl Emitter {
 
     pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
         let first = !std::mem::replace(&mut self.started, true);
-        if first && self.storage_format.value_parts() > 1 {
+        if first && self.storage_format.value_parts(self.codes) > 1 {
             let shape: Vec<u8> = self.shape.iter().flat_map(|&d| (d as i64).to_le_bytes()).collect();
             sink(1, &shape)?;
         }
         match self.storage_format {
             StorageFormat::Plain => sink(0, view.values)?,
             StorageFormat::Transposed => self.pending.extend_from_slice(view.values),
+            StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {
+                self.values.clear();
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::to_halves(row, &mut self.values));
+                sink(0, &self.values)?;
+            }
             StorageFormat::Packed => {
                 if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
                     return Err(Error::tensor(
@@ -170,14 +202,28 @@ impl Emitter {
         if let Some((affine, _)) = view.affine
             && (first || affine.granularity != Granularity::Tensor)
         {
-            let at = self.storage_format.value_parts();
+            let at = self.storage_format.value_parts(self.codes);
             if self.storage_format == StorageFormat::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
                 let [scales, zero_points] = &mut self.parameters;
                 scales.extend_from_slice(view.scales);
                 zero_points.extend_from_slice(view.zero_points);
                 return Ok(());
             }
-            sink(at, view.scales)?;
+            if self.high > 1 {
+                let line = self.groups.max(1).saturating_mul(self.scale_size);
+                for scales in view.scales.chunks_exact(line.max(1)) {
+                    let shown = self.rows.is_multiple_of(self.high);
+                    self.rows = self.rows.saturating_add(1);
+                    if shown {
+                        sink(at, scales)?;
+                    }
+                }
+            } else {
+                sink(at, view.scales)?;
+            }
+            if first && affine.has_global_scale() {
+                sink(at.saturating_add(1), &view.global_scale.to_le_bytes())?;
+            }
             if !affine.symmetric && self.storage_format == StorageFormat::Packed {
                 let [_, zero_points] = &mut self.parameters;
                 zero_points.extend_from_slice(view.zero_points);
@@ -198,7 +244,7 @@ impl Emitter {
         self.values.clear();
         packing::pack_columns(zero_points, groups, self.bits, &mut self.values);
         *zero_points = rest;
-        sink(self.storage_format.value_parts().saturating_add(1), &self.values)
+        sink(self.storage_format.value_parts(self.codes).saturating_add(1), &self.values)
     }
 
     /// Mask bytes hold eight elements, blocks any number: what is left over waits for the next block.
@@ -289,6 +335,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
             "start from the original checkpoint, or have a compressed-tensors before 0.15 decompress it (ModelCompressor.decompress_model) and save that",
         ));
     }
+    let floats = usual_floats(&checkpoint);
     let mut sparse_values = Vec::new();
     if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
         if version != sparse::VERSION {
@@ -307,9 +354,11 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
     for (name, values) in sparse_values {
         let bytes = values.bytes();
         let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
-        let weight = if values.dtype() == DType::I8 && checkpoint.tensors.contains_key(&format!("{name}_scale")) {
+        let codes = if values.dtype() == DType::F8_E4M3 { Codes::E4m3 } else { Codes::Integer(bits(&name).unwrap_or(8)) };
+        let quantized = matches!(values.dtype(), DType::I8 | DType::F8_E4M3) && checkpoint.tensors.contains_key(&format!("{name}_scale"));
+        let weight = if quantized {
             let shape = values.shape.clone();
-            integer(&mut checkpoint, &name, shape, bits(&name).unwrap_or(8), IntegerValues::Sparse(values))?
+            integer(&mut checkpoint, &name, shape, codes, IntegerValues::Sparse(values), floats)?
         } else {
             Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
         };
@@ -326,13 +375,27 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
             checkpoint.tensors.remove(&packed);
             checkpoint.tensors.remove(&shape_name);
             let bytes = words.bytes().saturating_add(16);
-            let weight = integer(&mut checkpoint, &name, shape.clone(), width, IntegerValues::Plain { values: words, packed: true, shape })?;
+            let weight =
+                integer(&mut checkpoint, &name, shape.clone(), Codes::Integer(width), IntegerValues::Plain { values: words, packed: true, shape }, floats)?;
             insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
+        } else if let Some(halves) = checkpoint.tensors.get(&packed).filter(full(DType::U8)).cloned() {
+            checkpoint.tensors.remove(&packed);
+            let (bytes, mut shape) = (halves.bytes(), halves.shape.clone());
+            if let [_, columns] = &mut shape[..] {
+                *columns = columns.saturating_mul(2);
+            }
+            let weight = integer(&mut checkpoint, &name, shape.clone(), Codes::E2m1, IntegerValues::Plain { values: halves, packed: true, shape }, floats)?;
+            insert(&mut weights, name, weight, bytes, vec![packed])?;
+        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::F8_E4M3)).cloned() {
+            checkpoint.tensors.remove(&plain);
+            let (bytes, shape) = (values.bytes(), values.shape.clone());
+            let weight = integer(&mut checkpoint, &name, shape.clone(), Codes::E4m3, IntegerValues::Plain { values, packed: false, shape }, floats)?;
+            insert(&mut weights, name, weight, bytes, vec![plain])?;
         } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
             checkpoint.tensors.remove(&plain);
             let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let width = bits(&name).unwrap_or(8);
-            let weight = integer(&mut checkpoint, &name, shape.clone(), width, IntegerValues::Plain { values, packed: false, shape })?;
+            let codes = Codes::Integer(bits(&name).unwrap_or(8));
+            let weight = integer(&mut checkpoint, &name, shape.clone(), codes, IntegerValues::Plain { values, packed: false, shape }, floats)?;
             insert(&mut weights, name, weight, bytes, vec![plain])?;
         }
     }
@@ -384,8 +447,14 @@ fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, said: Op
     Err(broken(format!("packed words of shape {:?} do not hold {of} of the stated shape {:?}", words.shape, sizes.unwrap_or_default())))
 }
 
-/// A quantized weight from its integers and the scales that lie beside them.
-fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, bits: u8, values: IntegerValues) -> Result<Weight> {
+/// The floats that most tensors of a checkpoint are of, scales left out; BF16 where there are none.
+fn usual_floats(checkpoint: &Checkpoint) -> DType {
+    let floats = || checkpoint.tensors.iter().filter(|(name, _)| !name.ends_with("scale")).map(|(_, tensor)| tensor.dtype);
+    [DType::BF16, DType::F16, DType::F32].into_iter().rev().max_by_key(|of| floats().filter(|dtype| dtype == of).count()).unwrap_or(DType::BF16)
+}
+
+/// A quantized weight from its codes and the scales that lie beside them; `floats` are what codes stand for whose scales do not say.
+fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Codes, values: IntegerValues, floats: DType) -> Result<Weight> {
     let broken = |reason: String| Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors");
     let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
     let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
@@ -399,35 +468,55 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, bits: u8,
         [n] if n == rows => Granularity::Channel,
         [n, 1] if n == rows => Granularity::Channel,
         [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row.checked_div(groups).unwrap_or(row)),
+        [high, wide] if codes == Codes::E4m3 && blocks(rows, row, [high, wide]).is_some() => {
+            Granularity::Block(blocks(rows, row, [high, wide]).unwrap_or(USUAL_BLOCK))
+        }
         _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
     };
-    if !matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32) {
-        return Err(broken(format!("scales of type {}", scales.dtype)));
+    let scale_dtype = match (codes, scales.dtype) {
+        (Codes::Integer(_) | Codes::E4m3, DType::F16 | DType::BF16 | DType::F32) => scales.dtype,
+        (Codes::E4m3 | Codes::E2m1, DType::U8 | DType::F8_E8M0) => DType::F8_E8M0,
+        (Codes::E2m1, DType::F8_E4M3) => DType::F8_E4M3,
+        _ => return Err(broken(format!("scales of type {} beside {codes}", scales.dtype))),
+    };
+    if !codes.is_integer() && zero_points.is_some() {
+        return Err(broken(format!("zero points beside {codes}")));
     }
     if let Some(zero) = &zero_points {
         let groups = scales.elements().checked_div(rows).unwrap_or(0);
         let fits = match zero.dtype {
             DType::I8 => zero.elements() == scales.elements(),
-            DType::I32 => granularity != Granularity::Tensor && zero.shape == [packing::words(rows, bits), groups],
+            DType::I32 => granularity != Granularity::Tensor && zero.shape == [packing::words(rows, codes.bits()), groups],
             _ => false,
         };
         if !fits {
             return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
         }
     }
-    let affine =
-        Affine { codes: Codes::Integer(bits), granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: ActivationScheme::None };
+    let affine = Affine { codes, granularity, symmetric: zero_points.is_none(), scale_dtype, activations: ActivationScheme::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
     let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));
     let mut affine = affine;
-    if let Some((by, mut names, size)) = input(checkpoint, name)? {
-        affine.activations = ActivationScheme::Static(by);
+    let mut global_scale = 1.0;
+    if affine.has_global_scale() {
+        let global_name = format!("{name}_global_scale");
+        let Some(global) = checkpoint.tensors.remove(&global_name) else { return Err(broken("no global scale beside FP4".into())) };
+        bytes = bytes.saturating_add(global.bytes());
+        global_scale = positive(&global_name, &global)?;
+        stored_as.push(global_name);
+    }
+    if let Some((by, mut names, size)) = input(checkpoint, name, if codes == Codes::E2m1 { "input_global_scale" } else { "input_scale" })? {
+        affine.activations = match codes {
+            Codes::Integer(_) => ActivationScheme::Static(by),
+            Codes::E4m3 => ActivationScheme::Float8Static(by),
+            Codes::E2m1 => ActivationScheme::Nvfp4(by),
+        };
         stored_as.append(&mut names);
         bytes = bytes.saturating_add(size);
     }
-    let dtype = scales.dtype;
-    let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
+    let dtype = affine.value_dtype(floats);
+    let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, global_scale, affine.clone(), dtype);
     let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as;
@@ -435,15 +524,12 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, bits: u8,
 }
 
 /// How the input of a layer is quantized, with the names of the tensors that say so and their bytes.
-fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<(Static, Vec<String>, u64)>> {
+fn input(checkpoint: &mut Checkpoint, name: &str, what: &str) -> Result<Option<(Static, Vec<String>, u64)>> {
     let module = name.strip_suffix("weight").unwrap_or(name);
-    let [scale_name, zero_name] = ["input_scale", "input_zero_point"].map(|part| format!("{module}{part}"));
+    let [scale_name, zero_name] = [what, "input_zero_point"].map(|part| format!("{module}{part}"));
     let Some(scale) = checkpoint.tensors.get(&scale_name).filter(|t| t.elements() == 1 && t.dtype != DType::I8) else { return Ok(None) };
     let broken = |name: &str, reason: &str| Err(Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors"));
-    let mut value = [0f32];
-    if !convert::decode(scale.dtype, &scale.read_all()?, &mut value) || !value[0].is_normal() || value[0] < 0.0 {
-        return broken(&scale_name, "is no positive number");
-    }
+    let value = positive(&scale_name, scale)?;
     let mut bytes = scale.bytes();
     let zero_point = match checkpoint.tensors.get(&zero_name) {
         None => None,
@@ -456,5 +542,29 @@ fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<(Static, Vec<
     checkpoint.tensors.remove(&scale_name);
     let mut names = vec![scale_name];
     names.extend(checkpoint.tensors.remove(&zero_name).map(|_| zero_name));
-    Ok(Some((Static::new(value[0], zero_point), names, bytes)))
+    Ok(Some((Static::new(value, zero_point), names, bytes)))
+}
+
+/// The one number of a tensor.
+fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
+    let mut value = [0f32];
+    let read = tensor.elements() == 1 && convert::decode(tensor.dtype, &tensor.read_all()?, &mut value);
+    let [value] = value;
+    if read && value.is_normal() && value > 0.0 {
+        return Ok(value);
+    }
+    Err(Error::tensor(name, "is no positive number", "write the file again with a tool that follows compressed-tensors"))
+}
+
+/// Rows and inputs of a block as consumers usually take them.
+const USUAL_BLOCK: [usize; 2] = [128, 128];
+
+/// Sizes of blocks of which a matrix has so many: the usual ones, where the last may have fewer rows, else those that divide it.
+fn blocks(rows: usize, row: usize, [high, wide]: [usize; 2]) -> Option<[usize; 2]> {
+    let [usual_rows, usual_inputs] = USUAL_BLOCK;
+    if rows.div_ceil(usual_rows) == high && usual_inputs.checked_mul(wide) == Some(row) {
+        return Some(USUAL_BLOCK);
+    }
+    let whole = high > 0 && wide > 0 && rows.is_multiple_of(high) && row.is_multiple_of(wide);
+    whole.then(|| Some([rows.checked_div(high)?, row.checked_div(wide)?])).flatten()
 }

@@ -147,6 +147,7 @@ impl Weight {
             super::Granularity::Tensor => "tensor".to_owned(),
             super::Granularity::Channel => "channel".to_owned(),
             super::Granularity::Group(size) => format!("group {size}"),
+            super::Granularity::Block([high, wide]) => format!("block {high}x{wide}"),
         };
         format!("{} {by}{}", affine.codes, if affine.symmetric { "" } else { " asymmetric" })
     }

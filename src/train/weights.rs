@@ -152,6 +152,13 @@ impl Weights {
                 continue;
             }
             if let (Some(scales), Encoding::Affine(affine)) = (weight.scales()?, &weight.encoding) {
+                if !affine.codes.is_integer() {
+                    return Err(Error::tensor(
+                        name,
+                        format!("is {}, and training goes through the rounding of integers only", weight.describe()),
+                        "train before quantizing, or add it to `ignore`",
+                    ));
+                }
                 let stored = match affine.scale_dtype {
                     Stored::BF16 => DType::BF16,
                     Stored::F16 => DType::F16,

@@ -6,11 +6,11 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::given::{Values, config, long, model};
+use super::given::{Values, config, long, model, tensor};
 use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read};
 use compress::Pipeline;
 use compress::export::{ByteSize, Layout, Safetensors};
-use compress::pass::{ActivationRounding, Cast, GranularityKind, PruneUnstructured, QuantizeDynamic, Step};
+use compress::pass::{ActivationRounding, Cast, GranularityKind, PruneUnstructured, Quantize, QuantizeDynamic, Step};
 use compress::pipeline::Builder;
 use serde_json::{Value, json};
 
@@ -211,6 +211,81 @@ proptest! {
         let value = |(i, q): (usize, &i64)| (q - words.zeros[i / run]) as f64 * scales[i / run];
         prop_assert_eq!(into(&sparse.path, Layout::Dense)["a.weight"].values(), words.integers.iter().enumerate().map(value).collect::<Vec<_>>());
     }
+}
+
+/// What E4M3 and E2M1 stand for, by the definition: a sign, `exponent` bits and `fraction` bits.
+fn narrow_value(code: u8, exponent: u32, fraction: u32) -> f64 {
+    let bias = (1 << (exponent - 1)) - 1;
+    let (part, power) = (f64::from(code & ((1 << fraction) - 1)) / f64::from(1 << fraction), i32::from(code >> fraction & ((1 << exponent) - 1)));
+    let magnitude = if power == 0 { part * 2f64.powi(1 - bias) } else { (1.0 + part) * 2f64.powi(power - bias) };
+    if code >> (exponent + fraction) & 1 == 1 { -magnitude } else { magnitude }
+}
+
+/// The values of a weight of FP8 or FP4, out of the tensors of its file.
+fn narrow_values(tensors: &Tensors) -> Vec<f64> {
+    let bytes = |name: &str| tensors[name].bytes.clone();
+    let e4m3 = |tensor: &Tensor| tensor.bytes.iter().map(|code| narrow_value(*code, 4, 3)).collect::<Vec<_>>();
+    let (codes, columns): (Vec<f64>, usize) = match tensors.get("a.weight_packed") {
+        Some(halves) => (halves.bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).map(|code| narrow_value(code, 2, 1)).collect(), 2 * halves.shape[1]),
+        None => (e4m3(&tensors["a.weight"]), tensors["a.weight"].shape[1]),
+    };
+    let scale = &tensors["a.weight_scale"];
+    let global = tensors.get("a.weight_global_scale").map_or(1.0, |global| global.values()[0]);
+    let scales: Vec<f32> = match scale.dtype {
+        DType::F8_E4M3 => e4m3(scale).into_iter().map(|s| s as f32 / global as f32).collect(),
+        DType::U8 => bytes("a.weight_scale").into_iter().map(|byte| 2f32.powi(i32::from(byte) - 127)).collect(),
+        _ => scale.values().into_iter().map(|s| s as f32).collect(),
+    };
+    let rows = codes.len() / columns;
+    let (high, wide) = if scale.shape[0] == rows { (1, columns / scale.shape[1]) } else { (128, 128) };
+    let at = |i: usize| scales[i / columns / high * (columns / wide) + i % columns / wide];
+    codes.iter().enumerate().map(|(i, code)| f64::from(*code as f32 * at(i))).collect()
+}
+
+proptest! {
+    #![proptest_config(config(24))]
+
+    #[test]
+    fn narrow_floats_go_through_every_form(
+        (before, scheme) in (1..=3usize, 1..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
+            let schemes = select(vec!["FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "MXFP4A16", "MXFP4"]);
+            (tensor(dtype, vec![rows, 32 * groups * groups], Values::Finite), schemes)
+        })
+    ) {
+        let desk = Desk::new();
+        // A norm beside it, which says what floats are usual.
+        let norm = Tensor::floats(before.dtype, &[1], &[1.0]);
+        let input = desk.weights(&Tensors::from([("a.weight".into(), before.clone()), ("norm.weight".into(), norm)]));
+        let quantize: Quantize = serde_json::from_value(json!({ "scheme": scheme })).unwrap();
+        let into = |layout| desk.run(&input, pipeline().pass(quantize.clone()).export(Safetensors::layout(layout))).unwrap();
+        let again = |from: &Output, layout| contents(&desk.run(&from.path, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+        let [auto, sparse, dense] = [Layout::Auto, Layout::Sparse, Layout::Dense].map(into);
+        prop_assert!(again(&auto, Layout::Auto) == contents(&auto.path), "{scheme}");
+        prop_assert!(again(&auto, Layout::Sparse) == contents(&sparse.path), "{scheme}");
+        prop_assert!(again(&sparse, Layout::Auto) == contents(&auto.path), "{scheme}");
+        prop_assert!(again(&auto, Layout::Dense) == contents(&dense.path), "{scheme}");
+        let (dense, by_definition) = (read(&dense.path), narrow_values(&read(&auto.path)));
+        prop_assert_eq!(dense["a.weight"].dtype, before.dtype);
+        let largest = before.values().iter().fold(0f64, |largest, v| largest.max(v.abs()));
+        for ((after, exact), before) in dense["a.weight"].values().into_iter().zip(&by_definition).zip(before.values()) {
+            let rounding = match dense["a.weight"].dtype { DType::BF16 => 2f64.powi(-8), DType::F16 => 2f64.powi(-11), _ => 0.0 };
+            prop_assert!((after - exact).abs() <= exact.abs() * rounding + 6e-8, "{scheme}: {after} is not {exact}");
+            prop_assert!((after - before).abs() <= 0.34 * largest + 6e-8, "{scheme}: {before} became {after}");
+        }
+    }
+}
+
+#[test]
+fn blocks_whose_last_rows_are_fewer_keep_their_scales() {
+    let desk = Desk::new();
+    let codes = (0..300 * 256).map(|i| (i * 37 % 127) as u8).collect();
+    let tensors = Tensors::from([
+        ("a.weight".into(), Tensor::new(DType::F8_E4M3, &[300, 256], codes)),
+        ("a.weight_scale".into(), Tensor::floats(DType::BF16, &[3, 2], &[1.0, 2.0, 4.0, 8.0, 16.0, 0.5])),
+    ]);
+    let read_again = |layout| read(&desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::layout(layout))).unwrap().path);
+    assert_eq!(read_again(Layout::Auto), tensors);
+    assert_eq!(read_again(Layout::Dense)["a.weight"].values(), narrow_values(&tensors));
 }
 
 #[test]

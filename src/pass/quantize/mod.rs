@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 
 pub use scheme::Scheme;
 
-use super::integers::{Integers, WeightObserver};
+use super::integers::{Integers, Peers, WeightObserver};
 use super::targets::{self, Chosen};
 use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
@@ -80,7 +80,8 @@ struct Layers {
 
 impl Quantize {
     fn observer(&self) -> WeightObserver {
-        self.observer.unwrap_or(if self.scheme.codes().bits() < 8 { WeightObserver::Mse } else { WeightObserver::Minmax })
+        let codes = self.scheme.codes();
+        self.observer.unwrap_or(if codes.is_integer() && codes.bits() < 8 { WeightObserver::Mse } else { WeightObserver::Minmax })
     }
 
     /// Inputs under one scale, where the scheme has groups.
@@ -102,11 +103,18 @@ impl Quantize {
             chosen.push((name, weight));
         }
         let rows_of_experts: Vec<usize> = chosen.iter().filter(|(name, _)| is_expert(name)).map(|(_, weight)| weight.row()).collect();
+        let (mut left, mut narrow) = (Vec::new(), Vec::new());
         let mut other: BTreeMap<Granularity, Vec<&str>> = BTreeMap::new();
         for (name, weight) in chosen {
             let own = [weight.row()];
-            let granularity = self.granularity(if is_expert(name) { &rows_of_experts } else { &own });
-            if self.group().is_some_and(|size| granularity != Granularity::Group(size)) {
+            let rows = if is_expert(name) { &rows_of_experts[..] } else { &own };
+            let Some(granularity) = self.granularity(rows) else {
+                left.push(name);
+                continue;
+            };
+            if granularity == Granularity::Channel && self.scheme == Scheme::Fp8Block {
+                narrow.push(name);
+            } else if self.group().is_some_and(|size| granularity != Granularity::Group(size)) {
                 other.entry(granularity).or_default().push(name);
             }
             layers.encodings.insert(name.to_owned(), self.scheme.affine(weight, granularity));
@@ -116,16 +124,47 @@ impl Quantize {
             let by = if let Granularity::Group(size) = granularity { format!("groups of {size}") } else { "one scale for each row".into() };
             format!("quantize: groups of {size} do not divide the rows of {} weights, which have {by} (the first: `{}`)", names.len(), names[0])
         }));
+        let scheme = &self.options()["scheme"];
+        for (names, what) in [(left, "the groups of the scheme, and stay as they are"), (narrow, "blocks of 128, and have one scale for each row")] {
+            if let Some(first) = names.first() {
+                layers.notes.push(format!("quantize {scheme}: the rows of {} weights are no multiples of {what} (the first: `{first}`)", names.len()));
+            }
+        }
+        if layers.encodings.is_empty() {
+            return Err(Error::option(NAME, format!("{scheme} can encode none of the weights that are selected ({})", layers.rule)));
+        }
         Ok(layers)
     }
 
-    /// The groups that divide all of these rows: those asked for, else the largest that consumers know, else one for each row.
-    fn granularity(&self, rows: &[usize]) -> Granularity {
-        let Some(size) = self.group() else { return Granularity::Channel };
+    /// The groups that divide all of these rows: those asked for, else the largest that consumers know, else one for each row. Nothing
+    /// where the scheme cannot encode them.
+    fn granularity(&self, rows: &[usize]) -> Option<Granularity> {
+        let Some(size) = self.group() else { return self.scheme.granularity(rows) };
         let smaller = USUAL_GROUPS.into_iter().filter(|usual| *usual < size);
         let divides = |size: &usize| rows.iter().all(|row| row.is_multiple_of(*size));
-        std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group)
+        Some(std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group))
     }
+
+    /// For each NVFP4 weight, those that consumers fuse with it: they have one global scale.
+    fn peers(encodings: &BTreeMap<String, Affine>, weights: &Weights) -> BTreeMap<String, Arc<Peers>> {
+        let mut fused: BTreeMap<String, Vec<&String>> = BTreeMap::new();
+        for (name, _) in encodings.iter().filter(|(_, affine)| affine.has_global_scale()) {
+            fused.entry(fused_name(name)).or_default().push(name);
+        }
+        let peers = |names: &Vec<&String>| Peers::of(names.iter().filter_map(|name| weights.by_name.get(*name).cloned()).collect());
+        fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(peers(names)))).collect()
+    }
+}
+
+/// Parts of names that consumers fuse into one layer.
+const FUSED: [&[&str]; 5] =
+    [&["q_proj", "k_proj", "v_proj"], &["gate_proj", "up_proj"], &["w1", "w3"], &["query", "key", "value"], &["q_lin", "k_lin", "v_lin"]];
+
+/// The name of the layer that consumers fuse a weight into; its own where there is none.
+fn fused_name(name: &str) -> String {
+    let Some((module, part)) = name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')) else { return name.to_owned() };
+    let fused = FUSED.into_iter().find(|parts| parts.contains(&part));
+    fused.map_or_else(|| name.to_owned(), |parts| format!("{module}.{}", parts.join("+")))
 }
 
 /// Whether a weight is one of several experts of a layer.
@@ -154,8 +193,11 @@ impl Pass for Quantize {
     fn check(&self) -> Result<()> {
         match (self.group_size, self.scheme.group()) {
             (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for whole rows")),
-            (Some(size), None) if size != -1 => {
-                Err(Error::option(NAME, format!("`group_size` is not for {}: consumers take a scale for each output there", self.options()["scheme"])))
+            (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
+                Err(Error::option(NAME, format!("`group_size` is not for {}, which says itself how scales are shared", self.options()["scheme"])))
+            }
+            _ if self.observer == Some(WeightObserver::Mse) && !self.scheme.codes().is_integer() => {
+                Err(Error::option(NAME, format!("`observer: mse` searches scales of integers; {} has minmax", self.options()["scheme"])))
             }
             _ => Ok(()),
         }
@@ -166,10 +208,11 @@ impl Pass for Quantize {
         let meter = Arc::new(Meter::default());
         let (count, mut parameters, all) = (encodings.len(), 0, model.weights.parameters());
         let mut tensors = std::collections::BTreeSet::new();
+        let mut peers = Self::peers(&encodings, &model.weights);
         for (name, affine) in encodings {
             let weight = model.weights.get(&name)?;
             parameters += weight.elements() as u64;
-            let integers = Integers::new(&name, weight, affine, self.observer(), &meter);
+            let integers = Integers::new(&name, weight, affine, self.observer(), &meter).with_peers(peers.remove(&name));
             model.weights.by_name.insert(name.clone(), integers.weight());
             tensors.insert(name);
         }

@@ -27,11 +27,41 @@ pub enum Scheme {
     #[serde(rename = "W8A8")]
     #[cfg_attr(feature = "cli", value(name = "W8A8", alias = "INT8"))]
     W8A8,
+    /// Weights FP8 with a scale for each output; activations FP8 with a scale for each token, found while running
+    #[serde(rename = "FP8-DYNAMIC")]
+    #[cfg_attr(feature = "cli", value(name = "FP8-DYNAMIC", alias = "FP8_DYNAMIC"))]
+    Fp8Dynamic,
+    /// Weights FP8 with a scale for each block of 128 x 128; activations FP8 in groups of 128, scales found while running
+    #[serde(rename = "FP8-BLOCK")]
+    #[cfg_attr(feature = "cli", value(name = "FP8-BLOCK", alias = "FP8_BLOCK"))]
+    Fp8Block,
+    /// Weights FP4 in groups of 16 with FP8 scales; activations stay floats
+    #[serde(rename = "NVFP4A16")]
+    #[cfg_attr(feature = "cli", value(name = "NVFP4A16"))]
+    Nvfp4A16,
+    /// Weights FP4 in groups of 32 with powers of two as scales; activations stay floats
+    #[serde(rename = "MXFP4A16")]
+    #[cfg_attr(feature = "cli", value(name = "MXFP4A16"))]
+    Mxfp4A16,
+    /// Weights and activations FP4 in groups of 32 with powers of two as scales, those of activations found while running
+    #[serde(rename = "MXFP4")]
+    #[cfg_attr(feature = "cli", value(name = "MXFP4"))]
+    Mxfp4,
 }
 
 /// All schemes, by name.
-const ALL: [(&str, Scheme); 5] =
-    [("W4A16", Scheme::W4A16), ("W4A16-ASYM", Scheme::W4A16Asym), ("W8A16", Scheme::W8A16), ("W8A8", Scheme::W8A8), ("INT8", Scheme::W8A8)];
+const ALL: [(&str, Scheme); 10] = [
+    ("W4A16", Scheme::W4A16),
+    ("W4A16-ASYM", Scheme::W4A16Asym),
+    ("W8A16", Scheme::W8A16),
+    ("W8A8", Scheme::W8A8),
+    ("INT8", Scheme::W8A8),
+    ("FP8-DYNAMIC", Scheme::Fp8Dynamic),
+    ("FP8-BLOCK", Scheme::Fp8Block),
+    ("NVFP4A16", Scheme::Nvfp4A16),
+    ("MXFP4A16", Scheme::Mxfp4A16),
+    ("MXFP4", Scheme::Mxfp4),
+];
 
 impl FromStr for Scheme {
     type Err = String;
@@ -55,14 +85,24 @@ impl Scheme {
         match self {
             Scheme::W4A16 | Scheme::W4A16Asym => Codes::Integer(4),
             Scheme::W8A16 | Scheme::W8A8 => Codes::INT8,
+            Scheme::Fp8Dynamic | Scheme::Fp8Block => Codes::E4m3,
+            Scheme::Nvfp4A16 | Scheme::Mxfp4A16 | Scheme::Mxfp4 => Codes::E2m1,
         }
     }
 
-    /// Inputs that share a scale unless `group_size` says otherwise; nothing where consumers know scales for whole outputs only.
+    /// Inputs that share a scale unless `group_size` says otherwise; nothing where the scheme leaves no choice.
     pub(super) fn group(self) -> Option<usize> {
+        matches!(self, Scheme::W4A16 | Scheme::W4A16Asym | Scheme::W8A16).then_some(128)
+    }
+
+    /// How scales are shared where the scheme leaves no choice, for matrices with these rows; nothing where it cannot encode them.
+    pub(super) fn granularity(self, rows: &[usize]) -> Option<Granularity> {
+        let divides = |size: usize| rows.iter().all(|row| row.is_multiple_of(size));
         match self {
-            Scheme::W4A16 | Scheme::W4A16Asym | Scheme::W8A16 => Some(128),
-            Scheme::W8A8 => None,
+            Scheme::Fp8Block if divides(128) => Some(Granularity::Block([128, 128])),
+            Scheme::Nvfp4A16 => divides(16).then_some(Granularity::Group(16)),
+            Scheme::Mxfp4A16 | Scheme::Mxfp4 => divides(32).then_some(Granularity::Group(32)),
+            _ => Some(Granularity::Channel),
         }
     }
 
@@ -72,8 +112,19 @@ impl Scheme {
             codes: self.codes(),
             granularity,
             symmetric: self != Scheme::W4A16Asym,
-            scale_dtype: if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype },
-            activations: if self == Scheme::W8A8 { ActivationScheme::DynamicToken } else { ActivationScheme::None },
+            scale_dtype: match self {
+                Scheme::Nvfp4A16 => DType::F8_E4M3,
+                Scheme::Mxfp4A16 | Scheme::Mxfp4 => DType::F8_E8M0,
+                _ if weight.dtype == DType::F64 => DType::F32,
+                _ => weight.dtype,
+            },
+            activations: match (self, granularity) {
+                (Scheme::W8A8, _) => ActivationScheme::DynamicToken,
+                (Scheme::Fp8Block, Granularity::Block([_, size])) => ActivationScheme::Float8Group(size),
+                (Scheme::Fp8Dynamic | Scheme::Fp8Block, _) => ActivationScheme::Float8Token,
+                (Scheme::Mxfp4, _) => ActivationScheme::Mxfp4,
+                _ => ActivationScheme::None,
+            },
         }
     }
 }
