@@ -464,6 +464,8 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Co
     };
     let granularity = match scales.shape[..] {
         [] | [1] => Granularity::Tensor,
+        // A single scale of two dimensions is that of a single block.
+        [1, 1] if codes == Codes::E4m3 && rows != 1 && blocks(rows, row, [1, 1]) == Some(USUAL_BLOCK) => Granularity::Block(USUAL_BLOCK),
         [1, 1] if rows != 1 => Granularity::Tensor,
         [n] if n == rows => Granularity::Channel,
         [n, 1] if n == rows => Granularity::Channel,

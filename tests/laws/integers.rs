@@ -243,11 +243,11 @@ fn narrow_values(tensors: &Tensors) -> Vec<f64> {
 }
 
 proptest! {
-    #![proptest_config(config(24))]
+    #![proptest_config(proptest::test_runner::Config { max_shrink_iters: 64, ..config(24) })]
 
     #[test]
     fn narrow_floats_go_through_every_form(
-        (before, scheme) in (1..=3usize, 1..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
+        (before, scheme) in (1..=3usize, 2..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
             let schemes = select(vec!["FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "MXFP4A16", "MXFP4"]);
             (tensor(dtype, vec![rows, 32 * groups * groups], Values::Finite), schemes)
         })
@@ -267,8 +267,14 @@ proptest! {
         let (dense, by_definition) = (read(&dense.path), narrow_values(&read(&auto.path)));
         prop_assert_eq!(dense["a.weight"].dtype, before.dtype);
         let largest = before.values().iter().fold(0f64, |largest, v| largest.max(v.abs()));
+        let end = match before.dtype {
+            DType::F16 => 65504.0,
+            DType::BF16 => f64::from(f32::from_bits(0x7F7F_0000)),
+            _ => f32::MAX.into(),
+        };
         for ((after, exact), before) in dense["a.weight"].values().into_iter().zip(&by_definition).zip(before.values()) {
             let rounding = match dense["a.weight"].dtype { DType::BF16 => 2f64.powi(-8), DType::F16 => 2f64.powi(-11), _ => 0.0 };
+            let exact = exact.clamp(-end, end);
             prop_assert!((after - exact).abs() <= exact.abs() * rounding + 6e-8, "{scheme}: {after} is not {exact}");
             prop_assert!((after - before).abs() <= 0.34 * largest + 6e-8, "{scheme}: {before} became {after}");
         }
