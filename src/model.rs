@@ -57,11 +57,12 @@ impl Model {
     /// Anything about the folder that is missing, malformed or not supported, by name.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
-        let checkpoint = Checkpoint::open(path)?;
+        let mut checkpoint = Checkpoint::open(path)?;
         let weight_files = checkpoint.files.clone();
         let folder = path.is_dir();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         let schemes = config.take_quantization(path)?;
+        checkpoint.words = schemes.words;
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.bits(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
         let beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         for (name, weight) in &mut weights.by_name {

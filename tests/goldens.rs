@@ -213,6 +213,54 @@ fn narrow_floats_of_a_scheme() {
     assert_eq!(mx["a.weight_scale"], Tensor::new(DType::U8, &[1, 1], vec![0x7F]));
 }
 
+/// Words as AutoGPTQ and AutoAWQ write them: 8 x 8 codes (3 · input + 5 · output) mod 16 in one group.
+#[test]
+fn words_of_gptq_and_awq() {
+    const ZEROS: [f64; 8] = [8.0, 7.0, 9.0, 8.0, 6.0, 8.0, 10.0, 8.0];
+    let desk = Desk::new();
+    let words = |shape: [usize; 2], words: &[u32]| Tensor::from_bits(DType::I32, &shape, &words.iter().map(|w| (*w).into()).collect::<Vec<_>>());
+    let scales: Vec<f64> = (1..=8).map(|i| f64::from(i) / 16.0).collect();
+    let gptq = [0x52FC_9630, 0xA741_EB85, 0xFC96_30DA, 0x41EB_852F, 0x9630_DA74, 0xEB85_2FC9, 0x30DA_741E, 0x852F_C963];
+    let awq = [0x39F5_E4A0, 0x6C28_17D3, 0x9F5B_4A06, 0xC28E_7D39, 0xF5B1_A06C, 0x28E4_D39F, 0x5B17_06C2, 0x8E4A_39F5];
+    let folder = |values: Tensor, zeros: Tensor, order: Option<[u64; 8]>, config: Value| {
+        let scales = Tensor::floats(DType::F16, &[1, 8], &scales);
+        let mut tensors = Tensors::from([("a.qweight".into(), values), ("a.qzeros".into(), zeros), ("a.scales".into(), scales)]);
+        tensors.extend(order.map(|order| ("a.g_idx".into(), Tensor::from_bits(DType::I32, &[8], &order))));
+        let input = desk.weights(&tensors);
+        std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": config }).to_string()).unwrap();
+        input
+    };
+    let written = |input: &Path, layout| read(&desk.run(input, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+    let expected = |zeros: &[f64; 8]| {
+        (0..64).map(|at| (f64::from((3 * (at % 8) + 5 * (at / 8)) % 16) - zeros[at as usize / 8]) * scales[at as usize / 8]).collect::<Vec<_>>()
+    };
+    for (values, zeros, config) in [
+        (words([1, 8], &gptq), 0x7975_7867, json!({ "quant_method": "gptq", "bits": 4, "sym": false })),
+        (words([1, 8], &gptq), 0x8A86_8978, json!({ "quant_method": "gptq", "bits": 4, "sym": false, "checkpoint_format": "gptq_v2" })),
+        (words([8, 1], &awq), 0x8887_A698, json!({ "quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": true })),
+    ] {
+        let input = folder(values, words([1, 1], &[zeros]), Some([0; 8]).filter(|_| config["quant_method"] == "gptq"), config.clone());
+        assert_eq!(written(&input, Layout::Dense)["a.weight"].values(), expected(&ZEROS), "{config}");
+        // The words of compressed-tensors are those of GPTQ, its zero points those of version 2.
+        let packed = written(&input, Layout::Auto);
+        assert_eq!((&packed["a.weight_packed"], &packed["a.weight_zero_point"]), (&words([8, 1], &gptq), &words([1, 1], &[0x8A86_8978])), "{config}");
+    }
+    // Of a symmetric file the words say their version, whatever the label says, and a word that differs is no such file.
+    for (zeros, format) in [(0x7777_7777, "gptq_v2"), (0x8888_8888, "gptq")] {
+        let config = json!({ "quant_method": "gptq", "bits": 4, "sym": true, "checkpoint_format": format });
+        let packed = written(&folder(words([1, 8], &gptq), words([1, 1], &[zeros]), None, config), Layout::Auto);
+        assert!(packed["a.weight_packed"] == words([8, 1], &gptq) && !packed.contains_key("a.weight_zero_point"), "{format}");
+    }
+    // Inputs in groups of another order than their own: floats, exact as the tool computes them.
+    let mut two = read(&folder(words([1, 8], &gptq), words([1, 1], &[0x7777_7777]), Some([0, 1, 0, 1, 0, 1, 1, 0]), Value::Null).join("model.safetensors"));
+    two.insert("a.qzeros".into(), words([2, 1], &[0x7777_7777, 0x6666_6666]));
+    two.insert("a.scales".into(), Tensor::floats(DType::F16, &[2, 8], &[[0.5; 8], [0.25; 8]].concat()));
+    let dense = &written(&desk.weights(&two), Layout::Auto)["a.weight"];
+    let group = |input: usize| [0, 1, 0, 1, 0, 1, 1, 0][input];
+    let value = |at: usize| (((3 * (at % 8) + 5 * (at / 8)) % 16) as f64 - [8.0, 7.0][group(at % 8)]) * [0.5, 0.25][group(at % 8)];
+    assert_eq!((dense.dtype, dense.values()), (DType::F16, (0..64).map(value).collect()));
+}
+
 /// A folder of int8 weights without quantized activations, as another tool would write it.
 fn weight_only(desk: &Desk, tensors: &Tensors, format: &str) -> std::path::PathBuf {
     let input = desk.weights(tensors);

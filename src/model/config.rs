@@ -5,9 +5,10 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::files::DESCRIPTIONS;
 use super::quantization;
 use crate::error::{Error, Result};
-use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, WordsLabel};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -121,7 +122,7 @@ impl Config {
             });
         }
         if self.get("quantization_config").is_none_or(Value::is_null) {
-            return Ok(Schemes::default());
+            return Ok(Schemes { words: beside(path)?, ..Schemes::default() });
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
@@ -131,6 +132,11 @@ impl Config {
             what: format!("{}: {what}", path.join("config.json").display()),
             hint: "compress reads dense weights, and the integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint".into(),
         };
+        if let Some(words) = quantization::words(&quantization)
+            .map_err(|(what, hint)| Error::Unsupported { what: format!("{}: {what}", path.join("config.json").display()), hint: hint.into() })?
+        {
+            return Ok(Schemes { words, ..Schemes::default() });
+        }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
         }
@@ -159,7 +165,7 @@ impl Config {
             let codes = (!weights.is_null()).then_some(codes);
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
-            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), codes, activations, group }));
+            schemes.list.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), codes, activations, group }));
         }
         Ok(schemes)
     }
@@ -172,6 +178,24 @@ impl Config {
             None => Some(format!("{:#}\n", Value::Object(self.values.clone()))),
         }
     }
+}
+
+/// What files beside `config.json` say of words, as the tools before transformers wrote it.
+fn beside(folder: &Path) -> Result<WordsLabel> {
+    for (name, method) in DESCRIPTIONS.into_iter().zip(["gptq", "awq"]) {
+        let path = folder.join(name);
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(_) => continue,
+        };
+        let mut values: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a JSON object: {e}")))?;
+        if let Some(object) = values.as_object_mut() {
+            object.insert("quant_method".into(), method.into());
+        }
+        let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("{}: {what}", path.display()), hint: hint.into() };
+        return Ok(quantization::words(&values).map_err(refused)?.unwrap_or_default());
+    }
+    Ok(WordsLabel::default())
 }
 
 /// What happens to activations.
@@ -194,14 +218,18 @@ struct Scheme {
 
 /// Which modules are quantized how: targets as compressed-tensors writes them.
 #[derive(Debug, Default)]
-pub(super) struct Schemes(Vec<Scheme>);
+pub(super) struct Schemes {
+    list: Vec<Scheme>,
+    /// What is said of words of GPTQ and AWQ.
+    pub(super) words: WordsLabel,
+}
 
 impl Schemes {
     /// What is said of a module. An exact name counts before an expression, and that before a class.
     fn of(&self, module: &str, class: &str) -> Option<&Scheme> {
         let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
         let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
-        ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target)))
+        ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(&scheme.target)))
     }
 
     /// How wide the integers of a module are.
@@ -276,7 +304,7 @@ mod tests {
     fn a_null_description_is_none() {
         let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
         let mut config = Config { text: Some("kept".into()), values, carried: Map::new() };
-        assert!(config.take_quantization(Path::new("m")).unwrap().0.is_empty());
+        assert!(config.take_quantization(Path::new("m")).unwrap().list.is_empty());
         assert_eq!(config.render().unwrap(), "kept");
     }
 
@@ -286,7 +314,9 @@ mod tests {
             let mut config = Config { values: Map::from_iter([("quantization_config".to_owned(), quantization)]), ..Config::default() };
             config.take_quantization(Path::new("m")).unwrap_err().to_string()
         };
-        assert!(refused(json!({"quant_method": "gptq"})).contains("quantization method `gptq`"));
+        assert!(refused(json!({"quant_method": "bitsandbytes"})).contains("quantization method `bitsandbytes`"));
+        assert!(refused(json!({"quant_method": "gptq", "checkpoint_format": "marlin"})).contains("`checkpoint_format` of \"marlin\""));
+        assert!(refused(json!({"quant_method": "awq", "version": "gemv"})).contains("`version` of \"gemv\""));
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
         assert!(refused(group(json!({"num_bits": 9, "type": "int"}))).contains("9 bits"));
         assert!(refused(group(json!({"num_bits": 6, "type": "float"}))).contains("6 bits, type \"float\""));

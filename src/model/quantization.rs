@@ -3,7 +3,7 @@
 use serde_json::{Map, Value};
 
 use super::config::{OWN_METHOD, Said};
-use crate::store::ActivationScheme;
+use crate::store::{ActivationScheme, WordsLabel};
 
 /// Keys that are made anew for the weights that are written.
 const WRITTEN: [&str; 10] =
@@ -108,6 +108,32 @@ pub(super) fn activations(arguments: &Value) -> Result<Said, Refused> {
         (_, 8, true) | (false, 4, _) => return unsupported("strategy"),
         _ => return unsupported("num_bits"),
     }))
+}
+
+/// What is said of the words of GPTQ and AWQ; nothing where it is another method's description.
+///
+/// # Errors
+/// Another form of words than the ones that are read.
+pub(super) fn words(described: &Value) -> Result<Option<WordsLabel>, Refused> {
+    const HINT: &str = "compress reads GPTQ in the formats gptq and gptq_v2, and AWQ in the version gemm; start from the original checkpoint, or save it again in one of these";
+    let of = |keys: &[&str]| keys.iter().find_map(|key| described.get(key).filter(|value| !value.is_null()).map(|value| ((*key).to_owned(), value)));
+    let text = |keys: &[&str]| of(keys).and_then(|(key, value)| Some((key, value.as_str()?.to_lowercase())));
+    let one_of = |keys: &[&str], known: &[&str]| match text(keys) {
+        Some((key, name)) if !known.contains(&name.as_str()) => refused(format!("`{key}` of {:?}", name), HINT),
+        found => Ok(found.map(|(_, name)| name)),
+    };
+    match text(&["quant_method", "method"]).map(|(_, name)| name).as_deref() {
+        Some("gptq") => {
+            let format = one_of(&["checkpoint_format", "format"], &["gptq", "gptq_v2"])?;
+            let symmetric = of(&["sym"]).and_then(|(_, value)| value.as_bool());
+            Ok(Some(WordsLabel { second_version: format.as_deref() == Some("gptq_v2"), symmetric }))
+        }
+        Some("awq") => {
+            one_of(&["version"], &["gemm"])?;
+            Ok(Some(WordsLabel::default()))
+        }
+        _ => Ok(None),
+    }
 }
 
 /// Refuses what is said of a group of modules and not done here.

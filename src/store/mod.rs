@@ -11,6 +11,7 @@ pub mod checkpoint;
 pub mod compressed;
 pub(crate) mod content_key;
 mod convert;
+mod gptq;
 pub mod hash;
 pub mod header;
 mod in_memory;
@@ -33,6 +34,7 @@ pub use block::{BLOCK, Block, BlockSink, Bytes, View, WeightSource, block_elemen
 pub use checkpoint::{Checkpoint, RawTensor};
 pub use content_key::ContentKey;
 pub use convert::{Decoded, Rescaled};
+pub use gptq::WordsLabel;
 pub use in_memory::Scales;
 pub use measure::ValueHistogram;
 pub use scaled::{Computed, Scaled, Transposed};

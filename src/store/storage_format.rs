@@ -18,6 +18,7 @@
 use std::sync::Arc;
 
 use super::affine::row;
+use super::gptq;
 use super::sparse::{self, IntegerValues, SparseFile};
 use super::{ActivationScheme, Affine, Checkpoint, Codes, DType, Encoding, Granularity, RawTensor, Static, View, Weight, WeightSource, Weights};
 use crate::error::{Error, Result};
@@ -363,6 +364,9 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
             Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
         };
         insert(&mut weights, name, weight, bytes, names)?;
+    }
+    for (name, weight) in gptq::take(&mut checkpoint)? {
+        insert(&mut weights, name, weight, 0, Vec::new())?;
     }
     let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
     for name in quantized {
