@@ -152,14 +152,24 @@ fn configurations() {
         config("cut off", b"{\"model_type\":", "in/config.json: not a JSON object: EOF while parsing a value at line 1 column 14"),
         config("empty", b"", "in/config.json: not a JSON object: EOF"),
         config("not UTF-8", b"{\"model_type\":\"\xff\"}", "cannot read in/config.json: stream did not contain valid UTF-8"),
-        quantization("another method", json!({ "quant_method": "gptq", "bits": 4 }), "in/config.json: quantization method `gptq` is not supported"),
+        quantization("another method", json!({ "quant_method": "bitsandbytes" }), "in/config.json: quantization method `bitsandbytes` is not supported"),
+        quantization(
+            "GPTQ in the order of a GPU's tiles",
+            json!({ "quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin" }),
+            "in/config.json: `checkpoint_format` of \"marlin\" is not supported",
+        ),
         quantization("a method without a name", json!({}), "in/config.json: quantization method `unknown` is not supported"),
         quantization(
             "nine bits",
             group(json!({ "weights": { "num_bits": 9, "type": "int" } })),
             "in/config.json: weights of 9 bits, type \"int\" is not supported",
         ),
-        quantization("eight-bit floats", group(json!({ "weights": { "num_bits": 8, "type": "float" } })), "weights of 8 bits, type \"float\" is not supported"),
+        quantization("six-bit floats", group(json!({ "weights": { "num_bits": 6, "type": "float" } })), "weights of 6 bits, type \"float\" is not supported"),
+        quantization(
+            "FP4 activations in groups of 64",
+            group(json!({ "input_activations": { "num_bits": 4, "type": "float", "dynamic": true, "strategy": "group", "group_size": 64 } })),
+            "in/config.json: `strategy` of \"group\" for input_activations is not supported",
+        ),
         quantization(
             "static activations",
             group(json!({ "weights": { "num_bits": 8, "type": "int" }, "input_activations": { "num_bits": 8, "dynamic": false, "strategy": "channel" } })),
