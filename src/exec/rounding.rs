@@ -166,6 +166,29 @@ mod tests {
         assert_eq!((of(Rounding::Tensor), of(Rounding::Token)), (vec![448.0, 17.0], vec![448.0, 16.0]));
     }
 
+    /// `scripts/goldens-narrow` makes the file.
+    #[test]
+    fn floats_are_rounded_bit_for_bit_as_by_compressed_tensors() {
+        use crate::store::Static;
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/narrow-rows.safetensors");
+        let golden = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+        let values = |name: &str| golden[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let stored = |name: &str| Static::new(values(name)[0], None);
+        for (name, scheme) in [
+            ("FP8_DYNAMIC", ActivationScheme::Float8Token),
+            ("FP8_BLOCK", ActivationScheme::Float8Group(128)),
+            ("FP8", ActivationScheme::Float8Static(stored("FP8_scale"))),
+            ("MXFP4", ActivationScheme::Mxfp4),
+            ("NVFP4", ActivationScheme::Nvfp4(stored("NVFP4_scale"))),
+        ] {
+            let mut found = values("in");
+            floats(scheme, 256, &mut found);
+            for (at, (found, wanted)) in found.iter().zip(values(name)).enumerate() {
+                assert!(*found == wanted, "{name} at {at}: {found} is not {wanted}");
+            }
+        }
+    }
+
     #[test]
     fn each_row_has_its_own_scale_or_all_share_one() {
         let rows = [[1.275, -0.5, 0.004], [0.0, 0.0, 0.0]];
