@@ -36,6 +36,7 @@ mod running {
     mod finetune;
     pub mod prune_structured;
     mod quantize_static;
+    pub(in crate::pass) mod stored_scales;
 
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
@@ -47,6 +48,10 @@ mod running {
 
 #[cfg(feature = "run")]
 pub use running::*;
+
+#[cfg(not(feature = "run"))]
+#[path = "no_stored_scales.rs"]
+mod stored_scales;
 
 use crate::error::Result;
 use crate::model::Model;

@@ -17,7 +17,7 @@ pub use scheme::Scheme;
 
 use super::integers::{Integers, Peers, WeightObserver};
 use super::targets::{self, Chosen};
-use super::{Context, Pass, options_of};
+use super::{Context, Pass, Samples, options_of, stored_scales};
 use crate::error::{Error, Result};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
@@ -191,6 +191,9 @@ impl Pass for Quantize {
     }
 
     fn check(&self) -> Result<()> {
+        if self.scheme.stores_scales() {
+            stored_scales::require(NAME)?;
+        }
         match (self.group_size, self.scheme.group()) {
             (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for whole rows")),
             (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
@@ -203,9 +206,16 @@ impl Pass for Quantize {
         }
     }
 
-    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
-        let Layers { encodings, rule, notes } = self.layers(&model.weights)?;
+    fn runs_on(&self) -> Option<Samples> {
+        self.scheme.stores_scales().then_some(Samples::Calibration)
+    }
+
+    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+        let Layers { mut encodings, rule, notes } = self.layers(&model.weights)?;
         let meter = Arc::new(Meter::default());
+        if let Some(context) = context.filter(|_| self.scheme.stores_scales()) {
+            meter.time(|| stored_scales::find(NAME, &mut encodings, &model, context))?;
+        }
         let (count, mut parameters, all) = (encodings.len(), 0, model.weights.parameters());
         let mut tensors = std::collections::BTreeSet::new();
         let mut peers = Self::peers(&encodings, &model.weights);

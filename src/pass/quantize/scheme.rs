@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
-use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity, Weight};
+use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity, Static, Weight};
 
 /// What weights and activations become. Names may be written in small letters, and with `_` for `-`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -27,6 +27,10 @@ pub enum Scheme {
     #[serde(rename = "W8A8")]
     #[cfg_attr(feature = "cli", value(name = "W8A8", alias = "INT8"))]
     W8A8,
+    /// Weights FP8 with one scale; activations FP8 with a scale found on calibration samples
+    #[serde(rename = "FP8")]
+    #[cfg_attr(feature = "cli", value(name = "FP8"))]
+    Fp8,
     /// Weights FP8 with a scale for each output; activations FP8 with a scale for each token, found while running
     #[serde(rename = "FP8-DYNAMIC")]
     #[cfg_attr(feature = "cli", value(name = "FP8-DYNAMIC", alias = "FP8_DYNAMIC"))]
@@ -39,6 +43,10 @@ pub enum Scheme {
     #[serde(rename = "NVFP4A16")]
     #[cfg_attr(feature = "cli", value(name = "NVFP4A16"))]
     Nvfp4A16,
+    /// Weights and activations FP4 in groups of 16 with FP8 scales, over global scales; that of activations is found on calibration samples
+    #[serde(rename = "NVFP4")]
+    #[cfg_attr(feature = "cli", value(name = "NVFP4"))]
+    Nvfp4,
     /// Weights FP4 in groups of 32 with powers of two as scales; activations stay floats
     #[serde(rename = "MXFP4A16")]
     #[cfg_attr(feature = "cli", value(name = "MXFP4A16"))]
@@ -50,15 +58,17 @@ pub enum Scheme {
 }
 
 /// All schemes, by name.
-const ALL: [(&str, Scheme); 10] = [
+const ALL: [(&str, Scheme); 12] = [
     ("W4A16", Scheme::W4A16),
     ("W4A16-ASYM", Scheme::W4A16Asym),
     ("W8A16", Scheme::W8A16),
     ("W8A8", Scheme::W8A8),
     ("INT8", Scheme::W8A8),
+    ("FP8", Scheme::Fp8),
     ("FP8-DYNAMIC", Scheme::Fp8Dynamic),
     ("FP8-BLOCK", Scheme::Fp8Block),
     ("NVFP4A16", Scheme::Nvfp4A16),
+    ("NVFP4", Scheme::Nvfp4),
     ("MXFP4A16", Scheme::Mxfp4A16),
     ("MXFP4", Scheme::Mxfp4),
 ];
@@ -85,9 +95,14 @@ impl Scheme {
         match self {
             Scheme::W4A16 | Scheme::W4A16Asym => Codes::Integer(4),
             Scheme::W8A16 | Scheme::W8A8 => Codes::INT8,
-            Scheme::Fp8Dynamic | Scheme::Fp8Block => Codes::E4m3,
-            Scheme::Nvfp4A16 | Scheme::Mxfp4A16 | Scheme::Mxfp4 => Codes::E2m1,
+            Scheme::Fp8 | Scheme::Fp8Dynamic | Scheme::Fp8Block => Codes::E4m3,
+            Scheme::Nvfp4A16 | Scheme::Nvfp4 | Scheme::Mxfp4A16 | Scheme::Mxfp4 => Codes::E2m1,
         }
+    }
+
+    /// Whether scales of activations are found on calibration samples.
+    pub(super) fn stores_scales(self) -> bool {
+        matches!(self, Scheme::Fp8 | Scheme::Nvfp4)
     }
 
     /// Inputs that share a scale unless `group_size` says otherwise; nothing where the scheme leaves no choice.
@@ -100,7 +115,8 @@ impl Scheme {
         let divides = |size: usize| rows.iter().all(|row| row.is_multiple_of(size));
         match self {
             Scheme::Fp8Block if divides(128) => Some(Granularity::Block([128, 128])),
-            Scheme::Nvfp4A16 => divides(16).then_some(Granularity::Group(16)),
+            Scheme::Fp8 => Some(Granularity::Tensor),
+            Scheme::Nvfp4A16 | Scheme::Nvfp4 => divides(16).then_some(Granularity::Group(16)),
             Scheme::Mxfp4A16 | Scheme::Mxfp4 => divides(32).then_some(Granularity::Group(32)),
             _ => Some(Granularity::Channel),
         }
@@ -113,7 +129,7 @@ impl Scheme {
             granularity,
             symmetric: self != Scheme::W4A16Asym,
             scale_dtype: match self {
-                Scheme::Nvfp4A16 => DType::F8_E4M3,
+                Scheme::Nvfp4A16 | Scheme::Nvfp4 => DType::F8_E4M3,
                 Scheme::Mxfp4A16 | Scheme::Mxfp4 => DType::F8_E8M0,
                 _ if weight.dtype == DType::F64 => DType::F32,
                 _ => weight.dtype,
@@ -123,6 +139,9 @@ impl Scheme {
                 (Scheme::Fp8Block, Granularity::Block([_, size])) => ActivationScheme::Float8Group(size),
                 (Scheme::Fp8Dynamic | Scheme::Fp8Block, _) => ActivationScheme::Float8Token,
                 (Scheme::Mxfp4, _) => ActivationScheme::Mxfp4,
+                // Of one, until samples have been seen.
+                (Scheme::Fp8, _) => ActivationScheme::Float8Static(Static::new(1.0, None)),
+                (Scheme::Nvfp4, _) => ActivationScheme::Nvfp4(Static::new(1.0, None)),
                 _ => ActivationScheme::None,
             },
         }
