@@ -222,6 +222,10 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     if groups.iter().any(|g| g.affine.codes == Codes::E2m1) {
         notes.push("FP4: vLLM and transformers load it from compressed-tensors 0.13 on; products of FP4 need a GPU of the Blackwell generation".to_owned());
     }
+    let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
+    if items.iter().filter(narrow).any(|item| item.weight.dtype != DType::BF16) {
+        notes.push("FP4 of a model that is not bfloat16: transformers makes bfloat16 of the weights and then fails to multiply; `cast --to bf16` first, or load it with that dtype".to_owned());
+    }
     let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.affine.codes.bits()).filter(|bits| 32 % bits != 0).collect();
     if !odd.is_empty() {
         notes.push(format!("words that hold {odd:?} bits densely: compressed-tensors reads them from 0.18 on"));
