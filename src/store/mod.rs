@@ -4,6 +4,7 @@
 //! Knows no op, no architecture and no pass.
 
 mod affine;
+mod assemble;
 mod bias;
 mod block;
 pub mod checkpoint;

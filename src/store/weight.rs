@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::affine::row;
 use super::convert::Decoded;
-use super::{Affine, BlockSink, Checkpoint, DType, WeightSource, storage_format};
+use super::{Affine, BlockSink, Checkpoint, DType, WeightSource, assemble};
 use crate::error::{Error, Result};
 
 /// How elements are represented.
@@ -177,7 +177,7 @@ impl Weights {
     /// # Errors
     /// As [`from_checkpoint`](Weights::from_checkpoint).
     pub fn from_checkpoint_with(checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
-        storage_format::assemble(checkpoint, bits)
+        assemble::assemble(checkpoint, bits)
     }
 
     /// The weight of this name.
