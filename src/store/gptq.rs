@@ -42,6 +42,13 @@ enum Words {
     Awq,
 }
 
+impl Words {
+    /// Which of the outputs of a word has this place in it.
+    fn output(self, place: usize) -> usize {
+        if self == Words::Awq { ORDER.get(place).copied().unwrap_or(place) } else { place }
+    }
+}
+
 /// A matrix in words, seen as one `[out, in]`.
 #[derive(Debug, Clone)]
 struct WordsFile {
@@ -176,8 +183,8 @@ impl WordsFile {
             let (group, first) = (at / (self.rows / each), at % (self.rows / each) * each);
             let word = u32::from_le_bytes(*word);
             for place in 0..each {
-                let output = first + if self.words == Words::Awq { ORDER[place] } else { place };
-                let zero = (word >> (place * bits) & mask) + u32::from(self.offset) & mask;
+                let output = first + self.words.output(place);
+                let zero = (((word >> (place * bits)) & mask) + u32::from(self.offset)) & mask;
                 zero_points[output * self.groups + group] = zero.wrapping_sub(middle) as u8;
             }
         }
@@ -208,7 +215,7 @@ impl WordsFile {
                 for place in 0..each {
                     let (output, input) = match self.words {
                         Words::Gptq => (column, at * each + place),
-                        Words::Awq => (column * each + ORDER[place], at),
+                        Words::Awq => (column * each + self.words.output(place), at),
                     };
                     codes[output * self.row + input] = code(word, place);
                 }
