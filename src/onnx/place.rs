@@ -112,7 +112,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         return Err(Error::tensor(
             &value.name,
             format!("has a scale for each {size} inputs, which ONNX can express from opset {BLOCKS} on; this is opset {}", style.opset),
-            format!("set `opset: {BLOCKS}`, or quantize with granularity: channel"),
+            format!("set `opset: {BLOCKS}`, or quantize with one scale for each output (`granularity: channel`, or `group_size: -1`)"),
         ));
     }
     let transposed = uses.iter().all(|u| u.layer() == Some(false));
