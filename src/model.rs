@@ -23,6 +23,7 @@ pub use files::{Beside, Reason};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
+use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
 use crate::store::{Checkpoint, Encoding, Weights};
 
@@ -56,13 +57,14 @@ impl Model {
     /// Anything about the folder that is missing, malformed or not supported, by name.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
-        let checkpoint = Checkpoint::open(path)?;
+        let mut checkpoint = Checkpoint::open(path)?;
         let weight_files = checkpoint.files.clone();
         let folder = path.is_dir();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
-        let mut weights = Weights::from_checkpoint(checkpoint)?;
-        let beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         let schemes = config.take_quantization(path)?;
+        checkpoint.words = schemes.words;
+        let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.bits(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
+        let beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         for (name, weight) in &mut weights.by_name {
             let (class, row) = (class(name, weight), weight.row());
             if let Encoding::Affine(affine) = &mut weight.encoding {

@@ -20,7 +20,7 @@ mod verify;
 
 pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
-pub use plan::{PassPlan, Plan};
+pub use plan::{ModelMemory, PassPlan, Plan};
 #[cfg(feature = "run")]
-pub use running::{CachedResult, ResultCache, starter};
+pub use running::{CachedResult, ResultCache, memory_limit, starter};
 pub use verify::{Check, verify};

@@ -11,12 +11,11 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-#[cfg(feature = "run")]
-use crate::data::DataSets;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::pass::Step;
+use crate::store::ByteSize;
 
 /// A recipe. Unknown keys are refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -36,8 +35,11 @@ pub struct Recipe {
     pub measure: bool,
     /// What to measure on
     #[cfg(feature = "run")]
-    #[serde(default, skip_serializing_if = "DataSets::is_empty")]
-    pub data: DataSets,
+    #[serde(default, skip_serializing_if = "crate::data::DataSets::is_empty")]
+    pub data: crate::data::DataSets,
+    /// Most memory that models may take when they run, like 8GB; those that do not fit run block by block [default: what is free]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<ByteSize>,
     /// What to do, in order
     #[serde(default)]
     pub passes: Vec<Step>,
@@ -87,7 +89,8 @@ impl Recipe {
             allow_nonfinite: false,
             measure: true,
             #[cfg(feature = "run")]
-            data: DataSets::default(),
+            data: crate::data::DataSets::default(),
+            memory: None,
             passes: Vec::new(),
             evaluate: None,
             export: default_export(),

@@ -6,6 +6,15 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
 
+/// The memory that models may take.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryLimit {
+    /// Bytes; nothing where they are not known.
+    pub bytes: Option<u64>,
+    /// Whether they were asked for, so that what does not fit is refused. A guess refuses nothing.
+    pub asked: bool,
+}
+
 /// A handle that stops work from another thread or a signal handler.
 #[derive(Debug, Clone, Default)]
 pub struct Cancel(Arc<AtomicBool>);

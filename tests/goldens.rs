@@ -8,7 +8,7 @@ use std::path::Path;
 
 use common::{DType, Desk, Tensor, Tensors, all, pipeline, read};
 use compress::export::{Layout, Safetensors};
-use compress::pass::{Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, QuantizeDynamic, Scope};
+use compress::pass::{Cast, FloatFormat, NOfM, Overflow, PruneUnstructured, Quantize, QuantizeDynamic, Scope};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
@@ -157,6 +157,110 @@ fn cast() {
     });
 }
 
+/// The bytes that compressed-tensors 0.20 writes for this matrix.
+#[test]
+fn words_of_a_scheme() {
+    let weight = Tensor::floats(DType::F32, &[2, 8], &[-4.0, -3.5, -0.5, 0.0, 0.5, 1.0, 3.0, 3.5, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]);
+    let desk = Desk::new();
+    let input = desk.weights(&one(&weight));
+    let written = |options: Value| {
+        let pass: Quantize = serde_json::from_value(options).unwrap();
+        read(&desk.run(&input, pipeline().pass(pass)).unwrap().path)
+    };
+    let words = |rows: usize, words: &[u32]| Tensor::from_bits(DType::I32, &[rows, words.len() / rows], &words.iter().map(|w| (*w).into()).collect::<Vec<_>>());
+    let scales = |columns: usize, values: &[f64]| Tensor::floats(DType::F32, &[2, columns], values);
+
+    let four = written(json!({ "scheme": "w4a16_asym", "group_size": 4, "observer": "minmax", "targets": ["*"] }));
+    assert_eq!(four["a.weight_packed"], words(2, &[0xFD42_FD20, 0x05AF_9BDF]));
+    assert_eq!(four["a.weight_zero_point"], words(1, &[0xF, 0]));
+    assert_eq!(four["a.weight_scale"], scales(2, &[4.0, 3.5, 0.7, 0.3].map(|range: f32| (range / 15.0).into())));
+    assert_eq!(four["a.weight_shape"].bits(), [2, 8]);
+
+    let eight = written(json!({ "scheme": "W8A16", "group_size": -1, "targets": ["*"] }));
+    assert_eq!(eight["a.weight_packed"], words(2, &[0x8070_1001, 0xF0E0_A090, 0xC9DB_EDFF, 0x8092_A4B7]));
+    assert_eq!(eight["a.weight_scale"], scales(1, &[4.0, 0.7].map(|range: f32| (range / 127.5).into())));
+    assert!(!eight.contains_key("a.weight_zero_point"));
+}
+
+/// The bytes that compressed-tensors 0.20 writes for FP8 and FP4, and what they stand for.
+#[test]
+fn narrow_floats_of_a_scheme() {
+    let desk = Desk::new();
+    let written = |weight: &Tensor, scheme: &str| {
+        let pass: Quantize = serde_json::from_value(json!({ "scheme": scheme, "targets": ["*"] })).unwrap();
+        read(&desk.run(&desk.weights(&one(weight)), pipeline().pass(pass)).unwrap().path)
+    };
+    let weight = Tensor::floats(DType::F32, &[2, 8], &[-4.0, -3.5, -0.5, 0.0, 0.5, 1.0, 3.0, 3.5, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]);
+    let eight = written(&weight, "fp8_dynamic");
+    let bytes = [0xFE, 0xFC, 0xE6, 0, 0x66, 0x6E, 0x7A, 0x7C, 0x7E, 0x7C, 0x7A, 0x78, 0x74, 0x70, 0x68, 0];
+    assert_eq!(eight["a.weight"], Tensor::new(DType::F8_E4M3, &[2, 8], bytes.to_vec()));
+    assert_eq!(eight["a.weight_scale"], Tensor::floats(DType::F32, &[2, 1], &[4.0, 0.7].map(|largest: f32| (largest / 448.0).into())));
+
+    let values = [
+        0.5, -1.0, 6.0, 0.0, -6.0, 3.0, 1.5, -0.5, 2.0, 4.0, -2.0, -3.0, -4.0, 1.0, 0.25, 0.3, // the second group
+        0.1, 0.2, -0.3, 0.4, -0.5, 0.6, 0.7, 0.75, 0.05, -0.05, 0.15, 0.25, 0.35, 0.45, 0.55, 0.65,
+    ];
+    let row = Tensor::floats(DType::F32, &[1, 32], &values);
+    let half = |bytes: [u8; 16]| Tensor::new(DType::U8, &[1, 16], bytes.to_vec());
+    let first = [0xA1, 0x07, 0x5F, 0x93, 0x64, 0xDC, 0x2E, 0x10];
+    let second = |bytes: [u8; 8]| half([first, bytes].concat().try_into().unwrap());
+    let nv = written(&row, "NVFP4A16");
+    assert_eq!(nv["a.weight_packed"], second([0x32, 0x5C, 0x6E, 0x77, 0x91, 0x42, 0x65, 0x76]));
+    assert_eq!(nv["a.weight_scale"], Tensor::new(DType::F8_E4M3, &[1, 2], vec![0x7E, 0x66]));
+    assert_eq!(nv["a.weight_global_scale"], Tensor::floats(DType::F32, &[1], &[448.0]));
+    let mx = written(&row, "mxfp4a16");
+    assert_eq!(mx["a.weight_packed"], second([0x00, 0x19, 0x19, 0x21, 0x80, 0x00, 0x11, 0x11]));
+    assert_eq!(mx["a.weight_scale"], Tensor::new(DType::U8, &[1, 1], vec![0x7F]));
+}
+
+/// Words as AutoGPTQ and AutoAWQ write them: 8 x 8 codes (3 · input + 5 · output) mod 16 in one group.
+#[test]
+fn words_of_gptq_and_awq() {
+    const ZEROS: [f64; 8] = [8.0, 7.0, 9.0, 8.0, 6.0, 8.0, 10.0, 8.0];
+    let desk = Desk::new();
+    let words = |shape: [usize; 2], words: &[u32]| Tensor::from_bits(DType::I32, &shape, &words.iter().map(|w| (*w).into()).collect::<Vec<_>>());
+    let scales: Vec<f64> = (1..=8).map(|i| f64::from(i) / 16.0).collect();
+    let gptq = [0x52FC_9630, 0xA741_EB85, 0xFC96_30DA, 0x41EB_852F, 0x9630_DA74, 0xEB85_2FC9, 0x30DA_741E, 0x852F_C963];
+    let awq = [0x39F5_E4A0, 0x6C28_17D3, 0x9F5B_4A06, 0xC28E_7D39, 0xF5B1_A06C, 0x28E4_D39F, 0x5B17_06C2, 0x8E4A_39F5];
+    let folder = |values: Tensor, zeros: Tensor, order: Option<[u64; 8]>, config: Value| {
+        let scales = Tensor::floats(DType::F16, &[1, 8], &scales);
+        let mut tensors = Tensors::from([("a.qweight".into(), values), ("a.qzeros".into(), zeros), ("a.scales".into(), scales)]);
+        tensors.extend(order.map(|order| ("a.g_idx".into(), Tensor::from_bits(DType::I32, &[8], &order))));
+        let input = desk.weights(&tensors);
+        std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": config }).to_string()).unwrap();
+        input
+    };
+    let written = |input: &Path, layout| read(&desk.run(input, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+    let expected = |zeros: &[f64; 8]| {
+        (0..64).map(|at| (f64::from((3 * (at % 8) + 5 * (at / 8)) % 16) - zeros[at as usize / 8]) * scales[at as usize / 8]).collect::<Vec<_>>()
+    };
+    for (values, zeros, config) in [
+        (words([1, 8], &gptq), 0x7975_7867, json!({ "quant_method": "gptq", "bits": 4, "sym": false })),
+        (words([1, 8], &gptq), 0x8A86_8978, json!({ "quant_method": "gptq", "bits": 4, "sym": false, "checkpoint_format": "gptq_v2" })),
+        (words([8, 1], &awq), 0x8887_A698, json!({ "quant_method": "awq", "bits": 4, "version": "gemm", "zero_point": true })),
+    ] {
+        let input = folder(values, words([1, 1], &[zeros]), Some([0; 8]).filter(|_| config["quant_method"] == "gptq"), config.clone());
+        assert_eq!(written(&input, Layout::Dense)["a.weight"].values(), expected(&ZEROS), "{config}");
+        // The words of compressed-tensors are those of GPTQ, its zero points those of version 2.
+        let packed = written(&input, Layout::Auto);
+        assert_eq!((&packed["a.weight_packed"], &packed["a.weight_zero_point"]), (&words([8, 1], &gptq), &words([1, 1], &[0x8A86_8978])), "{config}");
+    }
+    // Of a symmetric file the words say their version, whatever the label says, and a word that differs is no such file.
+    for (zeros, format) in [(0x7777_7777, "gptq_v2"), (0x8888_8888, "gptq")] {
+        let config = json!({ "quant_method": "gptq", "bits": 4, "sym": true, "checkpoint_format": format });
+        let packed = written(&folder(words([1, 8], &gptq), words([1, 1], &[zeros]), None, config), Layout::Auto);
+        assert!(packed["a.weight_packed"] == words([8, 1], &gptq) && !packed.contains_key("a.weight_zero_point"), "{format}");
+    }
+    // Inputs in groups of another order than their own: floats, exact as the tool computes them.
+    let mut two = read(&folder(words([1, 8], &gptq), words([1, 1], &[0x7777_7777]), Some([0, 1, 0, 1, 0, 1, 1, 0]), Value::Null).join("model.safetensors"));
+    two.insert("a.qzeros".into(), words([2, 1], &[0x7777_7777, 0x6666_6666]));
+    two.insert("a.scales".into(), Tensor::floats(DType::F16, &[2, 8], &[[0.5; 8], [0.25; 8]].concat()));
+    let dense = &written(&desk.weights(&two), Layout::Auto)["a.weight"];
+    let group = |input: usize| [0, 1, 0, 1, 0, 1, 1, 0][input];
+    let value = |at: usize| (((3 * (at % 8) + 5 * (at / 8)) % 16) as f64 - [8.0, 7.0][group(at % 8)]) * [0.5, 0.25][group(at % 8)];
+    assert_eq!((dense.dtype, dense.values()), (DType::F16, (0..64).map(value).collect()));
+}
+
 /// A folder of int8 weights without quantized activations, as another tool would write it.
 fn weight_only(desk: &Desk, tensors: &Tensors, format: &str) -> std::path::PathBuf {
     let input = desk.weights(tensors);
@@ -180,10 +284,12 @@ fn packed() {
         assert_eq!(read(&written.path), packed, "{}", case.name);
         let dense = desk.run(&weight_only(&desk, &packed, "pack-quantized"), pipeline().export(Safetensors::layout(Layout::Dense))).unwrap();
         assert_eq!(read(&dense.path)["a.weight"].values(), q.values(), "{}", case.name);
-        // Zero points in words are neither written nor read.
-        let mut asymmetric = packed;
-        asymmetric.insert("a.weight_zero_point".into(), case.tensor("weight_zero_point").clone());
-        let error = desk.run(&weight_only(&desk, &asymmetric, "pack-quantized"), pipeline()).err().unwrap().to_string();
-        assert!(error.contains("`a.weight`") && error.contains("zero points"), "{error}");
+        // Zero points in words are read, and written a byte each beside eight bits, as transformers takes them.
+        let (mut asymmetric, zero_point) = (packed, case.tensor("zero_point"));
+        let ones = Tensor::floats(DType::F32, &zero_point.shape, &vec![1.0; zero_point.bytes.len()]);
+        asymmetric.extend([("a.weight_scale".into(), ones.clone()), ("a.weight_zero_point".into(), case.tensor("weight_zero_point").clone())]);
+        let plain = Tensors::from([("a.weight".into(), q.clone()), ("a.weight_scale".into(), ones), ("a.weight_zero_point".into(), zero_point.clone())]);
+        let written = desk.run(&weight_only(&desk, &asymmetric, "pack-quantized"), pipeline()).unwrap();
+        assert_eq!(read(&written.path), plain, "{}", case.name);
     });
 }

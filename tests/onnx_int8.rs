@@ -12,7 +12,7 @@ use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Qua
 use compress::report::Report;
 use compress::run_state::RunState;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{ActivationScheme, Affine, DType, Encoding, Granularity, Rescaled, StorageFormat};
+use compress::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity, Rescaled, StorageFormat};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
@@ -180,7 +180,8 @@ fn scales_of_inputs_go_to_the_input() {
 #[test]
 fn what_the_graph_uses_otherwise_is_written_as_floats_and_said_to_be() {
     let text = "input x: float[batch, 3, 4]\nparam w: float[4, 4]\nfc = Linear(x, w) -> float[batch, 3, 4]\noutput y = fc\noutput z = w\n";
-    let affine = Affine { granularity: Granularity::Channel, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
+    let affine =
+        Affine { codes: Codes::INT8, granularity: Granularity::Channel, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
     let style = Style { integers: [("w".to_owned(), affine)].into(), ..Style::default() };
     let made = draft(&text.parse().unwrap(), &style, &BTreeMap::new()).unwrap();
     assert!(made.weights[0].integers.is_none() && made.weights[0].remark.unwrap().contains("as the floats"));

@@ -2,6 +2,7 @@
 
 mod atoms;
 mod axes;
+mod blocks;
 mod cost;
 mod group_text;
 mod groups;
@@ -9,6 +10,7 @@ mod layers;
 mod live;
 
 pub use atoms::Place;
+pub use blocks::{Block, blocks, uncut, weights_of_layers};
 pub use cost::{cost, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number};

@@ -9,4 +9,4 @@ mod run;
 pub use channels::Channels;
 pub use histogram::{ActivationHistogram, BINS};
 pub use observer::{ActivationObserver, Averages, Weighted, with_headroom};
-pub use run::{Axis, Request, ValueStatistics, calibrate};
+pub use run::{Axis, Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};

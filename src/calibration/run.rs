@@ -5,11 +5,13 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::{ActivationHistogram, Averages, Channels};
-use crate::data::{DataSet, Padding};
+use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
-use crate::exec::{Executor, floats_on_host, read};
+use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
+use crate::ir::Graph;
 use crate::kernel::bins::extremes;
+use crate::store::Weights;
 use crate::work::Work;
 
 /// Where the channels of a value are.
@@ -145,7 +147,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
     let mut seen = BTreeMap::new();
     let observation = executor.observation(|name| requests.contains_key(name));
     data.for_each_batch("Calibrating", work, |batch| {
-        let padding = Padding::of(&batch).map_err(|e| Error::run("input `attention_mask`", e, ""))?;
+        let padding = padding(&batch)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
             Some(request) => watch(&mut seen, name, value, *request, &padding),
             _ => Ok(()),
@@ -156,6 +158,75 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
         executor.run_observed(&observation, &batch.inputs, &mut look)
     })?;
     Ok(seen)
+}
+
+/// As [`calibrate`], block by block: `states` are the bytes that batches may hold between blocks.
+///
+/// # Errors
+/// As [`calibrate`].
+pub fn calibrate_blockwise(
+    model: (&Graph, &Weights),
+    options: &BlockwiseOptions,
+    states: u64,
+    data: &DataSet,
+    requests: &BTreeMap<String, Request>,
+    work: &Work,
+) -> Result<BTreeMap<String, ValueStatistics>> {
+    let mut seen = BTreeMap::new();
+    observe_blockwise(
+        model,
+        options,
+        states,
+        data,
+        |name| requests.contains_key(name),
+        work,
+        |batch, name, value| match requests.get(name) {
+            Some(request) => watch(&mut seen, name, value, *request, &padding(batch)?),
+            None => Ok(()),
+        },
+    )?;
+    Ok(seen)
+}
+
+/// Shows the values that are wanted, by name, for every batch, block by block: of several batches together first one value, then the
+/// next; the batches of a value come in their order.
+///
+/// # Errors
+/// Reading or running fails, the observer does, there is no sample, or the work is cancelled.
+pub fn observe_blockwise(
+    (graph, weights): (&Graph, &Weights),
+    options: &BlockwiseOptions,
+    states: u64,
+    data: &DataSet,
+    wanted: impl Fn(&str) -> bool,
+    work: &Work,
+    mut see: impl FnMut(&Batch, &str, &Tensor) -> Result<()>,
+) -> Result<()> {
+    let most = |batch: &Batch| usize::try_from(states / state_bytes(graph, &batch.inputs).max(1)).unwrap_or(usize::MAX);
+    data.for_each_group(
+        work,
+        &mut see,
+        |_, batch| most(batch),
+        |see, batches| {
+            let mut run = Blockwise::new(graph, weights, &wanted, options.clone(), work);
+            for batch in batches {
+                batch.inputs.iter().filter(|(name, _)| wanted(name)).try_for_each(|(name, value)| see(batch, name, value))?;
+                run.push(batch.clone())?;
+            }
+            for block in 0..run.blocks().len() {
+                run.enter(block)?;
+                for name in run.values_of(block).into_iter().filter(|name| wanted(name)) {
+                    run.each(name, |batch, value| see(batch, name, value))?;
+                }
+                run.leave()?;
+            }
+            Ok(())
+        },
+    )
+}
+
+fn padding(batch: &Batch) -> Result<Padding> {
+    Padding::of(batch).map_err(|e| Error::run("input `attention_mask`", e, ""))
 }
 
 fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {

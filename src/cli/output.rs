@@ -13,7 +13,7 @@ use serde_json::json;
 use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::pipeline::{Pipeline, Plan};
+use crate::pipeline::{ModelMemory, Pipeline, Plan};
 use crate::report::Report;
 use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::table;
@@ -164,6 +164,7 @@ fn plan_text(plan: &Plan) -> String {
         }
     }
     let samples = plan.samples.iter().map(|(key, samples)| (*key, format!("{samples} samples")));
+    let runs = plan.model_memory.as_ref().map(|memory| ("running the model", model_memory(memory)));
     let rows = [
         ("files", plan.files.join(", ")),
         ("size", format!("{}{}", if plan.output_exact { "" } else { "at most " }, bytes(plan.output_bytes))),
@@ -171,11 +172,20 @@ fn plan_text(plan: &Plan) -> String {
         ("peak memory", format!("about {}", bytes(plan.peak_rss_bytes))),
         ("device memory", plan.peak_vram_bytes.map_or("not known beforehand".into(), bytes)),
     ];
-    out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).map(|(name, value)| vec![name.to_owned(), value])));
+    out += &format!("\n{}\n", table(&["would write", ""], samples.chain(rows).chain(runs).map(|(name, value)| vec![name.to_owned(), value])));
     for note in &plan.notes {
         out += &format!(" note: {note}\n");
     }
     out
+}
+
+/// What running a model takes, and how it would be run.
+fn model_memory(memory: &ModelMemory) -> String {
+    let blockwise = memory.blockwise_bytes.map_or("cannot be cut into blocks".to_owned(), |size| format!("{} block by block", bytes(size)));
+    let limit = memory
+        .limit_bytes
+        .map_or(String::new(), |limit| format!("; {} may be taken: {}", bytes(limit), if memory.blockwise { "block by block" } else { "whole" }));
+    format!("about {} whole, {blockwise}{limit}", bytes(memory.whole_bytes))
 }
 
 fn names(indent: &str, names: &[String]) -> String {

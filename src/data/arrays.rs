@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
@@ -218,6 +219,8 @@ pub(super) struct Arrays {
     batch: usize,
     classes: Classes,
     pixels: Pixels,
+    /// Whether each token is to predict the next one of its row.
+    next_tokens: bool,
 }
 
 impl Arrays {
@@ -287,7 +290,26 @@ impl Arrays {
             batch: options.batch(task),
             classes: Classes::of(options, &target),
             pixels: Pixels::plain(options),
+            next_tokens: task == Task::LanguageModelling,
         })
+    }
+
+    /// Of each row of tokens, the places that those before them predict: all but the first that no padding covers.
+    fn predicted(&self, inputs: &std::collections::BTreeMap<String, Tensor>) -> Result<Vec<Range<usize>>> {
+        let unusable = |reason: String| Error::malformed(&self.path, reason);
+        let rows = |name: &str| inputs.get(name).map(|tensor| tensor.to_vec2::<i64>()).transpose().map_err(|e| unusable(format!("array of `{name}`: {e}")));
+        let ids = rows("input_ids")?.ok_or_else(|| Error::option("task", "language-modelling needs a model that takes `input_ids`"))?;
+        let masks = rows("attention_mask")?;
+        let places = |(row, ids): (usize, &Vec<i64>)| {
+            let seen = |at: &usize| masks.as_ref().and_then(|masks| masks.get(row)).and_then(|mask| mask.get(*at)).is_none_or(|seen| *seen != 0);
+            let (first, last) = ((0..ids.len()).find(seen), (0..ids.len()).rfind(seen));
+            let (Some(first), Some(last)) = (first, last.map(|last| last.saturating_add(1))) else { return Ok(1..1) };
+            match (first..last).all(|at| seen(&at)) {
+                true => Ok(first.saturating_add(1)..last),
+                false => Err(unusable(format!("`attention_mask` of row {row} has padding between tokens, across which nothing is predicted"))),
+            }
+        };
+        ids.iter().enumerate().map(places).collect()
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
@@ -315,7 +337,11 @@ impl Arrays {
                 labels.extend(integers(bytes, *dtype)?.into_iter().map(|label| (sample.index, label)));
             }
         }
-        let references = if self.labels.is_some() { self.classes.references(labels, &self.path)? } else { References::None };
+        let references = match (&self.labels, self.next_tokens) {
+            (Some(_), _) => self.classes.references(labels, &self.path)?,
+            (None, true) => References::Next(self.predicted(&named)?),
+            (None, false) => References::None,
+        };
         Ok(Batch { inputs: named, references, samples: count })
     }
 }

@@ -238,6 +238,33 @@ impl DataSet {
         done
     }
 
+    /// As [`for_each`](DataSet::for_each), several batches at a time: as many as together are no more than a whole, of which `part` says
+    /// how many like a batch there are in it.
+    ///
+    /// # Errors
+    /// As [`for_each`](DataSet::for_each), or the work is cancelled.
+    pub fn for_each_group<C>(
+        &self,
+        work: &Work,
+        consumer: &mut C,
+        part: impl Fn(&C, &Batch) -> usize,
+        consume: impl Fn(&mut C, &[Batch]) -> Result<()>,
+    ) -> Result<()> {
+        let (mut waiting, mut filled): (Vec<Batch>, f64) = (Vec::new(), 0.0);
+        self.for_each(|batch| {
+            work.cancel.check()?;
+            let takes = 1.0 / part(consumer, &batch).max(1) as f64;
+            if !waiting.is_empty() && filled + takes > 1.0 + 1e-9 {
+                consume(consumer, &std::mem::take(&mut waiting))?;
+                filled = 0.0;
+            }
+            filled += takes;
+            waiting.push(batch);
+            Ok(())
+        })?;
+        consume(consumer, &waiting)
+    }
+
     /// How many batches there are in an order for each process, counted by reading where it cannot be said otherwise.
     ///
     /// # Errors

@@ -31,7 +31,7 @@ impl Metric for Perplexity {
                 format!("output `{name}` is {:?} for tokens of {windows} x {length}; perplexity needs logits for each token", logits.dims()),
             ));
         }
-        for (window, places) in places.iter().enumerate() {
+        for (window, places) in places.iter().enumerate().filter(|(_, places)| !places.is_empty()) {
             let tokens = ids.i(window).and_then(|t| t.to_vec1::<i64>()).map_err(computed)?;
             // The logits at a place predict the token at the next one.
             let rows = logits.i((window, places.start - 1..places.end - 1)).map_err(computed)?;
@@ -52,7 +52,10 @@ impl Metric for Perplexity {
     }
 
     fn score(&self) -> Result<Score> {
-        let mean = self.sum / self.count.max(1) as f64;
+        if self.count == 0 {
+            return Err(Error::option("task", "perplexity needs windows of two tokens or more, and there is none in the data"));
+        }
+        let mean = self.sum / self.count as f64;
         Ok(Score {
             metric: "perplexity".into(),
             value: mean.exp(),

@@ -8,6 +8,7 @@ use candle_core::Tensor;
 use super::{Fidelity, Runner, Score, classification, embedding, fidelity, language_modelling};
 use crate::data::{Batch, DataSet, Task};
 use crate::error::{Error, Result};
+use crate::exec::Inputs;
 use crate::work::Work;
 
 /// Named outputs of a model.
@@ -79,6 +80,16 @@ impl Sums {
         Ok(())
     }
 
+    /// The same for several batches, which models are told of first.
+    fn add_all(&mut self, batches: &[Batch], models: &mut [Box<dyn Runner + '_>]) -> Result<()> {
+        for (model, time) in models.iter_mut().zip(&mut self.times) {
+            let start = Instant::now();
+            model.prepare(batches)?;
+            *time += start.elapsed();
+        }
+        batches.iter().try_for_each(|batch| self.add(batch, models))
+    }
+
     fn finish(self, task: Task) -> Result<Outcomes> {
         let outcome = |(metric, time): (Option<Box<dyn Metric>>, Duration)| Ok(Outcome { score: metric.map(|metric| metric.score()).transpose()?, time });
         Ok(Outcomes {
@@ -96,7 +107,15 @@ impl Sums {
 /// Reading or running fails, an output that the task needs is missing, or the work is cancelled.
 pub fn evaluate(data: &DataSet, models: &mut [Box<dyn Runner + '_>], pairs: &[(usize, usize)], work: &Work) -> Result<Outcomes> {
     let mut sums = Sums::new(data.task(), models.len(), pairs);
-    data.for_each_batch("Evaluating", work, |batch| sums.add(&batch, models))?;
+    if models.iter().all(|model| model.together(&Inputs::new()).is_none()) {
+        data.for_each_batch("Evaluating", work, |batch| sums.add(&batch, models))?;
+        return sums.finish(data.task());
+    }
+    // Models tell how far they are, block by block.
+    let mut consumer = (sums, models);
+    let most = |batch: &Batch, models: &[Box<dyn Runner + '_>]| models.iter().filter_map(|model| model.together(&batch.inputs)).min().unwrap_or(1);
+    data.for_each_group(work, &mut consumer, |(_, models), batch| most(batch, models), |(sums, models), batches| sums.add_all(batches, models))?;
+    let (sums, _) = consumer;
     sums.finish(data.task())
 }
 

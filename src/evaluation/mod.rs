@@ -27,8 +27,9 @@ mod running {
     pub use latency::latency;
     use measure::{Metric, answer, computed};
     pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
-    pub use runner::{Candle, OnnxRuntime, Runner};
-    pub use subject::Subject;
+    pub(crate) use runner::on_host;
+    pub use runner::{ByBlocks, Candle, OnnxRuntime, Runner};
+    pub use subject::{Subject, load};
 
     use super::{Fidelity, Latency, Quantiles, Runtime, Score};
 }

@@ -1,17 +1,20 @@
 //! Models that can be run, whoever runs them.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 
 use super::{Outputs, Runtime};
+use crate::data::{Batch, References};
 use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Executor, Inputs, Parameters, Residence, Rounding};
+use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Residence, Rounding, state_bytes};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
 use crate::runtime::{self, Session};
+use crate::store::Weights;
 use crate::work::Work;
 
 /// A model that is ready.
@@ -23,6 +26,17 @@ pub trait Runner {
     /// # Errors
     /// An input is missing or does not fit; memory runs out.
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs>;
+    /// How many batches like this one it is to be told of before it runs them; nothing where that makes no difference.
+    fn together(&self, _inputs: &Inputs) -> Option<usize> {
+        None
+    }
+    /// Takes batches that it is asked to run next, in this order.
+    ///
+    /// # Errors
+    /// As [`run`](Runner::run).
+    fn prepare(&mut self, _batches: &[Batch]) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// The built-in executor.
@@ -59,9 +73,67 @@ impl Runner for Candle<'_> {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        let outputs = self.executor.run(inputs)?;
-        let home = |(name, tensor): (String, Tensor)| transfer::to_host(&tensor, Cause::Answers).map(|tensor| (name, tensor)).map_err(super::computed);
-        outputs.into_iter().map(home).collect()
+        on_host(self.executor.run(inputs)?)
+    }
+}
+
+/// Outputs in main memory.
+///
+/// # Errors
+/// Memory runs out.
+pub(crate) fn on_host(outputs: Outputs) -> Result<Outputs> {
+    let home = |(name, tensor): (String, Tensor)| transfer::to_host(&tensor, Cause::Answers).map(|tensor| (name, tensor)).map_err(super::computed);
+    outputs.into_iter().map(home).collect()
+}
+
+/// The built-in executor for a model that is larger than memory: batches that it is told of go through its blocks together, and the
+/// parameters are read once for all of them.
+pub struct ByBlocks<'m> {
+    graph: &'m Graph,
+    weights: &'m Weights,
+    options: BlockwiseOptions,
+    /// Bytes of states that batches may hold between blocks.
+    states: u64,
+    work: Work<'m>,
+    /// Batches in the last block, and how many of them were asked for.
+    prepared: Option<(Blockwise<'m>, usize)>,
+}
+
+impl<'m> ByBlocks<'m> {
+    /// Prepares a model; `states` are the bytes that batches may hold between blocks.
+    pub fn new(model: &'m Model, graph: &'m Graph, device: &Device, rounding: Rounding, states: u64, work: &Work<'m>) -> ByBlocks<'m> {
+        let options = BlockwiseOptions { rounding, limit: u64::MAX, ..BlockwiseOptions::on(device) };
+        ByBlocks { graph, weights: &model.weights, options, states, work: *work, prepared: None }
+    }
+}
+
+impl Runner for ByBlocks<'_> {
+    fn runtime(&self) -> Runtime {
+        Runtime::Candle
+    }
+
+    fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        let ids = |inputs: &Inputs| inputs.values().map(Tensor::id).collect::<Vec<_>>();
+        let next = |(run, next): &(Blockwise, usize)| *next < run.batches() && ids(&run.batch(*next).inputs) == ids(inputs);
+        if !self.prepared.as_ref().is_some_and(next) {
+            self.prepare(&[Batch { inputs: inputs.clone(), references: References::None, samples: 1 }])?;
+        }
+        let Some((run, next)) = &mut self.prepared else { return Ok(Outputs::new()) };
+        *next += 1;
+        on_host(run.answer(*next - 1)?)
+    }
+
+    fn together(&self, inputs: &Inputs) -> Option<usize> {
+        Some(usize::try_from(self.states / state_bytes(self.graph, inputs).max(1)).unwrap_or(usize::MAX).max(1))
+    }
+
+    fn prepare(&mut self, batches: &[Batch]) -> Result<()> {
+        self.prepared = None;
+        let mut run = Blockwise::new(self.graph, self.weights, |_| false, self.options.clone(), &self.work);
+        batches.iter().try_for_each(|batch| run.push(batch.clone()))?;
+        (0..run.blocks().len()).try_for_each(|block| Blockwise::together(&mut [&mut run], block, &BTreeSet::new()))?;
+        self.prepared = Some((run, 0));
+        Ok(())
     }
 }
 

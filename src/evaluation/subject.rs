@@ -2,16 +2,40 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 use serde_json::{Map, Value};
 
-use super::{Candle, OnnxRuntime, Runner, Runtime};
+use super::{ByBlocks, Candle, OnnxRuntime, Runner, Runtime};
+use crate::analysis;
 use crate::data::Target;
 use crate::error::Result;
-use crate::exec::Rounding;
+use crate::exec::{Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model};
-use crate::work::Work;
+use crate::work::{MemoryLimit, Work};
+
+/// Loads models that are run side by side: whole where they fit into memory with a batch like this one, else those of the built-in
+/// executor block by block.
+///
+/// # Errors
+/// As [`Subject::load`], or they do not fit into memory that was asked for.
+pub fn load<'s>(
+    subjects: impl IntoIterator<Item = &'s mut Subject>,
+    inputs: Option<&Inputs>,
+    device: &Device,
+    memory: MemoryLimit,
+    work: &Work<'s>,
+) -> Result<Vec<Box<dyn Runner + 's>>> {
+    let subjects: Vec<&mut Subject> = subjects.into_iter().collect();
+    let needs: Vec<(&str, MemoryNeed)> = subjects.iter().filter_map(|subject| subject.need(inputs)).collect();
+    let schedule = match memory.schedule(&needs)? {
+        // Each has a share of the states.
+        Schedule::Blockwise { states } => Schedule::Blockwise { states: states / needs.len().max(1) as u64 },
+        whole => whole,
+    };
+    drop(needs);
+    subjects.into_iter().map(|subject| subject.load_as(schedule, device, work)).collect()
+}
 
 /// A model, opened.
 pub struct Subject {
@@ -90,14 +114,26 @@ impl Subject {
         Target { folder: &self.folder, config: &self.config, inputs: &self.inputs, outputs: &self.outputs }
     }
 
+    /// What running it takes, of inputs of these sizes, or of one sample of usual size; known of folders only.
+    fn need(&self, inputs: Option<&Inputs>) -> Option<(&str, MemoryNeed)> {
+        let What::Folder { model, graph } = &self.what else { return None };
+        let sizes = inputs.map_or_else(|| analysis::usual_sizes(graph), |inputs| sizes_of(graph, inputs));
+        Some((model.config.model_type(), MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &sizes)))
+    }
+
     /// Loads what running needs.
     ///
     /// # Errors
     /// Reading fails, or memory runs out; an ONNX file can be loaded once.
-    pub fn load(&mut self, device: &Device, work: &Work) -> Result<Box<dyn Runner + '_>> {
-        match &mut self.what {
-            What::Folder { model, graph } => Ok(Box::new(Candle::load(model, graph, device, work)?.with_rounding(self.rounding))),
-            What::Onnx(session) => match session.take() {
+    pub fn load<'s>(&'s mut self, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
+        self.load_as(Schedule::Whole, device, work)
+    }
+
+    fn load_as<'s>(&'s mut self, schedule: Schedule, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
+        match (&mut self.what, schedule) {
+            (What::Folder { model, graph }, Schedule::Blockwise { states }) => Ok(Box::new(ByBlocks::new(model, graph, device, self.rounding, states, work))),
+            (What::Folder { model, graph }, Schedule::Whole) => Ok(Box::new(Candle::load(model, graph, device, work)?.with_rounding(self.rounding))),
+            (What::Onnx(session), _) => match session.take() {
                 Some(session) => Ok(Box::new(session)),
                 None => Err(crate::Error::option("ONNX Runtime", "the model was loaded before")),
             },

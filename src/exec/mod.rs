@@ -1,6 +1,8 @@
 //! Answers that need tensors: candle runs the graph.
 
 mod account;
+mod blockwise;
+mod blockwise_options;
 mod device;
 #[cfg(feature = "cuda")]
 mod gpu;
@@ -10,19 +12,24 @@ mod gpu;
 mod host;
 mod inputs;
 mod load;
+mod memory_need;
 mod memory_trace;
 mod memory_tracker;
 mod plan;
 mod rounding;
 mod run;
 mod sizes;
+mod spill;
 mod tape;
 pub mod transfer;
 
+pub use blockwise::Blockwise;
+pub use blockwise_options::BlockwiseOptions;
 pub use device::{Choice, name};
 pub use gpu::DeviceMemory;
-pub(crate) use host::{bytes_of, floats_on_host, read};
+pub(crate) use host::{bytes_of, change, floats_on_host, read};
 pub use load::{Parameters, Residence};
+pub use memory_need::{MemoryNeed, Schedule, sizes_of, state_bytes};
 pub use memory_trace::{MemoryTrace, Peak};
 pub use memory_tracker::{MemoryCategory, MemoryTracker};
 pub use rounding::Rounding;

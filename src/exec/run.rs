@@ -38,7 +38,7 @@ impl<'g> Executor<'g> {
         Self { graph, parameters, device, rounding: Rounding::Token, sizes: Sizes::default(), prepared, steps, accounts: None }
     }
 
-    /// Rounds inputs of layers with int8 weights in another way than for each token.
+    /// Rounds inputs of layers with quantized weights in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Self {
         Self { rounding, ..self }
@@ -62,6 +62,17 @@ impl<'g> Executor<'g> {
         &self.device
     }
 
+    /// Its parameters.
+    pub(super) fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// Loads and drops parameters by a function.
+    pub(super) fn change_parameters(&mut self, change: impl FnOnce(&mut Parameters)) {
+        change(&mut self.parameters);
+        self.accounts.iter().for_each(|accounts| accounts.load(self.parameters.bytes()));
+    }
+
     /// Puts a tensor in the place of a parameter.
     pub fn replace(&mut self, name: &str, tensor: Tensor) {
         self.parameters = self.parameters.clone().with(name, tensor);
@@ -77,6 +88,11 @@ impl<'g> Executor<'g> {
             self.step(step, &mut run)?;
             run.forget(step);
         }
+        self.outputs(&run)
+    }
+
+    /// The outputs of a run that is over, under their public names, floats as f32.
+    pub(super) fn outputs(&self, run: &PartialRun) -> Result<BTreeMap<String, Tensor>> {
         let output = |(name, id): &(String, ValueId)| {
             let tensor = run.get(self.graph, *id)?;
             let tensor = if tensor.dtype().is_float() { tensor.to_dtype(DType::F32) } else { Ok(tensor) };
@@ -143,6 +159,26 @@ impl<'g> Executor<'g> {
         self.shown(run, id)
     }
 
+    /// Goes on with a run until so many steps of an observation are done.
+    pub(super) fn advance_to(&self, observation: &Observation, run: &mut PartialRun, steps: usize) -> Result<()> {
+        while run.done < steps {
+            let step = &observation.steps[run.done];
+            self.step(step, run)?;
+            run.done += 1;
+            run.forget(step);
+        }
+        Ok(())
+    }
+
+    /// A run that goes on where another one was.
+    pub(super) fn resume(&self, snapshot: &Snapshot) -> PartialRun {
+        let mut run = PartialRun { values: vec![None; snapshot.values.len()], done: snapshot.done, account: self.accounts.as_ref().map(Accounts::begin) };
+        for (id, tensor) in self.graph.ids().zip(&snapshot.values) {
+            tensor.iter().for_each(|tensor| run.keep(id, tensor.clone()));
+        }
+        run
+    }
+
     fn shown(&self, run: &PartialRun, id: ValueId) -> Result<Tensor> {
         run.get(self.graph, id)?.contiguous().map_err(failed(&self.graph.value(id).name))
     }
@@ -180,9 +216,9 @@ impl<'g> Executor<'g> {
         };
         let mut operands = ids.iter().enumerate().map(operand).collect::<Result<Vec<Tensor>>>()?;
         if let (Op::Linear(_), [_, weight, ..]) = (&node.op, node.inputs.as_slice())
-            && self.parameters.rounds_inputs(&self.graph.value(*weight).name)
+            && let Some(scheme) = self.parameters.rounds_inputs(&self.graph.value(*weight).name)
         {
-            operands[0] = self.rounding.apply(&operands[0]).map_err(failed(self.name(node)))?;
+            operands[0] = self.rounding.of(scheme, &operands[0]).map_err(failed(self.name(node)))?;
         }
         Ok(operands)
     }
@@ -230,7 +266,7 @@ impl<'g> Executor<'g> {
 /// Values of a graph that are looked at, and what is computed for them.
 #[derive(Debug)]
 pub struct Observation {
-    steps: Vec<FusedNodes>,
+    pub(super) steps: Vec<FusedNodes>,
     /// By the value's position.
     wanted: Vec<bool>,
 }
@@ -239,13 +275,27 @@ pub struct Observation {
 #[derive(Debug)]
 pub struct PartialRun {
     /// By the value's position.
-    values: Vec<Option<Tensor>>,
+    pub(super) values: Vec<Option<Tensor>>,
     /// Steps of an observation that are done.
-    done: usize,
+    pub(super) done: usize,
     account: Option<Account>,
 }
 
+/// Where a run was, without accounts: what it had computed and still needed.
+#[derive(Debug, Clone)]
+pub(super) struct Snapshot {
+    /// By the value's position.
+    pub values: Vec<Option<Tensor>>,
+    /// Steps of an observation that are done.
+    pub done: usize,
+}
+
 impl PartialRun {
+    /// Where it is; tensors are shared.
+    pub(super) fn snapshot(&self) -> Snapshot {
+        Snapshot { values: self.values.clone(), done: self.done }
+    }
+
     /// Bytes that it holds, of memory that several values share once for each.
     pub fn bytes(&self) -> u64 {
         self.values.iter().flatten().map(bytes_of).sum()

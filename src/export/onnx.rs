@@ -20,7 +20,7 @@ use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
-use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Weights};
+use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -80,7 +80,9 @@ impl Onnx {
             ..Style::default()
         };
         for (_, value) in graph.params() {
-            if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding {
+            if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding
+                && affine.codes.is_integer()
+            {
                 style.integers.insert(value.name.clone(), affine.clone());
             }
         }
@@ -144,6 +146,14 @@ fn notes(model: &Model, graph: &Graph, slots: &[Slot]) -> Vec<String> {
     notes.extend(
         remarks.into_iter().map(|(remark, names)| format!("{}: {} quantized weights are {remark} (the first: `{}`)", file::MODEL, names.len(), names[0])),
     );
+    let narrow = |weight: &&Weight| matches!(&weight.encoding, Encoding::Affine(affine) if !affine.codes.is_integer());
+    let floats = slots.iter().filter_map(|slot| model.weights.by_name.get(&slot.weight)).filter(narrow).count();
+    if floats > 0 {
+        notes.push(format!(
+            "{}: {floats} weights of FP8 or FP4 are written as the floats that they stand for, and activations stay floats: ONNX Runtime has no product of either on CPUs",
+            file::MODEL
+        ));
+    }
     let unused = model.unused(graph);
     if let Some(first) = unused.first() {
         notes.push(format!("{} tensors of the checkpoint are not part of the graph and not in {} (the first: `{first}`)", unused.len(), file::MODEL));

@@ -1,7 +1,7 @@
 //! Safetensors folders, in three layouts.
 //!
 //! - `dense`: every weight as floats, for any reader; quantized weights as the floats they stand for.
-//! - `compressed-tensors`: int8 weights as `int-quantized` or, weight-only, `pack-quantized`; transformers with
+//! - `compressed-tensors`: integer weights as `int-quantized` or, weight-only, `pack-quantized`; transformers with
 //!   compressed-tensors and vLLM load the folder as it is.
 //! - `sparse`: a bitmask and the values that are not zero, where that is smaller; only `compress` reads it
 //!   (see [`store::sparse`](crate::store::sparse)).
@@ -19,7 +19,7 @@ use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
-use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
+use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
 use crate::work::Work;
 
 /// How weights are laid out.
@@ -32,7 +32,7 @@ pub enum Layout {
     Auto,
     /// Plain floats, for any reader
     Dense,
-    /// Int8 as transformers and vLLM read it
+    /// Quantized weights as transformers and vLLM read them
     CompressedTensors,
     /// Bitmask and values where smaller; only compress reads it
     Sparse,
@@ -70,7 +70,9 @@ impl Safetensors {
                     let size = value_size(weight);
                     let bytes = sparse::stored_bytes(weight.elements() as u64, kept, size, weight.shape.len() as u64);
                     let smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
-                    (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { StorageFormat::Plain })
+                    let otherwise =
+                        if weight.value_bytes() < weight.elements() as u64 && is_packed(name, weight) { StorageFormat::Packed } else { StorageFormat::Plain };
+                    (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { otherwise })
                 }
                 Layout::Auto | Layout::CompressedTensors => {
                     require_matrix_layout(model, name, weight)?;
@@ -187,7 +189,12 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
 fn input_scales(model: &Model) -> Vec<Item> {
     let mut items = Vec::new();
     for (name, weight) in &model.weights.by_name {
-        let Encoding::Affine(Affine { activations: ActivationScheme::Static(by), scale_dtype, .. }) = &weight.encoding else { continue };
+        let Encoding::Affine(Affine { activations, scale_dtype, .. }) = &weight.encoding else { continue };
+        let (by, what, scale_dtype) = match activations {
+            ActivationScheme::Static(by) | ActivationScheme::Float8Static(by) => (by, "input_scale", scale_dtype),
+            ActivationScheme::Nvfp4(by) => (by, "input_global_scale", &DType::F32),
+            _ => continue,
+        };
         let module = name.strip_suffix("weight").unwrap_or(name);
         let mut scale = vec![0; scale_dtype.bitsize() / 8];
         let written = convert::from_f32(*scale_dtype, &[by.scale()], &mut scale);
@@ -196,7 +203,7 @@ fn input_scales(model: &Model) -> Vec<Item> {
             let weight = Weight::new(dtype, vec![1], Encoding::Dense, std::sync::Arc::new(Bytes { dtype, bytes }));
             items.push(Item { name: format!("{module}{what}"), weight, storage_format: StorageFormat::Plain });
         };
-        item("input_scale", *scale_dtype, scale);
+        item(what, *scale_dtype, scale);
         if let Some(zero_point) = by.zero_point {
             item("input_zero_point", DType::I8, vec![zero_point as u8]);
         }
@@ -226,17 +233,20 @@ fn value_size(weight: &Weight) -> u64 {
 }
 
 fn eligible_for_sparse(weight: &Weight) -> bool {
-    (weight.is_float() || weight.encoding != Encoding::Dense) && weight.elements() > 0
+    let halves = matches!(&weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
+    (weight.is_float() || weight.encoding != Encoding::Dense) && !halves && weight.elements() > 0
 }
 
-/// Weight-only int8 has kernels in vLLM only when it is packed; a single scale or zero points are read by
-/// transformers only when it is not, and so are embeddings.
+/// Weight-only integers have kernels in vLLM only when they are packed; a single scale or zero points of int8 are read by
+/// transformers only when they are not, and so are embeddings. Zero points of fewer bits have no consumer that takes a byte for each.
 fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
+        Encoding::Affine(affine) if !affine.codes.is_integer() => affine.codes == Codes::E2m1,
         Encoding::Affine(_) if is_embedding(name, weight) => false,
         Encoding::Affine(affine) => {
-            weight.shape.len() == 2 && affine.activations == ActivationScheme::None && affine.symmetric && affine.granularity != Granularity::Tensor
+            let (one, wide) = (affine.granularity == Granularity::Tensor, affine.codes.bits() == 8);
+            weight.shape.len() == 2 && affine.activations == ActivationScheme::None && if wide { affine.symmetric && !one } else { affine.symmetric || !one }
         }
     }
 }
@@ -245,7 +255,10 @@ fn require_matrix_layout(model: &Model, name: &str, weight: &Weight) -> Result<(
     if weight.encoding != Encoding::Dense && model.config.has_conv1d() {
         return Err(Error::tensor(
             name,
-            format!("is an int8 weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them", model.config.model_type()),
+            format!(
+                "is a quantized weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them",
+                model.config.model_type()
+            ),
             "export with layout: sparse or layout: dense, or leave these layers alone",
         ));
     }

@@ -29,6 +29,29 @@ pub fn moments(values: &[f32], width: usize) -> [Vec<f64>; 2] {
     [sums, squares]
 }
 
+simd! {
+    fn stripe_of_magnitudes(values: &[f32], width: usize, first: usize, magnitudes: &mut [f64], squares: &mut [f64], largest: &mut [f32]) {
+        for row in values.chunks_exact(width) {
+            for (((x, magnitude), square), largest) in row[first..].iter().zip(&mut *magnitudes).zip(&mut *squares).zip(&mut *largest) {
+                let x = x.abs();
+                *largest = if x > *largest { x } else { *largest };
+                let x = f64::from(x);
+                *magnitude += x;
+                *square += x * x;
+            }
+        }
+    }
+}
+
+/// For each column, adds the magnitudes of its elements and their squares to sums, and keeps the largest magnitude.
+pub fn magnitudes(values: &[f32], width: usize, magnitudes: &mut [f64], squares: &mut [f64], largest: &mut [f32]) {
+    if width > 0 {
+        let sums = magnitudes.par_chunks_mut(STRIPE).zip(squares.par_chunks_mut(STRIPE));
+        let stripes = sums.zip(largest.par_chunks_mut(STRIPE)).enumerate();
+        stripes.for_each(|(index, ((magnitudes, squares), largest))| stripe_of_magnitudes(values, width, index * STRIPE, magnitudes, squares, largest));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -40,5 +63,8 @@ mod tests {
         let wide: Vec<f32> = (0..300).map(|i| i as f32).collect();
         assert_eq!(moments(&wide, 150)[0], (0..150).map(|i| f64::from(2 * i + 150)).collect::<Vec<_>>());
         assert_eq!(moments(&[], 0), [Vec::<f64>::new(), Vec::new()]);
+        let (mut sums, mut squares, mut largest) = ([1.0; 2], [0.0; 2], [0.0; 2]);
+        magnitudes(&[1.0, -2.0, -3.0, 0.5], 2, &mut sums, &mut squares, &mut largest);
+        assert_eq!((sums, squares, largest), ([5.0, 3.5], [10.0, 4.25], [3.0, 2.0]));
     }
 }

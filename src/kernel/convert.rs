@@ -3,7 +3,7 @@
 use half::slice::HalfFloatSliceExt;
 use safetensors::Dtype;
 
-use super::{Float, float::with_float};
+use super::{Float, float::with_float, narrow};
 
 simd! {
     /// Values as f32 (f64 is rounded).
@@ -63,6 +63,30 @@ pub fn from_f32(dtype: Dtype, input: &[f32], output: &mut [u8]) -> bool {
 #[must_use]
 pub fn decode(dtype: Dtype, input: &[u8], output: &mut [f32]) -> bool {
     with_float!(dtype, F => { to_f32::<F>(input, output); true }, else false)
+}
+
+/// As [`decode`], of scales: also of E4M3 and E8M0.
+#[must_use]
+pub fn decode_scales(dtype: Dtype, input: &[u8], output: &mut [f32]) -> bool {
+    let from = match dtype {
+        Dtype::F8_E4M3 => narrow::from_e4m3,
+        Dtype::F8_E8M0 => narrow::from_e8m0,
+        _ => return decode(dtype, input, output),
+    };
+    input.iter().zip(output).for_each(|(byte, out)| *out = from(*byte));
+    true
+}
+
+/// As [`from_f32`], of scales: also of E4M3 and E8M0, whose values they must be.
+#[must_use]
+pub fn encode_scales(dtype: Dtype, input: &[f32], output: &mut [u8]) -> bool {
+    let to: fn(f32) -> u8 = match dtype {
+        Dtype::F8_E4M3 => narrow::to_e4m3,
+        Dtype::F8_E8M0 => |scale| (scale.to_bits() >> 23) as u8,
+        _ => return from_f32(dtype, input, output),
+    };
+    input.iter().zip(output).for_each(|(value, out)| *out = to(*value));
+    true
 }
 
 /// The largest finite value of a float format.

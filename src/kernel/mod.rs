@@ -13,6 +13,8 @@ pub mod convert;
 mod float;
 pub mod histogram;
 pub mod mask;
+pub mod narrow;
+pub mod packing;
 pub mod quantize;
 pub mod scan;
 
@@ -27,11 +29,15 @@ mod running {
     pub mod attention_gradient;
     pub mod bins;
     pub mod channels;
+    pub mod choices;
     pub mod codes;
     pub mod columns;
+    pub mod compensation;
     pub mod convolution;
     pub mod convolution_gradient;
     pub mod epilogue;
+    pub mod gram;
+    pub mod grid;
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod rows;

@@ -1,6 +1,6 @@
-//! Affine int8: range, scale, round, clip.
+//! Affine integers of up to eight bits: range, scale, round, clip.
 //!
-//! `q = round_half_even(clamp(w / scale + zero_point, -128, 127))` and `w' = (q - zero_point) * scale`, in f32:
+//! `q = round_half_even(clamp(w / scale + zero_point, least, most))` and `w' = (q - zero_point) * scale`, in f32:
 //! the arithmetic of compressed-tensors, so that its readers and ours agree to the bit.
 
 use super::Float;
@@ -42,6 +42,11 @@ pub type Bounds = [f32; 2];
 
 /// All of int8.
 pub const FULL: Bounds = [-128.0, 127.0];
+
+/// All integers of so many bits.
+pub fn bounds(bits: u8) -> Bounds {
+    super::packing::range(bits).map(f32::from)
+}
 
 #[inline(always)]
 fn level(value: f32, scale: f32, zero_point: f32, [least, most]: Bounds) -> f32 {

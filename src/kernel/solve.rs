@@ -47,8 +47,8 @@ simd! {
     }
 }
 
-/// `row[to] -= Σ row[from + i] · matrix[from + i][to]` for some rows `size` long, over the columns of a block.
-fn eliminate(rows: &mut [f64], size: usize, from: usize, count: usize, to: Range<usize>, matrix: &[f64]) {
+/// `row[to] -= Σ row[from + i] · strip[i][to]` for some rows `size` long, over the columns of a block.
+fn eliminate(rows: &mut [f64], size: usize, from: usize, count: usize, to: Range<usize>, strip: &[f64]) {
     let mut factors = vec![[[0f64; HEIGHT]; BLOCK]; (rows.len() / size).div_ceil(HEIGHT)];
     for (index, row) in rows.chunks_exact(size).enumerate() {
         row[from..from + count].iter().zip(&mut factors[index / HEIGHT]).for_each(|(x, factors)| factors[index % HEIGHT] = *x);
@@ -56,7 +56,7 @@ fn eliminate(rows: &mut [f64], size: usize, from: usize, count: usize, to: Range
     let (mut panel, mut tile) = ([[0f64; WIDTH]; BLOCK], [[0f64; WIDTH]; HEIGHT]);
     for left in to.clone().step_by(WIDTH) {
         let columns = left..to.end.min(left + WIDTH);
-        for (panel, row) in panel[..count].iter_mut().zip(matrix[from * size..].chunks_exact(size)) {
+        for (panel, row) in panel[..count].iter_mut().zip(strip.chunks_exact(size)) {
             panel[..columns.len()].copy_from_slice(&row[columns.clone()]);
         }
         for (rows, factors) in rows.chunks_mut(HEIGHT * size).zip(&factors) {
@@ -68,44 +68,52 @@ fn eliminate(rows: &mut [f64], size: usize, from: usize, count: usize, to: Range
     }
 }
 
+/// The lower triangle `L` of `L Lᵀ`, in the place of a matrix `[size, size]` of which the lower triangle is read; what is above means
+/// nothing. Nothing when the matrix is not positive.
+pub fn triangle(mut matrix: Vec<f64>, size: usize) -> Option<Vec<f64>> {
+    let mut strip = vec![0.0; BLOCK.min(size) * size];
+    for from in (0..size).step_by(BLOCK) {
+        let count = BLOCK.min(size - from);
+        let (above, below) = matrix.split_at_mut((from + count) * size);
+        for column in from..from + count {
+            let (done, rest) = above.split_at_mut(column * size);
+            let row = &mut rest[..size];
+            for before in from..column {
+                row[before] /= done[before * size + before];
+                let x = row[before];
+                (before + 1..column).for_each(|at| row[at] -= x * done[at * size + before]);
+                row[column] -= x * x;
+            }
+            let pivot = row[column];
+            if pivot.is_nan() || pivot <= 0.0 {
+                return None;
+            }
+            row[column] = pivot.sqrt();
+        }
+        let next = from + count;
+        let turn = |strip: &mut [f64], rows: &[f64], first: usize| {
+            for (step, out) in strip.chunks_exact_mut(size).take(count).enumerate() {
+                rows.chunks_exact(size).zip(&mut out[first..]).for_each(|(row, out)| *out = row[from + step]);
+            }
+        };
+        turn(&mut strip, &above[from * size..], from);
+        below.par_chunks_mut(ROWS * size).for_each(|rows| rows.chunks_exact_mut(size).for_each(|row| forward(row, &strip, size, from, count)));
+        turn(&mut strip, below, next);
+        below.par_chunks_mut(ROWS * size).enumerate().for_each(|(job, rows)| {
+            let end = (next + (job + 1) * ROWS).min(size);
+            eliminate(rows, size, from, count, next..end, &strip);
+        });
+    }
+    Some(matrix)
+}
+
 impl Factor {
     /// Of a matrix `[size, size]`; nothing when it is not positive.
-    pub fn new(mut matrix: Vec<f64>, size: usize) -> Option<Factor> {
+    pub fn new(matrix: Vec<f64>, size: usize) -> Option<Factor> {
+        let lower = triangle(matrix, size)?;
         let mut upper = vec![0.0; size * size];
-        for from in (0..size).step_by(BLOCK) {
-            let count = BLOCK.min(size - from);
-            let (above, below) = matrix.split_at_mut((from + count) * size);
-            for column in from..from + count {
-                let (done, rest) = above.split_at_mut(column * size);
-                let row = &mut rest[..size];
-                for before in from..column {
-                    row[before] /= done[before * size + before];
-                    let x = row[before];
-                    (before + 1..column).for_each(|at| row[at] -= x * done[at * size + before]);
-                    row[column] -= x * x;
-                }
-                let pivot = row[column];
-                if pivot.is_nan() || pivot <= 0.0 {
-                    return None;
-                }
-                row[column] = pivot.sqrt();
-            }
-            let next = from + count;
-            let strip = &mut upper[from * size..next * size];
-            let turn = |strip: &mut [f64], rows: &[f64], first: usize| {
-                for (step, out) in strip.chunks_exact_mut(size).enumerate() {
-                    rows.chunks_exact(size).zip(&mut out[first..]).for_each(|(row, out)| *out = row[from + step]);
-                }
-            };
-            turn(strip, &above[from * size..], from);
-            below.par_chunks_mut(ROWS * size).for_each(|rows| rows.chunks_exact_mut(size).for_each(|row| forward(row, strip, size, from, count)));
-            turn(strip, below, next);
-            below.par_chunks_mut(ROWS * size).enumerate().for_each(|(job, rows)| {
-                let end = (next + (job + 1) * ROWS).min(size);
-                eliminate(rows, size, from, count, next..end, &upper);
-            });
-        }
-        Some(Factor { size, lower: matrix, upper })
+        upper.par_chunks_mut(size.max(1)).enumerate().for_each(|(row, out)| (row..size).for_each(|column| out[column] = lower[column * size + row]));
+        Some(Factor { size, lower, upper })
     }
 
     /// Solves `A x = b` in place, for every row `b` of a matrix.
@@ -115,12 +123,12 @@ impl Factor {
             for from in (0..size).step_by(BLOCK) {
                 let count = BLOCK.min(size - from);
                 rows.chunks_exact_mut(size).for_each(|row| forward(row, &self.upper[from * size..], size, from, count));
-                eliminate(rows, size, from, count, from + count..size, &self.upper);
+                eliminate(rows, size, from, count, from + count..size, &self.upper[from * size..]);
             }
             for from in (0..size).step_by(BLOCK).rev() {
                 let count = BLOCK.min(size - from);
                 rows.chunks_exact_mut(size).for_each(|row| backward(row, &self.lower[from * size..], size, from, count));
-                eliminate(rows, size, from, count, 0..from, &self.lower);
+                eliminate(rows, size, from, count, 0..from, &self.lower[from * size..]);
             }
         });
     }

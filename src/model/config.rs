@@ -5,9 +5,10 @@ use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::files::DESCRIPTIONS;
 use super::quantization;
 use crate::error::{Error, Result};
-use crate::store::{ActivationScheme, Affine, Granularity, Pattern};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, WordsLabel};
 
 /// Quantization method that marks folders only this tool reads.
 pub const OWN_METHOD: &str = "compress";
@@ -121,18 +122,21 @@ impl Config {
             });
         }
         if self.get("quantization_config").is_none_or(Value::is_null) {
-            return Ok(Schemes::default());
+            return Ok(Schemes { words: beside(path)?, ..Schemes::default() });
         }
         let quantization = self.values.shift_remove("quantization_config").unwrap_or_default();
         self.text = None;
         let described = quantization.get(OWN_METHOD).filter(|own| !own.is_null()).unwrap_or(&quantization);
         let method = quantization.get("quant_method").and_then(Value::as_str).unwrap_or("unknown");
-        let unsupported = |what: String| {
-            Error::Unsupported {
+        let unsupported = |what: String| Error::Unsupported {
             what: format!("{}: {what}", path.join("config.json").display()),
-            hint: "compress reads dense weights and the eight-bit integers of compressed-tensors (int-quantized, pack-quantized); start from the original checkpoint".into(),
-        }
+            hint: "compress reads dense weights, and the integers of 2 to 8 bits, FP8 and FP4 of compressed-tensors; start from the original checkpoint".into(),
         };
+        if let Some(words) = quantization::words(&quantization)
+            .map_err(|(what, hint)| Error::Unsupported { what: format!("{}: {what}", path.join("config.json").display()), hint: hint.into() })?
+        {
+            return Ok(Schemes { words, ..Schemes::default() });
+        }
         if method != "compressed-tensors" && method != OWN_METHOD {
             return Err(unsupported(format!("quantization method `{method}`")));
         }
@@ -142,21 +146,26 @@ impl Config {
         let mut schemes = Schemes::default();
         for group in described.get("config_groups").and_then(Value::as_object).into_iter().flat_map(|groups| groups.values()) {
             let weights = group.get("weights").unwrap_or(&Value::Null);
-            let integer = weights.get("type").and_then(Value::as_str).unwrap_or("int") == "int";
-            let bits = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
-            if !weights.is_null() && (!integer || bits != 8) {
-                return Err(unsupported(format!("weights of {bits} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
-            }
+            let integer = quantization::is_integer(weights);
+            let said = weights.get("num_bits").and_then(Value::as_u64).unwrap_or(8);
+            let bits = u8::try_from(said).ok().filter(|bits| if integer { (2..=8).contains(bits) } else { [4, 8].contains(bits) });
+            let Some(bits) = bits.or(weights.is_null().then_some(8)) else {
+                return Err(unsupported(format!("weights of {said} bits, type {}", weights.get("type").unwrap_or(&Value::Null))));
+            };
             quantization::require_known(group).map_err(refused)?;
             let activations = match group.get("input_activations") {
                 None | Some(Value::Null) => Said::Is(ActivationScheme::None),
-                Some(args) if args.get("dynamic") == Some(&Value::Bool(true)) => Said::Is(ActivationScheme::DynamicToken),
-                Some(args) if args.get("strategy").and_then(Value::as_str).unwrap_or("tensor") == "tensor" => Said::Static,
-                Some(args) => return Err(unsupported(format!("static scales for activations by {}", args["strategy"]))),
+                Some(args) => quantization::activations(args).map_err(refused)?,
             };
+            let codes = match (integer, bits) {
+                (true, bits) => Codes::Integer(bits),
+                (false, 8) => Codes::E4m3,
+                (false, _) => Codes::E2m1,
+            };
+            let codes = (!weights.is_null()).then_some(codes);
             let targets = group.get("targets").and_then(Value::as_array).into_iter().flatten();
             let group = weights.get("group_size").and_then(Value::as_u64).map(|size| size as usize);
-            schemes.0.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), activations, group }));
+            schemes.list.extend(targets.filter_map(Value::as_str).map(|target| Scheme { target: target.to_owned(), codes, activations, group }));
         }
         Ok(schemes)
     }
@@ -171,12 +180,30 @@ impl Config {
     }
 }
 
+/// What files beside `config.json` say of words, as the tools before transformers wrote it.
+fn beside(folder: &Path) -> Result<WordsLabel> {
+    for (name, method) in DESCRIPTIONS.into_iter().zip(["gptq", "awq"]) {
+        let path = folder.join(name);
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(_) => continue,
+        };
+        let mut values: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a JSON object: {e}")))?;
+        if let Some(object) = values.as_object_mut() {
+            object.insert("quant_method".into(), method.into());
+        }
+        let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("{}: {what}", path.display()), hint: hint.into() };
+        return Ok(quantization::words(&values).map_err(refused)?.unwrap_or_default());
+    }
+    Ok(WordsLabel::default())
+}
+
 /// What happens to activations.
-#[derive(Debug, Clone, Copy)]
-enum Said {
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Said {
     /// This.
     Is(ActivationScheme),
-    /// They are quantized by what is stored beside the weight.
+    /// They are quantized by what is stored beside the weight, to eight-bit integers or to codes like the weight's.
     Static,
 }
 
@@ -184,27 +211,49 @@ enum Said {
 #[derive(Debug)]
 struct Scheme {
     target: String,
+    codes: Option<Codes>,
     activations: Said,
     group: Option<usize>,
 }
 
 /// Which modules are quantized how: targets as compressed-tensors writes them.
 #[derive(Debug, Default)]
-pub(super) struct Schemes(Vec<Scheme>);
+pub(super) struct Schemes {
+    list: Vec<Scheme>,
+    /// What is said of words of GPTQ and AWQ.
+    pub(super) words: WordsLabel,
+}
 
 impl Schemes {
+    /// What is said of a module. An exact name counts before an expression, and that before a class.
+    fn of(&self, module: &str, class: &str) -> Option<&Scheme> {
+        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
+        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
+        ranks.iter().find_map(|matches| self.list.iter().find(|scheme| matches(&scheme.target)))
+    }
+
+    /// How wide the integers of a module are.
+    pub(super) fn bits(&self, module: &str, class: &str) -> Option<u8> {
+        self.of(module, class)?.codes.filter(|codes| codes.is_integer()).map(Codes::bits)
+    }
+
     /// Adds what a weight's tensors cannot tell: what happens to activations, and that a scale for each row is
-    /// meant for groups as long as a row. An exact name counts before an expression, and that before a class.
+    /// meant for groups as long as a row.
     ///
     /// # Errors
     /// A scale that the configuration speaks of is not there.
     pub(super) fn describe(&self, module: &str, class: &str, row: usize, affine: &mut Affine) -> Result<()> {
-        let expression = |target: &str| target.starts_with("re:") && target.parse::<Pattern>().is_ok_and(|p| p.matches(module));
-        let ranks: [&dyn Fn(&str) -> bool; 3] = [&|target| target == module, &expression, &|target| target == class];
-        let Some(scheme) = ranks.iter().find_map(|matches| self.0.iter().find(|scheme| matches(&scheme.target))) else { return Ok(()) };
+        let Some(scheme) = self.of(module, class) else { return Ok(()) };
+        if let Some(codes) = scheme.codes.filter(|codes| *codes != affine.codes) {
+            return Err(Error::tensor(
+                &format!("{module}.weight"),
+                format!("is stored as {}, and config.json says that it is {codes}", affine.codes),
+                "correct `config_groups` in config.json, or start from the original checkpoint",
+            ));
+        }
         affine.activations = match (scheme.activations, affine.activations) {
             (Said::Is(activations), _) => activations,
-            (Said::Static, stored @ ActivationScheme::Static(_)) => stored,
+            (Said::Static, stored @ (ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_))) => stored,
             (Said::Static, _) => {
                 return Err(Error::tensor(
                     &format!("{module}.input_scale"),
@@ -255,7 +304,7 @@ mod tests {
     fn a_null_description_is_none() {
         let values = Map::from_iter([("quantization_config".to_owned(), Value::Null)]);
         let mut config = Config { text: Some("kept".into()), values, carried: Map::new() };
-        assert!(config.take_quantization(Path::new("m")).unwrap().0.is_empty());
+        assert!(config.take_quantization(Path::new("m")).unwrap().list.is_empty());
         assert_eq!(config.render().unwrap(), "kept");
     }
 
@@ -265,9 +314,11 @@ mod tests {
             let mut config = Config { values: Map::from_iter([("quantization_config".to_owned(), quantization)]), ..Config::default() };
             config.take_quantization(Path::new("m")).unwrap_err().to_string()
         };
-        assert!(refused(json!({"quant_method": "gptq"})).contains("quantization method `gptq`"));
+        assert!(refused(json!({"quant_method": "bitsandbytes"})).contains("quantization method `bitsandbytes`"));
+        assert!(refused(json!({"quant_method": "gptq", "checkpoint_format": "marlin"})).contains("`checkpoint_format` of \"marlin\""));
+        assert!(refused(json!({"quant_method": "awq", "version": "gemv"})).contains("`version` of \"gemv\""));
         let group = |weights: Value| json!({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": weights}}});
-        assert!(refused(group(json!({"num_bits": 4, "type": "int"}))).contains("4 bits"));
-        assert!(refused(group(json!({"num_bits": 8, "type": "float"}))).contains("float"));
+        assert!(refused(group(json!({"num_bits": 9, "type": "int"}))).contains("9 bits"));
+        assert!(refused(group(json!({"num_bits": 6, "type": "float"}))).contains("6 bits, type \"float\""));
     }
 }

@@ -23,6 +23,8 @@ pub struct Beside {
 pub enum Reason {
     /// The weights as they were, in another format or as a copy: loaders could take them for those of the result.
     OldWeights,
+    /// They say how the input's weights were packed.
+    Described,
     /// Written by an earlier run about its own output.
     Replaced,
     /// A hidden folder, such as that of a version control system.
@@ -37,6 +39,7 @@ impl Reason {
     fn text(self) -> &'static str {
         match self {
             Reason::OldWeights => "they hold the weights as they were, which would contradict the new ones",
+            Reason::Described => "they describe the weights as they were",
             Reason::Replaced => "they tell of an earlier run",
             Reason::Hidden => "hidden folders are not part of a model",
             Reason::Link => "links to folders are not followed",
@@ -52,6 +55,8 @@ const PICKLES: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
 const NAMES_OF_WEIGHTS: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorch_model", "consolidated", "weights", "optimizer"];
 /// Folders at the top that hold the model once more.
 const OTHER_FOLDERS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
+/// Descriptions of quantized weights beside `config.json`.
+pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
 /// Files that every run writes anew, and those that say which run it was.
 const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
 
@@ -91,6 +96,7 @@ impl Beside {
                 () if !path.is_file() => Reason::Special,
                 () if top && (name == "config.json" || read(&path)) => continue,
                 () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
+                () if top && DESCRIPTIONS.contains(&name.as_str()) => Reason::Described,
                 () if top && is_weights(&name) => Reason::OldWeights,
                 () => {
                     self.files.push(relative);

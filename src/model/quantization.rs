@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use super::config::OWN_METHOD;
+use super::config::{OWN_METHOD, Said};
+use crate::store::{ActivationScheme, WordsLabel};
 
 /// Keys that are made anew for the weights that are written.
 const WRITTEN: [&str; 10] =
@@ -75,10 +76,68 @@ fn sparse<T>(format: &Value) -> Result<T, Refused> {
     )
 }
 
+const HINT: &str = "compress reads integers of 2 to 8 bits, FP8 and FP4, with activations as they are, as int8 or FP8 for each token or by one stored scale, or in the groups of FP8, NVFP4 and MXFP4; start from the original checkpoint";
+
+/// Whether codes are integers, and not floats.
+pub(super) fn is_integer(arguments: &Value) -> bool {
+    arguments.get("type").and_then(Value::as_str).is_none_or(|name| name.eq_ignore_ascii_case("int"))
+}
+
+/// What is said of activations.
+///
+/// # Errors
+/// Something that is not done here.
+pub(super) fn activations(arguments: &Value) -> Result<Said, Refused> {
+    let of = |key: &str| arguments.get(key).unwrap_or(&Value::Null);
+    let (bits, integer) = (of("num_bits").as_u64().unwrap_or(8), is_integer(arguments));
+    let (strategy, size) = (of("strategy").as_str(), of("group_size").as_u64().unwrap_or(0) as usize);
+    let unsupported = |key: &str| refused(format!("`{key}` of {} for input_activations", of(key)), HINT);
+    let symmetric = of("symmetric").as_bool().unwrap_or(true);
+    let dynamic = of("dynamic") == &Value::Bool(true);
+    if dynamic && !symmetric {
+        return unsupported("symmetric");
+    }
+    Ok(Said::Is(match (integer, bits, dynamic) {
+        (true, 8, true) if strategy == Some("token") => ActivationScheme::DynamicToken,
+        (false, 8, true) if strategy == Some("token") => ActivationScheme::Float8Token,
+        (false, 8, true) if strategy == Some("group") && size > 0 => ActivationScheme::Float8Group(size),
+        (false, 4, true) if strategy == Some("group") && size == 32 => ActivationScheme::Mxfp4,
+        (false, 4, false) if of("dynamic") == "local" && size == 16 => return Ok(Said::Static),
+        (_, 8, false) if strategy.is_none_or(|by| by == "tensor") => return Ok(Said::Static),
+        (_, 8, false) => return refused(format!("static scales for activations by {}", of("strategy")), HINT),
+        (_, 8, true) | (false, 4, _) => return unsupported("strategy"),
+        _ => return unsupported("num_bits"),
+    }))
+}
+
+/// What is said of the words of GPTQ and AWQ; nothing where it is another method's description.
+///
+/// # Errors
+/// Another form of words than the ones that are read.
+pub(super) fn words(described: &Value) -> Result<Option<WordsLabel>, Refused> {
+    const HINT: &str = "compress reads GPTQ in the formats gptq and gptq_v2, and AWQ in the version gemm; start from the original checkpoint, or save it again in one of these";
+    let of = |keys: &[&str]| keys.iter().find_map(|key| described.get(key).filter(|value| !value.is_null()).map(|value| ((*key).to_owned(), value)));
+    let text = |keys: &[&str]| of(keys).and_then(|(key, value)| Some((key, value.as_str()?.to_lowercase())));
+    let one_of = |keys: &[&str], known: &[&str]| match text(keys) {
+        Some((key, name)) if !known.contains(&name.as_str()) => refused(format!("`{key}` of {:?}", name), HINT),
+        found => Ok(found.map(|(_, name)| name)),
+    };
+    match text(&["quant_method", "method"]).map(|(_, name)| name).as_deref() {
+        Some("gptq") => {
+            let format = one_of(&["checkpoint_format", "format"], &["gptq", "gptq_v2"])?;
+            let symmetric = of(&["sym"]).and_then(|(_, value)| value.as_bool());
+            Ok(Some(WordsLabel { second_version: format.as_deref() == Some("gptq_v2"), symmetric }))
+        }
+        Some("awq") => {
+            one_of(&["version"], &["gemm"])?;
+            Ok(Some(WordsLabel::default()))
+        }
+        _ => Ok(None),
+    }
+}
+
 /// Refuses what is said of a group of modules and not done here.
 pub(super) fn require_known(group: &Value) -> Result<(), Refused> {
-    const HINT: &str =
-        "compress reads eight-bit integers, with activations as they are, for each token, or by one stored scale; start from the original checkpoint";
     let Some(keys) = group.as_object() else {
         return refused(format!("the preset of a config group for {group}"), "write out what it stands for, or start from the original checkpoint");
     };
@@ -94,16 +153,9 @@ pub(super) fn require_known(group: &Value) -> Result<(), Refused> {
         if let Some(key) = arguments.keys().find(|key| !ARGUMENTS.contains(&key.as_str())) {
             return refused(format!("`{key}` of {what}"), HINT);
         }
-        let wrong = match what {
-            "weights" => [("dynamic", Value::from(false)), ("actorder", "weight".into())]
-                .into_iter()
-                .find(|(key, usual)| says(key, usual) && arguments[*key] != "static"),
-            _ if arguments.get("dynamic") == Some(&Value::Bool(true)) => {
-                let token = [("num_bits", 8.into()), ("type", "int".into()), ("symmetric", true.into())].into_iter().find(|(key, usual)| says(key, usual));
-                token.or_else(|| (arguments.get("strategy").and_then(Value::as_str) != Some("token")).then(|| ("strategy", Value::Null)))
-            }
-            _ => [("num_bits", 8.into()), ("type", "int".into()), ("dynamic", false.into())].into_iter().find(|(key, usual)| says(key, usual)),
-        };
+        let wrong = [("dynamic", Value::from(false)), ("actorder", "weight".into())]
+            .into_iter()
+            .find(|(key, usual)| what == "weights" && says(key, usual) && arguments[*key] != "static");
         if let Some((key, _)) = wrong {
             return refused(format!("`{key}` of {} for {what}", arguments.get(key).unwrap_or(&Value::Null)), HINT);
         }

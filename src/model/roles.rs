@@ -4,7 +4,7 @@ use crate::store::Weight;
 
 /// Parts of names that mark matrices which are not the weights of a linear layer, or which are known to need
 /// full precision: embeddings, output heads, routers of mixtures of experts, norms, position biases.
-const NOT_LINEAR: [&str; 12] = [
+const NOT_LINEAR: [&str; 14] = [
     "embed",
     "wte.",
     "wpe.",
@@ -14,6 +14,8 @@ const NOT_LINEAR: [&str; 12] = [
     "output_projection",
     "router",
     "mlp.gate.weight",
+    "block_sparse_moe.gate.weight",
+    "shared_expert_gate",
     "norm",
     "position",
     "relative_attention_bias",
@@ -36,8 +38,13 @@ pub fn is_prunable(name: &str, weight: &Weight) -> bool {
 
 /// Whether a name and a weight look like an embedding table's.
 pub fn is_embedding(name: &str, weight: &Weight) -> bool {
+    weight.shape.len() == 2 && weight.is_float() && weight.elements() > 0 && class_of(name) == "Embedding"
+}
+
+/// The class of the module that holds a matrix of this name, as [`class`] of a weight.
+pub(super) fn class_of(name: &str) -> &'static str {
     let named = ["embed", "wte.", "wpe.", "shared.weight"].iter().any(|part| name.contains(part));
-    weight.shape.len() == 2 && name.ends_with(".weight") && weight.is_float() && weight.elements() > 0 && named
+    if named && name.ends_with(".weight") { "Embedding" } else { "Linear" }
 }
 
 /// The class of PyTorch's module that holds the weight, as compressed-tensors names its targets.

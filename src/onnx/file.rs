@@ -158,12 +158,18 @@ mod tests {
     use crate::ir::Graph;
     use crate::onnx::proto::DataType;
     use crate::onnx::{Style, draft};
-    use crate::store::{ActivationScheme, Affine, DType, Granularity};
+    use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity};
 
     fn example() -> Draft {
         let text = "input x: float[batch, 4]\nparam w: float[300, 4]\nparam b: float[300]\nparam q: float[300, 300]\nfc = Linear(x, w, b) -> float[batch, 300]\nlong = Linear(fc, q) -> float[batch, 300]\noutput y = long\n";
         let graph: Graph = text.parse().unwrap();
-        let affine = Affine { granularity: Granularity::Channel, symmetric: false, scale_dtype: DType::F32, activations: ActivationScheme::DynamicToken };
+        let affine = Affine {
+            codes: Codes::INT8,
+            granularity: Granularity::Channel,
+            symmetric: false,
+            scale_dtype: DType::F32,
+            activations: ActivationScheme::DynamicToken,
+        };
         let style = Style { integers: [("q".to_owned(), affine)].into(), ..Style::default() };
         draft(&graph, &style, &[("a".to_owned(), "b".to_owned())].into()).unwrap()
     }

@@ -6,7 +6,7 @@ use super::proto::DataType;
 use super::style::{Precision, Style};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Op, Value, ValueId};
-use crate::store::{ActivationScheme, Affine, Granularity};
+use crate::store::{ActivationScheme, Affine, Codes, Granularity};
 
 /// The first opset whose `DequantizeLinear` takes scales of groups.
 const BLOCKS: u32 = 21;
@@ -112,7 +112,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         return Err(Error::tensor(
             &value.name,
             format!("has a scale for each {size} inputs, which ONNX can express from opset {BLOCKS} on; this is opset {}", style.opset),
-            format!("set `opset: {BLOCKS}`, or quantize with granularity: channel"),
+            format!("set `opset: {BLOCKS}`, or quantize with one scale for each output (`granularity: channel`, or `group_size: -1`)"),
         ));
     }
     let transposed = uses.iter().all(|u| u.layer() == Some(false));
@@ -122,7 +122,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         Granularity::Tensor if affine.activations == ActivationScheme::DynamicToken => vec![1; layer.map_or(0, |u| u.sibling % 2)],
         Granularity::Tensor => vec![],
         Granularity::Channel => vec![shape[0]],
-        Granularity::Group(_) => affine.scale_shape(&shape),
+        Granularity::Group(_) | Granularity::Block(_) => affine.scale_shape(&shape),
     };
     let mut dims = shape;
     if transposed {
@@ -152,6 +152,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         Some(_) if grouped && affine.activations == ActivationScheme::DynamicToken => Some(
             "int8 with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
         ),
+        _ if affine.codes != Codes::INT8 => Some("int8 in the file: integers of fewer bits take a byte each"),
         _ => None,
     };
     Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), tensors, remark, sums: None })

@@ -40,6 +40,10 @@ impl Pass for Finetune {
         self.training().check(NAME)
     }
 
+    fn keeps_work(&self) -> bool {
+        true
+    }
+
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }

@@ -1,7 +1,7 @@
-//! Weights as int8, by rounding to nearest: what the passes that quantize share.
+//! Weights as codes, by rounding to nearest: what the passes that quantize share.
 //!
-//! The arithmetic is that of compressed-tensors: symmetric `scale = absmax / 127.5`, asymmetric
-//! `scale = (max - min) / 255`, the scale rounded to the model's own format before it is used (up, where that is subnormal).
+//! The arithmetic is that of compressed-tensors: with `steps = 2^bits - 1`, symmetric `scale = absmax / (steps / 2)`, asymmetric
+//! `scale = (max - min) / steps`, FP8 `scale = absmax / 448`, FP4 as `narrow` and NVIDIA's global scale say, the scale rounded to the model's own format before it is used (up, where that is subnormal).
 
 use std::sync::{Arc, OnceLock};
 
@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::kernel::quantize::Bounds;
-use crate::kernel::{Float, convert, quantize, with_float};
-use crate::store::{Affine, Block, BlockSink, DType, Encoding, Granularity, View, Weight, WeightSource, least_common_multiple};
+use crate::kernel::{Float, convert, narrow, quantize, with_float};
+use crate::store::{Affine, Block, BlockSink, Codes, DType, Encoding, Granularity, View, Weight, WeightSource, least_common_multiple};
 use crate::work::Meter;
 
 /// How the range of a scale is chosen.
@@ -21,11 +21,41 @@ pub enum WeightObserver {
     /// From the smallest to the largest value
     #[default]
     Minmax,
-    /// The range with the least squared error, among 80 % to 100 % of minmax
+    /// The range with the least squared error, among 80 % to 100 % of minmax; by samples, from 40 %, weighted by what errors cost
     Mse,
 }
 
-/// A weight as integers.
+/// The weights whose NVFP4 scales are in steps of one over the same number: consumers hold one for layers that they fuse.
+#[derive(Default)]
+pub(super) struct Peers {
+    pub weights: Vec<Weight>,
+    found: OnceLock<f32>,
+}
+
+impl Peers {
+    pub fn of(weights: Vec<Weight>) -> Arc<Peers> {
+        Arc::new(Peers { weights, found: OnceLock::new() })
+    }
+
+    /// `448 · 6 / absmax`, so that the largest scale is the largest E4M3.
+    fn global_scale(&self, meter: &Meter) -> Result<f32> {
+        if let Some(found) = self.found.get() {
+            return Ok(*found);
+        }
+        let mut largest = f32::MIN_POSITIVE;
+        for weight in &self.weights {
+            weight.visit(1, &mut |block| {
+                let (low, high) = meter.time(|| with_float!(weight.dtype, F => quantize::range::<F>(block.now.values), else (0.0, 0.0)));
+                largest = largest.max(-low).max(high);
+                Ok(())
+            })?;
+        }
+        let exact = narrow::E4M3_MAX * narrow::E2M1_MAX / largest;
+        Ok(*self.found.get_or_init(|| if exact.is_finite() { exact } else { 1.0 }))
+    }
+}
+
+/// A weight as codes.
 pub(super) struct Integers {
     name: String,
     upstream: Weight,
@@ -35,6 +65,7 @@ pub(super) struct Integers {
     reduced: bool,
     /// The least scale of each row (with a scale per channel) or of all, so that a bias in units of the products fits 32 bits.
     least: Option<Vec<f32>>,
+    peers: Option<Arc<Peers>>,
     meter: Arc<Meter>,
     shared: OnceLock<(f32, f32)>,
 }
@@ -45,10 +76,10 @@ const REDUCED: Bounds = [-64.0, 64.0];
 /// Steps of the search by squared error, each one percent of the range.
 const MSE_STEPS: usize = 20;
 
-/// The 255th part of a range.
-fn step(low: f32, high: f32) -> f32 {
+/// One of so many parts of a range.
+fn step(low: f32, high: f32, steps: f32) -> f32 {
     // The range can be wider than f32 reaches.
-    if (high - low).is_finite() { (high - low) / 255.0 } else { high / 255.0 - low / 255.0 }
+    if (high - low).is_finite() { (high - low) / steps } else { high / steps - low / steps }
 }
 
 fn shrink(step: usize) -> f32 {
@@ -58,30 +89,81 @@ fn shrink(step: usize) -> f32 {
 impl Integers {
     pub fn new(name: &str, upstream: &Weight, affine: Affine, observer: WeightObserver, meter: &Arc<Meter>) -> Self {
         let (name, upstream, meter) = (name.to_owned(), upstream.clone(), meter.clone());
-        Self { name, upstream, affine, observer, reduced: false, least: None, meter, shared: OnceLock::new() }
+        Self { name, upstream, affine, observer, reduced: false, least: None, peers: None, meter, shared: OnceLock::new() }
     }
 
-    /// The weight that the integers stand for.
+    /// Shares a global scale with others.
+    pub fn with_peers(self, peers: Option<Arc<Peers>>) -> Self {
+        Self { peers, ..self }
+    }
+
+    /// The weight that the codes stand for.
     pub fn weight(self) -> Weight {
         let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
-        upstream.then(affine.scale_dtype, Encoding::Affine(affine), Arc::new(self))
+        upstream.then(affine.value_dtype(upstream.dtype), Encoding::Affine(affine), Arc::new(self))
     }
 
     fn bounds(&self) -> Bounds {
-        if self.reduced { REDUCED } else { quantize::FULL }
+        if self.reduced { REDUCED } else { quantize::bounds(self.affine.codes.bits()) }
+    }
+
+    /// The scale of codes that are floats, for a range. Of NVFP4 it is in steps of one over the global scale.
+    fn scale_of_floats(&self, (low, high): (f32, f32), global_scale: f32) -> f32 {
+        let largest = low.abs().max(high);
+        let or = |scale: f32, least: f32| if scale > 0.0 { scale } else { least };
+        match (self.affine.codes, self.affine.scale_dtype) {
+            (codes, DType::F8_E8M0) => narrow::from_e8m0(narrow::e8m0_scale(largest, if codes == Codes::E2m1 { 2 } else { 8 })),
+            (Codes::E2m1, _) => or(narrow::from_e4m3(narrow::to_e4m3(global_scale * (largest / narrow::E2M1_MAX))), 0.125),
+            (_, dtype) => or(convert::scale(dtype, f64::from(largest) / f64::from(narrow::E4M3_MAX)), f32::EPSILON),
+        }
+    }
+
+    fn encode<F: Float>(&self, values: &[u8], codes: &mut [u8], scale: f32, zero: f32) {
+        match self.affine.codes {
+            Codes::Integer(_) => quantize::quantize::<F>(values, codes, scale, zero, self.bounds()),
+            Codes::E4m3 => narrow::quantize_e4m3::<F>(values, codes, scale),
+            Codes::E2m1 => narrow::quantize_e2m1::<F>(values, codes, scale),
+        }
+    }
+
+    /// Codes of whole rows whose blocks share scales; of NVFP4 and others, `high` is 1.
+    fn stripes<F: Float>(&self, input: &[u8], row: usize, high: usize, global_scale: f32, out: &mut Output) {
+        let run = self.affine.granularity.run(row, row);
+        let line = row.max(1) * F::SIZE;
+        for (stripe, codes) in input.chunks(line * high).zip(out.integers.chunks_mut(row.max(1) * high)) {
+            let mut ranges = vec![(0f32, 0f32); row.div_ceil(run)];
+            for values in stripe.chunks(line) {
+                for (range, values) in ranges.iter_mut().zip(values.chunks(run * F::SIZE)) {
+                    let (low, high) = quantize::range::<F>(values);
+                    *range = (range.0.min(low), range.1.max(high));
+                }
+            }
+            let scales: Vec<f32> = ranges.into_iter().map(|range| self.scale_of_floats(range, global_scale)).collect();
+            for (values, codes) in stripe.chunks(line).zip(codes.chunks_mut(row.max(1))) {
+                for ((values, codes), scale) in values.chunks(run * F::SIZE).zip(codes.chunks_mut(run)).zip(&scales) {
+                    self.encode::<F>(values, codes, scale / global_scale, 0.0);
+                    out.scales.push(*scale);
+                }
+            }
+        }
     }
 
     /// Scale and zero point for a range, as a reader will see them.
     fn parameters(&self, (low, high): (f32, f32)) -> (f32, f32) {
+        if !self.affine.codes.is_integer() {
+            return (self.scale_of_floats((low, high), 1.0), 0.0);
+        }
         let positive = |scale: f32| if scale > 0.0 { scale } else { f32::EPSILON };
+        let [least, most] = quantize::bounds(self.affine.codes.bits());
+        let steps = most - least;
         let exact = match self.affine.symmetric {
-            true => f64::from(low.abs().max(high.abs())) / f64::from(if self.reduced { REDUCED[1] } else { 127.5 }),
-            false => step(low, high).into(),
+            true => f64::from(low.abs().max(high.abs())) / f64::from(if self.reduced { REDUCED[1] } else { steps / 2.0 }),
+            false => step(low, high, steps).into(),
         };
         // Zeros alone stay zero bits, so that a sparse layout drops them.
-        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (-128.0 - low / exact as f32).clamp(-128.0, 127.0).round_ties_even() };
+        let zero_point = if self.affine.symmetric || exact == 0.0 { 0.0 } else { (least - low / exact as f32).clamp(least, most).round_ties_even() };
         // A range that is no zero has a scale, however small.
-        let exact = if exact == 0.0 { (f64::from(high) - f64::from(low)) / 255.0 } else { exact };
+        let exact = if exact == 0.0 { (f64::from(high) - f64::from(low)) / f64::from(steps) } else { exact };
         (positive(convert::scale(self.affine.scale_dtype, exact)), zero_point)
     }
 
@@ -164,11 +246,21 @@ impl Integers {
         };
         let mut runs = 0;
         let mut out = Output::default();
-        self.upstream.visit(least_common_multiple(unit, row), &mut |block: Block| {
+        let high = if let Granularity::Block([high, _]) = self.affine.granularity { high } else { 1 };
+        let global_scale = match &self.peers {
+            Some(peers) if self.affine.has_global_scale() => peers.global_scale(&self.meter)?,
+            _ => 1.0,
+        };
+        let floats = !self.affine.codes.is_integer() && shared.is_none();
+        self.upstream.visit(least_common_multiple(unit, row * high), &mut |block: Block| {
             let input = block.now.values;
             self.require_range::<F>(input)?;
             self.meter.time(|| {
                 out.clear(input.len() / F::SIZE);
+                if floats {
+                    self.stripes::<F>(input, row, high, global_scale, &mut out);
+                    return out.encode_scales(self.affine.scale_dtype);
+                }
                 let run = self.affine.granularity.run(row, input.len() / F::SIZE);
                 for (index, (values, integers)) in input.chunks(run * F::SIZE).zip(out.integers.chunks_mut(run)).enumerate() {
                     let (scale, zero) = shared.unwrap_or_else(|| {
@@ -176,7 +268,7 @@ impl Integers {
                         (scale.max(least(Some(runs))), zero)
                     });
                     runs += 1;
-                    quantize::quantize::<F>(values, integers, scale, zero, self.bounds());
+                    self.encode::<F>(values, integers, scale, zero);
                     if shared.is_none() || index == 0 {
                         out.scales.push(scale);
                         out.zero_points.push(zero as i8 as u8);
@@ -186,11 +278,12 @@ impl Integers {
             });
             let zero_points = if self.affine.symmetric { &[] } else { out.zero_points.as_slice() };
             sink(block.becomes(View {
-                dtype: self.affine.scale_dtype,
+                dtype: self.affine.value_dtype(F::DTYPE),
                 values: &out.integers,
                 affine: Some((&self.affine, row)),
                 scales: &out.scale_bytes,
                 zero_points,
+                global_scale,
             }))
         })
     }
@@ -228,7 +321,7 @@ impl Output {
 
     fn encode_scales(&mut self, dtype: DType) {
         self.scale_bytes.resize(self.scales.len() * dtype.bitsize() / 8, 0);
-        let encoded = convert::from_f32(dtype, &self.scales, &mut self.scale_bytes);
+        let encoded = convert::encode_scales(dtype, &self.scales, &mut self.scale_bytes);
         debug_assert!(encoded, "scales are stored in 32 bits or fewer");
     }
 }

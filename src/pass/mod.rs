@@ -9,6 +9,7 @@ mod amount;
 mod cast;
 mod integers;
 pub mod prune_unstructured;
+mod quantize;
 mod quantize_dynamic;
 mod targets;
 mod threshold;
@@ -23,6 +24,7 @@ pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
 pub use integers::WeightObserver;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
+pub use quantize::{Method, Quantize, Scheme};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
 
 #[cfg(feature = "run")]
@@ -30,10 +32,16 @@ pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic}
 mod running {
     //! Passes that run the model.
 
+    pub(in crate::pass) mod calibrate;
+    pub(in crate::pass) mod chains;
     mod distill;
     mod finetune;
+    pub(in crate::pass) mod identity;
+    pub(in crate::pass) mod layerwise;
     pub mod prune_structured;
     mod quantize_static;
+    mod stored_scales;
+    pub(in crate::pass) mod walk;
 
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
@@ -45,6 +53,10 @@ mod running {
 
 #[cfg(feature = "run")]
 pub use running::*;
+
+#[cfg(not(feature = "run"))]
+#[path = "no_layerwise.rs"]
+mod layerwise;
 
 use crate::error::Result;
 use crate::model::Model;
@@ -85,6 +97,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether the pass keeps unfinished work in [`Context::workplace`], so that an interrupted run can go on with it.
+    fn keeps_work(&self) -> bool {
+        false
+    }
+
     /// The model after the pass. Without a context that is quick, and no tensor is read: what a pass does that runs the model is told as
     /// far as it can be told beforehand, names, shapes and encodings. With one, all of its work is done but for what is left to writing. What was done is told to
     /// `run`.
@@ -123,6 +140,8 @@ pub struct Context<'a> {
     /// Where models run.
     #[cfg(feature = "run")]
     pub device: candle_core::Device,
+    /// The memory that models may take.
+    pub memory: crate::work::MemoryLimit,
     /// Accounts of memory, where a record of them is wanted.
     #[cfg(feature = "run")]
     pub memory_tracker: Option<std::sync::Arc<crate::exec::MemoryTracker>>,
@@ -177,6 +196,8 @@ crate::entry::gather! { passes []
     "prune-unstructured" => PruneUnstructured,
     /// Remove heads, neurons, channels, width or layers from a model: smaller tensors, less to compute
     "prune-structured" => PruneStructured if runs,
+    /// Store linear weights in a scheme that consumers know by name: W4A16, W8A8 …
+    "quantize" => Quantize,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples

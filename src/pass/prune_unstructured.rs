@@ -1,4 +1,7 @@
-//! Magnitude pruning: the smallest weights become zero.
+//! Unstructured pruning: the weights that matter least become zero.
+//!
+//! By magnitude (`importance: l1`), the pass works on weights alone. By what the layers read on calibration samples (`wanda`,
+//! `sparsegpt`), it runs the model block by block (`pass/layerwise`).
 //!
 //! Han et al., *Learning both Weights and Connections for Efficient Neural Networks*, 2015
 //! (<https://arxiv.org/abs/1506.02626>). The counts are those of `torch.nn.utils.prune`: `l1_unstructured` for
@@ -23,13 +26,27 @@ use serde_json::{Value, json};
 
 use super::targets::{self, Chosen};
 use super::threshold::Pool;
-use super::{Amount, Context, NOfM, Pass, options_of};
+use super::{Amount, Context, NOfM, Pass, Samples, layerwise, options_of};
 use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
 use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, least_common_multiple};
 use crate::work::Meter;
+
+/// How much a weight matters.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "lowercase")]
+pub enum Importance {
+    /// Its magnitude; needs no data
+    #[default]
+    L1,
+    /// Its magnitude times the norm of its input over calibration samples, within each row of a linear layer
+    Wanda,
+    /// What removing it costs on calibration samples when the other weights of its row are adjusted, which they are
+    Sparsegpt,
+}
 
 /// What weights are ranked against.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -72,6 +89,9 @@ pub struct PruneUnstructured {
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amount>,
+    /// How much a weight matters: by itself, or by calibration samples
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
+    pub importance: Importance,
     /// Rank weights inside each tensor, or across all of them
     #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().scope))]
     pub scope: Scope,
@@ -79,7 +99,7 @@ pub struct PruneUnstructured {
     #[cfg_attr(feature = "cli", arg(long, value_name = "N:M"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pattern: Option<NOfM>,
-    /// Tensors to prune: names with `*`, or `re:` and a regular expression [default: linear and convolution weights]
+    /// Tensors to prune: names with `*`, or `re:` and a regular expression [default: linear and convolution weights, by samples linear ones]
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<Pattern>,
@@ -96,8 +116,12 @@ pub struct PruneUnstructured {
 const NAME: &str = "prune-unstructured";
 
 impl PruneUnstructured {
-    fn amount(&self) -> Amount {
+    pub(super) fn amount(&self) -> Amount {
         self.amount.unwrap_or(Amount::fraction(0.5))
+    }
+
+    pub(super) fn rule(&self, name: &str) -> Option<usize> {
+        self.rules.iter().position(|rule| rule.targets.iter().any(|p| p.matches(name)))
     }
 
     /// The selected names by amount: one group for each rule, and one for the rest.
@@ -107,7 +131,7 @@ impl PruneUnstructured {
         }
         let mut groups: Vec<(Amount, Vec<&str>)> = self.rules.iter().map(|rule| (rule.amount, Vec::new())).chain([(self.amount(), Vec::new())]).collect();
         for name in names {
-            let index = self.rules.iter().position(|rule| rule.targets.iter().any(|p| p.matches(name))).unwrap_or(self.rules.len());
+            let index = self.rule(name).unwrap_or(self.rules.len());
             groups[index].1.push(name);
         }
         Ok(groups)
@@ -115,11 +139,7 @@ impl PruneUnstructured {
 
     fn pools(&self, amount: Amount, names: &[&str], model: &Model) -> Result<Vec<Arc<Pool>>> {
         let member = |name: &&str| Ok(((*name).to_owned(), model.weights.get(name)?.clone()));
-        let count = |what: &str, weights: u64| {
-            amount
-                .of(weights)
-                .ok_or_else(|| Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be pruned from {what}, which has {weights}")))
-        };
+        let count = |what: &str, weights: u64| amount.of(weights).ok_or_else(|| too_many(amount, what, weights));
         let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
         if self.scope == Scope::Global {
             let weights = members.iter().map(|(_, w)| w.elements() as u64).sum();
@@ -208,6 +228,12 @@ impl Pass for PruneUnstructured {
     }
 
     fn check(&self) -> Result<()> {
+        if self.importance != Importance::L1 {
+            layerwise::require(&format!("{NAME}: importance"))?;
+            if self.scope == Scope::Global {
+                return Err(Error::option(NAME, "`scope: global` needs `importance: l1`: what weights cost on samples is known layer by layer"));
+            }
+        }
         if self.pattern.is_some() {
             let both = |what: &str| Err(Error::option(NAME, format!("`pattern` and `{what}` exclude each other: a pattern fixes how many weights stay")));
             if self.amount.is_some() {
@@ -226,11 +252,25 @@ impl Pass for PruneUnstructured {
         }
     }
 
-    fn apply(&self, mut model: Model, run: &mut RunState, _context: Option<&Context>) -> Result<Model> {
+    fn runs_on(&self) -> Option<Samples> {
+        (self.importance != Importance::L1).then_some(Samples::Calibration)
+    }
+
+    fn keeps_work(&self) -> bool {
+        self.importance != Importance::L1
+    }
+
+    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
-        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, model::PRUNABLE_RULE, model::is_prunable)?;
+        let by_samples = self.importance != Importance::L1;
+        let (rule, eligible): (_, fn(&str, &Weight) -> bool) =
+            if by_samples { (model::LINEAR_RULE, model::is_linear) } else { (model::PRUNABLE_RULE, model::is_prunable) };
+        let Chosen { names, rule } = targets::choose(NAME, &weights, &self.targets, &self.ignore, rule, eligible)?;
         for name in &names {
             targets::require_float(NAME, name, weights.get(name)?)?;
+        }
+        if by_samples {
+            return layerwise::prune(self, model, run, context, &names, rule);
         }
         let meter = Arc::new(Meter::default());
         let removed = match self.pattern {
@@ -250,8 +290,15 @@ impl Pass for PruneUnstructured {
     }
 
     fn remedy(&self) -> &'static str {
+        if self.importance == Importance::L1 {
+            return "`importance: sparsegpt` or `wanda` with calibration data, a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a `distill` or `finetune` pass behind it, which keep the zeros";
+        }
         "a smaller `amount` (2:4 is half), `ignore` for sensitive layers, or a `distill` or `finetune` pass behind it, which keep the zeros"
     }
+}
+
+pub(super) fn too_many(amount: Amount, what: &str, weights: u64) -> Error {
+    Error::option(format!("{NAME}: amount"), format!("{amount} weights cannot be pruned from {what}, which has {weights}"))
 }
 
 /// A weight without its smallest elements.

@@ -19,7 +19,7 @@ use super::{Context, Pass, options_of};
 use crate::error::{Error, Result};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
-use crate::store::{ActivationScheme, Affine, DType, Granularity, Pattern, Weight};
+use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity, Pattern, Weight};
 use crate::work::Meter;
 
 /// How many weights share a scale.
@@ -114,7 +114,7 @@ impl QuantizeDynamic {
             _ => ActivationScheme::None,
         };
         let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
-        Affine { granularity, symmetric: self.symmetric, scale_dtype, activations }
+        Affine { codes: Codes::INT8, granularity, symmetric: self.symmetric, scale_dtype, activations }
     }
 
     fn check_weight(&self, name: &str, weight: &Weight) -> Result<()> {

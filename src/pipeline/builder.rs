@@ -8,7 +8,7 @@ use super::{plan, run};
 use crate::error::{Error, Result};
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::{Samples, Step};
+use crate::pass::Step;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
@@ -64,8 +64,9 @@ impl Pipeline {
         plan::plan(self, model)
     }
 
-    pub(super) fn trains(&self) -> bool {
-        self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train))
+    /// Whether a pass keeps unfinished work that an interrupted run can go on with.
+    pub(super) fn keeps_work(&self) -> bool {
+        self.steps.iter().any(|step| step.pass().keeps_work())
     }
 
     /// Runs everything and writes the output folder, which appears whole or not at all.

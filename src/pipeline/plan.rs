@@ -27,6 +27,19 @@ pub struct PassPlan {
     pub unselected: Vec<String>,
 }
 
+/// Memory that it takes to run the model, estimated for one sample of usual size.
+#[derive(Debug, Clone, Serialize)]
+pub struct ModelMemory {
+    /// Bytes, with all parameters in memory.
+    pub whole_bytes: u64,
+    /// Bytes, block by block; nothing where the model cannot be cut into blocks.
+    pub blockwise_bytes: Option<u64>,
+    /// Bytes that models may take: those that were asked for, else what is free; nothing where that is not known.
+    pub limit_bytes: Option<u64>,
+    /// Whether evaluation and calibration run it block by block.
+    pub blockwise: bool,
+}
+
 /// What a run would do and need.
 #[derive(Debug, Clone, Serialize)]
 pub struct Plan {
@@ -52,6 +65,8 @@ pub struct Plan {
     pub peak_rss_bytes: u64,
     /// Most memory of a GPU: 0 where none is used, nothing where it is not known beforehand.
     pub peak_vram_bytes: Option<u64>,
+    /// What running the model takes; nothing where no pass and no evaluation does.
+    pub model_memory: Option<ModelMemory>,
     /// Plain words.
     pub notes: Vec<String>,
 }
@@ -66,6 +81,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
     let (pipeline, after, run) = &pipeline.settled(model)?;
     let samples = pipeline.count_samples(model)?;
     let peak_vram_bytes = pipeline.planned_vram()?;
+    let model_memory = pipeline.planned_model_memory(model)?;
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(after, run)).collect::<Result<_>>()?;
     let threads = pipeline.work().threads as u64;
     let stages = 2 + pipeline.steps.len() as u64;
@@ -100,6 +116,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         output_exact: forecasts.iter().all(|f| f.exact),
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block) + run.memory,
         peak_vram_bytes,
+        model_memory,
         notes: run.notes.iter().chain(run.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
     })
 }

@@ -16,9 +16,8 @@ use crate::model::Model;
 use crate::output::{Staging, Workplace};
 use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::run_state::RunState;
-use crate::store::Encoding;
 use crate::store::writer::{WeightMeasurement, input_hash};
-use crate::store::{Origin, Weight};
+use crate::store::{Affine, Encoding, Origin, Weight};
 use crate::work::Work;
 
 /// Where the description of what a model computes stands, which a pass may change.
@@ -46,7 +45,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     let folder = staging.path();
     require_space(&folder, staging.target(), &forecasts, carry::size(&model)?)?;
-    let workplace = pipeline.trains().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
+    let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
     }
@@ -254,8 +253,11 @@ fn outputs(format: &str, exported: &Exported) -> Vec<OutputFile> {
     exported.files.iter().map(file).collect()
 }
 
-/// Below this a quantized weight has lost more than int8 should cost: 40 dB is usual for a scale per channel.
-const LOW_SQNR_DB: f64 = 20.0;
+/// Below this, in decibels, a quantized weight has lost more than its width should cost: of int8 with a scale per channel 40 are usual,
+/// of int4 in groups of 128 about 20.
+fn low_sqnr(affine: &Affine) -> f64 {
+    if affine.codes.bits() < 8 { 12.0 } else { 20.0 }
+}
 
 /// From this part on, a pruned weight hardly does anything any more.
 const NEARLY_EMPTY: f64 = 0.95;
@@ -263,25 +265,26 @@ const NEARLY_EMPTY: f64 = 0.95;
 fn notes(after: &Model, state: &RunState, exports: &[(&str, Exported)]) -> Vec<String> {
     let mut notes = state.notes.clone();
     notes.extend(state.history.iter().flat_map(|applied| applied.notes.clone()));
-    let (mut low, mut empty) = (BTreeMap::new(), BTreeMap::new());
+    let (mut low, mut empty, mut least_db) = (BTreeMap::new(), BTreeMap::new(), 0f64);
     for (name, seen) in exports.iter().flat_map(|(_, e)| &e.weights) {
         let Some(weight) = after.weights.by_name.get(name).filter(|_| seen.changed) else { continue };
         let elements = weight.elements() as f64;
         let (before, now) = (seen.difference.zeros_before as f64 / elements, seen.difference.zeros_after as f64 / elements);
         if now >= NEARLY_EMPTY && before < NEARLY_EMPTY {
             empty.insert(name.as_str(), -now);
-        } else if let Some(db) = seen
-            .difference
-            .sqnr_db()
-            .filter(|db| weight.origin == Origin::File && weight.encoding != Encoding::Dense && now < before + 0.1 && *db < LOW_SQNR_DB)
+        } else if let (Encoding::Affine(affine), Some(db)) = (&weight.encoding, seen.difference.sqnr_db())
+            && weight.origin == Origin::File
+            && now < before + 0.1
+            && db < low_sqnr(affine)
         {
+            least_db = least_db.max(low_sqnr(affine));
             low.insert(name.as_str(), db);
         }
     }
     let least = |found: &BTreeMap<&str, f64>| found.iter().min_by(|a, b| a.1.total_cmp(b.1)).map(|(name, value)| ((*name).to_owned(), *value));
     if let Some((name, db)) = least(&low) {
         notes.push(format!(
-            "{} of the quantized weights keep less than {LOW_SQNR_DB:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
+            "{} of the quantized weights keep less than {least_db:.0} dB of signal to noise (least: `{name}`, {db:.1} dB); a scale per channel or group, observer: mse, or `ignore` helps",
             low.len()
         ));
     }

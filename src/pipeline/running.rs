@@ -12,20 +12,23 @@ use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use candle_core::Device;
+use candle_core::{DType, Device};
 
 pub use cached_results::{CachedResult, ResultCache};
 pub use starter::starter;
 
 use self::evaluate::Run;
 pub(super) use self::evaluate::check_onnx;
+pub use self::free::memory_limit;
 use super::carry::write_text;
+use super::plan::ModelMemory;
 use super::run::Measured;
 use super::{Builder, Pipeline};
+use crate::analysis;
 use crate::data::{Data, DataSet, DataSets, OpenedSets, Target};
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluate, Runtime, Subject};
-use crate::exec::{Choice, DeviceMemory, MemoryTrace, MemoryTracker};
+use crate::exec::{Choice, DeviceMemory, MemoryNeed, MemoryTrace, MemoryTracker, Residence, Schedule};
 use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
@@ -34,8 +37,9 @@ use crate::pass::{Context, Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
+use crate::store::ByteSize;
 use crate::train::communicator::Place;
-use crate::work::Event;
+use crate::work::{Event, MemoryLimit};
 
 /// Samples of the training data that a pass looks at which needs calibration data and has none of its own.
 const LENT: usize = 128;
@@ -46,6 +50,8 @@ pub(super) struct Running {
     pub data: DataSets,
     pub evaluate: Option<Evaluate>,
     pub device: Choice,
+    /// The memory that models may take, where somebody says so.
+    pub memory: Option<ByteSize>,
     /// The device, once it is open; clones of the pipeline share it.
     opened: Arc<OnceLock<Device>>,
     /// Where results of passes are cached, and whether those of earlier runs may be used without asking.
@@ -59,12 +65,15 @@ impl Running {
     pub fn take(&mut self, recipe: &Recipe) {
         self.data = recipe.data.clone();
         self.evaluate.clone_from(&recipe.evaluate);
+        // What the command line says stands.
+        self.memory = self.memory.or(recipe.memory);
     }
 
     /// Tells it to a recipe, with paths that hold wherever the recipe is.
     pub fn tell(&self, recipe: &mut Recipe) {
         recipe.data = self.data.absolute();
         recipe.evaluate.clone_from(&self.evaluate);
+        recipe.memory = self.memory;
     }
 
     /// Holds what is said of evaluation, and passes that run the model, to the data there is.
@@ -112,6 +121,11 @@ impl Running {
         let place = Place::from_environment().ok().flatten();
         let device = self.device.open_for(place.map_or(0, |place| place.local_rank))?;
         Ok(self.opened.get_or_init(|| device).clone())
+    }
+
+    /// The memory that models may take.
+    pub fn memory(&self) -> Result<MemoryLimit> {
+        Ok(memory_limit(self.memory, &self.device()?))
     }
 
     /// What decides how models run.
@@ -224,6 +238,27 @@ impl Pipeline {
         Ok(self.used_device()?.is_none_or(|device| device.is_cpu()).then_some(0))
     }
 
+    /// What running the model takes, where anything does.
+    ///
+    /// # Errors
+    /// It takes more than was asked for.
+    pub(super) fn planned_model_memory(&self, model: &Model) -> Result<Option<ModelMemory>> {
+        let Some(graph) = self.used_device()?.and_then(|_| model.graph().ok()) else { return Ok(None) };
+        let need = MemoryNeed::of(&graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(&graph));
+        let limit = self.running.memory()?;
+        let schedule = limit.schedule(&[(model.config.model_type(), need.clone())])?;
+        Ok(Some(ModelMemory {
+            whole_bytes: need.whole(),
+            blockwise_bytes: need.uncut.is_none().then(|| need.blockwise()),
+            limit_bytes: limit.bytes,
+            blockwise: schedule != Schedule::Whole,
+        }))
+    }
+
+    fn trains(&self) -> bool {
+        self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Train))
+    }
+
     /// Watches the memory of this process and of the device that models run on.
     pub(super) fn watch(&self) -> Result<Peak> {
         // Fidelity alone is measured where that can be done, and left out where not.
@@ -255,6 +290,7 @@ impl Pipeline {
             seed: self.seed,
             data: &running.data,
             device: running.device()?,
+            memory: running.memory()?,
             memory_tracker: None,
         };
         let mut traces = Vec::new();
@@ -324,6 +360,12 @@ impl Builder {
     /// Where models run; passes over weights need no device.
     pub fn device(mut self, device: Choice) -> Self {
         (self.0.running.device, self.0.running.opened) = (device, Arc::default());
+        self
+    }
+
+    /// The memory that models may take; those that do not fit run block by block. Without it, that is what is free.
+    pub fn memory(mut self, bytes: Option<u64>) -> Self {
+        self.0.running.memory = bytes.map(ByteSize);
         self
     }
 

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Instant;
 
+use super::plan::ModelMemory;
 use super::run::Measured;
 use super::{Check, Pipeline};
 use crate::error::{Error, Result};
@@ -14,6 +15,7 @@ use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak, Report};
 use crate::run_state::RunState;
+use crate::store::ByteSize;
 use crate::work::Work;
 
 /// Nothing: passes over weights need no data and no device.
@@ -21,14 +23,18 @@ use crate::work::Work;
 pub(super) struct Running {
     /// Whether somebody asks for what this build cannot do.
     evaluates: bool,
+    /// Carried along.
+    memory: Option<ByteSize>,
 }
 
 impl Running {
     pub fn take(&mut self, recipe: &Recipe) {
-        self.evaluates = recipe.evaluate.is_some();
+        (self.evaluates, self.memory) = (recipe.evaluate.is_some(), recipe.memory);
     }
 
-    pub fn tell(&self, _recipe: &mut Recipe) {}
+    pub fn tell(&self, recipe: &mut Recipe) {
+        recipe.memory = self.memory;
+    }
 
     pub fn check(&self, _steps: &[Step]) -> Result<()> {
         if self.evaluates {
@@ -69,6 +75,10 @@ impl Pipeline {
 
     pub(super) fn planned_vram(&self) -> Result<Option<u64>> {
         Ok(Some(0))
+    }
+
+    pub(super) fn planned_model_memory(&self, _model: &Model) -> Result<Option<ModelMemory>> {
+        Ok(None)
     }
 
     pub(super) fn watch(&self) -> Result<Peak> {

@@ -1,12 +1,54 @@
-//! Integers with scales: how a quantized weight is described, and read from a file.
+//! Codes with scales: how a quantized weight is described, and read from a file.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Block, BlockSink, DType, RawTensor, View, WeightSource, block_elements};
 use crate::error::Result;
+use crate::kernel::packing;
+
+/// What the codes of a quantized weight are, one byte each while they are worked on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Codes {
+    /// Signed integers of so many bits, 2 to 8, each an int8.
+    Integer(u8),
+    /// Floats of eight bits, see [`narrow`](crate::kernel::narrow).
+    E4m3,
+    /// Floats of four bits in the low half of a byte.
+    E2m1,
+}
+
+impl Codes {
+    /// Integers of eight bits.
+    pub const INT8: Codes = Codes::Integer(8);
+
+    /// Bits of a code where codes are packed.
+    pub fn bits(self) -> u8 {
+        match self {
+            Codes::Integer(bits) => bits,
+            Codes::E4m3 => 8,
+            Codes::E2m1 => 4,
+        }
+    }
+
+    /// Whether they are integers, which may have zero points.
+    pub fn is_integer(self) -> bool {
+        matches!(self, Codes::Integer(_))
+    }
+}
+
+impl std::fmt::Display for Codes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Codes::Integer(bits) => write!(f, "int{bits}"),
+            Codes::E4m3 => f.write_str("fp8"),
+            Codes::E2m1 => f.write_str("fp4"),
+        }
+    }
+}
 
 /// How many elements share a scale.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Granularity {
     /// One scale for the whole tensor.
@@ -15,6 +57,8 @@ pub enum Granularity {
     Channel,
     /// One scale for this many consecutive inputs of a row.
     Group(usize),
+    /// One scale for so many rows and consecutive inputs; the last rows may be fewer. In a [`View`], each row has scales of its own.
+    Block([usize; 2]),
 }
 
 impl Granularity {
@@ -23,9 +67,14 @@ impl Granularity {
         match self {
             Granularity::Tensor => elements,
             Granularity::Channel => row,
-            Granularity::Group(size) => size,
+            Granularity::Group(size) | Granularity::Block([_, size]) => size,
         }
         .max(1)
+    }
+
+    /// Scales of a row, one where rows share them all.
+    pub fn groups(self, row: usize) -> usize {
+        if matches!(self, Granularity::Group(_) | Granularity::Block(_)) { row / self.run(row, row) } else { 1 }
     }
 }
 
@@ -35,8 +84,18 @@ impl Granularity {
 pub enum ActivationScheme {
     /// Int8 with a scale for each token, found while running.
     DynamicToken,
-    /// Eight bits with a scale and a zero point that are known beforehand.
+    /// Eight-bit integers with a scale and a zero point that are known beforehand.
     Static(Static),
+    /// E4M3 with a scale for each token, found while running.
+    Float8Token,
+    /// E4M3 with a scale for each group of so many values of a token, found while running.
+    Float8Group(usize),
+    /// E4M3 with a scale that is known beforehand.
+    Float8Static(Static),
+    /// E2M1 in groups of 32 with powers of two as scales, found while running (MXFP4).
+    Mxfp4,
+    /// E2M1 in groups of 16 with E4M3 scales, found while running, over a global scale that is known beforehand (NVFP4).
+    Nvfp4(Static),
     /// Left as floats.
     None,
 }
@@ -62,9 +121,11 @@ impl Static {
     }
 }
 
-/// `value = (integer - zero_point) * scale`, eight bits, rows of a matrix `[out, in]`.
+/// `value = (code - zero_point) * scale`, rows of a matrix `[out, in]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Affine {
+    /// What the codes are.
+    pub codes: Codes,
     /// How many elements share a scale.
     pub granularity: Granularity,
     /// Whether all zero points are zero (and not stored).
@@ -81,6 +142,8 @@ impl Affine {
     pub fn scheme(&self) -> Affine {
         let activations = match self.activations {
             ActivationScheme::Static(by) => ActivationScheme::Static(Static::new(1.0, by.zero_point.map(|_| 0))),
+            ActivationScheme::Float8Static(_) => ActivationScheme::Float8Static(Static::new(1.0, None)),
+            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(1.0, None)),
             other => other,
         };
         Affine { activations, ..self.clone() }
@@ -93,6 +156,21 @@ impl Affine {
             Granularity::Tensor => vec![1],
             Granularity::Channel => vec![rows, 1],
             Granularity::Group(size) => vec![rows, row / size.max(1)],
+            Granularity::Block([high, wide]) => vec![rows.div_ceil(high.max(1)), row / wide.max(1)],
+        }
+    }
+
+    /// Whether scales are themselves in steps of one over a global scale (NVFP4).
+    pub fn has_global_scale(&self) -> bool {
+        self.codes == Codes::E2m1 && self.scale_dtype == DType::F8_E4M3
+    }
+
+    /// Format of the values, those before having been `dtype`: that of the scales where they are floats of 16 bits or more.
+    pub fn value_dtype(&self, dtype: DType) -> DType {
+        match self.scale_dtype {
+            DType::F8_E4M3 | DType::F8_E8M0 if dtype == DType::F64 => DType::F32,
+            DType::F8_E4M3 | DType::F8_E8M0 => dtype,
+            scale => scale,
         }
     }
 }
@@ -102,16 +180,18 @@ pub fn row(shape: &[usize]) -> usize {
     shape.get(1..).unwrap_or(&[]).iter().fold(1, |n, &size| n.saturating_mul(size))
 }
 
-/// A quantized weight as compressed-tensors stores it, plain or in 32-bit words.
+/// A quantized weight as compressed-tensors stores it, a byte for each code or several in a word.
 #[derive(Debug, Clone)]
 pub struct IntegerFile {
-    /// The integers: I8 `[out, in]`, or I32 `[out, ceil(in / 4)]` when packed.
+    /// The codes: I8 or F8_E4M3 `[out, in]`; when packed, integers I32 `[out, ceil(in · bits / 32)]`, E2M1 U8 `[out, in / 2]`.
     pub values: RawTensor,
     /// The scales.
     pub scales: RawTensor,
-    /// The zero points, I8.
+    /// The zero points: I8 in the shape of the scales, or I32 `[ceil(out · bits / 32), groups]`, packed down the outputs.
     pub zero_points: Option<RawTensor>,
-    /// Whether four integers, each plus 128, share a word.
+    /// The number that scales are in steps of one over; 1 where there is none.
+    pub global_scale: f32,
+    /// Whether codes share words, see [`packing`].
     pub packed: bool,
     /// Shape `[out, in]`.
     pub shape: Vec<usize>,
@@ -125,7 +205,12 @@ impl WeightSource for IntegerFile {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let row = row(&self.shape);
         let rows = if row == 0 { 0 } else { self.shape.first().copied().unwrap_or(1) };
-        let stored = if self.packed { row.next_multiple_of(4) } else { row };
+        let bits = self.affine.codes.bits();
+        let stored = match self.affine.codes {
+            Codes::E2m1 => row.div_ceil(2),
+            _ if self.packed => 4 * packing::words(row, bits),
+            _ => row,
+        };
         let step = block_elements(row) / row.max(1);
         let mut parameters = Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
         let (mut words, mut unpacked) = (Vec::new(), Vec::new());
@@ -134,16 +219,20 @@ impl WeightSource for IntegerFile {
             words.resize(count * stored, 0);
             self.values.read_at((start * stored) as u64, &mut words)?;
             let values = if self.packed {
-                unpacked.clear();
-                for words in words.chunks_exact(stored) {
-                    unpacked.extend(words[..row].iter().map(|b| b ^ 0x80));
+                unpacked.resize(count * row, 0);
+                for (words, values) in words.chunks_exact(stored).zip(unpacked.chunks_exact_mut(row)) {
+                    match self.affine.codes {
+                        Codes::E2m1 => packing::from_halves(words, values),
+                        _ => packing::unpack(words, bits, values),
+                    }
                 }
                 &unpacked
             } else {
                 &words
             };
             let (scales, zero_points) = parameters.next(values.len())?;
-            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points }))?;
+            let global_scale = self.global_scale;
+            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points, global_scale }))?;
         }
         Ok(())
     }
@@ -157,21 +246,41 @@ pub(super) struct Parameters<'a> {
     position: usize,
     scales: Vec<u8>,
     zero_points: Vec<u8>,
+    words: Vec<u8>,
 }
 
 impl<'a> Parameters<'a> {
     pub(super) fn new(affine: &'a Affine, row: usize, scales: &'a RawTensor, zero_points: Option<&'a RawTensor>) -> Self {
-        Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new() }
+        Self { affine, row, files: (scales, zero_points), position: 0, scales: Vec::new(), zero_points: Vec::new(), words: Vec::new() }
     }
 
     pub(super) fn next(&mut self, elements: usize) -> Result<(&[u8], &[u8])> {
         let count = if self.affine.granularity == Granularity::Tensor { 1 } else { elements / self.affine.granularity.run(self.row, elements) };
         let size = self.affine.scale_dtype.bitsize() / 8;
         self.scales.resize(count * size, 0);
-        self.files.0.read_at((self.position * size) as u64, &mut self.scales)?;
+        if let Granularity::Block([high, _]) = self.affine.granularity {
+            // Rows of a block share the scales of one row of the file.
+            let line = self.affine.granularity.groups(self.row) * size;
+            let (first, rows) = (self.position * size / line.max(1), (count * size).checked_div(line).unwrap_or(0));
+            for (row, scales) in (first..first + rows).zip(self.scales.chunks_exact_mut(line.max(1))) {
+                self.files.0.read_at((row / high.max(1) * line) as u64, scales)?;
+            }
+        } else {
+            self.files.0.read_at((self.position * size) as u64, &mut self.scales)?;
+        }
         if let Some(file) = self.files.1 {
             self.zero_points.resize(count, 0);
-            file.read_at(self.position as u64, &mut self.zero_points)?;
+            if file.dtype == DType::I32 {
+                let bits = self.affine.codes.bits();
+                let columns = (self.row / self.affine.granularity.run(self.row, elements)).max(1);
+                let (first, rows) = (self.position / columns, count / columns);
+                let (from, to) = (first * usize::from(bits) / 32, packing::words(first + rows, bits));
+                self.words.resize(4 * columns * (to - from), 0);
+                file.read_at((4 * columns * from) as u64, &mut self.words)?;
+                packing::unpack_columns(&self.words, columns, bits, first, &mut self.zero_points);
+            } else {
+                file.read_at(self.position as u64, &mut self.zero_points)?;
+            }
         }
         if self.affine.granularity != Granularity::Tensor {
             self.position += count;

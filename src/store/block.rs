@@ -1,8 +1,9 @@
 //! A weight on its way from disk to disk: a run of elements at a time.
 
+use super::Codes;
 use super::{Affine, DType};
 use crate::error::Result;
-use crate::kernel::{bitmask, convert, quantize, scan, with_float};
+use crate::kernel::{bitmask, convert, narrow, quantize, scan, with_float};
 
 /// Elements of a block, unless a larger unit is asked for. Small enough that a block stays in the
 /// second-level cache while every stage of a chain works on it.
@@ -60,7 +61,7 @@ impl WeightSource for Bytes {
 pub struct View<'a> {
     /// Of the elements when dense, of the values that they stand for when quantized.
     pub dtype: DType,
-    /// The elements: floats, or int8 when quantized.
+    /// The elements: floats, or codes of a byte each when quantized.
     pub values: &'a [u8],
     /// How they are quantized, with the length of a row.
     pub affine: Option<(&'a Affine, usize)>,
@@ -68,12 +69,14 @@ pub struct View<'a> {
     pub scales: &'a [u8],
     /// Zero points (int8), as many as scales; empty when symmetric.
     pub zero_points: &'a [u8],
+    /// What scales are in steps of one over (NVFP4); else 1.
+    pub global_scale: f32,
 }
 
 impl<'a> View<'a> {
     /// Plain elements.
     pub fn dense(dtype: DType, values: &'a [u8]) -> Self {
-        Self { dtype, values, affine: None, scales: &[], zero_points: &[] }
+        Self { dtype, values, affine: None, scales: &[], zero_points: &[], global_scale: 1.0 }
     }
 
     /// Number of elements (of bytes, for types narrower than a byte).
@@ -98,7 +101,12 @@ impl<'a> View<'a> {
             let index = at / run;
             let stop = end.min((index + 1) * run);
             let (scale, zero) = self.parameters(affine, index);
-            quantize::dequantize(&self.values[at..stop], &mut output[at - start..stop - start], scale, zero);
+            let (codes, output) = (&self.values[at..stop], &mut output[at - start..stop - start]);
+            match affine.codes {
+                Codes::Integer(_) => quantize::dequantize(codes, output, scale, zero),
+                Codes::E4m3 => narrow::dequantize_e4m3(codes, output, scale),
+                Codes::E2m1 => narrow::dequantize_e2m1(codes, output, scale),
+            }
             at = stop;
         }
         true
@@ -107,6 +115,11 @@ impl<'a> View<'a> {
     /// How many elements are zero, of either sign; types narrower than a byte and pairs of floats are not looked into.
     pub fn zeros(&self) -> u64 {
         if let Some((affine, row)) = self.affine {
+            match affine.codes {
+                Codes::Integer(_) => {}
+                Codes::E4m3 => return scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 0x80),
+                Codes::E2m1 => return scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 8),
+            }
             let run = affine.granularity.run(row, self.values.len());
             let zero_point = |index: usize| self.zero_points.get(index).copied().unwrap_or(0);
             return self.values.chunks(run).enumerate().map(|(index, values)| scan::count_bytes(values, zero_point(index))).sum();
@@ -121,13 +134,13 @@ impl<'a> View<'a> {
         })
     }
 
-    /// Scale and zero point number `index`.
+    /// Scale and zero point number `index`, the scale as codes are multiplied with it.
     pub fn parameters(&self, affine: &Affine, index: usize) -> (f32, f32) {
         let size = affine.scale_dtype.bitsize() / 8;
         let mut scale = [0.0];
-        let decoded = convert::decode(affine.scale_dtype, &self.scales[index * size..(index + 1) * size], &mut scale);
+        let decoded = convert::decode_scales(affine.scale_dtype, &self.scales[index * size..(index + 1) * size], &mut scale);
         debug_assert!(decoded, "scales are floats");
-        (scale[0], self.zero_points.get(index).map_or(0.0, |&z| f32::from(z as i8)))
+        (scale[0] / self.global_scale, self.zero_points.get(index).map_or(0.0, |&z| f32::from(z as i8)))
     }
 
     /// Whether both are the same memory, so that nothing has changed.

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::header::{Entry, Header, MAX_HEADER};
-use super::{Block, BlockSink, DType, View, WeightSource, block_elements};
+use super::{Block, BlockSink, DType, View, WeightSource, WordsLabel, block_elements};
 use crate::error::{Error, Result};
 
 /// The only file of an unsharded checkpoint.
@@ -139,6 +139,8 @@ pub struct Checkpoint {
     pub metadata: BTreeMap<String, String>,
     /// The safetensors files, in order.
     pub files: Vec<PathBuf>,
+    /// What the configuration beside them says of words of GPTQ and AWQ.
+    pub words: WordsLabel,
 }
 
 #[derive(Deserialize)]

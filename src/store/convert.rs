@@ -76,7 +76,10 @@ impl WeightSource for Rescaled {
             let count = block.now.scales.len() / (from.scale_dtype.bitsize() / 8);
             scales.resize(count, 0f32);
             bytes.resize(count * dtype.bitsize() / 8, 0);
-            if !(convert::decode(from.scale_dtype, block.now.scales, &mut scales) && convert::from_f32(dtype, &scales, &mut bytes)) {
+            if !(block.now.global_scale == 1.0
+                && convert::decode(from.scale_dtype, block.now.scales, &mut scales)
+                && convert::from_f32(dtype, &scales, &mut bytes))
+            {
                 return Err(Error::tensor(&self.name, format!("has scales that cannot become {dtype}"), ""));
             }
             sink(block.becomes(View { dtype, affine: Some((&self.affine, row)), scales: &bytes, ..block.now }))

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{Affine, BlockSink, DType, Encoding, Granularity, Origin, View, Weight, WeightSource, least_common_multiple};
 use crate::error::{Error, Result};
-use crate::kernel::convert;
+use crate::kernel::{convert, packing};
 
 /// Bytes of floats, in the place of a weight that is gone over beside them: what was read is told with what it became.
 struct InMemory {
@@ -33,6 +33,7 @@ struct InMemoryIntegers {
     integers: Vec<u8>,
     scales: Vec<u8>,
     zero_points: Vec<u8>,
+    global_scale: f32,
 }
 
 impl WeightSource for InMemoryIntegers {
@@ -54,6 +55,7 @@ impl WeightSource for InMemoryIntegers {
                 affine: Some((&self.affine, self.row)),
                 scales: &self.scales[from * size..to * size],
                 zero_points,
+                global_scale: self.global_scale,
             }))
         })
     }
@@ -68,6 +70,8 @@ pub struct Scales {
     pub scales: Vec<f32>,
     /// The integers that stand for zero.
     pub zero_points: Vec<f32>,
+    /// What the scales are in steps of one over (NVFP4); 1 elsewhere.
+    pub global_scale: f32,
 }
 
 impl Weight {
@@ -89,10 +93,12 @@ impl Weight {
     /// Reading fails.
     pub fn scales(&self) -> Result<Option<Scales>> {
         let Encoding::Affine(affine) = &self.encoding else { return Ok(None) };
-        let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new() };
+        let mut found = Scales { run: affine.granularity.run(self.row(), self.elements()), scales: Vec::new(), zero_points: Vec::new(), global_scale: 1.0 };
         self.visit(self.row(), &mut |block| {
             let count = if affine.granularity == Granularity::Tensor { usize::from(found.scales.is_empty()) } else { block.now.elements() / found.run };
-            for (scale, zero) in (0..count).map(|index| block.now.parameters(affine, index)) {
+            found.global_scale = block.now.global_scale;
+            let view = super::View { global_scale: 1.0, ..block.now };
+            for (scale, zero) in (0..count).map(|index| view.parameters(affine, index)) {
                 found.scales.push(scale);
                 found.zero_points.push(zero);
             }
@@ -101,33 +107,53 @@ impl Weight {
         Ok(Some(found))
     }
 
-    /// The same quantized weight with other integers and scales.
+    /// The same quantized weight with other integers and scales, which were learned.
     ///
     /// # Errors
     /// The weight is not quantized, or there are not as many.
     pub fn with_integers(&self, name: &str, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
         let Encoding::Affine(affine) = &self.encoding else { return Err(Error::tensor(name, "is not quantized", "")) };
+        Ok(self.quantized(name, affine.clone(), integers, scales)?.of_origin(Origin::Learned))
+    }
+
+    /// This weight, of whatever encoding, as integers `[out, in]` and scales that were computed for it. It is measured against what it was.
+    ///
+    /// # Errors
+    /// There are not as many as the shape and `affine` ask for, or they are no integers of its width.
+    pub fn quantized(&self, name: &str, affine: Affine, integers: Vec<i8>, scales: &Scales) -> Result<Weight> {
         let mut bytes = vec![0; scales.scales.len() * affine.scale_dtype.bitsize() / 8];
-        if integers.len() != self.elements() || !convert::from_f32(affine.scale_dtype, &scales.scales, &mut bytes) {
-            return Err(Error::tensor(name, "has another number of elements, or scales in another format", ""));
+        let row = self.row();
+        let count = if affine.granularity == Granularity::Tensor { 1 } else { affine.granularity.groups(row) * self.elements().checked_div(row).unwrap_or(0) };
+        let whole = affine.granularity.run(self.row(), self.elements()) * count == self.elements();
+        let zero_points: Vec<u8> = scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect();
+        let zeros = if affine.symmetric { zero_points.iter().all(|zero| *zero == 0) } else { zero_points.len() == count };
+        let fits = whole && integers.len() == self.elements() && scales.scales.len() == count && zeros;
+        if !fits || !convert::encode_scales(affine.scale_dtype, &scales.scales, &mut bytes) {
+            return Err(Error::tensor(name, "has another number of elements, or scales in another number or format", ""));
+        }
+        let dtype = affine.value_dtype(self.dtype);
+        let integers: Vec<u8> = integers.into_iter().map(|integer| integer as u8).collect();
+        if affine.codes.is_integer() && !packing::fits(&integers, affine.codes.bits()) {
+            return Err(Error::tensor(name, format!("holds integers that are no {}", affine.codes), ""));
         }
         let source = InMemoryIntegers {
             before: self.clone(),
-            dtype: self.dtype,
+            dtype,
             affine: affine.clone(),
-            row: self.row(),
-            integers: integers.into_iter().map(|integer| integer as u8).collect(),
+            row,
+            integers,
             scales: bytes,
-            zero_points: scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect(),
+            zero_points,
+            global_scale: scales.global_scale,
         };
-        Ok(self.then(self.dtype, self.encoding.clone(), Arc::new(source)).of_origin(Origin::Learned))
+        Ok(self.then(dtype, Encoding::Affine(affine), Arc::new(source)))
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::{ActivationScheme, Block, block_elements};
+    use crate::store::{ActivationScheme, Block, Codes, block_elements};
 
     /// Zeros, in blocks as a file gives them.
     struct Zeros(DType, usize);
@@ -144,13 +170,14 @@ mod tests {
     fn integers_come_back_with_their_scales() {
         for granularity in [Granularity::Tensor, Granularity::Channel, Granularity::Group(50)] {
             for symmetric in [true, false] {
-                let affine = Affine { granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
+                let affine = Affine { codes: Codes::INT8, granularity, symmetric, scale_dtype: DType::F32, activations: ActivationScheme::None };
                 let (rows, row) = (3000, 100);
                 let weight = Weight::new(DType::F32, vec![rows, row], Encoding::Affine(affine), Arc::new(Zeros(DType::F32, rows * row)));
                 let run = granularity.run(row, rows * row);
                 let count = rows * row / run;
                 let zero = |i: usize| if symmetric { 0.0 } else { (i % 11) as f32 - 5.0 };
-                let scales = Scales { run, scales: (1..=count).map(|i| i as f32 / 64.0).collect(), zero_points: (0..count).map(zero).collect() };
+                let scales =
+                    Scales { run, scales: (1..=count).map(|i| i as f32 / 64.0).collect(), zero_points: (0..count).map(zero).collect(), global_scale: 1.0 };
                 let integers: Vec<i8> = (0..rows * row).map(|i| (i * 31 % 255) as u8 as i8).collect();
                 let held = weight.with_integers("w", integers.clone(), &scales).unwrap();
                 assert_eq!(held.scales().unwrap().unwrap(), scales);
@@ -159,6 +186,43 @@ mod tests {
                     assert_eq!(*value, (f32::from(integers[i]) - scales.zero_points[i / run]) * scales.scales[i / run]);
                 }
             }
+        }
+    }
+
+    #[test]
+    fn computed_integers_come_back_from_a_file_in_every_width() {
+        use crate::store::writer::{FileLayout, Item, write};
+        use crate::store::{Checkpoint, StorageFormat, Weights};
+        use crate::work::{Cancel, Silent, Work};
+
+        let (rows, row) = (45, 96);
+        let before = Weight::new(DType::BF16, vec![rows, row], Encoding::Dense, Arc::new(Zeros(DType::BF16, rows * row)));
+        for (bits, granularity, symmetric) in
+            (2..=8).flat_map(|bits| [Granularity::Channel, Granularity::Group(32)].into_iter().flat_map(move |by| [(bits, by, true), (bits, by, false)]))
+        {
+            let folder = tempfile::tempdir().unwrap();
+            let [least, most] = packing::range(bits).map(i64::from);
+            let affine = Affine { codes: Codes::Integer(bits), granularity, symmetric, scale_dtype: DType::BF16, activations: ActivationScheme::None };
+            let integers: Vec<i8> = (0..rows * row).map(|i| (least + i as i64 * 31 % (most - least + 1)) as i8).collect();
+            let run = granularity.run(row, rows * row);
+            let zero = |i: usize| if symmetric { 0.0 } else { (least + i as i64 % (most - least + 1)) as f32 };
+            let count = rows * row / run;
+            let scales =
+                Scales { run, scales: (1..=count).map(|i| i as f32 / 128.0).collect(), zero_points: (0..count).map(zero).collect(), global_scale: 1.0 };
+            let held = before.quantized("w", affine.clone(), integers.clone(), &scales).unwrap();
+            assert_eq!((held.describe().contains(&format!("int{bits} ")), held.origin), (true, Origin::File));
+            let items = [Item { name: "w".into(), weight: held.clone(), storage_format: StorageFormat::Packed }];
+            let layout = FileLayout::new(&items, &Default::default(), u64::MAX).unwrap();
+            write(folder.path(), &items, &layout, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
+            let read = Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| Some(bits)).unwrap();
+            let again = before.reread("w", read.get("w").unwrap().clone());
+            assert_eq!(again.encoding, Encoding::Affine(affine.clone()));
+            assert_eq!((again.scales().unwrap().unwrap(), again.floats("w").unwrap()), (scales.clone(), held.floats("w").unwrap()));
+            if bits < 8 {
+                let wide = integers.iter().map(|q| q.saturating_mul(2)).collect();
+                assert!(before.quantized("w", affine.clone(), wide, &scales).is_err(), "{bits}");
+            }
+            assert!(before.quantized("w", affine, integers[1..].to_vec(), &scales).is_err());
         }
     }
 

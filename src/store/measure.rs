@@ -2,7 +2,7 @@
 
 use super::convert::RUN;
 use super::writer::WeightMeasurement;
-use super::{Block, DType, View};
+use super::{Block, Codes, DType, View};
 use crate::kernel::compare::{self, Difference};
 use crate::kernel::{Float, scan, with_float};
 
@@ -89,6 +89,15 @@ impl Measure {
         // Integers are finite, their scales need not be.
         let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
         seen.nonfinite += with_float!(dtype, F => scan::nonfinite::<F>(floats), else 0);
+        if let Some((affine, _)) = before.affine {
+            let nans = |bytes, codes: &[u8]| codes.iter().map(|nan| scan::count_bytes(bytes, *nan)).sum::<u64>();
+            seen.nonfinite += if affine.codes == Codes::E4m3 { nans(before.values, &[0x7F, 0xFF]) } else { 0 };
+            seen.nonfinite += match affine.scale_dtype {
+                DType::F8_E4M3 => nans(before.scales, &[0x7F, 0xFF]),
+                DType::F8_E8M0 => nans(before.scales, &[0xFF]),
+                _ => 0,
+            };
+        }
         if now.is(before) && now.affine.is_none() {
             let zeros = now.zeros();
             seen.difference.zeros_before += zeros;
@@ -129,7 +138,8 @@ impl Measure {
             (None, None) if before.dtype == now.dtype => {
                 with_float!(now.dtype, F => Some(compare::elements::<F>(&before.values[range(F::SIZE)], &now.values[range(F::SIZE)])), else None)
             }
-            (None, Some((affine, row))) if affine.granularity.run(row, now.values.len()) >= LONG => with_float!(before.dtype, F => {
+            (None, Some((affine, row))) if affine.codes.is_integer() && affine.granularity.run(row, now.values.len()) >= LONG => {
+                with_float!(before.dtype, F => {
                 let run = affine.granularity.run(row, now.values.len());
                 let mut sums = Difference::default();
                 let (mut at, end) = (start, start + count);
@@ -140,7 +150,8 @@ impl Measure {
                     at = stop;
                 }
                 Some(sums)
-            }, else None),
+            }, else None)
+            }
             _ => {
                 self.before.resize(count, 0.0);
                 self.after.resize(count, 0.0);

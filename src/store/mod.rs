@@ -4,6 +4,7 @@
 //! Knows no op, no architecture and no pass.
 
 mod affine;
+mod assemble;
 mod bias;
 mod block;
 pub mod checkpoint;
@@ -11,6 +12,7 @@ pub mod checkpoint;
 pub mod compressed;
 pub(crate) mod content_key;
 mod convert;
+mod gptq;
 pub mod hash;
 pub mod header;
 mod in_memory;
@@ -27,12 +29,13 @@ mod verified_file;
 mod weight;
 pub mod writer;
 
-pub use affine::{ActivationScheme, Affine, Granularity, IntegerFile, Static};
+pub use affine::{ActivationScheme, Affine, Codes, Granularity, IntegerFile, Static};
 pub use bias::Bias;
 pub use block::{BLOCK, Block, BlockSink, Bytes, View, WeightSource, block_elements, least_common_multiple};
 pub use checkpoint::{Checkpoint, RawTensor};
 pub use content_key::ContentKey;
 pub use convert::{Decoded, Rescaled};
+pub use gptq::WordsLabel;
 pub use in_memory::Scales;
 pub use measure::ValueHistogram;
 pub use scaled::{Computed, Scaled, Transposed};

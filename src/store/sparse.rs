@@ -130,6 +130,8 @@ pub struct SparseInteger {
     pub zero_points: Option<RawTensor>,
     /// How scales are shared.
     pub affine: Affine,
+    /// The number that scales are in steps of one over; 1 where there is none.
+    pub global_scale: f32,
     /// Format of the values that the integers stand for.
     pub dtype: DType,
 }
@@ -140,16 +142,24 @@ impl WeightSource for SparseInteger {
         let mut parameters = super::affine::Parameters::new(&self.affine, row, &self.scales, self.zero_points.as_ref());
         self.values.blocks(row, &mut |values| {
             let (scales, zero_points) = parameters.next(values.len())?;
-            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points }))
+            let global_scale = self.global_scale;
+            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points, global_scale }))
         })
     }
 }
 
 /// Any of the forms that a quantized weight is read from.
-pub fn integer_source(values: IntegerValues, scales: RawTensor, zero_points: Option<RawTensor>, affine: Affine, dtype: DType) -> Arc<dyn WeightSource> {
+pub fn integer_source(
+    values: IntegerValues,
+    scales: RawTensor,
+    zero_points: Option<RawTensor>,
+    global_scale: f32,
+    affine: Affine,
+    dtype: DType,
+) -> Arc<dyn WeightSource> {
     match values {
-        IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, affine, dtype }),
-        IntegerValues::Plain { values, packed, shape } => Arc::new(IntegerFile { values, scales, zero_points, packed, shape, affine, dtype }),
+        IntegerValues::Sparse(values) => Arc::new(SparseInteger { values, scales, zero_points, global_scale, affine, dtype }),
+        IntegerValues::Plain { values, packed, shape } => Arc::new(IntegerFile { values, scales, zero_points, global_scale, packed, shape, affine, dtype }),
     }
 }
 

@@ -1,24 +1,23 @@
-//! How a logical weight is spelled as tensors of a file, and read back.
+//! How a logical weight is spelled as tensors of a file; `assemble` is the way back.
 //!
 //! | format | tensors of `x.weight` |
 //! | --- | --- |
 //! | plain | `x.weight` |
 //! | integer | `x.weight` I8, `x.weight_scale`, asymmetric also `x.weight_zero_point` I8; of static activations `x.input_scale`, `x.input_zero_point` I8 |
-//! | packed | `x.weight_packed` I32, `x.weight_scale`, `x.weight_shape` I64 |
+//! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one for each block; of static activations `x.input_scale` |
+//! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 beside `x.weight_global_scale` F32 (NVFP4; of static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
+//! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, asymmetric also `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
 //!
-//! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors.
+//! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors, FP8 `float-quantized`, FP4
+//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::sync::Arc;
-
-use super::affine::row;
-use super::sparse::{self, IntegerValues, SparseFile};
-use super::{ActivationScheme, Affine, Checkpoint, DType, Encoding, Granularity, RawTensor, Static, View, Weight, WeightSource, Weights};
+use super::{Codes, DType, Encoding, Granularity, View, Weight};
 use crate::error::{Error, Result};
-use crate::kernel::{bitmask, convert};
+use crate::kernel::{bitmask, packing};
 
 /// One tensor of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,7 +35,7 @@ pub struct StoredTensor {
 pub enum StorageFormat {
     /// As it is: dense elements, or integers with their scales beside them.
     Plain,
-    /// Integers, four to a 32-bit word.
+    /// Integers in 32-bit words, see [`packing`]; zero points likewise, down the outputs. Codes of four bits two in a byte.
     Packed,
     /// A mask, and this many elements that are not zero.
     Sparse {
@@ -55,13 +54,22 @@ impl StorageFormat {
             Encoding::Dense => None,
             Encoding::Affine(affine) => Some(affine),
         };
-        let dtype = if integers.is_some() { DType::I8 } else { weight.dtype };
+        let codes = integers.map(|affine| affine.codes);
+        let dtype = match codes {
+            None => weight.dtype,
+            Some(Codes::Integer(_)) => DType::I8,
+            Some(Codes::E4m3) => DType::F8_E4M3,
+            Some(Codes::E2m1) => DType::U8,
+        };
         let shape = weight.shape.clone();
         let mut parts = match self {
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
+            StorageFormat::Packed if codes == Some(Codes::E2m1) => {
+                vec![part("_packed", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])]
+            }
             StorageFormat::Packed => vec![
-                part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(4)]),
+                part("_packed", DType::I32, vec![shape.first().copied().unwrap_or(1), packing::words(weight.row(), weight.code_bits())]),
                 part("_shape", DType::I64, vec![shape.len()]),
             ],
             StorageFormat::Sparse { kept } => vec![
@@ -75,17 +83,27 @@ impl StorageFormat {
             if self == StorageFormat::Transposed {
                 shape.reverse();
             }
-            parts.push(part("_scale", affine.scale_dtype, shape.clone()));
+            // Powers of two are bytes to those who read them.
+            let scale_dtype = if affine.scale_dtype == DType::F8_E8M0 { DType::U8 } else { affine.scale_dtype };
+            parts.push(part("_scale", scale_dtype, shape.clone()));
+            if affine.has_global_scale() {
+                parts.push(part("_global_scale", DType::F32, vec![1]));
+            }
             if !affine.symmetric {
-                parts.push(part("_zero_point", DType::I8, shape));
+                let packed = self == StorageFormat::Packed;
+                if let (true, Some(rows)) = (packed, shape.first_mut()) {
+                    *rows = packing::words(*rows, affine.codes.bits());
+                }
+                parts.push(part("_zero_point", if packed { DType::I32 } else { DType::I8 }, shape));
             }
         }
         parts
     }
 
-    fn value_parts(self) -> usize {
+    fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
             StorageFormat::Plain | StorageFormat::Transposed => 1,
+            StorageFormat::Packed if codes == Some(Codes::E2m1) => 1,
             StorageFormat::Packed => 2,
             StorageFormat::Sparse { .. } => 3,
         }
@@ -94,32 +112,51 @@ impl StorageFormat {
 
 /// Turns the blocks of one weight into the bytes of its parts.
 pub(super) struct Emitter {
+    name: String,
     storage_format: StorageFormat,
     shape: Vec<usize>,
+    bits: u8,
+    codes: Option<Codes>,
+    /// Rows that share their scales.
+    high: usize,
+    /// Rows that have come.
+    rows: usize,
     row: usize,
+    /// Scales of a row.
+    groups: usize,
     size: usize,
     scale_size: usize,
     started: bool,
     pending: Vec<u8>,
-    /// Scales and zero points that wait for the end, to be transposed.
+    /// Scales and zero points that wait for the end, to be transposed; zero points that wait for whole words.
     parameters: [Vec<u8>; 2],
     mask: Vec<u8>,
     values: Vec<u8>,
 }
 
+/// Rows whose packed zero points are whole words, whatever the number of bits.
+const WORD_ROWS: usize = 32;
+
 /// Receives bytes of the part with this number.
 pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
 
 impl Emitter {
-    pub(super) fn new(storage_format: StorageFormat, weight: &Weight) -> Self {
-        let (size, scale_size) = match &weight.encoding {
-            Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0),
-            Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8),
+    pub(super) fn new(name: &str, storage_format: StorageFormat, weight: &Weight) -> Self {
+        let (size, scale_size, groups) = match &weight.encoding {
+            Encoding::Dense => ((weight.dtype.bitsize() / 8).max(1), 0, 0),
+            Encoding::Affine(affine) => (1, affine.scale_dtype.bitsize() / 8, affine.scale_shape(&weight.shape).get(1).copied().unwrap_or(1)),
         };
+        let affine = if let Encoding::Affine(affine) = &weight.encoding { Some(affine) } else { None };
         Self {
+            codes: affine.map(|affine| affine.codes),
+            high: affine.map_or(1, |affine| if let Granularity::Block([high, _]) = affine.granularity { high.max(1) } else { 1 }),
+            rows: 0,
+            name: name.to_owned(),
             storage_format,
             shape: weight.shape.clone(),
+            bits: weight.code_bits(),
             row: weight.row(),
+            groups,
             size,
             scale_size,
             started: false,
@@ -132,19 +169,28 @@ impl Emitter {
 
     pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
         let first = !std::mem::replace(&mut self.started, true);
-        if first && self.storage_format.value_parts() > 1 {
+        if first && self.storage_format.value_parts(self.codes) > 1 {
             let shape: Vec<u8> = self.shape.iter().flat_map(|&d| (d as i64).to_le_bytes()).collect();
             sink(1, &shape)?;
         }
         match self.storage_format {
             StorageFormat::Plain => sink(0, view.values)?,
             StorageFormat::Transposed => self.pending.extend_from_slice(view.values),
-            StorageFormat::Packed => {
+            StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {
                 self.values.clear();
-                for row in view.values.chunks_exact(self.row.max(1)) {
-                    self.values.extend(row.iter().map(|b| b ^ 0x80));
-                    self.values.resize(self.values.len().next_multiple_of(4), 0);
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::to_halves(row, &mut self.values));
+                sink(0, &self.values)?;
+            }
+            StorageFormat::Packed => {
+                if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
+                    return Err(Error::tensor(
+                        &self.name,
+                        format!("holds integers of more than {} bits, which its encoding says it has", self.bits),
+                        "set `num_bits: 8` in the quantization_config of the input, or start from the original checkpoint",
+                    ));
                 }
+                self.values.clear();
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack(row, self.bits, &mut self.values));
                 sink(0, &self.values)?;
             }
             StorageFormat::Sparse { .. } => self.sparse(view.values, sink)?,
@@ -152,19 +198,49 @@ impl Emitter {
         if let Some((affine, _)) = view.affine
             && (first || affine.granularity != Granularity::Tensor)
         {
-            let at = self.storage_format.value_parts();
+            let at = self.storage_format.value_parts(self.codes);
             if self.storage_format == StorageFormat::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
                 let [scales, zero_points] = &mut self.parameters;
                 scales.extend_from_slice(view.scales);
                 zero_points.extend_from_slice(view.zero_points);
                 return Ok(());
             }
-            sink(at, view.scales)?;
-            if !affine.symmetric {
+            if self.high > 1 {
+                let line = self.groups.max(1).saturating_mul(self.scale_size);
+                for scales in view.scales.chunks_exact(line.max(1)) {
+                    let shown = self.rows.is_multiple_of(self.high);
+                    self.rows = self.rows.saturating_add(1);
+                    if shown {
+                        sink(at, scales)?;
+                    }
+                }
+            } else {
+                sink(at, view.scales)?;
+            }
+            if first && affine.has_global_scale() {
+                sink(at.saturating_add(1), &view.global_scale.to_le_bytes())?;
+            }
+            if !affine.symmetric && self.storage_format == StorageFormat::Packed {
+                let [_, zero_points] = &mut self.parameters;
+                zero_points.extend_from_slice(view.zero_points);
+                self.pack_zero_points(WORD_ROWS, sink)?;
+            } else if !affine.symmetric {
                 sink(at.saturating_add(1), view.zero_points)?;
             }
         }
         Ok(())
+    }
+
+    /// Zero points of as many times `rows` rows as there are, in words down the outputs.
+    fn pack_zero_points(&mut self, rows: usize, sink: PartSink) -> Result<()> {
+        let groups = self.groups.max(1);
+        let [_, zero_points] = &mut self.parameters;
+        let whole = zero_points.len().checked_div(groups.saturating_mul(rows)).unwrap_or(0).saturating_mul(groups).saturating_mul(rows);
+        let rest = zero_points.split_off(whole);
+        self.values.clear();
+        packing::pack_columns(zero_points, groups, self.bits, &mut self.values);
+        *zero_points = rest;
+        sink(self.storage_format.value_parts(self.codes).saturating_add(1), &self.values)
     }
 
     /// Mask bytes hold eight elements, blocks any number: what is left over waits for the next block.
@@ -199,6 +275,11 @@ impl Emitter {
     pub(super) fn finish(&mut self, sink: PartSink) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
         match self.storage_format {
+            StorageFormat::Packed => {
+                let [_, zero_points] = &self.parameters;
+                let rows = zero_points.len().checked_div(self.groups.max(1)).unwrap_or(0);
+                if rows > 0 { self.pack_zero_points(rows, sink) } else { Ok(()) }
+            }
             _ if pending.is_empty() => Ok(()),
             StorageFormat::Transposed => {
                 let rows = pending.len().checked_div(self.row.saturating_mul(self.size)).unwrap_or(0);
@@ -234,166 +315,4 @@ impl Emitter {
         }
         Ok(())
     }
-}
-
-/// Puts the tensors of a checkpoint together into logical weights.
-pub(super) fn assemble(mut checkpoint: Checkpoint) -> Result<Weights> {
-    let mut weights = Weights::default();
-    let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
-    if let Some(name) = checkpoint.tensors.keys().find_map(|name| name.strip_suffix(".compressed").filter(|name| masked(name))) {
-        return Err(Error::tensor(
-            name,
-            "is stored as a bitmask and values of compressed-tensors, which is not read",
-            "start from the original checkpoint, or have a compressed-tensors before 0.15 decompress it (ModelCompressor.decompress_model) and save that",
-        ));
-    }
-    let mut sparse_values = Vec::new();
-    if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
-        if version != sparse::VERSION {
-            let file = checkpoint.files.first().map_or(String::new(), |path| format!("{}: ", path.display()));
-            return Err(Error::Unsupported {
-                what: format!("{file}sparse layout version {version}"),
-                hint: format!("this version of compress reads layout {}", sparse::VERSION),
-            });
-        }
-        let names: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".bitmask")).map(str::to_owned).collect();
-        for name in names {
-            let values = SparseFile::take(&mut checkpoint, &name)?;
-            sparse_values.push((name, values));
-        }
-    }
-    for (name, values) in sparse_values {
-        let bytes = values.bytes();
-        let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
-        let weight = if values.dtype() == DType::I8 && checkpoint.tensors.contains_key(&format!("{name}_scale")) {
-            let shape = values.shape.clone();
-            integer(&mut checkpoint, &name, shape, IntegerValues::Sparse(values))?
-        } else {
-            Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
-        };
-        insert(&mut weights, name, weight, bytes, names)?;
-    }
-    let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
-    for name in quantized {
-        let (packed, plain) = (format!("{name}_packed"), name.clone());
-        // Empty integers stand for nothing: they and their scales stay the tensors that they are.
-        let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
-        if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
-            let shape_name = format!("{name}_shape");
-            let shape = packed_shape(&checkpoint, &name, &words)?;
-            checkpoint.tensors.remove(&packed);
-            checkpoint.tensors.remove(&shape_name);
-            let bytes = words.bytes().saturating_add(16);
-            let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values: words, packed: true, shape })?;
-            insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
-        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
-            checkpoint.tensors.remove(&plain);
-            let (bytes, shape) = (values.bytes(), values.shape.clone());
-            let weight = integer(&mut checkpoint, &name, shape.clone(), IntegerValues::Plain { values, packed: false, shape })?;
-            insert(&mut weights, name, weight, bytes, vec![plain])?;
-        }
-    }
-    for (name, tensor) in std::mem::take(&mut checkpoint.tensors) {
-        let bytes = tensor.bytes();
-        let weight = Weight::new(tensor.dtype, tensor.shape.clone(), Encoding::Dense, Arc::new(tensor));
-        insert(&mut weights, name.clone(), weight, bytes, vec![name])?;
-    }
-    weights.metadata = checkpoint.metadata;
-    Ok(weights)
-}
-
-fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, mut stored_as: Vec<String>) -> Result<()> {
-    weight.stored_bytes = weight.stored_bytes.saturating_add(bytes);
-    weight.stored_as.append(&mut stored_as);
-    if let Some(other) = weights.by_name.get(&name) {
-        let spelled = |w: &Weight| w.stored_as.join("`, `");
-        return Err(Error::tensor(
-            &name,
-            format!("is stored twice, as `{}` and as `{}`", spelled(other), spelled(&weight)),
-            "write the file again with one of both",
-        ));
-    }
-    weights.by_name.insert(name, weight);
-    Ok(())
-}
-
-fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor) -> Result<Vec<usize>> {
-    let broken = |reason: &str| Error::tensor(name, reason, "four-bit and other packed widths are not read yet; only eight bits are");
-    let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`"))?;
-    let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
-    let sizes: Option<Vec<usize>> = match shape.dtype {
-        DType::I64 => bytes.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect(),
-        DType::I32 => bytes.as_chunks::<4>().0.iter().map(|d| usize::try_from(i32::from_le_bytes(*d)).ok()).collect(),
-        _ => None,
-    };
-    let fits = |sizes: &Vec<usize>| matches!(sizes[..], [rows, row] if words.shape == [rows, row.div_ceil(4)]);
-    sizes.filter(fits).ok_or_else(|| broken("packed words do not hold eight-bit integers of the stated shape"))
-}
-
-/// A quantized weight from its integers and the scales that lie beside them.
-fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, values: IntegerValues) -> Result<Weight> {
-    let broken = |reason: String| Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors");
-    let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
-    let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
-    let zero_points = checkpoint.tensors.remove(&zero_name);
-    let (Some(&rows), row) = (shape.first().filter(|_| shape.len() > 1), row(&shape)) else {
-        return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
-    };
-    let granularity = match scales.shape[..] {
-        [] | [1] => Granularity::Tensor,
-        [1, 1] if rows != 1 => Granularity::Tensor,
-        [n] if n == rows => Granularity::Channel,
-        [n, 1] if n == rows => Granularity::Channel,
-        [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row.checked_div(groups).unwrap_or(row)),
-        _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
-    };
-    if !matches!(scales.dtype, DType::F16 | DType::BF16 | DType::F32) {
-        return Err(broken(format!("scales of type {}", scales.dtype)));
-    }
-    if let Some(zero) = &zero_points
-        && (zero.dtype != DType::I8 || zero.elements() != scales.elements())
-    {
-        return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
-    }
-    let affine = Affine { granularity, symmetric: zero_points.is_none(), scale_dtype: scales.dtype, activations: ActivationScheme::None };
-    let mut stored_as = vec![scale_name];
-    stored_as.extend(zero_points.is_some().then_some(zero_name));
-    let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));
-    let mut affine = affine;
-    if let Some((by, mut names, size)) = input(checkpoint, name)? {
-        affine.activations = ActivationScheme::Static(by);
-        stored_as.append(&mut names);
-        bytes = bytes.saturating_add(size);
-    }
-    let dtype = scales.dtype;
-    let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, affine.clone(), dtype);
-    let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
-    weight.stored_bytes = bytes;
-    weight.stored_as = stored_as;
-    Ok(weight)
-}
-
-/// How the input of a layer is quantized, with the names of the tensors that say so and their bytes.
-fn input(checkpoint: &mut Checkpoint, name: &str) -> Result<Option<(Static, Vec<String>, u64)>> {
-    let module = name.strip_suffix("weight").unwrap_or(name);
-    let [scale_name, zero_name] = ["input_scale", "input_zero_point"].map(|part| format!("{module}{part}"));
-    let Some(scale) = checkpoint.tensors.get(&scale_name).filter(|t| t.elements() == 1 && t.dtype != DType::I8) else { return Ok(None) };
-    let broken = |name: &str, reason: &str| Err(Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors"));
-    let mut value = [0f32];
-    if !convert::decode(scale.dtype, &scale.read_all()?, &mut value) || !value[0].is_normal() || value[0] < 0.0 {
-        return broken(&scale_name, "is no positive number");
-    }
-    let mut bytes = scale.bytes();
-    let zero_point = match checkpoint.tensors.get(&zero_name) {
-        None => None,
-        Some(zero) if zero.dtype == DType::I8 && zero.elements() == 1 => {
-            bytes = bytes.saturating_add(zero.bytes());
-            zero.read_all()?.first().map(|byte| *byte as i8)
-        }
-        Some(_) => return broken(&zero_name, "is not one int8"),
-    };
-    checkpoint.tensors.remove(&scale_name);
-    let mut names = vec![scale_name];
-    names.extend(checkpoint.tensors.remove(&zero_name).map(|_| zero_name));
-    Ok(Some((Static::new(value[0], zero_point), names, bytes)))
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::affine::row;
 use super::convert::Decoded;
-use super::{Affine, BlockSink, Checkpoint, DType, WeightSource, storage_format};
+use super::{Affine, BlockSink, Checkpoint, DType, WeightSource, assemble};
 use crate::error::{Error, Result};
 
 /// How elements are represented.
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 pub enum Encoding {
     /// As they are.
     Dense,
-    /// As int8 with scales.
+    /// As codes with scales.
     Affine(Affine),
 }
 
@@ -101,6 +101,14 @@ impl Weight {
     /// Reading fails, or they are no floats.
     pub fn floats(&self, name: &str) -> Result<Vec<f32>> {
         let mut values = vec![0f32; self.elements()];
+        self.floats_into(name, &mut values).map(|()| values)
+    }
+
+    /// The same, written into memory for as many as there are.
+    ///
+    /// # Errors
+    /// As [`floats`](Weight::floats).
+    pub fn floats_into(&self, name: &str, values: &mut [f32]) -> Result<()> {
         let (mut at, mut floats) = (0, true);
         self.visit(1, &mut |block| {
             let count = block.now.elements();
@@ -108,7 +116,20 @@ impl Weight {
             at += count;
             Ok(())
         })?;
-        if floats { Ok(values) } else { Err(Error::tensor(name, format!("is {}, where floats are needed", self.dtype), "")) }
+        if floats { Ok(()) } else { Err(Error::tensor(name, format!("is {}, where floats are needed", self.dtype), "")) }
+    }
+
+    /// How many elements are zero.
+    ///
+    /// # Errors
+    /// Reading fails.
+    pub fn zeros(&self) -> Result<u64> {
+        let mut zeros = 0;
+        self.visit(1, &mut |block| {
+            zeros += block.now.zeros();
+            Ok(())
+        })?;
+        Ok(zeros)
     }
 
     /// Number of elements.
@@ -128,19 +149,28 @@ impl Weight {
 
     /// Bytes of the elements alone, scales left out.
     pub fn value_bytes(&self) -> u64 {
-        let bits = if self.encoding == Encoding::Dense { self.dtype.bitsize() } else { 8 };
-        (self.elements() as u64 * bits as u64).div_ceil(8)
+        let bits = if self.encoding == Encoding::Dense { self.dtype.bitsize() as u64 } else { self.code_bits().into() };
+        (self.elements() as u64 * bits).div_ceil(8)
     }
 
-    /// The encoding in a few words: `bf16`, `int8 channel`, `int8 group 128 asymmetric`.
+    /// Bits of a code of a quantized weight; 8 for others.
+    pub(super) fn code_bits(&self) -> u8 {
+        match &self.encoding {
+            Encoding::Dense => 8,
+            Encoding::Affine(affine) => affine.codes.bits(),
+        }
+    }
+
+    /// The encoding in a few words: `bf16`, `int8 channel`, `int4 group 128 asymmetric`.
     pub fn describe(&self) -> String {
         let Encoding::Affine(affine) = &self.encoding else { return self.dtype.to_string().to_lowercase() };
         let by = match affine.granularity {
             super::Granularity::Tensor => "tensor".to_owned(),
             super::Granularity::Channel => "channel".to_owned(),
             super::Granularity::Group(size) => format!("group {size}"),
+            super::Granularity::Block([high, wide]) => format!("block {high}x{wide}"),
         };
-        format!("int8 {by}{}", if affine.symmetric { "" } else { " asymmetric" })
+        format!("{} {by}{}", affine.codes, if affine.symmetric { "" } else { " asymmetric" })
     }
 }
 
@@ -160,7 +190,15 @@ impl Weights {
     /// # Errors
     /// Tensors that belong together do not fit each other.
     pub fn from_checkpoint(checkpoint: Checkpoint) -> Result<Weights> {
-        storage_format::assemble(checkpoint)
+        Self::from_checkpoint_with(checkpoint, &|_| None)
+    }
+
+    /// The same, where `bits` says how wide the integers of a weight are, if that is known.
+    ///
+    /// # Errors
+    /// As [`from_checkpoint`](Weights::from_checkpoint).
+    pub fn from_checkpoint_with(checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
+        assemble::assemble(checkpoint, bits)
     }
 
     /// The weight of this name.

@@ -294,7 +294,7 @@ fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<We
     let mut hasher = blake3::Hasher::new();
     let mut seen = WeightMeasurement::default();
     let mut measure = Measure::new(item.weight.elements());
-    let mut emitter = Emitter::new(item.storage_format, &item.weight);
+    let mut emitter = Emitter::new(&item.name, item.storage_format, &item.weight);
     let total = item.weight.stored_bytes;
     let mut told = 0;
     item.weight.visit(1, &mut |block: Block| {

@@ -1,60 +1,13 @@
 //! Tensors in host memory as slices that are read and changed where they lie.
 
-use std::cell::Cell;
-use std::marker::PhantomData;
-
-use candle_core::{CpuStorage, InplaceOp1, Layout, Result, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
-pub(super) use crate::exec::read;
 use crate::exec::transfer::{self, Cause};
+pub(super) use crate::exec::{change, read};
 
 /// Elements of one job of a loop over single elements, a multiple of [`codes::BLOCK`](crate::kernel::codes::BLOCK).
 pub(super) const CHUNK: usize = 1 << 14;
-
-/// A type of elements that are changed in place.
-pub(super) trait Element: Sized {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [Self]>;
-}
-
-impl Element for f32 {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [f32]> {
-        if let CpuStorage::F32(values) = storage { Some(values) } else { None }
-    }
-}
-
-impl Element for u8 {
-    fn of(storage: &mut CpuStorage) -> Option<&mut [u8]> {
-        if let CpuStorage::U8(values) = storage { Some(values) } else { None }
-    }
-}
-
-struct Change<T, F> {
-    function: Cell<Option<F>>,
-    element: PhantomData<T>,
-}
-
-impl<T: Element, F: FnOnce(&mut [T]) -> Result<()>> InplaceOp1 for Change<T, F> {
-    fn name(&self) -> &'static str {
-        "change"
-    }
-
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        let values = layout.contiguous_offsets().and_then(|(start, end)| T::of(storage)?.get_mut(start..end));
-        match (values, self.function.take()) {
-            (Some(values), Some(function)) => function(values),
-            _ => bail!("it does not lie in one piece, or is of another type"),
-        }
-    }
-}
-
-/// Calls a function with the elements of a tensor in host memory. Others that share the memory see the change.
-///
-/// # Errors
-/// The tensor is on another device, has another type or gaps; or the function's.
-pub(super) fn change<T: Element>(tensor: &Tensor, function: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
-    tensor.inplace_op1(&Change { function: Cell::new(Some(function)), element: PhantomData })
-}
 
 /// The tensor as f32 in one piece of host memory; itself where it is that.
 ///

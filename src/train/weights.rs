@@ -12,6 +12,7 @@ use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence, bytes_of};
 use crate::ir::ops::round_half_even;
 use crate::ir::{Graph, Op};
+use crate::kernel::quantize;
 use crate::model::Model;
 use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
 use crate::work::Work;
@@ -41,12 +42,14 @@ struct Rounding {
     /// The format that scales are written in.
     stored: DType,
     zero: Tensor,
+    /// The least and the largest integer.
+    bounds: [f32; 2],
 }
 
 impl Rounding {
-    fn new(scales: Scales, stored: DType, device: &Device) -> candle_core::Result<Rounding> {
+    fn new(scales: Scales, stored: DType, bounds: [f32; 2], device: &Device) -> candle_core::Result<Rounding> {
         let column = |values: &[f32]| Tensor::from_slice(values, (values.len(), 1), device);
-        Ok(Rounding { scale: column(&scales.scales)?, stored, zero: column(&scales.zero_points)?, scales })
+        Ok(Rounding { scale: column(&scales.scales)?, stored, zero: column(&scales.zero_points)?, bounds, scales })
     }
 
     /// The scales with these logarithms on them, as they will be written.
@@ -64,7 +67,8 @@ impl Rounding {
 
     /// Integers, as floats, `[runs, elements of a run]`.
     fn integers(&self, weight: &Tensor, scale: &Tensor) -> candle_core::Result<Tensor> {
-        round_half_even(&self.steps(weight, scale)?)?.broadcast_add(&self.zero)?.clamp(-128f32, 127f32)
+        let [least, most] = self.bounds;
+        round_half_even(&self.steps(weight, scale)?)?.broadcast_add(&self.zero)?.clamp(least, most)
     }
 
     fn apply(&self, weight: &Tensor, learned: Option<&Tensor>) -> candle_core::Result<Tensor> {
@@ -147,13 +151,21 @@ impl Weights {
                 weights.fixed.insert(name.clone(), tensor.map_err(failed(name))?);
                 continue;
             }
-            if let Some(scales) = weight.scales()? {
-                let stored = match &weight.encoding {
-                    Encoding::Affine(affine) if affine.scale_dtype == Stored::BF16 => DType::BF16,
-                    Encoding::Affine(affine) if affine.scale_dtype == Stored::F16 => DType::F16,
+            if let (Some(scales), Encoding::Affine(affine)) = (weight.scales()?, &weight.encoding) {
+                if !affine.codes.is_integer() {
+                    return Err(Error::tensor(
+                        name,
+                        format!("is {}, and training goes through the rounding of integers only", weight.describe()),
+                        "train before quantizing, or add it to `ignore`",
+                    ));
+                }
+                let stored = match affine.scale_dtype {
+                    Stored::BF16 => DType::BF16,
+                    Stored::F16 => DType::F16,
                     _ => DType::F32,
                 };
-                let rounding = Rounding::new(scales, stored, device);
+                let bounds = quantize::bounds(affine.codes.bits());
+                let rounding = Rounding::new(scales, stored, bounds, device);
                 weights.rounded.insert(name.clone(), rounding.map_err(failed(name))?);
             }
             if let Some(mask) = mask(&tensor).map_err(failed(name))? {

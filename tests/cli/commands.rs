@@ -10,7 +10,7 @@ mod reports;
 mod streams;
 
 /// Everything that can stand after `compress`.
-const COMMANDS: [&str; 18] = [
+const COMMANDS: [&str; 19] = [
     "init",
     "run",
     "chain",
@@ -27,6 +27,7 @@ const COMMANDS: [&str; 18] = [
     "man",
     "doctor",
     "prune-unstructured",
+    "quantize",
     "quantize-dynamic",
     "cast",
 ];

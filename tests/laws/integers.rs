@@ -6,12 +6,13 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 use proptest::sample::select;
 
-use super::given::{Values, config, long, model};
+use super::given::{Values, config, long, model, tensor};
 use crate::common::{DType, Desk, Output, Tensor, Tensors, contents, pipeline, read};
 use compress::Pipeline;
 use compress::export::{ByteSize, Layout, Safetensors};
-use compress::pass::{ActivationRounding, Cast, GranularityKind, PruneUnstructured, QuantizeDynamic, Step};
+use compress::pass::{ActivationRounding, Cast, GranularityKind, PruneUnstructured, Quantize, QuantizeDynamic, Step};
 use compress::pipeline::Builder;
+use serde_json::{Value, json};
 
 /// The integers of a weight, taken out of their words when they are packed.
 fn integers(tensors: &Tensors, name: &str) -> Option<Tensor> {
@@ -125,6 +126,200 @@ proptest! {
     fn every_form_holds_the_same((before, passes) in layers().prop_flat_map(|(size, before)| (Just(before), passes(size)))) {
         check(&before, passes);
     }
+}
+
+/// A matrix of integers with what belongs to it, and the folder that another tool would write.
+#[derive(Debug, Clone)]
+struct Words {
+    bits: u8,
+    shape: [usize; 2],
+    groups: usize,
+    symmetric: bool,
+    integers: Vec<i64>,
+    zeros: Vec<i64>,
+}
+
+impl Words {
+    /// Integers as bits that follow one another, lowest first, in whole words: by the definition.
+    fn words(&self, integers: impl Iterator<Item = i64>) -> Vec<u8> {
+        let half = 1i64 << (self.bits - 1);
+        let mut bits: Vec<bool> = integers.flat_map(|q| (0..self.bits).map(move |bit| (q + half) >> bit & 1 == 1)).collect();
+        bits.resize(bits.len().next_multiple_of(32), false);
+        bits.chunks(8).map(|bits| bits.iter().rev().fold(0, |byte, bit| byte << 1 | u8::from(*bit))).collect()
+    }
+
+    fn scales(&self) -> Tensor {
+        let count = self.shape[0] * self.groups;
+        Tensor::floats(DType::F32, &[self.shape[0], self.groups], &(0..count).map(|i| (i + 1) as f64 / 32.0).collect::<Vec<_>>())
+    }
+
+    fn tensors(&self) -> Tensors {
+        let [rows, columns] = self.shape;
+        let packed: Vec<u8> = self.integers.chunks(columns).flat_map(|row| self.words(row.iter().copied())).collect();
+        let mut tensors = Tensors::from([
+            ("a.weight_packed".into(), Tensor::new(DType::I32, &[rows, packed.len() / rows / 4], packed)),
+            ("a.weight_shape".into(), Tensor::from_bits(DType::I64, &[2], &self.shape.map(|size| size as u64))),
+            ("a.weight_scale".into(), self.scales()),
+        ]);
+        if !self.symmetric {
+            let columns: Vec<Vec<u8>> = (0..self.groups).map(|group| self.words(self.zeros.iter().skip(group).step_by(self.groups).copied())).collect();
+            let high = columns[0].len() / 4;
+            let words = (0..high).flat_map(|word| columns.iter().flat_map(move |column| column[4 * word..4 * word + 4].to_vec())).collect();
+            tensors.insert("a.weight_zero_point".into(), Tensor::new(DType::I32, &[high, self.groups], words));
+        }
+        tensors
+    }
+
+    fn folder(&self, desk: &Desk) -> std::path::PathBuf {
+        let input = desk.weights(&self.tensors());
+        let mut weights = json!({ "num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "strategy": "channel", "dynamic": false });
+        if self.groups > 1 {
+            (weights["strategy"], weights["group_size"]) = ("group".into(), (self.shape[1] / self.groups).into());
+        }
+        let group = json!({ "targets": ["Linear"], "weights": weights, "input_activations": null, "output_activations": null, "format": "pack-quantized" });
+        let quantization = json!({
+            "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "config_groups": { "group_0": group },
+        });
+        std::fs::write(input.join("config.json"), json!({ "model_type": "llama", "quantization_config": quantization }).to_string()).unwrap();
+        input
+    }
+}
+
+fn any_words() -> impl Strategy<Value = Words> {
+    let kinds = prop_oneof![(2u8..8, any::<bool>()), Just((8u8, true))];
+    (kinds, 1..=70usize, 1..=19usize, 1..=3usize, any::<u64>()).prop_map(|((bits, symmetric), rows, size, groups, seed)| {
+        let half = 1i64 << (bits - 1);
+        let pick = |i: usize| (seed.rotate_left(i as u32 % 61).wrapping_mul(2 * i as u64 + 1) >> 20) as i64 % (2 * half) - half;
+        let shape = [rows, size * groups];
+        let zeros = (0..rows * groups).map(|i| if symmetric { 0 } else { pick(i + 7) }).collect();
+        Words { bits, shape, groups, symmetric, integers: (0..shape[0] * shape[1]).map(pick).collect(), zeros }
+    })
+}
+
+proptest! {
+    #![proptest_config(config(64))]
+
+    #[test]
+    fn words_of_every_width_go_through_every_form(words in any_words()) {
+        let desk = Desk::new();
+        let input = words.folder(&desk);
+        let into = |from: &std::path::Path, layout| read(&desk.run(from, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+        prop_assert_eq!(into(&input, Layout::Auto), words.tensors());
+        let sparse = desk.run(&input, pipeline().export(Safetensors::layout(Layout::Sparse))).unwrap();
+        prop_assert_eq!(into(&sparse.path, Layout::Auto), words.tensors());
+        let (scales, run) = (words.scales().values(), words.shape[1] / words.groups);
+        let value = |(i, q): (usize, &i64)| (q - words.zeros[i / run]) as f64 * scales[i / run];
+        prop_assert_eq!(into(&sparse.path, Layout::Dense)["a.weight"].values(), words.integers.iter().enumerate().map(value).collect::<Vec<_>>());
+    }
+}
+
+/// What E4M3 and E2M1 stand for, by the definition: a sign, `exponent` bits and `fraction` bits.
+fn narrow_value(code: u8, exponent: u32, fraction: u32) -> f64 {
+    let bias = (1 << (exponent - 1)) - 1;
+    let (part, power) = (f64::from(code & ((1 << fraction) - 1)) / f64::from(1 << fraction), i32::from(code >> fraction & ((1 << exponent) - 1)));
+    let magnitude = if power == 0 { part * 2f64.powi(1 - bias) } else { (1.0 + part) * 2f64.powi(power - bias) };
+    if code >> (exponent + fraction) & 1 == 1 { -magnitude } else { magnitude }
+}
+
+/// The values of a weight of FP8 or FP4, out of the tensors of its file.
+fn narrow_values(tensors: &Tensors) -> Vec<f64> {
+    let bytes = |name: &str| tensors[name].bytes.clone();
+    let e4m3 = |tensor: &Tensor| tensor.bytes.iter().map(|code| narrow_value(*code, 4, 3)).collect::<Vec<_>>();
+    let (codes, columns): (Vec<f64>, usize) = match tensors.get("a.weight_packed") {
+        Some(halves) => (halves.bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]).map(|code| narrow_value(code, 2, 1)).collect(), 2 * halves.shape[1]),
+        None => (e4m3(&tensors["a.weight"]), tensors["a.weight"].shape[1]),
+    };
+    let scale = &tensors["a.weight_scale"];
+    let global = tensors.get("a.weight_global_scale").map_or(1.0, |global| global.values()[0]);
+    let scales: Vec<f32> = match scale.dtype {
+        DType::F8_E4M3 => e4m3(scale).into_iter().map(|s| s as f32 / global as f32).collect(),
+        DType::U8 => bytes("a.weight_scale").into_iter().map(|byte| 2f32.powi(i32::from(byte) - 127)).collect(),
+        _ => scale.values().into_iter().map(|s| s as f32).collect(),
+    };
+    let rows = codes.len() / columns;
+    let (high, wide) = if scale.shape[0] == rows { (1, columns / scale.shape[1]) } else { (128, 128) };
+    let at = |i: usize| scales[i / columns / high * (columns / wide) + i % columns / wide];
+    codes.iter().enumerate().map(|(i, code)| f64::from(*code as f32 * at(i))).collect()
+}
+
+proptest! {
+    #![proptest_config(proptest::test_runner::Config { max_shrink_iters: 64, ..config(24) })]
+
+    #[test]
+    fn narrow_floats_go_through_every_form(
+        (before, scheme) in (1..=3usize, 2..=140usize, select(vec![DType::F16, DType::BF16, DType::F32])).prop_flat_map(|(groups, rows, dtype)| {
+            let schemes = select(vec!["FP8-DYNAMIC", "FP8-BLOCK", "NVFP4A16", "MXFP4A16", "MXFP4"]);
+            (tensor(dtype, vec![rows, 32 * groups * groups], Values::Finite), schemes)
+        })
+    ) {
+        let desk = Desk::new();
+        // A norm beside it, which says what floats are usual.
+        let norm = Tensor::floats(before.dtype, &[1], &[1.0]);
+        let input = desk.weights(&Tensors::from([("a.weight".into(), before.clone()), ("norm.weight".into(), norm)]));
+        let quantize: Quantize = serde_json::from_value(json!({ "scheme": scheme })).unwrap();
+        let into = |layout| desk.run(&input, pipeline().pass(quantize.clone()).export(Safetensors::layout(layout))).unwrap();
+        let again = |from: &Output, layout| contents(&desk.run(&from.path, pipeline().export(Safetensors::layout(layout))).unwrap().path);
+        let [auto, sparse, dense] = [Layout::Auto, Layout::Sparse, Layout::Dense].map(into);
+        prop_assert!(again(&auto, Layout::Auto) == contents(&auto.path), "{scheme}");
+        prop_assert!(again(&auto, Layout::Sparse) == contents(&sparse.path), "{scheme}");
+        prop_assert!(again(&sparse, Layout::Auto) == contents(&auto.path), "{scheme}");
+        prop_assert!(again(&auto, Layout::Dense) == contents(&dense.path), "{scheme}");
+        let (dense, by_definition) = (read(&dense.path), narrow_values(&read(&auto.path)));
+        prop_assert_eq!(dense["a.weight"].dtype, before.dtype);
+        let largest = before.values().iter().fold(0f64, |largest, v| largest.max(v.abs()));
+        let end = match before.dtype {
+            DType::F16 => 65504.0,
+            DType::BF16 => f64::from(f32::from_bits(0x7F7F_0000)),
+            _ => f32::MAX.into(),
+        };
+        for ((after, exact), before) in dense["a.weight"].values().into_iter().zip(&by_definition).zip(before.values()) {
+            let rounding = match dense["a.weight"].dtype { DType::BF16 => 2f64.powi(-8), DType::F16 => 2f64.powi(-11), _ => 0.0 };
+            let exact = exact.clamp(-end, end);
+            prop_assert!((after - exact).abs() <= exact.abs() * rounding + 6e-8, "{scheme}: {after} is not {exact}");
+            prop_assert!((after - before).abs() <= 0.34 * largest + 6e-8, "{scheme}: {before} became {after}");
+        }
+    }
+}
+
+#[test]
+fn blocks_whose_last_rows_are_fewer_keep_their_scales() {
+    let desk = Desk::new();
+    let codes = (0..300 * 256).map(|i| (i * 37 % 127) as u8).collect();
+    let tensors = Tensors::from([
+        ("a.weight".into(), Tensor::new(DType::F8_E4M3, &[300, 256], codes)),
+        ("a.weight_scale".into(), Tensor::floats(DType::BF16, &[3, 2], &[1.0, 2.0, 4.0, 8.0, 16.0, 0.5])),
+    ]);
+    let read_again = |layout| read(&desk.run(&desk.weights(&tensors), pipeline().export(Safetensors::layout(layout))).unwrap().path);
+    assert_eq!(read_again(Layout::Auto), tensors);
+    assert_eq!(read_again(Layout::Dense)["a.weight"].values(), narrow_values(&tensors));
+}
+
+#[test]
+fn words_and_what_is_said_of_them_must_agree() {
+    let words = Words { bits: 4, shape: [3, 64], groups: 2, symmetric: true, integers: vec![5; 192], zeros: vec![0; 6] };
+    let refused = |change: &dyn Fn(&mut Value), part: &str| {
+        let desk = Desk::new();
+        let input = words.folder(&desk);
+        let path = input.join("config.json");
+        let mut config: Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+        change(&mut config["quantization_config"]["config_groups"]["group_0"]);
+        std::fs::write(&path, config.to_string()).unwrap();
+        let error = desk.run(&input, pipeline()).err().unwrap().to_string();
+        assert!(error.contains(part), "{error}");
+    };
+    refused(&|group| group["weights"]["num_bits"] = 3.into(), "packed words of shape [3, 8] do not hold 3-bit integers of the stated shape [3, 64]");
+    refused(&|group| group["weights"]["num_bits"] = 16.into(), "weights of 16 bits");
+    // A byte each, and more than the four bits that are said.
+    let desk = Desk::new();
+    let input = words.folder(&desk);
+    let plain = Tensors::from([
+        ("a.weight".into(), Tensor::new(DType::I8, &[1, 2], vec![7, 9])),
+        ("a.weight_scale".into(), Tensor::floats(DType::F32, &[1, 1], &[1.0])),
+    ]);
+    let other = desk.weights(&plain);
+    std::fs::copy(input.join("config.json"), other.join("config.json")).unwrap();
+    let error = desk.run(&other, pipeline()).err().unwrap().to_string();
+    assert!(error.contains("`a.weight`") && error.contains("more than 4 bits"), "{error}");
 }
 
 #[test]

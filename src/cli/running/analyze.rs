@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::model::Model;
 use crate::pass::{Context, Damage, QuantizeDynamic, QuantizeStatic, Step, worth_keeping};
+use crate::pipeline::memory_limit;
 use crate::recipe::Recipe;
 use crate::report::format::decibels;
 use crate::report::terminal::table;
@@ -47,8 +48,10 @@ impl Args {
         }
         let device = global.models.device.open()?;
         let (seed, data) = (recipe.seed, recipe.data.clone());
-        let damages = global
-            .work(|work| pass.analyze(model, &Context { work: *work, seed, data: &data, device, memory_tracker: None, workplace: None, resume: false }))?;
+        let memory = memory_limit(global.models.memory.or(recipe.memory), &device);
+        let damages = global.work(|work| {
+            pass.analyze(model, &Context { work: *work, seed, data: &data, device, memory, memory_tracker: None, workplace: None, resume: false })
+        })?;
         let kept = worth_keeping(&damages);
         self.file.write(|| {
             let patterns = kept.iter().map(|name| name.parse().map_err(|e| Error::option("analyze", e))).collect::<Result<Vec<Pattern>>>()?;

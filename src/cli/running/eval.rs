@@ -9,6 +9,7 @@ use super::output;
 use crate::data::{Data, DataSet, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, Outcomes, Runtime, Score, Subject};
+use crate::pipeline::memory_limit;
 use crate::report::format::{decibels, seconds};
 use crate::report::terminal::table;
 
@@ -61,7 +62,8 @@ impl Args {
             if let Some(reason) = global.models.device.reason() {
                 work.progress.on(crate::work::Event::Message(&reason));
             }
-            let mut runners = subjects.iter_mut().map(|subject| subject.load(&device, work)).collect::<Result<Vec<_>>>()?;
+            let memory = memory_limit(global.models.memory, &device);
+            let mut runners = evaluation::load(&mut subjects, Some(&data.first()?.inputs), &device, memory, work)?;
             evaluation::evaluate(&data, &mut runners, pairs, work)
         })?;
         self.show(&path, runtime, &data, &outcomes, global)

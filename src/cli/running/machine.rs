@@ -6,6 +6,7 @@ use crate::error::Result;
 use crate::exec::{self, Choice};
 use crate::pipeline::Builder;
 use crate::report::Environment;
+use crate::store::ByteSize;
 use crate::{cache, runtime};
 
 // As for `Samples`.
@@ -15,6 +16,9 @@ pub(in crate::cli) struct Models {
     /// Device to run models on: auto, cpu, cuda or cuda:N; weight passes need none
     #[arg(long, global = true, default_value_t, value_name = "DEVICE")]
     pub device: Choice,
+    /// Most memory that models may take when they run, like 8GB: those that do not fit run block by block [default: what is free]
+    #[arg(long, global = true, value_name = "SIZE")]
+    pub memory: Option<ByteSize>,
     /// Write memory-trace.json: what passes that run the model hold in memory when, for ui.perfetto.dev and chrome://tracing
     #[arg(long, global = true)]
     pub memory_trace: bool,
@@ -23,7 +27,7 @@ pub(in crate::cli) struct Models {
 impl Models {
     /// Tells a pipeline.
     pub fn tell(&self, builder: Builder) -> Builder {
-        builder.device(self.device).memory_trace(self.memory_trace)
+        builder.device(self.device).memory(self.memory.map(|size| size.0)).memory_trace(self.memory_trace)
     }
 
     /// The machine, with the device that models run on.

@@ -1,4 +1,4 @@
-//! `quantization_config`: telling transformers and vLLM what is int8.
+//! `quantization_config`: telling transformers and vLLM what is quantized.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::is_packed;
 use crate::model::{Model, class, is_embedding, is_linear};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
-use crate::store::{ActivationScheme, Affine, Encoding, Granularity};
+use crate::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity};
 
 /// Version of compressed-tensors whose fields are written.
 const VERSION: &str = "0.13.0";
@@ -26,20 +26,56 @@ struct Group<'a> {
 
 impl Group<'_> {
     fn format(&self) -> &'static str {
-        if self.packed { "pack-quantized" } else { "int-quantized" }
+        match (self.affine.codes, self.affine.scale_dtype) {
+            (Codes::Integer(_), _) if self.packed => "pack-quantized",
+            (Codes::Integer(_), _) => "int-quantized",
+            (Codes::E4m3, DType::F8_E8M0) => "mxfp8-quantized",
+            (Codes::E4m3, _) => "float-quantized",
+            (Codes::E2m1, DType::F8_E8M0) => "mxfp4-pack-quantized",
+            (Codes::E2m1, _) => "nvfp4-pack-quantized",
+        }
     }
 
     fn describe(&self, targets: Vec<String>) -> Value {
-        let (strategy, size) = match self.affine.granularity {
+        let affine = &self.affine;
+        let (strategy, size) = match affine.granularity {
             Granularity::Tensor => ("tensor", None),
             Granularity::Channel => ("channel", None),
+            Granularity::Group(size) if affine.has_global_scale() => ("tensor_group", Some(size)),
             Granularity::Group(size) => ("group", Some(size)),
+            Granularity::Block(_) => ("block", None),
         };
-        let mut weights = json!({ "num_bits": 8, "type": "int", "symmetric": self.affine.symmetric, "strategy": strategy, "dynamic": false });
+        let kind = if affine.codes.is_integer() { "int" } else { "float" };
+        let mut weights = json!({ "num_bits": affine.codes.bits(), "type": kind, "symmetric": affine.symmetric, "strategy": strategy, "dynamic": false });
         if let Some(size) = size {
             weights["group_size"] = json!(size);
         }
-        let activations = match self.affine.activations {
+        if let Granularity::Block(size) = affine.granularity {
+            weights["block_structure"] = json!(size);
+        }
+        let torch = match affine.scale_dtype {
+            DType::F8_E8M0 => "torch.uint8",
+            DType::F8_E4M3 => "torch.float8_e4m3fn",
+            _ => "",
+        };
+        let scaled = |mut arguments: Value| {
+            if !torch.is_empty() {
+                (arguments["scale_dtype"], arguments["zp_dtype"]) = (torch.into(), torch.into());
+            }
+            arguments
+        };
+        let weights = scaled(weights);
+        let float = |bits: u8, strategy: &str, dynamic: Value| json!({ "num_bits": bits, "type": "float", "symmetric": true, "strategy": strategy, "dynamic": dynamic });
+        let grouped = |size: usize, mut arguments: Value| {
+            arguments["group_size"] = json!(size);
+            arguments
+        };
+        let activations = match affine.activations {
+            ActivationScheme::Float8Token => float(8, "token", true.into()),
+            ActivationScheme::Float8Group(size) => grouped(size, float(8, "group", true.into())),
+            ActivationScheme::Float8Static(_) => float(8, "tensor", false.into()),
+            ActivationScheme::Mxfp4 => scaled(grouped(32, float(4, "group", true.into()))),
+            ActivationScheme::Nvfp4(_) => scaled(grouped(16, float(4, "tensor_group", "local".into()))),
             ActivationScheme::DynamicToken => json!({ "num_bits": 8, "type": "int", "symmetric": true, "strategy": "token", "dynamic": true }),
             ActivationScheme::Static(quantizer) => {
                 json!({ "num_bits": 8, "type": "int", "symmetric": quantizer.zero_point.is_none(), "strategy": "tensor", "dynamic": false })
@@ -162,16 +198,37 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let groups = groups(items);
     let dynamic = |g: &&Group| g.affine.activations == ActivationScheme::DynamicToken;
     if groups.iter().filter(dynamic).any(|g| !g.affine.symmetric) {
-        notes.push("asymmetric int8 weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
+        notes.push("asymmetric weights with int8 activations: transformers loads them, vLLM takes symmetric weights only".to_owned());
     }
     if groups.iter().filter(dynamic).any(|g| matches!(g.affine.granularity, Granularity::Group(_))) {
         notes.push("groups of weights with int8 activations: transformers loads them, vLLM takes one scale for a tensor or a channel only".to_owned());
     }
     if groups.iter().any(|g| g.class == "Embedding") {
-        notes.push("int8 embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
+        notes.push("quantized embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
     }
-    if groups.iter().any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {
+    let integers = |g: &&Group| g.affine.codes.is_integer();
+    if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {
         notes.push("weight-only int8 with zero points or a single scale: transformers loads it, vLLM has no kernel for it".to_owned());
+    }
+    if groups.iter().any(|g| g.packed && !g.affine.symmetric) {
+        notes.push("packed zero points: vLLM loads them, transformers only with `CompressedTensorsConfig(dequantize=True)`".to_owned());
+    }
+    if groups.iter().any(|g| g.affine.codes == Codes::E4m3) {
+        notes.push(
+            "FP8: transformers computes in floats; vLLM multiplies FP8 on GPUs of compute capability 8.9 and up, and uses FP8 for weights alone below"
+                .to_owned(),
+        );
+    }
+    if groups.iter().any(|g| g.affine.codes == Codes::E2m1) {
+        notes.push("FP4: vLLM and transformers load it from compressed-tensors 0.13 on; products of FP4 need a GPU of the Blackwell generation".to_owned());
+    }
+    let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
+    if items.iter().filter(narrow).any(|item| item.weight.dtype != DType::BF16) {
+        notes.push("FP4 of a model that is not bfloat16: transformers makes bfloat16 of the weights and then fails to multiply; `cast --to bf16` first, or load it with that dtype".to_owned());
+    }
+    let odd: BTreeSet<u8> = groups.iter().filter(|g| g.packed).map(|g| g.affine.codes.bits()).filter(|bits| 32 % bits != 0).collect();
+    if !odd.is_empty() {
+        notes.push(format!("words that hold {odd:?} bits densely: compressed-tensors reads them from 0.18 on"));
     }
     if groups.iter().any(|g| g.affine.activations == ActivationScheme::DynamicToken) {
         notes.push("int8 activations are quantized by the consumer while the model runs; the speed-up needs integer kernels (vLLM has them, transformers computes in floats)".to_owned());

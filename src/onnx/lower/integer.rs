@@ -58,7 +58,7 @@ impl Integers {
             (Some(zero_points), _) => Some(zero_points.clone()),
             (None, Granularity::Tensor) => None,
             (None, Granularity::Channel) => Some(n.own_int8_zeros(Some(if self.input_major { columns } else { rows } as usize))),
-            (None, Granularity::Group(size)) => {
+            (None, Granularity::Group(size) | Granularity::Block([_, size])) => {
                 let size = size as i64;
                 let shape = n.ints(&if self.input_major { [rows, columns / size] } else { [columns / size, rows] });
                 let zero = n.own_int8_zeros(None);
@@ -73,7 +73,7 @@ impl Integers {
         let attributes = match self.affine.granularity {
             Granularity::Tensor => vec![],
             Granularity::Channel => vec![axis(1)],
-            Granularity::Group(size) => vec![axis(i64::from(self.input_major)), AttributeProto::int("block_size", size as i64)],
+            Granularity::Group(size) | Granularity::Block([_, size]) => vec![axis(i64::from(self.input_major)), AttributeProto::int("block_size", size as i64)],
         };
         self.dequantized(n, attributes)
     }

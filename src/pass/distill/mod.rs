@@ -106,6 +106,10 @@ impl Pass for Distill {
         self.teacher.iter().cloned().chain(student.as_mut().and_then(Student::path).cloned()).collect()
     }
 
+    fn keeps_work(&self) -> bool {
+        true
+    }
+
     fn runs_on(&self) -> Option<Samples> {
         Some(Samples::Train)
     }

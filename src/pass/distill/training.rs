@@ -10,15 +10,16 @@ use serde_json::{Value, json};
 
 use super::vocabulary;
 use crate::analysis;
-use crate::data::{Data, Task};
+use crate::data::Task;
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::transfer;
-use crate::exec::{Executor, MemoryCategory, MemoryTracker};
+use crate::exec::{Executor, MemoryCategory, MemoryTracker, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::Model;
 use crate::pass::Context;
+use crate::pass::identity::identity;
 use crate::run_state::{Applied, RunState};
 use crate::store::ContentKey;
 use crate::train::cache::Cache;
@@ -103,14 +104,7 @@ fn batch(graph: &Graph, training: &Training) -> usize {
 fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_core::Tensor>>) -> Bindings {
     let mut sizes = analysis::usual_sizes(graph);
     if let Some(inputs) = real {
-        for (_, value) in graph.inputs() {
-            let Some(tensor) = inputs.get(&value.name) else { continue };
-            for (dim, size) in value.ty.shape.iter().zip(tensor.dims()) {
-                if let crate::ir::Dim::Named(name) = dim {
-                    sizes.insert(name.clone(), *size);
-                }
-            }
-        }
+        sizes.extend(sizes_of(graph, inputs));
     }
     sizes.insert("batch".to_owned(), batch);
     sizes
@@ -122,24 +116,6 @@ fn answers_key(teacher: &Model, graph: &Graph, training: &Training, compute: DTy
     key.line(&format!("{} {} {compute:?} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some()));
     key.files(&teacher.weight_files, &teacher.path)?;
     Ok(key.name())
-}
-
-/// A file as it is now, by name, size and time.
-fn stamp(path: &Path) -> (std::path::PathBuf, Option<u64>, Option<std::time::SystemTime>) {
-    let file = std::fs::metadata(path).ok();
-    (path.to_owned(), file.as_ref().map(std::fs::Metadata::len), file.and_then(|file| file.modified().ok()))
-}
-
-/// What is trained, on what, and how.
-fn identity((model, teacher): (&Model, Option<&Model>), run: &RunState, graph: &Graph, options: &Value, data: [Option<&Data>; 2], seed: u64) -> String {
-    let mut hasher = blake3::Hasher::new();
-    let weights = [Some(model), teacher].into_iter().flatten().flat_map(|model| &model.weight_files);
-    let samples = data.into_iter().flatten().flat_map(|data| [&data.text, &data.images, &data.arrays, &data.labels].into_iter().flatten());
-    let files: Vec<_> = weights.chain(samples).map(|path| stamp(path)).collect();
-    let history: Vec<_> = run.history.iter().map(|applied| (applied.name, &applied.options)).collect();
-    let text = format!("{} {seed} {options} {data:?} {files:?} {history:?}\n{graph}", env!("CARGO_PKG_VERSION"));
-    hasher.update(text.as_bytes());
-    hasher.finalize().to_string()
 }
 
 /// The model after it has learned.

@@ -10,7 +10,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{D, Tensor};
 use serde_json::{Value, json};
 
-use super::calibrate::{self, computed};
 use super::{NAME, cut};
 use crate::analysis::{self, Layers};
 use crate::arch;
@@ -19,6 +18,7 @@ use crate::exec::Executor;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::{Graph, GraphFile};
 use crate::model::Model;
+use crate::pass::calibrate::{self, computed};
 use crate::pass::{Amount, Context};
 
 /// What came of it.

@@ -16,7 +16,6 @@
 //!       repair: least-squares
 //! ```
 
-mod calibrate;
 mod cut;
 mod latency;
 mod layers;

@@ -5,16 +5,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{D, Device, Tensor};
 
 use super::NAME;
-use super::calibrate::{self, Moments, computed, numbers};
 use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Executor, MemoryCategory, Tape};
+use crate::exec::{MemoryCategory, Tape};
 use crate::ir::{Graph, Op, ValueId};
 use crate::model::Model;
 use crate::pass::Context;
+use crate::pass::calibrate::{self, Moments, computed, numbers};
 
 /// Sums a vector over the elements of each unit.
 fn by_unit(member: &Member, size: usize, elements: &[f64]) -> Vec<f64> {
@@ -36,8 +36,6 @@ fn over(tensor: &Tensor, axis: usize) -> Result<Vec<f64>> {
 /// # Errors
 /// The data does not fit, or memory runs out.
 pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
-    let parameters = calibrate::parameters(graph, model, context)?;
-    let executor = Executor::new(graph, parameters.clone(), context.device.clone()).tracked(context.memory_tracker.as_ref());
     // The values that layers read, as convolutions or as linear layers do.
     let mut read: Vec<(&str, &Op, Moments)> = Vec::new();
     let is_conv = |op: &Op| matches!(op, Op::Conv(_));
@@ -47,13 +45,17 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
             read.push((value, &node.op, Moments::default()));
         }
     }
-    let observation = executor.observation(|name| read.iter().any(|(value, ..)| *value == name));
-    calibrate::for_each("Observing", model, context, |batch| {
-        executor.run_observed(&observation, &batch.inputs, &mut |name, value| {
+    let wanted: BTreeSet<&str> = read.iter().map(|(value, ..)| *value).collect();
+    calibrate::observe(
+        graph,
+        model,
+        |name| wanted.contains(name),
+        context,
+        |batch, name, value| {
             let reads = read.iter_mut().filter(|(other, ..)| *other == name);
-            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, &batch)?))
-        })
-    })?;
+            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, batch)?))
+        },
+    )?;
     // The squares of what the layer with a weight reads.
     let squares = |member: &Member| {
         let node = graph.nodes().iter().find(|node| node.inputs.get(1).is_some_and(|id| graph.value(*id).name == member.param))?;
@@ -65,7 +67,7 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
         let mut members = Vec::new();
         for member in group.members.iter().filter(|member| member.role == Role::Reads) {
             let Some(squares) = squares(member) else { continue };
-            let weight = parameters.get(&member.param).map_err(computed)?;
+            let weight = calibrate::some_parameters(vec![&member.param], model, context)?.get(&member.param).map_err(computed)?;
             let weights = over(&weight.sqr().map_err(computed)?, member.axis)?;
             let products: Vec<f64> = if weights.len() == squares.len() { weights.iter().zip(squares).map(|(w, s)| w * s).collect() } else { weights };
             members.push(by_unit(member, group.size, &products).into_iter().map(f64::sqrt).collect());

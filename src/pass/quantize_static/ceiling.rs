@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-use super::scaling::Chain;
 use crate::calibration::ValueStatistics;
 use crate::error::Result;
 use crate::ir::Graph;
 use crate::model::Model;
+use crate::pass::chains::Chain;
 
 /// So many times the largest value that a channel was seen with has to pass where values are cut off.
 const ROOM: f64 = 1.5;

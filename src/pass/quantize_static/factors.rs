@@ -5,13 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::prepare::Prepared;
-use super::scaling::{Chain, is_factor};
 use super::sites::Sites;
-use super::walk::weight_input;
 use crate::calibration::ValueStatistics;
 use crate::error::Result;
 use crate::ir::ops::{Mul, Op};
 use crate::ir::{Graph, Rewrite, ValueId, rebuild};
+use crate::pass::chains::{Chain, is_factor};
+use crate::pass::walk::weight_input;
 use crate::store::{Bytes, DType, Encoding, Weight};
 
 /// End of the names of factors.

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use super::prepare::Prepared;
 use super::sites::Sites;
-use super::walk::weight_input;
 use super::{QuantizeStatic, scaling};
 use crate::calibration::{ActivationHistogram, ValueStatistics, with_headroom};
 use crate::error::Result;
@@ -14,8 +13,9 @@ use crate::ir::quantizers::{self, Quantizers};
 use crate::ir::{Graph, Node, ValueId};
 use crate::model::{self, Model};
 use crate::pass::integers::Integers;
+use crate::pass::walk::weight_input;
 use crate::pass::{ActivationTarget, GranularityKind};
-use crate::store::{ActivationScheme, Affine, Computed, DType, Granularity, Scaled, Static, Weight};
+use crate::store::{ActivationScheme, Affine, Codes, Computed, DType, Granularity, Scaled, Static, Weight};
 use crate::work::Meter;
 
 /// Quantizers of values by name, and whether everybody sees them.
@@ -112,7 +112,7 @@ impl QuantizeStatic {
 
     pub(super) fn affine(&self, weight: &Weight, granularity: Granularity, activations: ActivationScheme) -> Affine {
         let scale_dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
-        Affine { granularity, symmetric: true, scale_dtype, activations }
+        Affine { codes: Codes::INT8, granularity, symmetric: true, scale_dtype, activations }
     }
 
     /// Gives a layer its int8 weight, and a bias that takes up what the rounding does on average.

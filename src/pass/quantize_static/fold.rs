@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::walk::{only_reader, weight_input};
 use crate::error::Result;
 use crate::ir::ops::{BatchNorm, Flatten, Op};
 use crate::ir::{Graph, Node, Rewrite, ValueId, rebuild};
 use crate::model::Model;
+use crate::pass::walk::{only_reader, weight_input};
 use crate::store::{Computed, DType, Scaled, Weight};
 
 /// What was folded, and what was not.

@@ -13,7 +13,7 @@ use super::{Damage, NAME, QuantizeStatic, sensitivity};
 use crate::calibration::ValueStatistics;
 use crate::data::DataSet;
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Subject};
+use crate::evaluation::{self, Runner, Subject};
 use crate::model::Model;
 use crate::pass::Context;
 use crate::work::Meter;
@@ -166,6 +166,11 @@ impl QuantizeStatic {
     }
 }
 
+/// Loads models that run side by side on this data.
+fn load<'s, const N: usize>(subjects: [&'s mut Subject; N], data: &DataSet, context: &Context<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
+    evaluation::load(subjects, Some(&data.first()?.inputs), &context.device, context.memory, &context.work)
+}
+
 /// Says how good a model is.
 struct Judge<'m> {
     original: &'m Model,
@@ -184,7 +189,7 @@ impl<'m> Judge<'m> {
         let data = context.data.open(options, subject.target())?;
         let mut score = None;
         if goal.max_drop.is_some() {
-            let mut runner = [subject.load(&context.device, &context.work)?];
+            let mut runner = load([&mut subject], &data, context)?;
             score = evaluation::evaluate(&data, &mut runner, &[], &context.work)?.models.into_iter().next().and_then(|outcome| outcome.score);
             if score.is_none() {
                 return Err(Error::option(NAME, "`accuracy_goal: { max_drop: ... }` needs evaluation data with labels; without any, ask for `min_cosine`"));
@@ -198,13 +203,13 @@ impl<'m> Judge<'m> {
         let mut after = Subject::of(model)?;
         match &self.score {
             Some(score) => {
-                let mut runner = [after.load(&context.device, &context.work)?];
+                let mut runner = load([&mut after], &self.data, context)?;
                 let outcomes = evaluation::evaluate(&self.data, &mut runner, &[], &context.work)?;
                 Ok(outcomes.models.first().and_then(|o| o.score.as_ref()).map_or(f64::INFINITY, |now| score.drop_to(now)))
             }
             None => {
                 let mut before = Subject::of(self.original.clone())?;
-                let mut runners = [before.load(&context.device, &context.work)?, after.load(&context.device, &context.work)?];
+                let mut runners = load([&mut before, &mut after], &self.data, context)?;
                 let outcomes = evaluation::evaluate(&self.data, &mut runners, &[(0, 1)], &context.work)?;
                 Ok(outcomes.pairs.first().map_or(0.0, |fidelity| fidelity.cosine))
             }

@@ -22,23 +22,19 @@ mod saturation;
 mod scaling;
 mod sensitivity;
 mod sites;
-mod walk;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use candle_core::DType;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{Context, GranularityKind, Pass, Samples, WeightObserver, options_of};
-use crate::calibration::{ActivationObserver, ValueStatistics, calibrate};
-use crate::data::Target;
+use super::{calibrate, chains};
+use crate::calibration::{ActivationObserver, ValueStatistics};
 use crate::error::{Error, Result};
-use crate::exec::{Executor, Parameters, Residence};
-use crate::ir::Port;
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
@@ -206,17 +202,8 @@ const NAME: &str = "quantize-static";
 impl QuantizeStatic {
     /// Runs the model over the samples.
     fn observe(&self, prepared: &Prepared, context: &Context) -> Result<BTreeMap<String, ValueStatistics>> {
-        let Some(options) = &context.data.calibration else {
-            return Err(Error::option(NAME, "needs samples to run the model on: add `data: { calibration: ... }`"));
-        };
-        let graph = &prepared.graph;
-        let requests = sites::Sites::of(graph, &prepared.layers).requests(graph);
-        let (inputs, outputs) = Port::of(graph);
-        let target = Target { folder: &prepared.model.path, config: prepared.model.config.values(), inputs: &inputs, outputs: &outputs };
-        let data = context.data.open(options, target)?;
-        let parameters = Parameters::load(graph, &prepared.model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
-        let executor = Executor::new(graph, parameters, context.device.clone()).tracked(context.memory_tracker.as_ref());
-        calibrate(&executor, &data, &requests, &context.work)
+        let requests = sites::Sites::of(&prepared.graph, &prepared.layers).requests(&prepared.graph);
+        calibrate::statistics(NAME, &prepared.graph, &prepared.model, &requests, context)
     }
 
     /// Brings the model into shape, runs it over the samples, and moves ranges.
@@ -224,11 +211,11 @@ impl QuantizeStatic {
         let mut prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
         let mut chains = match self.smooth {
             Smooth::None => Vec::new(),
-            _ => scaling::chains(&prepared.graph, &prepared.layers),
+            _ => chains::chains(&prepared.graph, &prepared.layers),
         };
         if self.smooth == Smooth::Auto {
             factors::insert(&mut prepared, &chains)?;
-            chains = scaling::chains(&prepared.graph, &prepared.layers);
+            chains = chains::chains(&prepared.graph, &prepared.layers);
         }
         let mut seen = self.observe(&prepared, context)?;
         let fixed = if let Smooth::Strength(strength) = self.smooth { Some(strength) } else { None };
@@ -328,9 +315,12 @@ mod tests {
     use super::*;
     use crate::data::{Data, DataSets};
     use crate::exec::Inputs;
+    use crate::exec::{Executor, Parameters, Residence};
     use crate::ir::Graph;
     use crate::ir::ops::Op;
+    use crate::work::MemoryLimit;
     use crate::work::{Cancel, Silent, Work};
+    use candle_core::DType;
 
     fn outputs(graph: &Graph, model: &Model, inputs: &Inputs) -> BTreeMap<String, Tensor> {
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
@@ -355,7 +345,16 @@ mod tests {
             let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
                 let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context { work, seed: 0, data: &data, device: Device::Cpu, memory_tracker: None, workplace: None, resume: false };
+                let context = Context {
+                    work,
+                    seed: 0,
+                    data: &data,
+                    device: Device::Cpu,
+                    memory: MemoryLimit::default(),
+                    memory_tracker: None,
+                    workplace: None,
+                    resume: false,
+                };
                 let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
                 folded += prepared.notes.len();
                 rescaled += choices.len();

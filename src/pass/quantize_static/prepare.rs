@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 
 use super::fold::{self, Folded};
 use super::sites::Sites;
-use super::walk::weight_input;
 use crate::error::{Error, Result};
 use crate::ir::ops::{Linear, Op};
 use crate::ir::{Graph, GraphFile, Rewrite, rebuild};
 use crate::model::{self, Model};
 use crate::pass::targets::{self, Chosen};
+use crate::pass::walk::weight_input;
 use crate::store::{Pattern, Transposed};
 
 /// A model that is ready to be quantized.

@@ -5,12 +5,12 @@ use std::collections::BTreeMap;
 
 use super::fit::Found;
 use super::prepare::Prepared;
-use super::walk::weight_input;
 use super::{ActivationTarget, QuantizeStatic};
 use crate::calibration::ValueStatistics;
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
 use crate::model::Model;
+use crate::pass::walk::weight_input;
 use crate::store::{Encoding, Weight};
 
 /// What is worth knowing of a model that uses all of int8.
@@ -74,14 +74,15 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::store::{ActivationScheme, Affine, DType, Granularity};
+    use crate::store::{ActivationScheme, Affine, Codes, DType, Granularity};
     use crate::work::Meter;
 
     #[test]
     fn two_large_products_of_one_sign_are_too_much() {
         let bytes: Vec<u8> = [127f32, 127.0, 0.0, 127.0, -127.0, 64.0].iter().flat_map(|v| v.to_le_bytes()).collect();
         let dense = Weight::new(DType::F32, vec![3, 2], Encoding::Dense, Arc::new(crate::store::Bytes { dtype: DType::F32, bytes }));
-        let affine = Affine { granularity: Granularity::Tensor, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
+        let affine =
+            Affine { codes: Codes::INT8, granularity: Granularity::Tensor, symmetric: true, scale_dtype: DType::F32, activations: ActivationScheme::None };
         let integers = |reduced| {
             crate::pass::integers::Integers::new("w", &dense, affine.clone(), crate::pass::WeightObserver::Minmax, &Arc::new(Meter::default()))
                 .reduced(reduced)

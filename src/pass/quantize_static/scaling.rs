@@ -2,149 +2,17 @@
 //! cross-layer equalization, 2019): the layer or normalisation that makes a value divides each channel by a number, the layers
 //! that read it multiply by the same. Where weights have 16 bits, numbers are powers of two, so that nothing is rounded.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
+use std::collections::BTreeMap;
 
 use super::ceiling::Ceiling;
-use super::walk::{only_reader, readers, weight_input};
 use crate::calibration::{ActivationObserver, ValueStatistics, Weighted};
 use crate::error::Result;
 use crate::ir::ops::Op;
-use crate::ir::{Graph, Kind, Node, ValueId};
+use crate::ir::{Graph, Node};
 use crate::model::Model;
-use crate::store::{DType, Scaled};
-
-/// Channels that can be rescaled.
-#[derive(Debug)]
-pub(super) struct Chain {
-    /// Name of the node that makes them.
-    pub name: String,
-    /// Whether that node is there for the factors alone.
-    pub costly: bool,
-    /// Whether values are mixed by attention on the way. What tokens add to each other differs so much from sample to sample that
-    /// channels made alike on some leave the range on others: on MiniLM the worst cosine fell from 0.989 to 0.94.
-    mixed: bool,
-    /// How many.
-    pub width: usize,
-    /// Parameters that take the division over, along their first axis (or their second, when said so).
-    pub makers: Vec<(String, bool)>,
-    /// Values on the way, with the channel that each of their channels is.
-    pub values: Vec<(ValueId, Vec<usize>)>,
-    /// Layers that take the multiplication over: the value they read, their weight, and whether it is `[in, out]` or depthwise.
-    pub sinks: Vec<ScaledLayer>,
-    /// Values that are cut off above, with the channel that each of their channels is, and where.
-    pub ceilings: Vec<(ValueId, Vec<usize>, f64)>,
-}
-
-#[derive(Debug, Clone)]
-pub(super) struct ScaledLayer {
-    pub value: ValueId,
-    pub weight: String,
-    /// The channel of each index of the weight's axis of inputs.
-    index: Vec<usize>,
-    /// Whether that axis is the first one.
-    first: bool,
-    /// Whether each output has one input: rounded with a scale of its own, it loses nothing by a factor.
-    depthwise: bool,
-}
-
-/// All chains of a graph whose sinks are among the quantized layers, at least one.
-pub(super) fn chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
-    graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| chain.sinks.iter().any(|sink| layers.contains(&sink.weight))).collect()
-}
-
-/// Whether a product is one with a number for each channel.
-pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
-    let factor = node.inputs.get(1).map(|id| graph.value(*id));
-    matches!(node.op, Op::Mul(_)) && factor.is_some_and(|value| value.kind == Kind::Param && value.ty.shape.len() == 1)
-}
-
-fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
-    let name = |at: usize| graph.value(node.inputs[at]).name.clone();
-    let width = match &node.op {
-        Op::Linear(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => graph.value(node.output).ty.shape.last()?.fixed()?,
-        Op::Mul(_) if is_factor(graph, node) => graph.value(node.output).ty.shape.last()?.fixed()?,
-        Op::Conv(_) | Op::BatchNorm(_) => graph.value(node.output).ty.shape.get(1)?.fixed()?,
-        _ => return None,
-    };
-    let makers: Vec<(String, bool)> = match &node.op {
-        Op::Linear(op) => (1..node.inputs.len()).map(|at| (name(at), at == 1 && op.input_major)).collect(),
-        Op::Conv(_) => (1..node.inputs.len()).map(|at| (name(at), false)).collect(),
-        _ => (1..node.inputs.len().min(3)).map(|at| (name(at), false)).collect(),
-    };
-    // A parameter that others read too cannot change.
-    if node.inputs[1..].iter().any(|id| only_reader(graph, *id).is_none()) {
-        return None;
-    }
-    let costly = is_factor(graph, node);
-    let name = graph.value(node.output).name.clone();
-    let mut chain = Chain { name, costly, mixed: false, width, makers, values: Vec::new(), sinks: Vec::new(), ceilings: Vec::new() };
-    let index: Vec<usize> = (0..width).collect();
-    follow(graph, node.output, &index, &mut chain).then_some(chain).filter(|chain| !chain.sinks.is_empty())
-}
-
-/// Follows a value to the layers that read it; `false` where something on the way does not pass factors on.
-fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> bool {
-    let (nodes, result) = readers(graph, value);
-    if result || nodes.is_empty() || chain.values.iter().any(|(seen, _)| *seen == value) {
-        return false;
-    }
-    chain.values.push((value, index.to_vec()));
-    nodes.into_iter().all(|reader| {
-        let node = &graph.nodes()[reader];
-        let at = node.inputs.iter().position(|id| *id == value);
-        let sole = node.inputs.iter().filter(|id| **id == value).count() == 1;
-        let shape = |id: ValueId| &graph.value(id).ty.shape;
-        match (&node.op, at) {
-            (Op::Linear(_) | Op::Conv(_), Some(0)) if sole => sink(graph, node, index, chain),
-            (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::MergeHeads(_) | Op::Select(_), Some(0)) => {
-                follow(graph, node.output, index, chain)
-            }
-            (Op::Clip(clip), Some(0)) if clip.min == 0.0 => {
-                chain.ceilings.push((node.output, index.to_vec(), clip.max));
-                follow(graph, node.output, index, chain)
-            }
-            (Op::MaskedMean(_), Some(0)) => follow(graph, node.output, index, chain),
-            (Op::Mul(_), Some(_)) if sole && node.inputs.iter().all(|id| shape(*id) == shape(value) && graph.value(*id).kind != Kind::Param) => {
-                follow(graph, node.output, index, chain)
-            }
-            (Op::Flatten(op), Some(0)) => {
-                let Some(width) = shape(node.output).last().and_then(|d| d.fixed()) else { return false };
-                let plane = width / index.len().max(1);
-                let spread: Vec<usize> = (0..width).map(|at| if op.channels_last { index[at % index.len()] } else { index[at / plane.max(1)] }).collect();
-                follow(graph, node.output, &spread, chain)
-            }
-            (Op::Attention(_), Some(2)) => {
-                chain.mixed = true;
-                let (Some(heads), Some(groups)) = (shape(node.inputs[0])[1].fixed(), shape(value)[1].fixed()) else { return false };
-                let (width, shared) = (index.len() / groups.max(1), heads / groups.max(1));
-                let spread: Vec<usize> = (0..heads * width).map(|at| index[at / width.max(1) / shared.max(1) * width + at % width.max(1)]).collect();
-                follow(graph, node.output, &spread, chain)
-            }
-            _ => false,
-        }
-    })
-}
-
-fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool {
-    let weight = weight_input(graph, node).to_owned();
-    let own = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
-    let depthwise = is_depthwise(graph, node);
-    let first = match &node.op {
-        Op::Linear(op) => op.input_major,
-        Op::Conv(op) if op.groups > 1 && !depthwise => return false,
-        // Of a depthwise convolution each output has one input, whose factor it takes over by its row.
-        _ => depthwise,
-    };
-    chain.sinks.push(ScaledLayer { value: node.inputs[0], weight, index: index.to_vec(), first, depthwise });
-    own
-}
-
-/// Whether each output of a convolution has one input.
-fn is_depthwise(graph: &Graph, node: &Node) -> bool {
-    let channels = graph.value(node.output).ty.shape.get(1).and_then(|d| d.fixed());
-    matches!(&node.op, Op::Conv(op) if op.groups > 1 && channels == Some(op.groups))
-}
+use crate::pass::chains::{Chain, ScaledLayer, is_depthwise};
+use crate::pass::walk::weight_input;
+use crate::store::DType;
 
 /// Part of the largest channel below which a channel counts as silent.
 const SILENT: f64 = 1e-3;
@@ -201,40 +69,20 @@ pub(super) fn rescale(
         if powers.iter().all(|p| *p == 0.0) || (fixed.is_none() && error > before * (1.0 - gain)) {
             continue;
         }
-        chain.apply(&powers, graph, model, seen)?;
-        choices.push(Choice { name: chain.name.clone(), strength, gain: error / before, costly: chain.costly });
-    }
-    Ok(choices)
-}
-
-impl Chain {
-    /// Divides channels by `2ᵖ` where they are made, and multiplies where they are read.
-    pub fn apply(&self, powers: &[f64], graph: &Graph, model: &mut Model, seen: &mut BTreeMap<String, ValueStatistics>) -> Result<()> {
-        let factor = |power: f64| power.exp2() as f32;
-        for (name, second) in &self.makers {
-            let divisors = Arc::new(powers.iter().map(|p| factor(-p)).collect());
-            scale(model, name, divisors, !*second)?;
-        }
-        for sink in &self.sinks {
-            let factors = Arc::new(sink.index.iter().map(|channel| factor(powers[*channel])).collect());
-            scale(model, &sink.weight, factors, sink.first)?;
-        }
-        for (value, index) in &self.values {
+        let factors: Vec<f32> = powers.iter().map(|power| power.exp2() as f32).collect();
+        chain.rescale(&factors, |name, scaled| {
+            let weight = scaled(model.weights.get(name)?.clone());
+            model.weights.by_name.insert(name.to_owned(), weight);
+            Ok(())
+        })?;
+        for (value, index) in &chain.values {
             if let Some(seen) = seen.get_mut(&graph.value(*value).name) {
                 seen.multiply(&index.iter().map(|channel| (-powers[*channel]).exp2()).collect::<Vec<_>>());
             }
         }
-        Ok(())
+        choices.push(Choice { name: chain.name.clone(), strength, gain: error / before, costly: chain.costly });
     }
-}
-
-fn scale(model: &mut Model, name: &str, factors: Arc<Vec<f32>>, first: bool) -> Result<()> {
-    let weight = model.weights.get(name)?.clone();
-    let dtype = weight.dtype;
-    let (rows, columns) = if first { (Some(factors), None) } else { (None, Some(factors)) };
-    let scaled = Scaled { name: name.to_owned(), upstream: weight, rows, columns }.weight(dtype);
-    model.weights.by_name.insert(name.to_owned(), scaled);
-    Ok(())
+    Ok(choices)
 }
 
 /// What is needed to tell the error of a chain's layers from the powers.

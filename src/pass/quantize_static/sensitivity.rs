@@ -97,7 +97,8 @@ impl Trial {
 
 fn answers(model: Model, batch: &Batch, context: &Context) -> Result<Outputs> {
     let mut subject = Subject::of(model)?;
-    subject.load(&context.device, &context.work.quiet())?.run(&batch.inputs)
+    let mut runners = evaluation::load([&mut subject], Some(&batch.inputs), &context.device, context.memory, &context.work.quiet())?;
+    runners.swap_remove(0).run(&batch.inputs)
 }
 
 impl QuantizeStatic {

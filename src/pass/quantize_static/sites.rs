@@ -6,10 +6,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::walk::{only_reader, weight_input};
 use crate::calibration::{Axis, Request};
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node, ValueId};
+use crate::pass::walk::{only_reader, weight_input};
 
 /// A value that is quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]

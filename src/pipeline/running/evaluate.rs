@@ -9,12 +9,13 @@ use crate::analysis;
 use crate::data::{self, DataSet};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Runner, Runtime, SamplesFrom, Score, Subject};
-use crate::exec::Rounding;
+use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
 use crate::pipeline::run::Measured;
+use crate::pipeline::running::Running;
 use crate::pipeline::{Check, Pipeline};
 use crate::report::Report;
 use crate::run_state::RunState;
@@ -75,8 +76,10 @@ impl Subjects {
         wanted.into_iter().flatten().collect()
     }
 
-    fn load(&mut self, device: &Device, work: &Work) -> Result<Vec<Box<dyn Runner + '_>>> {
-        self.subjects.iter_mut().map(|(_, _, subject)| subject.load(device, work)).collect()
+    /// Loads them, to run on samples like those of a batch.
+    fn load<'s>(&'s mut self, inputs: &Inputs, running: &Running, work: &Work<'s>) -> Result<Vec<Box<dyn Runner + 's>>> {
+        let subjects = self.subjects.iter_mut().map(|(_, _, subject)| subject);
+        evaluation::load(subjects, Some(inputs), &running.device()?, running.memory()?, work)
     }
 }
 
@@ -193,10 +196,13 @@ impl Run<'_> {
         let mut models_to_run = self.subjects(both.chain(check))?;
         let data = self.pipeline.running.data.open(options, models_to_run.subjects[0].2.target())?;
         let pairs = models_to_run.pairs();
-        let mut models = models_to_run.load(&self.pipeline.running.device()?, &self.work)?;
+        let batch = data.first()?;
+        let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;
         let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
-        if evaluate.latency {
-            let batch = data.first()?;
+        if models.iter().any(|model| model.together(&batch.inputs).is_some()) {
+            let more = if evaluate.latency { "; latency was not measured" } else { "" };
+            measured.notes.push(format!("models ran block by block, since they do not fit into memory whole{more}"));
+        } else if evaluate.latency {
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
             let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.work.threads)?;

@@ -7,19 +7,22 @@ use std::collections::BTreeSet;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use candle_core::DType;
+
 use super::evaluate::{Run, UNASKED};
 use super::free::free_memory;
 use super::rows::Rows;
 use crate::analysis;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
-use crate::evaluation::{FidelitySums, MeasuredFidelity, Outputs, Runner, SamplesFrom, Subject};
-use crate::exec::{Executor, Parameters, Residence, Rounding};
+use crate::evaluation::{FidelitySums, MeasuredFidelity, SamplesFrom, Subject, on_host};
+use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence, Rounding, sizes_of};
 use crate::export::Exported;
-use crate::ir::{Bindings, Dim, Graph};
+use crate::ir::{Bindings, Graph};
 use crate::model::Model;
 use crate::pass::Samples;
 use crate::report::format::bytes;
+use crate::store::ByteSize;
 
 /// Multiply-accumulates of one model for each byte of the input, where passes run no model: about a tenth of the time that reading,
 /// making, hashing and writing takes. What is written does not count, so that all runs of a sweep are measured on the same samples.
@@ -34,8 +37,6 @@ const MOST: usize = 16;
 const SIZES: [(usize, usize); 4] = [(128, 224), (64, 160), (32, 96), (16, 64)];
 /// Samples that are better than one long one where each has one answer.
 const SEVERAL: u64 = 4;
-/// Bytes of answers that are kept while the other model is loaded.
-const ANSWERS: u64 = 128 << 20;
 /// Time that one model may take in any case.
 const LEAST_TIME: Duration = Duration::from_secs(1);
 
@@ -72,16 +73,23 @@ impl Run<'_> {
 
     /// Why the models are too large to be run unasked, if they are.
     fn too_large(&self, graph: &Graph) -> Option<String> {
-        let (_, activations) = analysis::cost(graph, &analysis::usual_sizes(graph));
+        let sizes = analysis::usual_sizes(graph);
+        let need = |graph: &Graph, model: &Model| MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &sizes);
+        let needs = [Some(need(graph, self.before)), self.after.graph().ok().map(|graph| need(&graph, self.after))];
+        let activations = needs.iter().flatten().map(|need| need.activations).max().unwrap_or(0);
+        let blocks = needs.iter().flatten().map(|need| need.blocks).fold(activations, u64::saturating_add);
         let parameters = self.before.weights.parameters().max(self.after.weights.parameters()).saturating_mul(4);
-        too_large(parameters.saturating_add(activations), free_memory(), self.runs_on_samples())
+        if let Some(ByteSize(memory)) = self.pipeline.running.memory.filter(|memory| memory.0 < blocks) {
+            return Some(format!("running both models block by block takes about {} of memory, and {} are given", bytes(blocks), bytes(memory)));
+        }
+        too_large(parameters.saturating_add(activations), blocks, free_memory(), self.runs_on_samples())
     }
 
     fn runs_on_samples(&self) -> bool {
         self.pipeline.steps.iter().any(|step| !matches!(step.pass().runs_on(), None | Some(Samples::None)))
     }
 
-    /// Runs one model after the other, so that only one is in memory beside the weights that both share.
+    /// Runs both models side by side, block by block: the memory of a block serves the next one, and weights that both share are loaded once.
     fn compared(&self, graph: &Graph, exports: &[(&'static str, Exported)]) -> Result<MeasuredFidelity> {
         let device = self.pipeline.running.device()?;
         let (samples_from, data, mut samples) = self.samples(graph)?;
@@ -89,32 +97,29 @@ impl Run<'_> {
         let (ours, theirs) = ((graph, &self.before.weights), (&written.graph()?, &written.weights));
         let rows = Rows::looked_up([ours, theirs], &mut samples)?;
         let ((graph, weights), (their_graph, their_weights)) = (rows.of(ours)?, rows.of(theirs)?);
-        let parameters = Parameters::load(&graph, &weights, &device, candle_core::DType::F32, Residence::Stored, &self.work)?;
-        let mut before = crate::evaluation::Candle::of(Executor::new(&graph, parameters.clone(), device.clone()));
-        let mut answers: Vec<Outputs> = Vec::new();
-        let (limit, begun, mut held) = (LEAST_TIME.max(self.start.elapsed() / 8), Instant::now(), 0);
-        for sample in &samples {
-            if !answers.is_empty() && (begun.elapsed() > limit || held > ANSWERS) {
-                break;
-            }
-            self.work.cancel.check()?;
-            let outputs = before.run(&sample.inputs)?;
-            held += outputs.values().map(|output| 4 * output.elem_count() as u64).sum::<u64>();
-            answers.push(outputs);
-        }
-        drop(before);
-        let same = self.unchanged(&written, exports);
-        let mut shared = parameters;
-        shared.retain(|name| same.contains(name));
-        let parameters = shared.load_beside(&their_graph, &their_weights, &device, Residence::Stored, &self.work)?;
+        let (options, work) = (BlockwiseOptions::on(&device), self.work.quiet());
         let rounding = if self.writes_safetensors() { Rounding::Token } else { Rounding::Tensor };
-        let mut after = crate::evaluation::Candle::of(Executor::new(&their_graph, parameters, device).with_rounding(rounding));
-        let mut sums = FidelitySums::default();
-        for (sample, answer) in samples.iter().zip(&answers) {
-            self.work.cancel.check()?;
-            sums.add(sample, answer, &after.run(&sample.inputs)?)?;
+        let mut before = Blockwise::new(&graph, &weights, |_| false, options.clone(), &work);
+        let mut after = Blockwise::new(&their_graph, &their_weights, |_| false, BlockwiseOptions { rounding, ..options }, &work);
+        for sample in &samples {
+            before.push(sample.clone())?;
+            after.push(sample.clone())?;
         }
-        Ok(MeasuredFidelity { samples_from, samples: answers.len(), data, fidelity: sums.finish() })
+        let same = self.unchanged(&written, exports);
+        let (limit, begun) = (2 * LEAST_TIME.max(self.start.elapsed() / 8), Instant::now());
+        for block in 0..before.blocks().len().max(after.blocks().len()) {
+            Blockwise::together(&mut [&mut before, &mut after], block, &same)?;
+            if begun.elapsed() > limit {
+                before.truncate(1);
+                after.truncate(1);
+            }
+        }
+        let mut sums = FidelitySums::default();
+        for (index, sample) in samples.iter().enumerate().take(before.batches()) {
+            self.work.cancel.check()?;
+            sums.add(sample, &on_host(before.answer(index)?)?, &on_host(after.answer(index)?)?)?;
+        }
+        Ok(MeasuredFidelity { samples_from, samples: before.batches(), data, fidelity: sums.finish() })
     }
 
     /// Weights that are in the output as they were in the input.
@@ -173,15 +178,16 @@ impl Run<'_> {
     }
 }
 
-/// Why a model that needs so many bytes is not run unasked, if it is not; a pass that has run it shows that it fits.
-fn too_large(needed: u64, free: Option<u64>, has_run: bool) -> Option<String> {
+/// Why a model that takes so many bytes is not run unasked, if it is not: whole, where no pass has shown that it runs in acceptable
+/// time; and both models together block by block, with what is free.
+fn too_large(whole: u64, together: u64, free: Option<u64>, has_run: bool) -> Option<String> {
     let asking = "`data: { evaluation: ... }` asks for it";
-    let takes = format!("running the model takes about {} of memory", bytes(needed));
-    if needed > UNASKED && !has_run {
-        return Some(format!("{takes}, and {} is the most that is taken unasked; {asking}", bytes(UNASKED)));
+    let takes = |needed| format!("running the model takes about {} of memory", bytes(needed));
+    if whole > UNASKED && !has_run {
+        return Some(format!("{}, and {} is the most that is taken unasked; {asking}", takes(whole), bytes(UNASKED)));
     }
-    let free = free.filter(|free| *free / 2 < needed)?;
-    Some(format!("{takes}, and {} are free; {asking}", bytes(free)))
+    let free = free.filter(|free| *free / 2 < together)?;
+    Some(format!("{} block by block, and {} are free; {asking}", takes(together), bytes(free)))
 }
 
 /// Samples that a budget has room for.
@@ -196,7 +202,7 @@ impl Found<'_> {
     /// Takes a sample; the first in any case.
     fn take(&mut self, sample: Batch) -> Result<ControlFlow<()>> {
         let sample = self.shortened(sample)?;
-        let cost = analysis::cost(self.graph, &bindings(self.graph, &sample)).0;
+        let cost = analysis::cost(self.graph, &sizes_of(self.graph, &sample.inputs)).0;
         if !self.samples.is_empty() && self.spent.saturating_add(cost) > self.budget.macs {
             return Ok(ControlFlow::Break(()));
         }
@@ -234,14 +240,6 @@ impl Found<'_> {
     }
 }
 
-/// The sizes of a graph's named axes in a sample.
-fn bindings(graph: &Graph, sample: &Batch) -> Bindings {
-    let axes = graph.inputs().filter_map(|(_, value)| Some((&value.ty.shape, sample.inputs.get(&value.name)?.dims())));
-    axes.flat_map(|(shape, dims)| shape.iter().zip(dims))
-        .filter_map(|(axis, size)| if let Dim::Named(name) = axis { Some((name.clone(), *size)) } else { None })
-        .collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,12 +247,12 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_not_run_unasked() {
         let (small, large) = (100 << 20, 28 << 30);
-        assert_eq!(too_large(small, Some(1 << 30), false), None);
-        assert_eq!(too_large(small, None, false), None);
-        assert!(too_large(small, Some(150 << 20), false).unwrap().contains("are free"));
-        assert!(too_large(large, None, false).unwrap().contains("30.1 GB"));
-        assert_eq!(too_large(large, Some(1 << 40), true), None);
-        assert!(too_large(large, Some(8 << 30), true).unwrap().contains("are free"));
+        assert_eq!(too_large(small, small, Some(1 << 30), false), None);
+        assert_eq!(too_large(small, small, None, false), None);
+        assert!(too_large(small, small, Some(150 << 20), false).unwrap().contains("are free"));
+        assert!(too_large(large, small, None, false).unwrap().contains("30.1 GB"));
+        assert_eq!(too_large(large, small, Some(8 << 30), true), None);
+        assert!(too_large(large, large, Some(8 << 30), true).unwrap().contains("are free"));
     }
 
     #[test]

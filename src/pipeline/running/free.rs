@@ -1,10 +1,20 @@
-//! Memory that this process may still take.
+//! Memory that this process may still take, and what of it models may.
 
 use std::fs;
 
+use candle_core::Device;
 use rustix::process::{Resource, getrlimit};
 
 use crate::report::environment::kilobytes;
+use crate::store::ByteSize;
+use crate::work::MemoryLimit;
+
+/// The memory that models may take: what was asked for, else most of what is free where they run on the processor.
+pub fn memory_limit(asked: Option<ByteSize>, device: &Device) -> MemoryLimit {
+    let free = || if device.is_cpu() { free_memory() } else { None };
+    let bytes = asked.map(|size| size.0).or_else(|| free().map(|free| free / 4 * 3));
+    MemoryLimit { bytes, asked: asked.is_some() }
+}
 
 /// Bytes that can be taken without swapping or being refused: of the machine, of the control group, of the address space; nothing where
 /// the system does not tell.

@@ -77,6 +77,10 @@ fn flags() {
             "has rows of 16 inputs, which groups of 128 do not divide",
             "choose another group_size",
         ),
+        small("groups of no inputs", "quantize in -o out --group-size 0", 2, "`group_size` must be at least 1, or -1 for whole rows", ""),
+        small("groups of a scheme that has its own", "quantize in -o out --scheme NVFP4A16 --group-size 32", 2, "`group_size` is not for \"NVFP4A16\"", ""),
+        small("a search of floats", "quantize in -o out --scheme FP8-DYNAMIC --observer mse", 2, "`observer: mse` searches scales of integers", ""),
+        small("an unknown scheme", "quantize in -o out --scheme W3A3", 2, "invalid value 'W3A3' for '--scheme <SCHEME>'", ""),
         small("groups of nothing", "quantize-dynamic in -o out --granularity group --group-size 0", 2, "`group_size` must be at least 1", ""),
         small(
             "a negative group",
@@ -286,7 +290,7 @@ fn layers_that_are_stored_transposed() {
             gpt2,
             "quantize-dynamic in -o out",
             1,
-            "tensor `h.0.attn.c_attn.weight`: is an int8 weight of a gpt2 model, whose layers are stored as [in, out]",
+            "tensor `h.0.attn.c_attn.weight`: is a quantized weight of a gpt2 model, whose layers are stored as [in, out]",
             "export with layout: sparse or layout: dense",
         ),
         case(

@@ -26,17 +26,17 @@ fn keys_and_names() {
         recipe(
             "an unknown key",
             "model: in\npases: []\n",
-            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? There are `model`, `seed`, `allow_nonfinite`, `measure`, `data`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
+            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? There are `model`, `seed`, `allow_nonfinite`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
         ),
         recipe(
             "an unknown option",
             "model: in\npasses:\n  - prune-unstructured: { amuont: 0.5 }\n",
-            "line 3 column 27: unknown key `amuont`, did you mean `amount`? There are `amount`, `scope`, `pattern`, `targets`, `ignore`, `rules`",
+            "line 3 column 27: unknown key `amuont`, did you mean `amount`? There are `amount`, `importance`, `scope`, `pattern`, `targets`, `ignore`, `rules`",
         ),
         recipe(
             "an unknown pass",
             "model: in\npasses:\n  - prune: {}\n",
-            "line 3 column 5: unknown name `prune`, did you mean `prune-structured`? There are `prune-unstructured`, `prune-structured`, `quantize-dynamic`",
+            "line 3 column 5: unknown name `prune`, did you mean `prune-structured`? There are `prune-unstructured`, `prune-structured`, `quantize`, `quantize-dynamic`",
         ),
         recipe(
             "an unknown pass by name alone",

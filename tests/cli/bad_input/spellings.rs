@@ -87,11 +87,75 @@ fn the_sparse_layout() {
 }
 
 #[test]
+fn words_of_gptq_and_awq() {
+    let words = |name: &str, shape: &[usize]| tensor(name, "I32", shape, &vec![0x88; 4 * shape.iter().product::<usize>()]);
+    let scales = |shape: &[usize]| tensor("x.scales", "F16", shape, &vec![0x3C; 2 * shape.iter().product::<usize>()]);
+    let hint = "start from the original checkpoint, or save it again with GPTQModel or AutoAWQ";
+    let gptq = |more: Vec<Tensor>| [vec![words("x.qweight", &[1, 8]), words("x.qzeros", &[1, 1]), scales(&[1, 8])], more].concat();
+    check([
+        of(
+            "words of three bits",
+            METADATA,
+            vec![words("x.qweight", &[3, 32]), words("x.qzeros", &[1, 3]), scales(&[1, 32])],
+            "tensor `x.weight`: is in words that are neither GPTQ of 2, 4 or 8 bits nor AWQ (GEMM): qweight I32 [3, 32], qzeros I32 [1, 3]",
+            hint,
+        ),
+        of(
+            "fewer zero points than groups",
+            METADATA,
+            vec![words("x.qweight", &[1, 8]), words("x.qzeros", &[1, 1]), scales(&[2, 8])],
+            "tensor `x.weight`: its parts do not fit each other",
+            hint,
+        ),
+        of("words in a row", METADATA, vec![words("x.qweight", &[8]), words("x.qzeros", &[1, 1]), scales(&[1, 8])], "its parts are no matrices", hint),
+        of("groups that there are not", METADATA, gptq(vec![words("x.g_idx", &[8])]), "tensor `x.weight`: its g_idx I32 [8] is no group for each input", hint),
+        of("a weight twice", METADATA, gptq(vec![floats("x.weight", &[8, 8])]), "tensor `x.weight`: is stored twice", "write the file again"),
+    ]);
+}
+
+#[test]
+fn narrow_floats() {
+    let fp8 = |more: Vec<Tensor>| [vec![tensor("x", "F8_E4M3", &[2, 2], &[1, 2, 3, 4])], more].concat();
+    let again = "write the file again with a tool that follows compressed-tensors";
+    check([
+        of(
+            "FP8 with zero points",
+            METADATA,
+            fp8(vec![floats("x_scale", &[1]), tensor("x_zero_point", "I8", &[1], &[0])]),
+            "tensor `x`: zero points beside fp8",
+            again,
+        ),
+        of("FP8 with scales of another type", METADATA, fp8(vec![tensor("x_scale", "F64", &[1], &[0; 8])]), "tensor `x`: scales of type F64 beside fp8", again),
+        of(
+            "FP8 with blocks that do not divide",
+            METADATA,
+            fp8(vec![floats("x_scale", &[1, 3])]),
+            "tensor `x`: scales of shape [1, 3] for integers of shape [2, 2]",
+            again,
+        ),
+        of(
+            "NVFP4 without its global scale",
+            METADATA,
+            vec![tensor("x_packed", "U8", &[1, 8], &[0; 8]), tensor("x_scale", "F8_E4M3", &[1, 1], &[0x38])],
+            "tensor `x`: no global scale beside FP4",
+            again,
+        ),
+        of(
+            "NVFP4 with a global scale of nothing",
+            METADATA,
+            vec![tensor("x_packed", "U8", &[1, 8], &[0; 8]), tensor("x_scale", "F8_E4M3", &[1, 1], &[0x38]), tensor("x_global_scale", "F32", &[1], &[0; 4])],
+            "tensor `x_global_scale`: is no positive number",
+            again,
+        ),
+    ]);
+}
+
+#[test]
 fn quantized_weights() {
     let packed = |shape: &[i64]| vec![tensor("x_packed", "I32", &[2, 1], &[0x80; 8]), integers("x_shape", shape), floats("x_scale", &[2, 1])];
     let int8 = |more: Vec<Tensor>| [vec![tensor("x", "I8", &[2, 2], &[1, 2, 3, 4])], more].concat();
     let again = "write the file again with a tool that follows compressed-tensors";
-    let eight = "only eight bits are";
+    let newer = "write the file again with compressed-tensors 0.18 or newer";
     check([
         of("too many scales", METADATA, int8(vec![floats("x_scale", &[3])]), "tensor `x`: scales of shape [3] for integers of shape [2, 2]", again),
         of(
@@ -123,15 +187,21 @@ fn quantized_weights() {
             "tensor `x`: integers of shape [4], not a matrix",
             again,
         ),
-        of("four bits in words", METADATA, packed(&[2, 8]), "tensor `x`: packed words do not hold eight-bit integers of the stated shape", eight),
-        of("words of a negative shape", METADATA, packed(&[-2, 3]), "tensor `x`: packed words do not hold", eight),
-        of("words of one size too many, a negative one", METADATA, packed(&[-5, 2, 3]), "tensor `x`: packed words do not hold", eight),
+        of(
+            "more than words hold",
+            METADATA,
+            packed(&[2, 17]),
+            "tensor `x`: packed words of shape [2, 1] do not hold integers of 2 to 8 bits of the stated shape [2, 17]",
+            newer,
+        ),
+        of("words of a negative shape", METADATA, packed(&[-2, 3]), "tensor `x`: packed words of shape [2, 1] do not hold", newer),
+        of("words of one size too many, a negative one", METADATA, packed(&[-5, 2, 3]), "tensor `x`: packed words of shape [2, 1] do not hold", newer),
         of(
             "words without a shape",
             METADATA,
             packed(&[2, 3]).into_iter().filter(|t| t.name != "x_shape").collect(),
             "tensor `x`: packed weight without `weight_shape`",
-            eight,
+            newer,
         ),
         of(
             "words beside floats",

@@ -45,6 +45,42 @@ fn a_folder_is_scored() {
     assert_eq!((json["samples"].as_u64(), json["runtime"].as_str(), &json["fidelity"]), (Some(19), Some("candle"), &Value::Null));
 }
 
+/// The bytes that a refusal says are needed block by block.
+fn least(stderr: &str) -> u64 {
+    let (before, _) = stderr.split_once(" block by block").unwrap_or_else(|| panic!("{stderr}"));
+    before.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+/// With `--memory` that the model does not fit into, it runs block by block; the score is the same.
+#[test]
+fn memory_decides_how_a_model_runs() {
+    let folder = prepared();
+    let eval = "eval in --data labelled.csv --label-column label --batch-size 1 --json";
+    let whole = data(folder.path(), eval);
+    let refused = compress(folder.path(), &format!("{eval} --memory 1KB"));
+    assert!(refused.code != 0 && refused.stderr.contains("family `bert`") && refused.stderr.contains("1000 are given"), "{}", refused.stderr);
+    let mut parts = data(folder.path(), &format!("{eval} --memory {}", least(&refused.stderr)));
+    parts["seconds"] = whole["seconds"].clone();
+    assert_eq!(parts, whole);
+
+    let recipe = |memory: &str| {
+        fs::write(folder.path().join("recipe.yaml"), format!("{}memory: {memory}\n", RECIPE.replace("label_column", "batch_size: 1, label_column"))).unwrap()
+    };
+    recipe("1GB");
+    let plan = data(folder.path(), "plan recipe.yaml --json");
+    let bytes = |key: &str| plan["model_memory"][key].as_u64().unwrap();
+    assert!(bytes("blockwise_bytes") < bytes("whole_bytes") && bytes("limit_bytes") == 1_000_000_000, "{plan}");
+    assert_eq!(plan["model_memory"]["blockwise"], false);
+    least(&compress(folder.path(), "plan recipe.yaml --memory 1KB").stderr);
+    recipe("1KB");
+    let refused = compress(folder.path(), "run recipe.yaml").stderr;
+    recipe(&least(&refused).to_string());
+    ok(folder.path(), "run recipe.yaml");
+    let report = read_json(&folder.path().join("out/report.json"));
+    assert_eq!(report["accuracy"]["before"]["candle"].as_f64(), Some(accuracy()));
+    assert!(report["notes"].to_string().contains("ran block by block"), "{}", report["notes"]);
+}
+
 #[test]
 fn a_model_is_compared_with_another() {
     let folder = prepared();
@@ -139,7 +175,7 @@ fn a_ruined_result_says_so_and_what_helps() {
     golden_model(folder.path(), "llama", &[]);
     let run = ok(folder.path(), "prune-unstructured in -o out --amount 1.0 --force");
     let note = run.stdout.lines().find(|line| line.contains("hardly answers as the input does")).unwrap_or_else(|| panic!("{}", run.stdout));
-    for part in ["synthetic samples", "the mean cosine of `logits` is 0.0", "after `prune-unstructured`: a smaller `amount`"] {
+    for part in ["synthetic samples", "the mean cosine of `logits` is 0.0", "after `prune-unstructured`: `importance: sparsegpt`", "a smaller `amount`"] {
         assert!(note.contains(part), "{part}: {note}");
     }
     assert!(!ok(folder.path(), "cast in -o out --to f16 --force").stdout.contains("hardly answers"));

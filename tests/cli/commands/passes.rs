@@ -90,6 +90,28 @@ fn quantize_dynamic() {
 }
 
 #[test]
+fn quantize() {
+    let all = |encoding| [(QUERY, encoding, None), (DENSE, encoding, None)];
+    check(
+        "quantize in -o out",
+        &json!({ "scheme": "W4A16", "method": "rtn", "group_size": 128, "observer": "mse" }),
+        &[(QUERY, "int4 channel packed", None), (DENSE, "int4 group 64 packed", None)],
+    );
+    check("quantize in -o out --group-size 8", &json!({ "group_size": 8 }), &all("int4 group 8 packed"));
+    check("quantize in -o out --scheme w4a16_asym --group-size 8", &json!({ "scheme": "W4A16-ASYM" }), &all("int4 group 8 asymmetric packed"));
+    check("quantize in -o out --scheme W8A16 --group-size 16", &json!({ "observer": "minmax" }), &all("int8 group 16 packed"));
+    check("quantize in -o out --scheme W8A8", &json!({ "scheme": "W8A8" }), &all("int8 channel"));
+    let fp8 = [(QUERY, "fp8 channel", None), (DENSE, "fp8 channel", None)];
+    check("quantize in -o out --scheme fp8-dynamic", &json!({ "scheme": "FP8-DYNAMIC", "observer": "minmax" }), &fp8);
+    check("quantize in -o out --scheme FP8_BLOCK", &json!({ "scheme": "FP8-BLOCK" }), &fp8);
+    check("quantize in -o out --scheme NVFP4A16", &json!({ "scheme": "NVFP4A16" }), &all("fp4 group 16 packed"));
+    check("quantize in -o out --scheme MXFP4", &json!({ "scheme": "MXFP4" }), &[(QUERY, "f32", Some(0)), (DENSE, "fp4 group 32 packed", None)]);
+    check("quantize in -o out --observer minmax", &json!({ "observer": "minmax" }), &[(TABLE, "f32", Some(0))]);
+    check("quantize in -o out --targets *query.weight", &json!({ "targets": ["*query.weight"] }), &[(DENSE, "f32", Some(0))]);
+    check("quantize in -o out --ignore *query.weight", &json!({ "ignore": ["*query.weight"] }), &[(QUERY, "f32", Some(0))]);
+}
+
+#[test]
 fn cast() {
     check("cast in -o out", &json!({ "to": "bf16", "overflow": "error" }), &[(QUERY, "bf16", Some(0)), (TABLE, "bf16", Some(0))]);
     check("cast in -o out --to f16", &json!({ "to": "f16" }), &[(QUERY, "f16", Some(0))]);

@@ -14,16 +14,16 @@ use std::collections::BTreeSet;
 
 use candle_core::{Device, Tensor};
 
-use super::calibrate::{self, Moments, computed, numbers};
 use super::cut::Surviving;
 use super::{NAME, Repair};
 use crate::error::{Error, Result};
+use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Executor, Parameters};
 use crate::ir::ops::{BatchNorm, transposed_product};
-use crate::ir::{Graph, Node, Op};
+use crate::ir::{self, Graph, Node, Op};
 use crate::model::Model;
 use crate::pass::Context;
+use crate::pass::calibrate::{self, Moments, computed, numbers};
 use pairs::Pairs;
 use sums::{Sums, row_weights};
 
@@ -58,12 +58,8 @@ impl Repairing<'_> {
     pub fn run(self, context: &Context) -> Result<(usize, usize)> {
         let smaller = self.after.graph()?;
         let sites = self.sites(&smaller)?;
-        let original = calibrate::parameters(self.graph, self.before, context)?;
-        let parts = calibrate::parameters(&smaller, self.after, context)?;
-        let executors = [Executor::new(self.graph, original.clone(), context.device.clone()), Executor::new(&smaller, parts, context.device.clone())]
-            .map(|executor| executor.tracked(context.memory_tracker.as_ref()));
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
-        let mut pairs = Pairs::new(executors, |name| values.contains(name), self.before, context)?;
+        let mut pairs = Pairs::new([(self.graph, &self.before.weights), (&smaller, &self.after.weights)], |name| values.contains(name), self.before, context)?;
         let mut counts = (0, 0);
         for site in &sites {
             let changed = match &site.kind {
@@ -77,7 +73,8 @@ impl Repairing<'_> {
                     })?;
                     let mut changed = Vec::new();
                     for node in &site.nodes {
-                        changed.extend(self.layer(&smaller, &smaller.nodes()[*node], &original, surviving, &sums)?);
+                        let node = &smaller.nodes()[*node];
+                        changed.extend(self.layer(&smaller, node, &self.original(&smaller, node, context)?, surviving, &sums)?);
                     }
                     changed
                 }
@@ -88,15 +85,22 @@ impl Repairing<'_> {
                         let both = moments.iter_mut().zip(seen);
                         both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch)?))
                     })?;
-                    self.statistics(&smaller, &smaller.nodes()[site.nodes[0]], op, &original, &moments, &context.device)?
+                    let node = &smaller.nodes()[site.nodes[0]];
+                    self.statistics(&smaller, node, op, &self.original(&smaller, node, context)?, &moments, &context.device)?
                 }
             };
             for (name, tensor) in changed {
                 set_weight(self.after, &name, &tensor)?;
-                pairs.replace(&name, tensor, &site.nodes);
+                pairs.replace(&name, tensor);
             }
         }
         Ok(counts)
+    }
+
+    /// The parameters of a node as they were.
+    fn original(&self, graph: &Graph, node: &Node, context: &Context) -> Result<Parameters> {
+        let names = node.inputs.iter().map(|id| graph.value(*id)).filter(|value| value.kind == ir::Kind::Param).map(|value| &value.name).collect();
+        calibrate::some_parameters(names, self.before, context)
     }
 
     /// Places in the order of the graph.

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::transposed_product;
 use crate::kernel::solve::Factor;
-use crate::pass::prune_structured::calibrate::{column_moments, computed, numbers};
+use crate::pass::calibrate::{column_moments, computed, numbers};
 
 /// What is added to squares at least, in parts of their mean: keeps weights near what they were where data says little. With
 /// few rows it is features by rows.

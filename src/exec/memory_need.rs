@@ -1,0 +1,169 @@
+//! What running a graph takes, and whether it runs whole or block by block in the memory that there is.
+
+use std::collections::BTreeSet;
+
+use candle_core::DType;
+use serde::Serialize;
+
+use super::{Inputs, Residence};
+use crate::analysis;
+use crate::error::{Error, Result};
+use crate::ir::ops::elements;
+use crate::ir::{Bindings, Dim, Element, Graph, TensorType};
+use crate::store::Weights;
+use crate::work::MemoryLimit;
+
+/// Bytes that running a graph takes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MemoryNeed {
+    /// All parameters.
+    pub parameters: u64,
+    /// The parameters of the two blocks in a row that have the most: one runs while the other is read.
+    pub blocks: u64,
+    /// Values that are alive at once, at most.
+    pub activations: u64,
+    /// What a batch holds between two blocks, at most.
+    pub state: u64,
+    /// How many blocks there are.
+    pub count: usize,
+    /// Why it cannot be cut into blocks, if it cannot.
+    pub uncut: Option<String>,
+}
+
+/// How models are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Schedule {
+    /// With all parameters in memory.
+    Whole,
+    /// Block by block, with so many bytes for what samples hold between blocks, all models together.
+    Blockwise {
+        /// Bytes.
+        states: u64,
+    },
+}
+
+impl MemoryNeed {
+    /// What a graph takes for inputs of these sizes.
+    pub fn of(graph: &Graph, weights: &Weights, compute: DType, residence: Residence, sizes: &Bindings) -> MemoryNeed {
+        let size = |name: &String| {
+            let bytes = |weight: &crate::store::Weight| (weight.elements() * residence.dtype(weight, compute).size_in_bytes()) as u64;
+            weights.by_name.get(name).map_or(0, bytes)
+        };
+        let all: BTreeSet<&String> = graph.params().map(|(_, value)| &value.name).collect();
+        let blocks = analysis::blocks(graph);
+        let pair = |index: usize| -> u64 {
+            blocks.iter().skip(index).take(2).flat_map(|block| &block.parameters).collect::<BTreeSet<_>>().into_iter().map(size).sum()
+        };
+        MemoryNeed {
+            parameters: all.into_iter().map(size).sum(),
+            blocks: (0..blocks.len()).map(pair).max().unwrap_or(0),
+            activations: analysis::cost(graph, sizes).1,
+            state: state(graph, &blocks, sizes),
+            count: blocks.len(),
+            uncut: analysis::uncut(graph),
+        }
+    }
+
+    /// All parameters and values.
+    pub fn whole(&self) -> u64 {
+        self.parameters.saturating_add(self.activations)
+    }
+
+    /// Block by block, for one batch at a time.
+    pub fn blockwise(&self) -> u64 {
+        self.blocks.saturating_add(self.activations).saturating_add(self.state)
+    }
+}
+
+/// Bytes that a batch of these sizes holds between two blocks, at most: its inputs, outputs of blocks before, and what crosses.
+fn state(graph: &Graph, blocks: &[analysis::Block], sizes: &Bindings) -> u64 {
+    let bytes = |ty: &TensorType| elements(ty, sizes).saturating_mul(if ty.element == Element::Int { 8 } else { 4 });
+    let crossing = graph.values().iter().filter(|value| blocks.iter().any(|block| block.value == value.name)).map(|value| bytes(&value.ty)).max();
+    let inputs = graph.inputs().map(|(_, value)| bytes(&value.ty));
+    inputs.fold(crossing.unwrap_or(0), u64::saturating_add)
+}
+
+/// Bytes that a batch holds between two blocks of a graph, at most.
+pub fn state_bytes(graph: &Graph, inputs: &Inputs) -> u64 {
+    let blocks = analysis::blocks(graph);
+    state(graph, &blocks[..blocks.len().saturating_sub(1)], &sizes_of(graph, inputs))
+}
+
+/// The sizes of a graph's named axes in a batch.
+pub fn sizes_of(graph: &Graph, inputs: &Inputs) -> Bindings {
+    let axes = graph.inputs().filter_map(|(_, value)| Some((&value.ty.shape, inputs.get(&value.name)?.dims())));
+    axes.flat_map(|(shape, dims)| shape.iter().zip(dims))
+        .filter_map(|(axis, size)| if let Dim::Named(name) = axis { Some((name.clone(), *size)) } else { None })
+        .collect()
+}
+
+impl MemoryLimit {
+    /// How models run that are in memory at once, each with its name.
+    ///
+    /// # Errors
+    /// They do not fit into memory that was asked for: one cannot be cut into blocks, or its blocks are too large.
+    pub fn schedule(&self, models: &[(&str, MemoryNeed)]) -> Result<Schedule> {
+        let sum = |part: fn(&MemoryNeed) -> u64| models.iter().map(|(_, need)| part(need)).fold(0, u64::saturating_add);
+        let activations = models.iter().map(|(_, need)| need.activations).max().unwrap_or(0);
+        let whole = sum(|need| need.parameters).saturating_add(activations);
+        let Some(memory) = self.bytes.filter(|memory| *memory < whole) else { return Ok(Schedule::Whole) };
+        let refuse = |what: &str, reason: String| {
+            Err(Error::run(format!("running a model of family `{what}`"), reason, format!("`--memory` of {whole} bytes runs it whole")))
+        };
+        if let Some((name, reason)) = models.iter().find_map(|(name, need)| Some((name, need.uncut.as_ref()?))) {
+            return if self.asked {
+                refuse(name, format!("takes {whole} bytes of memory, and {memory} are given; it cannot run block by block: {reason}"))
+            } else {
+                Ok(Schedule::Whole)
+            };
+        }
+        let (blocks, states) = (sum(|need| need.blocks).saturating_add(activations), sum(|need| need.state));
+        let least = blocks.saturating_add(states);
+        if least > memory && self.asked {
+            let name = models.first().map_or("", |(name, _)| *name);
+            return refuse(name, format!("takes {whole} bytes of memory, {least} block by block, and {memory} are given"));
+        }
+        Ok(Schedule::Blockwise { states: memory.saturating_sub(blocks).max(states) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn need(parameters: u64, blocks: u64, cut: bool) -> MemoryNeed {
+        MemoryNeed { parameters, blocks, activations: 10, state: 5, count: 4, uncut: (!cut).then(|| "two values cross".to_owned()) }
+    }
+
+    #[test]
+    fn what_does_not_fit_runs_block_by_block_or_is_refused_by_name() {
+        let limit = |bytes, asked| MemoryLimit { bytes: Some(bytes), asked };
+        let one = [("llama", need(100, 30, true))];
+        assert_eq!(MemoryLimit::default().schedule(&one).unwrap(), Schedule::Whole);
+        assert_eq!(limit(110, true).schedule(&one).unwrap(), Schedule::Whole);
+        assert_eq!(limit(109, true).schedule(&one).unwrap(), Schedule::Blockwise { states: 69 });
+        assert_eq!(limit(45, true).schedule(&one).unwrap(), Schedule::Blockwise { states: 5 });
+        assert!(limit(44, true).schedule(&one).unwrap_err().to_string().contains("takes 110 bytes of memory, 45 block by block"));
+        assert_eq!(limit(44, false).schedule(&one).unwrap(), Schedule::Blockwise { states: 5 });
+        let both = [("llama", need(100, 30, true)), ("unet", need(100, 100, false))];
+        assert_eq!(limit(210, true).schedule(&both).unwrap(), Schedule::Whole);
+        let refused = limit(209, true).schedule(&both).unwrap_err().to_string();
+        assert!(refused.contains("`unet`") && refused.contains("two values cross"), "{refused}");
+        assert_eq!(limit(209, false).schedule(&both).unwrap(), Schedule::Whole);
+    }
+
+    #[test]
+    fn needs_are_sums_over_a_graph() {
+        let text = "input x: float[batch, 4]\nparam w: float[8, 4]\nparam v: float[2, 8]\nparam u: float[2, 2]\na = Linear(x, w) -> float[batch, 8]\nb = Linear(a, v) -> float[batch, 2]\nc = Linear(b, u) -> float[batch, 2]\noutput logits = c\n";
+        let graph: Graph = text.parse().unwrap();
+        let mut weights = Weights::default();
+        for (name, shape) in [("w", [8, 4]), ("v", [2, 8]), ("u", [2, 2])] {
+            weights.by_name.insert(name.into(), crate::store::Computed { values: || Ok(Vec::new()) }.weight(shape.to_vec()));
+        }
+        let need = MemoryNeed::of(&graph, &weights, DType::F32, Residence::Stored, &[("batch".to_owned(), 3)].into());
+        assert_eq!((need.parameters, need.blocks, need.count), (4 * (32 + 16 + 4), 4 * (32 + 16), 3));
+        // Of three samples: `x` and `a`.
+        assert_eq!((need.activations, need.state), (4 * 3 * 12, 4 * 3 * 12));
+        assert_eq!((need.whole(), need.blockwise()), (208 + 144, 192 + 288));
+    }
+}

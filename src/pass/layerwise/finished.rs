@@ -1,0 +1,120 @@
+//! Blocks that are done, each in a folder of its own, so that an interrupted run goes on behind the last one, and so that no more than one
+//! of them is in memory.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::model::Model;
+use crate::output::Staging;
+use crate::store::writer::{FileLayout, Item, write};
+use crate::store::{Affine, Checkpoint, Encoding, Origin, StorageFormat, Weight, Weights};
+use crate::work::Work;
+
+/// What the blocks were made from.
+const IDENTITY: &str = "identity";
+/// What the files of weights do not say of them.
+const ABOUT: &str = "about.json";
+
+/// What a file does not say of a weight.
+#[derive(Serialize, Deserialize)]
+struct About {
+    origin: Origin,
+    /// How it is quantized, if it is.
+    affine: Option<Affine>,
+}
+
+/// A folder of blocks.
+pub(super) struct Finished {
+    folder: PathBuf,
+}
+
+impl Finished {
+    /// Opens the folder: with the blocks of an interrupted run of the same work, if they are asked for, else empty.
+    ///
+    /// # Errors
+    /// The folder cannot be written to, or is of other work.
+    pub fn open(folder: &Path, identity: &str, resume: bool) -> Result<Finished> {
+        let path = folder.join(IDENTITY);
+        let found = fs::read_to_string(&path).ok().filter(|_| resume);
+        if found.as_ref().is_some_and(|found| found != identity) {
+            return Err(Error::run(folder.display(), "is of a run with other options, data or weights", "start again with --force and without --resume"));
+        }
+        if found.is_none() {
+            if folder.exists() {
+                fs::remove_dir_all(folder).map_err(Error::io("remove", folder))?;
+            }
+            fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
+            fs::write(&path, identity).map_err(Error::io("write", &path))?;
+        }
+        Ok(Finished { folder: folder.to_owned() })
+    }
+
+    /// Where they are.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    fn path(&self, block: usize) -> PathBuf {
+        self.folder.join(format!("block-{block:04}"))
+    }
+
+    /// The weights of a block that is done.
+    ///
+    /// # Errors
+    /// Its files cannot be read.
+    pub fn take(&self, block: usize, model: &Model) -> Result<Option<BTreeMap<String, Weight>>> {
+        let path = self.path(block);
+        if !path.is_dir() {
+            return Ok(None);
+        }
+        let about = path.join(ABOUT);
+        let text = fs::read(&about).map_err(Error::io("read", &about))?;
+        let mut known: BTreeMap<String, About> = serde_json::from_slice(&text).map_err(|e| Error::malformed(&about, e.to_string()))?;
+        let bits = |name: &str| known.get(name)?.affine.as_ref().map(|affine| affine.codes.bits());
+        let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &bits)?;
+        let found = stored.by_name.into_iter().map(|(name, mut now)| {
+            let said = known.remove(&name);
+            let (origin, affine) = said.map_or((Origin::default(), None), |about| (about.origin, about.affine));
+            now.encoding = affine.map_or(now.encoding, Encoding::Affine);
+            let mut weight = match model.weights.by_name.get(&name) {
+                Some(before) => before.reread(&name, now),
+                None => now,
+            };
+            weight.origin = origin;
+            (name, weight)
+        });
+        Ok(Some(found.collect()))
+    }
+
+    /// Stores a block, and gives its weights as they are read back.
+    ///
+    /// # Errors
+    /// Writing or reading fails.
+    pub fn put(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, work: &Work) -> Result<BTreeMap<String, Weight>> {
+        let staging = Staging::new(&self.path(block), true, &model.path)?;
+        let known: BTreeMap<&String, About> = changed
+            .iter()
+            .map(|(name, weight)| {
+                let affine = if let Encoding::Affine(affine) = &weight.encoding { Some(affine.clone()) } else { None };
+                (name, About { origin: weight.origin, affine })
+            })
+            .collect();
+        let text = serde_json::to_vec(&known).unwrap_or_default();
+        let item = |(name, weight): (String, Weight)| {
+            let storage_format = if weight.encoding == Encoding::Dense { StorageFormat::Plain } else { StorageFormat::Packed };
+            Item { name, weight, storage_format }
+        };
+        let items: Vec<Item> = changed.into_iter().map(item).collect();
+        let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX)?;
+        write(&staging.path(), &items, &layout, &work.quiet())?;
+        let path = staging.path().join(ABOUT);
+        fs::write(&path, text).map_err(Error::io("write", &path))?;
+        staging.commit()?;
+        let missing = || Error::malformed(&self.path(block), "is no longer there");
+        self.take(block, model)?.ok_or_else(missing)
+    }
+}

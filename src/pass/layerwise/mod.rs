@@ -1,0 +1,301 @@
+//! Linear layers that are changed one after another while calibration samples go through the model, block by block: what a layer reads
+//! has gone through the changed layers before it. In memory are one block, what samples hold between blocks, and the sums of one place.
+
+mod finished;
+mod moments;
+mod rescale;
+mod rounding;
+mod sparse;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{DType, Tensor};
+
+use crate::analysis;
+use crate::error::{Error, Result};
+use crate::evaluation::Subject;
+use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
+use crate::ir::{Graph, Op};
+use crate::model::Model;
+use crate::pass::{Context, calibrate, identity::identity};
+use crate::run_state::RunState;
+use crate::store::{ByteSize, Weight};
+use finished::Finished;
+use moments::{Moments, Wanted};
+use rescale::{Rescale, Strength};
+pub(in crate::pass) use rounding::quantize;
+pub(in crate::pass) use sparse::{prune, require};
+
+pub(in crate::pass) use super::stored_scales::find as find_input_scales;
+
+/// A linear layer.
+#[derive(Debug, Clone, PartialEq)]
+struct Layer {
+    /// Name of its weight.
+    pub weight: String,
+    /// Outputs.
+    pub rows: usize,
+    /// Inputs.
+    pub size: usize,
+    /// Whether the weight is stored as `[in, out]`.
+    pub input_major: bool,
+}
+
+/// Most bytes that samples hold between nodes in memory; beyond them, they lie on disk between blocks.
+const MOST: u64 = 1 << 30;
+
+/// Layers that read one value.
+#[derive(Debug, Clone, PartialEq)]
+struct Site {
+    value: String,
+    layers: Vec<Layer>,
+}
+
+/// What layers become.
+trait Method {
+    /// Refuses a layer that it cannot change, before any work.
+    ///
+    /// # Errors
+    /// Why, by name.
+    fn check(&self, layer: &Layer, weight: &Weight) -> Result<()>;
+
+    /// Learns what the next layers read.
+    ///
+    /// # Errors
+    /// What was seen cannot be computed with.
+    fn read(&mut self, value: &str, moments: Moments) -> Result<()>;
+
+    /// The new weight of a layer that reads what was seen last: `values` `[rows, size]` become what the new weight stands for.
+    ///
+    /// # Errors
+    /// The weight cannot be changed.
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight>;
+}
+
+/// A pass at work on some weights of a model.
+struct Layerwise<'a> {
+    /// The pass.
+    pub name: &'static str,
+    /// Its options, which decide whether unfinished work is this one's.
+    pub options: &'a serde_json::Value,
+    pub context: &'a Context<'a>,
+    /// Weights to change.
+    pub targets: &'a BTreeSet<&'a str>,
+    /// What is to be seen of what layers read.
+    pub wanted: Wanted,
+    /// How range is moved between layers before they are changed.
+    pub rescale: Option<Rescale>,
+}
+
+/// What was done.
+#[derive(Debug, Default)]
+struct Done {
+    /// Samples that were seen.
+    pub samples: usize,
+    /// Chains of layers that were rescaled.
+    pub rescaled: usize,
+    /// Weights that changed, targets and what was rescaled.
+    pub changed: BTreeSet<String>,
+    /// Blocks that an interrupted run had finished.
+    pub resumed: usize,
+}
+
+impl Layerwise<'_> {
+    /// Changes the model.
+    ///
+    /// # Errors
+    /// There is no calibration data or it does not fit, a weight belongs to no linear layer, the method fails, or the work is cancelled.
+    pub fn run(&self, model: &mut Model, run: &RunState, method: &mut dyn Method) -> Result<Done> {
+        let graph = model.graph()?;
+        let sites = self.sites(&graph)?;
+        sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
+        self.require_memory(&graph, model, &sites)?;
+        let context = self.context;
+        let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
+        let identity = identity((model, None), run, &graph, self.options, [Some(data), None], context.seed);
+        let subject = Subject::of(model.clone())?;
+        let samples = context.data.open(data, subject.target())?;
+        let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
+        let finished = context.workplace.as_ref().map(|folder| Finished::open(folder, &identity, context.resume)).transpose()?;
+        let options = BlockwiseOptions {
+            compute: DType::F32,
+            residence: Residence::Stored,
+            // The rest is for parameters, sums of products and what solves them.
+            limit: context.memory.bytes.map_or(MOST, |bytes| (bytes / 4).min(MOST)),
+            spill: finished.as_ref().map(|finished| finished.folder().to_owned()),
+            tracker: context.memory_tracker.clone(),
+            ..BlockwiseOptions::on(&context.device)
+        };
+        let original = model.weights.clone();
+        let mut blocks = Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
+        let mut done = Done::default();
+        samples.for_each_batch("Reading samples", &context.work, |batch| {
+            done.samples += batch.samples;
+            blocks.push(batch)
+        })?;
+        if done.samples == 0 {
+            return Err(Error::option(self.name, "there is no calibration sample"));
+        }
+        let mut by_block: BTreeMap<usize, Vec<&Site>> = BTreeMap::new();
+        for site in &sites {
+            let block = Self::block_of(&blocks, site)?;
+            by_block.entry(block).or_default().push(site);
+        }
+        let last = by_block.keys().next_back().copied().unwrap_or(0);
+        for block in 0..=last {
+            blocks.enter(block)?;
+            let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
+            let changed = match finished.as_ref().map(|finished| finished.take(block, model)).transpose()?.flatten() {
+                Some(changed) => {
+                    done.resumed += 1;
+                    for (name, weight) in &changed {
+                        let values = weight.floats(name)?;
+                        blocks.replace(name, tensor(&values, &weight.shape, context)?);
+                    }
+                    changed
+                }
+                None => {
+                    let mut changed = BTreeMap::new();
+                    if let Some(rescale) = &self.rescale {
+                        done.rescaled += rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
+                    }
+                    for site in sites {
+                        self.site(site, model, &mut blocks, method, &mut changed)?;
+                    }
+                    match &finished {
+                        Some(finished) if !changed.is_empty() => finished.put(block, model, changed, &context.work)?,
+                        _ => changed,
+                    }
+                }
+            };
+            done.changed.extend(changed.keys().cloned());
+            model.weights.by_name.extend(changed);
+            if block < last {
+                blocks.leave()?;
+            }
+        }
+        Ok(done)
+    }
+
+    /// Refuses what does not fit into memory that was asked for.
+    fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site]) -> Result<()> {
+        let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.asked) else { return Ok(()) };
+        let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
+        let layer = |layer: &Layer| 12 * layer.rows * layer.size + if self.wanted.products { 12 * layer.size * layer.size } else { 0 };
+        let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
+        let needed = need.blocks + need.activations + most;
+        if needed <= limit {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: format!(
+                "{}: the blocks of this model and what solves its largest layer take about {}, and {} are given",
+                self.name,
+                ByteSize(needed),
+                ByteSize(limit)
+            ),
+            hint: "give more with --memory, or add large layers to `ignore`".into(),
+        })
+    }
+
+    /// Changes the layers that read one value.
+    fn site(&self, site: &Site, model: &Model, blocks: &mut Blockwise, method: &mut dyn Method, changed: &mut BTreeMap<String, Weight>) -> Result<()> {
+        method.read(&site.value, self.moments(site, blocks)?)?;
+        for layer in &site.layers {
+            let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
+            let mut values = layer.rows_of(weight.floats(&layer.weight)?);
+            require_finite(&layer.weight, &values)?;
+            let new = method.change(layer, &weight, &mut values)?;
+            drop(values);
+            // As it is stored, and as a resumed run would read it.
+            let values = new.floats(&layer.weight)?;
+            require_finite(&layer.weight, &values)?;
+            blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+            changed.insert(layer.weight.clone(), new);
+        }
+        Ok(())
+    }
+
+    /// What layers read.
+    fn moments(&self, site: &Site, blocks: &mut Blockwise) -> Result<Moments> {
+        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
+        self.observe(&site.value, &mut moments, blocks)?;
+        Ok(moments)
+    }
+
+    fn observe(&self, value: &str, moments: &mut Moments, blocks: &mut Blockwise) -> Result<()> {
+        let op = Op::Linear(crate::ir::ops::Linear::default());
+        blocks.each(value, |batch, seen| moments.add(value, &calibrate::rows(seen, &op, batch)?))
+    }
+
+    /// Layers by the value that they read, in the order of the graph.
+    fn sites(&self, graph: &Graph) -> Result<Vec<Site>> {
+        let mut sites: Vec<Site> = Vec::new();
+        let mut found = BTreeSet::new();
+        let unusable = |name: &str, reason: &str| {
+            Err(Error::tensor(name, format!("{reason}; {} changes linear layers that are computed once", self.name), "add it to `ignore`"))
+        };
+        for node in graph.nodes() {
+            for (at, id) in node.inputs.iter().enumerate() {
+                let value = graph.value(*id);
+                if !self.targets.contains(value.name.as_str()) {
+                    continue;
+                }
+                let (Op::Linear(op), 1) = (&node.op, at) else { return unusable(&value.name, "is read by another operator than a linear layer") };
+                if !found.insert(value.name.clone()) {
+                    return unusable(&value.name, "is read by several layers");
+                }
+                let sizes: Vec<usize> = value.ty.shape.iter().filter_map(|dim| dim.fixed()).collect();
+                let [a, b] = sizes[..] else { return unusable(&value.name, "is not a matrix") };
+                let (rows, size) = if op.input_major { (b, a) } else { (a, b) };
+                let layer = Layer { weight: value.name.clone(), rows, size, input_major: op.input_major };
+                let read = &graph.value(node.inputs[0]).name;
+                match sites.iter_mut().find(|site| site.value == *read) {
+                    Some(site) => site.layers.push(layer),
+                    None => sites.push(Site { value: read.clone(), layers: vec![layer] }),
+                }
+            }
+        }
+        match self.targets.iter().find(|name| !found.contains(**name)) {
+            Some(name) => unusable(name, "is not used by the model"),
+            None => Ok(sites),
+        }
+    }
+
+    /// The block in which a site's layers are computed.
+    fn block_of(blocks: &Blockwise, site: &Site) -> Result<usize> {
+        let reads = |block: &crate::analysis::Block| site.layers.iter().all(|layer| block.parameters.contains(&layer.weight));
+        let name = site.layers.first().map_or("", |layer| layer.weight.as_str());
+        let reason = "is read in another part of the model than layers that read the same value, or not at all";
+        blocks.blocks().iter().position(reads).ok_or_else(|| Error::tensor(name, reason, "add it to `ignore`"))
+    }
+}
+
+impl Layer {
+    /// Stored values as `[rows, size]`.
+    fn rows_of(&self, values: Vec<f32>) -> Vec<f32> {
+        if self.input_major { transposed(&values, self.rows) } else { values }
+    }
+
+    /// `[rows, size]` as they are stored.
+    fn stored(&self, values: Vec<f32>) -> Vec<f32> {
+        if self.input_major { transposed(&values, self.size) } else { values }
+    }
+}
+
+/// Refuses numbers that no scale and no cost can be found for.
+fn require_finite(name: &str, values: &[f32]) -> Result<()> {
+    match values.iter().all(|value| value.is_finite()) {
+        true => Ok(()),
+        false => Err(Error::tensor(name, "holds numbers that are not finite", "start from a checkpoint without them, or add it to `ignore`")),
+    }
+}
+
+/// The matrix with its axes exchanged, of one with so many columns.
+fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+}
+
+fn tensor(values: &[f32], shape: &[usize], context: &Context) -> Result<Tensor> {
+    Tensor::from_slice(values, shape, &context.device).map_err(calibrate::computed)
+}

@@ -1,0 +1,100 @@
+//! What is remembered of what layers read.
+
+use candle_core::{Device, Tensor};
+
+use crate::error::{Error, Result};
+use crate::exec::transfer::Cause;
+use crate::exec::{floats_on_host, read};
+use crate::kernel::{columns, gram};
+use crate::pass::calibrate::{computed, numbers};
+
+/// What is to be seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Wanted {
+    /// Sums of products of features, not of their squares alone.
+    pub products: bool,
+    /// So many rows of each batch as they are.
+    pub rows: usize,
+}
+
+/// Sums over the rows that layers read.
+pub(super) struct Moments {
+    /// Features.
+    pub size: usize,
+    /// Rows.
+    pub count: usize,
+    /// The upper triangle of `XᵀX`, or nothing.
+    pub products: Vec<f32>,
+    /// Of each feature, the sum of squares.
+    pub squares: Vec<f64>,
+    /// Of each feature, the sum of magnitudes.
+    pub magnitudes: Vec<f64>,
+    /// Of each feature, the largest magnitude.
+    pub largest: Vec<f32>,
+    /// Rows as they are, spread over the samples.
+    pub rows: Vec<f32>,
+    wanted: Wanted,
+    batches: usize,
+}
+
+impl Moments {
+    /// Of nothing yet.
+    pub fn new(size: usize, wanted: Wanted) -> Moments {
+        Moments {
+            size,
+            count: 0,
+            products: if wanted.products { vec![0.0; size * size] } else { Vec::new() },
+            squares: vec![0.0; size],
+            magnitudes: vec![0.0; size],
+            largest: vec![0.0; size],
+            rows: Vec::new(),
+            wanted,
+            batches: 0,
+        }
+    }
+
+    /// Takes rows `[n, size]`.
+    ///
+    /// # Errors
+    /// One is not finite, or memory runs out.
+    pub fn add(&mut self, name: &str, rows: &Tensor) -> Result<()> {
+        if self.wanted.products && !matches!(rows.device(), Device::Cpu) {
+            let products = rows.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(computed)?;
+            self.products.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
+        }
+        let host = matches!(rows.device(), Device::Cpu);
+        let found = floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(self.add_rows(values, host)))).map_err(computed)?;
+        found.ok_or_else(|| {
+            Error::run(
+                format!("graph value `{name}`"),
+                "is not finite for a calibration sample",
+                "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
+            )
+        })
+    }
+
+    /// Nothing where one is not finite.
+    fn add_rows(&mut self, values: &[f32], products: bool) -> Option<()> {
+        let count = values.len() / self.size.max(1);
+        columns::magnitudes(values, self.size, &mut self.magnitudes, &mut self.squares, &mut self.largest);
+        if !self.magnitudes.iter().all(|sum| sum.is_finite()) {
+            return None;
+        }
+        if self.wanted.products && products {
+            gram::add(values, self.size, &mut self.products);
+        }
+        for part in 0..self.wanted.rows.min(count) {
+            // Other places in each batch.
+            let at = (part * count / self.wanted.rows.min(count) + self.batches * 7919) % count;
+            self.rows.extend_from_slice(&values[at * self.size..][..self.size]);
+        }
+        self.count += count;
+        self.batches += 1;
+        Some(())
+    }
+
+    /// Mean magnitude of each feature.
+    pub fn mean_magnitudes(&self) -> Vec<f64> {
+        self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
+    }
+}

@@ -1,0 +1,244 @@
+//! Moving range between layers before they are rounded: from weights that matter to those that do not (AWQ, Lin et al. 2023,
+//! <https://arxiv.org/abs/2306.00978>), or from activations to weights (SmoothQuant, Xiao et al. 2022,
+//! <https://arxiv.org/abs/2211.10438>). Which layers can share range is read from the graph.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::Tensor;
+
+use super::{Layer, Layerwise, Moments, Site, Wanted, tensor};
+use crate::error::Result;
+use crate::exec::{Blockwise, Rounding};
+use crate::ir::Graph;
+use crate::ir::ops::{Linear, Op, PreparedOp};
+use crate::model::Model;
+use crate::pass::calibrate::{computed, numbers};
+use crate::pass::chains::{self, Chain};
+use crate::store::{ActivationScheme, DType, Encoding, Pattern, Weight};
+
+/// Where range goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Strength {
+    /// To the inputs of a layer whose values are large on average, by weights that are rounded: twenty exponents are tried.
+    Awq,
+    /// From the largest activations to weights, where both are rounded: nine strengths are tried.
+    Smooth,
+}
+
+/// Rounds weights `[rows, size]`: as they will be written, or by the range of their values, which is quicker; `squares` are the sums of squares of
+/// what the layer reads.
+type Round<'r> = Box<dyn Fn(&Layer, &Weight, &mut [f32], &[f64], Rounds) + 'r>;
+
+/// How closely rounding is imitated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Rounds {
+    /// By the range of values.
+    Quick,
+    /// As weights will be written.
+    Written,
+}
+
+/// How range is moved.
+pub(super) struct Rescale {
+    pub strength: Strength,
+    /// What happens to activations while the model runs.
+    pub activations: ActivationScheme,
+    /// Inputs under one scale, by weight; whole rows where nothing is said.
+    pub groups: BTreeMap<String, usize>,
+    /// Weights that stay as they are.
+    pub ignored: Vec<Pattern>,
+    pub round: Round<'static>,
+}
+
+/// A layer that takes the multiplication over.
+struct Reader {
+    layer: Layer,
+    weight: Weight,
+    values: Vec<f32>,
+    /// What it gives for the rows that are tried, `[n, rows]`.
+    answers: Tensor,
+}
+
+/// A part of the error that must be saved, so that what samples happen to say changes nothing.
+const GAIN: f64 = 0.01;
+
+impl Rescale {
+    /// Rescales the chains of one block; gives how many.
+    pub fn block(
+        &self,
+        graph: &Graph,
+        (block, sites): (usize, &[&Site]),
+        work: &Layerwise,
+        model: &Model,
+        blocks: &mut Blockwise,
+        changed: &mut BTreeMap<String, Weight>,
+    ) -> Result<usize> {
+        let layers: BTreeSet<String> = sites.iter().flat_map(|site| site.layers.iter().map(|layer| layer.weight.clone())).collect();
+        let mut count = 0;
+        for chain in chains::chains(graph, &layers) {
+            let Some(value) = chain.sinks.first().map(|sink| sink.value) else { continue };
+            let name = &graph.value(value).name;
+            let Some(site) = sites.iter().find(|site| site.value == *name) else { continue };
+            let within = |name: &str| blocks.blocks()[block].parameters.contains(name);
+            let names = || chain.makers.iter().map(|(name, _)| name).chain(chain.sinks.iter().map(|sink| &sink.weight));
+            if self.ignored.iter().any(|pattern| names().any(|name| pattern.matches(name)))
+                || !chain.ceilings.is_empty()
+                || chain.costly
+                || chain.sinks.iter().any(|sink| sink.value != value || sink.depthwise)
+                || !chain.makers.iter().all(|(name, _)| within(name))
+            {
+                continue;
+            }
+            let current = |name: &str| changed.get(name).map_or_else(|| model.weights.get(name), Ok).cloned();
+            let weights = names().map(|name| current(name)).collect::<Result<Vec<Weight>>>()?;
+            if weights.iter().any(|weight| weight.encoding != Encoding::Dense) {
+                continue;
+            }
+            // Rounding to 16 bits loses nothing by powers of two, where activations are rounded to as many as weights.
+            let exact = self.strength == Strength::Smooth && weights.iter().any(|weight| !matches!(weight.dtype, DType::F32 | DType::F64));
+            let size = site.layers.first().map_or(0, |layer| layer.size);
+            let rows = ROWS.div_ceil(blocks.batches().max(1));
+            let mut moments = Moments::new(size, Wanted { products: false, rows });
+            work.observe(&site.value, &mut moments, blocks)?;
+            let rows = tensor(&moments.rows, &[moments.rows.len() / size.max(1), size], work.context)?;
+            let mut readers = Vec::with_capacity(chain.sinks.len());
+            for sink in &chain.sinks {
+                let weight = current(&sink.weight)?;
+                let [a, b] = weight.shape[..] else { continue };
+                let (outputs, inputs) = if sink.first { (b, a) } else { (a, b) };
+                let layer = Layer { weight: sink.weight.clone(), rows: outputs, size: inputs, input_major: sink.first };
+                let values = layer.rows_of(weight.floats(&sink.weight)?);
+                let answers = product(&rows, &tensor(&values, &[outputs, inputs], work.context)?)?;
+                readers.push((sink.index.clone(), Reader { layer, weight, values, answers }));
+            }
+            let Some(factors) = self.best(&chain, &readers, &moments, &rows, exact)? else { continue };
+            let mut new = Vec::new();
+            chain.rescale(&factors, |name, scaled| {
+                new.push((name.to_owned(), scaled(current(name)?)));
+                Ok(())
+            })?;
+            let floats = new.iter().map(|(name, weight)| weight.floats(name)).collect::<Result<Vec<_>>>()?;
+            // In 16 bits, a weight can leave what they reach.
+            if floats.iter().flatten().all(|value| value.is_finite()) {
+                for ((name, weight), values) in new.into_iter().zip(floats) {
+                    blocks.replace(&name, tensor(&values, &weight.shape, work.context)?);
+                    changed.insert(name, weight);
+                }
+                count += 1;
+            }
+        }
+        Ok(count)
+    }
+
+    /// The factors of the least error of what the layers give, where that is worth it.
+    fn best(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, exact: bool) -> Result<Option<Vec<f32>>> {
+        let one = vec![1.0; chain.width];
+        let mut best = (self.error(&one, readers, moments, rows, Rounds::Quick)?, None);
+        for mut factors in self.candidates(chain, readers, moments) {
+            if exact {
+                factors.iter_mut().for_each(|factor| *factor = factor.log2().round().exp2());
+            }
+            let error = self.error(&factors, readers, moments, rows, Rounds::Quick)?;
+            if error < best.0 {
+                best = (error, Some(factors));
+            }
+        }
+        let Some(factors) = best.1 else { return Ok(None) };
+        let [before, after] = [&one, &factors].map(|factors| self.error(factors, readers, moments, rows, Rounds::Written));
+        Ok((after? < before? * (1.0 - GAIN)).then_some(factors))
+    }
+
+    /// Factors to try, by channel of the chain.
+    fn candidates(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments) -> Vec<Vec<f32>> {
+        let mean = moments.mean_magnitudes();
+        let (mut activations, mut weights, mut counts) = (vec![0f64; chain.width], vec![0f64; chain.width], vec![0f64; chain.width]);
+        for (index, reader) in readers {
+            let columns = reader.columns(self.strength, self.groups.get(&reader.layer.weight).copied().unwrap_or(reader.layer.size));
+            for (input, channel) in index.iter().enumerate() {
+                match self.strength {
+                    Strength::Awq => {
+                        activations[*channel] += mean[input];
+                        weights[*channel] += columns[input];
+                        counts[*channel] += 1.0;
+                    }
+                    Strength::Smooth => {
+                        activations[*channel] = activations[*channel].max(moments.largest[input].into());
+                        weights[*channel] = weights[*channel].max(columns[input]);
+                        counts[*channel] = 1.0;
+                    }
+                }
+            }
+        }
+        let pairs: Vec<(f64, f64)> = activations.iter().zip(&weights).zip(&counts).map(|((a, w), count)| (a / count.max(1.0), w / count.max(1.0))).collect();
+        let normal = |factors: Vec<f64>| {
+            let (low, high) = factors.iter().fold((f64::INFINITY, 0f64), |(low, high), factor| (low.min(*factor), high.max(*factor)));
+            let middle = (low * high).sqrt();
+            factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / FARTHEST, FARTHEST) as f32).collect::<Vec<f32>>()
+        };
+        let tries: Vec<f64> = match self.strength {
+            Strength::Awq => (1..20).map(|step| f64::from(step) / 20.0).collect(),
+            Strength::Smooth => (1..10).map(|step| f64::from(step) / 10.0).collect(),
+        };
+        let one = |part: f64| match self.strength {
+            Strength::Awq => {
+                let by_both = pairs.iter().map(|(a, w)| (a.powf(part) / (w.powf(1.0 - part) + 1e-4)).max(1e-4)).collect();
+                let by_activations = pairs.iter().map(|(a, _)| a.powf(part).max(1e-4)).collect();
+                vec![normal(by_both), normal(by_activations)]
+            }
+            Strength::Smooth => vec![normal(pairs.iter().map(|(a, w)| (a.max(1e-5).powf(part) / w.max(1e-5).powf(1.0 - part)).max(1e-5)).collect())],
+        };
+        tries.into_iter().flat_map(one).filter(|factors| factors.iter().all(|factor| factor.is_finite())).collect()
+    }
+
+    /// The squared error of what the layers give for the rows that are tried.
+    fn error(&self, factors: &[f32], readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, rounds: Rounds) -> Result<f64> {
+        let mut total = 0.0;
+        for (index, reader) in readers {
+            let by: Vec<f32> = index.iter().map(|channel| factors[*channel]).collect();
+            let mut values = reader.values.clone();
+            values.chunks_exact_mut(by.len().max(1)).for_each(|row| row.iter_mut().zip(&by).for_each(|(value, by)| *value *= by));
+            let squares: Vec<f64> = moments.squares.iter().zip(&by).map(|(square, by)| square / f64::from(by * by)).collect();
+            (self.round)(&reader.layer, &reader.weight, &mut values, &squares, rounds);
+            let read = || {
+                let divided = rows.broadcast_div(&Tensor::from_slice(&by, (1, by.len()), rows.device())?)?;
+                Rounding::Token.of(self.activations, &divided)
+            };
+            let read = read().map_err(computed)?;
+            let weight = Tensor::from_slice(&values, (reader.layer.rows, reader.layer.size), rows.device()).map_err(computed)?;
+            let difference = (product(&read, &weight)? - &reader.answers).map_err(computed)?;
+            total += numbers(&difference)?.iter().map(|error| error * error).sum::<f64>();
+        }
+        Ok(total)
+    }
+}
+
+/// The largest factor.
+const FARTHEST: f64 = 256.0;
+/// Rows on which factors are tried.
+const ROWS: usize = 512;
+
+impl Reader {
+    /// How large the weights of each input are: the mean of their parts of the largest under the same scale, or the largest.
+    fn columns(&self, strength: Strength, group: usize) -> Vec<f64> {
+        let size = self.layer.size.max(1);
+        let mut columns = vec![0f64; size];
+        for row in self.values.chunks_exact(size) {
+            for (columns, row) in columns.chunks_mut(group.max(1)).zip(row.chunks(group.max(1))) {
+                let largest = f64::from(row.iter().fold(0f32, |largest, w| largest.max(w.abs()))).max(f64::MIN_POSITIVE);
+                for (column, w) in columns.iter_mut().zip(row) {
+                    let w = f64::from(w.abs());
+                    match strength {
+                        Strength::Awq => *column += w / largest / self.layer.rows.max(1) as f64,
+                        Strength::Smooth => *column = column.max(w),
+                    }
+                }
+            }
+        }
+        columns
+    }
+}
+
+/// `x Wᵀ`, by the kernel where there is one, whose sums are the same on every machine.
+fn product(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+    PreparedOp::new(&Op::Linear(Linear::default()), x.device(), candle_core::DType::F32).forward(&[x.clone(), weight.clone()]).map_err(computed)
+}

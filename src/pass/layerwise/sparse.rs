@@ -1,0 +1,186 @@
+//! Zeros chosen by what they cost on calibration samples: Wanda (Sun et al. 2023, <https://arxiv.org/abs/2306.11695>), which ranks the
+//! weights of a row by `|w| ‖x‖`, and SparseGPT, whose other weights make up for them (`kernel/compensation.rs`).
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use serde_json::json;
+
+use super::{Done, Layer, Layerwise, Method, Moments, Wanted};
+use crate::error::{Error, Result};
+use crate::kernel::choices::{Choices, Grid, Zeros};
+use crate::kernel::compensation::Compensation;
+use crate::model::Model;
+use crate::pass::prune_unstructured::{Importance, too_many};
+use crate::pass::{Context, NOfM, Pass, PruneUnstructured};
+use crate::run_state::{Applied, RunState};
+use crate::store::{Weight, select};
+
+/// Columns that SparseGPT ranks and removes at once, as its reference implementation does.
+const BLOCK: usize = 128;
+/// Most consecutive inputs of a pattern.
+const MOST: usize = 64;
+/// What is added to the diagonal of sums of products, in parts of its mean.
+const DAMPING: f64 = 0.01;
+
+/// Models are run.
+///
+/// # Errors
+/// None.
+pub(in crate::pass) fn require(_option: &str) -> Result<()> {
+    Ok(())
+}
+
+/// Prunes these weights of a model by calibration samples.
+///
+/// # Errors
+/// As [`Layerwise::run`], or there are fewer weights than are to be removed.
+pub(in crate::pass) fn prune(
+    pass: &PruneUnstructured,
+    mut model: Model,
+    run: &mut RunState,
+    context: Option<&Context>,
+    names: &BTreeSet<&str>,
+    rule: String,
+) -> Result<Model> {
+    let mut applied =
+        Applied { tensors: names.iter().map(|name| (*name).to_owned()).collect(), rule, zeroes: true, ..Applied::new(pass.name(), pass.options()) };
+    let of: u64 = names.iter().map(|name| Ok(model.weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
+    for rule in &pass.rules {
+        select::check("rules", &rule.targets, model.weights.by_name.keys())?;
+    }
+    if let Some(context) = context {
+        let meter = applied.meter.clone();
+        let mut method = Sparse { pass, norms: Vec::new(), compensation: None, notes: Vec::new() };
+        let wanted = Wanted { products: pass.importance == Importance::Sparsegpt, rows: 0 };
+        let work = Layerwise { name: pass.name(), options: &applied.options, context, targets: names, wanted, rescale: None };
+        let Done { samples, resumed, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
+        applied.notes = method.notes;
+        if resumed > 0 {
+            applied.notes.push(format!("{resumed} blocks were finished by an interrupted run"));
+        }
+        let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
+        applied.details = Arc::new(move || json!({ "zeroed": removed, "of": of, "samples": samples }));
+    }
+    run.history.push(applied);
+    Ok(model)
+}
+
+/// How zeros are chosen.
+struct Sparse<'a> {
+    pass: &'a PruneUnstructured,
+    norms: Vec<f32>,
+    compensation: Option<Compensation>,
+    notes: Vec<String>,
+}
+
+impl Sparse<'_> {
+    fn zeros(&self, layer: &Layer) -> Result<Zeros> {
+        match self.pass.pattern {
+            Some(NOfM { m, .. }) if !layer.size.is_multiple_of(m) => Err(Error::tensor(
+                &layer.weight,
+                format!("has {} inputs, which groups of {m} do not divide", layer.size),
+                "add it to `ignore`, or choose another pattern",
+            )),
+            Some(NOfM { m, .. }) if m > MOST => Err(Error::option("pattern", format!("ranks at most {MOST} consecutive inputs where samples decide"))),
+            Some(NOfM { n, m }) => Ok(Zeros::AllBut { n, m }),
+            None => {
+                let (name, weights) = (&layer.weight, (layer.rows * layer.size) as u64);
+                let amount = self.pass.rule(name).map_or_else(|| self.pass.amount(), |rule| self.pass.rules[rule].amount);
+                let count = amount.of(weights).ok_or_else(|| too_many(amount, &format!("tensor `{name}`"), weights))?;
+                Ok(Zeros::Part(count as f64 / weights.max(1) as f64))
+            }
+        }
+    }
+}
+
+/// The factor of the sums of products, with as much damping as it takes, which is said where it is more than usual.
+pub(super) fn compensation(value: &str, moments: Moments, order: &[usize], damping: f64, notes: &mut Vec<String>) -> Result<Compensation> {
+    let (mut products, mut tried) = (moments.products, damping);
+    loop {
+        match Compensation::new(products, moments.size, order, tried) {
+            Ok(found) => {
+                if tried > damping {
+                    notes.push(format!("what layers read from `{value}` is nearly dependent: damping {tried:.2} instead of {damping}"));
+                }
+                return Ok(found);
+            }
+            Err(_) if tried >= 1.0 => {
+                let hint = "use other or more calibration samples";
+                return Err(Error::run(format!("graph value `{value}`"), "has sums of products that no damping makes positive", hint));
+            }
+            Err(same) => products = same,
+        }
+        tried = (2.0 * tried).clamp(0.01, 1.0);
+    }
+}
+
+impl Method for Sparse<'_> {
+    fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
+        self.zeros(layer).map(|_| ())
+    }
+
+    fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
+        self.norms = moments.squares.iter().map(|square| square.sqrt() as f32).collect();
+        if self.pass.importance == Importance::Sparsegpt {
+            let order: Vec<usize> = (0..moments.size).collect();
+            self.compensation = Some(compensation(value, moments, &order, DAMPING, &mut self.notes)?);
+        }
+        Ok(())
+    }
+
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight> {
+        let zeros = self.zeros(layer)?;
+        let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
+        match &self.compensation {
+            Some(compensation) => compensation.apply(values, block, &mut Choices::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>)),
+            None => remove(values, &self.norms, zeros),
+        }
+        weight.with_values(&layer.weight, &layer.stored(values.to_vec()))
+    }
+}
+
+/// Zeroes the weights of each row that have the least products with the norms of their inputs.
+fn remove(values: &mut [f32], norms: &[f32], zeros: Zeros) {
+    let size = norms.len().max(1);
+    let mut done = (0, 0);
+    for row in values.chunks_exact_mut(size) {
+        let mut drop = |from: usize, width: usize, count: usize| {
+            let mut ranked: Vec<usize> = (from..from + width).collect();
+            let cost = |at: usize| row[at].abs() * norms[at];
+            if count > 0 {
+                ranked.select_nth_unstable_by(count - 1, |a, b| cost(*a).total_cmp(&cost(*b)).then(a.cmp(b)));
+                ranked[..count].iter().for_each(|at| row[*at] = 0.0);
+            }
+        };
+        match zeros {
+            Zeros::None | Zeros::Present => {}
+            Zeros::Part(part) => {
+                done.0 += size;
+                let count = ((part * done.0 as f64).round() as usize).saturating_sub(done.1).min(size);
+                done.1 += count;
+                drop(0, size, count);
+            }
+            Zeros::AllBut { n, m } => (0..size).step_by(m).for_each(|from| {
+                let width = m.min(size - from);
+                drop(from, width, width.saturating_sub(n));
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The example of the reference implementation (locuslab/wanda).
+    #[test]
+    fn rows_keep_what_counts() {
+        let mut weights = vec![0.9, -0.35, 0.5, -0.12, 0.26, 0.74, -0.6, 0.33];
+        remove(&mut weights, &[14f32.sqrt(), 14f32.sqrt(), 6f32.sqrt(), 14f32.sqrt()], Zeros::AllBut { n: 2, m: 4 });
+        assert_eq!(weights, [0.9, -0.35, 0.0, 0.0, 0.0, 0.74, -0.6, 0.0]);
+        let mut weights = vec![1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 5.0, 1.0];
+        remove(&mut weights, &[1.0, 1.0, 1.0], Zeros::Part(0.5));
+        assert_eq!(weights.iter().filter(|w| **w == 0.0).count(), 5, "{weights:?}");
+    }
+}

@@ -1,0 +1,108 @@
+//! Scales of activations that are found beforehand, on calibration samples: those of FP8 and the global ones of NVFP4.
+
+use std::collections::BTreeMap;
+
+use super::{Context, calibrate};
+use crate::calibration::{Axis, Request};
+use crate::error::{Error, Result};
+use crate::ir::quantizers::layer_weight;
+use crate::kernel::{convert, narrow};
+use crate::model::Model;
+use crate::store::{ActivationScheme, Affine, Static};
+
+/// Gives each weight whose scheme stores one the scale of its layer's input: from the largest magnitude of any sample, so that layers
+/// that read the same value have the same scale.
+///
+/// # Errors
+/// There are no samples, a weight is not that of a layer, or the model cannot be run.
+pub(in crate::pass) fn find(pass: &str, encodings: &mut BTreeMap<String, Affine>, model: &Model, context: &Context) -> Result<()> {
+    let graph = model.graph()?;
+    let mut inputs: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for node in graph.nodes() {
+        if let (Some(weight), Some(input)) = (layer_weight(&graph, node), node.inputs.first()) {
+            inputs.entry(weight).or_default().push(&graph.value(*input).name);
+        }
+    }
+    let read = |name: &str| {
+        let unread = || Error::tensor(name, "is not the weight of a layer, so that no samples come to it", "add it to `ignore`");
+        inputs.get(name).ok_or_else(unread)
+    };
+    let mut requests = BTreeMap::new();
+    for name in encodings.keys() {
+        requests.extend(read(name)?.iter().map(|value| ((*value).to_owned(), Request { axis: Axis::Last, histograms: false })));
+    }
+    let seen = calibrate::statistics(pass, &graph, model, &requests, context)?;
+    for (name, affine) in encodings {
+        let values = read(name)?.iter().filter_map(|value| seen.get(*value));
+        let largest = values.flat_map(|seen| seen.channels().largest()).fold(0f32, f32::max);
+        let or = |scale: f32, least: f32| if scale.is_normal() && scale > 0.0 { scale } else { least };
+        affine.activations = match affine.activations {
+            ActivationScheme::Float8Static(_) => {
+                let scale = convert::scale(affine.scale_dtype, f64::from(largest) / f64::from(narrow::E4M3_MAX));
+                ActivationScheme::Float8Static(Static::new(or(scale, f32::EPSILON), None))
+            }
+            ActivationScheme::Nvfp4(_) => ActivationScheme::Nvfp4(Static::new(or(narrow::E4M3_MAX * narrow::E2M1_MAX / largest, 1.0), None)),
+            other => other,
+        };
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::Device;
+
+    use super::*;
+    use crate::data::{Data, DataSets};
+    use crate::exec::Inputs;
+    use crate::pass::{Pass, Quantize};
+    use crate::run_state::RunState;
+    use crate::store::Encoding;
+    use crate::work::{Cancel, Silent, Work};
+
+    #[test]
+    fn scales_are_those_of_the_values_that_layers_read() {
+        let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama");
+        let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("samples.safetensors");
+        candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
+        let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
+        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        let context = Context {
+            work,
+            seed: 0,
+            data: &data,
+            device: Device::Cpu,
+            memory: crate::work::MemoryLimit::default(),
+            memory_tracker: None,
+            workplace: None,
+            resume: false,
+        };
+        let model = Model::open(&place).unwrap();
+        for (scheme, name) in [("FP8", "Float8Static"), ("NVFP4", "Nvfp4")] {
+            let pass: Quantize = serde_json::from_value(serde_json::json!({ "scheme": scheme })).unwrap();
+            let planned = pass.apply(model.clone(), &mut RunState::default(), None).unwrap();
+            let done = pass.apply(model.clone(), &mut RunState::default(), Some(&context)).unwrap();
+            let mut scales = BTreeMap::new();
+            for (weight, now) in &done.weights.by_name {
+                let (Encoding::Affine(planned), Encoding::Affine(now)) = (&planned.weights.by_name[weight].encoding, &now.encoding) else { continue };
+                assert_eq!(planned.scheme(), now.scheme());
+                let (ActivationScheme::Float8Static(by) | ActivationScheme::Nvfp4(by)) = now.activations else { panic!("{weight}: {now:?}") };
+                assert!(format!("{:?}", now.activations).starts_with(name) && by.scale() != 1.0, "{weight}: {now:?}");
+                let part = weight.rsplit('.').nth(1).unwrap();
+                scales.entry(weight.trim_end_matches(&format!("{part}.weight")).to_owned()).or_insert_with(BTreeMap::new).insert(part.to_owned(), by.scale());
+            }
+            assert!(!scales.is_empty(), "{scheme}");
+            for (module, scales) in scales.iter().filter(|(module, _)| module.contains("attn")) {
+                assert!(
+                    scales["q_proj"] == scales["k_proj"] && scales["q_proj"] == scales["v_proj"] && scales["q_proj"] != scales["o_proj"],
+                    "{module} {scales:?}"
+                );
+            }
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! Tensors of files become logical weights: the way back from [`StorageFormat`](super::StorageFormat).
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::sync::Arc;
+
+use super::affine::row;
+use super::gptq;
+use super::sparse::{self, IntegerValues, SparseFile};
+use super::{ActivationScheme, Affine, Checkpoint, Codes, DType, Encoding, Granularity, RawTensor, Static, Weight, WeightSource, Weights};
+use crate::error::{Error, Result};
+use crate::kernel::{convert, packing};
+
+/// Puts the tensors of a checkpoint together into logical weights.
+///
+/// `bits` says how wide the integers of a weight are, where that is known: eight-bit tensors hold narrower ones too, and words of
+/// short rows could be of several widths.
+pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option<u8>) -> Result<Weights> {
+    let mut weights = Weights::default();
+    let masked = |name: &str| !checkpoint.metadata.contains_key(sparse::MARK) && checkpoint.tensors.contains_key(&format!("{name}.bitmask"));
+    if let Some(name) = checkpoint.tensors.keys().find_map(|name| name.strip_suffix(".compressed").filter(|name| masked(name))) {
+        return Err(Error::tensor(
+            name,
+            "is stored as a bitmask and values of compressed-tensors, which is not read",
+            "start from the original checkpoint, or have a compressed-tensors before 0.15 decompress it (ModelCompressor.decompress_model) and save that",
+        ));
+    }
+    let floats = usual_floats(&checkpoint);
+    let mut sparse_values = Vec::new();
+    if let Some(version) = checkpoint.metadata.remove(sparse::MARK) {
+        if version != sparse::VERSION {
+            let file = checkpoint.files.first().map_or(String::new(), |path| format!("{}: ", path.display()));
+            return Err(Error::Unsupported {
+                what: format!("{file}sparse layout version {version}"),
+                hint: format!("this version of compress reads layout {}", sparse::VERSION),
+            });
+        }
+        let names: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(".bitmask")).map(str::to_owned).collect();
+        for name in names {
+            let values = SparseFile::take(&mut checkpoint, &name)?;
+            sparse_values.push((name, values));
+        }
+    }
+    for (name, values) in sparse_values {
+        let bytes = values.bytes();
+        let names = [".values", ".shape", ".bitmask"].map(|suffix| format!("{name}{suffix}")).to_vec();
+        let codes = if values.dtype() == DType::F8_E4M3 { Codes::E4m3 } else { Codes::Integer(bits(&name).unwrap_or(8)) };
+        let quantized = matches!(values.dtype(), DType::I8 | DType::F8_E4M3) && checkpoint.tensors.contains_key(&format!("{name}_scale"));
+        let weight = if quantized {
+            let shape = values.shape.clone();
+            integer(&mut checkpoint, &name, shape, codes, IntegerValues::Sparse(values), floats)?
+        } else {
+            Weight::new(values.dtype(), values.shape.clone(), Encoding::Dense, Arc::new(values))
+        };
+        insert(&mut weights, name, weight, bytes, names)?;
+    }
+    for (name, weight) in gptq::take(&mut checkpoint)? {
+        insert(&mut weights, name, weight, 0, Vec::new())?;
+    }
+    let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
+    for name in quantized {
+        let (packed, plain) = (format!("{name}_packed"), name.clone());
+        // Empty integers stand for nothing: they and their scales stay the tensors that they are.
+        let full = |dtype| move |t: &&RawTensor| t.dtype == dtype && t.elements() > 0;
+        if let Some(words) = checkpoint.tensors.get(&packed).filter(full(DType::I32)).cloned() {
+            let shape_name = format!("{name}_shape");
+            let (shape, width) = packed_shape(&checkpoint, &name, &words, bits(&name))?;
+            checkpoint.tensors.remove(&packed);
+            checkpoint.tensors.remove(&shape_name);
+            let bytes = words.bytes().saturating_add(16);
+            let weight =
+                integer(&mut checkpoint, &name, shape.clone(), Codes::Integer(width), IntegerValues::Plain { values: words, packed: true, shape }, floats)?;
+            insert(&mut weights, name, weight, bytes, vec![packed, shape_name])?;
+        } else if let Some(halves) = checkpoint.tensors.get(&packed).filter(full(DType::U8)).cloned() {
+            checkpoint.tensors.remove(&packed);
+            let (bytes, mut shape) = (halves.bytes(), halves.shape.clone());
+            if let [_, columns] = &mut shape[..] {
+                *columns = columns.saturating_mul(2);
+            }
+            let weight = integer(&mut checkpoint, &name, shape.clone(), Codes::E2m1, IntegerValues::Plain { values: halves, packed: true, shape }, floats)?;
+            insert(&mut weights, name, weight, bytes, vec![packed])?;
+        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::F8_E4M3)).cloned() {
+            checkpoint.tensors.remove(&plain);
+            let (bytes, shape) = (values.bytes(), values.shape.clone());
+            let weight = integer(&mut checkpoint, &name, shape.clone(), Codes::E4m3, IntegerValues::Plain { values, packed: false, shape }, floats)?;
+            insert(&mut weights, name, weight, bytes, vec![plain])?;
+        } else if let Some(values) = checkpoint.tensors.get(&plain).filter(full(DType::I8)).cloned() {
+            checkpoint.tensors.remove(&plain);
+            let (bytes, shape) = (values.bytes(), values.shape.clone());
+            let codes = Codes::Integer(bits(&name).unwrap_or(8));
+            let weight = integer(&mut checkpoint, &name, shape.clone(), codes, IntegerValues::Plain { values, packed: false, shape }, floats)?;
+            insert(&mut weights, name, weight, bytes, vec![plain])?;
+        }
+    }
+    for (name, tensor) in std::mem::take(&mut checkpoint.tensors) {
+        let bytes = tensor.bytes();
+        let weight = Weight::new(tensor.dtype, tensor.shape.clone(), Encoding::Dense, Arc::new(tensor));
+        insert(&mut weights, name.clone(), weight, bytes, vec![name])?;
+    }
+    weights.metadata = checkpoint.metadata;
+    Ok(weights)
+}
+
+fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, mut stored_as: Vec<String>) -> Result<()> {
+    weight.stored_bytes = weight.stored_bytes.saturating_add(bytes);
+    weight.stored_as.append(&mut stored_as);
+    if let Some(other) = weights.by_name.get(&name) {
+        let spelled = |w: &Weight| w.stored_as.join("`, `");
+        return Err(Error::tensor(
+            &name,
+            format!("is stored twice, as `{}` and as `{}`", spelled(other), spelled(&weight)),
+            "write the file again with one of both",
+        ));
+    }
+    weights.by_name.insert(name, weight);
+    Ok(())
+}
+
+/// Shape and bits of packed integers. Words of short rows can be of several widths: then of the one that is said, else the usual one.
+fn packed_shape(checkpoint: &Checkpoint, name: &str, words: &RawTensor, said: Option<u8>) -> Result<(Vec<usize>, u8)> {
+    let broken = |reason: String| Error::tensor(name, reason, "write the file again with compressed-tensors 0.18 or newer");
+    let shape = checkpoint.tensors.get(&format!("{name}_shape")).ok_or_else(|| broken("packed weight without `weight_shape`".into()))?;
+    let bytes = if shape.bytes() <= 64 { shape.read_all()? } else { Vec::new() };
+    let sizes: Option<Vec<usize>> = match shape.dtype {
+        DType::I64 => bytes.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect(),
+        DType::I32 => bytes.as_chunks::<4>().0.iter().map(|d| usize::try_from(i32::from_le_bytes(*d)).ok()).collect(),
+        _ => None,
+    };
+    let fits = |row: usize, bits: u8| words.shape.get(1) == Some(&packing::words(row, bits));
+    match sizes.as_deref() {
+        Some([rows, row]) if words.shape.len() == 2 && words.shape.first() == Some(rows) => {
+            let width = said.into_iter().chain([8, 4, 2, 3, 5, 6, 7]).find(|bits| fits(*row, *bits));
+            if let (Some(bits), true) = (width, said.is_none_or(|bits| fits(*row, bits))) {
+                return Ok((vec![*rows, *row], bits));
+            }
+        }
+        _ => {}
+    }
+    let of = said.map_or("integers of 2 to 8 bits".into(), |bits| format!("{bits}-bit integers"));
+    Err(broken(format!("packed words of shape {:?} do not hold {of} of the stated shape {:?}", words.shape, sizes.unwrap_or_default())))
+}
+
+/// The floats that most tensors of a checkpoint are of, scales left out; BF16 where there are none.
+fn usual_floats(checkpoint: &Checkpoint) -> DType {
+    let floats = || checkpoint.tensors.iter().filter(|(name, _)| !name.ends_with("scale")).map(|(_, tensor)| tensor.dtype);
+    [DType::BF16, DType::F16, DType::F32].into_iter().rev().max_by_key(|of| floats().filter(|dtype| dtype == of).count()).unwrap_or(DType::BF16)
+}
+
+/// A quantized weight from its codes and the scales that lie beside them; `floats` are what codes stand for whose scales do not say.
+fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Codes, values: IntegerValues, floats: DType) -> Result<Weight> {
+    let broken = |reason: String| Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors");
+    let (scale_name, zero_name) = (format!("{name}_scale"), format!("{name}_zero_point"));
+    let scales = checkpoint.tensors.remove(&scale_name).ok_or_else(|| broken("no scales".into()))?;
+    let zero_points = checkpoint.tensors.remove(&zero_name);
+    let (Some(&rows), row) = (shape.first().filter(|_| shape.len() > 1), row(&shape)) else {
+        return Err(broken(format!("integers of shape {shape:?}, not a matrix")));
+    };
+    let granularity = match scales.shape[..] {
+        [] | [1] => Granularity::Tensor,
+        // A single scale of two dimensions is that of a single block.
+        [1, 1] if codes == Codes::E4m3 && rows != 1 && blocks(rows, row, [1, 1]) == Some(USUAL_BLOCK) => Granularity::Block(USUAL_BLOCK),
+        [1, 1] if rows != 1 => Granularity::Tensor,
+        [n] if n == rows => Granularity::Channel,
+        [n, 1] if n == rows => Granularity::Channel,
+        [n, groups] if n == rows && groups > 0 && row > 0 && row.is_multiple_of(groups) => Granularity::Group(row.checked_div(groups).unwrap_or(row)),
+        [high, wide] if codes == Codes::E4m3 && blocks(rows, row, [high, wide]).is_some() => {
+            Granularity::Block(blocks(rows, row, [high, wide]).unwrap_or(USUAL_BLOCK))
+        }
+        _ => return Err(broken(format!("scales of shape {:?} for integers of shape {shape:?}", scales.shape))),
+    };
+    let scale_dtype = match (codes, scales.dtype) {
+        (Codes::Integer(_) | Codes::E4m3, DType::F16 | DType::BF16 | DType::F32) => scales.dtype,
+        (Codes::E4m3 | Codes::E2m1, DType::U8 | DType::F8_E8M0) => DType::F8_E8M0,
+        (Codes::E2m1, DType::F8_E4M3) => DType::F8_E4M3,
+        _ => return Err(broken(format!("scales of type {} beside {codes}", scales.dtype))),
+    };
+    if !codes.is_integer() && zero_points.is_some() {
+        return Err(broken(format!("zero points beside {codes}")));
+    }
+    if let Some(zero) = &zero_points {
+        let groups = scales.elements().checked_div(rows).unwrap_or(0);
+        let fits = match zero.dtype {
+            DType::I8 => zero.elements() == scales.elements(),
+            DType::I32 => granularity != Granularity::Tensor && zero.shape == [packing::words(rows, codes.bits()), groups],
+            _ => false,
+        };
+        if !fits {
+            return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
+        }
+    }
+    let affine = Affine { codes, granularity, symmetric: zero_points.is_none(), scale_dtype, activations: ActivationScheme::None };
+    let mut stored_as = vec![scale_name];
+    stored_as.extend(zero_points.is_some().then_some(zero_name));
+    let mut bytes = scales.bytes().saturating_add(zero_points.as_ref().map_or(0, RawTensor::bytes));
+    let mut affine = affine;
+    let mut global_scale = 1.0;
+    if affine.has_global_scale() {
+        let global_name = format!("{name}_global_scale");
+        let Some(global) = checkpoint.tensors.remove(&global_name) else { return Err(broken("no global scale beside FP4".into())) };
+        bytes = bytes.saturating_add(global.bytes());
+        global_scale = positive(&global_name, &global)?;
+        stored_as.push(global_name);
+    }
+    if let Some((by, mut names, size)) = input(checkpoint, name, if codes == Codes::E2m1 { "input_global_scale" } else { "input_scale" })? {
+        affine.activations = match codes {
+            Codes::Integer(_) => ActivationScheme::Static(by),
+            Codes::E4m3 => ActivationScheme::Float8Static(by),
+            Codes::E2m1 => ActivationScheme::Nvfp4(by),
+        };
+        stored_as.append(&mut names);
+        bytes = bytes.saturating_add(size);
+    }
+    let dtype = affine.value_dtype(floats);
+    let source: Arc<dyn WeightSource> = sparse::integer_source(values, scales, zero_points, global_scale, affine.clone(), dtype);
+    let mut weight = Weight::new(dtype, shape, Encoding::Affine(affine), source);
+    weight.stored_bytes = bytes;
+    weight.stored_as = stored_as;
+    Ok(weight)
+}
+
+/// How the input of a layer is quantized, with the names of the tensors that say so and their bytes.
+fn input(checkpoint: &mut Checkpoint, name: &str, what: &str) -> Result<Option<(Static, Vec<String>, u64)>> {
+    let module = name.strip_suffix("weight").unwrap_or(name);
+    let [scale_name, zero_name] = [what, "input_zero_point"].map(|part| format!("{module}{part}"));
+    let Some(scale) = checkpoint.tensors.get(&scale_name).filter(|t| t.elements() == 1 && t.dtype != DType::I8) else { return Ok(None) };
+    let broken = |name: &str, reason: &str| Err(Error::tensor(name, reason, "write the file again with a tool that follows compressed-tensors"));
+    let value = positive(&scale_name, scale)?;
+    let mut bytes = scale.bytes();
+    let zero_point = match checkpoint.tensors.get(&zero_name) {
+        None => None,
+        Some(zero) if zero.dtype == DType::I8 && zero.elements() == 1 => {
+            bytes = bytes.saturating_add(zero.bytes());
+            zero.read_all()?.first().map(|byte| *byte as i8)
+        }
+        Some(_) => return broken(&zero_name, "is not one int8"),
+    };
+    checkpoint.tensors.remove(&scale_name);
+    let mut names = vec![scale_name];
+    names.extend(checkpoint.tensors.remove(&zero_name).map(|_| zero_name));
+    Ok(Some((Static::new(value, zero_point), names, bytes)))
+}
+
+/// The one number of a tensor.
+fn positive(name: &str, tensor: &RawTensor) -> Result<f32> {
+    let mut value = [0f32];
+    let read = tensor.elements() == 1 && convert::decode(tensor.dtype, &tensor.read_all()?, &mut value);
+    let [value] = value;
+    if read && value.is_normal() && value > 0.0 {
+        return Ok(value);
+    }
+    Err(Error::tensor(name, "is no positive number", "write the file again with a tool that follows compressed-tensors"))
+}
+
+/// Rows and inputs of a block as consumers usually take them.
+const USUAL_BLOCK: [usize; 2] = [128, 128];
+
+/// Sizes of blocks of which a matrix has so many: the usual ones, where the last may have fewer rows, else those that divide it.
+fn blocks(rows: usize, row: usize, [high, wide]: [usize; 2]) -> Option<[usize; 2]> {
+    let [usual_rows, usual_inputs] = USUAL_BLOCK;
+    if rows.div_ceil(usual_rows) == high && usual_inputs.checked_mul(wide) == Some(row) {
+        return Some(USUAL_BLOCK);
+    }
+    let whole = high > 0 && wide > 0 && rows.is_multiple_of(high) && row.is_multiple_of(wide);
+    whole.then(|| Some([rows.checked_div(high)?, row.checked_div(wide)?])).flatten()
+}
