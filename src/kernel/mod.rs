@@ -36,6 +36,7 @@ mod running {
     pub mod convolution;
     pub mod convolution_gradient;
     pub mod epilogue;
+    pub mod few_rows;
     pub mod gram;
     pub mod grid;
     pub mod matmul;
