@@ -32,6 +32,7 @@ pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic}
 mod running {
     //! Passes that run the model.
 
+    mod cached_scales;
     pub(in crate::pass) mod calibrate;
     pub(in crate::pass) mod chains;
     mod distill;

@@ -26,6 +26,7 @@ use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};
 
+pub(in crate::pass) use super::cached_scales::find as find_cache_scales;
 pub(in crate::pass) use super::stored_scales::find as find_input_scales;
 
 /// A linear layer.

@@ -19,6 +19,7 @@ use super::integers::{Integers, Peers, WeightObserver};
 use super::targets::{self, Chosen};
 use super::{Context, Pass, Samples, layerwise, options_of};
 use crate::error::{Error, Result};
+use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::{Affine, Granularity, Pattern, Weight, Weights};
@@ -69,6 +70,10 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ordered: Option<bool>,
+    /// What keys and values of attention become in the cache of a decoder, by scales found on calibration samples [default: floats]
+    #[cfg_attr(feature = "cli", arg(long, value_enum))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<CacheFormat>,
     /// How the range of a scale is chosen [default: mse for four bits, else minmax]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -240,6 +245,9 @@ impl Pass for Quantize {
         if self.scheme.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;
         }
+        if self.kv_cache.is_some() {
+            layerwise::require(&format!("{NAME}: kv_cache"))?;
+        }
         match (self.group_size, self.scheme.group()) {
             (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for whole rows")),
             (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
@@ -253,7 +261,7 @@ impl Pass for Quantize {
     }
 
     fn runs_on(&self) -> Option<Samples> {
-        (self.method.reads_samples() || self.scheme.stores_scales()).then_some(Samples::Calibration)
+        (self.method.reads_samples() || self.scheme.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
     }
 
     fn keeps_work(&self) -> bool {
@@ -285,6 +293,11 @@ impl Pass for Quantize {
                     model.weights.by_name.insert(name, integers.weight());
                 }
             }
+        }
+        if let Some(format) = self.kv_cache {
+            let meter = applied.meter.clone();
+            let found = meter.time(|| layerwise::find_cache_scales(NAME, format, &mut model, context))?;
+            details["caches"] = json!(found);
         }
         applied.details = Arc::new(move || details.clone());
         run.history.push(applied);
