@@ -1,11 +1,13 @@
 //! What a model computes.
 
+use std::collections::BTreeMap;
+
 use super::Model;
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, Graph, GraphFile, cache, same};
+use crate::ir::{Builder, Catalog, Graph, GraphFile, Node, Op, cache, same};
 use crate::store::{ActivationScheme, Affine, Encoding, Weight, Weights, select};
 
 impl Catalog for Weights {
@@ -91,6 +93,16 @@ impl Model {
             _ => None,
         };
         Quantizers { layers: self.weights.by_name.iter().filter_map(of).collect(), ..Quantizers::default() }
+    }
+
+    /// The value that each linear layer reads, by the name of its weight; nothing where it is not known what the model computes.
+    pub(crate) fn inputs_of_layers(&self) -> BTreeMap<String, String> {
+        let Ok(graph) = self.graph() else { return BTreeMap::new() };
+        let input = |node: &Node| match (&node.op, node.inputs.as_slice()) {
+            (Op::Linear(_), [x, weight, ..]) => Some((graph.value(*weight).name.clone(), graph.value(*x).name.clone())),
+            _ => None,
+        };
+        graph.nodes().iter().filter_map(input).collect()
     }
 
     /// Weights that the graph does not use, by name.

@@ -51,3 +51,43 @@ fn dtype_of(model: &Model, module: &str) -> DType {
     let weight = model.weights.by_name.iter().find(|(name, weight)| inside(name) && weight.is_float());
     weight.map_or(DType::F32, |(_, weight)| if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use candle_core::Device;
+
+    use super::*;
+    use crate::data::{Data, DataSets};
+    use crate::work::{Cancel, MemoryLimit, Silent, Work};
+
+    /// `scripts/goldens-cache` makes the file.
+    #[test]
+    fn scales_are_those_of_llm_compressor() {
+        let place = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+        let golden = candle_core::safetensors::load(place.join("cache.safetensors"), &Device::Cpu).unwrap();
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("samples.safetensors");
+        let inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), golden[name].clone()));
+        candle_core::safetensors::save(&inputs.into(), &path).unwrap();
+        let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
+        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        let (device, memory) = (Device::Cpu, MemoryLimit::default());
+        let context = Context { work, seed: 0, data: &data, device, memory, memory_tracker: None, workplace: None, resume: false };
+        let mut compared = 0;
+        for name in ["llama-grouped-tied", "qwen3"] {
+            for (text, format) in [("fp8", CacheFormat::Fp8), ("int8", CacheFormat::Int8)] {
+                let mut model = Model::open(place.join("models").join(name)).unwrap();
+                assert_eq!(find("quantize", format, &mut model, Some(&context)).unwrap(), 2);
+                for (key, wanted) in golden.iter().filter(|(key, _)| key.ends_with("_scale")) {
+                    let Some(tensor) = key.strip_prefix(&format!("{name}/{text}/")) else { continue };
+                    let (found, wanted) = (model.weights.get(tensor).unwrap().floats(tensor).unwrap()[0], wanted.to_vec1::<f32>().unwrap()[0]);
+                    assert!((found / wanted - 1.0).abs() < 1e-6, "{key}: {found}, not {wanted}");
+                    compared += 1;
+                }
+            }
+        }
+        assert_eq!(compared, 16);
+    }
+}

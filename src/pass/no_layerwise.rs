@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::Affine;
+use crate::store::{Affine, Weight};
 
 /// Whether models can be run.
 ///
@@ -51,6 +51,11 @@ pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, A
 /// Nothing: [`require`] was asked before.
 pub(super) fn find_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: Option<&Context>) -> Result<usize> {
     Err(unable("kv_cache"))
+}
+
+/// Nothing is kept.
+pub(super) fn kept_bytes(_name: &str, _weight: &Weight) -> u64 {
+    0
 }
 
 fn unable(option: &str) -> Error {

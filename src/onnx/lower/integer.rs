@@ -191,19 +191,23 @@ pub(super) fn learned_fake_quantize(op: &LearnedFakeQuantize, n: &mut Lowering) 
     rounded(&scale, op.zero_point, n)
 }
 
-/// Keys or values as a cache of eight bits gives them back. ONNX has floats of eight bits from opset 19 on.
+/// Keys or values as a cache of eight bits gives them back. ONNX has floats of eight bits from opset 19 on; they are made by casts, because
+/// ONNX Runtime moves a `DequantizeLinear` behind operators that do not take them.
 pub(super) fn cache_quantize(op: CacheQuantize, n: &mut Lowering) -> Result<()> {
-    let kind = match op.format {
-        CacheFormat::Int8 => DataType::Int8,
-        CacheFormat::Fp8 if n.opset >= 19 => DataType::Float8E4m3,
-        CacheFormat::Fp8 => {
-            return Err(n.wrong(format!("rounds to FP8 (`kv_cache: fp8`), which ONNX has from opset 19 on; this is opset {}: set `opset: 19`", n.opset)));
-        }
-    };
     let (x, scale) = (n.wide(&n.input(0))?, n.wide(&n.input(1))?);
-    let zero_point = n.zero_of(kind);
-    let codes = n.emit("QuantizeLinear", "codes", &[&x, &scale, &zero_point], vec![]);
-    n.finish_wide("DequantizeLinear", &[&codes, &scale, &zero_point], vec![]);
+    if op.format == CacheFormat::Int8 {
+        let zero_point = n.zero_of(DataType::Int8);
+        let codes = n.emit("QuantizeLinear", "codes", &[&x, &scale, &zero_point], vec![]);
+        n.finish_wide("DequantizeLinear", &[&codes, &scale, &zero_point], vec![]);
+        return Ok(());
+    }
+    if n.opset < 19 {
+        return Err(n.wrong(format!("rounds to FP8 (`kv_cache: fp8`), which ONNX has from opset 19 on; this is opset {}: set `opset: 19`", n.opset)));
+    }
+    let steps = n.emit("Div", "steps", &[&x, &scale], vec![]);
+    let codes = n.cast("codes", &steps, DataType::Float8E4m3);
+    let rounded = n.cast("rounded", &codes, DataType::Float);
+    n.finish_wide("Mul", &[&rounded, &scale], vec![]);
     Ok(())
 }
 

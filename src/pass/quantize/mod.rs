@@ -178,13 +178,16 @@ impl Quantize {
         Some(std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group))
     }
 
-    /// For each NVFP4 weight, those that consumers fuse with it: they have one global scale.
-    fn peers(encodings: &BTreeMap<String, Affine>, weights: &Weights) -> BTreeMap<String, Arc<Peers>> {
+    /// For each NVFP4 weight, those that consumers fuse with it, which have one global scale: layers that read one value, or where it is
+    /// not known what the model computes, those of usual names.
+    fn peers(encodings: &BTreeMap<String, Affine>, model: &Model) -> BTreeMap<String, Arc<Peers>> {
         let mut fused: BTreeMap<String, Vec<&String>> = BTreeMap::new();
-        for (name, _) in encodings.iter().filter(|(_, affine)| affine.has_global_scale()) {
-            fused.entry(fused_name(name)).or_default().push(name);
+        let narrow: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.has_global_scale()).map(|(name, _)| name).collect();
+        let inputs = if narrow.is_empty() { BTreeMap::new() } else { model.inputs_of_layers() };
+        for name in narrow {
+            fused.entry(inputs.get(name).cloned().unwrap_or_else(|| fused_name(name))).or_default().push(name);
         }
-        let peers = |names: &Vec<&String>| Peers::of(names.iter().filter_map(|name| weights.by_name.get(*name).cloned()).collect());
+        let peers = |names: &Vec<&String>| Peers::of(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect());
         fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(peers(names)))).collect()
     }
 }
@@ -268,6 +271,10 @@ impl Pass for Quantize {
         self.method.reads_samples()
     }
 
+    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
+    }
+
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let Layers { mut encodings, rule, notes } = self.layers(&model.weights)?;
         let (count, all) = (encodings.len(), model.weights.parameters());
@@ -286,7 +293,7 @@ impl Pass for Quantize {
                 details.as_object_mut().into_iter().for_each(|details| details.extend(found.clone()));
             }
             None => {
-                let mut peers = Self::peers(&encodings, &model.weights);
+                let mut peers = Self::peers(&encodings, &model);
                 for (name, affine) in encodings {
                     let weight = model.weights.get(&name)?;
                     let integers = Integers::new(&name, weight, affine, self.observer(), &applied.meter).with_peers(peers.remove(&name));
