@@ -207,6 +207,24 @@ fn layers_that_read_one_value_share_the_global_scale_of_nvfp4() {
 }
 
 #[test]
+fn groups_of_scattered_inputs_are_refused_and_an_order_that_says_nothing_is_dropped() {
+    let folder = tempfile::tempdir().unwrap();
+    written(folder.path(), &llama(folder.path()), quantize(json!({ "scheme": "W4A16", "group_size": 32 })), vec![Safetensors::default().into()]).unwrap();
+    let path = folder.path().join("out/model.safetensors");
+    let name = "model.layers.0.mlp.down_proj.weight";
+    let opened = |order: &dyn Fn(i32) -> i32| {
+        let mut tensors = common::read(&path);
+        let bytes = (0..96).flat_map(|at| order(at).to_le_bytes()).collect();
+        tensors.insert(format!("{name}_g_idx"), common::Tensor::new(common::DType::I32, &[96], bytes));
+        common::write(&path, &tensors);
+        Model::open(folder.path().join("out")).map(|model| model.weights.by_name.contains_key(&format!("{name}_g_idx")))
+    };
+    assert_eq!((opened(&|at| at / 32).unwrap(), opened(&|_| -1).unwrap()), (false, false));
+    let error = opened(&|at| at % 3).unwrap_err().to_string();
+    assert!(error.contains("down_proj.weight_g_idx") && error.contains("actorder"), "{error}");
+}
+
+#[test]
 fn files_of_four_bits_are_small_and_say_what_else_was_done() {
     let folder = tempfile::tempdir().unwrap();
     let size = |report: &Report| report.outputs.iter().find(|o| o.path.ends_with(file::MODEL)).unwrap().bytes;

@@ -17,6 +17,14 @@ pub enum CacheFormat {
 }
 
 impl CacheFormat {
+    /// The name in options.
+    pub fn name(self) -> &'static str {
+        match self {
+            CacheFormat::Fp8 => "fp8",
+            CacheFormat::Int8 => "int8",
+        }
+    }
+
     /// Steps from zero to the largest magnitude, as compressed-tensors counts them.
     pub fn steps(self) -> f32 {
         match self {

@@ -154,7 +154,11 @@ mod tests {
             let mut parts = vec![Vec::new(); 3];
             let view = View { dtype: DType::F32, values, affine: Some((affine, row)), scales: &scales, zero_points, global_scale: 1.0 };
             let blocks = Blocks::of(affine.codes.bits(), affine.granularity, row).unwrap();
-            blocks.emit(&view, row, &mut |part, bytes| Ok(parts[part].extend_from_slice(bytes))).unwrap();
+            let mut put = |part: usize, bytes: &[u8]| {
+                parts[part].extend_from_slice(bytes);
+                Ok(())
+            };
+            blocks.emit(&view, row, &mut put).unwrap();
             parts
         };
         let values: Vec<u8> = (-8i8..8).map(|v| v as u8).collect();
