@@ -8,6 +8,7 @@
 #[macro_use]
 pub(crate) mod simd;
 pub mod bitmask;
+pub mod cache;
 pub mod compare;
 pub mod convert;
 mod float;

@@ -22,12 +22,14 @@ use crate::pass::{Context, calibrate, identity::identity};
 use crate::run_state::RunState;
 use crate::store::scaled::transposed;
 use crate::store::{ByteSize, Weight};
-use finished::Finished;
+pub(in crate::pass) use finished::kept_bytes;
+use finished::{Facts, Finished};
 use moments::{Moments, Wanted};
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};
 
+pub(in crate::pass) use super::cached_scales::find as find_cache_scales;
 pub(in crate::pass) use super::stored_scales::find as find_input_scales;
 
 /// A linear layer.
@@ -72,6 +74,9 @@ trait Method {
     /// # Errors
     /// The weight cannot be changed.
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight>;
+
+    /// Plain words for the report.
+    fn notes(&mut self) -> &mut Vec<String>;
 }
 
 /// A pass at work on some weights of a model.
@@ -98,8 +103,6 @@ struct Done {
     pub rescaled: usize,
     /// Weights that changed, targets and what was rescaled.
     pub changed: BTreeSet<String>,
-    /// Blocks that an interrupted run had finished.
-    pub resumed: usize,
 }
 
 impl Layerwise<'_> {
@@ -148,6 +151,7 @@ impl Layerwise<'_> {
             by_block.entry(block).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
+        let mut resumed = 0;
         for block in 0..=last {
             blocks.enter(block)?;
             if let Some(beside) = &mut beside {
@@ -156,8 +160,10 @@ impl Layerwise<'_> {
             }
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
             let changed = match finished.as_ref().map(|finished| finished.take(block, model)).transpose()?.flatten() {
-                Some(changed) => {
-                    done.resumed += 1;
+                Some((changed, facts)) => {
+                    resumed += 1;
+                    done.rescaled += facts.rescaled;
+                    method.notes().extend(facts.notes);
                     for (name, weight) in &changed {
                         let values = weight.floats(name)?;
                         blocks.replace(name, tensor(&values, &weight.shape, context)?);
@@ -166,14 +172,17 @@ impl Layerwise<'_> {
                 }
                 None => {
                     let mut changed = BTreeMap::new();
+                    let (mut facts, told) = (Facts::default(), method.notes().len());
                     if let Some(rescale) = &self.rescale {
-                        done.rescaled += rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
+                        facts.rescaled = rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
                     }
+                    done.rescaled += facts.rescaled;
                     for site in sites {
                         self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?;
                     }
+                    facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
                     match &finished {
-                        Some(finished) if !changed.is_empty() => finished.put(block, model, changed, &context.work)?,
+                        Some(finished) if !changed.is_empty() => finished.put(block, model, changed, facts, &context.work)?,
                         _ => changed,
                     }
                 }
@@ -184,6 +193,9 @@ impl Layerwise<'_> {
                 blocks.leave()?;
                 beside.iter_mut().try_for_each(Blockwise::leave)?;
             }
+        }
+        if resumed > 0 {
+            method.notes().push(format!("{resumed} blocks were finished by an interrupted run"));
         }
         Ok(done)
     }

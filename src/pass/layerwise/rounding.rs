@@ -75,15 +75,12 @@ pub(in crate::pass) fn quantize(
         ignored: pass.ignore.clone(),
     };
     let done = rounded.run(model, run, context, &mut applied.notes)?;
-    if done.resumed > 0 {
-        applied.notes.push(format!("{} blocks were finished by an interrupted run", done.resumed));
-    }
     applied.tensors.extend(done.changed);
     let mut details = Map::new();
     details.insert("samples".into(), json!(done.samples));
     if strength.is_some() {
         details.insert("rescaled".into(), json!(done.rescaled));
-        if done.rescaled == 0 && done.resumed == 0 {
+        if done.rescaled == 0 {
             applied.notes.push("no layers could share range, or none gained by it: weights were rounded as they are".into());
         }
     }
@@ -220,5 +217,9 @@ impl Method for Solver<'_, '_> {
         let integers = grid.integers_of(values);
         let (scales, zero_points) = grid.steps.iter().map(|Step { scale, zero }| (*scale, *zero)).unzip();
         weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })
+    }
+
+    fn notes(&mut self) -> &mut Vec<String> {
+        self.notes
     }
 }

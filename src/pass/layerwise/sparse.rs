@@ -55,11 +55,8 @@ pub(in crate::pass) fn prune(
         let compensates = pass.importance == Importance::Sparsegpt;
         let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
         let work = Layerwise { name: pass.name(), options: &applied.options, context, targets: names, wanted, rescale: None };
-        let Done { samples, resumed, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
+        let Done { samples, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
         applied.notes = method.notes;
-        if resumed > 0 {
-            applied.notes.push(format!("{resumed} blocks were finished by an interrupted run"));
-        }
         let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
         applied.details = Arc::new(move || json!({ "zeroed": removed, "of": of, "samples": samples }));
     }
@@ -120,6 +117,10 @@ impl Method for Sparse<'_> {
             None => remove(values, &self.norms, zeros),
         }
         weight.with_values(&layer.weight, &layer.stored(values.to_vec()))
+    }
+
+    fn notes(&mut self) -> &mut Vec<String> {
+        &mut self.notes
     }
 }
 
