@@ -126,7 +126,7 @@ impl Layerwise<'_> {
             compute: DType::F32,
             residence: Residence::Stored,
             // The rest is for parameters, sums of products and what solves them.
-            limit: context.memory.bytes.map_or(MOST, |bytes| (bytes / 4).min(MOST)),
+            limit: context.memory.bytes.map_or(MOST, |bytes| (bytes / 4).min(MOST)) / self.runs(),
             spill: finished.as_ref().map(|finished| finished.folder().to_owned()),
             tracker: context.memory_tracker.clone(),
             ..BlockwiseOptions::on(&context.device)
@@ -200,14 +200,18 @@ impl Layerwise<'_> {
         Ok(done)
     }
 
+    /// How many models run side by side.
+    fn runs(&self) -> u64 {
+        1 + u64::from(self.wanted.original)
+    }
+
     /// Refuses what does not fit into memory that was asked for.
     fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site]) -> Result<()> {
         let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.asked) else { return Ok(()) };
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
-        let layer = |layer: &Layer| 12 * layer.rows * layer.size + if self.wanted.products { 12 * layer.size * layer.size } else { 0 };
+        let layer = |layer: &Layer| 16 * layer.rows * layer.size + if self.wanted.products { 16 * layer.size * layer.size } else { 0 };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
-        let runs = 1 + u64::from(self.wanted.original);
-        let needed = need.blocks + runs * need.activations + most;
+        let needed = need.blocks + self.runs() * need.activations + most;
         if needed <= limit {
             return Ok(());
         }

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::rescale::Rounds;
-use super::solved::{Solved, reordered, restored};
+use super::solved::{Solved, reorder, restore};
 use super::{Done, Layer, Layerwise, Method, Moments, Rescale, Strength, Wanted};
 use crate::error::{Error, Result};
 use crate::kernel::choices::{Choices, Grid, Range, Zeros};
@@ -195,7 +195,8 @@ impl Method for Solver<'_, '_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight> {
         let affine = self.affine(layer)?;
         let mut grid = grid(layer, weight, affine, &self.order)?;
-        let zeros: Vec<bool> = reordered(values, &self.order).into_iter().map(|value| value == 0.0).collect();
+        let rows = values.chunks_exact(layer.size.max(1));
+        let zeros: Vec<bool> = rows.flat_map(|row| self.order.iter().map(|column| row[*column] == 0.0)).collect();
         let meant = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= MEANT * values.len() as u64;
         if let Some(solved) = &self.solved {
             solved.correct(values);
@@ -206,9 +207,9 @@ impl Method for Solver<'_, '_> {
             choices.zeroed = zeros;
         }
         if let Some(solved) = &self.solved {
-            let mut work = reordered(values, &self.order);
-            solved.compensation.apply(&mut work, BLOCK, &mut choices);
-            values.copy_from_slice(&restored(&work, &self.order));
+            reorder(values, &self.order);
+            solved.compensation.apply(values, BLOCK, &mut choices);
+            restore(values, &self.order);
         }
         let Some(grid) = choices.grid.take() else { return Err(Error::tensor(&layer.weight, "has no grid", "")) };
         if self.solved.is_none() {

@@ -20,7 +20,7 @@ impl Solved {
     /// # Errors
     /// No damping is enough.
     pub fn of(value: &str, moments: Moments, order: &[usize], damping: f64, notes: &mut Vec<String>) -> Result<Solved> {
-        let Moments { size, mut products, differences, .. } = moments;
+        let Moments { size, mut products, mut differences, .. } = moments;
         let mut tried = damping;
         let compensation = loop {
             match Compensation::new(products, size, order, tried) {
@@ -37,9 +37,10 @@ impl Solved {
             notes.push(format!("what layers read from `{value}` is nearly dependent: damping {tried:.2} instead of {damping}"));
         }
         let correction = (!differences.is_empty()).then(|| {
-            let mut ordered = reordered(&differences, order);
-            compensation.divide(&mut ordered);
-            restored(&ordered, order)
+            reorder(&mut differences, order);
+            compensation.divide(&mut differences);
+            restore(&mut differences, order);
+            differences
         });
         Ok(Solved { compensation, correction, size })
     }
@@ -56,18 +57,24 @@ impl Solved {
     }
 }
 
-/// Rows with their columns in an order.
-pub(super) fn reordered(values: &[f32], order: &[usize]) -> Vec<f32> {
-    values.chunks_exact(order.len().max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect()
+/// Puts the columns of rows into an order.
+pub(super) fn reorder(values: &mut [f32], order: &[usize]) {
+    let mut before = Vec::with_capacity(order.len());
+    for row in values.chunks_exact_mut(order.len().max(1)) {
+        before.clear();
+        before.extend_from_slice(row);
+        row.iter_mut().zip(order).for_each(|(value, column)| *value = before[*column]);
+    }
 }
 
-/// The opposite of [`reordered`].
-pub(super) fn restored(values: &[f32], order: &[usize]) -> Vec<f32> {
-    let mut restored = vec![0.0; values.len()];
-    for (back, row) in restored.chunks_exact_mut(order.len().max(1)).zip(values.chunks_exact(order.len().max(1))) {
-        order.iter().zip(row).for_each(|(column, value)| back[*column] = *value);
+/// The opposite of [`reorder`].
+pub(super) fn restore(values: &mut [f32], order: &[usize]) {
+    let mut before = Vec::with_capacity(order.len());
+    for row in values.chunks_exact_mut(order.len().max(1)) {
+        before.clear();
+        before.extend_from_slice(row);
+        order.iter().zip(&before).for_each(|(column, value)| row[*column] = *value);
     }
-    restored
 }
 
 #[cfg(test)]
