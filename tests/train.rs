@@ -15,7 +15,7 @@ use compress::store::ByteSize;
 use compress::train::losses::Losses;
 use compress::train::optimizer::Kind;
 use compress::train::schedule::Schedule;
-use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Precision, QuantizerScales};
+use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Offload, Precision, QuantizerScales};
 use compress::work::{Cancel, Event};
 use compress::{Error, Model, Pipeline};
 
@@ -209,6 +209,48 @@ fn a_step_in_parts_is_the_same_step() {
                 assert!(report.notes.iter().any(|note| note.contains("in parts")), "{name}: {:?}", report.notes);
             }
         }
+    }
+}
+
+/// With `offload: parameters`, a step is the same step, whatever else is asked for.
+#[test]
+fn parameters_that_come_and_go_make_the_same_steps() {
+    let all = "{ soft: 1, hidden: 1, attention: 1 }";
+    let short = |terms| Distill { student: Some(Student::Layers(vec![0])), ..distill(3, terms) };
+    let distilled: Vec<(&str, &str, Distill)> = vec![
+        ("llama-grouped-tied", "losses", short(all)),
+        ("llama", "an output layer of its own", short(all)),
+        ("llama-grouped-tied", "parts", Distill { batch_size: BatchSize::Samples(4), gradient_accumulation: 2, ..short(all) }),
+        ("llama-grouped-tied", "16 bits", Distill { precision: Precision::F16, ..short(all) }),
+        ("bert", "all layers", Distill { optimizer: Kind::Adafactor, ..distill(3, "{ hidden: { distance: cosine }, attention: { target: relations } }") }),
+    ];
+    let on_labels: Vec<(&str, &str, Finetune)> = vec![
+        ("bert-sequence-classification", "clipped, with an average", Finetune { clip_norm: 0.1, average: Some(0.5), ..finetune(3) }),
+        ("bert-sequence-classification", "8 bits", Finetune { optimizer: Kind::AdamW8bit, evaluate_every: Some(1), ..finetune(3) }),
+        ("bert-sequence-classification", "some", Finetune { targets: vec!["*layer.1*".parse().unwrap()], ..finetune(3) }),
+        ("torchvision-resnet18", "statistics of batches", finetune(3)),
+    ];
+    let same = |name: &str, what: &str, classes: usize, pass: &dyn Fn(Vec<Offload>) -> compress::pass::Step| {
+        let runs = [vec![], vec![Offload::Parameters]].map(|offload| {
+            let (run, paged) = (Run::new(), !offload.is_empty());
+            let data = samples(name, run.folder.path(), 8, classes);
+            let builder = Pipeline::builder().pass(pass(offload)).train(data.clone()).seed(3);
+            let builder = if what == "8 bits" { builder.evaluation(data) } else { builder };
+            let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
+            let memory = report.passes[0].details["memory"].clone();
+            let (predicted, measured) = (memory["predicted_bytes"].as_f64().unwrap(), memory["peak_bytes"].as_f64().unwrap());
+            assert!(!paged || (predicted / measured - 1.0).abs() <= 0.1, "{name}, {what}: {predicted} and {measured}: {memory}");
+            (run.weights(), measured, ends(&report))
+        });
+        let apart = furthest(&runs[0].0, &runs[1].0);
+        assert!(apart <= 1e-5, "{name}, {what}: {apart}");
+        assert!(runs[1].1 < 0.9 * runs[0].1 && runs[0].2 == runs[1].2, "{name}, {what}: {:?} and {:?}", runs[0].1, runs[1].1);
+    };
+    for (name, what, pass) in distilled {
+        same(name, what, 0, &|offload| Distill { offload, ..pass.clone() }.into());
+    }
+    for (name, what, pass) in on_labels {
+        same(name, what, classes(name), &|offload| Finetune { offload, ..pass.clone() }.into());
     }
 }
 

@@ -1,16 +1,17 @@
-//! Where segments begin that are computed again in the backward pass.
+//! Where segments begin that are computed again in the backward pass, and whose parameters are in memory by themselves where they are
+//! elsewhere between uses.
 
 use std::collections::BTreeMap;
 
-use super::Checkpointing;
+use super::{Checkpointing, Training};
 use crate::analysis;
 use crate::ir::{Graph, Op};
 
 /// Positions of nodes: the beginnings of layers that repeat, or of residual blocks where there is no attention.
-pub(super) fn cuts(graph: &Graph, which: Checkpointing) -> Vec<usize> {
-    let every = match which {
-        Checkpointing::None => return Vec::new(),
-        Checkpointing::Blocks => 1,
+pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
+    let every = match options.gradient_checkpointing {
+        Checkpointing::None if !options.offloads_parameters() => return Vec::new(),
+        Checkpointing::None | Checkpointing::Blocks => 1,
         Checkpointing::Every(layers) => layers.max(1),
     };
     blocks(graph).into_iter().step_by(every).collect()

@@ -39,7 +39,7 @@ impl Precision {
     }
 }
 
-/// What to keep in host memory while the model trains on a GPU.
+/// What to keep out of the memory of the device while the model trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -48,6 +48,9 @@ pub enum Offload {
     Optimizer,
     /// The teacher, which then runs on the CPU
     Teacher,
+    /// Weights, gradients and the optimizer's state, but for the block at work: on the host beside a GPU, on disk beside the CPU. The
+    /// teacher's weights are read from its files, and activations recomputed
+    Parameters,
 }
 
 /// Statistics that batch normalisation uses while it trains.
@@ -270,6 +273,11 @@ impl Default for Training {
 }
 
 impl Training {
+    /// Whether parameters are in memory only while they are used.
+    pub fn offloads_parameters(&self) -> bool {
+        self.offload.contains(&Offload::Parameters)
+    }
+
     /// Holds the values to what they may be.
     ///
     /// # Errors
@@ -305,6 +313,9 @@ impl Training {
         }
         if self.patience.is_some() && self.evaluate_every.is_none() {
             return wrong("patience", "needs `evaluate_every`: it counts evaluations without a better score".into());
+        }
+        if self.offloads_parameters() && self.shard_optimizer {
+            return wrong("shard_optimizer", "excludes `offload: parameters`, which puts the optimizer's state on the host or on disk".into());
         }
         match self.checkpoint_every {
             Some(Every::Steps(0)) => return wrong("checkpoint_every", "must be at least 1 step".into()),
@@ -383,7 +394,7 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub average: Option<f64>,
-            /// What to keep in host memory while the model trains on a GPU
+            /// What to keep in host memory while the model trains on a GPU; parameters, on the CPU too, where they go to disk
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
             #[serde(skip_serializing_if = "Vec::is_empty")]
             pub offload: Vec<Offload>,
