@@ -95,7 +95,7 @@ pub fn forecast(
     set(MemoryCategory::Teacher, of_teacher);
     let together = if paged {
         if cuts.is_empty() {
-            return Err(Error::option("offload: parameters", format!("cannot be: {}", analysis::uncut(graph).unwrap_or_else(|| "the graph has no layers".into()))));
+            return Err(Error::option("offload: parameters", format!("the model cannot be cut into blocks: {}", analysis::uncut(graph).unwrap_or_default())));
         }
         // While one parameter is changed, its gradient and state are there.
         let change = |value: &Value| if selected(&value.name) { 8 * elements(&value.ty) + state(value) } else { 0 };

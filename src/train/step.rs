@@ -6,13 +6,14 @@ use candle_core::{DType, Tensor};
 
 use super::cache::{self, Cache, Entries};
 use super::clip;
+use super::loaded::Loaded;
 use super::objective::{Items, Theirs};
 use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker, Parameters, Tape};
+use crate::exec::{Home, Kept, MemoryCategory, Parameters, Tape};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -314,52 +315,6 @@ impl<'t> Stepper<'t> {
             None => format!("loss `{loss}` is not finite, while all values of the model are"),
         };
         Error::Diverged { step: 0, reason }
-    }
-}
-
-/// Gradients that are in memory for a while, in the accounts.
-pub(super) struct Loaded<'t> {
-    tracker: &'t MemoryTracker,
-    bytes: Vec<(MemoryCategory, String, u64)>,
-}
-
-impl<'t> Loaded<'t> {
-    /// Of these names.
-    ///
-    /// # Errors
-    /// They are too large.
-    pub fn gradients(tracker: &'t MemoryTracker, gradients: &BTreeMap<String, Kept>, names: &[String]) -> Result<Loaded<'t>> {
-        let mut loaded = Loaded { tracker, bytes: Vec::new() };
-        for (name, kept) in names.iter().filter_map(|name| gradients.get_key_value(name)) {
-            loaded.add(MemoryCategory::Gradients, name, kept)?;
-        }
-        Ok(loaded)
-    }
-
-    /// Something that is loaded beside them, unless it is in memory anyhow.
-    ///
-    /// # Errors
-    /// It is too large.
-    pub fn add(&mut self, category: MemoryCategory, name: &str, kept: &Kept) -> Result<()> {
-        self.take(category, name, kept.size() - kept.bytes())
-    }
-
-    /// So many bytes of something beside them.
-    ///
-    /// # Errors
-    /// They are too many.
-    pub fn take(&mut self, category: MemoryCategory, name: &str, bytes: u64) -> Result<()> {
-        if bytes == 0 {
-            return Ok(());
-        }
-        self.bytes.push((category, name.to_owned(), bytes));
-        self.tracker.take_for(category, name, bytes)
-    }
-}
-
-impl Drop for Loaded<'_> {
-    fn drop(&mut self) {
-        self.bytes.drain(..).for_each(|(category, name, bytes)| self.tracker.give_for(category, &name, bytes));
     }
 }
 
