@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
+use super::bytes_of;
 use super::spill::{SpillFile, SpilledTensor};
 use super::transfer::{self, Cause};
-use super::bytes_of;
 use crate::error::{Error, Result};
 
 /// Where tensors live between uses.

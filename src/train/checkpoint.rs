@@ -104,8 +104,11 @@ mod tests {
         assert!(open::<u64>(&path).unwrap().is_none());
         let small = Tensor::new(&[1f32, f32::MIN_POSITIVE / 2.0], &Device::Cpu).unwrap();
         let turned = Tensor::new(&[[1i64, 2], [3, 4]], &Device::Cpu).unwrap().t().unwrap();
-        let tensors =
-            Tensors::from([("weight/a".to_owned(), small.into()), ("weight/b".to_owned(), turned.into()), ("best/a".to_owned(), Tensor::new(&[7u8], &Device::Cpu).unwrap().into())]);
+        let tensors = Tensors::from([
+            ("weight/a".to_owned(), small.into()),
+            ("weight/b".to_owned(), turned.into()),
+            ("best/a".to_owned(), Tensor::new(&[7u8], &Device::Cpu).unwrap().into()),
+        ]);
         save(&path, &41u64, &tensors).unwrap();
         save(&path, &42u64, &tensors).unwrap();
         let (about, saved) = open::<u64>(&path).unwrap().unwrap();

@@ -80,7 +80,8 @@ pub fn forecast(
     let heads = objective.heads().0;
     let of_heads = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, value)| heads.contains(&value.name)).map(|(_, value)| bytes(value)).sum::<u64>();
     let paged = options.offloads_parameters();
-    let pages: Option<Pages> = paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (of_heads(&|value| page(&value.ty)), of_heads(&|value| 4 * trained(value)))));
+    let pages: Option<Pages> =
+        paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (of_heads(&|value| page(&value.ty)), of_heads(&|value| 4 * trained(value)))));
     let walk = tape.forecast(&value, &gradient, pages);
     let mut found = MemoryForecast::default();
     let mut set = |category: MemoryCategory, bytes: u64| found.bytes[category as usize] = bytes;

@@ -268,13 +268,8 @@ impl Weights {
     /// # Errors
     /// Memory runs out.
     pub fn parameters_of(&self, masters: &BTreeMap<String, Kept>) -> Result<Parameters> {
-        let seen = Seen {
-            masters: masters.clone(),
-            fixed: self.fixed.clone(),
-            rounded: self.rounded.clone(),
-            device: self.device.clone(),
-            compute: self.compute,
-        };
+        let seen =
+            Seen { masters: masters.clone(), fixed: self.fixed.clone(), rounded: self.rounded.clone(), device: self.device.clone(), compute: self.compute };
         if !self.home.is_memory() {
             return Ok(Parameters::fetched(Box::new(move |name| seen.get(name)), self.compute));
         }

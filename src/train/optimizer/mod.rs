@@ -135,13 +135,7 @@ pub trait Optimizer: Send {
 /// As [`Settings::check`].
 pub fn build(kind: Kind, settings: &Settings, home: &Home) -> Result<Box<dyn Optimizer>> {
     fn kept<A: Algorithm + 'static>(algorithm: A, settings: &Settings, home: &Home) -> Box<dyn Optimizer> {
-        Box::new(Keeper {
-            algorithm,
-            weight_decay: settings.weight_decay,
-            spare_vectors: settings.spare_vectors,
-            home: home.clone(),
-            state: BTreeMap::new(),
-        })
+        Box::new(Keeper { algorithm, weight_decay: settings.weight_decay, spare_vectors: settings.spare_vectors, home: home.clone(), state: BTreeMap::new() })
     }
     settings.check()?;
     Ok(match kind {
