@@ -24,6 +24,11 @@ pub enum Residence {
 }
 
 impl Residence {
+    /// Bytes that a weight takes in memory.
+    pub fn bytes(self, weight: &Weight, compute: DType) -> u64 {
+        (weight.elements() * self.dtype(weight, compute).size_in_bytes()) as u64
+    }
+
     /// What a weight's elements are in memory.
     pub fn dtype(self, weight: &Weight, compute: DType) -> DType {
         match (self, weight.dtype) {
@@ -31,11 +36,6 @@ impl Residence {
             (Residence::Stored, Stored::F16) => DType::F16,
             _ => compute,
         }
-    }
-
-    /// Bytes of a weight's elements in memory.
-    pub fn bytes(self, weight: &Weight, compute: DType) -> u64 {
-        (weight.elements() * self.dtype(weight, compute).size_in_bytes()) as u64
     }
 }
 
