@@ -8,6 +8,7 @@
 #[macro_use]
 pub(crate) mod simd;
 pub mod bitmask;
+pub mod cache;
 pub mod compare;
 pub mod convert;
 mod float;
@@ -36,6 +37,7 @@ mod running {
     pub mod convolution;
     pub mod convolution_gradient;
     pub mod epilogue;
+    pub mod few_rows;
     pub mod gram;
     pub mod grid;
     pub mod matmul;

@@ -164,17 +164,22 @@ pub enum DataType {
     Float16 = 10,
     /// 64-bit floats.
     Double = 11,
+    /// E4M3, floats of eight bits without infinities.
+    Float8E4m3 = 17,
+    /// Signed integers of four bits, two in a byte, the first in the low half.
+    Int4 = 22,
 }
 
 impl DataType {
-    /// Bytes of an element in `raw_data`; 0 where it is not said what it is.
-    pub fn bytes(self) -> u64 {
+    /// Bits of an element in `raw_data`; 0 where it is not said what it is.
+    pub fn bits(self) -> u64 {
         match self {
             DataType::Undefined => 0,
-            DataType::Uint8 | DataType::Int8 | DataType::Bool => 1,
-            DataType::Float16 => 2,
-            DataType::Float | DataType::Int32 => 4,
-            DataType::Int64 | DataType::Double => 8,
+            DataType::Int4 => 4,
+            DataType::Uint8 | DataType::Int8 | DataType::Bool | DataType::Float8E4m3 => 8,
+            DataType::Float16 => 16,
+            DataType::Float | DataType::Int32 => 32,
+            DataType::Int64 | DataType::Double => 64,
         }
     }
 }
