@@ -10,6 +10,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use common::{Tensors, read};
+use compress::exec::{Home, Kept};
 use compress::train::average::Average;
 use compress::train::clip::clip;
 use compress::train::optimizer::{Kind, Settings, build};
@@ -53,7 +54,7 @@ fn steps() {
         ("adafactor", Kind::Adafactor, Settings { weight_decay: 0.1, ..none }),
     ];
     for (case, kind, settings) in cases {
-        let mut optimizer = build(kind, &settings, &Device::Cpu).unwrap();
+        let mut optimizer = build(kind, &settings, &Home::Memory(Device::Cpu)).unwrap();
         for name in PARAMETERS {
             let parameter = floats(&golden[name]);
             for t in 0..20 {
@@ -92,13 +93,14 @@ fn clipping() {
 #[test]
 fn averages() {
     let golden = golden();
-    let start: BTreeMap<String, Tensor> = PARAMETERS.map(|name| (name.to_owned(), floats(&golden[name]))).into();
-    let mut average = Average::new(&start, 0.25, &Device::Cpu).unwrap();
+    let start: BTreeMap<String, Kept> = PARAMETERS.map(|name| (name.to_owned(), floats(&golden[name]).into())).into();
+    let mut average = Average::new(&start, 0.25, &Home::Memory(Device::Cpu)).unwrap();
     for t in 0..20 {
         let parameters = PARAMETERS.map(|name| (name.to_owned(), step(&golden, &format!("adamw/{name}"), t))).into();
+        average.begin_step();
         average.update(&parameters).unwrap();
         for name in PARAMETERS {
-            assert_close(&average.parameters()[name], &step(&golden, &format!("average/{name}"), t), &format!("{name}, step {}", t + 1));
+            assert_close(&average.parameters()[name].open().unwrap(), &step(&golden, &format!("average/{name}"), t), &format!("{name}, step {}", t + 1));
         }
     }
 }

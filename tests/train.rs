@@ -9,13 +9,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
 use compress::data::Data;
-use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeStatic, Student};
+use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Student};
 use compress::report::Report;
 use compress::store::ByteSize;
 use compress::train::losses::Losses;
 use compress::train::optimizer::Kind;
 use compress::train::schedule::Schedule;
-use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Precision, QuantizerScales};
+use compress::train::{BatchNorm, BatchSize, Checkpointing, Every, LogFormat, Offload, Precision, QuantizerScales};
 use compress::work::{Cancel, Event};
 use compress::{Error, Model, Pipeline};
 
@@ -87,7 +87,8 @@ impl Run {
 
 fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
     let model = Model::open(folder).unwrap();
-    model.weights.by_name.iter().map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
+    let floats = model.weights.by_name.iter().filter(|(name, _)| !name.ends_with("num_batches_tracked"));
+    floats.map(|(name, weight)| (name.clone(), weight.floats(name).unwrap())).collect()
 }
 
 fn furthest(a: &BTreeMap<String, Vec<f32>>, b: &BTreeMap<String, Vec<f32>>) -> f32 {
@@ -212,6 +213,53 @@ fn a_step_in_parts_is_the_same_step() {
     }
 }
 
+/// With `offload: parameters`, a step is the same step, whatever else is asked for.
+#[test]
+fn parameters_that_come_and_go_make_the_same_steps() {
+    let all = "{ soft: 1, hidden: 1, attention: 1 }";
+    let short = |terms| Distill { student: Some(Student::Layers(vec![0])), ..distill(3, terms) };
+    let distilled: Vec<(&str, &str, Distill)> = vec![
+        ("llama-grouped-tied", "losses", short(all)),
+        ("llama", "an output layer of its own", short(all)),
+        ("llama-grouped-tied", "parts", Distill { batch_size: BatchSize::Samples(4), gradient_accumulation: 2, ..short(all) }),
+        ("llama-grouped-tied", "16 bits", Distill { precision: Precision::F16, ..short(all) }),
+        ("bert", "all layers", Distill { optimizer: Kind::Adafactor, ..distill(3, "{ hidden: { distance: cosine }, attention: { target: relations } }") }),
+    ];
+    let on_labels: Vec<(&str, &str, Finetune)> = vec![
+        ("bert-sequence-classification", "clipped, with an average", Finetune { clip_norm: 0.1, average: Some(0.5), ..finetune(3) }),
+        ("bert-sequence-classification", "8 bits", Finetune { optimizer: Kind::AdamW8bit, evaluate_every: Some(1), ..finetune(3) }),
+        ("bert-sequence-classification", "some", Finetune { targets: vec!["*layer.1*".parse().unwrap()], ..finetune(3) }),
+        ("torchvision-resnet18", "statistics of batches", finetune(3)),
+        ("bert-sequence-classification", "integers", Finetune { scales: QuantizerScales::Learnable, ..finetune(3) }),
+        ("bert-sequence-classification", "zeros", finetune(3)),
+    ];
+    let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
+    let before: BTreeMap<&str, compress::pass::Step> = [("integers", QuantizeDynamic::default().into()), ("zeros", prune.into())].into();
+    let same = |name: &str, what: &str, classes: usize, pass: &dyn Fn(Vec<Offload>) -> compress::pass::Step| {
+        let runs = [vec![], vec![Offload::Parameters]].map(|offload| {
+            let (run, paged) = (Run::new(), !offload.is_empty());
+            let data = samples(name, run.folder.path(), 8, classes);
+            let builder = before.get(what).into_iter().fold(Pipeline::builder(), |builder, step| builder.pass(step.clone()));
+            let builder = builder.pass(pass(offload)).train(data.clone()).seed(3);
+            let builder = if what == "8 bits" { builder.evaluation(data) } else { builder };
+            let report = builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_or_else(|e| panic!("{name}, {what}: {e}"));
+            let memory = report.passes.last().unwrap().details["memory"].clone();
+            let (predicted, measured) = (memory["predicted_bytes"].as_f64().unwrap(), memory["peak_bytes"].as_f64().unwrap());
+            assert!(!paged || (predicted / measured - 1.0).abs() <= 0.1, "{name}, {what}: {predicted} and {measured}: {memory}");
+            (run.weights(), measured, ends(&report))
+        });
+        let apart = furthest(&runs[0].0, &runs[1].0);
+        assert!(apart <= 1e-5, "{name}, {what}: {apart}");
+        assert!(runs[1].1 < 0.9 * runs[0].1 && runs[0].2 == runs[1].2, "{name}, {what}: {:?} and {:?}", runs[0].1, runs[1].1);
+    };
+    for (name, what, pass) in distilled {
+        same(name, what, 0, &|offload| Distill { offload, ..pass.clone() }.into());
+    }
+    for (name, what, pass) in on_labels {
+        same(name, what, classes(name), &|offload| Finetune { offload, ..pass.clone() }.into());
+    }
+}
+
 #[test]
 fn cached_answers_teach_the_same() {
     for (name, top) in [("llama-grouped-tied", 200), ("vit-image-classification", 64), ("llama-grouped-tied", 3)] {
@@ -267,9 +315,23 @@ fn zeros_of_pruned_weights_stay() {
 
 #[test]
 fn an_interrupted_run_ends_as_one_that_was_not() {
-    for (optimizer, average, evaluate_every) in [(Kind::AdamW, Some(0.9), None), (Kind::AdamW8bit, None, None), (Kind::Sgd, None, Some(2))] {
+    let offloaded = vec![Offload::Parameters];
+    for (optimizer, average, evaluate_every, offload) in [
+        (Kind::AdamW, Some(0.9), None, vec![]),
+        (Kind::AdamW8bit, None, None, vec![]),
+        (Kind::Sgd, None, Some(2), vec![]),
+        (Kind::AdamW, Some(0.9), Some(2), offloaded),
+    ] {
         let name = "bert-sequence-classification";
-        let pass = Finetune { optimizer, average, evaluate_every, checkpoint_every: Some(Every::Steps(2)), logs: vec![LogFormat::Tensorboard], ..finetune(11) };
+        let pass = Finetune {
+            optimizer,
+            average,
+            evaluate_every,
+            offload,
+            checkpoint_every: Some(Every::Steps(2)),
+            logs: vec![LogFormat::Tensorboard],
+            ..finetune(11)
+        };
         let (whole, parts) = (Run::new(), Run::new());
         let data = samples(name, whole.folder.path(), 41, classes(name));
         let builder = |pass: &Finetune| {
@@ -355,6 +417,28 @@ fn data_that_does_not_do_is_refused() {
     let pass = Finetune { memory_limit: Some(ByteSize(1000)), ..finetune(1) };
     let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
     assert!(error.is_out_of_memory(), "{error}");
+}
+
+#[test]
+fn parameters_that_cannot_come_and_go_are_refused_before_the_work() {
+    let run = Run::new();
+    let offload = vec![Offload::Parameters];
+    let pass = Finetune { offload: offload.clone(), shard_optimizer: true, ..finetune(1) };
+    let name = "bert-sequence-classification";
+    let error = run.train(name, samples(name, run.folder.path(), 8, classes(name)), pass).unwrap_err();
+    assert!(error.is_misuse() && error.to_string().contains("`offload: parameters`"), "{error}");
+    let folder = run.folder.path().join("branches");
+    std::fs::create_dir(&folder).unwrap();
+    let nodes = "a = Linear(x, w) -> float[batch, 2]\nb = Linear(x, v) -> float[batch, 2]\nc = Mul(a, b) -> float[batch, 2]\noutput logits = c\n";
+    let graph: compress::ir::Graph = format!("input x: float[batch, 3]\nparam w: float[2, 3]\nparam v: float[2, 3]\n{nodes}").parse().unwrap();
+    std::fs::write(folder.join("graph.json"), serde_json::to_string(&compress::ir::GraphFile::from(&graph)).unwrap()).unwrap();
+    let ones = |dims: &[usize]| Tensor::ones(dims, candle_core::DType::F32, &Device::Cpu).unwrap();
+    let arrays = HashMap::from([("w".to_owned(), ones(&[2, 3])), ("v".to_owned(), ones(&[2, 3]))]);
+    candle_core::safetensors::save(&arrays, folder.join("model.safetensors")).unwrap();
+    let data = samples(name, run.folder.path(), 8, classes(name));
+    let pipeline = Pipeline::builder().pass(Finetune { offload, ..finetune(1) }).train(data).build().unwrap();
+    let error = pipeline.plan(&Model::open(&folder).unwrap()).unwrap_err();
+    assert!(error.is_misuse() && error.to_string().starts_with("offload: parameters: ") && error.to_string().contains("2 do: `a`, `b`"), "{error}");
 }
 
 #[test]

@@ -175,6 +175,8 @@ fn steps_are_the_same_where_every_copy_counts() {
         ("finetune", "evaluate_every: 2, scales: learnable", "  - quantize-dynamic: {}\n"),
         ("distill", "student: { layers: [0] }, offload: [teacher], losses: { soft: { temperature: 2 }, hidden: 1, attention: 1 }, average: 0.9", ""),
         ("distill a language model", "student: { layers: [0] }, offload: [teacher], losses: { soft: 1, hidden: 1, attention: 1 }", ""),
+        ("distill a language model", "student: { layers: [0] }, offload: [parameters], losses: { soft: 1, hidden: 1, attention: 1 }, average: 0.9", ""),
+        ("finetune", "evaluate_every: 2, scales: learnable, offload: [parameters]", "  - quantize-dynamic: {}\n"),
     ];
     for (pass, options, before) in cases {
         let place = if pass.contains("language") { Place::tokens(24) } else { Place::new(24) };
@@ -197,19 +199,19 @@ fn steps_are_the_same_where_every_copy_counts() {
 
 #[test]
 fn two_processes_make_the_steps_of_one() {
-    for (shard, tight) in [(false, false), (true, false), (false, true)] {
+    for (shard, tight, offload) in [(false, false, ""), (true, false, ""), (false, true, ""), (false, false, ", offload: [parameters]")] {
         let place = Place::new(64);
         // One process takes two batches a step, of two each takes one.
         place.finish(place.start(&place.recipe("max_steps: 6, batch_size: 8, gradient_accumulation: 2, learning_rate: 1e-3"), "one", &[], &[]));
         let limit = if tight { format!(", memory_limit: {}", place.memory("one") * 9 / 10) } else { String::new() };
-        let recipe = place.recipe(&format!("max_steps: 6, batch_size: 8, learning_rate: 1e-3, shard_optimizer: {shard}{limit}"));
+        let recipe = place.recipe(&format!("max_steps: 6, batch_size: 8, learning_rate: 1e-3, shard_optimizer: {shard}{limit}{offload}"));
         let children: Vec<Child> = ranks::<2>().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
         children.into_iter().for_each(|child| place.finish(child));
         let (one, two) = (place.weights("one"), place.weights("two"));
         // Gradients of the biases of keys are nothing but rounding, which parts change.
         for (name, values) in one.iter().filter(|(name, _)| !tight || !name.contains("key.bias")) {
             let apart = values.iter().zip(&two[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(apart < 1e-5, "shard_optimizer: {shard}, memory_limit: {tight}, {name}: {apart}");
+            assert!(apart < 1e-5, "shard_optimizer: {shard}, memory_limit: {tight}{offload}, {name}: {apart}");
         }
         assert_eq!(place.report("two").to_string().contains("in parts"), tight);
     }

@@ -1,13 +1,14 @@
 //! Where bytes become tensors.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
 use half::vec::HalfBitsVecExt;
 use half::{bf16, f16};
 
-use super::change;
+use super::paged::{Fetch, Paged};
+use super::{MemoryTracker, change};
 use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::store::{ActivationScheme, DType as Stored, Encoding, Weight, Weights};
@@ -24,7 +25,7 @@ pub enum Residence {
 
 impl Residence {
     /// Bytes that a weight takes in memory.
-    pub(super) fn bytes(self, weight: &Weight, compute: DType) -> u64 {
+    pub fn bytes(self, weight: &Weight, compute: DType) -> u64 {
         (weight.elements() * self.dtype(weight, compute).size_in_bytes()) as u64
     }
 
@@ -45,6 +46,8 @@ pub struct Parameters {
     /// How the inputs of layers are rounded, by weight.
     rounding: BTreeMap<String, ActivationScheme>,
     compute: DType,
+    /// Those that are in memory only while they are used.
+    paged: Option<Arc<Paged>>,
 }
 
 impl Parameters {
@@ -73,7 +76,7 @@ impl Parameters {
         let names: BTreeSet<&String> = names.into_iter().collect();
         let rounding = self.rounding.iter().filter(|(name, _)| names.contains(name)).map(|(name, scheme)| (name.clone(), *scheme)).collect();
         let tensors = self.tensors.iter().filter(|(name, _)| names.contains(name)).map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
-        Parameters { tensors, rounding, compute: self.compute }
+        Parameters { tensors, rounding, compute: self.compute, paged: None }
     }
 
     /// Whether a parameter is loaded.
@@ -112,18 +115,42 @@ impl Parameters {
                 Ok(tensor)
             },
         )?;
-        // Static integers are nodes of the graph.
-        let scheme = |weight: &Weight| match &weight.encoding {
-            Encoding::Affine(affine) if !matches!(affine.activations, ActivationScheme::None | ActivationScheme::Static(_)) => Some(affine.activations),
-            _ => None,
+        Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding: rounding(&jobs), compute, paged: None })
+    }
+
+    /// Parameters that are read from their files whenever they are used, and the bytes of the largest.
+    ///
+    /// # Errors
+    /// One is not there.
+    pub fn streamed(names: Vec<&String>, weights: &Weights, device: &Device, compute: DType, residence: Residence) -> Result<(Parameters, u64)> {
+        let jobs: Vec<(&String, &Weight)> = names.into_iter().map(|name| weights.get(name).map(|w| (name, w))).collect::<Result<_>>()?;
+        let rounding = rounding(&jobs);
+        let largest = jobs.iter().map(|(_, weight)| residence.bytes(weight, compute)).max().unwrap_or(0);
+        let by_name: BTreeMap<String, Weight> = jobs.into_iter().map(|(name, weight)| (name.clone(), weight.clone())).collect();
+        let device = device.clone();
+        let fetch = move |name: &str| match by_name.get(name) {
+            Some(weight) => tensor(name, weight, &device, residence.dtype(weight, compute)),
+            None => Err(Error::tensor(name, "was not among the parameters that are read", "")),
         };
-        let rounding = jobs.iter().filter_map(|(name, weight)| Some(((*name).clone(), scheme(weight)?))).collect();
-        Ok(Parameters { tensors: jobs.iter().map(|(name, _)| (*name).clone()).zip(tensors).collect(), rounding, compute })
+        Ok((Parameters { rounding, ..Self::fetched(Box::new(fetch), compute) }, largest))
+    }
+
+    /// Parameters that a function makes whenever they are used.
+    pub fn fetched(fetch: Box<Fetch>, compute: DType) -> Parameters {
+        Parameters { paged: Some(Arc::new(Paged::new(fetch))), ..Self::of(BTreeMap::new(), compute) }
+    }
+
+    /// Holds the parameters of these names in memory until others are entered, where parameters are not in memory anyhow.
+    ///
+    /// # Errors
+    /// Reading fails, or memory runs out.
+    pub fn enter(&self, names: &BTreeSet<String>, tracker: Option<&MemoryTracker>) -> Result<()> {
+        self.paged.as_ref().map_or(Ok(()), |paged| paged.enter(names, tracker))
     }
 
     /// Parameters that are tensors already.
     pub fn of(tensors: BTreeMap<String, Tensor>, compute: DType) -> Parameters {
-        Parameters { tensors, rounding: BTreeMap::new(), compute }
+        Parameters { tensors, rounding: BTreeMap::new(), compute, paged: None }
     }
 
     /// Bytes that they take.
@@ -148,9 +175,10 @@ impl Parameters {
 
     /// A parameter as it is kept in memory.
     pub(super) fn stored(&self, name: &str) -> candle_core::Result<Tensor> {
-        match self.tensors.get(name) {
-            Some(tensor) => Ok(tensor.clone()),
-            None => candle_core::bail!("parameter `{name}` was not loaded"),
+        match (self.tensors.get(name), &self.paged) {
+            (Some(tensor), _) => Ok(tensor.clone()),
+            (None, Some(paged)) => paged.get(name).map_err(candle_core::Error::wrap),
+            (None, None) => candle_core::bail!("parameter `{name}` was not loaded"),
         }
     }
 
@@ -163,6 +191,15 @@ impl Parameters {
     pub fn compute(&self) -> DType {
         self.compute
     }
+}
+
+/// How the inputs of layers are rounded, by weight; static integers are nodes of the graph.
+fn rounding(jobs: &[(&String, &Weight)]) -> BTreeMap<String, ActivationScheme> {
+    let scheme = |weight: &Weight| match &weight.encoding {
+        Encoding::Affine(affine) if !matches!(affine.activations, ActivationScheme::None | ActivationScheme::Static(_)) => Some(affine.activations),
+        _ => None,
+    };
+    jobs.iter().filter_map(|(name, weight)| Some(((*name).clone(), scheme(weight)?))).collect()
 }
 
 /// Tensors of the host whose memory takes other weights.

@@ -57,7 +57,7 @@ struct Step {
 pub struct Peak {
     /// Counted from 1; 0 before the first.
     pub step: u64,
-    /// What was being done: `forward`, `backward`, `recomputation`, `losses`, `optimizer`.
+    /// What was being done: `forward`, `backward`, `recomputation`, `losses`, `gradients`, `optimizer`.
     pub phase: &'static str,
     /// The node at work; empty where there is none.
     pub node: String,

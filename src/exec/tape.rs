@@ -4,6 +4,8 @@
 //! The nodes are cut into segments. Of a segment that is computed again, only what later segments read is kept on the
 //! forward pass; in the backward pass it runs once more (Chen et al., *Training Deep Nets with Sublinear Memory Cost*, 2016).
 
+mod forecast;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -15,7 +17,9 @@ use super::sizes::Sizes;
 use super::{Inputs, MemoryCategory, MemoryTracker, Parameters, bytes_of, run};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Backward, PreparedOp, Saved, sum};
-use crate::ir::{Graph, Kind, Node, TensorType, ValueId};
+use crate::ir::{Graph, Kind, Node, ValueId};
+
+pub use forecast::{Pages, TapeForecast};
 
 /// A graph with a plan of what is kept when.
 #[derive(Debug)]
@@ -41,6 +45,8 @@ pub struct Tape<'g> {
 struct Segment {
     nodes: Range<usize>,
     again: bool,
+    /// Those that its nodes read, by name.
+    parameters: BTreeSet<String>,
 }
 
 /// What the forward pass leaves.
@@ -80,7 +86,9 @@ impl<'g> Tape<'g> {
         let mut segments: Vec<Segment> = Vec::new();
         let mut from = 0;
         for to in cuts.iter().copied().filter(|cut| *cut > 0 && *cut < nodes.len()).chain([nodes.len()]) {
-            segments.push(Segment { nodes: from..to, again: to < nodes.len() });
+            let read = nodes[from..to].iter().flat_map(|node| &node.inputs).map(|id| graph.value(*id)).filter(|value| value.kind == Kind::Param);
+            let parameters = read.map(|value| value.name.clone()).collect();
+            segments.push(Segment { nodes: from..to, again: to < nodes.len(), parameters });
             from = to;
         }
         let reads = |node: &Node| {
@@ -193,6 +201,8 @@ impl<'g> Tape<'g> {
         again: bool,
         seen: NodeObserver,
     ) -> Result<()> {
+        memory_tracker.work_on(if again { "recomputation" } else { "forward" }, "");
+        parameters.enter(&segment.parameters, Some(memory_tracker))?;
         for index in segment.nodes.clone() {
             let node = &self.graph.nodes()[index];
             if again && values[node.output.index()].is_some() {
@@ -258,8 +268,10 @@ impl<'g> Tape<'g> {
         let goes_back = |node: &Node| self.reached[node.output.index()];
         for segment in self.segments.iter().rev() {
             let nodes = &self.graph.nodes()[segment.nodes.clone()];
-            if segment.again && nodes.iter().any(goes_back) {
-                self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?;
+            match (segment.again, nodes.iter().any(goes_back)) {
+                (true, true) => self.compute(segment, parameters, values, memory_tracker, true, &mut |_, _, _| Ok(()))?,
+                (false, true) => parameters.enter(&segment.parameters, Some(memory_tracker))?,
+                (_, false) => {}
             }
             for (index, node) in segment.nodes.clone().zip(nodes).rev() {
                 memory_tracker.work_on("backward", self.name(node));
@@ -311,63 +323,6 @@ impl<'g> Tape<'g> {
             gradients.add(*id, found).map_err(failed)??;
         }
         Ok(())
-    }
-
-    /// The most that values and their gradients will take, given what a value of a type takes: the walks without the work. And the most
-    /// with the gradients of parameters beside them, given what those take.
-    pub fn forecast(&self, size: &dyn Fn(&TensorType) -> u64, of_parameter: &dyn Fn(&TensorType) -> u64) -> (u64, u64) {
-        let of = |id: ValueId| size(&self.graph.value(id).ty);
-        let kept = |id: &ValueId| self.graph.value(*id).kind != Kind::Input;
-        let (mut there, mut now, mut most) = (vec![false; self.graph.values().len()], 0u64, 0u64);
-        let (parameters, together) = (std::cell::Cell::new(0u64), std::cell::Cell::new(0u64));
-        let mut add = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
-            if !std::mem::replace(&mut there[id.index()], true) {
-                *now += of(id);
-                most = most.max(*now);
-                together.set(together.get().max(*now + parameters.get()));
-            }
-        };
-        let drop = |there: &mut Vec<bool>, now: &mut u64, id: ValueId| {
-            if std::mem::replace(&mut there[id.index()], false) {
-                *now -= of(id);
-            }
-        };
-        let nodes = self.graph.nodes();
-        for (index, node) in nodes.iter().enumerate() {
-            add(&mut there, &mut now, node.output);
-            self.dead[index].iter().filter(|id| kept(id)).for_each(|id| drop(&mut there, &mut now, *id));
-        }
-        // Gradients have places behind those of the values.
-        let mut gradients = vec![false; there.len()];
-        for id in &self.taps {
-            add(&mut gradients, &mut now, *id);
-        }
-        for segment in self.segments.iter().rev() {
-            if segment.again {
-                for index in segment.nodes.clone() {
-                    add(&mut there, &mut now, nodes[index].output);
-                    self.dead[index].iter().filter(|id| kept(id) && !self.read_back(**id, segment)).for_each(|id| drop(&mut there, &mut now, *id));
-                }
-            }
-            for index in segment.nodes.clone().rev() {
-                let node = &nodes[index];
-                if gradients[node.output.index()] {
-                    for id in node.inputs.iter().filter(|id| self.reached[id.index()]) {
-                        let value = self.graph.value(*id);
-                        if value.kind != Kind::Param {
-                            add(&mut gradients, &mut now, *id);
-                        } else if !std::mem::replace(&mut gradients[id.index()], true) {
-                            parameters.set(parameters.get() + of_parameter(&value.ty));
-                            together.set(together.get().max(now + parameters.get()));
-                        }
-                    }
-                    drop(&mut gradients, &mut now, node.output);
-                }
-                self.done[index].iter().filter(|id| kept(id)).for_each(|id| drop(&mut there, &mut now, *id));
-            }
-            segment.nodes.clone().for_each(|index| drop(&mut there, &mut now, nodes[index].output));
-        }
-        (most, together.get())
     }
 
     fn prepared(&self, index: usize, compute: DType) -> &PreparedOp {

@@ -24,6 +24,19 @@ impl WeightSource for InMemory {
     }
 }
 
+/// The same, made anew each time that the weight is read.
+struct MadeWhenRead<F> {
+    before: Weight,
+    name: String,
+    values: F,
+}
+
+impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for MadeWhenRead<F> {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        self.before.with_values(&self.name, &(self.values)()?)?.visit(unit, sink)
+    }
+}
+
 /// Integers with their scales.
 struct InMemoryIntegers {
     before: Weight,
@@ -85,6 +98,18 @@ impl Weight {
             return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
         }
         Ok(self.then(self.dtype, Encoding::Dense, Arc::new(InMemory { before: self.clone(), dtype: self.dtype, bytes })).of_origin(Origin::Learned))
+    }
+
+    /// The same weight with so many values, too many to stay in memory, that are made each time that it is read.
+    ///
+    /// # Errors
+    /// As [`with_values`](Weight::with_values).
+    pub fn with_values_of(&self, name: &str, count: usize, values: impl Fn() -> Result<Vec<f32>> + Send + Sync + 'static) -> Result<Weight> {
+        if self.elements() != count || !convert::from_f32(self.dtype, &[], &mut []) {
+            return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
+        }
+        let source = MadeWhenRead { before: self.clone(), name: name.to_owned(), values };
+        Ok(self.then(self.dtype, Encoding::Dense, Arc::new(source)).of_origin(Origin::Learned))
     }
 
     /// The scales of a quantized weight; nothing when it is dense.

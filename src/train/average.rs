@@ -9,6 +9,7 @@ use super::checkpoint::Stream;
 use super::floats::{self, CHUNK};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
+use crate::exec::{Home, Kept};
 use crate::ir::ops::on_host;
 use crate::kernel::update;
 
@@ -21,7 +22,7 @@ const PART: &str = "average/";
 pub struct Average {
     decay: f64,
     steps: u64,
-    averages: BTreeMap<String, Tensor>,
+    averages: BTreeMap<String, Kept>,
 }
 
 fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
@@ -29,43 +30,46 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
 }
 
 impl Average {
-    /// Starts with a copy of the parameters, as f32 on the given device.
+    /// Starts with a copy of the parameters, which are f32, in a home.
     ///
     /// # Errors
     /// A decay that is not at least 0 and less than 1; memory runs out.
-    pub fn new(parameters: &BTreeMap<String, Tensor>, decay: f64, on: &Device) -> Result<Average> {
+    pub fn new(parameters: &BTreeMap<String, Kept>, decay: f64, home: &Home) -> Result<Average> {
         if !(0.0..1.0).contains(&decay) {
             return Err(Error::option("decay of averages", format!("{decay} is not at least 0 and less than 1")));
         }
-        let copy = |(name, parameter): (&String, &Tensor)| {
-            let copied = || transfer::beside(parameter, on, Cause::Offload)?.to_dtype(DType::F32)?.force_contiguous();
-            Ok((name.clone(), copied().map_err(failed(name))?))
-        };
-        Ok(Average { decay, steps: 0, averages: parameters.iter().map(copy).collect::<Result<_>>()? })
+        let copies = parameters.iter().map(|(name, parameter)| Ok((name.clone(), parameter.copied_to(home)?)));
+        Ok(Average { decay, steps: 0, averages: copies.collect::<Result<_>>()? })
     }
 
-    /// Takes the parameters in as they are after a step.
+    /// Counts a step, whose parameters are taken in from now on.
+    pub fn begin_step(&mut self) {
+        self.steps += 1;
+    }
+
+    /// Takes some of the parameters in as they are after the step.
     ///
     /// # Errors
     /// A parameter that was not there at the start, or has another shape; memory runs out.
     pub fn update(&mut self, parameters: &BTreeMap<String, Tensor>) -> Result<()> {
-        self.steps += 1;
         let steps = self.steps as f64;
         let share = 1.0 - self.decay.min((1.0 + steps) / (10.0 + steps));
         for (name, parameter) in parameters {
-            let Some(average) = self.averages.get(name) else {
+            let Some(kept) = self.averages.get_mut(name) else {
                 return Err(Error::tensor(name, "was not among the parameters whose average was begun", ""));
             };
-            if average.dims() != parameter.dims() {
-                return Err(Error::tensor(name, format!("its shape is {:?}, that of its average {:?}", parameter.dims(), average.dims()), ""));
+            if kept.dims() != parameter.dims() {
+                return Err(Error::tensor(name, format!("its shape is {:?}, that of its average {:?}", parameter.dims(), kept.dims()), ""));
             }
-            approach(average, parameter, share).map_err(failed(name))?;
+            let average = kept.open()?;
+            approach(&average, parameter, share).map_err(failed(name))?;
+            kept.put(average)?;
         }
         Ok(())
     }
 
     /// The averages. The next update changes them in place.
-    pub fn parameters(&self) -> &BTreeMap<String, Tensor> {
+    pub fn parameters(&self) -> &BTreeMap<String, Kept> {
         &self.averages
     }
 
@@ -73,9 +77,9 @@ impl Average {
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
-        let mut state: BTreeMap<String, Tensor> = self.averages.iter().map(|(name, average)| (format!("{PART}{name}"), average.clone())).collect();
-        state.insert(STEPS.to_owned(), Tensor::new(&[self.steps as i64], &Device::Cpu).map_err(failed(STEPS))?);
+    pub fn state(&self) -> Result<BTreeMap<String, Kept>> {
+        let mut state: BTreeMap<String, Kept> = self.averages.iter().map(|(name, average)| (format!("{PART}{name}"), average.clone())).collect();
+        state.insert(STEPS.to_owned(), Tensor::new(&[self.steps as i64], &Device::Cpu).map_err(failed(STEPS))?.into());
         Ok(state)
     }
 
@@ -92,12 +96,12 @@ impl Average {
                 steps = transfer::read::<i64>(&restored).map_err(failed(STEPS))?.first().and_then(|steps| u64::try_from(*steps).ok());
                 continue;
             }
-            let average = part.strip_prefix(PART).and_then(|name| self.averages.get(name));
+            let average = part.strip_prefix(PART).and_then(|name| self.averages.get_mut(name));
             let average = average.ok_or_else(|| Error::tensor(&part, "is the average of no parameter", ""))?;
             if restored.dims() != average.dims() {
                 return Err(Error::tensor(&part, format!("its shape is {:?}, that of the parameter {:?}", restored.dims(), average.dims()), ""));
             }
-            transfer::beside(&restored, average.device(), Cause::State).and_then(|restored| floats::assign(average, &restored)).map_err(failed(&part))?;
+            average.put(restored.to_dtype(DType::F32).map_err(failed(&part))?)?;
             found.insert(part);
         }
         if let Some(part) = self.averages.keys().map(|name| format!("{PART}{name}")).find(|part| !found.contains(part)) {
@@ -107,9 +111,9 @@ impl Average {
         Ok(())
     }
 
-    /// Bytes of the averages.
+    /// Bytes of the averages that are in memory.
     pub fn bytes(&self) -> u64 {
-        self.averages.values().map(|average| 4 * average.elem_count() as u64).sum()
+        self.averages.values().map(Kept::bytes).sum()
     }
 }
 
@@ -134,22 +138,38 @@ mod tests {
         BTreeMap::from([("w".into(), Tensor::new(&[value, -value], &Device::Cpu).unwrap())])
     }
 
+    fn opened((name, kept): (String, Kept)) -> Result<(String, Tensor)> {
+        Ok((name, kept.open()?))
+    }
+
+    fn kept(tensors: &BTreeMap<String, Tensor>) -> BTreeMap<String, Kept> {
+        tensors.iter().map(|(name, tensor)| (name.clone(), tensor.clone().into())).collect()
+    }
+
+    fn begun(start: &BTreeMap<String, Tensor>, decay: f64) -> Result<Average> {
+        Average::new(&kept(start), decay, &Home::Memory(Device::Cpu))
+    }
+
     fn held(average: &Average) -> f32 {
-        average.parameters()["w"].to_vec1::<f32>().unwrap()[0]
+        average.parameters()["w"].open().unwrap().to_vec1::<f32>().unwrap()[0]
     }
 
     #[test]
     fn averages_follow() {
         let start = one(0.0);
-        let mut average = Average::new(&start, 0.25, &Device::Cpu).unwrap();
+        let mut average = begun(&start, 0.25).unwrap();
+        average.begin_step();
         average.update(&one(11.0)).unwrap();
         // 2 / 11 is less than 0.25, 3 / 12 is as much.
         assert!((held(&average) - 9.0).abs() < 1e-5);
+        average.begin_step();
         average.update(&one(1.0)).unwrap();
         assert!((held(&average) - 3.0).abs() < 1e-5);
         assert_eq!(start["w"].to_vec1::<f32>().unwrap()[0], 0.0);
-        let mut again = Average::new(&start, 0.25, &Device::Cpu).unwrap();
-        again.restore(&mut average.state().unwrap().into_iter().map(Ok)).unwrap();
+        let mut again = begun(&start, 0.25).unwrap();
+        again.restore(&mut average.state().unwrap().into_iter().map(opened)).unwrap();
+        average.begin_step();
+        again.begin_step();
         average.update(&one(5.0)).unwrap();
         again.update(&one(5.0)).unwrap();
         assert_eq!((held(&average), again.bytes()), (held(&again), 8));
@@ -157,13 +177,13 @@ mod tests {
 
     #[test]
     fn what_does_not_belong_is_named() {
-        assert!(Average::new(&one(0.0), 1.0, &Device::Cpu).is_err());
-        let mut average = Average::new(&one(0.0), 0.5, &Device::Cpu).unwrap();
+        assert!(begun(&one(0.0), 1.0).is_err());
+        let mut average = begun(&one(0.0), 0.5).unwrap();
         let other = BTreeMap::from([("v".into(), one(0.0).remove("w").unwrap())]);
         assert!(average.update(&other).unwrap_err().to_string().contains("`v`"));
         assert!(average.restore(&mut std::iter::empty()).is_err());
-        let mut state = Average::new(&one(0.0), 0.5, &Device::Cpu).unwrap().state().unwrap();
-        state.insert("average/x".into(), one(0.0).remove("w").unwrap());
-        assert!(average.restore(&mut state.into_iter().map(Ok)).unwrap_err().to_string().contains("`average/x`"));
+        let mut state = begun(&one(0.0), 0.5).unwrap().state().unwrap();
+        state.insert("average/x".into(), one(0.0).remove("w").unwrap().into());
+        assert!(average.restore(&mut state.into_iter().map(opened)).unwrap_err().to_string().contains("`average/x`"));
     }
 }

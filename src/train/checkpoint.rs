@@ -11,6 +11,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::error::{Error, Result};
+use crate::exec::Kept;
 use crate::exec::transfer::{self, Cause};
 use crate::store::header::Header;
 use crate::store::{self, RawTensor};
@@ -18,13 +19,13 @@ use crate::store::{self, RawTensor};
 const KEY: &str = "training";
 
 /// Tensors by name.
-pub type Tensors = BTreeMap<String, Tensor>;
+pub type Tensors = BTreeMap<String, Kept>;
 
 /// Tensors one after the other, so that a whole state is in memory once: where it goes to.
 pub type Stream<'a> = dyn Iterator<Item = Result<(String, Tensor)>> + 'a;
 
 /// Tensors with a prefix to their names.
-pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, Tensor)> {
+pub fn prefixed(tensors: Tensors, prefix: &str) -> impl Iterator<Item = (String, Kept)> {
     tensors.into_iter().map(move |(name, tensor)| (format!("{prefix}{name}"), tensor))
 }
 
@@ -45,7 +46,8 @@ pub fn save(path: &Path, about: &impl Serialize, tensors: &Tensors) -> Result<()
     file.write_all(&header.to_bytes()).map_err(failed())?;
     // One tensor at a time is on the host.
     for name in header.tensors.iter().map(|entry| &entry.name) {
-        let home = || transfer::to_host(&tensors[name], Cause::State)?.contiguous();
+        let tensor = tensors[name].open()?;
+        let home = || transfer::to_host(&tensor, Cause::State)?.contiguous();
         let home = home().map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
         file.write_all(&home.data()).map_err(failed())?;
     }
@@ -102,13 +104,16 @@ mod tests {
         assert!(open::<u64>(&path).unwrap().is_none());
         let small = Tensor::new(&[1f32, f32::MIN_POSITIVE / 2.0], &Device::Cpu).unwrap();
         let turned = Tensor::new(&[[1i64, 2], [3, 4]], &Device::Cpu).unwrap().t().unwrap();
-        let tensors =
-            Tensors::from([("weight/a".to_owned(), small), ("weight/b".to_owned(), turned), ("best/a".to_owned(), Tensor::new(&[7u8], &Device::Cpu).unwrap())]);
+        let tensors = Tensors::from([
+            ("weight/a".to_owned(), small.into()),
+            ("weight/b".to_owned(), turned.into()),
+            ("best/a".to_owned(), Tensor::new(&[7u8], &Device::Cpu).unwrap().into()),
+        ]);
         save(&path, &41u64, &tensors).unwrap();
         save(&path, &42u64, &tensors).unwrap();
         let (about, saved) = open::<u64>(&path).unwrap().unwrap();
         assert_eq!((about, saved.names("weight/")), (42, BTreeSet::from(["a", "b"])));
-        let weights: Tensors = saved.under("weight/").collect::<Result<_>>().unwrap();
+        let weights: BTreeMap<String, Tensor> = saved.under("weight/").collect::<Result<_>>().unwrap();
         assert_eq!(weights["a"].to_vec1::<f32>().unwrap(), [1.0, f32::MIN_POSITIVE / 2.0]);
         assert_eq!(weights["b"].to_vec2::<i64>().unwrap(), [[1, 3], [2, 4]]);
         assert_eq!((weights.len(), saved.under("best/").count(), saved.under("none/").count()), (2, 1, 0));

@@ -1,27 +1,33 @@
-//! Where segments begin that are computed again in the backward pass.
+//! Where segments begin that are computed again in the backward pass, and whose parameters are in memory by themselves where they are
+//! elsewhere between uses.
 
 use std::collections::BTreeMap;
 
-use super::Checkpointing;
+use super::{Checkpointing, Training};
 use crate::analysis;
 use crate::ir::{Graph, Op};
 
-/// Positions of nodes: the beginnings of layers that repeat, or of residual blocks where there is no attention.
-pub(super) fn cuts(graph: &Graph, which: Checkpointing) -> Vec<usize> {
-    let every = match which {
-        Checkpointing::None => return Vec::new(),
-        Checkpointing::Blocks => 1,
+/// Positions of nodes: the beginnings of layers that repeat, or of residual blocks where there is no attention; where parameters come and
+/// go, of all blocks that are cut apart by one value.
+pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
+    let every = match options.gradient_checkpointing {
+        Checkpointing::None if !options.offloads_parameters() => return Vec::new(),
+        Checkpointing::None | Checkpointing::Blocks => 1,
         Checkpointing::Every(layers) => layers.max(1),
     };
-    blocks(graph).into_iter().step_by(every).collect()
+    blocks(graph, options.offloads_parameters()).into_iter().step_by(every).collect()
 }
 
-fn blocks(graph: &Graph) -> Vec<usize> {
+fn blocks(graph: &Graph, by_parameters: bool) -> Vec<usize> {
     let nodes = graph.nodes();
     if let Some(layers) = analysis::layers(graph) {
         let place: BTreeMap<&str, usize> = nodes.iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
         let first = |layer: &analysis::Layer| layer.nodes.iter().filter_map(|name| place.get(name.as_str()).copied()).min();
         return layers.layers.iter().filter_map(first).collect();
+    }
+    if by_parameters {
+        let ends = analysis::blocks(graph).into_iter().map(|block| block.nodes.end);
+        return ends.filter(|end| *end < nodes.len()).collect();
     }
     // Behind each sum of two branches only the sum is read.
     nodes.iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Add(_))).map(|(index, _)| index + 1).filter(|index| *index < nodes.len()).collect()

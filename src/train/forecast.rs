@@ -2,17 +2,20 @@
 
 use std::collections::BTreeSet;
 
-use super::optimizer::Kind;
-use super::{Objective, Training, cuts, weights};
-use crate::exec::{MemoryCategory, Tape};
-use crate::ir::{Bindings, Element, Graph, TensorType};
+use candle_core::{DType, Device};
+
+use super::{Objective, Training, cuts, optimizer, weights};
+use crate::analysis;
+use crate::error::{Error, Result};
+use crate::exec::{Home, MemoryCategory, Pages, Residence, Tape};
+use crate::ir::{Bindings, Element, Graph, TensorType, Value, ValueId};
+use crate::model::Model;
 
 /// Bytes by category.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MemoryForecast {
     bytes: [u64; 6],
-    /// The most of activations and gradients at one time.
-    together: u64,
+    total: u64,
 }
 
 impl MemoryForecast {
@@ -23,8 +26,7 @@ impl MemoryForecast {
 
     /// The most of all at one time: of gradients the last come when most activations have gone.
     pub fn total(&self) -> u64 {
-        let alone = [MemoryCategory::Weights, MemoryCategory::Optimizer, MemoryCategory::Teacher, MemoryCategory::Data];
-        self.together + alone.into_iter().map(|category| self.of(category)).sum::<u64>()
+        self.total
     }
 
     /// In plain words.
@@ -42,44 +44,75 @@ fn elements(ty: &TensorType, sizes: &Bindings) -> u64 {
     ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0) as u64).product()
 }
 
-fn parameters(graph: &Graph, sizes: &Bindings) -> u64 {
-    graph.params().map(|(_, value)| elements(&value.ty, sizes)).sum()
-}
-
-/// What a step over samples of these sizes takes.
-pub fn forecast(graph: &Graph, options: &Training, teacher: Option<&Graph>, objective: &Objective, sizes: &Bindings) -> MemoryForecast {
+/// What a step over samples of these sizes takes, of the part of a model's graph that losses depend on.
+///
+/// # Errors
+/// Parameters are to come and go, and the graph has no place to cut it at.
+pub fn forecast(
+    (graph, whole): (&Graph, &Graph),
+    options: &Training,
+    teacher: Option<(&Graph, &Model)>,
+    objective: &Objective,
+    sizes: &Bindings,
+) -> Result<MemoryForecast> {
     let width = options.precision.dtype().size_in_bytes() as u64;
-    let selected = weights::selected(graph, &options.targets, &options.ignore);
-    let all = parameters(graph, sizes);
-    let trained: u64 = graph.params().filter(|(_, value)| selected(&value.name)).map(|(_, value)| elements(&value.ty, sizes)).sum();
+    let selected = weights::selected(whole, &options.targets, &options.ignore);
+    let elements = |ty: &TensorType| elements(ty, sizes);
+    let sum = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).sum::<u64>();
+    let most = |bytes: &dyn Fn(&Value) -> u64| whole.params().map(|(_, value)| bytes(value)).max().unwrap_or(0);
+    let trained = |value: &Value| if selected(&value.name) { elements(&value.ty) } else { 0 };
+    let optimizer = optimizer::build(options.optimizer, &optimizer::Settings::default(), &Home::Memory(Device::Cpu))?;
+    let state = |value: &Value| {
+        let dims: Vec<usize> = value.ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0)).collect();
+        let average = if options.average.is_some() { 4 * elements(&value.ty) } else { 0 };
+        if selected(&value.name) { optimizer.needs(&dims) + average } else { 0 }
+    };
+    // Weights that train are kept in f32, and in the precision of the computation where that is another one.
+    let kept = |value: &Value| match (trained(value), width) {
+        (0, _) => width * elements(&value.ty),
+        (_, 4) => 4 * elements(&value.ty),
+        (count, _) => (4 + width) * count,
+    };
+    let taps: BTreeSet<_> = graph.outputs().iter().map(|(_, id)| *id).collect();
+    let cuts = cuts::cuts(graph, options);
+    let tape = Tape::new(graph, Device::Cpu, taps, &selected, &cuts);
+    let (value, gradient, page) = (|ty: &TensorType| width * elements(ty), |ty: &TensorType| 4 * elements(ty), |ty: &TensorType| width * elements(ty));
+    let heads = objective.heads().0;
+    let of_heads = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, value)| heads.contains(&value.name)).map(|(_, value)| bytes(value)).sum::<u64>();
+    let paged = options.offloads_parameters();
+    let pages: Option<Pages> =
+        paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (of_heads(&|value| page(&value.ty)), of_heads(&|value| 4 * trained(value)))));
+    let walk = tape.forecast(&value, &gradient, pages);
     let mut found = MemoryForecast::default();
     let mut set = |category: MemoryCategory, bytes: u64| found.bytes[category as usize] = bytes;
-    // Weights that train are kept in f32, and in the precision of the computation where that is another one.
-    set(MemoryCategory::Weights, if width == 4 { 4 * all } else { (4 + width) * trained + width * (all - trained) });
-    set(MemoryCategory::Gradients, 4 * trained);
-    let state = match options.optimizer {
-        Kind::AdamW => 8 * trained,
-        Kind::AdamW8bit => 2 * trained + trained / 32,
-        Kind::Sgd => 4 * trained,
-        Kind::Adafactor => graph
-            .params()
-            .filter(|(_, value)| selected(&value.name))
-            .map(|(_, value)| {
-                let rows = value.ty.shape.first().and_then(|dim| dim.evaluate(sizes)).unwrap_or(1) as u64;
-                let all = elements(&value.ty, sizes);
-                4 * if value.ty.shape.len() > 1 { rows + all / rows.max(1) } else { all }
-            })
-            .sum(),
-    };
-    set(MemoryCategory::Optimizer, state + if options.average.is_some() { 4 * trained } else { 0 });
-    let taps: BTreeSet<_> = graph.outputs().iter().map(|(_, id)| *id).collect();
-    let tape = Tape::new(graph, candle_core::Device::Cpu, taps, &selected, &cuts::cuts(graph, options.gradient_checkpointing));
-    let (activations, together) = tape.forecast(&|ty| width * elements(ty, sizes), &|ty| 4 * elements(ty, sizes));
-    set(MemoryCategory::Activations, activations);
+    set(MemoryCategory::Activations, walk.activations);
     let element = |ty: &TensorType| if ty.element == Element::Int { 8 } else { width };
-    set(MemoryCategory::Data, graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty, sizes)).sum());
-    set(MemoryCategory::Teacher, teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |teacher| 4 * parameters(teacher, sizes)));
-    // Gradients of a batch before lie beside the activations of the next.
-    found.together = if options.gradient_accumulation > 1 { activations + 4 * trained } else { together };
-    found
+    set(MemoryCategory::Data, graph.inputs().map(|(_, value)| element(&value.ty) * elements(&value.ty)).sum());
+    let of_teacher = teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |(graph, model)| {
+        let bytes = |(_, value): (ValueId, &Value)| model.weights.by_name.get(&value.name).map(|weight| Residence::Stored.bytes(weight, DType::F32));
+        let all = graph.params().filter_map(bytes);
+        if paged { all.max().unwrap_or(0) } else { all.sum() }
+    });
+    set(MemoryCategory::Teacher, of_teacher);
+    let together = if paged {
+        if cuts.is_empty() {
+            return Err(Error::option("offload: parameters", format!("the model cannot be cut into blocks: {}", analysis::uncut(graph).unwrap_or_default())));
+        }
+        // While one parameter is changed, its gradient and state are there.
+        let change = |value: &Value| if selected(&value.name) { 8 * elements(&value.ty) + state(value) } else { 0 };
+        set(MemoryCategory::Weights, walk.parameters.max(most(&|value| 4 * trained(value))));
+        set(MemoryCategory::Gradients, most(&|value| 4 * trained(value)));
+        set(MemoryCategory::Optimizer, most(&state));
+        walk.together.max(most(&change))
+    } else {
+        let gradients = sum(&|value| 4 * trained(value));
+        set(MemoryCategory::Weights, sum(&kept));
+        set(MemoryCategory::Gradients, gradients);
+        set(MemoryCategory::Optimizer, sum(&state));
+        // Gradients of a batch before lie beside the activations of the next.
+        let together = if options.gradient_accumulation > 1 { walk.activations + gradients } else { walk.together };
+        together + found.of(MemoryCategory::Weights) + found.of(MemoryCategory::Optimizer)
+    };
+    found.total = together + of_teacher + found.of(MemoryCategory::Data);
+    Ok(found)
 }

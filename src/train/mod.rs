@@ -9,10 +9,12 @@ pub mod communicator;
 mod cuts;
 mod floats;
 mod forecast;
+mod loaded;
 pub mod log;
 pub mod losses;
 mod memory;
 mod objective;
+mod one_or_several;
 pub mod optimizer;
 mod options;
 mod run;
@@ -26,10 +28,10 @@ mod weights;
 
 pub use forecast::{MemoryForecast, forecast};
 pub use log::LogFormat;
-pub(crate) use log::one_or_several;
-#[cfg(feature = "cli")]
-pub(crate) use log::one_or_several_schema;
 pub use objective::Objective;
+pub(crate) use one_or_several::one_or_several;
+#[cfg(feature = "cli")]
+pub(crate) use one_or_several::one_or_several_schema;
 pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};

@@ -183,6 +183,11 @@ impl Objective {
         self.logits.as_ref().map(|logits| (of(Some(&logits.student)), of(logits.teacher.as_ref()))).unwrap_or_default()
     }
 
+    /// Names of the matrices that are learned beside the student.
+    pub fn projection_names(&self) -> Vec<String> {
+        self.terms.iter().flat_map(|term| term.loss.projections()).map(|(name, ..)| name).collect()
+    }
+
     /// Matrices that are learned beside the student, and left out when it is written.
     ///
     /// # Errors

@@ -39,7 +39,7 @@ impl Precision {
     }
 }
 
-/// What to keep in host memory while the model trains on a GPU.
+/// What to keep out of the memory of the device while the model trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "lowercase")]
@@ -48,6 +48,9 @@ pub enum Offload {
     Optimizer,
     /// The teacher, which then runs on the CPU
     Teacher,
+    /// Weights, gradients and the optimizer's state, but for the block at work: on the host beside a GPU, on disk beside the CPU. The
+    /// teacher's weights are read from its files, and activations recomputed
+    Parameters,
 }
 
 /// Statistics that batch normalisation uses while it trains.
@@ -270,6 +273,11 @@ impl Default for Training {
 }
 
 impl Training {
+    /// Whether parameters are in memory only while they are used.
+    pub fn offloads_parameters(&self) -> bool {
+        self.offload.contains(&Offload::Parameters)
+    }
+
     /// Holds the values to what they may be.
     ///
     /// # Errors
@@ -305,6 +313,9 @@ impl Training {
         }
         if self.patience.is_some() && self.evaluate_every.is_none() {
             return wrong("patience", "needs `evaluate_every`: it counts evaluations without a better score".into());
+        }
+        if self.offloads_parameters() && self.shard_optimizer {
+            return wrong("shard_optimizer", "excludes `offload: parameters`, which puts the optimizer's state on the host or on disk".into());
         }
         match self.checkpoint_every {
             Some(Every::Steps(0)) => return wrong("checkpoint_every", "must be at least 1 step".into()),
@@ -383,9 +394,10 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
             #[serde(skip_serializing_if = "Option::is_none")]
             pub average: Option<f64>,
-            /// What to keep in host memory while the model trains on a GPU
+            /// What to keep in host memory while the model trains on a GPU; parameters, on the CPU too, where they go to disk
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
-            #[serde(skip_serializing_if = "Vec::is_empty")]
+            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::one_or_several_schema::<Offload>"))]
+            #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
             pub offload: Vec<Offload>,
             /// With several processes, distribute the optimizer's state over them
             #[cfg_attr(feature = "cli", arg(long))]
@@ -408,7 +420,7 @@ macro_rules! training_pass {
             pub patience: Option<u64>,
             /// Logs of every step beside the CSV table
             #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
-            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::one_or_several_schema"))]
+            #[cfg_attr(feature = "cli", schemars(schema_with = "crate::train::one_or_several_schema::<crate::train::LogFormat>"))]
             #[serde(skip_serializing_if = "Vec::is_empty", deserialize_with = "crate::train::one_or_several")]
             pub logs: Vec<$crate::train::LogFormat>,
             /// Tensors to train: names with `*`, or `re:` and a regular expression [default: all floats]

@@ -13,6 +13,7 @@ use super::average::Average;
 use super::batches::{Batches, Samples};
 use super::cache::Cache;
 use super::checkpoint::Tensors;
+use super::loaded::Loaded;
 use super::memory::Timeline;
 use super::optimizer;
 use super::state::{self, Position, TrainState};
@@ -22,7 +23,7 @@ use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
 use crate::exec::transfer::{self, Cause, Copies, Direction};
-use crate::exec::{MemoryCategory, MemoryTracker};
+use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
 use crate::work::{Event, ProgressUnit, Work};
 
@@ -153,7 +154,10 @@ impl Trainer<'_> {
 
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
-        let home = if self.options.offload.contains(&Offload::Optimizer) { Device::Cpu } else { self.device.clone() };
+        let home = match weights.home() {
+            Home::Memory(_) if self.options.offload.contains(&Offload::Optimizer) => Home::Memory(Device::Cpu),
+            home => home.clone(),
+        };
         self.team.agree("model, data or options", &self.around.identity)?;
         let batches = Batches::new(self.data, self.batch, self.options, self.around.seed, (self.team.rank(), self.team.size()))?;
         if self.options.shard_optimizer && self.team.size() > 1 {
@@ -223,29 +227,17 @@ impl Trainer<'_> {
         let number = state.train.position.step + 1;
         let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
         self.memory_tracker.begin_step(Some(number));
-        let StepResult { losses, mut gradients, statistics, norm } =
+        let StepResult { losses, gradients, statistics, norm } =
             stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
-        self.memory_tracker.work_on("optimizer", "");
         if let Some(norm) = norm {
-            let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
-            clip::shorten(&mut gradients, norm, most)?;
-            for (name, gradient) in &gradients {
-                if let Some(parameter) = state.train.weights.trained.get(name).filter(|_| self.team.owns(name)) {
-                    state.train.optimizer.update(name, parameter, gradient, rate, number)?;
-                }
-            }
-            self.team.share(&state.train.weights.trained)?;
+            self.update(state, gradients, norm, (rate, number))?;
             for (name, statistic) in &statistics {
                 state.train.weights.follow(name, statistic)?;
             }
             if !statistics.is_empty() && self.team.size() > 1 {
                 state.train.weights.share_statistics(self.graph, self.team)?;
             }
-            if let Some(average) = &mut state.train.average {
-                average.update(&state.train.weights.trained)?;
-            }
         }
-        drop(gradients);
         self.require_few_copies(&before)?;
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
         self.memory_tracker.set(MemoryCategory::Optimizer, state.train.optimizer.bytes() + state.train.average.as_ref().map_or(0, Average::bytes))?;
@@ -294,6 +286,42 @@ impl Trainer<'_> {
             (true, Some(folder)) => Err(Error::Paused { step: number, path: state::path(folder) }),
             (true, None) => Err(Error::Cancelled),
         }
+    }
+
+    /// Moves all that trains along gradients of this length.
+    fn update(&self, state: &mut State, mut gradients: BTreeMap<String, Kept>, norm: f64, (rate, number): (f64, u64)) -> Result<()> {
+        let TrainState { weights, optimizer, average, .. } = &mut state.train;
+        let most = if self.options.clip_norm > 0.0 { self.options.clip_norm } else { f64::INFINITY };
+        average.iter_mut().for_each(Average::begin_step);
+        for names in weights.home().together(weights.trained.keys()) {
+            self.memory_tracker.work_on("optimizer", "");
+            let mut at_work = Loaded::gradients(self.memory_tracker, &gradients, &names)?;
+            let mut along = BTreeMap::new();
+            for name in &names {
+                along.extend(gradients.remove(name).map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
+            }
+            clip::shorten(&mut along, norm, most)?;
+            let mut changed = BTreeMap::new();
+            for name in names {
+                let Some(kept) = weights.trained.get(&name) else { continue };
+                at_work.add(MemoryCategory::Weights, &name, kept)?;
+                let parameter = kept.open()?;
+                if let Some(gradient) = along.remove(&name).filter(|_| self.team.owns(&name)) {
+                    if !weights.home().is_memory() {
+                        let of_average = average.as_ref().map_or(0, |_| kept.size());
+                        at_work.take(MemoryCategory::Optimizer, &name, optimizer.needs(parameter.dims()) + of_average)?;
+                    }
+                    optimizer.update(&name, &parameter, &gradient, rate, number)?;
+                }
+                changed.insert(name, parameter);
+            }
+            self.team.share(&changed)?;
+            average.as_mut().map_or(Ok(()), |average| average.update(&changed))?;
+            for (name, parameter) in changed {
+                weights.trained.get_mut(&name).map_or(Ok(()), |kept| kept.put(parameter))?;
+            }
+        }
+        Ok(())
     }
 
     /// Where copies count, holds those of a step to its samples on the way in and its figures on the way out.
@@ -399,22 +427,27 @@ fn score<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Erro
 /// A type that masters have.
 pub(super) const MASTER: DType = DType::F32;
 
-/// The sum of gradients, each in f32.
-pub(super) fn add_up(sums: &mut BTreeMap<String, Tensor>, name: &str, gradient: &Tensor) -> Result<u64> {
+/// Adds a gradient to the sum of those of its name, in f32; gives the bytes of a sum that was begun.
+pub(super) fn add_up(sums: &mut BTreeMap<String, Kept>, home: &Home, name: &str, gradient: Tensor) -> Result<u64> {
     use crate::ir::ops::sum;
-    let mut add = || {
-        let gradient = gradient.to_dtype(MASTER)?;
-        let (sum, new) = match sums.remove(name) {
-            Some(other) => (sum(other, gradient)?, 0),
-            None => {
-                let bytes = 4 * gradient.elem_count() as u64;
-                (gradient, bytes)
-            }
-        };
-        sums.insert(name.to_owned(), sum);
-        Ok(new)
+    let failed = |e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e);
+    let gradient = gradient.to_dtype(MASTER).map_err(failed)?;
+    let (kept, bytes) = match sums.remove(name) {
+        None => (home.keep(&gradient)?, 4 * gradient.elem_count() as u64),
+        // Nobody else refers to the tensor, so that the sum takes its place.
+        Some(kept) if home.is_memory() => {
+            let other = kept.open()?;
+            drop(kept);
+            (sum(other, gradient).map_err(failed)?.into(), 0)
+        }
+        Some(mut kept) => {
+            let bytes = kept.size();
+            kept.put(sum(kept.load(gradient.device())?, gradient).map_err(failed)?)?;
+            (kept, bytes)
+        }
     };
-    add().map_err(|e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e))
+    sums.insert(name.to_owned(), kept);
+    Ok(bytes)
 }
 
 #[cfg(test)]

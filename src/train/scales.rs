@@ -77,8 +77,8 @@ impl Quantizers {
     pub fn put(&self, state: &Tensors, model: &mut Model) -> Result<()> {
         let mut learned = BTreeMap::new();
         for (name, (op, _)) in &self.by_name {
-            let Some(tensor) = state.get(&logarithm(name)) else { continue };
-            let by = settled(*op, tensor).map_err(|e| Error::computed(format!("the scale of `{name}`"), e))?;
+            let Some(kept) = state.get(&logarithm(name)) else { continue };
+            let by = settled(*op, &kept.open()?).map_err(|e| Error::computed(format!("the scale of `{name}`"), e))?;
             require_scale(name, by.scale)?;
             learned.insert(name.as_str(), by);
         }

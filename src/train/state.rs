@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::Tensor;
+use candle_core::Device;
 use serde::{Deserialize, Serialize};
 
 use super::average::Average;
@@ -15,6 +15,7 @@ use super::optimizer::Optimizer;
 use super::run::{Evaluation, Row};
 use super::{Team, Weights};
 use crate::error::{Error, Result};
+use crate::exec::Home;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::Graph;
 
@@ -64,7 +65,7 @@ pub struct TrainState<'w> {
     pub optimizer: Box<dyn Optimizer>,
     /// The average of the weights, where one is wanted.
     pub average: Option<Average>,
-    /// The best weights so far, on the host, once some were evaluated.
+    /// The best weights so far, on the host or in a file, once some were evaluated.
     pub best: Option<Tensors>,
 }
 
@@ -86,7 +87,7 @@ impl TrainState<'_> {
     pub fn current(&self, graph: &Graph) -> Tensors {
         let mut current = self.weights.state(graph);
         if let Some(average) = &self.average {
-            current.extend(average.parameters().iter().map(|(name, tensor)| (name.clone(), tensor.clone())));
+            current.extend(average.parameters().iter().map(|(name, kept)| (name.clone(), kept.clone())));
         }
         current
     }
@@ -154,8 +155,15 @@ impl TrainState<'_> {
         if let Some(average) = &mut self.average {
             average.restore(&mut saved.under("average/"))?;
         }
-        self.best = Some(saved.under("best/").collect::<Result<Tensors>>()?).filter(|best| !best.is_empty());
+        let home = self.home_of_best()?;
+        let best = saved.under("best/").map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.keep(&tensor)?))));
+        self.best = Some(best.collect::<Result<Tensors>>()?).filter(|best| !best.is_empty());
         Ok(())
+    }
+
+    /// Best weights wait on the host, or in a file of their own.
+    fn home_of_best(&self) -> Result<Home> {
+        if self.weights.home().is_memory() { Ok(Home::Memory(Device::Cpu)) } else { self.weights.home().another() }
     }
 
     /// The file of another process's share.
@@ -177,9 +185,9 @@ impl TrainState<'_> {
     pub fn hash(&self, graph: &Graph) -> Result<String> {
         let mut hasher = blake3::Hasher::new();
         hasher.update(&self.position.step.to_le_bytes());
-        for (name, tensor) in self.weights.state(graph) {
+        for (name, kept) in self.weights.state(graph) {
             hasher.update(name.as_bytes());
-            let values = transfer::values::<f32>(&tensor, Cause::State).map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
+            let values = transfer::values::<f32>(&kept.open()?, Cause::State).map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
             for value in values {
                 hasher.update(&value.to_le_bytes());
             }
@@ -192,9 +200,10 @@ impl TrainState<'_> {
     /// # Errors
     /// Memory runs out.
     pub fn keep_best(&mut self, weights: Tensors) -> Result<()> {
-        let copy = |(name, tensor): (String, Tensor)| Ok((name, transfer::to_host(&tensor, Cause::State)?.copy()?));
-        let copies = weights.into_iter().map(copy).collect::<candle_core::Result<_>>();
-        self.best = Some(copies.map_err(|e| Error::computed("the best weights", e))?);
+        self.best = None;
+        let home = self.home_of_best()?;
+        let copies = weights.into_iter().map(|(name, kept)| Ok((name, kept.copied_to(&home)?)));
+        self.best = Some(copies.collect::<Result<_>>()?);
         Ok(())
     }
 }

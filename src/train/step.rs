@@ -1,18 +1,19 @@
 //! One step: losses and gradients of some batches, in parts that fit into memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Tensor};
 
 use super::cache::{self, Cache, Entries};
 use super::clip;
+use super::loaded::Loaded;
 use super::objective::{Items, Theirs};
 use super::run::{Trainer, add_up};
 use super::{Precision, Weights};
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{MemoryCategory, Parameters, Tape};
+use crate::exec::{Home, Kept, MemoryCategory, Parameters, Tape};
 use crate::ir::ops;
 use crate::ir::{Op, ValueId};
 
@@ -26,18 +27,19 @@ pub(super) struct StepResult {
     /// Each loss, by name.
     pub losses: BTreeMap<&'static str, f64>,
     /// Gradients of everything that trains, in f32.
-    pub gradients: BTreeMap<String, Tensor>,
+    pub gradients: BTreeMap<String, Kept>,
     /// Statistics of batches, by the name of the parameter that follows them.
     pub statistics: Vec<(String, Tensor)>,
     /// The length of all gradients as one vector; none where they were too large for 16-bit floats, and the step must be left out.
     pub norm: Option<f64>,
 }
 
-/// What is gathered over the parts of a step; nothing of it leaves the device.
-#[derive(Default)]
+/// What is gathered over the parts of a step; nothing of it leaves the device, unless parameters do.
 struct Sums {
     losses: BTreeMap<&'static str, Tensor>,
-    gradients: BTreeMap<String, Tensor>,
+    gradients: BTreeMap<String, Kept>,
+    /// Where gradients live until the step is made.
+    home: Home,
     statistics: Vec<(String, Tensor)>,
 }
 
@@ -55,7 +57,7 @@ pub(super) struct Stepper<'t> {
 impl<'t> Stepper<'t> {
     pub fn new(trainer: &'t Trainer<'t>, weights: &Weights, part: Option<usize>) -> Stepper<'t> {
         let taps: BTreeMap<String, ValueId> = trainer.graph.outputs().iter().cloned().collect();
-        let cuts = super::cuts::cuts(trainer.graph, trainer.options.gradient_checkpointing);
+        let cuts = super::cuts::cuts(trainer.graph, trainer.options);
         let tape = Tape::new(trainer.graph, trainer.device.clone(), taps.values().copied().collect(), &|name| weights.trains(name), &cuts);
         Stepper { trainer, taps, tape, part, retries: 0 }
     }
@@ -91,11 +93,8 @@ impl<'t> Stepper<'t> {
         loop {
             match self.attempt(weights, batches, &items, scale.0) {
                 Ok(mut sums) => {
-                    self.trainer.team.average(&mut sums.gradients)?;
-                    self.unscale(&mut sums.gradients, scale.0)?;
-                    weights.add_scales(&mut sums.gradients)?;
-                    weights.mask(&mut sums.gradients)?;
-                    let step = self.fetch(sums, weights, batches)?;
+                    let squares = self.complete(&mut sums, weights, scale.0)?;
+                    let step = self.fetch(sums, &squares, weights, batches)?;
                     self.rescale(step.norm.is_none(), scale);
                     return Ok(step);
                 }
@@ -114,6 +113,34 @@ impl<'t> Stepper<'t> {
                 Err(e) => return Err(e),
             }
         }
+    }
+
+    /// Makes gradients those of the whole step, and gives the sum of squares of each, by name.
+    fn complete(&self, sums: &mut Sums, weights: &Weights, scale: f64) -> Result<BTreeMap<String, Tensor>> {
+        let mut squares = BTreeMap::new();
+        for names in sums.home.together(sums.gradients.keys()) {
+            self.trainer.memory_tracker.work_on("gradients", "");
+            let at_work = Loaded::gradients(self.trainer.memory_tracker, &sums.gradients, &names)?;
+            let mut own: BTreeMap<String, Kept> = names.iter().filter_map(|name| sums.gradients.remove_entry(name)).collect();
+            let load = |(name, kept): (&String, &Kept)| Ok((name.clone(), kept.load(self.trainer.device)?));
+            let mut some: BTreeMap<String, Tensor> = own.iter().map(load).collect::<Result<_>>()?;
+            let before: Vec<_> = some.values().map(Tensor::id).collect();
+            self.trainer.team.average(&mut some)?;
+            self.unscale(&mut some, scale)?;
+            weights.add_scales(&mut some)?;
+            weights.mask(&mut some)?;
+            squares.extend(some.keys().cloned().zip(clip::squares(&some)?));
+            for (name, gradient) in some {
+                let kept = match own.remove(&name) {
+                    Some(kept) if before.contains(&gradient.id()) => kept,
+                    Some(mut kept) => kept.put(gradient).map(|()| kept)?,
+                    None => sums.home.keep(&gradient)?,
+                };
+                sums.gradients.insert(name, kept);
+            }
+            drop(at_work);
+        }
+        Ok(squares)
     }
 
     /// Takes the factor on the loss out of the gradients.
@@ -140,16 +167,19 @@ impl<'t> Stepper<'t> {
     }
 
     /// Everything that the host has to know of a step, in one copy: losses, and the lengths of gradients.
-    fn fetch(&self, sums: Sums, weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
-        let Sums { losses, gradients, statistics } = sums;
-        let numbers: Vec<Tensor> = losses.values().cloned().chain(clip::squares(&gradients)?).collect();
+    fn fetch(&self, sums: Sums, squares: &BTreeMap<String, Tensor>, weights: &Weights, batches: &[Batch]) -> Result<StepResult> {
+        let Sums { losses, gradients, statistics, .. } = sums;
+        let numbers: Vec<Tensor> = losses.values().chain(squares.values()).cloned().collect();
         let fetch = || transfer::values::<f64>(&Tensor::stack(&numbers, 0)?, Cause::Step);
         let numbers = fetch().map_err(|e| Error::computed("the figures of a step", e))?;
-        let (means, squares) = numbers.split_at(losses.len());
+        let (means, numbers) = numbers.split_at(losses.len());
         if let Some((name, _)) = losses.keys().zip(means).find(|(_, mean)| !mean.is_finite()) {
-            return Err(self.diverged(&weights.parameters()?, batches, name));
+            let parameters = weights.parameters()?;
+            let reason = self.diverged(&parameters, batches, name);
+            parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
+            return Err(reason);
         }
-        let norm = match clip::norm_of(gradients.keys(), squares) {
+        let norm = match clip::norm_of(squares.keys(), numbers) {
             Ok(norm) => Some(norm),
             Err(_) if self.trainer.options.precision == Precision::F16 => None,
             Err(e) => return Err(e),
@@ -161,15 +191,20 @@ impl<'t> Stepper<'t> {
     fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Sums> {
         let scale = if self.trainer.options.precision == Precision::F16 { scale } else { 1.0 };
         let parameters = weights.parameters()?;
-        let mut sums = Sums::default();
-        for batch in batches {
-            let part = self.part.unwrap_or(batch.samples).max(1);
-            for from in (0..batch.samples).step_by(part) {
-                let part = batch.narrow(from, part.min(batch.samples - from))?;
-                self.part_of(weights, &parameters, &part, (items, scale), &mut sums)?;
+        let mut sums = Sums { losses: BTreeMap::new(), gradients: BTreeMap::new(), home: weights.home().another()?, statistics: Vec::new() };
+        let mut parts = || {
+            for batch in batches {
+                let part = self.part.unwrap_or(batch.samples).max(1);
+                for from in (0..batch.samples).step_by(part) {
+                    let part = batch.narrow(from, part.min(batch.samples - from))?;
+                    self.part_of(weights, &parameters, &part, (items, scale), &mut sums)?;
+                }
             }
-        }
-        Ok(sums)
+            Ok(())
+        };
+        let done = parts();
+        parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
+        done.map(|()| sums)
     }
 
     fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), sums: &mut Sums) -> Result<()> {
@@ -200,8 +235,14 @@ impl<'t> Stepper<'t> {
             _ => Theirs::None,
         };
         trainer.memory_tracker.work_on("losses", "");
-        let said = trainer.objective.say((&values, parameters), theirs, &weights.trained, batch, &trained, (items, scale))?;
-        drop((values, teacher, shelf));
+        let (ours, of_teacher) = trainer.objective.heads();
+        parameters.enter(&ours.into_iter().collect(), Some(trainer.memory_tracker))?;
+        let of_teacher = of_teacher.into_iter().collect();
+        let projections = weights.some(&trainer.objective.projection_names())?;
+        asked.map_or(Ok(()), |teacher| teacher.parameters().enter(&of_teacher, None))?;
+        let said = trainer.objective.say((&values, parameters), theirs, &projections, batch, &trained, (items, scale))?;
+        asked.map_or(Ok(()), |teacher| teacher.parameters().enter(&BTreeSet::new(), None))?;
+        drop((values, teacher, shelf, projections));
         for (name, loss) in said.losses {
             let sum = sums.losses.remove(name).map_or(Ok(loss.clone()), |other| other + &loss);
             sums.losses.insert(name, sum.map_err(|e| Error::computed(format!("loss `{name}`"), e))?);
@@ -209,10 +250,14 @@ impl<'t> Stepper<'t> {
         let from = said.values.into_iter().filter_map(|(name, gradient)| Some((*self.taps.get(&name)?, gradient)));
         let from = from.map(|(id, gradient)| Ok((id, gradient.to_dtype(parameters.compute())?))).collect::<candle_core::Result<_>>();
         let from = from.map_err(|e| Error::computed("the losses", e))?;
-        let gradients = &mut sums.gradients;
+        let (gradients, home) = (&mut sums.gradients, &sums.home);
         let mut sink = |name: &str, gradient: Tensor| {
-            let bytes = add_up(gradients, name, &gradient)?;
-            trainer.memory_tracker.take_for(MemoryCategory::Gradients, name, bytes)
+            let bytes = add_up(gradients, home, name, gradient)?;
+            trainer.memory_tracker.take_for(MemoryCategory::Gradients, name, bytes)?;
+            if !home.is_memory() {
+                trainer.memory_tracker.give_for(MemoryCategory::Gradients, name, bytes);
+            }
+            Ok(())
         };
         for (name, gradient) in said.parameters {
             sink(&name, gradient)?;

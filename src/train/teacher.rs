@@ -18,7 +18,8 @@ pub struct Teacher {
 }
 
 impl Teacher {
-    /// Loads the part of a teacher that its `values` depend on, and `more` parameters that losses read.
+    /// Loads the part of a teacher that its `values` depend on, and `more` parameters that losses read; streamed, each parameter is read
+    /// from its file when it is used.
     ///
     /// # Errors
     /// Reading fails, or memory runs out.
@@ -26,15 +27,20 @@ impl Teacher {
         model: &Model,
         graph: &Graph,
         (values, more): (&[String], &[String]),
-        device: &Device,
-        compute: DType,
+        (device, compute, streamed): (&Device, DType, bool),
         memory_tracker: &MemoryTracker,
         work: &Work,
     ) -> Result<Teacher> {
         let graph = part(graph, values, &Op::clone)?;
         let names = graph.params().map(|(_, value)| &value.name).chain(more).collect();
-        let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, work)?;
-        memory_tracker.set(MemoryCategory::Teacher, parameters.bytes())?;
+        let (parameters, bytes) = if streamed {
+            Parameters::streamed(names, &model.weights, device, compute, Residence::Stored)?
+        } else {
+            let parameters = Parameters::load_named(names, &model.weights, device, compute, Residence::Stored, work)?;
+            let bytes = parameters.bytes();
+            (parameters, bytes)
+        };
+        memory_tracker.set(MemoryCategory::Teacher, bytes)?;
         Ok(Teacher { graph, parameters, device: device.clone() })
     }
 

@@ -11,6 +11,7 @@ use serde::de::DeserializeOwned;
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
 use crate::error::{Error, Result};
+use crate::exec::Kept;
 use crate::work::Cancel;
 
 /// How long others may write a checkpoint or evaluate.
@@ -130,8 +131,8 @@ impl Team {
     }
 
     /// Shares the optimizer's state out.
-    pub fn share_out(&self, parameters: &BTreeMap<String, Tensor>) {
-        let bytes = parameters.iter().map(|(name, tensor)| (name.clone(), tensor.elem_count() as u64)).collect();
+    pub fn share_out(&self, parameters: &BTreeMap<String, Kept>) {
+        let bytes = parameters.iter().map(|(name, kept)| (name.clone(), kept.size())).collect();
         *self.owners.borrow_mut() = communicator::owners(&bytes, self.size());
     }
 

@@ -1,6 +1,7 @@
 //! The student's weights while it trains: f32 masters, what the graph sees of them, and what is written in the end.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
@@ -9,7 +10,7 @@ use super::checkpoint::Stream;
 use super::scales::{self, Quantizers};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
-use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence, bytes_of};
+use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker, Parameters, Residence};
 use crate::ir::ops::round_half_even;
 use crate::ir::{Graph, Node, Op};
 use crate::kernel::quantize;
@@ -20,15 +21,16 @@ use crate::work::Work;
 /// Weights that train and weights that do not.
 pub struct Weights {
     /// In f32; changed in place.
-    pub trained: BTreeMap<String, Tensor>,
+    pub trained: BTreeMap<String, Kept>,
     /// In the precision of the computation.
-    fixed: BTreeMap<String, Tensor>,
+    fixed: BTreeMap<String, Kept>,
     /// 0 where a pruned weight stays zero.
-    masks: BTreeMap<String, Tensor>,
+    masks: BTreeMap<String, Kept>,
     /// Weights whose layers see them rounded to integers.
-    rounded: BTreeMap<String, Rounding>,
+    rounded: Arc<BTreeMap<String, Rounding>>,
     /// Logarithms of learned scales of values, and what their gradients are multiplied with.
     values: BTreeMap<String, f64>,
+    home: Home,
     device: Device,
     compute: DType,
 }
@@ -47,6 +49,24 @@ struct Rounding {
 }
 
 impl Rounding {
+    /// Of a weight that is written as integers.
+    fn of(name: &str, weight: &Weight, device: &Device) -> Result<Option<Rounding>> {
+        let (Some(scales), Encoding::Affine(affine)) = (weight.scales()?, &weight.encoding) else { return Ok(None) };
+        if !affine.codes.is_integer() {
+            return Err(Error::tensor(
+                name,
+                format!("is {}, and training goes through the rounding of integers only", weight.describe()),
+                "train before quantizing, or add it to `ignore`",
+            ));
+        }
+        let stored = match affine.scale_dtype {
+            Stored::BF16 => DType::BF16,
+            Stored::F16 => DType::F16,
+            _ => DType::F32,
+        };
+        Rounding::new(scales, stored, quantize::bounds(affine.codes.bits()), device).map(Some).map_err(failed(name))
+    }
+
     fn new(scales: Scales, stored: DType, bounds: [f32; 2], device: &Device) -> candle_core::Result<Rounding> {
         let column = |values: &[f32]| Tensor::from_slice(values, (values.len(), 1), device);
         Ok(Rounding { scale: column(&scales.scales)?, stored, zero: column(&scales.zero_points)?, bounds, scales })
@@ -112,7 +132,7 @@ pub(super) fn selected<'a>(graph: &'a Graph, targets: &'a [Pattern], ignore: &'a
 }
 
 impl Weights {
-    /// Loads the weights of a graph.
+    /// Loads the weights of a graph, which live in a home and compute on a device.
     ///
     /// # Errors
     /// A pattern matches nothing, nothing is left to train, reading fails, or memory runs out.
@@ -120,8 +140,7 @@ impl Weights {
         graph: &Graph,
         model: &Model,
         (targets, ignore): (&[Pattern], &[Pattern]),
-        device: &Device,
-        compute: DType,
+        (home, device, compute): (Home, &Device, DType),
         memory_tracker: &MemoryTracker,
         work: &Work,
     ) -> Result<Weights> {
@@ -137,55 +156,47 @@ impl Weights {
                 *weight = before.clone();
             }
         }
-        let loaded = Parameters::load(graph, &unrounded, device, DType::F32, Residence::Computed, work)?;
+        let mut rounded = BTreeMap::new();
         let mut weights = Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),
             masks: BTreeMap::new(),
-            rounded: BTreeMap::new(),
+            rounded: Arc::default(),
             values: BTreeMap::new(),
+            home,
             device: device.clone(),
             compute,
         };
-        for name in names {
-            let weight = model.weights.get(name)?;
-            let tensor = loaded.get(name).map_err(failed(name))?;
-            let keep = statistics.contains(name.as_str());
-            if !selected(name) {
-                let tensor = if keep { Ok(tensor) } else { tensor.to_dtype(compute) };
-                weights.fixed.insert(name.clone(), tensor.map_err(failed(name))?);
-                continue;
-            }
-            if let (Some(scales), Encoding::Affine(affine)) = (weight.scales()?, &weight.encoding) {
-                if !affine.codes.is_integer() {
-                    return Err(Error::tensor(
-                        name,
-                        format!("is {}, and training goes through the rounding of integers only", weight.describe()),
-                        "train before quantizing, or add it to `ignore`",
-                    ));
+        let together = weights.home.together(names.into_iter());
+        for names in &together {
+            let work = if together.len() > 1 { work.quiet() } else { *work };
+            work.cancel.check()?;
+            let loaded = Parameters::load_named(names.iter().collect(), &unrounded, device, DType::F32, Residence::Computed, &work)?;
+            for name in names {
+                let tensor = loaded.get(name).map_err(failed(name))?;
+                if !selected(name) {
+                    let tensor = if statistics.contains(name.as_str()) { Ok(tensor) } else { tensor.to_dtype(compute) };
+                    weights.fixed.insert(name.clone(), weights.home.keep(&tensor.map_err(failed(name))?)?);
+                    continue;
                 }
-                let stored = match affine.scale_dtype {
-                    Stored::BF16 => DType::BF16,
-                    Stored::F16 => DType::F16,
-                    _ => DType::F32,
-                };
-                let bounds = quantize::bounds(affine.codes.bits());
-                let rounding = Rounding::new(scales, stored, bounds, device);
-                weights.rounded.insert(name.clone(), rounding.map_err(failed(name))?);
+                if let Some(rounding) = Rounding::of(name, model.weights.get(name)?, device)? {
+                    rounded.insert(name.clone(), rounding);
+                }
+                if let Some(mask) = mask(&tensor).map_err(failed(name))? {
+                    weights.masks.insert(name.clone(), weights.home.keep(&mask)?);
+                }
+                weights.trained.insert(name.clone(), weights.home.keep(&tensor)?);
             }
-            if let Some(mask) = mask(&tensor).map_err(failed(name))? {
-                weights.masks.insert(name.clone(), mask);
-            }
-            weights.trained.insert(name.clone(), tensor);
         }
+        weights.rounded = Arc::new(rounded);
         if weights.trained.is_empty() {
             return Err(Error::option("targets", "leaves nothing to train"));
         }
-        for (name, tensor) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
-            memory_tracker.take_for(MemoryCategory::Weights, name, bytes_of(tensor))?;
+        for (name, kept) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
+            memory_tracker.take_for(MemoryCategory::Weights, name, kept.bytes())?;
         }
-        for (name, tensor) in weights.trained.iter().filter(|_| compute != DType::F32) {
-            memory_tracker.take_for(MemoryCategory::Weights, name, (tensor.elem_count() * compute.size_in_bytes()) as u64)?;
+        for (name, kept) in weights.trained.iter().filter(|_| compute != DType::F32) {
+            memory_tracker.take_for(MemoryCategory::Weights, name, kept.bytes() / 4 * compute.size_in_bytes() as u64)?;
         }
         Ok(weights)
     }
@@ -194,18 +205,33 @@ impl Weights {
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn add(&mut self, name: &str, tensor: &Tensor, device: &Device) -> Result<()> {
-        self.trained.insert(name.to_owned(), transfer::to_device(tensor, device, Cause::Weights).map_err(failed(name))?);
+    pub fn add(&mut self, name: &str, tensor: &Tensor) -> Result<()> {
+        let tensor = transfer::to_device(tensor, &self.device, Cause::Weights).map_err(failed(name))?;
+        self.trained.insert(name.to_owned(), self.home.keep(&tensor)?);
         Ok(())
+    }
+
+    /// Where they live between uses.
+    pub fn home(&self) -> &Home {
+        &self.home
+    }
+
+    /// Some that train, on the device.
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn some<'n>(&self, names: impl IntoIterator<Item = &'n String>) -> Result<BTreeMap<String, Tensor>> {
+        let known = names.into_iter().filter_map(|name| Some((name, self.trained.get(name)?)));
+        known.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect()
     }
 
     /// Lets scales train: those of rounded weights, and those of quantizers.
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn learn_scales(&mut self, quantizers: &Quantizers, device: &Device) -> Result<()> {
-        let zeros = |name: &str, count: usize| Tensor::zeros(count, DType::F32, device).map_err(failed(name));
-        for (name, rounding) in &self.rounded {
+    pub fn learn_scales(&mut self, quantizers: &Quantizers) -> Result<()> {
+        let zeros = |name: &str, count: usize| self.home.keep(&Tensor::zeros(count, DType::F32, &self.device).map_err(failed(name))?);
+        for (name, rounding) in &*self.rounded {
             self.trained.insert(scales::logarithm(name), zeros(name, rounding.scales.scales.len())?);
         }
         for (name, damping) in quantizers.logarithms() {
@@ -221,10 +247,15 @@ impl Weights {
     }
 
     /// How many weights stay zero, of how many tensors, and how many tensors are seen rounded.
-    pub fn held(&self) -> candle_core::Result<(u64, usize, usize)> {
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn held(&self) -> Result<(u64, usize, usize)> {
         let mut zeros = 0;
-        for mask in self.masks.values() {
-            zeros += mask.elem_count() as u64 - transfer::number(&mask.sum_all()?, Cause::Weights)? as u64;
+        for (name, mask) in &self.masks {
+            let mask = mask.open()?;
+            let kept = mask.sum_all().and_then(|sum| transfer::number(&sum, Cause::Weights)).map_err(failed(name))?;
+            zeros += mask.elem_count() as u64 - kept as u64;
         }
         Ok((zeros, self.masks.len(), self.rounded.len()))
     }
@@ -241,30 +272,15 @@ impl Weights {
     ///
     /// # Errors
     /// Memory runs out.
-    pub fn parameters_of(&self, masters: &BTreeMap<String, Tensor>) -> Result<Parameters> {
-        let mut tensors = self.fixed.clone();
-        for (name, master) in masters {
-            let seen = || {
-                let master = self.here(master)?;
-                let seen = match self.rounded.get(name) {
-                    Some(rounding) => rounding.apply(&master, self.learned(masters, name)?.as_ref())?,
-                    None => master,
-                };
-                seen.to_dtype(self.compute)
-            };
-            tensors.insert(name.clone(), seen().map_err(failed(name))?);
+    pub fn parameters_of(&self, masters: &BTreeMap<String, Kept>) -> Result<Parameters> {
+        let seen =
+            Seen { masters: masters.clone(), fixed: self.fixed.clone(), rounded: self.rounded.clone(), device: self.device.clone(), compute: self.compute };
+        if !self.home.is_memory() {
+            return Ok(Parameters::fetched(Box::new(move |name| seen.get(name)), self.compute));
         }
+        let names = self.fixed.keys().chain(masters.keys());
+        let tensors = names.map(|name| Ok((name.clone(), seen.get(name)?))).collect::<Result<_>>()?;
         Ok(Parameters::of(tensors, self.compute))
-    }
-
-    /// Averages and the best weights so far may lie on the host.
-    fn here(&self, tensor: &Tensor) -> candle_core::Result<Tensor> {
-        transfer::beside(tensor, &self.device, Cause::Offload)
-    }
-
-    /// The logarithms on a weight's scales, where they train.
-    fn learned(&self, state: &BTreeMap<String, Tensor>, name: &str) -> candle_core::Result<Option<Tensor>> {
-        state.get(&scales::logarithm(name)).map(|logarithms| self.here(logarithms)).transpose()
     }
 
     /// Adds gradients of scales that train.
@@ -272,10 +288,11 @@ impl Weights {
     /// # Errors
     /// Memory runs out.
     pub fn add_scales(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
-        for (name, rounding) in &self.rounded {
+        for (name, rounding) in &*self.rounded {
             let of = scales::logarithm(name);
             let (Some(weight), Some(learned), Some(gradient)) = (self.trained.get(name), self.trained.get(&of), gradients.get(name)) else { continue };
-            let found = rounding.of_logarithms(weight, learned, gradient).map_err(failed(name))?;
+            let (weight, learned) = (weight.load(&self.device)?, learned.load(&self.device)?);
+            let found = rounding.of_logarithms(&weight, &learned, gradient).map_err(failed(name))?;
             gradients.insert(of, found);
         }
         for (name, damping) in &self.values {
@@ -293,7 +310,7 @@ impl Weights {
     pub fn mask(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         for (name, mask) in &self.masks {
             if let Some(gradient) = gradients.get_mut(name) {
-                *gradient = (&*gradient * mask).map_err(failed(name))?;
+                *gradient = (&*gradient * mask.load(&self.device)?).map_err(failed(name))?;
             }
         }
         Ok(())
@@ -305,8 +322,9 @@ impl Weights {
     /// Memory runs out.
     pub fn follow(&mut self, name: &str, batch: &Tensor) -> Result<()> {
         if let Some(stored) = self.fixed.get_mut(name) {
-            let moved = || (stored.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(stored.dtype())?.affine(MOMENTUM, 0.0)?)?.contiguous();
-            *stored = moved().map_err(failed(name))?;
+            let before = stored.load(&self.device)?;
+            let moved = || (before.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(before.dtype())?.affine(MOMENTUM, 0.0)?)?.contiguous();
+            stored.put(moved().map_err(failed(name))?)?;
         }
         Ok(())
     }
@@ -317,14 +335,14 @@ impl Weights {
     /// Memory runs out, or another process is gone.
     pub fn share_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
         let statistics = statistics(graph);
-        let mut means = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str())).map(|(name, own)| (name.clone(), own.clone())).collect();
+        let own = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str()));
+        let mut means = own.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect::<Result<_>>()?;
         team.average(&mut means)?;
-        self.fixed.append(&mut means);
-        Ok(())
+        means.into_iter().try_for_each(|(name, mean)| self.fixed.get_mut(&name).map_or(Ok(()), |kept| kept.put(mean)))
     }
 
     /// Statistics and masters, for a file that training goes on from.
-    pub fn state(&self, graph: &Graph) -> BTreeMap<String, Tensor> {
+    pub fn state(&self, graph: &Graph) -> BTreeMap<String, Kept> {
         let statistics = statistics(graph);
         let kept = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str()));
         self.trained.iter().chain(kept).map(|(name, tensor)| (name.clone(), tensor.clone())).collect()
@@ -339,8 +357,8 @@ impl Weights {
             let (name, tensor) = tensor?;
             let place = self.trained.get_mut(&name).or_else(|| self.fixed.get_mut(&name));
             let place = place.filter(|place| place.dims() == tensor.dims()).ok_or_else(|| Error::tensor(&name, "is not part of this training", ""))?;
-            let restore = || transfer::to_device(&tensor, place.device(), Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
-            *place = restore().map_err(failed(&name))?;
+            let restore = || transfer::to_device(&tensor, &self.device, Cause::State)?.to_dtype(place.dtype())?.force_contiguous();
+            place.put(restore().map_err(failed(&name))?)?;
         }
         Ok(())
     }
@@ -349,33 +367,64 @@ impl Weights {
     ///
     /// # Errors
     /// A weight cannot be held in its format.
-    pub fn put(&self, state: &BTreeMap<String, Tensor>, model: &mut Model) -> Result<BTreeSet<String>> {
+    pub fn put(&self, state: &BTreeMap<String, Kept>, model: &mut Model) -> Result<BTreeSet<String>> {
         let mut changed = BTreeSet::new();
-        for (name, tensor) in state {
+        for (name, kept) in state {
             let Some(weight) = model.weights.by_name.get(name) else { continue };
-            let new = self.weight(name, tensor, state, weight)?;
+            let new = self.weight(name, kept, state, weight)?;
             model.weights.by_name.insert(name.clone(), new);
             changed.insert(name.clone());
         }
         Ok(changed)
     }
 
-    fn weight(&self, name: &str, tensor: &Tensor, state: &BTreeMap<String, Tensor>, weight: &Weight) -> Result<Weight> {
+    fn weight(&self, name: &str, kept: &Kept, state: &BTreeMap<String, Kept>, weight: &Weight) -> Result<Weight> {
         let floats = |tensor: &Tensor| transfer::values::<f32>(tensor, Cause::State);
         match self.rounded.get(name) {
             Some(rounding) => {
+                let (tensor, learned) = (kept.load(&self.device)?, learned(state, name, &self.device)?);
                 let round = || {
-                    let scale = rounding.scale(self.learned(state, name)?.as_ref())?;
-                    Ok((floats(&rounding.integers(&self.here(tensor)?, &scale)?)?, floats(&scale)?))
+                    let scale = rounding.scale(learned.as_ref())?;
+                    Ok((floats(&rounding.integers(&tensor, &scale)?)?, floats(&scale)?))
                 };
                 let (integers, scales) = round().map_err(failed(name))?;
                 let scales = Scales { scales, ..rounding.scales.clone() };
                 scales.scales.iter().try_for_each(|scale| scales::require_scale(name, *scale))?;
                 weight.with_integers(name, integers.into_iter().map(|value| value as i8).collect(), &scales)
             }
-            None => weight.with_values(name, &floats(tensor).map_err(failed(name))?),
+            None if kept.is_in_file() => {
+                let (count, kept, named) = (kept.dims().iter().product(), kept.clone(), name.to_owned());
+                weight.with_values_of(name, count, move || floats(&kept.open()?).map_err(failed(&named)))
+            }
+            None => weight.with_values(name, &floats(&kept.open()?).map_err(failed(name))?),
         }
     }
+}
+
+/// What the graph sees of masters.
+struct Seen {
+    masters: BTreeMap<String, Kept>,
+    fixed: BTreeMap<String, Kept>,
+    rounded: Arc<BTreeMap<String, Rounding>>,
+    device: Device,
+    compute: DType,
+}
+
+impl Seen {
+    fn get(&self, name: &str) -> Result<Tensor> {
+        let Some(master) = self.masters.get(name) else {
+            return self.fixed.get(name).ok_or_else(|| Error::tensor(name, "is no parameter of this training", ""))?.load(&self.device);
+        };
+        let (master, rounding) = (master.load(&self.device)?, self.rounded.get(name));
+        let learned = if rounding.is_some() { learned(&self.masters, name, &self.device)? } else { None };
+        let seen = rounding.map_or_else(|| Ok(master.clone()), |rounding| rounding.apply(&master, learned.as_ref()));
+        seen.and_then(|seen| seen.to_dtype(self.compute)).map_err(failed(name))
+    }
+}
+
+/// The logarithms on a weight's scales, where they train.
+fn learned(state: &BTreeMap<String, Kept>, name: &str, device: &Device) -> Result<Option<Tensor>> {
+    state.get(&scales::logarithm(name)).map(|logarithms| logarithms.load(device)).transpose()
 }
 
 /// Part of a batch's statistics that goes into the stored ones, as in PyTorch.

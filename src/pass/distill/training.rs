@@ -14,7 +14,7 @@ use crate::data::Task;
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::transfer;
-use crate::exec::{Executor, MemoryCategory, MemoryTracker, sizes_of};
+use crate::exec::{Executor, Home, Kept, MemoryCategory, MemoryTracker, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::Model;
@@ -64,7 +64,7 @@ fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value,
         Objective::new(&training.losses, &graph, their_graph.as_ref(), if answers_by_token(&graph) { Task::LanguageModelling } else { Task::Classification })?;
     let small = smaller(&graph, &objective, training)?;
     let sizes = bindings(&small, batch(&graph, training), None);
-    let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
+    let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(teacher), &objective, &sizes)?;
     let mut applied = Applied::new(name, options);
     applied.tensors = graph.params().map(|(_, value)| value.name.clone()).collect();
     applied.rule = "all floats that losses depend on".to_owned();
@@ -151,25 +151,33 @@ fn trained(
         let team = Team::from_environment(device)?;
         let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0)).recorded();
         let compute = training.precision.dtype();
-        let mut weights = Weights::load(&graph, &model, (&training.targets, &training.ignore), device, compute, &memory_tracker, &context.work)?;
+        let home = if training.offloads_parameters() {
+            let folder = context.workplace.clone().unwrap_or_else(std::env::temp_dir);
+            Home::away_from(device, &folder)?
+        } else {
+            Home::Memory(device.clone())
+        };
+        let patterns = (training.targets.as_slice(), training.ignore.as_slice());
+        let mut weights = Weights::load(&graph, &model, patterns, (home, device, compute), &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
         };
         if let Some(quantizers) = &quantizers {
-            weights.learn_scales(quantizers, device)?;
+            weights.learn_scales(quantizers)?;
             graph = quantizers.graph.clone();
         }
         let small = smaller(&graph, &objective, training)?;
         for (name, matrix) in objective.projections(context.seed)? {
-            weights.add(&name, &matrix, device)?;
+            weights.add(&name, &matrix)?;
         }
         let their_values = objective.teacher_values();
         let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
         let theirs = if on.is_cpu() { DType::F32 } else { compute };
         let teacher = match (teacher, &their_graph) {
             (Some(teacher), Some(graph)) if !their_values.is_empty() => {
-                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), on, theirs, &memory_tracker, &context.work)?)
+                let place = (on, theirs, training.offloads_parameters());
+                Some(Teacher::load(teacher, graph, (&their_values, &objective.heads().1), place, &memory_tracker, &context.work)?)
             }
             _ => None,
         };
@@ -185,9 +193,9 @@ fn trained(
         let batch = batch(&graph, training);
         let first = samples.first()?;
         let sizes = bindings(&small, batch, Some(&first.inputs));
-        let forecast = forecast(&small, training, their_graph.as_ref(), &objective, &sizes);
+        let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(their_model), &objective, &sizes)?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
-        let score = |weights: &Weights, state: &BTreeMap<String, candle_core::Tensor>| -> Result<Option<Score>> {
+        let score = |weights: &Weights, state: &BTreeMap<String, Kept>| -> Result<Option<Score>> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
             let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
             let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
@@ -206,7 +214,7 @@ fn trained(
             identity: identity((&model, their_model), run, &graph, &options, [Some(data), context.data.evaluation.as_ref().filter(|_| team.size() == 1)], context.seed),
             evaluate: Some(&score),
         };
-        let (zeros, masked, rounded) = weights.held().map_err(|e| Error::computed(name, e))?;
+        let (zeros, masked, rounded) = weights.held()?;
         let trainer = Trainer {
             options: training,
             graph: &small,

@@ -3,10 +3,8 @@
 mod csv;
 mod tensorboard;
 
-use std::fmt;
 use std::path::Path;
 
-use serde::de::{self, Deserializer, SeqAccess, Visitor, value};
 use serde::{Deserialize, Serialize};
 
 use super::losses::Losses;
@@ -45,34 +43,6 @@ impl LogFormat {
         formats.dedup();
         formats
     }
-}
-
-/// One name, or a list of them.
-pub(crate) fn one_or_several<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<LogFormat>, D::Error> {
-    struct Form;
-    impl<'de> Visitor<'de> for Form {
-        type Value = Vec<LogFormat>;
-
-        fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-            f.write_str("`csv`, `tensorboard`, or a list of them")
-        }
-
-        fn visit_str<E: de::Error>(self, text: &str) -> std::result::Result<Vec<LogFormat>, E> {
-            Ok(vec![LogFormat::deserialize(value::StrDeserializer::new(text))?])
-        }
-
-        fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> std::result::Result<Vec<LogFormat>, A::Error> {
-            Deserialize::deserialize(value::SeqAccessDeserializer::new(list))
-        }
-    }
-    deserializer.deserialize_any(Form)
-}
-
-/// The same for the schema of recipes.
-#[cfg(feature = "cli")]
-pub(crate) fn one_or_several_schema(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
-    let one = generator.subschema_for::<LogFormat>();
-    schemars::json_schema!({ "anyOf": [one, { "type": "array", "items": one }] })
 }
 
 /// What is told of each step.
@@ -152,7 +122,7 @@ mod tests {
     fn one_name_and_a_list_are_read() {
         #[derive(Deserialize)]
         struct Options {
-            #[serde(deserialize_with = "one_or_several")]
+            #[serde(deserialize_with = "crate::train::one_or_several")]
             logs: Vec<LogFormat>,
         }
         let read = |text: &str| serde_saphyr::from_str::<Options>(text).map(|options| LogFormat::with_table(&options.logs)).map_err(|e| e.to_string());

@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn a_matrix_costs_its_edges() {
-        let mut optimizer = build(Kind::Adafactor, &Settings::default(), &Device::Cpu).unwrap();
+        let mut optimizer = build(Kind::Adafactor, &Settings::default(), &crate::exec::Home::Memory(Device::Cpu)).unwrap();
         for (name, dims) in [("matrix", &[30, 50][..]), ("kernel", &[8, 4, 3, 3]), ("vector", &[9]), ("empty", &[0, 3])] {
             let parameter = Tensor::ones(dims, DType::F32, &Device::Cpu).unwrap();
             optimizer.update(name, &parameter, &parameter.copy().unwrap(), 0.1, 1).unwrap();
@@ -155,7 +155,7 @@ mod tests {
     /// One large element among small ones: the update is cut to the threshold as a whole.
     #[test]
     fn updates_are_clipped() {
-        let mut optimizer = build(Kind::Adafactor, &Settings { weight_decay: 0.0, ..Settings::default() }, &Device::Cpu).unwrap();
+        let mut optimizer = build(Kind::Adafactor, &Settings { weight_decay: 0.0, ..Settings::default() }, &crate::exec::Home::Memory(Device::Cpu)).unwrap();
         let parameter = Tensor::zeros(100, DType::F32, &Device::Cpu).unwrap();
         let small = parameter.affine(0.0, 1e-3).unwrap();
         (1..=50).for_each(|step| optimizer.update("b", &parameter, &small, 0.0, step).unwrap());

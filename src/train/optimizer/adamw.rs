@@ -80,7 +80,7 @@ mod tests {
     #[test]
     fn the_first_step_is_as_long_as_the_rate() {
         let tensor = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
-        let mut optimizer = super::super::build(super::super::Kind::AdamW, &Settings::default(), &Device::Cpu).unwrap();
+        let mut optimizer = super::super::build(super::super::Kind::AdamW, &Settings::default(), &crate::exec::Home::Memory(Device::Cpu)).unwrap();
         let parameter = tensor(&[1.0, 1.0]);
         optimizer.update("b", &parameter, &tensor(&[1e-3, -5.0]), 0.25, 1).unwrap();
         for (ours, expected) in parameter.to_vec1::<f32>().unwrap().into_iter().zip([0.75f32, 1.25]) {

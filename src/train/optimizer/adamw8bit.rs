@@ -159,7 +159,7 @@ mod tests {
         let (x, goal) = (tensor(&[256, 64], 1), tensor(&[64, 80], 2));
         let y = (x.matmul(&goal).unwrap() + tensor(&[256, 80], 3)).unwrap();
         let weight = Tensor::zeros((64, 80), DType::F32, &Device::Cpu).unwrap();
-        let mut optimizer = build(kind, &Settings::default(), &Device::Cpu).unwrap();
+        let mut optimizer = build(kind, &Settings::default(), &crate::exec::Home::Memory(Device::Cpu)).unwrap();
         let error = |weight: &Tensor| (x.matmul(weight).unwrap() - &y).unwrap();
         for step in 1..=steps {
             let gradient = x.t().unwrap().matmul(&error(&weight)).unwrap().affine(1.0 / 256.0, 0.0).unwrap();
@@ -207,7 +207,7 @@ mod tests {
         let mut gradient = vec![1e-4f32; SMALLEST];
         gradient[0] = 1.0;
         let gradient = Tensor::from_vec(gradient, SMALLEST, &Device::Cpu).unwrap();
-        let mut optimizer = build(Kind::AdamW8bit, &Settings::default(), &Device::Cpu).unwrap();
+        let mut optimizer = build(Kind::AdamW8bit, &Settings::default(), &crate::exec::Home::Memory(Device::Cpu)).unwrap();
         optimizer.update("x", &x, &gradient, 0.01, 1).unwrap();
         for step in 2..=10 {
             optimizer.update("x", &x, &gradient.zeros_like().unwrap(), 0.01, step).unwrap();

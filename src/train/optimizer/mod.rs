@@ -8,14 +8,14 @@ mod sgd;
 
 use std::collections::BTreeMap;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::checkpoint::Stream;
 use super::floats;
 use crate::error::{Error, Result};
-use crate::exec::bytes_of;
 use crate::exec::transfer::{self, Cause};
+use crate::exec::{Home, Kept};
 use crate::ir::ops::on_host;
 
 /// The algorithm that makes steps of gradients.
@@ -114,7 +114,7 @@ pub trait Optimizer: Send {
     fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()>;
 
     /// What is remembered from step to step, as `part/parameter`. The tensors are those of the optimizer: the next step changes them.
-    fn state(&self) -> BTreeMap<String, Tensor>;
+    fn state(&self) -> BTreeMap<String, Kept>;
 
     /// Goes on where another optimizer of the same kind has stopped.
     ///
@@ -122,30 +122,27 @@ pub trait Optimizer: Send {
     /// A tensor that this kind of optimizer does not keep, by name; memory runs out.
     fn restore(&mut self, state: &mut Stream) -> Result<()>;
 
-    /// Bytes of the state.
+    /// Bytes of the state that are in memory between steps.
     fn bytes(&self) -> u64;
+
+    /// Bytes that are remembered of a parameter of this shape.
+    fn needs(&self, dims: &[usize]) -> u64;
 }
 
-/// An optimizer whose state lies on this device: that of the parameters, or the CPU to leave a GPU's memory to other things.
+/// An optimizer whose state lives here: where the parameters do, or on the CPU to leave a GPU's memory to other things.
 ///
 /// # Errors
 /// As [`Settings::check`].
-pub fn build(kind: Kind, settings: &Settings, state_on: &Device) -> Result<Box<dyn Optimizer>> {
-    fn kept<A: Algorithm + 'static>(algorithm: A, settings: &Settings, state_on: &Device) -> Box<dyn Optimizer> {
-        Box::new(Keeper {
-            algorithm,
-            weight_decay: settings.weight_decay,
-            spare_vectors: settings.spare_vectors,
-            device: state_on.clone(),
-            state: BTreeMap::new(),
-        })
+pub fn build(kind: Kind, settings: &Settings, home: &Home) -> Result<Box<dyn Optimizer>> {
+    fn kept<A: Algorithm + 'static>(algorithm: A, settings: &Settings, home: &Home) -> Box<dyn Optimizer> {
+        Box::new(Keeper { algorithm, weight_decay: settings.weight_decay, spare_vectors: settings.spare_vectors, home: home.clone(), state: BTreeMap::new() })
     }
     settings.check()?;
     Ok(match kind {
-        Kind::AdamW => kept(adamw::AdamW::new(settings), settings, state_on),
-        Kind::AdamW8bit => kept(adamw8bit::AdamW8bit::new(settings), settings, state_on),
-        Kind::Adafactor => kept(adafactor::Adafactor::new(settings), settings, state_on),
-        Kind::Sgd => kept(sgd::Sgd::new(settings), settings, state_on),
+        Kind::AdamW => kept(adamw::AdamW::new(settings), settings, home),
+        Kind::AdamW8bit => kept(adamw8bit::AdamW8bit::new(settings), settings, home),
+        Kind::Adafactor => kept(adafactor::Adafactor::new(settings), settings, home),
+        Kind::Sgd => kept(sgd::Sgd::new(settings), settings, home),
     })
 }
 
@@ -181,46 +178,56 @@ struct Keeper<A> {
     algorithm: A,
     weight_decay: f64,
     spare_vectors: bool,
-    device: Device,
+    home: Home,
     /// By parameter, then by part.
-    state: BTreeMap<String, BTreeMap<&'static str, Tensor>>,
+    state: BTreeMap<String, BTreeMap<&'static str, Kept>>,
 }
 
 impl<A: Algorithm> Keeper<A> {
     /// The state of a parameter, made where there is none.
-    fn of(&mut self, name: &str, dims: &[usize]) -> candle_core::Result<Vec<Tensor>> {
-        let parts = self.algorithm.parts(dims);
+    fn of(&mut self, name: &str, dims: &[usize]) -> Result<Vec<Tensor>> {
+        let failed = |e: candle_core::Error| Error::computed(format!("the optimizer's step of `{name}`"), e);
         if !self.state.contains_key(name) {
             self.state.insert(name.to_owned(), BTreeMap::new());
         }
         let held = self.state.entry(name.to_owned()).or_default();
-        let mut tensors = Vec::with_capacity(parts.len());
-        for (part, dims, dtype) in parts {
+        let mut tensors = Vec::new();
+        for (part, dims, dtype) in self.algorithm.parts(dims) {
             let tensor = match held.get(part) {
-                Some(tensor) if tensor.dims() != dims || tensor.dtype() != dtype => {
-                    candle_core::bail!("its restored `{part}` is {:?} {:?}, where {dtype:?} {dims:?} belongs", tensor.dtype(), tensor.dims())
+                Some(kept) if kept.dims() != dims || kept.dtype() != dtype => {
+                    let reason = format!("its restored `{part}` is {:?} {:?}, where {dtype:?} {dims:?} belongs", kept.dtype(), kept.dims());
+                    return Err(failed(candle_core::Error::Msg(reason)));
                 }
-                Some(tensor) => tensor.clone(),
-                None => Tensor::zeros(dims, dtype, &self.device)?,
+                Some(kept) => kept.open()?,
+                None => Tensor::zeros(dims, dtype, self.home.device()).map_err(failed)?,
             };
-            held.insert(part, tensor.clone());
+            if !held.contains_key(part) {
+                held.insert(part, self.home.keep(&tensor)?);
+            }
             tensors.push(tensor);
         }
         Ok(tensors)
     }
 
-    fn step(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, now: Now) -> candle_core::Result<()> {
+    /// Puts a state back that has changed in place.
+    fn put(&mut self, name: &str, dims: &[usize], state: Vec<Tensor>) -> Result<()> {
+        let Some(held) = self.state.get_mut(name) else { return Ok(()) };
+        let parts = self.algorithm.parts(dims).into_iter().zip(state);
+        parts.into_iter().try_for_each(|((part, ..), tensor)| held.get_mut(part).map_or(Ok(()), |kept| kept.put(tensor)))
+    }
+
+    fn step(&self, parameter: &Tensor, gradient: &Tensor, state: &[Tensor], now: Now) -> candle_core::Result<()> {
         if parameter.dims() != gradient.dims() {
             candle_core::bail!("its shape is {:?}, that of its gradient {:?}", parameter.dims(), gradient.dims());
         }
-        let state = self.of(name, parameter.dims())?;
-        if !on_host(&self.device) {
+        let device = self.home.device();
+        if !on_host(device) {
             // The state's device computes, which may be another than the parameter's.
-            let there = |tensor: &Tensor| transfer::beside(tensor, &self.device, Cause::Offload)?.to_dtype(DType::F32);
-            return floats::assign(parameter, &self.algorithm.by_operations(now, &there(parameter)?, &there(gradient)?, &state)?);
+            let there = |tensor: &Tensor| transfer::beside(tensor, device, Cause::Offload)?.to_dtype(DType::F32);
+            return floats::assign(parameter, &self.algorithm.by_operations(now, &there(parameter)?, &there(gradient)?, state)?);
         }
         floats::read(&floats::on_host(gradient)?, |gradient| {
-            let step = |parameter: &Tensor| floats::change(parameter, |elements| self.algorithm.on_host(now, parameter.dims(), elements, gradient, &state));
+            let step = |parameter: &Tensor| floats::change(parameter, |elements| self.algorithm.on_host(now, parameter.dims(), elements, gradient, state));
             if parameter.device().is_cpu() {
                 return step(parameter);
             }
@@ -235,18 +242,20 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
     fn update(&mut self, name: &str, parameter: &Tensor, gradient: &Tensor, rate: f64, step: u64) -> Result<()> {
         let spared = self.spare_vectors && parameter.rank() <= 1;
         let now = Now { rate, step: step.max(1), weight_decay: if spared { 0.0 } else { self.weight_decay } };
-        self.step(name, parameter, gradient, now).map_err(|e| Error::computed(format!("the optimizer's step of `{name}`"), e))
+        let state = self.of(name, parameter.dims())?;
+        self.step(parameter, gradient, &state, now).map_err(|e| Error::computed(format!("the optimizer's step of `{name}`"), e))?;
+        self.put(name, parameter.dims(), state)
     }
 
-    fn state(&self) -> BTreeMap<String, Tensor> {
-        let named = |(name, parts): (&String, &BTreeMap<&'static str, Tensor>)| {
+    fn state(&self) -> BTreeMap<String, Kept> {
+        let named = |(name, parts): (&String, &BTreeMap<&'static str, Kept>)| {
             parts.iter().map(|(part, tensor)| (format!("{part}/{name}"), tensor.clone())).collect::<Vec<_>>()
         };
         self.state.iter().flat_map(named).collect()
     }
 
     fn restore(&mut self, state: &mut Stream) -> Result<()> {
-        let mut restored: BTreeMap<String, BTreeMap<&'static str, Tensor>> = BTreeMap::new();
+        let mut restored: BTreeMap<String, BTreeMap<&'static str, Kept>> = BTreeMap::new();
         for tensor in state {
             let (name, tensor) = tensor?;
             let found = name.split_once('/').and_then(|(part, parameter)| Some((A::PARTS.iter().find(|known| **known == part)?, parameter)));
@@ -258,21 +267,27 @@ impl<A: Algorithm> Optimizer for Keeper<A> {
                     "continue with the optimizer that the training started with",
                 ));
             };
-            let own = || transfer::beside(&tensor, &self.device, Cause::State)?.force_contiguous();
+            let own = || transfer::beside(&tensor, self.home.device(), Cause::State)?.force_contiguous();
             let tensor = own().map_err(|e| Error::tensor(&name, format!("cannot be restored: {e}"), ""))?;
-            restored.entry(parameter.to_owned()).or_default().insert(part, tensor);
+            restored.entry(parameter.to_owned()).or_default().insert(part, self.home.keep(&tensor)?);
         }
         self.state = restored;
         Ok(())
     }
 
     fn bytes(&self) -> u64 {
-        self.state.values().flat_map(BTreeMap::values).map(bytes_of).sum()
+        self.state.values().flat_map(BTreeMap::values).map(Kept::bytes).sum()
+    }
+
+    fn needs(&self, dims: &[usize]) -> u64 {
+        self.algorithm.parts(dims).iter().map(|(_, dims, dtype)| (dims.iter().product::<usize>() * dtype.size_in_bytes()) as u64).sum()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
 
     /// Some numbers, always the same for one seed.
@@ -297,7 +312,7 @@ mod tests {
 
     /// Largest difference between a step on the host and the same step by operations, and between what both remember.
     fn ways_apart<A: Algorithm>(algorithm: A, dims: &[usize]) -> f64 {
-        let mut keeper = Keeper { algorithm, weight_decay: 0.0, spare_vectors: false, device: Device::Cpu, state: BTreeMap::new() };
+        let mut keeper = Keeper { algorithm, weight_decay: 0.0, spare_vectors: false, home: Home::Memory(Device::Cpu), state: BTreeMap::new() };
         let (host, device) = (tensor(dims, 1), tensor(dims, 1));
         let ours = keeper.of("host", dims).unwrap();
         let theirs = keeper.of("device", dims).unwrap();
@@ -333,14 +348,14 @@ mod tests {
     fn state_goes_on_in_another_optimizer() {
         for kind in KINDS {
             let (whole, halves) = (tensor(&[70, 80], 1), tensor(&[70, 80], 1));
-            let mut first = build(kind, &settings(), &Device::Cpu).unwrap();
-            let mut second = build(kind, &settings(), &Device::Cpu).unwrap();
+            let mut first = build(kind, &settings(), &Home::Memory(Device::Cpu)).unwrap();
+            let mut second = build(kind, &settings(), &Home::Memory(Device::Cpu)).unwrap();
             for step in 1..=6 {
                 let gradient = tensor(&[70, 80], step + 5);
                 first.update("w", &whole, &gradient, 0.01, step).unwrap();
                 second.update("w", &halves, &gradient, 0.01, step).unwrap();
-                let mut third = build(kind, &settings(), &Device::Cpu).unwrap();
-                third.restore(&mut second.state().into_iter().map(Ok)).unwrap();
+                let mut third = build(kind, &settings(), &Home::Memory(Device::Cpu)).unwrap();
+                third.restore(&mut second.state().into_iter().map(|(name, kept)| Ok((name, kept.open()?)))).unwrap();
                 assert_eq!(third.bytes(), first.bytes());
                 second = third;
             }
@@ -354,7 +369,7 @@ mod tests {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             pool.install(|| {
                 let parameter = tensor(&[300, 170], 1);
-                let mut optimizer = build(kind, &settings(), &Device::Cpu).unwrap();
+                let mut optimizer = build(kind, &settings(), &Home::Memory(Device::Cpu)).unwrap();
                 (1..=3).for_each(|step| optimizer.update("w", &parameter, &tensor(&[300, 170], step + 5), 0.01, step).unwrap());
                 parameter.to_vec2::<f32>().unwrap()
             })
@@ -369,14 +384,14 @@ mod tests {
         for (spare_vectors, expected) in [(true, 1.0), (false, 0.9)] {
             let parameter = Tensor::ones(3, DType::F32, &Device::Cpu).unwrap();
             let settings = Settings { weight_decay: 0.1, spare_vectors, ..Settings::default() };
-            build(Kind::AdamW, &settings, &Device::Cpu).unwrap().update("b", &parameter, &parameter.zeros_like().unwrap(), 1.0, 1).unwrap();
+            build(Kind::AdamW, &settings, &Home::Memory(Device::Cpu)).unwrap().update("b", &parameter, &parameter.zeros_like().unwrap(), 1.0, 1).unwrap();
             assert_eq!(parameter.to_vec1::<f32>().unwrap(), [expected; 3]);
         }
     }
 
     #[test]
     fn what_does_not_fit_is_named() {
-        let mut optimizer = build(Kind::AdamW, &Settings::default(), &Device::Cpu).unwrap();
+        let mut optimizer = build(Kind::AdamW, &Settings::default(), &Home::Memory(Device::Cpu)).unwrap();
         let (small, large) = (tensor(&[2], 1), tensor(&[3], 1));
         let error = optimizer.update("a.bias", &small, &large, 0.1, 1).unwrap_err().to_string();
         assert!(error.contains("`a.bias`") && error.contains("[3]"), "{error}");
@@ -398,7 +413,7 @@ mod tests {
             Settings { nesterov: true, ..Settings::default() },
         ];
         for settings in wrong {
-            assert!(build(Kind::Sgd, &settings, &Device::Cpu).err().unwrap().is_misuse(), "{settings:?}");
+            assert!(build(Kind::Sgd, &settings, &Home::Memory(Device::Cpu)).err().unwrap().is_misuse(), "{settings:?}");
         }
         assert_eq!(serde_json::to_value(Kind::AdamW8bit).unwrap(), "adamw8bit");
         assert_eq!(serde_json::from_str::<Kind>("\"adamw\"").unwrap(), Kind::default());

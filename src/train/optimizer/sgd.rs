@@ -65,7 +65,7 @@ mod tests {
         let ones = Tensor::ones(4, DType::F32, &Device::Cpu).unwrap();
         for (momentum, bytes, expected) in [(0.0, 0, -0.5), (0.5, 16, -0.75)] {
             let parameter = ones.copy().unwrap();
-            let mut optimizer = build(Kind::Sgd, &Settings { momentum, ..Settings::default() }, &Device::Cpu).unwrap();
+            let mut optimizer = build(Kind::Sgd, &Settings { momentum, ..Settings::default() }, &crate::exec::Home::Memory(Device::Cpu)).unwrap();
             // 1 - 0.5 · 1 twice, or 1 - 0.5 · 1 - 0.5 · 1.5, less what the third step takes.
             (1..=2).for_each(|step| optimizer.update("b", &parameter, &ones, 0.5, step).unwrap());
             optimizer.update("b", &parameter, &ones.zeros_like().unwrap(), 0.5, 3).unwrap();

@@ -1,0 +1,36 @@
+//! Options that are one name, or a list of them.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{self, Deserialize, Deserializer, SeqAccess, Visitor, value};
+
+struct Form<T>(PhantomData<T>);
+
+impl<'de, T: Deserialize<'de>> Visitor<'de> for Form<T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
+        f.write_str("a name, or a list of names")
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Vec<T>, E> {
+        Ok(vec![T::deserialize(value::StrDeserializer::new(text))?])
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, list: A) -> Result<Vec<T>, A::Error> {
+        Deserialize::deserialize(value::SeqAccessDeserializer::new(list))
+    }
+}
+
+/// Reads one name, or a list of them.
+pub(crate) fn one_or_several<'de, T: Deserialize<'de>, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<T>, D::Error> {
+    deserializer.deserialize_any(Form(PhantomData))
+}
+
+/// The same for the schema of recipes.
+#[cfg(feature = "cli")]
+pub(crate) fn one_or_several_schema<T: schemars::JsonSchema>(generator: &mut schemars::SchemaGenerator) -> schemars::Schema {
+    let one = generator.subschema_for::<T>();
+    schemars::json_schema!({ "anyOf": [one, { "type": "array", "items": one }] })
+}
