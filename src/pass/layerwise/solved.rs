@@ -6,6 +6,10 @@ use crate::kernel::compensation::Compensation;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Left, Rows, product};
 
+/// The part of the correction that is made: all of it fits the noise of the samples too, and none of it leaves the errors of earlier
+/// layers. With 15,000 tokens, a quarter and a half do equally well on other text, better than none and than all of it.
+const CORRECTED: f32 = 0.5;
+
 /// How weights of the layers that read one value make up for each other, and for inputs that have changed.
 pub(super) struct Solved {
     pub compensation: Compensation,
@@ -45,14 +49,14 @@ impl Solved {
         Ok(Solved { compensation, correction, size })
     }
 
-    /// Changes a weight `[rows, size]` so that from what the layer reads it gives, as nearly as a linear layer can, what it gave from
-    /// what it read in the original model (Li et al. 2025, GPTAQ, <https://arxiv.org/abs/2504.02692>).
+    /// Changes a weight `[rows, size]` halfway to the one that gives, as nearly as a linear layer can from what it reads, what the layer
+    /// gave from what it read in the original model (Li et al. 2025, GPTAQ, <https://arxiv.org/abs/2504.02692>).
     pub fn correct(&self, values: &mut [f32]) {
         if let Some(correction) = &self.correction {
             let left = Left::pack(values, values.len() / self.size.max(1), self.size, self.size);
             let mut added = vec![0f32; values.len()];
             product(&left, &Rows { values: correction, count: self.size, stride: self.size }, self.size, Epilogue::NONE, &mut added);
-            values.iter_mut().zip(added).for_each(|(value, added)| *value += added);
+            values.iter_mut().zip(added).for_each(|(value, added)| *value += CORRECTED * added);
         }
     }
 }
@@ -100,6 +104,7 @@ mod tests {
         let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
         let mut corrected = weight.clone();
         Solved::of("x", moments, &order, 1e-6, &mut Vec::new()).unwrap().correct(&mut corrected);
+        corrected.iter_mut().zip(&weight).for_each(|(new, old)| *new = old + (*new - old) / CORRECTED);
         let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
         for (row, feature) in (0..rows * size).map(|i| (i / size, i % size)) {
             let along = |w: &[f32]| {
