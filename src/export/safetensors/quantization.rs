@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde_json::{Map, Value, json};
 
 use super::is_packed;
+use crate::kernel::cache::CacheFormat;
 use crate::model::{Model, class, is_embedding, is_linear};
 use crate::run_state::RunState;
 use crate::store::writer::Item;
@@ -220,7 +221,13 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
         );
     }
     if groups.iter().any(|g| g.affine.codes == Codes::E2m1) {
-        notes.push("FP4: vLLM loads it from compressed-tensors 0.13 on, transformers from version 5 on; products of FP4 need a GPU of the Blackwell generation".to_owned());
+        notes.push(
+            "FP4: vLLM loads it from compressed-tensors 0.13 on, transformers from version 5 on; products of FP4 need a GPU of the Blackwell generation"
+                .to_owned(),
+        );
+    }
+    if model.config.cache().ok().flatten() == Some(CacheFormat::Int8) {
+        notes.push("keys and values cached as int8: transformers rounds them, vLLM caches FP8 only".to_owned());
     }
     let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
     if items.iter().filter(narrow).any(|item| item.weight.dtype != DType::BF16) {
