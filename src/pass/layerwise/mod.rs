@@ -5,6 +5,7 @@ mod finished;
 mod moments;
 mod rescale;
 mod rounding;
+mod solved;
 mod sparse;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -131,10 +132,14 @@ impl Layerwise<'_> {
             ..BlockwiseOptions::on(&context.device)
         };
         let original = model.weights.clone();
-        let mut blocks = Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
+        let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
+        // The model as it was, beside it.
+        let mut beside = self.wanted.original.then(|| start(options.clone()));
+        let mut blocks = start(options);
         let mut done = Done::default();
         samples.for_each_batch("Reading samples", &context.work, |batch| {
             done.samples += batch.samples;
+            beside.iter_mut().try_for_each(|beside| beside.push(batch.clone()))?;
             blocks.push(batch)
         })?;
         if done.samples == 0 {
@@ -149,6 +154,10 @@ impl Layerwise<'_> {
         let mut resumed = 0;
         for block in 0..=last {
             blocks.enter(block)?;
+            if let Some(beside) = &mut beside {
+                let same = blocks.blocks()[block].parameters.iter().map(String::as_str).filter(|name| !done.changed.contains(*name)).collect();
+                beside.enter_beside(block, Some(&blocks), &same)?;
+            }
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
             let changed = match finished.as_ref().map(|finished| finished.take(block, model)).transpose()?.flatten() {
                 Some((changed, facts)) => {
@@ -169,7 +178,7 @@ impl Layerwise<'_> {
                     }
                     done.rescaled += facts.rescaled;
                     for site in sites {
-                        self.site(site, model, &mut blocks, method, &mut changed)?;
+                        self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?;
                     }
                     facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
                     match &finished {
@@ -182,6 +191,7 @@ impl Layerwise<'_> {
             model.weights.by_name.extend(changed);
             if block < last {
                 blocks.leave()?;
+                beside.iter_mut().try_for_each(Blockwise::leave)?;
             }
         }
         if resumed > 0 {
@@ -196,7 +206,8 @@ impl Layerwise<'_> {
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
         let layer = |layer: &Layer| 12 * layer.rows * layer.size + if self.wanted.products { 12 * layer.size * layer.size } else { 0 };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
-        let needed = need.blocks + need.activations + most;
+        let runs = 1 + u64::from(self.wanted.original);
+        let needed = need.blocks + runs * need.activations + most;
         if needed <= limit {
             return Ok(());
         }
@@ -212,8 +223,17 @@ impl Layerwise<'_> {
     }
 
     /// Changes the layers that read one value.
-    fn site(&self, site: &Site, model: &Model, blocks: &mut Blockwise, method: &mut dyn Method, changed: &mut BTreeMap<String, Weight>) -> Result<()> {
-        method.read(&site.value, self.moments(site, blocks)?)?;
+    fn site(
+        &self,
+        site: &Site,
+        model: &Model,
+        (blocks, beside): (&mut Blockwise, Option<&mut Blockwise>),
+        method: &mut dyn Method,
+        changed: &mut BTreeMap<String, Weight>,
+    ) -> Result<()> {
+        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
+        self.observe(&site.value, &mut moments, blocks, beside)?;
+        method.read(&site.value, moments)?;
         for layer in &site.layers {
             let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
             let mut values = layer.rows_of(weight.floats(&layer.weight)?);
@@ -229,16 +249,18 @@ impl Layerwise<'_> {
         Ok(())
     }
 
-    /// What layers read.
-    fn moments(&self, site: &Site, blocks: &mut Blockwise) -> Result<Moments> {
-        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
-        self.observe(&site.value, &mut moments, blocks)?;
-        Ok(moments)
-    }
-
-    fn observe(&self, value: &str, moments: &mut Moments, blocks: &mut Blockwise) -> Result<()> {
+    /// Sees what layers read.
+    fn observe(&self, value: &str, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
-        blocks.each(value, |batch, seen| moments.add(value, &calibrate::rows(seen, &op, batch)?))
+        let mut index = 0;
+        blocks.each(value, |batch, seen| {
+            let rows = calibrate::rows(seen, &op, batch)?;
+            if let Some(beside) = &mut beside {
+                moments.add_original(&calibrate::rows(&beside.value(index, value)?, &op, batch)?, &rows)?;
+                index += 1;
+            }
+            moments.add(value, &rows)
+        })
     }
 
     /// Layers by the value that they read, in the order of the graph.
