@@ -6,6 +6,7 @@ mod common;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use compress::data::Data;
@@ -15,6 +16,7 @@ use compress::kernel::cache::CacheFormat;
 use compress::onnx::proto::{DataType, ModelProto, TensorProto};
 use compress::onnx::{WeightOnly, file};
 use compress::pass::{PruneStructured, Quantize, Step};
+use compress::pipeline::ResultCache;
 use compress::runtime::{Options, Session, library};
 use compress::{Model, Pipeline, Report};
 use prost::Message;
@@ -351,6 +353,25 @@ fn scales_of_caches_are_found_and_written_for_every_method() {
         std::fs::create_dir_all(folder.path().join("again")).unwrap();
         let error = written(&folder.path().join("again"), &out, quantize(options), vec![Safetensors::default().into()]);
         assert!(error.is_err());
+    }
+}
+
+#[test]
+fn a_result_that_is_used_again_has_its_cache() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = llama(folder.path());
+    let run = |out: &str| {
+        let results = ResultCache::new(folder.path().join("results"), Duration::ZERO);
+        let pass = quantize(json!({ "scheme": "W8A16", "kv_cache": "fp8" }));
+        let pipeline = Pipeline::builder().calibration(samples(folder.path())).pass(pass).cache(results, true).build().unwrap();
+        pipeline.run(Model::open(&model).unwrap(), folder.path().join(out)).unwrap()
+    };
+    run("first");
+    let notes = run("second").notes;
+    assert!(notes.iter().any(|note| note.contains("was reused")), "{notes:?}");
+    for name in ["config.json", "model.safetensors"] {
+        let [first, second] = ["first", "second"].map(|out| std::fs::read(folder.path().join(out).join(name)).unwrap());
+        assert!(first == second, "{name}");
     }
 }
 

@@ -9,6 +9,8 @@
 //! | `RotaryEmbedding`, and with `MultiHeadAttention`, Llama, 16 × 128 tokens | 0.97, 0.98 |
 //! | `SkipLayerNormalization`, BERT, 16 × 64 tokens | 1.13 |
 //! | `MatMulNBits` with int8 activations, one layer, 1024 tokens | 2.4 to 2.8 |
+//!
+//! Of `DequantizeLinear` before a product, it makes `MatMulNBits` itself, with int8 activations: `docs/onnx.md` has the times of both.
 
 mod activation;
 mod attention;
