@@ -15,6 +15,7 @@ pub mod histogram;
 pub mod mask;
 pub mod narrow;
 pub mod packing;
+pub mod palette;
 pub mod quantize;
 pub mod scan;
 

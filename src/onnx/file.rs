@@ -68,7 +68,7 @@ fn tensors(draft: &Draft) -> impl Iterator<Item = (usize, usize, &Tensor)> {
 }
 
 fn byte_count(tensor: &Tensor) -> Result<u64> {
-    let count = tensor.dims.iter().try_fold(tensor.data_type.bytes(), |size: u64, d| size.checked_mul(*d as u64));
+    let count = tensor.dims.iter().try_fold(tensor.data_type.bits(), |size: u64, d| size.checked_mul(*d as u64)).map(|bits| bits.div_ceil(8));
     count.ok_or_else(|| overflows(tensor))
 }
 
@@ -200,6 +200,7 @@ mod tests {
         let size = |data_type| byte_count(&Tensor { name: "a".into(), data_type, dims: vec![3, 5] }).unwrap();
         let sizes = [DataType::Bool, DataType::Uint8, DataType::Float16, DataType::Float, DataType::Int32, DataType::Double, DataType::Int64].map(size);
         assert_eq!(sizes, [15, 15, 30, 60, 60, 120, 120]);
+        assert_eq!(size(DataType::Uint4), 8);
     }
 
     #[test]

@@ -164,17 +164,20 @@ pub enum DataType {
     Float16 = 10,
     /// 64-bit floats.
     Double = 11,
+    /// Unsigned integers of four bits, two a byte, the first in the low half.
+    Uint4 = 21,
 }
 
 impl DataType {
-    /// Bytes of an element in `raw_data`; 0 where it is not said what it is.
-    pub fn bytes(self) -> u64 {
+    /// Bits of an element in `raw_data`; 0 where it is not said what it is.
+    pub fn bits(self) -> u64 {
         match self {
             DataType::Undefined => 0,
-            DataType::Uint8 | DataType::Int8 | DataType::Bool => 1,
-            DataType::Float16 => 2,
-            DataType::Float | DataType::Int32 => 4,
-            DataType::Int64 | DataType::Double => 8,
+            DataType::Uint4 => 4,
+            DataType::Uint8 | DataType::Int8 | DataType::Bool => 8,
+            DataType::Float16 => 16,
+            DataType::Float | DataType::Int32 => 32,
+            DataType::Int64 | DataType::Double => 64,
         }
     }
 }

@@ -30,12 +30,14 @@ pub struct Style {
     pub precision: Precision,
     /// Weights that are integers, by their names in the checkpoint.
     pub integers: BTreeMap<String, Affine>,
+    /// Weights that are places in palettes, by their names in the checkpoint.
+    pub palettes: BTreeMap<String, Affine>,
     /// Whether activations become int8, as integer units of ARM and GPUs want them, and not uint8.
     pub signed: bool,
 }
 
 impl Default for Style {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new(), signed: false }
+        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new(), palettes: BTreeMap::new(), signed: false }
     }
 }

@@ -7,7 +7,9 @@
 
 mod amount;
 mod cast;
+mod importance;
 mod integers;
+mod palettize;
 pub mod prune_unstructured;
 mod quantize;
 mod quantize_dynamic;
@@ -22,7 +24,9 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
+pub use importance::InputImportance;
 pub use integers::WeightObserver;
+pub use palettize::Palettize;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize::{Method, Quantize, Scheme};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
@@ -202,6 +206,8 @@ crate::entry::gather! { passes []
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples
     "quantize-static" => QuantizeStatic if runs,
+    /// Store weights as places in small palettes of values, found by k-means
+    "palettize" => Palettize,
     /// Train a student on a teacher's outputs
     "distill" => Distill if runs,
     /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers

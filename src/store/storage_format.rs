@@ -7,10 +7,12 @@
 //! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one for each block; of static activations `x.input_scale` |
 //! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 beside `x.weight_global_scale` F32 (NVFP4; of static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
 //! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, asymmetric also `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
+//! | palettes | `x.weight_packed` I32 `[rows, ceil(row · bits / 32)]`, `x.weight_shape` I64, `x.weight_palette` `[palettes, 2^bits]` in the format of the values |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
 //!
 //! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors, FP8 `float-quantized`, FP4
-//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`.
+//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. Of palettes, words hold places from 0, element `i` of a row at bit `i · bits`; with `p`
+//! palettes for `n` rows, each is for `ceil(n / p)` rows, one after another.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -42,6 +44,8 @@ pub enum StorageFormat {
         /// Elements with a bit set.
         kept: u64,
     },
+    /// Places in palettes of at most four bits two in a byte, in rows of an even length.
+    Halves,
     /// A matrix `[in, out]` where the weight is `[out, in]`, scales likewise.
     Transposed,
 }
@@ -59,12 +63,13 @@ impl StorageFormat {
             None => weight.dtype,
             Some(Codes::Integer(_)) => DType::I8,
             Some(Codes::E4m3) => DType::F8_E4M3,
-            Some(Codes::E2m1) => DType::U8,
+            Some(Codes::E2m1 | Codes::Palette(_)) => DType::U8,
         };
         let shape = weight.shape.clone();
         let mut parts = match self {
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
+            StorageFormat::Halves => vec![part("", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])],
             StorageFormat::Packed if codes == Some(Codes::E2m1) => {
                 vec![part("_packed", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])]
             }
@@ -85,7 +90,7 @@ impl StorageFormat {
             }
             // Powers of two are bytes to those who read them.
             let scale_dtype = if affine.scale_dtype == DType::F8_E8M0 { DType::U8 } else { affine.scale_dtype };
-            parts.push(part("_scale", scale_dtype, shape.clone()));
+            parts.push(part(if affine.codes.is_palette() { "_palette" } else { "_scale" }, scale_dtype, shape.clone()));
             if affine.has_global_scale() {
                 parts.push(part("_global_scale", DType::F32, vec![1]));
             }
@@ -102,7 +107,7 @@ impl StorageFormat {
 
     fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
-            StorageFormat::Plain | StorageFormat::Transposed => 1,
+            StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves => 1,
             StorageFormat::Packed if codes == Some(Codes::E2m1) => 1,
             StorageFormat::Packed => 2,
             StorageFormat::Sparse { .. } => 3,
@@ -176,12 +181,17 @@ impl Emitter {
         match self.storage_format {
             StorageFormat::Plain => sink(0, view.values)?,
             StorageFormat::Transposed => self.pending.extend_from_slice(view.values),
-            StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {
+            StorageFormat::Packed | StorageFormat::Halves if self.codes == Some(Codes::E2m1) || self.storage_format == StorageFormat::Halves => {
                 self.values.clear();
                 view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::to_halves(row, &mut self.values));
                 sink(0, &self.values)?;
             }
-            StorageFormat::Packed => {
+            StorageFormat::Packed if self.codes.is_some_and(Codes::is_palette) => {
+                self.values.clear();
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack_places(row, self.bits, &mut self.values));
+                sink(0, &self.values)?;
+            }
+            StorageFormat::Packed | StorageFormat::Halves => {
                 if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
                     return Err(Error::tensor(
                         &self.name,

@@ -3,6 +3,7 @@
 
 mod finished;
 mod moments;
+mod palettes;
 mod rescale;
 mod rounding;
 mod sparse;
@@ -22,6 +23,7 @@ use crate::run_state::RunState;
 use crate::store::{ByteSize, Weight};
 use finished::Finished;
 use moments::{Moments, Wanted};
+pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};

@@ -134,7 +134,7 @@ impl Rounded<'_> {
 }
 
 /// Weights of columns from their mean squares; of columns that no sample has, small ones.
-fn costs(squares: &[f64]) -> Vec<f32> {
+pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
     let least = if mean > 0.0 { 1e-3 } else { 1.0 };
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
