@@ -36,9 +36,12 @@ mod running {
     pub mod compensation;
     pub mod convolution;
     pub mod convolution_gradient;
+    pub mod dense;
+    pub mod eigen;
     pub mod epilogue;
     pub mod gram;
     pub mod grid;
+    pub mod low_rank;
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod rows;

@@ -9,7 +9,7 @@ use super::Samples;
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum InputImportance {
-    /// `activation` where there are calibration samples, else `none`
+    /// `activation` where there are samples, else `none`
     #[default]
     Auto,
     /// All weights count the same; needs no data
@@ -23,7 +23,7 @@ impl InputImportance {
     #[must_use]
     pub(super) fn settled(self, sets: &[Samples]) -> InputImportance {
         match self {
-            InputImportance::Auto if sets.contains(&Samples::Calibration) && cfg!(feature = "run") => InputImportance::Activation,
+            InputImportance::Auto if !sets.is_empty() => InputImportance::Activation,
             InputImportance::Auto => InputImportance::None,
             said => said,
         }

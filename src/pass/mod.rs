@@ -38,6 +38,7 @@ mod running {
 
     pub(in crate::pass) mod calibrate;
     pub(in crate::pass) mod chains;
+    pub(in crate::pass) mod decompose;
     mod distill;
     mod finetune;
     pub(in crate::pass) mod identity;
@@ -47,12 +48,13 @@ mod running {
     mod stored_scales;
     pub(in crate::pass) mod walk;
 
+    pub use decompose::Decompose;
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 
-    use crate::pass::{Context, GranularityKind, Pass, Samples, Scope, WeightObserver, options_of};
+    use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Samples, Scope, WeightObserver, options_of};
 }
 
 #[cfg(feature = "run")]
@@ -200,6 +202,8 @@ crate::entry::gather! { passes []
     "prune-unstructured" => PruneUnstructured,
     /// Remove heads, neurons, channels, width or layers from a model: smaller tensors, less to compute
     "prune-structured" => PruneStructured if runs,
+    /// Put two thin layers in the place of one: fewer parameters, less to compute
+    "decompose" => Decompose if runs,
     /// Store linear weights in a scheme that consumers know by name: W4A16, W8A8 …
     "quantize" => Quantize,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all

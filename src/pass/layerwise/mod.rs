@@ -2,6 +2,7 @@
 //! has gone through the changed layers before it. In memory are one block, what samples hold between blocks, and the sums of one place.
 
 mod finished;
+mod low_rank;
 mod moments;
 mod palettes;
 mod rescale;
@@ -23,6 +24,7 @@ use crate::run_state::RunState;
 use crate::store::{ByteSize, Weight};
 use finished::Finished;
 use moments::{Moments, Wanted};
+pub(in crate::pass) use low_rank::decompose;
 pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
@@ -67,11 +69,19 @@ trait Method {
     /// What was seen cannot be computed with.
     fn read(&mut self, value: &str, moments: Moments) -> Result<()>;
 
-    /// The new weight of a layer that reads what was seen last: `values` `[rows, size]` become what the new weight stands for.
+    /// The new weights of a layer that reads what was seen last, by name; `values` are `[rows, size]`.
     ///
     /// # Errors
     /// The weight cannot be changed.
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight>;
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>>;
+
+    /// What the layer multiplies with from then on, in the shape that its weight has had, as stored; nothing where it is not changed.
+    ///
+    /// # Errors
+    /// Reading fails.
+    fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
+        changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
+    }
 }
 
 /// A pass at work on some weights of a model.
@@ -150,9 +160,14 @@ impl Layerwise<'_> {
             let changed = match finished.as_ref().map(|finished| finished.take(block, model)).transpose()?.flatten() {
                 Some(changed) => {
                     done.resumed += 1;
-                    for (name, weight) in &changed {
+                    for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
                         let values = weight.floats(name)?;
                         blocks.replace(name, tensor(&values, &weight.shape, context)?);
+                    }
+                    for layer in sites.iter().flat_map(|site| &site.layers).filter(|layer| !changed.contains_key(&layer.weight)) {
+                        if let Some(values) = method.values(layer, &changed)? {
+                            blocks.replace(&layer.weight, tensor(&values, &original.get(&layer.weight)?.shape, context)?);
+                        }
                     }
                     changed
                 }
@@ -207,13 +222,13 @@ impl Layerwise<'_> {
             let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
             let mut values = layer.rows_of(weight.floats(&layer.weight)?);
             require_finite(&layer.weight, &values)?;
-            let new = method.change(layer, &weight, &mut values)?;
+            changed.extend(method.change(layer, &weight, &mut values)?);
             drop(values);
             // As it is stored, and as a resumed run would read it.
-            let values = new.floats(&layer.weight)?;
-            require_finite(&layer.weight, &values)?;
-            blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
-            changed.insert(layer.weight.clone(), new);
+            if let Some(values) = method.values(layer, changed)? {
+                require_finite(&layer.weight, &values)?;
+                blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+            }
         }
         Ok(())
     }

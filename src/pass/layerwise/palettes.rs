@@ -37,6 +37,9 @@ pub(in crate::pass) fn palettize(
             plain.len()
         ));
     }
+    if weighted.is_empty() {
+        return Ok(0);
+    }
     let options = pass.options();
     let work = Layerwise { name: pass.name(), options: &options, context, targets: &weighted, wanted: Wanted::default(), rescale: None };
     let done = work.run(model, run, &mut Palettes { encodings, costs: Vec::new() })?;
@@ -61,7 +64,7 @@ impl Method for Palettes<'_> {
         Ok(())
     }
 
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight> {
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let name = &layer.weight;
         let affine = self.encodings.get(name).ok_or_else(|| Error::tensor(name, "has no encoding", "add it to `ignore`"))?;
         let (values, row) = (layer.stored(values.to_vec()), weight.row().max(1));
@@ -74,6 +77,7 @@ impl Method for Palettes<'_> {
             let palette = fit(name, affine, values, cost, places)?;
             (0..values.len() / row).for_each(|_| scales.scales.extend_from_slice(&palette));
         }
-        weight.quantized(name, affine.clone(), places.into_iter().map(|place| place as i8).collect(), &scales)
+        let new = weight.quantized(name, affine.clone(), places.into_iter().map(|place| place as i8).collect(), &scales)?;
+        Ok(vec![(layer.weight.clone(), new)])
     }
 }

@@ -195,7 +195,7 @@ impl Method for Solver<'_, '_> {
         Ok(())
     }
 
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight> {
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let affine = self.affine(layer)?;
         let mut grid = grid(layer, weight, affine, &self.order)?;
         grid.fix(values, &self.costs, self.rounded.range());
@@ -217,7 +217,8 @@ impl Method for Solver<'_, '_> {
         }
         let integers = grid.integers_of(values);
         let (scales, zero_points) = grid.steps.iter().map(|Step { scale, zero }| (*scale, *zero)).unzip();
-        weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })
+        let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
+        Ok(vec![(layer.weight.clone(), new)])
     }
 }
 
