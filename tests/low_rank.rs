@@ -1,4 +1,4 @@
-//! Layers that become two: what they compute, what they cost, and who reads the result.
+//! Layers that become two, and weights that become palettes: what they compute, what they cost, and who reads the result.
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -12,12 +12,15 @@ use candle_core::{DType, Device, Tensor};
 use compress::data::{Data, synthetic};
 use compress::exec::{Executor, Parameters, Residence};
 use compress::export::{Layout, Onnx, Safetensors};
-use compress::onnx::file;
-use compress::pass::{Amount, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, PrunedPart, Quantize, Step};
+use compress::onnx::proto::{DataType, ModelProto};
+use compress::onnx::{Precision, file};
+use compress::pass::prune_structured::PrunedPart;
+use compress::pass::{Amount, Decompose, FloatFormat, InputImportance, Palettize, PruneStructured, Quantize, Step};
 use compress::pipeline::Builder;
 use compress::runtime::{Options, Session, library};
 use compress::store::{Bytes, Encoding, Weight};
 use compress::{Model, Pipeline, Report};
+use prost::Message;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -55,7 +58,8 @@ fn outputs(model: &Model, inputs: &BTreeMap<String, Tensor>) -> BTreeMap<String,
 }
 
 fn distance(a: &BTreeMap<String, Tensor>, b: &BTreeMap<String, Tensor>) -> f32 {
-    let far = |(name, tensor): (&String, &Tensor)| (tensor - &b[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+    let far =
+        |(name, tensor): (&String, &Tensor)| (tensor - &b[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
     assert_eq!(a.len(), b.len());
     a.iter().map(far).fold(0.0, f32::max)
 }
@@ -135,6 +139,30 @@ fn parameters_and_products_fall_as_the_plan_says() {
     assert!(weights.get("model.layers.0.mlp.up_proj.0.weight").unwrap().shape[0] > 3);
 }
 
+#[test]
+fn palettes_in_onnx_compute_what_the_executor_does() {
+    // Tables, heads that share them, layers stored either way, convolutions; four bits from opset 21 on.
+    let names = ["llama-grouped-tied", "gpt2", "bert-masked-lm", "vit-image-classification", "torchvision-mobilenet-v2"];
+    for (name, opset) in names.into_iter().zip([21, 17, 21, 19, 20]) {
+        let pass = Palettize { bits: 2, group_size: 6, embeddings: true, ..Palettize::default() };
+        let precision = if name == "gpt2" { Precision::Float16 } else { Precision::Float32 };
+        let builder = Pipeline::builder().pass(pass).export(Safetensors::default()).export(Onnx { opset, precision, ..Onnx::default() });
+        let done = run(name, builder);
+        assert!(done.report.notes.iter().any(|note| note.contains("places in palettes (")), "{:?}", done.report.notes);
+        let graph = ModelProto::decode(std::fs::read(done.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
+        let halves = graph.initializer.iter().filter(|tensor| tensor.data_type() == DataType::Uint4).count();
+        assert_eq!(halves > 0, opset == 21, "{name}: {halves}");
+        if library().is_ok() {
+            let inputs = synthetic(&done.model().graph().unwrap(), 3).unwrap().inputs;
+            let found = outputs(&done.model(), &inputs);
+            let theirs = Session::open(&done.path().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
+            let theirs = found.keys().map(|name| (name.clone(), theirs[name].clone())).collect();
+            let tolerance = if name == "gpt2" { 2e-2 } else { 1e-4 };
+            assert!(distance(&found, &theirs) < tolerance, "{name}: {}", distance(&found, &theirs));
+        }
+    }
+}
+
 fn tokens(folder: &Path) -> Data {
     let ids = Tensor::from_vec((0..768i64).map(|i| i * i * 7 % 41 % 40).collect::<Vec<_>>(), (96, 8), &Device::Cpu).unwrap();
     let path = folder.join("ids.safetensors");
@@ -189,7 +217,11 @@ fn the_same_options_give_the_same_bytes_on_any_number_of_threads() {
 #[test]
 fn other_passes_take_the_result() {
     let folder = tempfile::tempdir().unwrap();
-    let steps: [Step; 3] = [rank(0.7).into(), PruneStructured { dims: vec![PrunedPart::Mlp], ..Default::default() }.into(), Quantize { group_size: Some(-1), ..Quantize::default() }.into()];
+    let steps: [Step; 3] = [
+        rank(0.7).into(),
+        PruneStructured { dims: vec![PrunedPart::Mlp], ..Default::default() }.into(),
+        Quantize { group_size: Some(-1), ..Quantize::default() }.into(),
+    ];
     let done = run("llama", Pipeline::builder().calibration(tokens(folder.path())).passes(steps));
     assert!(done.model().weights.by_name.keys().any(|name| name.ends_with("up_proj.1.weight")));
     // From the folder again: palettes, floats, and one format from another.

@@ -110,7 +110,8 @@ mod tests {
     fn products_are_sums_and_no_thread_changes_them() {
         for (rows, inner, columns) in [(1, 1, 1), (7, 65, 9), (130, 200, 61), (3, 0, 4)] {
             let (a, b) = (matrix(rows * inner, 1), matrix(inner * columns, 2));
-            let made = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| (product(&a, &b, inner, columns), gram(&a, inner)));
+            let made =
+                |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| (product(&a, &b, inner, columns), gram(&a, inner)));
             let (found, squares) = made(1);
             if inner > 0 {
                 let entry = |row: usize, column: usize| (0..inner).map(|i| a[row * inner + i] * b[i * columns + column]).sum::<f64>();

@@ -90,12 +90,7 @@ fn by_outputs(matrix: &[f64], [rows, size, rank]: [usize; 3], moments: &[f64]) -
     let outputs = product(&product(matrix, moments, size, size), &transposed(matrix, size), size, rows);
     let even: Vec<f64> = (0..rows * rows).map(|at| f64::midpoint(outputs[at], outputs[at % rows * rows + at / rows])).collect();
     let found = Eigen::new(even, rows, rank)?;
-    Some(LowRank {
-        outer: transposed(&found.vectors, rows),
-        inner: product(&found.vectors, matrix, rows, size),
-        lost: lost(&found.values, rank),
-        damping: 0.0,
-    })
+    Some(LowRank { outer: transposed(&found.vectors, rows), inner: product(&found.vectors, matrix, rows, size), lost: lost(&found.values, rank), damping: 0.0 })
 }
 
 /// By eigenvectors of `Sᵀ Wᵀ W S`: `W S` times them are the directions that are projected onto.

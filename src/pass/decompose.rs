@@ -151,7 +151,9 @@ impl Decompose {
     fn split(&self, graph: &Graph, name: &str, weight: &Weight) -> Result<Split, &'static str> {
         let Some((id, _)) = graph.params().find(|(_, value)| value.name == name) else { return Err("not read by the model") };
         let readers: Vec<_> = graph.nodes().iter().filter(|node| node.inputs.contains(&id)).collect();
-        let places = readers.iter().all(|node| node.inputs.iter().position(|input| *input == id) == Some(1) && node.inputs.iter().filter(|input| **input == id).count() == 1);
+        let places = readers
+            .iter()
+            .all(|node| node.inputs.iter().position(|input| *input == id) == Some(1) && node.inputs.iter().filter(|input| **input == id).count() == 1);
         if graph.is_output(id) || !places || readers.is_empty() {
             return Err("read by other operators than linear layers and convolutions");
         }
@@ -180,7 +182,15 @@ impl Decompose {
             _ => [vec![rank, size], vec![rows, rank]],
         };
         let dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
-        Ok(Split { weight: name.to_owned(), parts: [0, 1].map(|part| part_name(name, part)), shapes, sizes: [rows, size, rank], input_major, convolution, dtype })
+        Ok(Split {
+            weight: name.to_owned(),
+            parts: [0, 1].map(|part| part_name(name, part)),
+            shapes,
+            sizes: [rows, size, rank],
+            input_major,
+            convolution,
+            dtype,
+        })
     }
 
     fn plan(&self, model: &Model, graph: &Graph) -> Result<Plan> {
@@ -249,7 +259,12 @@ fn rewire(model: &mut Model, graph: &Graph, splits: &[Split]) -> Result<BTreeSet
     let rebuilt = rebuild(graph, &model.weights, &mut |mut step: Rewrite| {
         let Some(split) = split_of(step.node) else { return step.keep() };
         let [inner, outer] = [0, 1].map(|part| step.builder.param(&split.parts[part], &split.shapes[part]));
-        let first = step.builder.node(&format!("{}.0", step.name), step.node.op.clone(), &[step.inputs[0], inner?])?;
+        // The second layer of two that is split again is `NAME.1`.
+        let mut module = step.name.to_owned();
+        while graph.values().iter().any(|value| value.name == format!("{module}.0")) {
+            module.push_str(".1");
+        }
+        let first = step.builder.node(&format!("{module}.0"), step.node.op.clone(), &[step.inputs[0], inner?])?;
         (step.inputs[0], step.inputs[1]) = (first, outer?);
         if let Some(new) = step.node.inputs.get(2).and_then(|bias| biases.get(name_of(bias))) {
             let shape = model.weights.get(new)?.shape.clone();
@@ -326,7 +341,10 @@ impl Pass for Decompose {
         }
         applied.tensors.extend(rewire(&mut model, &graph, &splits)?);
         if model.needs_graph_file() {
-            applied.notes.push(format!("config.json cannot describe layers that are two, {} does: `compress` and its ONNX export read it, transformers does not", GraphFile::NAME));
+            applied.notes.push(format!(
+                "config.json cannot describe layers that are two, {} does: `compress` and its ONNX export read it, transformers does not",
+                GraphFile::NAME
+            ));
         }
         applied.details = Arc::new(move || details.clone().into());
         run.history.push(applied);

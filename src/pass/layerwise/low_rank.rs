@@ -137,7 +137,10 @@ impl Method for Factors<'_> {
     fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
         value.clone_into(&mut self.value);
         if moments.count < moments.size {
-            self.notes.push(format!("what layers read from `{value}` was seen {} times, which is less than its {} features: use more samples", moments.count, moments.size));
+            self.notes.push(format!(
+                "what layers read from `{value}` was seen {} times, which is less than its {} features: use more samples",
+                moments.count, moments.size
+            ));
         }
         self.products = moments.products;
         Ok(())
