@@ -244,7 +244,7 @@ impl<'a> Blockwise<'a> {
             return;
         }
         let BlockwiseOptions { device, compute, residence, .. } = self.options.clone();
-        let bytes = by_name.values().map(|weight| (weight.elements() * residence.dtype(weight, compute).size_in_bytes()) as u64).sum();
+        let bytes = by_name.values().map(|weight| residence.bytes(weight, compute)).sum();
         let (threads, cancel) = (self.work.threads, self.work.cancel.clone());
         let weights = Weights { by_name, ..Weights::default() };
         let spare = Spare::of(std::mem::take(&mut self.spare));

@@ -23,6 +23,11 @@ pub enum Residence {
 }
 
 impl Residence {
+    /// Bytes that a weight takes in memory.
+    pub(super) fn bytes(self, weight: &Weight, compute: DType) -> u64 {
+        (weight.elements() * self.dtype(weight, compute).size_in_bytes()) as u64
+    }
+
     /// What a weight's elements are in memory.
     pub fn dtype(self, weight: &Weight, compute: DType) -> DType {
         match (self, weight.dtype) {

@@ -45,10 +45,7 @@ pub enum Schedule {
 impl MemoryNeed {
     /// What a graph takes for inputs of these sizes.
     pub fn of(graph: &Graph, weights: &Weights, compute: DType, residence: Residence, sizes: &Bindings) -> MemoryNeed {
-        let size = |name: &String| {
-            let bytes = |weight: &crate::store::Weight| (weight.elements() * residence.dtype(weight, compute).size_in_bytes()) as u64;
-            weights.by_name.get(name).map_or(0, bytes)
-        };
+        let size = |name: &String| weights.by_name.get(name).map_or(0, |weight| residence.bytes(weight, compute));
         let all: BTreeSet<&String> = graph.params().map(|(_, value)| &value.name).collect();
         let blocks = analysis::blocks(graph);
         let pair = |index: usize| -> u64 {

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{DType, Device, Tensor};
 
-use super::PartialRun;
 use super::run::Snapshot;
 use super::transfer::{self, Cause};
+use super::{PartialRun, bytes_of};
 use crate::error::{Error, Result};
 use crate::ir::ValueId;
 
@@ -105,7 +105,7 @@ impl State {
 
     /// Bytes in memory.
     pub fn bytes(&self) -> u64 {
-        self.snapshot.values.iter().flatten().map(bytes).sum()
+        self.snapshot.values.iter().flatten().map(bytes_of).sum()
     }
 
     /// Whether it holds a value.
@@ -138,12 +138,8 @@ impl State {
     }
 }
 
-fn bytes(tensor: &Tensor) -> u64 {
-    (tensor.elem_count() * tensor.dtype().size_in_bytes()) as u64
-}
-
 /// Bytes of a stopped run beside the state that it began with.
 pub(super) fn run_bytes(run: &PartialRun, start: &State) -> u64 {
     let own = run.values.iter().zip(&start.snapshot.values).filter(|(_, before)| before.is_none());
-    own.filter_map(|(value, _)| value.as_ref()).map(bytes).sum()
+    own.filter_map(|(value, _)| value.as_ref()).map(bytes_of).sum()
 }

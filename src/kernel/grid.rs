@@ -1,10 +1,9 @@
 //! Values with equal distances: the grid of integers of a few bits that weights are rounded to.
 
+use super::activation::ROUND;
+
 /// Independent running sums of one loop; fixed, so that results do not depend on the instruction set.
 const LANES: usize = 16;
-
-/// 1.5 · 2²³: adding it rounds a small float to an integer, half to even.
-const ROUND: f32 = 12_582_912.0;
 
 /// The integers of a number of bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

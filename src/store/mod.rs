@@ -20,7 +20,7 @@ mod index_select;
 mod measure;
 mod part_writer;
 mod reread;
-mod scaled;
+pub(crate) mod scaled;
 pub mod select;
 mod sizes;
 pub mod sparse;

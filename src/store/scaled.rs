@@ -78,6 +78,11 @@ impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for Computed<F> {
     }
 }
 
+/// The elements of a matrix of so many columns, column by column.
+pub(crate) fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+}
+
 /// A matrix with its axes exchanged; made as a whole.
 pub struct Transposed {
     /// Name, for errors.
@@ -100,7 +105,7 @@ impl WeightSource for Transposed {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         let columns = self.upstream.row().max(1);
         let values = self.upstream.floats(&self.name)?;
-        let transposed: Vec<f32> = (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect();
+        let transposed = transposed(&values, columns);
         let dtype = self.upstream.dtype;
         let mut bytes = vec![0; transposed.len() * dtype.bitsize() / 8];
         if !convert::from_f32(dtype, &transposed, &mut bytes) {

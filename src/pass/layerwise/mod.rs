@@ -21,6 +21,7 @@ use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::{Context, calibrate, identity::identity};
 use crate::run_state::RunState;
+use crate::store::scaled::transposed;
 use crate::store::{ByteSize, Weight};
 use finished::Finished;
 pub(in crate::pass) use low_rank::decompose;
@@ -306,11 +307,6 @@ fn require_finite(name: &str, values: &[f32]) -> Result<()> {
         true => Ok(()),
         false => Err(Error::tensor(name, "holds numbers that are not finite", "start from a checkpoint without them, or add it to `ignore`")),
     }
-}
-
-/// The matrix with its axes exchanged, of one with so many columns.
-fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
-    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
 }
 
 fn tensor(values: &[f32], shape: &[usize], context: &Context) -> Result<Tensor> {
