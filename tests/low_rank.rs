@@ -12,6 +12,9 @@ use candle_core::{DType, Device, Tensor};
 use compress::data::{Data, synthetic};
 use compress::exec::{Executor, Parameters, Residence};
 use compress::export::{Layout, Onnx, Safetensors};
+use compress::kernel::dense;
+use compress::kernel::low_rank::LowRank;
+use compress::kernel::palette::Points;
 use compress::onnx::proto::{DataType, ModelProto};
 use compress::onnx::{Precision, file};
 use compress::pass::prune_structured::PrunedPart;
@@ -21,6 +24,7 @@ use compress::runtime::{Options, Session, library};
 use compress::store::{Bytes, Encoding, Weight};
 use compress::{Model, Pipeline, Report};
 use prost::Message;
+use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
@@ -276,4 +280,46 @@ fn what_cannot_be_decomposed_is_refused_by_name() {
     assert!(refused(folder.path().to_str().unwrap(), rank(0.5)).contains("not finite"));
     let quantized = run("llama", Pipeline::builder().pass(Quantize::default()));
     assert!(refused(quantized.path().to_str().unwrap(), rank(0.5)).contains("already"));
+}
+
+/// Numbers of a golden case.
+fn numbers(case: &Value, key: &str) -> Vec<f64> {
+    case[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
+}
+
+#[test]
+fn errors_are_the_least_that_there_are() {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/low-rank.json")).unwrap();
+    let golden: Value = serde_json::from_str(&text).unwrap();
+    let near = |found: f64, wanted: f64, all: f64| (found - wanted).abs() <= 1e-4 * wanted + 1e-5 * all;
+    let mut ranks = 0;
+    for case in golden["matrices"].as_array().unwrap() {
+        let [rows, size] = ["rows", "size"].map(|key| case[key].as_u64().unwrap() as usize);
+        let (matrix, inputs) = (numbers(case, "matrix"), numbers(case, "inputs"));
+        let narrow: Vec<f32> = matrix.iter().map(|x| *x as f32).collect();
+        let moments: Vec<f32> = dense::gram(&dense::transposed(&inputs, size), inputs.len() / size).iter().map(|x| *x as f32).collect();
+        let squares = |values: &[f64]| values.iter().map(|x| x * x).sum::<f64>();
+        let outputs = |matrix: &[f64]| squares(&dense::product(matrix, &dense::transposed(&inputs, size), size, inputs.len() / size));
+        for (products, key) in [(None, "errors"), (Some(moments.as_slice()), "output_errors")] {
+            for (rank, wanted) in (1..).zip(numbers(case, key)) {
+                let found = LowRank::new(&narrow, size, rank, products).unwrap();
+                let product = dense::product(&found.outer, &found.inner, rank, size);
+                let gone: Vec<f64> = matrix.iter().zip(&product).map(|(a, b)| a - b).collect();
+                let (error, all) = if products.is_none() { (squares(&gone), squares(&matrix)) } else { (outputs(&gone), outputs(&matrix)) };
+                assert!(near(error, wanted, all) && near(found.lost * all, wanted, all), "{rows}x{size} {key} {rank}: {error} for {wanted}");
+                ranks += 1;
+            }
+        }
+    }
+    assert!(ranks > 40);
+    for case in golden["palettes"].as_array().unwrap() {
+        let count = case["count"].as_u64().unwrap() as usize;
+        let (values, weights) = (numbers(case, "values"), numbers(case, "weights"));
+        for (weights, key) in [(vec![1.0; values.len()], "error"), (weights, "weighted_error")] {
+            let palette = Points::new(values.iter().zip(&weights).map(|(value, weight)| (*value as f32, *weight as f32)).collect()).palette(count);
+            let least = |value: f64| palette.iter().map(|entry| (value - entry).powi(2)).fold(f64::INFINITY, f64::min);
+            let error: f64 = values.iter().zip(&weights).map(|(value, weight)| weight * least(*value)).sum();
+            assert!((error - case[key].as_f64().unwrap()).abs() < 1e-9, "{key} {count}: {error}");
+        }
+    }
 }
