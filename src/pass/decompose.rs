@@ -99,6 +99,12 @@ pub(in crate::pass) struct Split {
 }
 
 impl Split {
+    /// Bytes that finding the two takes, about: some copies of the matrix and of products of its inputs and outputs, in 64 bits.
+    pub fn bytes(&self) -> usize {
+        let [rows, size, _] = self.sizes;
+        8 * (5 * rows * size + 4 * rows.max(size) * rows.max(size))
+    }
+
     /// Parameters before and after, biases left out.
     fn parameters(&self) -> [u64; 2] {
         let [rows, size, rank] = self.sizes;
@@ -320,6 +326,7 @@ impl Pass for Decompose {
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let graph = model.graph()?;
         let Plan { splits, mut applied } = self.plan(&model, &graph)?;
+        run.memory = run.memory.max(splits.iter().map(Split::bytes).max().unwrap_or(0) as u64);
         let [before, after] = sums(&splits);
         let mut details = Map::new();
         for (key, value) in [("decomposed", json!(splits.len())), ("parameters_before", json!(before)), ("parameters_after", json!(after))] {

@@ -63,6 +63,9 @@ const NAME: &str = "palettize";
 /// Values under one palette at most: those of a group are in memory together.
 const MOST: usize = 1 << 24;
 
+/// Bytes that a value of a group takes while its palette is found: its sorted copies, with their sums.
+const VALUE_BYTES: u64 = 64;
+
 /// Bytes of a weight, before and after.
 #[derive(Default)]
 struct Saved {
@@ -159,6 +162,8 @@ impl Pass for Palettize {
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let (encodings, saved, mut applied) = self.encodings(&model.weights)?;
+        let group = |affine: &Affine| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
+        run.memory = run.memory.max(VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0));
         let before = model.weights.clone();
         for (name, affine) in &encodings {
             let palettized = Palettized::new(name, before.get(name)?, affine.clone(), &applied.meter);

@@ -134,6 +134,10 @@ impl Method for Factors<'_> {
         self.of(&layer.weight).map(|_| ())
     }
 
+    fn bytes(&self, layer: &Layer) -> usize {
+        self.of(&layer.weight).map_or(0, Split::bytes)
+    }
+
     fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
         value.clone_into(&mut self.value);
         if moments.count < moments.size {

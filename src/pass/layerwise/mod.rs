@@ -76,6 +76,11 @@ trait Method {
     /// The weight cannot be changed.
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>>;
 
+    /// Bytes that changing a layer takes beside sums of products, about.
+    fn bytes(&self, layer: &Layer) -> usize {
+        12 * layer.rows * layer.size
+    }
+
     /// What the layer multiplies with from then on, in the shape that its weight has had, as stored; nothing where it is not changed.
     ///
     /// # Errors
@@ -122,7 +127,7 @@ impl Layerwise<'_> {
         let graph = model.graph()?;
         let sites = self.sites(&graph)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
-        self.require_memory(&graph, model, &sites)?;
+        self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
         let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
         let identity = identity((model, None), run, &graph, self.options, [Some(data), None], context.seed);
@@ -196,10 +201,10 @@ impl Layerwise<'_> {
     }
 
     /// Refuses what does not fit into memory that was asked for.
-    fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site]) -> Result<()> {
+    fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site], method: &dyn Method) -> Result<()> {
         let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.asked) else { return Ok(()) };
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
-        let layer = |layer: &Layer| 12 * layer.rows * layer.size + if self.wanted.products { 12 * layer.size * layer.size } else { 0 };
+        let layer = |layer: &Layer| method.bytes(layer) + if self.wanted.products { 12 * layer.size * layer.size } else { 0 };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
         let needed = need.blocks + need.activations + most;
         if needed <= limit {
