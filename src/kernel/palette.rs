@@ -134,8 +134,8 @@ impl Points {
                 }
                 let middle = usize::midpoint(from, to);
                 let mut best = (f64::INFINITY, least);
-                for start in least..=most.min(middle - 1) {
-                    let cost = costs[start] + self.cost(start, middle);
+                for (start, before) in costs.iter().enumerate().take(most.min(middle - 1) + 1).skip(least) {
+                    let cost = before + self.cost(start, middle);
                     if cost < best.0 {
                         best = (cost, start);
                     }
