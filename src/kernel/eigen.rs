@@ -12,7 +12,7 @@ const PENDING: usize = 1 << 16;
 /// Steps for one eigenvalue at most; about two are usual.
 const STEPS: usize = 64;
 /// Matrices up to this size are reduced by one thread.
-const SMALL: usize = 192;
+const SMALL: usize = 768;
 
 /// The largest eigenvalues of a symmetric matrix, and their vectors.
 pub struct Eigen {
@@ -224,7 +224,7 @@ impl Eigen {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernel::dense::{gram, product, transposed};
+    use crate::kernel::dense::{gram, product};
 
     fn hold(matrix: &[f64], size: usize, count: usize) {
         let found = Eigen::new(matrix.to_vec(), size, count).unwrap();
@@ -256,7 +256,7 @@ mod tests {
     #[test]
     fn no_thread_changes_a_bit() {
         let root: Vec<f64> = (0..300 * 300).map(|i| (i * 7919 % 1013) as f64 / 500.0 - 1.0).collect();
-        let matrix = gram(&transposed(&root, 300), 300);
+        let matrix = gram(&root, 300);
         let found = |threads| rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap().install(|| Eigen::new(matrix.clone(), 300, 20).unwrap());
         let (one, three) = (found(1), found(3));
         assert!(one.values == three.values && one.vectors == three.vectors);

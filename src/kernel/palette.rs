@@ -2,13 +2,11 @@
 //!
 //! In one dimension the best clusters are intervals, so that the best ones can be found (Wang and Song, *Ckmeans.1d.dp*, 2011, with the
 //! division of Grønlund et al., *Fast Exact k-Means, k-Medians and Bregman Divergence Clustering in 1D*, 2017,
-//! <https://arxiv.org/abs/1701.07204>). Where there are more distinct values than [`most_points`], neighbours are taken together for that
+//! <https://arxiv.org/abs/1701.07204>). Where there are more distinct values than [`MOST_POINTS`], neighbours are taken together for that
 //! search, and Lloyd's steps over the values themselves follow.
 
-/// Distinct values that the exact search takes: fewer for more clusters, so that it takes about as long.
-pub fn most_points(clusters: usize) -> usize {
-    ((1 << 18) / clusters.max(1)).clamp(1 << 12, 1 << 14)
-}
+/// Distinct values that the exact search takes.
+pub const MOST_POINTS: usize = 1 << 12;
 
 /// Steps of Lloyd at most; they end by themselves where nothing moves.
 const STEPS: usize = 100;
@@ -98,10 +96,10 @@ impl Points {
     /// The borders of so many intervals with the least squared error: where each begins, and the end of the last.
     pub fn clusters(&self, count: usize) -> Vec<usize> {
         let count = count.min(self.len());
-        if self.len() <= most_points(count) {
+        if self.len() <= MOST_POINTS {
             return self.exact(count);
         }
-        let (gathered, starts) = self.gathered(most_points(count));
+        let (gathered, starts) = self.gathered(MOST_POINTS);
         let mut borders: Vec<usize> = gathered.exact(count).into_iter().map(|at| starts[at]).collect();
         for _ in 0..STEPS {
             let means: Vec<f64> = borders.windows(2).map(|pair| self.mean(pair[0], pair[1])).collect();
@@ -134,8 +132,11 @@ impl Points {
                 }
                 let middle = usize::midpoint(from, to);
                 let mut best = (f64::INFINITY, least);
-                for (start, before) in costs.iter().enumerate().take(most.min(middle - 1) + 1).skip(least) {
-                    let cost = before + self.cost(start, middle);
+                let last = middle - 1;
+                let [count, sum, squares] = self.sums[middle];
+                for (start, (before, [less, first, gone])) in costs.iter().zip(&self.sums).enumerate().take(most.min(last) + 1).skip(least) {
+                    let within = squares - gone - (sum - first) * (sum - first) / (count - less);
+                    let cost = before + if start == last { 0.0 } else { within.max(0.0) };
                     if cost < best.0 {
                         best = (cost, start);
                     }
@@ -216,9 +217,9 @@ mod tests {
     #[test]
     fn taking_neighbours_together_costs_next_to_nothing() {
         for count in [4, 32] {
-            let values = values(20_000, 9);
+            let values = values(9000, 9);
             let points = Points::new(values.clone());
-            assert!(points.len() > most_points(count));
+            assert!(points.len() > MOST_POINTS);
             let best: Vec<f64> = points.exact(count).windows(2).map(|pair| points.mean(pair[0], pair[1])).collect();
             let (best, found) = (error(&values, &best), error(&values, &points.palette(count)));
             assert!(found >= best * (1.0 - 1e-9) && found < best * 1.001, "{count}: {found} for {best}");

@@ -6,7 +6,7 @@
 //! ```
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -22,7 +22,7 @@ use crate::store::header::byte_count;
 use crate::store::{
     Affine, Block, BlockSink, ByteSize, DType, Encoding, Granularity, Pattern, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
 };
-use crate::work::Meter;
+use crate::work::{Meter, lock};
 
 /// Store weights as places in small palettes of values.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -191,11 +191,12 @@ impl Pass for Palettize {
 /// Of a group with so many zeros in a hundred, zeros stay: they were meant.
 const MEANT: usize = 5;
 
-/// The palette of some values, as it is stored, and the places of the values in it; `cost` says what the error of an element counts for.
+/// The palette of some values, as it is stored but for what fills it up, without equal values; `cost` says what the error of an element counts
+/// for.
 ///
 /// # Errors
 /// A value is not finite.
-pub(super) fn fit(name: &str, affine: &Affine, values: &[f32], cost: impl Fn(usize) -> f32, places: &mut [u8]) -> Result<Vec<f32>> {
+pub(super) fn fit(name: &str, affine: &Affine, values: &[f32], cost: impl Fn(usize) -> f32) -> Result<Vec<f32>> {
     if values.iter().any(|value| !value.is_finite()) {
         return Err(Error::tensor(
             name,
@@ -214,9 +215,13 @@ pub(super) fn fit(name: &str, affine: &Affine, values: &[f32], cost: impl Fn(usi
     }
     let mut palette: Vec<f32> = palette.into_iter().map(|value| convert::rounded(affine.scale_dtype, value as f32)).collect();
     palette.dedup();
-    nearest(values, &palette, places);
-    palette.resize(entries, palette.last().copied().unwrap_or(0.0));
     Ok(palette)
+}
+
+/// Palettes have one length: the last value fills up what is left.
+pub(super) fn filled(mut palette: Vec<f32>, affine: &Affine) -> Vec<f32> {
+    palette.resize(affine.codes.entries(), palette.last().copied().unwrap_or(0.0));
+    palette
 }
 
 /// A weight as places in palettes.
@@ -224,12 +229,23 @@ struct Palettized {
     name: String,
     upstream: Weight,
     affine: Affine,
+    /// What was found when the weight was gone over before: weights are asked for more than once, and palettes are small.
+    found: Mutex<BTreeMap<usize, Arc<Vec<f32>>>>,
     meter: Arc<Meter>,
 }
 
 impl Palettized {
     fn new(name: &str, upstream: &Weight, affine: Affine, meter: &Arc<Meter>) -> Self {
-        Self { name: name.to_owned(), upstream: upstream.clone(), affine, meter: meter.clone() }
+        Self { name: name.to_owned(), upstream: upstream.clone(), affine, found: Mutex::default(), meter: meter.clone() }
+    }
+
+    fn palette(&self, group: usize, values: &[f32]) -> Result<Arc<Vec<f32>>> {
+        if let Some(found) = lock(&self.found).get(&group) {
+            return Ok(found.clone());
+        }
+        let made = Arc::new(fit(&self.name, &self.affine, values, |_| 1.0)?);
+        lock(&self.found).insert(group, made.clone());
+        Ok(made)
     }
 
     fn weight(self) -> Weight {
@@ -244,6 +260,7 @@ impl WeightSource for Palettized {
         let group = row * if let Granularity::Block([rows, _]) = self.affine.granularity { rows.max(1) } else { 1 };
         let (dtype, size) = (self.affine.scale_dtype, self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8);
         let (mut values, mut places, mut palettes) = (Vec::new(), Vec::new(), Vec::new());
+        let mut index = 0;
         self.upstream.visit(least_common_multiple(unit, group), &mut |block: Block| {
             let count = block.now.elements();
             values.resize(count, 0f32);
@@ -254,8 +271,10 @@ impl WeightSource for Palettized {
             self.meter.time(|| {
                 let mut bytes = vec![0; size];
                 for (values, places) in values.chunks(group).zip(places.chunks_mut(group)) {
-                    let palette = fit(&self.name, &self.affine, values, |_| 1.0, places)?;
-                    let encoded = convert::from_f32(dtype, &palette, &mut bytes);
+                    let palette = self.palette(index, values)?;
+                    index += 1;
+                    nearest(values, &palette, places);
+                    let encoded = convert::from_f32(dtype, &filled(palette.to_vec(), &self.affine), &mut bytes);
                     debug_assert!(encoded, "palettes are floats of 32 bits or fewer");
                     (0..values.len() / row).for_each(|_| palettes.extend_from_slice(&bytes));
                 }

@@ -56,6 +56,9 @@ pub(in crate::pass) fn decompose(
     Ok(details)
 }
 
+/// Layers that are written at once where they are decomposed by themselves.
+const TOGETHER: usize = 8;
+
 struct Factors<'a> {
     by_weight: &'a BTreeMap<&'a str, &'a Split>,
     /// What the next layers read, and the upper triangle of its sums of products.
@@ -105,18 +108,21 @@ impl Factors<'_> {
         let folder = context.workplace.as_ref().map(|folder| folder.join(pass.name()));
         let finished = folder.map(|folder| Finished::open(&folder, &identity, context.resume)).transpose()?;
         let mut resumed = 0;
-        for (number, split) in splits.iter().enumerate() {
-            context.work.cancel.check()?;
+        for (number, splits) in splits.chunks(TOGETHER).enumerate() {
             let changed = match finished.as_ref().map(|finished| finished.take(number, model)).transpose()?.flatten() {
                 Some(changed) => {
                     resumed += 1;
                     changed
                 }
                 None => {
-                    let values = model.weights.get(&split.weight)?.floats(&split.weight)?;
-                    require_finite(&split.weight, &values)?;
-                    let values = if split.input_major { transposed(&values, split.sizes[0]) } else { values };
-                    let changed = self.factors(&split.weight, &values, None)?.into_iter().collect();
+                    let mut changed = BTreeMap::new();
+                    for split in splits {
+                        context.work.cancel.check()?;
+                        let values = model.weights.get(&split.weight)?.floats(&split.weight)?;
+                        require_finite(&split.weight, &values)?;
+                        let values = if split.input_major { transposed(&values, split.sizes[0]) } else { values };
+                        changed.extend(self.factors(&split.weight, &values, None)?);
+                    }
                     match &finished {
                         Some(finished) => finished.put(number, model, changed, &context.work)?,
                         None => changed,

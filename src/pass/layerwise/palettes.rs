@@ -6,8 +6,9 @@ use super::rounding::costs;
 use super::{Layer, Layerwise, Method, Moments, Wanted};
 use crate::error::{Error, Result};
 use crate::ir::Op;
+use crate::kernel::palette::nearest;
 use crate::model::Model;
-use crate::pass::palettize::{Palettize, fit};
+use crate::pass::palettize::{Palettize, filled, fit};
 use crate::pass::{Context, Pass, walk};
 use crate::run_state::{Applied, RunState};
 use crate::store::{Affine, Granularity, Scales, Weight};
@@ -74,7 +75,9 @@ impl Method for Palettes<'_> {
         for (index, (values, places)) in values.chunks(group).zip(places.chunks_mut(group)).enumerate() {
             let first = index * group;
             let cost = |at: usize| self.costs[if layer.input_major { (first + at) / row } else { at % row }];
-            let palette = fit(name, affine, values, cost, places)?;
+            let palette = fit(name, affine, values, cost)?;
+            nearest(values, &palette, places);
+            let palette = filled(palette, affine);
             (0..values.len() / row).for_each(|_| scales.scales.extend_from_slice(&palette));
         }
         let new = weight.quantized(name, affine.clone(), places.into_iter().map(|place| place as i8).collect(), &scales)?;
