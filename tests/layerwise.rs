@@ -196,8 +196,8 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
     };
     let run = |pass: Step| {
         let folder = tempfile::tempdir().unwrap();
-        builder(folder.path(), pass).threads(4).build().unwrap().run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
-        folder
+        let report = builder(folder.path(), pass).threads(4).build().unwrap().run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
+        (folder, report)
     };
     for pass in [
         Step::from(quantized(Method::Gptq, Scheme::W4A16)),
@@ -206,7 +206,7 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
         palettized().into(),
         Decompose::default().into(),
     ] {
-        let whole = run(pass.clone());
+        let (whole, at_once) = run(pass.clone());
         let folder = tempfile::tempdir().unwrap();
         let cancel = Cancel::default();
         let handle = cancel.clone();
@@ -224,7 +224,10 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
         let other = builder(folder.path(), pass.clone()).seed(99).resume(true).build().unwrap().run(model(), folder.path().join("out"));
         assert!(other.unwrap_err().to_string().contains("other options"));
         let report = builder(folder.path(), pass).resume(true).build().unwrap().run(model(), folder.path().join("out")).unwrap();
-        assert!(report.notes.iter().any(|note| note.contains("finished by an interrupted run")), "{:?}", report.notes);
+        let (resumed, notes): (Vec<_>, Vec<_>) = report.notes.iter().cloned().partition(|note| note.contains("finished by an interrupted run"));
+        assert_eq!(resumed.len(), 1);
+        // What is told of a block is told whoever finished it.
+        assert_eq!((&notes, &report.passes[1].details), (&at_once.notes, &at_once.passes[1].details));
         assert!(bytes(folder.path()) == bytes(whole.path()));
         assert!(!folder.path().join("out.unfinished").exists());
     }

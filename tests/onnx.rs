@@ -9,8 +9,8 @@ use compress::export::Onnx;
 use compress::ir::Graph;
 use compress::onnx::proto::{DataType, Dimension, ModelProto};
 use compress::onnx::{Draft, Precision, Style, draft, file};
+use compress::store::Weight;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{StorageFormat, Weight};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline, Recipe};
 use prost::Message;
@@ -67,7 +67,7 @@ fn every_family_is_written_and_reads_back_bit_for_bit() {
             let weight = &model.weights.by_name[&slot.weight];
             let mut expected = values(weight);
             let mut dims: Vec<i64> = weight.shape.iter().map(|d| *d as i64).collect();
-            if slot.transposed {
+            if slot.transposed() {
                 let (rows, columns) = (weight.shape[0], weight.shape[1]);
                 expected = (0..columns).flat_map(|c| (0..rows).map(move |r| r * columns + c)).map(|at| expected[at]).collect();
                 dims.reverse();
@@ -167,7 +167,7 @@ fn weights_of_large_models_lie_beside() {
     let item = |slot: &compress::onnx::Slot| Item {
         name: slot.weight.clone(),
         weight: model.weights.by_name[&slot.weight].clone(),
-        storage_format: if slot.transposed { StorageFormat::Transposed } else { StorageFormat::Plain },
+        storage_format: slot.storage_format,
     };
     let items: Vec<Item> = draft.weights.iter().map(item).collect();
     let out = tempfile::tempdir().unwrap();

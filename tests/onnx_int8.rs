@@ -12,7 +12,7 @@ use compress::pass::{ActivationRounding, Cast, FloatFormat, GranularityKind, Qua
 use compress::report::Report;
 use compress::run_state::RunState;
 use compress::store::writer::{Item, write_pieces};
-use compress::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity, Rescaled, StorageFormat};
+use compress::store::{ActivationScheme, Affine, Codes, DType, Encoding, Granularity, Rescaled};
 use compress::work::{Cancel, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
@@ -219,8 +219,7 @@ fn scales_become_floats_and_integers_lie_beside() {
                 weight.then(DType::F32, Encoding::Affine(affine), std::sync::Arc::new(source))
             }
         };
-        let storage_format = if slot.transposed { StorageFormat::Transposed } else { StorageFormat::Plain };
-        Item { name: slot.weight.clone(), weight, storage_format }
+        Item { name: slot.weight.clone(), weight, storage_format: slot.storage_format }
     };
     let items: Vec<Item> = made.weights.iter().map(item).collect();
     let layout = file::layout(&made, 1).unwrap();

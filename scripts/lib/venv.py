@@ -26,8 +26,15 @@ def cache() -> Path:
     return Path(base, "compress").absolute()
 
 
-def prepare(name: str, requirements: list[str], size: str) -> Path:
-    """The python of a virtual environment in the cache; it is built when it is missing or holds something else."""
+# What many still run: libraries of another version before those of the reference environment.
+OLDER = ["transformers==4.57.6", "compressed-tensors==0.13.0", "accelerate==1.15.0"]
+
+
+def prepare(name: str, requirements: list[str], size: str, above: Path | None = None) -> Path:
+    """The python of a virtual environment in the cache; it is built when it is missing or holds something else.
+
+    It sees what is installed `above`, another environment's python, where it has nothing of its own.
+    """
     folder = cache() / f"venv-{name}"
     python = folder / "bin" / "python"
     wanted = "\n".join(requirements) + "\n"
@@ -36,6 +43,10 @@ def prepare(name: str, requirements: list[str], size: str) -> Path:
         print(f"preparing {folder} (about {size}, once)", file=sys.stderr)
         if not python.exists():
             subprocess.run([sys.executable, "-m", "venv", folder], check=True, stdout=sys.stderr)
+        if above:
+            places = [subprocess.run([each, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, stdout=subprocess.PIPE, text=True) for each in (python, above)]
+            own, other = (place.stdout.strip() for place in places)
+            Path(own, "above.pth").write_text(other + "\n")
         subprocess.run([python, "-m", "pip", "install", "--quiet", *requirements], check=True, stdout=sys.stderr)
         stamp.write_text(wanted)
     return python
@@ -46,12 +57,17 @@ def reference() -> Path:
     return prepare("reference", REQUIREMENTS, "6 GB")
 
 
-def enter() -> None:
-    """Continue in the reference environment: build it when it is missing, then run this script again inside."""
-    if Path(sys.prefix) == cache() / "venv-reference":
+def older() -> Path:
+    """The python that has the older libraries of readers."""
+    return prepare("transformers-4", OLDER, "100 MB", reference())
+
+
+def enter(environment=reference, name="reference") -> None:
+    """Continue in an environment: build it when it is missing, then run this script again inside."""
+    if Path(sys.prefix) == cache() / f"venv-{name}":
         return
     try:
-        python = reference()
+        python = environment()
     except subprocess.CalledProcessError as error:
         sys.exit(f"could not prepare the environment: {' '.join(map(str, error.cmd))} failed")
     os.execv(python, [str(python), *sys.argv])

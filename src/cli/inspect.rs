@@ -57,7 +57,7 @@ impl Args {
                 .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
                 .collect();
             return output::json(
-                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
+                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
             );
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
@@ -99,12 +99,18 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
     let stored = encodings.iter().map(|(encoding, (tensors, size))| format!("{tensors} {encoding} ({})", bytes(*size))).collect::<Vec<_>>().join(", ");
     let parameters = weights.parameters();
     let zeros = zeros.map_or(String::new(), |zeros| format!("; {} are zero", percent(zeros, parameters)));
+    let cache = match model.config.cache() {
+        Ok(None) => String::new(),
+        Ok(Some(format)) => format!("keys and values as {}", format.name()),
+        Err(e) => e.to_string(),
+    };
     let rows = [
         ("model", model.path.display().to_string()),
         ("architecture", if names.is_empty() { "not said by a config.json".into() } else { names.join(", ") }),
         ("parameters", format!("{}, of them {} in linear layers{zeros}", count(parameters), count(linear))),
         ("tensors", stored),
         ("size", format!("{} in {} file{}", bytes(model.stored_bytes()), model.weight_files.len(), if model.weight_files.len() == 1 { "" } else { "s" })),
+        ("caches", cache),
         ("takes", inputs),
         ("gives", outputs),
         ("cannot be run", cannot_run.map_or(String::new(), |reason| format!("{reason}; passes over weights take it"))),

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::proto::DataType;
-use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, draft, file};
+use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, WeightOnly, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
 use crate::store::{Affine, Bias, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
@@ -36,6 +36,8 @@ pub struct Onnx {
     pub precision: Precision,
     /// What statically quantized activations are: uint8 suits x86, int8 ARM and GPUs
     pub activations: Integers,
+    /// How layers are written whose weights are integers and whose activations are floats (W4A16, W8A16)
+    pub weight_only: WeightOnly,
 }
 
 /// Eight bits, with or without a sign.
@@ -54,7 +56,7 @@ pub enum Integers {
 
 impl Default for Onnx {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default(), activations: Integers::default() }
+        Self { opset: *OPSETS.start(), precision: Precision::default(), activations: Integers::default(), weight_only: WeightOnly::default() }
     }
 }
 
@@ -77,6 +79,7 @@ impl Onnx {
             opset: self.opset,
             precision: self.precision,
             signed: self.activations == Integers::Int8 || (self.activations == Integers::Auto && model.signed_activations),
+            weight_only: self.weight_only,
             ..Style::default()
         };
         for (_, value) in graph.params() {
@@ -122,12 +125,7 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
         let source = Decoded { upstream: weight.source(), dtype, name: name.clone() };
         weight.then(dtype, Encoding::Dense, Arc::new(source))
     };
-    let storage_format = match slot.tensors.first().map(|tensor| tensor.data_type) {
-        Some(DataType::Uint4) => StorageFormat::Halves,
-        _ if slot.transposed => StorageFormat::Transposed,
-        _ => StorageFormat::Plain,
-    };
-    Ok(Item { name, weight, storage_format })
+    Ok(Item { name, weight, storage_format: slot.storage_format })
 }
 
 fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {

@@ -299,7 +299,7 @@ fn encoding(item: &Item) -> String {
     match item.storage_format {
         StorageFormat::Sparse { .. } => format!("{} sparse", item.weight.describe()),
         StorageFormat::Packed => format!("{} packed", item.weight.describe()),
-        StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves => item.weight.describe(),
+        _ => item.weight.describe(),
     }
 }
 

@@ -5,6 +5,7 @@
 
 pub mod axes;
 mod build;
+pub mod cache;
 mod check;
 mod dim;
 mod file;

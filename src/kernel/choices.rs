@@ -12,8 +12,6 @@ pub enum Zeros {
     None,
     /// Of every block of columns, this part of all rows' weights together; of the whole weight, the exact count.
     Part(f64),
-    /// Those that are zero already, where so many are that it was meant.
-    Present,
     /// Of every `m` consecutive columns of a row, all but `n`.
     AllBut {
         /// Weights that stay.
@@ -38,6 +36,8 @@ pub struct Choices<'a, S> {
     pub zeros: Zeros,
     /// The grid; without one, values stay as they are.
     pub grid: Option<Grid<'a, S>>,
+    /// Weights `[rows, size]`, in the order of the work, that become zero in any case; or nothing.
+    pub zeroed: Vec<bool>,
     /// Of the present block: the rows' weights that become zero.
     removed: Vec<bool>,
     width: usize,
@@ -109,7 +109,7 @@ impl<S: Fn(f64) -> f32 + Sync> Grid<'_, S> {
 impl<'a, S> Choices<'a, S> {
     /// Zeros and a grid, or one of both.
     pub fn new(zeros: Zeros, grid: Option<Grid<'a, S>>) -> Self {
-        Choices { zeros, grid, removed: Vec::new(), width: 0, first: 0, counts: (0, 0) }
+        Choices { zeros, grid, zeroed: Vec::new(), removed: Vec::new(), width: 0, first: 0, counts: (0, 0) }
     }
 }
 
@@ -139,11 +139,10 @@ impl<S: Fn(f64) -> f32 + Sync> Choice for Choices<'_, S> {
         }
     }
 
-    fn choose(&self, row: usize, column: usize, before: f32, ahead: &[f32], costs: &[f32], marks: &mut u64) -> f32 {
+    fn choose(&self, row: usize, column: usize, ahead: &[f32], costs: &[f32], marks: &mut u64) -> f32 {
         let at = column - self.first;
         let removed = match self.zeros {
-            Zeros::None => false,
-            Zeros::Present => before == 0.0,
+            Zeros::None => self.grid.as_ref().is_some_and(|grid| self.zeroed.get(row * grid.order.len() + column) == Some(&true)),
             Zeros::Part(_) => self.removed[row * self.width + at],
             Zeros::AllBut { n, m } => {
                 if at.is_multiple_of(m) {

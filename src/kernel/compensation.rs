@@ -6,11 +6,16 @@
 //! Column `j` is therefore best rounded from `Wⱼ + Σ_{k<j} Eₖ Rₖⱼ / Rⱼⱼ`. That is the update of the papers, whose `U` of `H⁻¹ = UᵀU` is
 //! `R⁻¹` (Chen et al. 2025, <https://arxiv.org/abs/2507.18553>), but needs no inverse, and is a product of matrices from block to block.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::epilogue::Epilogue;
-use super::matmul::{Left, Rows, product};
+use super::matmul::{Columns, Left, Rows, product};
 use super::solve;
+
+/// Columns that [`Compensation::divide`] eliminates at once.
+const SOLVED: usize = 64;
 
 /// How columns of a layer's weight make up for each other.
 pub struct Compensation {
@@ -37,9 +42,9 @@ pub trait Choice: Sync {
     /// it does not look at blocks.
     fn begin(&mut self, first: usize, width: usize, values: &[f32], costs: &[f32]);
 
-    /// The value of a column of a row, given what it was, and what it would best be; at a column from which on values are looked at
+    /// The value of a column of a row, given what it would best be; at a column from which on values are looked at
     /// together, also what those would best be. `marks` belongs to the row and block, and begins as zero.
-    fn choose(&self, row: usize, column: usize, before: f32, ahead: &[f32], costs: &[f32], marks: &mut u64) -> f32;
+    fn choose(&self, row: usize, column: usize, ahead: &[f32], costs: &[f32], marks: &mut u64) -> f32;
 }
 
 impl Compensation {
@@ -83,6 +88,49 @@ impl Compensation {
         }
     }
 
+    /// `B H⁻¹` in the place of rows `B` `[n, size]`; columns of both are in order.
+    ///
+    /// `H = P D Pᵀ` with the ratios as `P` and the costs as `D`: columns are eliminated from the last to the first, divided, and eliminated
+    /// from the first to the last, a block at a time.
+    pub fn divide(&self, values: &mut [f32]) {
+        let size = self.size;
+        let rows = values.len() / size.max(1);
+        let mut sums = vec![0f32; rows * SOLVED.min(size)];
+        let blocks = || (0..size).step_by(SOLVED).map(|first| first..size.min(first + SOLVED));
+        for Range { start, end } in blocks().rev() {
+            let sums = &mut sums[..rows * (end - start)];
+            if end < size {
+                let right = Columns { values: &self.ratios[start * size + end..], count: end - start, stride: size };
+                product(&Left::pack(&values[end..], rows, size - end, size), &right, end - start, Epilogue::NONE, sums);
+            } else {
+                sums.fill(0.0);
+            }
+            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| {
+                for at in (start..end).rev() {
+                    let later = row[at + 1..end].iter().zip(&self.ratios[at * size + at + 1..]).map(|(x, ratio)| x * ratio).sum::<f32>();
+                    row[at] -= sums[at - start] + later;
+                }
+            });
+        }
+        values.par_chunks_mut(size.max(1)).for_each(|row| row.iter_mut().zip(&self.costs).for_each(|(x, cost)| *x /= cost));
+        for Range { start, end } in blocks() {
+            let sums = &mut sums[..rows * (end - start)];
+            if start > 0 {
+                let right = Rows { values: &self.ratios[start..], count: end - start, stride: size };
+                product(&Left::pack(values, rows, start, size), &right, end - start, Epilogue::NONE, sums);
+            } else {
+                sums.fill(0.0);
+            }
+            values.par_chunks_mut(size).zip(sums.par_chunks(end - start)).for_each(|(row, sums)| {
+                row[start..end].iter_mut().zip(sums).for_each(|(x, sum)| *x -= sum);
+                for at in start..end {
+                    let factor = -row[at];
+                    add_scaled(&mut row[at + 1..end], &self.ratios[at * size + at + 1..], factor);
+                }
+            });
+        }
+    }
+
     /// Replaces the columns of a weight `[rows, size]`, in order, by what `choice` makes of them, a block at a time.
     pub fn apply(&self, weights: &mut [f32], block: usize, choice: &mut impl Choice) {
         let size = self.size;
@@ -117,7 +165,7 @@ impl Compensation {
                     free.clear();
                     free.extend_from_slice(&targets[at..at + together]);
                     self.free(&mut free, &weights[column..], column);
-                    let value = choice.choose(row, column, weights[column], &free, &self.costs[column..first + width], &mut marks);
+                    let value = choice.choose(row, column, &free, &self.costs[column..first + width], &mut marks);
                     let error = weights[column] - value;
                     add_scaled(&mut targets[at + 1..], &self.ratios[column * size + column + 1..], error);
                     (weights[column], errors[column]) = (value, error);
@@ -131,6 +179,30 @@ simd! {
     fn add_scaled(out: &mut [f32], values: &[f32], factor: f32) {
         for (out, x) in out.iter_mut().zip(values) {
             *out += factor * x;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn division_undoes_multiplication() {
+        let (rows, size) = (5, 150);
+        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0;
+        let features: Vec<f32> = (0..400 * size).map(|i| number(i * i)).collect();
+        let mut sums = vec![0f32; size * size];
+        super::super::gram::add(&features, size, &mut sums);
+        let order: Vec<usize> = (0..size).rev().collect();
+        let compensation = Compensation::new(sums.clone(), size, &order, 0.0).ok().unwrap();
+        let wanted: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
+        let at = |a: usize, b: usize| f64::from(sums[a.min(b) * size + a.max(b)]);
+        let product = |row: usize, column: usize| (0..size).map(|k| f64::from(wanted[row * size + k]) * at(order[k], order[column])).sum::<f64>() as f32;
+        let mut values: Vec<f32> = (0..rows * size).map(|i| product(i / size, i % size)).collect();
+        compensation.divide(&mut values);
+        for (have, want) in values.iter().zip(&wanted) {
+            assert!((have - want).abs() < 1e-3, "{have} for {want}");
         }
     }
 }

@@ -92,8 +92,9 @@ impl<'a> Epilogue<'a> {
         }
     }
 
+    /// Finishes a stretch of a row.
     #[inline(always)]
-    fn apply(&self, out: &mut [f32], [row, column, width]: [usize; 3]) {
+    pub(super) fn apply(&self, out: &mut [f32], [row, column, width]: [usize; 3]) {
         for step in self.steps {
             match step {
                 Fused::AddToColumns(values) => combine(out, &values[column..], |a, b| a + b),

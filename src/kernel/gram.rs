@@ -6,17 +6,28 @@ use super::matmul_gradient::long_product;
 /// Features whose products with all later ones are made at once.
 const STRIP: usize = 384;
 
-/// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`; what is below is left as it is.
+/// Adds `Xᵀ X` of rows `X` `[n, size]` to the upper triangle of `sums` `[size, size]`; what is below means nothing.
 pub fn add(rows: &[f32], size: usize, sums: &mut [f32]) {
-    let count = rows.len() / size.max(1);
+    strips([rows, rows], size, |first| first, sums);
+}
+
+/// Adds `Xᵀ Y` of rows `X` and `Y` `[n, size]` to `sums` `[size, size]`.
+pub fn add_cross(left: &[f32], right: &[f32], size: usize, sums: &mut [f32]) {
+    strips([left, right], size, |_| 0, sums);
+}
+
+/// Products of some features of the left rows with those of the right rows from `begin` of the first of them on.
+fn strips([left, right]: [&[f32]; 2], size: usize, begin: impl Fn(usize) -> usize, sums: &mut [f32]) {
+    let count = left.len() / size.max(1);
     for first in (0..size).step_by(STRIP) {
-        let (height, width) = (STRIP.min(size - first), size - first);
+        let (height, begin) = (STRIP.min(size - first), begin(first));
+        let width = size - begin;
         let mut products = vec![0f32; height * width];
-        let left = |range: std::ops::Range<usize>| Left::pack_transposed(&rows[range.start * size + first..], height, range.len(), size);
-        let right = |range: std::ops::Range<usize>| Rows { values: &rows[range.start * size + first..], count: width, stride: size };
+        let left = |range: std::ops::Range<usize>| Left::pack_transposed(&left[range.start * size + first..], height, range.len(), size);
+        let right = |range: std::ops::Range<usize>| Rows { values: &right[range.start * size + begin..], count: width, stride: size };
         long_product([height, count, width], left, right, &mut products);
         for (row, products) in products.chunks_exact(width).enumerate() {
-            let sums = &mut sums[(first + row) * size + first..][..width];
+            let sums = &mut sums[(first + row) * size + begin..][..width];
             sums.iter_mut().zip(products).for_each(|(sum, product)| *sum += product);
         }
     }
@@ -30,11 +41,21 @@ mod tests {
     fn sums_are_products_of_features() {
         for (count, size) in [(0, 3), (5, 1), (37, 70), (600, 400)] {
             let rows: Vec<f32> = (0..count * size).map(|i| ((i * 7919 % 1013) as f32 - 506.0) / 300.0).collect();
-            let mut sums = vec![1.0; size * size];
+            let others: Vec<f32> = rows.iter().map(|x| 1.0 - x).collect();
+            let (mut sums, mut cross) = (vec![1.0; size * size], vec![1.0; size * size]);
             add(&rows, size, &mut sums);
-            for (at, have) in sums.iter().enumerate().step_by(7).filter(|(at, _)| at / size <= at % size) {
-                let want = 1.0 + (0..count).map(|row| f64::from(rows[row * size + at / size]) * f64::from(rows[row * size + at % size])).sum::<f64>();
-                assert!((f64::from(*have) - want).abs() < 1e-4 * (1.0 + want.abs()), "{count} {size} {at}: {have} for {want}");
+            add_cross(&rows, &others, size, &mut cross);
+            for at in (0..size * size).step_by(7) {
+                let want =
+                    |other: &[f32]| 1.0 + (0..count).map(|row| f64::from(rows[row * size + at / size]) * f64::from(other[row * size + at % size])).sum::<f64>();
+                // Below the diagonal, the other half of the same sums.
+                let upper = if at / size <= at % size { sums[at] } else { sums[at % size * size + at / size] };
+                for (have, want) in [(upper, want(&rows)), (cross[at], want(&others))] {
+                    assert!(
+                        (f64::from(have) - want).abs() < 1e-6 * (1000.0 + want.abs()) * (1.0 + count as f64).sqrt(),
+                        "{count} {size} {at}: {have} for {want}"
+                    );
+                }
             }
         }
     }

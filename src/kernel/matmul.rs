@@ -229,25 +229,37 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
     }
 }
 
-/// [`product`] with few rows: jobs are panels, and their tiles are put in place afterwards.
+/// [`product`] with few rows: jobs are panels.
 fn by_columns(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue, out: &mut [f32]) {
-    let size = (PANEL * left.inner).max(1);
-    let replacing = Epilogue { accumulate: false, ..epilogue };
-    let tiles: Vec<Vec<f32>> = (0..width.div_ceil(PANEL))
-        .into_par_iter()
-        .map_init(
-            || Scratch::new(size),
-            |panel, index| {
-                let column = index * PANEL;
-                let columns = PANEL.min(width - column);
-                right.pack(column, panel);
-                let mut tile = vec![0.0; left.rows * columns];
-                multiply_into(left, 0..left.rows.div_ceil(BLOCK), panel, column, replacing, &mut tile, width, 0, columns);
-                tile
-            },
-        )
-        .collect();
-    for (row, out) in out.chunks_exact_mut(width).enumerate() {
+    by_panels(left.rows, width, epilogue, out, |column, columns, tile| {
+        let mut panel = Scratch::new(PANEL * left.inner);
+        right.pack(column, &mut panel);
+        multiply_into(left, 0..left.rows.div_ceil(BLOCK), &panel, column, Epilogue::NONE, tile, width, 0, columns);
+    });
+}
+
+simd! {
+    /// Finishes some columns of all rows.
+    fn finish(tile: &mut [f32], column: usize, columns: usize, width: usize, epilogue: Epilogue) {
+        for (row, values) in tile.chunks_exact_mut(columns).enumerate() {
+            epilogue.apply(values, [row, column, width]);
+        }
+    }
+}
+
+/// A product of few rows by all threads: `multiply` is given the first of some columns, how many they are, and zeros `[rows, columns]` that it
+/// replaces; results are finished and put in place.
+pub(super) fn by_panels(rows: usize, width: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, usize, &mut [f32]) + Sync) {
+    let tile = |index: usize| {
+        let column = index * PANEL;
+        let columns = PANEL.min(width - column);
+        let mut tile = vec![0.0; rows * columns];
+        multiply(column, columns, &mut tile);
+        finish(&mut tile, column, columns, width, epilogue);
+        tile
+    };
+    let tiles: Vec<Vec<f32>> = (0..width.div_ceil(PANEL)).into_par_iter().map(tile).collect();
+    for (row, out) in out.chunks_exact_mut(width.max(1)).enumerate() {
         for (tile, out) in tiles.iter().zip(out.chunks_mut(PANEL)) {
             epilogue.put(&tile[row * out.len()..][..out.len()], out);
         }

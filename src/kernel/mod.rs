@@ -8,6 +8,7 @@
 #[macro_use]
 pub(crate) mod simd;
 pub mod bitmask;
+pub mod cache;
 pub mod compare;
 pub mod convert;
 mod float;
@@ -39,6 +40,7 @@ mod running {
     pub mod dense;
     pub mod eigen;
     pub mod epilogue;
+    pub mod few_rows;
     pub mod gram;
     pub mod grid;
     pub mod low_rank;

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::files::DESCRIPTIONS;
 use super::quantization;
 use crate::error::{Error, Result};
+use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, WordsLabel};
 
 /// Quantization method that marks folders only this tool reads.
@@ -111,6 +112,20 @@ impl Config {
     /// What is told of quantization again beside whatever weights are written: how keys and values are cached, and keys that nobody knows.
     pub fn carried_quantization(&self) -> &Map<String, Value> {
         &self.carried
+    }
+
+    /// What keys and values are rounded to when they are cached, if they are.
+    ///
+    /// # Errors
+    /// They are rounded in a way that is not done here.
+    pub fn cache(&self) -> Result<Option<CacheFormat>> {
+        let refused = |(what, hint): quantization::Refused| Error::Unsupported { what: format!("config.json: {what}"), hint: hint.into() };
+        self.carried.get(quantization::CACHE).map(|scheme| quantization::cache(scheme).map_err(refused)).transpose()
+    }
+
+    /// Says what keys and values are rounded to when they are cached.
+    pub fn set_cache(&mut self, format: CacheFormat) {
+        self.carried.insert(quantization::CACHE.to_owned(), quantization::cache_scheme(format));
     }
 
     /// Removes the description of quantized weights, and says what happens to activations.

@@ -1,11 +1,13 @@
 //! What a model computes.
 
+use std::collections::BTreeMap;
+
 use super::Model;
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, Graph, GraphFile, same};
+use crate::ir::{Builder, Catalog, Graph, GraphFile, Node, Op, cache, same};
 use crate::store::{ActivationScheme, Affine, Encoding, Weight, Weights, select};
 
 impl Catalog for Weights {
@@ -71,16 +73,14 @@ impl Model {
                 hint: "add a config.json, or describe the model in a graph.json; passes over weights need neither".into(),
             });
         }
-        if self.config.carried_quantization().contains_key("kv_cache_scheme") {
-            return Err(Error::Unsupported {
-                what: format!("{}: running a model whose cache of keys and values is quantized (`kv_cache_scheme`)", self.path.display()),
-                hint: "passes over weights carry it along; take it out of config.json to run the model without".into(),
-            });
-        }
         let (pooling, modules) = Pooling::described(&self.path)?;
         let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
         let quantizers = self.quantizers();
         let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
+        let graph = match self.config.cache()? {
+            None => graph,
+            Some(format) => cache::insert(&graph, &self.weights, format)?,
+        };
         Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(modules).collect()))
     }
 
@@ -93,6 +93,16 @@ impl Model {
             _ => None,
         };
         Quantizers { layers: self.weights.by_name.iter().filter_map(of).collect(), ..Quantizers::default() }
+    }
+
+    /// The value that each linear layer reads, by the name of its weight; nothing where it is not known what the model computes.
+    pub(crate) fn inputs_of_layers(&self) -> BTreeMap<String, String> {
+        let Ok(graph) = self.graph() else { return BTreeMap::new() };
+        let input = |node: &Node| match (&node.op, node.inputs.as_slice()) {
+            (Op::Linear(_), [x, weight, ..]) => Some((graph.value(*weight).name.clone(), graph.value(*x).name.clone())),
+            _ => None,
+        };
+        graph.nodes().iter().filter_map(input).collect()
     }
 
     /// Weights that the graph does not use, by name.

@@ -1,8 +1,9 @@
 //! What a `quantization_config` says beside how weights are encoded: carried along, or refused by name.
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::config::{OWN_METHOD, Said};
+use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, WordsLabel};
 
 /// Keys that are made anew for the weights that are written.
@@ -37,6 +38,35 @@ const ARGUMENTS: [&str; 12] = [
     "observer_kwargs",
 ];
 
+/// The key that says how keys and values are cached.
+pub(super) const CACHE: &str = "kv_cache_scheme";
+
+/// What keys and values are rounded to when they are cached.
+///
+/// # Errors
+/// Something that is not done here.
+pub(super) fn cache(scheme: &Value) -> Result<CacheFormat, Refused> {
+    const HINT: &str = "keys and values are rounded to FP8 or symmetric int8 by one stored scale; passes over weights carry it along; take it out of config.json to run the model without";
+    let of = |key: &str| scheme.get(key).unwrap_or(&Value::Null);
+    let wrong = |key: &str| refused(format!("`{CACHE}` with `{key}` of {}", of(key)), HINT);
+    if of("num_bits").as_u64().unwrap_or(8) != 8 {
+        return wrong("num_bits");
+    }
+    if of("symmetric") == false {
+        return wrong("symmetric");
+    }
+    if !matches!(of("dynamic"), Value::Null | Value::Bool(false)) {
+        return wrong("dynamic");
+    }
+    Ok(if is_integer(scheme) { CacheFormat::Int8 } else { CacheFormat::Fp8 })
+}
+
+/// The same, to be written.
+pub(super) fn cache_scheme(format: CacheFormat) -> Value {
+    let kind = if format == CacheFormat::Int8 { "int" } else { "float" };
+    json!({ "num_bits": 8, "type": kind, "symmetric": true, "strategy": "tensor", "dynamic": false })
+}
+
 /// What is not supported, and what to do about it.
 pub(super) type Refused = (String, &'static str);
 
@@ -65,7 +95,7 @@ pub(super) fn carried(described: &Value) -> Result<Map<String, Value>, Refused> 
                     "what it says is done while the model runs, which no output of compress could tell; start from the original checkpoint",
                 );
             }
-            "kv_cache_scheme" if value.get("strategy").is_some_and(|strategy| strategy.as_str() != Some("tensor")) => {
+            CACHE if value.get("strategy").is_some_and(|strategy| strategy.as_str() != Some("tensor")) => {
                 return refused(
                     format!("`kv_cache_scheme` by {}", value["strategy"]),
                     "one scale for a layer is carried along; start from the original checkpoint",

@@ -68,8 +68,8 @@ fn tensors(draft: &Draft) -> impl Iterator<Item = (usize, usize, &Tensor)> {
 }
 
 fn byte_count(tensor: &Tensor) -> Result<u64> {
-    let count = tensor.dims.iter().try_fold(tensor.data_type.bits(), |size: u64, d| size.checked_mul(*d as u64)).map(|bits| bits.div_ceil(8));
-    count.ok_or_else(|| overflows(tensor))
+    let bits = tensor.dims.iter().try_fold(tensor.data_type.bits(), |bits: u64, d| bits.checked_mul(*d as u64));
+    bits.map(|bits| bits.div_ceil(8)).ok_or_else(|| overflows(tensor))
 }
 
 fn overflows(tensor: &Tensor) -> Error {
@@ -198,9 +198,9 @@ mod tests {
     #[test]
     fn elements_have_their_own_width() {
         let size = |data_type| byte_count(&Tensor { name: "a".into(), data_type, dims: vec![3, 5] }).unwrap();
-        let sizes = [DataType::Bool, DataType::Uint8, DataType::Float16, DataType::Float, DataType::Int32, DataType::Double, DataType::Int64].map(size);
-        assert_eq!(sizes, [15, 15, 30, 60, 60, 120, 120]);
-        assert_eq!(size(DataType::Uint4), 8);
+        use DataType::{Bool, Double, Float, Float16, Int4, Int32, Int64, Uint4, Uint8};
+        let sizes = [Uint4, Int4, Bool, Uint8, Float16, Float, Int32, Double, Int64].map(size);
+        assert_eq!(sizes, [8, 8, 15, 15, 30, 60, 60, 120, 120]);
     }
 
     #[test]

@@ -128,7 +128,8 @@ impl<'g> Lowering<'g> {
 
     fn push(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {
         let input = inputs.iter().map(|i| (*i).to_owned()).collect();
-        self.nodes.push(NodeProto { input, output: outputs, name: Some(name), op_type: Some(op.to_owned()), attribute: attributes, domain: None });
+        let (domain, op) = op.split_once("::").map_or((None, op), |(domain, op)| (Some(domain.to_owned()), op));
+        self.nodes.push(NodeProto { input, output: outputs, name: Some(name), op_type: Some(op.to_owned()), attribute: attributes, domain });
     }
 
     /// An operator whose result only this node needs.
@@ -261,6 +262,11 @@ impl<'g> Lowering<'g> {
     /// Whole numbers of 32 bits that only this node needs.
     pub fn own_ints(&mut self, part: &str, dims: Vec<i64>, values: &[i32]) -> String {
         self.own(format!("{}/{part}", self.scope), DataType::Int32, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
+    }
+
+    /// A zero of eight bits in a vector of one.
+    pub fn zero_of(&mut self, kind: DataType) -> String {
+        self.constant(&format!("zero/{kind:?}"), kind, &[1], vec![0])
     }
 
     /// One zero of int8, or a vector of them, that only this node needs: runtimes that change zero points do so once for each that

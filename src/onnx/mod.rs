@@ -9,5 +9,5 @@ mod style;
 mod write;
 
 pub use place::{Slot, Tensor};
-pub use style::{OPSETS, Precision, Style};
+pub use style::{OPSETS, Precision, Style, WeightOnly};
 pub use write::{Draft, draft};

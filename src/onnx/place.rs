@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::proto::DataType;
-use super::style::{Precision, Style};
+use super::style::{Precision, Style, WeightOnly};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Op, Value, ValueId};
-use crate::store::{ActivationScheme, Affine, Codes, Granularity};
+use crate::store::{ActivationScheme, Affine, Blocks, Codes, Granularity, StorageFormat};
 
-/// The first opset whose `DequantizeLinear` takes scales of groups, and that has integers of four bits.
-const BLOCKS: u32 = 21;
+/// The first opset whose `DequantizeLinear` takes scales of groups, and integers of four bits.
+const NARROW: u32 = 21;
 
 /// A tensor of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,8 +27,8 @@ pub struct Tensor {
 pub struct Slot {
     /// Name in the checkpoint.
     pub weight: String,
-    /// Whether the matrix is stored `[in, out]` where the checkpoint has `[out, in]`.
-    pub transposed: bool,
+    /// How the elements are stored, and scales with them.
+    pub storage_format: StorageFormat,
     /// How the elements are quantized, if they are integers in the file.
     pub integers: Option<Affine>,
     /// How the elements are places in palettes, if they are.
@@ -39,6 +39,13 @@ pub struct Slot {
     pub remark: Option<&'static str>,
     /// For a bias that is added to sums of integers: the layer whose sums they are.
     pub sums: Option<Sums>,
+}
+
+impl Slot {
+    /// Whether the matrix is stored `[in, out]` where the checkpoint has `[out, in]`.
+    pub fn transposed(&self) -> bool {
+        matches!(self.storage_format, StorageFormat::Transposed | StorageFormat::Halves { transposed: true })
+    }
 }
 
 /// A layer that multiplies integers.
@@ -81,7 +88,7 @@ fn bias(sums: Option<Sums>, value: &Value, name: String, taken: &mut BTreeSet<St
     }
     let slot = |name: &str, data_type, scales| Slot {
         weight: value.name.clone(),
-        transposed: false,
+        storage_format: StorageFormat::Plain,
         integers: None,
         palette: None,
         tensors: vec![Tensor { name: name.to_owned(), data_type, dims: sizes(value) }],
@@ -100,7 +107,7 @@ fn floats(style: &Style, value: &Value, name: String, uses: &[Use], quantized: b
     }
     Slot {
         weight: value.name.clone(),
-        transposed: matrices,
+        storage_format: if matrices { StorageFormat::Transposed } else { StorageFormat::Plain },
         integers: None,
         palette: None,
         tensors: vec![Tensor { name, data_type: if wide { DataType::Float } else { DataType::Float16 }, dims }],
@@ -119,7 +126,7 @@ fn palette(style: &Style, value: &Value, name: &str, affine: &Affine, uses: &[Us
         Tensor { name: wanted, data_type, dims }
     };
     let shape = sizes(value);
-    let halves = style.opset >= BLOCKS && affine.codes.bits() <= 4 && shape.get(1..).unwrap_or(&[]).iter().product::<usize>().is_multiple_of(2);
+    let halves = style.opset >= NARROW && affine.codes.bits() <= 4;
     let palettes = affine.scale_shape(&shape).iter().product();
     let [places, values] = [
         side("places", if halves { DataType::Uint4 } else { DataType::Uint8 }, shape),
@@ -127,7 +134,7 @@ fn palette(style: &Style, value: &Value, name: &str, affine: &Affine, uses: &[Us
     ];
     Slot {
         weight: value.name.clone(),
-        transposed: false,
+        storage_format: if halves { StorageFormat::Halves { transposed: false } } else { StorageFormat::Plain },
         integers: None,
         palette: Some(affine.clone()),
         tensors: vec![places, values],
@@ -142,13 +149,19 @@ fn is_wide(style: &Style, uses: &[Use]) -> bool {
 
 fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: &[Use], taken: &mut BTreeSet<String>) -> Result<Slot> {
     let (shape, layer) = (sizes(value), uses.iter().find_map(|u| u.layer().map(|_| u)));
-    if let (Granularity::Group(size), Some(_)) = (affine.granularity, layer)
-        && style.opset < BLOCKS
+    let grouped = matches!(affine.granularity, Granularity::Group(_));
+    let alone = affine.activations == ActivationScheme::None || grouped;
+    let storage_format = storage_format(style, affine, &shape, uses, alone);
+    let blocks = if let StorageFormat::Blocks(blocks) = storage_format { Some(blocks) } else { None };
+    if let (Granularity::Group(size), Some(_), None) = (affine.granularity, layer, blocks)
+        && style.opset < NARROW
     {
         return Err(Error::tensor(
             &value.name,
-            format!("has a scale for each {size} inputs, which ONNX can express from opset {BLOCKS} on; this is opset {}", style.opset),
-            format!("set `opset: {BLOCKS}`, or quantize with one scale for each output (`granularity: channel`, or `group_size: -1`)"),
+            format!("has a scale for each {size} inputs, which ONNX can express from opset {NARROW} on; this is opset {}", style.opset),
+            format!(
+                "set `opset: {NARROW}`, or `weight_only: matmul-nbits` for groups of a multiple of 16, or quantize with one scale for each output (`granularity: channel`, or `group_size: -1`)"
+            ),
         ));
     }
     let transposed = uses.iter().all(|u| u.layer() == Some(false));
@@ -160,10 +173,17 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         Granularity::Channel => vec![shape[0]],
         Granularity::Group(_) | Granularity::Block(_) => affine.scale_shape(&shape),
     };
+    let mut zero_points = scales.clone();
     let mut dims = shape;
-    if transposed {
+    if let Some(blocks) = blocks {
+        let (rows, row) = (dims[0], dims[1]);
+        dims = vec![rows, blocks.count(row), blocks.bytes()];
+        scales = vec![rows, blocks.count(row)];
+        zero_points = vec![rows, blocks.zero_point_bytes(row)];
+    } else if transposed {
         dims.reverse();
         scales.reverse();
+        zero_points.reverse();
     }
     let mut side = |what: &str, data_type, dims: &[usize]| {
         let mut wanted = format!("{name}_{what}");
@@ -172,26 +192,50 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         }
         Tensor { name: wanted, data_type, dims: dims.to_vec() }
     };
+    let data_type = match storage_format {
+        StorageFormat::Blocks(_) => DataType::Uint8,
+        StorageFormat::Halves { .. } => DataType::Int4,
+        _ => DataType::Int8,
+    };
     let mut beside = vec![side("scale", DataType::Float, &scales)];
     if !affine.symmetric {
         let one = affine.granularity == Granularity::Tensor;
-        beside.push(side("zero_point", DataType::Int8, if one { &[] } else { &scales }));
+        beside.push(side("zero_point", data_type, if one { &[] } else { &zero_points }));
     }
-    let mut tensors = vec![Tensor { name, data_type: DataType::Int8, dims }];
+    let mut tensors = vec![Tensor { name, data_type, dims }];
     tensors.append(&mut beside);
-    let grouped = matches!(affine.granularity, Granularity::Group(_));
-    let alone = affine.activations == ActivationScheme::None || grouped;
     let remark = match layer {
         Some(_) if alone && uses.iter().any(Use::is_table) => {
             Some("int8 in the file, where an output head that shares them with an embedding computes in floats, made when the file is loaded")
         }
         Some(_) if grouped && affine.activations == ActivationScheme::DynamicToken => Some(
-            "int8 with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
+            "integers with activations left as floats, because ONNX has no product of integers with scales for groups of inputs; use granularity: channel for it",
         ),
-        _ if affine.codes != Codes::INT8 => Some("int8 in the file: integers of fewer bits take a byte each"),
+        Some(_) if alone && style.weight_only == WeightOnly::MatmulNbits && blocks.is_none() => {
+            Some("read by DequantizeLinear: MatMulNBits takes matrices that are stored [out, in], with a scale for each output or for a multiple of 16 inputs")
+        }
+        _ if data_type == DataType::Int8 && affine.codes != Codes::INT8 => {
+            Some("int8 in the file: integers of fewer bits take a byte each, but for the weights of layers with float activations from opset 21 on")
+        }
         _ => None,
     };
-    Ok(Slot { weight: value.name.clone(), transposed, integers: Some(affine.clone()), palette: None, tensors, remark, sums: None })
+    Ok(Slot { weight: value.name.clone(), storage_format, integers: Some(affine.clone()), palette: None, tensors, remark, sums: None })
+}
+
+/// How integers are stored. Only those that floats are made of, in layers alone, may be anything but bytes.
+fn storage_format(style: &Style, affine: &Affine, shape: &[usize], uses: &[Use], alone: bool) -> StorageFormat {
+    let transposed = uses.iter().all(|u| u.layer() == Some(false));
+    let bytes = if transposed { StorageFormat::Transposed } else { StorageFormat::Plain };
+    let [_, row] = shape else { return bytes };
+    if !alone || uses.iter().any(|u| u.layer() != Some(!transposed)) {
+        return bytes;
+    }
+    let blocks = Blocks::of(affine.codes.bits(), affine.granularity, *row).filter(|_| transposed && style.weight_only == WeightOnly::MatmulNbits);
+    match blocks {
+        Some(blocks) => StorageFormat::Blocks(blocks),
+        None if affine.codes.bits() <= 4 && style.opset >= NARROW => StorageFormat::Halves { transposed },
+        None => bytes,
+    }
 }
 
 fn sizes(value: &Value) -> Vec<usize> {
@@ -249,6 +293,7 @@ impl Use<'_> {
     fn wants_range(&self, style: &Style) -> bool {
         match self.op {
             Op::BatchNorm(_) => self.input >= 3,
+            Op::CacheQuantize(_) => self.input == 1,
             Op::Linear(_) => self.input == 2 && style.integers.contains_key(self.weight),
             _ => false,
         }

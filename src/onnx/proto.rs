@@ -164,8 +164,12 @@ pub enum DataType {
     Float16 = 10,
     /// 64-bit floats.
     Double = 11,
-    /// Unsigned integers of four bits, two a byte, the first in the low half.
+    /// E4M3, floats of eight bits without infinities.
+    Float8E4m3 = 17,
+    /// Unsigned integers of four bits, two in a byte, the first in the low half.
     Uint4 = 21,
+    /// Signed integers of four bits, two in a byte, the first in the low half.
+    Int4 = 22,
 }
 
 impl DataType {
@@ -173,8 +177,8 @@ impl DataType {
     pub fn bits(self) -> u64 {
         match self {
             DataType::Undefined => 0,
-            DataType::Uint4 => 4,
-            DataType::Uint8 | DataType::Int8 | DataType::Bool => 8,
+            DataType::Int4 | DataType::Uint4 => 4,
+            DataType::Uint8 | DataType::Int8 | DataType::Bool | DataType::Float8E4m3 => 8,
             DataType::Float16 => 16,
             DataType::Float | DataType::Int32 => 32,
             DataType::Int64 | DataType::Double => 64,

@@ -21,6 +21,18 @@ pub enum Precision {
     Float16,
 }
 
+/// How layers are written whose weights are integers and whose activations are floats.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum WeightOnly {
+    /// `DequantizeLinear` and a product, operators of ONNX; groups of inputs, and four bits in half a byte, from opset 21 on
+    #[default]
+    Dequantize,
+    /// `MatMulNBits`, an operator of ONNX Runtime, for groups of any multiple of 16 inputs and for whole rows
+    MatmulNbits,
+}
+
 /// How a graph is to be written.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Style {
@@ -34,10 +46,13 @@ pub struct Style {
     pub palettes: BTreeMap<String, Affine>,
     /// Whether activations become int8, as integer units of ARM and GPUs want them, and not uint8.
     pub signed: bool,
+    /// How layers are written that have integers as weights and floats as activations.
+    pub weight_only: WeightOnly,
 }
 
 impl Default for Style {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new(), palettes: BTreeMap::new(), signed: false }
+        let (integers, palettes) = Default::default();
+        Self { opset: *OPSETS.start(), precision: Precision::default(), integers, palettes, signed: false, weight_only: WeightOnly::default() }
     }
 }

@@ -57,6 +57,9 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         lowering.alias(value, &public);
     }
     let Lowering { places, nodes, constants, .. } = lowering;
+    let domains: BTreeSet<String> = nodes.iter().filter_map(|node| node.domain.clone()).collect();
+    let own = OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) };
+    let others = domains.into_iter().map(|domain| OperatorSetIdProto { domain: Some(domain), version: Some(1) });
     let weights = places.into_values().flatten().collect();
     let body = GraphProto {
         node: nodes,
@@ -77,7 +80,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         producer_version: Some(env!("CARGO_PKG_VERSION").into()),
         doc_string: None,
         graph: Some(body),
-        opset_import: vec![OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) }],
+        opset_import: std::iter::once(own).chain(others).collect(),
         metadata_props: metadata.iter().map(|(key, value)| StringStringEntryProto::new(key, value)).collect(),
     };
     Ok(Draft { model, weights })

@@ -36,6 +36,7 @@ pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic}
 mod running {
     //! Passes that run the model.
 
+    mod cached_scales;
     pub(in crate::pass) mod calibrate;
     pub(in crate::pass) mod chains;
     pub(in crate::pass) mod decompose;
@@ -67,6 +68,7 @@ mod layerwise;
 use crate::error::Result;
 use crate::model::Model;
 use crate::run_state::RunState;
+use crate::store::Weight;
 use crate::work::Work;
 
 /// A step of a pipeline.
@@ -106,6 +108,11 @@ pub trait Pass: fmt::Debug + Send + Sync {
     /// Whether the pass keeps unfinished work in [`Context::workplace`], so that an interrupted run can go on with it.
     fn keeps_work(&self) -> bool {
         false
+    }
+
+    /// Bytes on disk that such work takes for a weight that the pass changes, as it is then.
+    fn kept_bytes(&self, _name: &str, _weight: &Weight) -> u64 {
+        0
     }
 
     /// The model after the pass. Without a context that is quick, and no tensor is read: what a pass does that runs the model is told as

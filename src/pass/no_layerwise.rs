@@ -6,9 +6,10 @@ use serde_json::{Map, Value};
 
 use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
+use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::Affine;
+use crate::store::{Affine, Weight};
 
 /// Whether models can be run.
 ///
@@ -57,6 +58,16 @@ pub(super) fn palettize(
 /// Nothing: [`require`] was asked before.
 pub(super) fn find_input_scales(_pass: &str, _encodings: &mut BTreeMap<String, Affine>, _model: &Model, _context: &Context) -> Result<()> {
     Err(unable("scheme"))
+}
+
+/// Nothing: [`require`] was asked before.
+pub(super) fn find_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut Model, _context: Option<&Context>) -> Result<usize> {
+    Err(unable("kv_cache"))
+}
+
+/// Nothing is kept.
+pub(super) fn kept_bytes(_name: &str, _weight: &Weight) -> u64 {
+    0
 }
 
 fn unable(option: &str) -> Error {

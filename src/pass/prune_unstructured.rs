@@ -260,6 +260,10 @@ impl Pass for PruneUnstructured {
         self.importance != Importance::L1
     }
 
+    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
+    }
+
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let weights = model.weights.clone();
         let by_samples = self.importance != Importance::L1;

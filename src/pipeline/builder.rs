@@ -64,6 +64,13 @@ impl Pipeline {
         plan::plan(self, model)
     }
 
+    /// Bytes that unfinished work of the passes takes beside the output.
+    pub(super) fn kept_bytes(&self, after: &Model, run: &RunState) -> u64 {
+        let passes = self.steps.iter().rev().zip(run.history.iter().rev());
+        let weights = passes.flat_map(|(step, applied)| applied.tensors.iter().map(move |name| (step, name)));
+        weights.filter_map(|(step, name)| Some(step.pass().kept_bytes(name, after.weights.by_name.get(name)?))).sum()
+    }
+
     /// Whether a pass keeps unfinished work that an interrupted run can go on with.
     pub(super) fn keeps_work(&self) -> bool {
         self.steps.iter().any(|step| step.pass().keeps_work())

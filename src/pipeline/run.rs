@@ -44,7 +44,9 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
     let folder = staging.path();
-    require_space(&folder, staging.target(), &forecasts, carry::size(&model)?)?;
+    // What an interrupted run has kept is there already.
+    let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
+    require_space(&folder, staging.target(), &forecasts, carry::size(&model)?.saturating_add(kept))?;
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;

@@ -16,6 +16,10 @@ use crate::ir::{self, Port};
 /// 16 bits, and what is larger is cut off.
 const EXACT_SUMS: &str = "session.x64quantprecision";
 
+/// Products of weights of a few bits with activations as the file defines them, 32-bit floats. Without this option, activations of
+/// `DequantizeLinear` and `MatMul` are rounded to int8 on the way.
+const EXACT_PRODUCTS: &str = "session.qdq_matmulnbits_accuracy_level";
+
 /// How a model is run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
@@ -49,7 +53,8 @@ impl Session {
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
-        let mut builder = builder.with_config_entry(EXACT_SUMS, "1").map_err(|e| refused(e.into()))?;
+        let builder = builder.with_config_entry(EXACT_SUMS, "1").map_err(|e| refused(e.into()))?;
+        let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
         let inner = builder.commit_from_file(path).map_err(refused)?;
         let other = |outlet: &&Outlet| element::port(outlet).is_none();
         let strange = inner.inputs().iter().find(other).map(|input| ("input", input));

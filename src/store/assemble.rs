@@ -226,6 +226,7 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Co
             return Err(broken(format!("zero points {} {:?} beside scales {:?}", zero.dtype, zero.shape, scales.shape)));
         }
     }
+    require_own_order(checkpoint, name, row, granularity)?;
     let affine = Affine { codes, granularity, symmetric: zero_points.is_none(), scale_dtype, activations: ActivationScheme::None };
     let mut stored_as = vec![scale_name];
     stored_as.extend(zero_points.is_some().then_some(zero_name));
@@ -254,6 +255,26 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Co
     weight.stored_bytes = bytes;
     weight.stored_as = stored_as;
     Ok(weight)
+}
+
+/// Refuses groups of scattered inputs, as files of compressed-tensors before 0.19 may have them; an order that says nothing is dropped.
+fn require_own_order(checkpoint: &mut Checkpoint, name: &str, row: usize, granularity: Granularity) -> Result<()> {
+    let order_name = format!("{name}_g_idx");
+    let Some(order) = checkpoint.tensors.remove(&order_name) else { return Ok(()) };
+    let run = granularity.run(row, row);
+    let unset = |group: i32| group == -1;
+    let own = |(at, group): (usize, &[u8; 4])| {
+        let group = i32::from_le_bytes(*group);
+        unset(group) || usize::try_from(group).ok() == at.checked_div(run)
+    };
+    if order.dtype == DType::I32 && order.elements() == row && order.read_all()?.as_chunks::<4>().0.iter().enumerate().all(own) {
+        return Ok(());
+    }
+    Err(Error::tensor(
+        &order_name,
+        "puts inputs into groups in another order than their own (`actorder: group`)",
+        "have a compressed-tensors before 0.19 decompress the model, or quantize the original checkpoint again",
+    ))
 }
 
 /// How the input of a layer is quantized, with the names of the tensors that say so and their bytes.

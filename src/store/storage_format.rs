@@ -17,6 +17,7 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use super::in_blocks::{Blocks, Halves};
 use super::{Codes, DType, Encoding, Granularity, View, Weight};
 use crate::error::{Error, Result};
 use crate::kernel::{bitmask, packing};
@@ -44,10 +45,15 @@ pub enum StorageFormat {
         /// Elements with a bit set.
         kept: u64,
     },
-    /// Places in palettes of at most four bits two in a byte, in rows of an even length.
-    Halves,
     /// A matrix `[in, out]` where the weight is `[out, in]`, scales likewise.
     Transposed,
+    /// Integers of four bits, or places in palettes, two in a byte, zero points likewise.
+    Halves {
+        /// Whether the matrix and its scales are [transposed](StorageFormat::Transposed).
+        transposed: bool,
+    },
+    /// Rows in blocks with a scale each, see [`in_blocks`](super::in_blocks).
+    Blocks(Blocks),
 }
 
 impl StorageFormat {
@@ -67,9 +73,10 @@ impl StorageFormat {
         };
         let shape = weight.shape.clone();
         let mut parts = match self {
+            StorageFormat::Blocks(blocks) => return blocks.parts(name, weight),
             StorageFormat::Plain => vec![part("", dtype, shape)],
+            StorageFormat::Halves { .. } => vec![part("", DType::U8, vec![weight.elements().div_ceil(2)])],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
-            StorageFormat::Halves => vec![part("", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])],
             StorageFormat::Packed if codes == Some(Codes::E2m1) => {
                 vec![part("_packed", DType::U8, vec![shape.first().copied().unwrap_or(1), weight.row().div_ceil(2)])]
             }
@@ -85,7 +92,7 @@ impl StorageFormat {
         };
         if let Some(affine) = integers {
             let mut shape = affine.scale_shape(&weight.shape);
-            if self == StorageFormat::Transposed {
+            if matches!(self, StorageFormat::Transposed | StorageFormat::Halves { transposed: true }) {
                 shape.reverse();
             }
             // Powers of two are bytes to those who read them.
@@ -99,7 +106,12 @@ impl StorageFormat {
                 if let (true, Some(rows)) = (packed, shape.first_mut()) {
                     *rows = packing::words(*rows, affine.codes.bits());
                 }
-                parts.push(part("_zero_point", if packed { DType::I32 } else { DType::I8 }, shape));
+                if let StorageFormat::Halves { .. } = self {
+                    let count = shape.iter().fold(1, |count: usize, size| count.saturating_mul(*size));
+                    parts.push(part("_zero_point", DType::U8, vec![count.div_ceil(2)]));
+                } else {
+                    parts.push(part("_zero_point", if packed { DType::I32 } else { DType::I8 }, shape));
+                }
             }
         }
         parts
@@ -107,7 +119,7 @@ impl StorageFormat {
 
     fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
-            StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves => 1,
+            StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves { .. } | StorageFormat::Blocks(_) => 1,
             StorageFormat::Packed if codes == Some(Codes::E2m1) => 1,
             StorageFormat::Packed => 2,
             StorageFormat::Sparse { .. } => 3,
@@ -135,6 +147,8 @@ pub(super) struct Emitter {
     pending: Vec<u8>,
     /// Scales and zero points that wait for the end, to be transposed; zero points that wait for whole words.
     parameters: [Vec<u8>; 2],
+    /// Codes and zero points of four bits.
+    halves: [Halves; 2],
     mask: Vec<u8>,
     values: Vec<u8>,
 }
@@ -167,6 +181,7 @@ impl Emitter {
             started: false,
             pending: Vec::new(),
             parameters: Default::default(),
+            halves: Default::default(),
             mask: Vec::new(),
             values: Vec::new(),
         }
@@ -180,8 +195,10 @@ impl Emitter {
         }
         match self.storage_format {
             StorageFormat::Plain => sink(0, view.values)?,
-            StorageFormat::Transposed => self.pending.extend_from_slice(view.values),
-            StorageFormat::Packed | StorageFormat::Halves if self.codes == Some(Codes::E2m1) || self.storage_format == StorageFormat::Halves => {
+            StorageFormat::Blocks(blocks) => return blocks.emit(view, self.row, sink),
+            StorageFormat::Transposed | StorageFormat::Halves { transposed: true } => self.pending.extend_from_slice(view.values),
+            StorageFormat::Halves { transposed: false } => sink(0, self.halves[0].put(view.values))?,
+            StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {
                 self.values.clear();
                 view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::to_halves(row, &mut self.values));
                 sink(0, &self.values)?;
@@ -191,7 +208,7 @@ impl Emitter {
                 view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack_places(row, self.bits, &mut self.values));
                 sink(0, &self.values)?;
             }
-            StorageFormat::Packed | StorageFormat::Halves => {
+            StorageFormat::Packed => {
                 if !packing::fits(view.values, self.bits) || !packing::fits(view.zero_points, self.bits) {
                     return Err(Error::tensor(
                         &self.name,
@@ -209,7 +226,8 @@ impl Emitter {
             && (first || affine.granularity != Granularity::Tensor)
         {
             let at = self.storage_format.value_parts(self.codes);
-            if self.storage_format == StorageFormat::Transposed && matches!(affine.granularity, Granularity::Group(_)) {
+            let transposed = matches!(self.storage_format, StorageFormat::Transposed | StorageFormat::Halves { transposed: true });
+            if transposed && matches!(affine.granularity, Granularity::Group(_)) {
                 let [scales, zero_points] = &mut self.parameters;
                 scales.extend_from_slice(view.scales);
                 zero_points.extend_from_slice(view.zero_points);
@@ -235,7 +253,8 @@ impl Emitter {
                 zero_points.extend_from_slice(view.zero_points);
                 self.pack_zero_points(WORD_ROWS, sink)?;
             } else if !affine.symmetric {
-                sink(at.saturating_add(1), view.zero_points)?;
+                let narrow = matches!(self.storage_format, StorageFormat::Halves { .. });
+                sink(at.saturating_add(1), if narrow { self.halves[1].put(view.zero_points) } else { view.zero_points })?;
             }
         }
         Ok(())
@@ -290,17 +309,22 @@ impl Emitter {
                 let rows = zero_points.len().checked_div(self.groups.max(1)).unwrap_or(0);
                 if rows > 0 { self.pack_zero_points(rows, sink) } else { Ok(()) }
             }
-            _ if pending.is_empty() => Ok(()),
-            StorageFormat::Transposed => {
+            StorageFormat::Transposed | StorageFormat::Halves { .. } => {
+                let narrow = matches!(self.storage_format, StorageFormat::Halves { .. });
+                let mut halves = std::mem::take(&mut self.halves);
                 let rows = pending.len().checked_div(self.row.saturating_mul(self.size)).unwrap_or(0);
-                self.transpose(&pending, self.size, self.row, &mut |bytes| sink(0, bytes))?;
+                self.transpose(&pending, self.size, self.row, &mut |bytes| sink(0, if narrow { halves[0].put(bytes) } else { bytes }))?;
                 for (part, parameters) in std::mem::take(&mut self.parameters).into_iter().enumerate().filter(|(_, bytes)| !bytes.is_empty()) {
                     let size = if part == 0 { self.scale_size } else { 1 };
                     let width = parameters.len().checked_div(rows.saturating_mul(size)).unwrap_or(0);
-                    self.transpose(&parameters, size, width, &mut |bytes| sink(part.saturating_add(1), bytes))?;
+                    let narrow = narrow && part == 1;
+                    self.transpose(&parameters, size, width, &mut |bytes| sink(part.saturating_add(1), if narrow { halves[1].put(bytes) } else { bytes }))?;
                 }
-                Ok(())
+                let [codes, zero_points] = &mut halves;
+                codes.rest().map_or(Ok(()), |byte| sink(0, &[byte]))?;
+                zero_points.rest().map_or(Ok(()), |byte| sink(2, &[byte]))
             }
+            _ if pending.is_empty() => Ok(()),
             _ => self.pack(&pending, sink),
         }
     }

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryCategory, MemoryTracker, Parameters, Residence, bytes_of};
 use crate::ir::ops::round_half_even;
-use crate::ir::{Graph, Op};
+use crate::ir::{Graph, Node, Op};
 use crate::kernel::quantize;
 use crate::model::Model;
 use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
@@ -95,8 +95,13 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
 
 /// Parameters that are statistics and not weights.
 fn statistics(graph: &Graph) -> BTreeSet<&str> {
-    let norms = graph.nodes().iter().filter(|node| matches!(node.op, Op::BatchNorm(_)));
-    norms.flat_map(|node| node.inputs.get(3..).unwrap_or(&[])).map(|id| graph.value(*id).name.as_str()).collect()
+    let of = |node: &'_ Node| match node.op {
+        Op::BatchNorm(_) => 3,
+        Op::CacheQuantize(_) => 1,
+        _ => usize::MAX,
+    };
+    let inputs = graph.nodes().iter().flat_map(|node| node.inputs.get(of(node)..).unwrap_or(&[]));
+    inputs.map(|id| graph.value(*id).name.as_str()).collect()
 }
 
 /// Which parameters train.

@@ -3,6 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
 use compress::ir::ops::*;
+use compress::kernel::cache::CacheFormat;
 
 /// An op and the sizes of its inputs; inputs of whole numbers are marked.
 pub struct Case {
@@ -44,6 +45,7 @@ pub fn cases() -> Vec<Case> {
         case(Clip { min: -0.5, max: 0.5 }, &[&[2, 5]]),
         case(FakeQuantize { scale: 0.01, zero_point: -60 }, &[&[2, 5]]),
         case(LearnedFakeQuantize { scale: 0.01, zero_point: -60 }, &[&[2, 5], &[1]]),
+        case(CacheQuantize { format: CacheFormat::Int8 }, &[&[2, 2, 3, 5], &[1]]),
         case(Softmax {}, &[&[2, 3, 5]]),
         case(Add {}, &[&[2, 3, 5], &[2, 3, 5]]),
         case(Mul {}, &[&[2, 3, 5], &[2, 3, 5]]),

@@ -236,7 +236,10 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
         );
     }
     if groups.iter().any(|g| g.affine.codes == Codes::E2m1) {
-        notes.push("FP4: vLLM and transformers load it from compressed-tensors 0.13 on; products of FP4 need a GPU of the Blackwell generation".to_owned());
+        notes.push(
+            "FP4: vLLM loads it from compressed-tensors 0.13 on, transformers from version 5 on; products of FP4 need a GPU of the Blackwell generation"
+                .to_owned(),
+        );
     }
     let narrow = |item: &&Item| matches!(&item.weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
     if items.iter().filter(narrow).any(|item| item.weight.dtype != DType::BF16) {

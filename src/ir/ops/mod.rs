@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod batch_norm;
+mod cache_quantize;
 mod constants;
 mod conv;
 mod elementwise;
@@ -39,6 +40,7 @@ use serde_json::{Map, Value as Json};
 pub use activation::{Clip, FakeQuantize, Gelu, Relu, Sigmoid, Silu, Tanh};
 pub use attention::Attention;
 pub use batch_norm::BatchNorm;
+pub use cache_quantize::CacheQuantize;
 pub(crate) use constants::constant;
 pub use conv::Conv;
 pub use elementwise::{Add, Mul};
@@ -189,7 +191,7 @@ macro_rules! ops {
 
 ops! {
     Linear, Conv, BatchNorm, LayerNorm, RmsNorm,
-    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedFakeQuantize,
+    Relu, Gelu, Silu, Sigmoid, Tanh, Clip, Softmax, FakeQuantize, LearnedFakeQuantize, CacheQuantize,
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,

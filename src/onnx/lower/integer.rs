@@ -5,8 +5,9 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{FakeQuantize, LearnedFakeQuantize, Linear};
-use crate::store::{ActivationScheme, Affine, Granularity};
+use crate::ir::ops::{CacheQuantize, FakeQuantize, LearnedFakeQuantize, Linear};
+use crate::kernel::cache::CacheFormat;
+use crate::store::{ActivationScheme, Affine, Blocks, Granularity, StorageFormat};
 
 /// The tensors of a weight, by name.
 struct Integers {
@@ -18,6 +19,7 @@ struct Integers {
     ready: bool,
     /// Whether they are `[in, out]` to begin with.
     input_major: bool,
+    storage_format: StorageFormat,
 }
 
 impl Integers {
@@ -27,7 +29,7 @@ impl Integers {
         let affine = slot.integers.clone().ok_or_else(missing)?;
         let mut names = slot.tensors.iter().map(|tensor| tensor.name.clone());
         let (values, scales) = (names.next().unwrap_or_default(), names.next().unwrap_or_default());
-        Ok(Self { affine, values, scales, zero_points: names.next(), ready: slot.transposed, input_major: false })
+        Ok(Self { affine, values, scales, zero_points: names.next(), ready: slot.transposed(), input_major: false, storage_format: slot.storage_format })
     }
 
     /// The tensors with axes swapped, as the product takes them; runtimes do that once, when they load the file.
@@ -56,6 +58,7 @@ impl Integers {
         let (rows, columns) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
         Ok(match (&self.zero_points, self.affine.granularity) {
             (Some(zero_points), _) => Some(zero_points.clone()),
+            _ if matches!(self.storage_format, StorageFormat::Halves { .. }) => None,
             (None, Granularity::Tensor) => None,
             (None, Granularity::Channel) => Some(n.own_int8_zeros(Some(if self.input_major { columns } else { rows } as usize))),
             (None, Granularity::Group(size) | Granularity::Block([_, size])) => {
@@ -125,8 +128,7 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
             let count = if weight.affine.granularity == Granularity::Tensor { None } else { Some(n.fixed(1, 0)? as usize) };
             weight.zero_points = Some(n.own_int8_zeros(count));
         }
-        let (_, inputs) = product(weight, &x, n)?;
-        let product = n.emit("MatMul", "product", &[&inputs[0], &inputs[1]], vec![]);
+        let product = product(weight, &x, n)?.emit("product", n);
         n.finish_wide("Add", &[&product, &bias], vec![]);
         return Ok(());
     }
@@ -135,15 +137,13 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
         Some(bias) if n.place(2).is_none_or(|place| place.tensors[0].data_type != DataType::Float) => Some(n.wide(&bias)?),
         other => other,
     };
-    let (op, inputs) =
-        if op.input_major && weight.affine.granularity == Granularity::Channel { scaled_inputs(weight, &x, n)? } else { product(weight, &x, n)? };
-    let inputs = [inputs[0].as_str(), &inputs[1]];
+    let pending = if op.input_major && weight.affine.granularity == Granularity::Channel { scaled_inputs(weight, &x, n)? } else { product(weight, &x, n)? };
     match bias {
-        None => n.finish_wide(op, &inputs, vec![]),
+        None => n.finish_wide(pending.op, &pending.operands(), pending.attributes.clone()),
         Some(bias) => {
-            let product = n.emit(op, "product", &inputs, vec![]);
             // Of a matrix product and an `Add`, ONNX Runtime makes a `Gemm` of floats before it looks at the integers.
-            let add = if op == "MatMul" && n.ty(0)?.shape.len() == 2 { "Sum" } else { "Add" };
+            let add = if pending.op == "MatMul" && n.ty(0)?.shape.len() == 2 { "Sum" } else { "Add" };
+            let product = pending.emit("product", n);
             n.finish_wide(add, &[&product, &bias], vec![]);
         }
     }
@@ -191,6 +191,26 @@ pub(super) fn learned_fake_quantize(op: &LearnedFakeQuantize, n: &mut Lowering) 
     rounded(&scale, op.zero_point, n)
 }
 
+/// Keys or values as a cache of eight bits gives them back. ONNX has floats of eight bits from opset 19 on; they are made by casts, because
+/// ONNX Runtime moves a `DequantizeLinear` behind operators that do not take them.
+pub(super) fn cache_quantize(op: CacheQuantize, n: &mut Lowering) -> Result<()> {
+    let (x, scale) = (n.wide(&n.input(0))?, n.wide(&n.input(1))?);
+    if op.format == CacheFormat::Int8 {
+        let zero_point = n.zero_of(DataType::Int8);
+        let codes = n.emit("QuantizeLinear", "codes", &[&x, &scale, &zero_point], vec![]);
+        n.finish_wide("DequantizeLinear", &[&codes, &scale, &zero_point], vec![]);
+        return Ok(());
+    }
+    if n.opset < 19 {
+        return Err(n.wrong(format!("rounds to FP8 (`kv_cache: fp8`), which ONNX has from opset 19 on; this is opset {}: set `opset: 19`", n.opset)));
+    }
+    let steps = n.emit("Div", "steps", &[&x, &scale], vec![]);
+    let codes = n.cast("codes", &steps, DataType::Float8E4m3);
+    let rounded = n.cast("rounded", &codes, DataType::Float);
+    n.finish_wide("Mul", &[&rounded, &scale], vec![]);
+    Ok(())
+}
+
 fn rounded(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
     let x = n.wide(&n.input(0))?;
     let zero_point = n.zero_point(zero_point);
@@ -200,9 +220,31 @@ fn rounded(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
 }
 
 /// An operator that is still to be written, and what it reads.
-type Pending = (&'static str, [String; 2]);
+struct Pending {
+    op: &'static str,
+    inputs: Vec<String>,
+    attributes: Vec<AttributeProto>,
+}
+
+impl Pending {
+    fn of(op: &'static str, inputs: [String; 2]) -> Self {
+        Self { op, inputs: inputs.into(), attributes: Vec::new() }
+    }
+
+    fn operands(&self) -> Vec<&str> {
+        self.inputs.iter().map(String::as_str).collect()
+    }
+
+    /// Writes it, for this node alone.
+    fn emit(self, part: &str, n: &mut Lowering) -> String {
+        n.emit(self.op, part, &self.operands(), self.attributes.clone())
+    }
+}
 
 fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
+    if let StorageFormat::Blocks(blocks) = weight.storage_format {
+        return product_of_blocks(weight, blocks, x, n);
+    }
     let shared = !weight.input_major && !weight.ready;
     if shared {
         weight.turn(n)?;
@@ -211,7 +253,18 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
         return integer_product(&weight, x, n);
     }
     let floats = if shared { weight.floats(n)? } else { weight.dequantize(n)? };
-    Ok(("MatMul", [x.to_owned(), floats]))
+    Ok(Pending::of("MatMul", [x.to_owned(), floats]))
+}
+
+/// A product that ONNX Runtime has an operator for, which computes it as the weights are defined: activations stay 32-bit floats.
+fn product_of_blocks(weight: Integers, blocks: Blocks, x: &str, n: &Lowering) -> Result<Pending> {
+    let (outputs, inputs) = (n.fixed(1, 0)?, n.fixed(1, 1)?);
+    let attributes = [("K", inputs), ("N", outputs), ("bits", blocks.bits.into()), ("block_size", blocks.size as i64), ("accuracy_level", 1)];
+    Ok(Pending {
+        op: "com.microsoft::MatMulNBits",
+        inputs: [x.to_owned(), weight.values, weight.scales].into_iter().chain(weight.zero_points).collect(),
+        attributes: attributes.map(|(name, value)| AttributeProto::int(name, value)).into(),
+    })
 }
 
 /// The product of a value that is quantized as it comes; layers that read the same value share its quantizer.
@@ -224,7 +277,7 @@ fn integer_product(weight: &Integers, x: &str, n: &mut Lowering) -> Result<Pendi
     inputs.extend(weight.zero_points.as_deref());
     let sums = n.emit("MatMulInteger", "sums", &inputs, vec![]);
     let sums = n.cast("sums_float", &sums, DataType::Float);
-    Ok(("Mul", [sums, scale]))
+    Ok(Pending::of("Mul", [sums, scale]))
 }
 
 /// A weight with a scale for each *input* has no integer kernel, but the input can take the scales over.
@@ -238,9 +291,8 @@ fn scaled_inputs(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pend
     let zero_points = n.cast("zero_points", &zero_points, DataType::Float);
     let column = n.emit("Unsqueeze", "zero_point_column", &[&zero_points, &axis], vec![]);
     let offset = n.emit("MatMul", "offset", &[&x, &column], vec![]);
-    let (op, inputs) = product(weight, &x, n)?;
-    let product = n.emit(op, "uncentred", &[&inputs[0], &inputs[1]], vec![]);
-    Ok(("Sub", [product, offset]))
+    let product = product(weight, &x, n)?.emit("uncentred", n);
+    Ok(Pending::of("Sub", [product, offset]))
 }
 
 /// Rows are looked up as integers, so that only they become floats, never the whole table.

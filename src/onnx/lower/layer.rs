@@ -23,7 +23,7 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
         n.finish("Gemm", &inputs, vec![AttributeProto::int("transB", i64::from(!op.input_major))]);
         return Ok(());
     }
-    if !op.input_major && !n.place(1).is_some_and(|place| place.transposed) {
+    if !op.input_major && !n.place(1).is_some_and(|place| place.transposed()) {
         weight = n.share(&format!("{weight}/transposed|"), |n| Ok(n.emit("Transpose", "value", &[&weight], vec![AttributeProto::ints("perm", [1, 0])])))?;
     }
     match bias {

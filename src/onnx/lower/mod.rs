@@ -42,6 +42,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Softmax(_) => activation::softmax(n),
         Op::FakeQuantize(op) => integer::fake_quantize(op, n),
         Op::LearnedFakeQuantize(op) => integer::learned_fake_quantize(op, n),
+        Op::CacheQuantize(op) => integer::cache_quantize(*op, n),
         // As a `Sum`, which ONNX Runtime does not put into one kernel with the normalisation: that kernel is ten times slower.
         Op::Add(_) if n.feeds_layer_norm() => layer::binary("Sum", n),
         Op::Add(_) => layer::binary("Add", n),

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::output::Staging;
+use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
 use crate::store::{Affine, Checkpoint, Encoding, Origin, StorageFormat, Weight, Weights};
 use crate::work::Work;
@@ -18,6 +19,22 @@ use crate::work::Work;
 const IDENTITY: &str = "identity";
 /// What the files of weights do not say of them.
 const ABOUT: &str = "about.json";
+
+/// What the report tells of a block.
+#[derive(Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Facts {
+    /// Chains of layers that were rescaled.
+    pub rescaled: usize,
+    /// Plain words.
+    pub notes: Vec<String>,
+}
+
+/// What the files of weights do not say of a block.
+#[derive(Serialize, Deserialize)]
+struct AboutBlock {
+    weights: BTreeMap<String, About>,
+    facts: Facts,
+}
 
 /// What a file does not say of a weight.
 #[derive(Serialize, Deserialize)]
@@ -62,18 +79,18 @@ impl Finished {
         self.folder.join(format!("block-{block:04}"))
     }
 
-    /// The weights of a block that is done.
+    /// The weights of a block that is done, and what is told of it.
     ///
     /// # Errors
     /// Its files cannot be read.
-    pub fn take(&self, block: usize, model: &Model) -> Result<Option<BTreeMap<String, Weight>>> {
+    pub fn take(&self, block: usize, model: &Model) -> Result<Option<(BTreeMap<String, Weight>, Facts)>> {
         let path = self.path(block);
         if !path.is_dir() {
             return Ok(None);
         }
         let about = path.join(ABOUT);
         let text = fs::read(&about).map_err(Error::io("read", &about))?;
-        let mut known: BTreeMap<String, About> = serde_json::from_slice(&text).map_err(|e| Error::malformed(&about, e.to_string()))?;
+        let AboutBlock { weights: mut known, facts } = serde_json::from_slice(&text).map_err(|e| Error::malformed(&about, e.to_string()))?;
         let bits = |name: &str| known.get(name)?.affine.as_ref().map(|affine| affine.codes.bits());
         let stored = Weights::from_checkpoint_with(Checkpoint::open(&path)?, &bits)?;
         let found = stored.by_name.into_iter().map(|(name, mut now)| {
@@ -87,34 +104,40 @@ impl Finished {
             weight.origin = origin;
             (name, weight)
         });
-        Ok(Some(found.collect()))
+        Ok(Some((found.collect(), facts)))
     }
 
     /// Stores a block, and gives its weights as they are read back.
     ///
     /// # Errors
     /// Writing or reading fails.
-    pub fn put(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, work: &Work) -> Result<BTreeMap<String, Weight>> {
+    pub fn put(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, facts: Facts, work: &Work) -> Result<BTreeMap<String, Weight>> {
         let staging = Staging::new(&self.path(block), true, &model.path)?;
-        let known: BTreeMap<&String, About> = changed
+        let weights: BTreeMap<String, About> = changed
             .iter()
             .map(|(name, weight)| {
                 let affine = if let Encoding::Affine(affine) = &weight.encoding { Some(affine.clone()) } else { None };
-                (name, About { origin: weight.origin, affine })
+                (name.clone(), About { origin: weight.origin, affine })
             })
             .collect();
-        let text = serde_json::to_vec(&known).unwrap_or_default();
-        let item = |(name, weight): (String, Weight)| {
-            let storage_format = if weight.encoding == Encoding::Dense { StorageFormat::Plain } else { StorageFormat::Packed };
-            Item { name, weight, storage_format }
-        };
-        let items: Vec<Item> = changed.into_iter().map(item).collect();
+        let text = serde_json::to_vec(&AboutBlock { weights, facts }).unwrap_or_default();
+        let items: Vec<Item> = changed.into_iter().map(|(name, weight)| Item { name, storage_format: storage_format(&weight), weight }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX)?;
         write(&staging.path(), &items, &layout, &work.quiet())?;
         let path = staging.path().join(ABOUT);
         fs::write(&path, text).map_err(Error::io("write", &path))?;
         staging.commit()?;
         let missing = || Error::malformed(&self.path(block), "is no longer there");
-        self.take(block, model)?.ok_or_else(missing)
+        self.take(block, model)?.map(|(weights, _)| weights).ok_or_else(missing)
     }
+}
+
+fn storage_format(weight: &Weight) -> StorageFormat {
+    if weight.encoding == Encoding::Dense { StorageFormat::Plain } else { StorageFormat::Packed }
+}
+
+/// Bytes that a weight takes there.
+pub(in crate::pass) fn kept_bytes(name: &str, weight: &Weight) -> u64 {
+    let parts = storage_format(weight).parts(name, weight);
+    parts.iter().filter_map(|part| header::byte_count(part.dtype, &part.shape)).sum()
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::{Finished, Layer, Layerwise, Method, Moments, Wanted, require_finite, transposed};
+use super::{Facts, Finished, Layer, Layerwise, Method, Moments, Wanted, require_finite, transposed};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::kernel::dense::product;
@@ -35,19 +35,17 @@ pub(in crate::pass) fn decompose(
     let mut details = Map::new();
     let aware = pass.importance == InputImportance::Activation;
     let (seen, alone): (Vec<&Split>, Vec<&Split>) = splits.iter().partition(|split| aware && !split.convolution);
-    let mut resumed = 0;
     if !seen.is_empty() {
         let targets: BTreeSet<&str> = seen.iter().map(|split| split.weight.as_str()).collect();
-        let wanted = Wanted { products: true, rows: 0 };
+        let wanted = Wanted { products: true, ..Wanted::default() };
         let done = Layerwise { name: pass.name(), options: &options, context, targets: &targets, wanted, rescale: None }.run(model, run, &mut work)?;
-        resumed += done.resumed;
         details.insert("samples".into(), json!(done.samples));
     }
     if let (true, Some(first)) = (aware, alone.first()) {
         let what = "convolutions are decomposed by their weights alone, without samples";
         applied.notes.push(format!("decompose: {} {what} (the first: `{}`)", alone.len(), first.weight));
     }
-    resumed += work.alone(&alone, (pass, &options), model, run, context)?;
+    let resumed = work.alone(&alone, (pass, &options), model, run, context)?;
     if resumed > 0 {
         applied.notes.push(format!("{resumed} blocks were finished by an interrupted run"));
     }
@@ -110,8 +108,9 @@ impl Factors<'_> {
         let mut resumed = 0;
         for (number, splits) in splits.chunks(TOGETHER).enumerate() {
             let changed = match finished.as_ref().map(|finished| finished.take(number, model)).transpose()?.flatten() {
-                Some(changed) => {
+                Some((changed, facts)) => {
                     resumed += 1;
+                    self.notes.extend(facts.notes);
                     changed
                 }
                 None => {
@@ -124,7 +123,7 @@ impl Factors<'_> {
                         changed.extend(self.factors(&split.weight, &values, None)?);
                     }
                     match &finished {
-                        Some(finished) => finished.put(number, model, changed, &context.work)?,
+                        Some(finished) => finished.put(number, model, changed, Facts::default(), &context.work)?,
                         None => changed,
                     }
                 }
@@ -172,5 +171,8 @@ impl Method for Factors<'_> {
         // Stored the other way round, the one that is applied first stands on the left.
         let whole = if split.input_major { product(&inner, &outer, rank, rows) } else { product(&outer, &inner, rank, size) };
         Ok(Some(whole.into_iter().map(|x| x as f32).collect()))
+    }
+    fn notes(&mut self) -> &mut Vec<String> {
+        &mut self.notes
     }
 }

@@ -7,6 +7,7 @@ mod moments;
 mod palettes;
 mod rescale;
 mod rounding;
+mod solved;
 mod sparse;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +24,8 @@ use crate::pass::{Context, calibrate, identity::identity};
 use crate::run_state::RunState;
 use crate::store::scaled::transposed;
 use crate::store::{ByteSize, Weight};
-use finished::Finished;
+pub(in crate::pass) use finished::kept_bytes;
+use finished::{Facts, Finished};
 pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, Wanted};
 pub(in crate::pass) use palettes::palettize;
@@ -31,6 +33,7 @@ use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};
 
+pub(in crate::pass) use super::cached_scales::find as find_cache_scales;
 pub(in crate::pass) use super::stored_scales::find as find_input_scales;
 
 /// A linear layer.
@@ -88,6 +91,9 @@ trait Method {
     fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
         changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
     }
+
+    /// Plain words for the report.
+    fn notes(&mut self) -> &mut Vec<String>;
 }
 
 /// A pass at work on some weights of a model.
@@ -114,8 +120,6 @@ struct Done {
     pub rescaled: usize,
     /// Weights that changed, targets and what was rescaled.
     pub changed: BTreeSet<String>,
-    /// Blocks that an interrupted run had finished.
-    pub resumed: usize,
 }
 
 impl Layerwise<'_> {
@@ -145,10 +149,14 @@ impl Layerwise<'_> {
             ..BlockwiseOptions::on(&context.device)
         };
         let original = model.weights.clone();
-        let mut blocks = Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
+        let start = |options| Blockwise::new(&graph, &original, |name| values.contains(name), options, &context.work);
+        // The model as it was, beside it.
+        let mut beside = self.wanted.original.then(|| start(options.clone()));
+        let mut blocks = start(options);
         let mut done = Done::default();
         samples.for_each_batch("Reading samples", &context.work, |batch| {
             done.samples += batch.samples;
+            beside.iter_mut().try_for_each(|beside| beside.push(batch.clone()))?;
             blocks.push(batch)
         })?;
         if done.samples == 0 {
@@ -160,12 +168,19 @@ impl Layerwise<'_> {
             by_block.entry(block).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
+        let mut resumed = 0;
         for block in 0..=last {
             blocks.enter(block)?;
+            if let Some(beside) = &mut beside {
+                let same = blocks.blocks()[block].parameters.iter().map(String::as_str).filter(|name| !done.changed.contains(*name)).collect();
+                beside.enter_beside(block, Some(&blocks), &same)?;
+            }
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
             let changed = match finished.as_ref().map(|finished| finished.take(block, model)).transpose()?.flatten() {
-                Some(changed) => {
-                    done.resumed += 1;
+                Some((changed, facts)) => {
+                    resumed += 1;
+                    done.rescaled += facts.rescaled;
+                    method.notes().extend(facts.notes);
                     for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
                         let values = weight.floats(name)?;
                         blocks.replace(name, tensor(&values, &weight.shape, context)?);
@@ -179,14 +194,17 @@ impl Layerwise<'_> {
                 }
                 None => {
                     let mut changed = BTreeMap::new();
+                    let (mut facts, told) = (Facts::default(), method.notes().len());
                     if let Some(rescale) = &self.rescale {
-                        done.rescaled += rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
+                        facts.rescaled = rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
                     }
+                    done.rescaled += facts.rescaled;
                     for site in sites {
-                        self.site(site, model, &mut blocks, method, &mut changed)?;
+                        self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?;
                     }
+                    facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
                     match &finished {
-                        Some(finished) if !changed.is_empty() => finished.put(block, model, changed, &context.work)?,
+                        Some(finished) if !changed.is_empty() => finished.put(block, model, changed, facts, &context.work)?,
                         _ => changed,
                     }
                 }
@@ -195,7 +213,11 @@ impl Layerwise<'_> {
             model.weights.by_name.extend(changed);
             if block < last {
                 blocks.leave()?;
+                beside.iter_mut().try_for_each(Blockwise::leave)?;
             }
+        }
+        if resumed > 0 {
+            method.notes().push(format!("{resumed} blocks were finished by an interrupted run"));
         }
         Ok(done)
     }
@@ -206,7 +228,8 @@ impl Layerwise<'_> {
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
         let layer = |layer: &Layer| method.bytes(layer) + if self.wanted.products { 12 * layer.size * layer.size } else { 0 };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
-        let needed = need.blocks + need.activations + most;
+        let runs = 1 + u64::from(self.wanted.original);
+        let needed = need.blocks + runs * need.activations + most;
         if needed <= limit {
             return Ok(());
         }
@@ -222,8 +245,17 @@ impl Layerwise<'_> {
     }
 
     /// Changes the layers that read one value.
-    fn site(&self, site: &Site, model: &Model, blocks: &mut Blockwise, method: &mut dyn Method, changed: &mut BTreeMap<String, Weight>) -> Result<()> {
-        method.read(&site.value, self.moments(site, blocks)?)?;
+    fn site(
+        &self,
+        site: &Site,
+        model: &Model,
+        (blocks, beside): (&mut Blockwise, Option<&mut Blockwise>),
+        method: &mut dyn Method,
+        changed: &mut BTreeMap<String, Weight>,
+    ) -> Result<()> {
+        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
+        self.observe(&site.value, &mut moments, blocks, beside)?;
+        method.read(&site.value, moments)?;
         for layer in &site.layers {
             let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
             let mut values = layer.rows_of(weight.floats(&layer.weight)?);
@@ -239,16 +271,18 @@ impl Layerwise<'_> {
         Ok(())
     }
 
-    /// What layers read.
-    fn moments(&self, site: &Site, blocks: &mut Blockwise) -> Result<Moments> {
-        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
-        self.observe(&site.value, &mut moments, blocks)?;
-        Ok(moments)
-    }
-
-    fn observe(&self, value: &str, moments: &mut Moments, blocks: &mut Blockwise) -> Result<()> {
+    /// Sees what layers read.
+    fn observe(&self, value: &str, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
-        blocks.each(value, |batch, seen| moments.add(value, &calibrate::rows(seen, &op, batch)?))
+        let mut index = 0;
+        blocks.each(value, |batch, seen| {
+            let rows = calibrate::rows(seen, &op, batch)?;
+            if let Some(beside) = &mut beside {
+                moments.add_original(&calibrate::rows(&beside.value(index, value)?, &op, batch)?, &rows)?;
+                index += 1;
+            }
+            moments.add(value, &rows)
+        })
     }
 
     /// Layers by the value that they read, in the order of the graph.

@@ -15,6 +15,8 @@ pub(super) struct Wanted {
     pub products: bool,
     /// So many rows of each batch as they are.
     pub rows: usize,
+    /// What the original model's layers read at the same place, too.
+    pub original: bool,
 }
 
 /// Sums over the rows that layers read.
@@ -25,6 +27,8 @@ pub(super) struct Moments {
     pub count: usize,
     /// The upper triangle of `XᵀX`, or nothing.
     pub products: Vec<f32>,
+    /// `(X₀ - X)ᵀX` with the rows `X₀` of the original model, or nothing where they are the same.
+    pub differences: Vec<f32>,
     /// Of each feature, the sum of squares.
     pub squares: Vec<f64>,
     /// Of each feature, the sum of magnitudes.
@@ -44,6 +48,7 @@ impl Moments {
             size,
             count: 0,
             products: if wanted.products { vec![0.0; size * size] } else { Vec::new() },
+            differences: Vec::new(),
             squares: vec![0.0; size],
             magnitudes: vec![0.0; size],
             largest: vec![0.0; size],
@@ -71,6 +76,30 @@ impl Moments {
                 "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
             )
         })
+    }
+
+    /// Takes rows of the original model `[n, size]` beside those that are taken by [`add`](Moments::add).
+    ///
+    /// # Errors
+    /// Memory runs out.
+    pub fn add_original(&mut self, original: &Tensor, rows: &Tensor) -> Result<()> {
+        let differences = (original - rows).map_err(computed)?;
+        if matches!(rows.device(), Device::Cpu) {
+            let sums = &mut self.differences;
+            let mut add = |left: &[f32], right: &[f32]| {
+                if left.iter().any(|x| *x != 0.0) {
+                    sums.resize(self.size * self.size, 0.0);
+                    gram::add_cross(left, right, self.size, sums);
+                }
+                Ok(())
+            };
+            let (left, right) = (floats_on_host(&differences, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
+            return left.and_then(|left| right.and_then(|right| read(&left, |left| read(&right, |right| add(left, right))))).map_err(computed);
+        }
+        let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(computed)?;
+        self.differences.resize(self.size * self.size, 0.0);
+        self.differences.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
+        Ok(())
     }
 
     /// Nothing where one is not finite.

@@ -43,16 +43,16 @@ pub(in crate::pass) fn palettize(
     }
     let options = pass.options();
     let work = Layerwise { name: pass.name(), options: &options, context, targets: &weighted, wanted: Wanted::default(), rescale: None };
-    let done = work.run(model, run, &mut Palettes { encodings, costs: Vec::new() })?;
-    if done.resumed > 0 {
-        applied.notes.push(format!("{} blocks were finished by an interrupted run", done.resumed));
-    }
+    let mut method = Palettes { encodings, costs: Vec::new(), notes: Vec::new() };
+    let done = work.run(model, run, &mut method)?;
+    applied.notes.append(&mut method.notes);
     Ok(done.samples)
 }
 
 struct Palettes<'a> {
     encodings: &'a BTreeMap<String, Affine>,
     costs: Vec<f32>,
+    notes: Vec<String>,
 }
 
 impl Method for Palettes<'_> {
@@ -82,5 +82,8 @@ impl Method for Palettes<'_> {
         }
         let new = weight.quantized(name, affine.clone(), places.into_iter().map(|place| place as i8).collect(), &scales)?;
         Ok(vec![(layer.weight.clone(), new)])
+    }
+    fn notes(&mut self) -> &mut Vec<String> {
+        &mut self.notes
     }
 }

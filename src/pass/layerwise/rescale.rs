@@ -98,8 +98,8 @@ impl Rescale {
             let exact = self.strength == Strength::Smooth && weights.iter().any(|weight| !matches!(weight.dtype, DType::F32 | DType::F64));
             let size = site.layers.first().map_or(0, |layer| layer.size);
             let rows = ROWS.div_ceil(blocks.batches().max(1));
-            let mut moments = Moments::new(size, Wanted { products: false, rows });
-            work.observe(&site.value, &mut moments, blocks)?;
+            let mut moments = Moments::new(size, Wanted { rows, ..Wanted::default() });
+            work.observe(&site.value, &mut moments, blocks, None)?;
             let rows = tensor(&moments.rows, &[moments.rows.len() / size.max(1), size], work.context)?;
             let mut readers = Vec::with_capacity(chain.sinks.len());
             for sink in &chain.sinks {

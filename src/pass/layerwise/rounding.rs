@@ -6,11 +6,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::{Map, Value, json};
 
 use super::rescale::Rounds;
-use super::sparse::compensation;
+use super::solved::{Solved, reordered, restored};
 use super::{Done, Layer, Layerwise, Method, Moments, Rescale, Strength, Wanted};
 use crate::error::{Error, Result};
 use crate::kernel::choices::{Choices, Grid, Range, Zeros};
-use crate::kernel::compensation::Compensation;
 use crate::kernel::convert;
 use crate::kernel::grid::{Integers, Step};
 use crate::model::Model;
@@ -76,15 +75,12 @@ pub(in crate::pass) fn quantize(
         ignored: pass.ignore.clone(),
     };
     let done = rounded.run(model, run, context, &mut applied.notes)?;
-    if done.resumed > 0 {
-        applied.notes.push(format!("{} blocks were finished by an interrupted run", done.resumed));
-    }
     applied.tensors.extend(done.changed);
     let mut details = Map::new();
     details.insert("samples".into(), json!(done.samples));
     if strength.is_some() {
         details.insert("rescaled".into(), json!(done.rescaled));
-        if done.rescaled == 0 && done.resumed == 0 {
+        if done.rescaled == 0 {
             applied.notes.push("no layers could share range, or none gained by it: weights were rounded as they are".into());
         }
     }
@@ -122,9 +118,10 @@ impl Rounded<'_> {
             });
             Rescale { strength, activations, groups: groups.collect(), ignored: self.ignored.clone(), round: Box::new(round) }
         });
-        let wanted = Wanted { products: self.rule != Rule::Nearest, rows: 0 };
+        let compensates = self.rule != Rule::Nearest;
+        let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
         let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, wanted, rescale };
-        let mut method = Solver { rounded: self, notes, costs: Vec::new(), order: Vec::new(), compensation: None };
+        let mut method = Solver { rounded: self, notes, costs: Vec::new(), order: Vec::new(), solved: None };
         work.run(model, run, &mut method)
     }
 
@@ -165,7 +162,7 @@ struct Solver<'a, 'n> {
     notes: &'n mut Vec<String>,
     costs: Vec<f32>,
     order: Vec<usize>,
-    compensation: Option<Compensation>,
+    solved: Option<Solved>,
 }
 
 impl Solver<'_, '_> {
@@ -182,15 +179,15 @@ impl Method for Solver<'_, '_> {
     fn read(&mut self, value: &str, moments: Moments) -> Result<()> {
         self.costs = costs(&moments.squares);
         self.order = (0..moments.size).collect();
-        self.compensation = None;
+        self.solved = None;
         if let Rule::Gptq { damping, ordered } = self.rounded.rule {
             if ordered {
                 self.order.sort_by(|a, b| moments.squares[*b].total_cmp(&moments.squares[*a]).then(a.cmp(b)));
             }
-            let compensation = compensation(value, moments, &self.order, damping, self.notes)?;
+            let solved = Solved::of(value, moments, &self.order, damping, self.notes)?;
             // What an error costs after the columns behind it have made up for it.
-            self.order.iter().zip(compensation.costs()).for_each(|(column, cost)| self.costs[*column] = *cost);
-            self.compensation = Some(compensation);
+            self.order.iter().zip(solved.compensation.costs()).for_each(|(column, cost)| self.costs[*column] = *cost);
+            self.solved = Some(solved);
         }
         Ok(())
     }
@@ -198,21 +195,23 @@ impl Method for Solver<'_, '_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let affine = self.affine(layer)?;
         let mut grid = grid(layer, weight, affine, &self.order)?;
+        let zeros: Vec<bool> = reordered(values, &self.order).into_iter().map(|value| value == 0.0).collect();
+        let meant = 100 * zeros.iter().filter(|zero| **zero).count() as u64 >= MEANT * values.len() as u64;
+        if let Some(solved) = &self.solved {
+            solved.correct(values);
+        }
         grid.fix(values, &self.costs, self.rounded.range());
-        let zeros = values.iter().filter(|value| **value == 0.0).count() as u64;
-        let zeros = if 100 * zeros >= MEANT * values.len() as u64 { Zeros::Present } else { Zeros::None };
-        let mut choices = Choices::new(zeros, Some(grid));
-        if let Some(compensation) = &self.compensation {
-            let mut work = permuted(values, &self.order, |row, order| order.iter().map(|column| row[*column]).collect());
-            compensation.apply(&mut work, BLOCK, &mut choices);
-            values.copy_from_slice(&permuted(&work, &self.order, |row, order| {
-                let mut back = vec![0.0; row.len()];
-                order.iter().zip(row).for_each(|(column, value)| back[*column] = *value);
-                back
-            }));
+        let mut choices = Choices::new(Zeros::None, Some(grid));
+        if meant {
+            choices.zeroed = zeros;
+        }
+        if let Some(solved) = &self.solved {
+            let mut work = reordered(values, &self.order);
+            solved.compensation.apply(&mut work, BLOCK, &mut choices);
+            values.copy_from_slice(&restored(&work, &self.order));
         }
         let Some(grid) = choices.grid.take() else { return Err(Error::tensor(&layer.weight, "has no grid", "")) };
-        if self.compensation.is_none() {
+        if self.solved.is_none() {
             grid.round(values);
         }
         let integers = grid.integers_of(values);
@@ -220,8 +219,8 @@ impl Method for Solver<'_, '_> {
         let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
         Ok(vec![(layer.weight.clone(), new)])
     }
-}
 
-fn permuted(values: &[f32], order: &[usize], row: impl Fn(&[f32], &[usize]) -> Vec<f32>) -> Vec<f32> {
-    values.chunks_exact(order.len().max(1)).flat_map(|values| row(values, order)).collect()
+    fn notes(&mut self) -> &mut Vec<String> {
+        self.notes
+    }
 }

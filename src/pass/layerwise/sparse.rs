@@ -6,10 +6,10 @@ use std::sync::Arc;
 
 use serde_json::json;
 
+use super::solved::Solved;
 use super::{Done, Layer, Layerwise, Method, Moments, Wanted};
 use crate::error::{Error, Result};
 use crate::kernel::choices::{Choices, Grid, Zeros};
-use crate::kernel::compensation::Compensation;
 use crate::model::Model;
 use crate::pass::prune_unstructured::{Importance, too_many};
 use crate::pass::{Context, NOfM, Pass, PruneUnstructured};
@@ -51,14 +51,12 @@ pub(in crate::pass) fn prune(
     }
     if let Some(context) = context {
         let meter = applied.meter.clone();
-        let mut method = Sparse { pass, norms: Vec::new(), compensation: None, notes: Vec::new() };
-        let wanted = Wanted { products: pass.importance == Importance::Sparsegpt, rows: 0 };
+        let mut method = Sparse { pass, norms: Vec::new(), solved: None, notes: Vec::new() };
+        let compensates = pass.importance == Importance::Sparsegpt;
+        let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
         let work = Layerwise { name: pass.name(), options: &applied.options, context, targets: names, wanted, rescale: None };
-        let Done { samples, resumed, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
+        let Done { samples, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
         applied.notes = method.notes;
-        if resumed > 0 {
-            applied.notes.push(format!("{resumed} blocks were finished by an interrupted run"));
-        }
         let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;
         applied.details = Arc::new(move || json!({ "zeroed": removed, "of": of, "samples": samples }));
     }
@@ -70,7 +68,7 @@ pub(in crate::pass) fn prune(
 struct Sparse<'a> {
     pass: &'a PruneUnstructured,
     norms: Vec<f32>,
-    compensation: Option<Compensation>,
+    solved: Option<Solved>,
     notes: Vec<String>,
 }
 
@@ -94,27 +92,6 @@ impl Sparse<'_> {
     }
 }
 
-/// The factor of the sums of products, with as much damping as it takes, which is said where it is more than usual.
-pub(super) fn compensation(value: &str, moments: Moments, order: &[usize], damping: f64, notes: &mut Vec<String>) -> Result<Compensation> {
-    let (mut products, mut tried) = (moments.products, damping);
-    loop {
-        match Compensation::new(products, moments.size, order, tried) {
-            Ok(found) => {
-                if tried > damping {
-                    notes.push(format!("what layers read from `{value}` is nearly dependent: damping {tried:.2} instead of {damping}"));
-                }
-                return Ok(found);
-            }
-            Err(_) if tried >= 1.0 => {
-                let hint = "use other or more calibration samples";
-                return Err(Error::run(format!("graph value `{value}`"), "has sums of products that no damping makes positive", hint));
-            }
-            Err(same) => products = same,
-        }
-        tried = (2.0 * tried).clamp(0.01, 1.0);
-    }
-}
-
 impl Method for Sparse<'_> {
     fn check(&self, layer: &Layer, _weight: &Weight) -> Result<()> {
         self.zeros(layer).map(|_| ())
@@ -124,7 +101,7 @@ impl Method for Sparse<'_> {
         self.norms = moments.squares.iter().map(|square| square.sqrt() as f32).collect();
         if self.pass.importance == Importance::Sparsegpt {
             let order: Vec<usize> = (0..moments.size).collect();
-            self.compensation = Some(compensation(value, moments, &order, DAMPING, &mut self.notes)?);
+            self.solved = Some(Solved::of(value, moments, &order, DAMPING, &mut self.notes)?);
         }
         Ok(())
     }
@@ -132,12 +109,19 @@ impl Method for Sparse<'_> {
     fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let zeros = self.zeros(layer)?;
         let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
-        match &self.compensation {
-            Some(compensation) => compensation.apply(values, block, &mut Choices::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>)),
+        match &self.solved {
+            Some(solved) => {
+                solved.correct(values);
+                solved.compensation.apply(values, block, &mut Choices::<fn(f64) -> f32>::new(zeros, None::<Grid<_>>));
+            }
             None => remove(values, &self.norms, zeros),
         }
         let new = weight.with_values(&layer.weight, &layer.stored(values.to_vec()))?;
         Ok(vec![(layer.weight.clone(), new)])
+    }
+
+    fn notes(&mut self) -> &mut Vec<String> {
+        &mut self.notes
     }
 }
 
@@ -155,7 +139,7 @@ fn remove(values: &mut [f32], norms: &[f32], zeros: Zeros) {
             }
         };
         match zeros {
-            Zeros::None | Zeros::Present => {}
+            Zeros::None => {}
             Zeros::Part(part) => {
                 done.0 += size;
                 let count = ((part * done.0 as f64).round() as usize).saturating_sub(done.1).min(size);

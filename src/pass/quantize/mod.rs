@@ -19,6 +19,7 @@ use super::integers::{Integers, Peers, WeightObserver};
 use super::targets::{self, Chosen};
 use super::{Context, Pass, Samples, layerwise, options_of};
 use crate::error::{Error, Result};
+use crate::kernel::cache::CacheFormat;
 use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::{Affine, Granularity, Pattern, Weight, Weights};
@@ -69,6 +70,10 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, action = clap::ArgAction::Set, value_name = "BOOL"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ordered: Option<bool>,
+    /// What keys and values of attention become in the cache of a decoder, by scales found on calibration samples [default: floats]
+    #[cfg_attr(feature = "cli", arg(long, value_enum))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kv_cache: Option<CacheFormat>,
     /// How the range of a scale is chosen [default: mse for four bits, else minmax]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -173,13 +178,16 @@ impl Quantize {
         Some(std::iter::once(size).chain(smaller).find(divides).map_or(Granularity::Channel, Granularity::Group))
     }
 
-    /// For each NVFP4 weight, those that consumers fuse with it: they have one global scale.
-    fn peers(encodings: &BTreeMap<String, Affine>, weights: &Weights) -> BTreeMap<String, Arc<Peers>> {
+    /// For each NVFP4 weight, those that consumers fuse with it, which have one global scale: layers that read one value, or where it is
+    /// not known what the model computes, those of usual names.
+    fn peers(encodings: &BTreeMap<String, Affine>, model: &Model) -> BTreeMap<String, Arc<Peers>> {
         let mut fused: BTreeMap<String, Vec<&String>> = BTreeMap::new();
-        for (name, _) in encodings.iter().filter(|(_, affine)| affine.has_global_scale()) {
-            fused.entry(fused_name(name)).or_default().push(name);
+        let narrow: Vec<&String> = encodings.iter().filter(|(_, affine)| affine.has_global_scale()).map(|(name, _)| name).collect();
+        let inputs = if narrow.is_empty() { BTreeMap::new() } else { model.inputs_of_layers() };
+        for name in narrow {
+            fused.entry(inputs.get(name).cloned().unwrap_or_else(|| fused_name(name))).or_default().push(name);
         }
-        let peers = |names: &Vec<&String>| Peers::of(names.iter().filter_map(|name| weights.by_name.get(*name).cloned()).collect());
+        let peers = |names: &Vec<&String>| Peers::of(names.iter().filter_map(|name| model.weights.by_name.get(*name).cloned()).collect());
         fused.values().flat_map(|names| names.iter().map(|name| (*name).clone()).zip(std::iter::repeat(peers(names)))).collect()
     }
 }
@@ -240,6 +248,9 @@ impl Pass for Quantize {
         if self.scheme.stores_scales() {
             layerwise::require(&format!("{NAME}: scheme"))?;
         }
+        if self.kv_cache.is_some() {
+            layerwise::require(&format!("{NAME}: kv_cache"))?;
+        }
         match (self.group_size, self.scheme.group()) {
             (Some(size), _) if size == 0 || size < -1 => Err(Error::option(NAME, "`group_size` must be at least 1, or -1 for whole rows")),
             (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
@@ -253,11 +264,15 @@ impl Pass for Quantize {
     }
 
     fn runs_on(&self) -> Option<Samples> {
-        (self.method.reads_samples() || self.scheme.stores_scales()).then_some(Samples::Calibration)
+        (self.method.reads_samples() || self.scheme.stores_scales() || self.kv_cache.is_some()).then_some(Samples::Calibration)
     }
 
     fn keeps_work(&self) -> bool {
         self.method.reads_samples()
+    }
+
+    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
@@ -278,13 +293,18 @@ impl Pass for Quantize {
                 details.as_object_mut().into_iter().for_each(|details| details.extend(found.clone()));
             }
             None => {
-                let mut peers = Self::peers(&encodings, &model.weights);
+                let mut peers = Self::peers(&encodings, &model);
                 for (name, affine) in encodings {
                     let weight = model.weights.get(&name)?;
                     let integers = Integers::new(&name, weight, affine, self.observer(), &applied.meter).with_peers(peers.remove(&name));
                     model.weights.by_name.insert(name, integers.weight());
                 }
             }
+        }
+        if let Some(format) = self.kv_cache {
+            let meter = applied.meter.clone();
+            let found = meter.time(|| layerwise::find_cache_scales(NAME, format, &mut model, context))?;
+            details["caches"] = json!(found);
         }
         applied.details = Arc::new(move || details.clone());
         run.history.push(applied);

@@ -310,7 +310,7 @@ impl State {
         if graph.is_file() {
             model.changed_graph = Some(Arc::new(GraphFile::open(&graph)?.build(&weights)?));
         }
-        if config.values() != original.config.values() {
+        if config.values() != original.config.values() || config.carried_quantization() != original.config.carried_quantization() {
             model.config = config;
         }
         model.weights.by_name.clear();

@@ -103,8 +103,8 @@ fn what_else_is_said_of_quantization_is_told_again_or_left_out_with_a_note() {
     assert_eq!(told("pruned"), [true, false, true]);
     let notes = read_json(&folder.path().join("pruned/report.json"))["notes"].to_string();
     assert!(notes.contains("`sparsity_config` of the input's quantization_config is left out"), "{notes}");
-    let refused = &data(folder.path(), "inspect pruned --json")["cannot_run"];
-    assert!(refused.as_str().unwrap().contains("`kv_cache_scheme`"), "{refused}");
+    assert_eq!(data(folder.path(), "inspect pruned --json")["kv_cache_scheme"], cache);
+    assert!(ok(folder.path(), "inspect pruned").stdout.contains("keys and values as fp8"));
 }
 
 #[test]

@@ -9,6 +9,7 @@ use super::super::{Backward, Linear};
 use super::host::{Host, column_sums, readable, steps};
 use super::{Fused, Gradients, Kernel};
 use crate::kernel::epilogue::Epilogue;
+use crate::kernel::few_rows;
 use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
 
@@ -73,12 +74,13 @@ impl Linear {
     fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
-        let left = Left::pack(x, rows, inner, inner);
         let mut y = vec![0.0; count];
-        if self.input_major {
-            product(&left, &Rows { values: weight, count: out, stride: out }, out, Epilogue::of(steps), &mut y);
-        } else {
-            product(&left, &Columns { values: weight, count: out, stride: inner }, out, Epilogue::of(steps), &mut y);
+        let epilogue = Epilogue::of(steps);
+        let columns = Columns { values: weight, count: out, stride: inner };
+        match self.input_major {
+            true => product(&Left::pack(x, rows, inner, inner), &Rows { values: weight, count: out, stride: out }, out, epilogue, &mut y),
+            false if rows <= few_rows::MOST => few_rows::product(x, rows, &columns, inner, epilogue, &mut y),
+            false => product(&Left::pack(x, rows, inner, inner), &columns, out, epilogue, &mut y),
         }
         Some(y)
     }

@@ -1,0 +1,105 @@
+//! What is solved once for all layers that read one value.
+
+use super::Moments;
+use crate::error::{Error, Result};
+use crate::kernel::compensation::Compensation;
+use crate::kernel::epilogue::Epilogue;
+use crate::kernel::matmul::{Left, Rows, product};
+
+/// How weights of the layers that read one value make up for each other, and for inputs that have changed.
+pub(super) struct Solved {
+    pub compensation: Compensation,
+    /// `(X₀ - X)ᵀX (XᵀX)⁻¹` `[size, size]`, where the original model's layers read `X₀` and these read `X`.
+    correction: Option<Vec<f32>>,
+    size: usize,
+}
+
+impl Solved {
+    /// With as much damping as it takes, which is said where it is more than usual.
+    ///
+    /// # Errors
+    /// No damping is enough.
+    pub fn of(value: &str, moments: Moments, order: &[usize], damping: f64, notes: &mut Vec<String>) -> Result<Solved> {
+        let Moments { size, mut products, differences, .. } = moments;
+        let mut tried = damping;
+        let compensation = loop {
+            match Compensation::new(products, size, order, tried) {
+                Ok(found) => break found,
+                Err(_) if tried >= 1.0 => {
+                    let hint = "use other or more calibration samples";
+                    return Err(Error::run(format!("graph value `{value}`"), "has sums of products that no damping makes positive", hint));
+                }
+                Err(same) => products = same,
+            }
+            tried = (2.0 * tried).clamp(0.01, 1.0);
+        };
+        if tried > damping {
+            notes.push(format!("what layers read from `{value}` is nearly dependent: damping {tried:.2} instead of {damping}"));
+        }
+        let correction = (!differences.is_empty()).then(|| {
+            let mut ordered = reordered(&differences, order);
+            compensation.divide(&mut ordered);
+            restored(&ordered, order)
+        });
+        Ok(Solved { compensation, correction, size })
+    }
+
+    /// Changes a weight `[rows, size]` so that from what the layer reads it gives, as nearly as a linear layer can, what it gave from
+    /// what it read in the original model (Li et al. 2025, GPTAQ, <https://arxiv.org/abs/2504.02692>).
+    pub fn correct(&self, values: &mut [f32]) {
+        if let Some(correction) = &self.correction {
+            let left = Left::pack(values, values.len() / self.size.max(1), self.size, self.size);
+            let mut added = vec![0f32; values.len()];
+            product(&left, &Rows { values: correction, count: self.size, stride: self.size }, self.size, Epilogue::NONE, &mut added);
+            values.iter_mut().zip(added).for_each(|(value, added)| *value += added);
+        }
+    }
+}
+
+/// Rows with their columns in an order.
+pub(super) fn reordered(values: &[f32], order: &[usize]) -> Vec<f32> {
+    values.chunks_exact(order.len().max(1)).flat_map(|row| order.iter().map(|column| row[*column])).collect()
+}
+
+/// The opposite of [`reordered`].
+pub(super) fn restored(values: &[f32], order: &[usize]) -> Vec<f32> {
+    let mut restored = vec![0.0; values.len()];
+    for (back, row) in restored.chunks_exact_mut(order.len().max(1)).zip(values.chunks_exact(order.len().max(1))) {
+        order.iter().zip(row).for_each(|(column, value)| back[*column] = *value);
+    }
+    restored
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::super::Wanted;
+    use super::*;
+
+    /// At the least squared error, what is left of the original's outputs is orthogonal to what the layer reads.
+    #[test]
+    fn layers_make_up_for_changed_inputs() {
+        let (count, size, rows) = (300, 40, 7);
+        let number = |i: usize| ((i as u32).wrapping_mul(2_654_435_761) >> 20) as f32 / 1024.0 - 2.0;
+        let original: Vec<f32> = (0..count * size).map(|i| number(i * i)).collect();
+        // Features that have lost a half of some others.
+        let read: Vec<f32> = (0..count * size).map(|i| original[i] - 0.5 * original[i / size * size + (i % size * 7 + 3) % size]).collect();
+        let tensor = |values: &[f32]| Tensor::from_slice(values, (count, size), &Device::Cpu).unwrap();
+        let mut moments = Moments::new(size, Wanted { products: true, original: true, ..Wanted::default() });
+        moments.add_original(&tensor(&original), &tensor(&read)).unwrap();
+        moments.add("x", &tensor(&read)).unwrap();
+        let order: Vec<usize> = (0..size).rev().collect();
+        let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
+        let mut corrected = weight.clone();
+        Solved::of("x", moments, &order, 1e-6, &mut Vec::new()).unwrap().correct(&mut corrected);
+        let output = |x: &[f32], w: &[f32], at: usize, row: usize| (0..size).map(|i| f64::from(x[at * size + i]) * f64::from(w[row * size + i])).sum::<f64>();
+        for (row, feature) in (0..rows * size).map(|i| (i / size, i % size)) {
+            let along = |w: &[f32]| {
+                let left = |at: usize| output(&original, &weight, at, row) - output(&read, w, at, row);
+                (0..count).map(|at| left(at) * f64::from(read[at * size + feature])).sum::<f64>()
+            };
+            assert!(along(&corrected).abs() < 0.05, "{} of {}", along(&corrected), along(&weight));
+        }
+    }
+}
