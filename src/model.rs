@@ -67,7 +67,9 @@ impl Model {
         let beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         for (name, weight) in &mut weights.by_name {
             let (class, row) = (class(name, weight), weight.row());
-            if let Encoding::Affine(affine) = &mut weight.encoding {
+            if let Encoding::Affine(affine) = &mut weight.encoding
+                && !affine.codes.is_palette()
+            {
                 schemes.describe(name.strip_suffix(".weight").unwrap_or(name), class, row, affine)?;
             }
         }

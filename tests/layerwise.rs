@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::data::Data;
 use compress::exec::{Executor, Parameters, Residence};
 use compress::pass::prune_unstructured::Importance;
-use compress::pass::{Amount, Cast, FloatFormat, NOfM, PruneUnstructured, Step};
+use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, NOfM, Palettize, PruneUnstructured, Step};
 use compress::pass::{Method, Quantize, Scheme};
 use compress::pipeline::Builder;
 use compress::work::{Cancel, Event};
@@ -166,6 +166,26 @@ fn zeros_survive_rounding() {
     assert!(values.chunks(4).all(|four| four.iter().filter(|w| **w == 0.0).count() >= 2));
 }
 
+fn palettized() -> Palettize {
+    Palettize { bits: 4, group_size: 8, ..Palettize::default() }
+}
+
+#[test]
+fn values_of_palettes_are_where_inputs_are_large() {
+    let folder = tempfile::tempdir().unwrap();
+    let name = outliers(folder.path());
+    let plain = Palettize { importance: InputImportance::None, ..palettized() };
+    let (plain, weighted) = (error(&name, &run(&name, plain)), error(&name, &run(&name, palettized())));
+    assert!(weighted < 0.85 * plain, "{weighted} for {plain}");
+    // Tables and heads that share them are no linear layers; they are palettized without samples.
+    let done = run("llama", Palettize { embeddings: true, ..palettized() });
+    assert!(done.report.notes.iter().any(|note| note.contains("a linear layer does not read them")), "{:?}", done.report.notes);
+    assert!(done.model().weights.get("model.embed_tokens.weight").unwrap().describe().starts_with("palette4"));
+    // Layers that are stored input-major are clustered as they are stored.
+    let (plain, weighted) = (Palettize { importance: InputImportance::None, ..palettized() }, palettized());
+    assert!(error("gpt2", &run("gpt2", weighted)) < 1.1 * error("gpt2", &run("gpt2", plain)));
+}
+
 #[test]
 fn an_interrupted_run_goes_on_behind_the_last_block() {
     let bytes = |folder: &Path| std::fs::read(folder.join("out/model.safetensors")).unwrap();
@@ -179,7 +199,13 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
         let report = builder(folder.path(), pass).threads(4).build().unwrap().run(Model::open(golden("llama")).unwrap(), folder.path().join("out")).unwrap();
         (folder, report)
     };
-    for pass in [Step::from(quantized(Method::Gptq, Scheme::W4A16)), quantized(Method::Awq, Scheme::W4A16).into(), pruned(Importance::Sparsegpt).into()] {
+    for pass in [
+        Step::from(quantized(Method::Gptq, Scheme::W4A16)),
+        quantized(Method::Awq, Scheme::W4A16).into(),
+        pruned(Importance::Sparsegpt).into(),
+        palettized().into(),
+        Decompose::default().into(),
+    ] {
         let (whole, at_once) = run(pass.clone());
         let folder = tempfile::tempdir().unwrap();
         let cancel = Cancel::default();

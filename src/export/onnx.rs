@@ -20,7 +20,7 @@ use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, WeightOnly, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
-use crate::store::{Bias, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
+use crate::store::{Affine, Bias, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -83,10 +83,12 @@ impl Onnx {
             ..Style::default()
         };
         for (_, value) in graph.params() {
-            if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding
-                && affine.codes.is_integer()
-            {
-                style.integers.insert(value.name.clone(), affine.clone());
+            if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding {
+                match affine.codes {
+                    Codes::Integer(_) => style.integers.insert(value.name.clone(), affine.clone()),
+                    Codes::Palette(_) => style.palettes.insert(value.name.clone(), affine.clone()),
+                    Codes::E4m3 | Codes::E2m1 => None,
+                };
             }
         }
         let draft = draft(&graph, &style, &metadata(model, run))?;
@@ -113,14 +115,13 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
             "store it as floats, or describe the model in a graph.json that does not use it",
         ));
     }
-    let weight = if let Some(affine) = &slot.integers {
-        let mut affine = affine.clone();
-        affine.scale_dtype = DType::F32;
+    let half = slot.tensors.iter().any(|tensor| tensor.data_type == DataType::Float16);
+    let dtype = if half { DType::F16 } else { DType::F32 };
+    let weight = if let Some(affine) = slot.integers.as_ref().or(slot.palette.as_ref()) {
+        let affine = Affine { scale_dtype: dtype, ..affine.clone() };
         let source = Rescaled { upstream: weight.source(), affine: affine.clone(), name: name.clone() };
-        weight.then(DType::F32, Encoding::Affine(affine), Arc::new(source))
+        weight.then(dtype, Encoding::Affine(affine), Arc::new(source))
     } else {
-        let half = slot.tensors.iter().any(|tensor| tensor.data_type == DataType::Float16);
-        let dtype = if half { DType::F16 } else { DType::F32 };
         let source = Decoded { upstream: weight.source(), dtype, name: name.clone() };
         weight.then(dtype, Encoding::Dense, Arc::new(source))
     };
@@ -148,7 +149,16 @@ fn notes(model: &Model, graph: &Graph, slots: &[Slot]) -> Vec<String> {
     notes.extend(
         remarks.into_iter().map(|(remark, names)| format!("{}: {} quantized weights are {remark} (the first: `{}`)", file::MODEL, names.len(), names[0])),
     );
-    let narrow = |weight: &&Weight| matches!(&weight.encoding, Encoding::Affine(affine) if !affine.codes.is_integer());
+    let palettes = slots.iter().filter(|slot| slot.palette.is_some()).count();
+    if palettes > 0 {
+        let width = if slots.iter().any(|slot| slot.tensors.iter().any(|tensor| tensor.data_type == DataType::Uint4)) {
+            "four bits or a byte"
+        } else {
+            "a byte each; `opset: 21` has four bits for palettes of up to 16 values"
+        };
+        notes.push(format!("{}: {palettes} weights are places in palettes ({width}), of which runtimes make floats when they load the file", file::MODEL));
+    }
+    let narrow = |weight: &&Weight| matches!(&weight.encoding, Encoding::Affine(affine) if matches!(affine.codes, Codes::E4m3 | Codes::E2m1));
     let floats = slots.iter().filter_map(|slot| model.weights.by_name.get(&slot.weight)).filter(narrow).count();
     if floats > 0 {
         notes.push(format!(

@@ -5,6 +5,8 @@
 //!   compressed-tensors and vLLM load the folder as it is.
 //! - `sparse`: a bitmask and the values that are not zero, where that is smaller; only `compress` reads it
 //!   (see [`store::sparse`](crate::store::sparse)).
+//!
+//! Weights that are places in palettes stay so in all but `dense`; only `compress` reads them.
 
 mod quantization;
 
@@ -70,12 +72,15 @@ impl Safetensors {
                     let size = value_size(weight);
                     let bytes = sparse::stored_bytes(weight.elements() as u64, kept, size, weight.shape.len() as u64);
                     let smaller = eligible_for_sparse(weight) && bytes < weight.value_bytes();
-                    let otherwise =
-                        if weight.value_bytes() < weight.elements() as u64 && is_packed(name, weight) { StorageFormat::Packed } else { StorageFormat::Plain };
+                    let otherwise = if is_palette(weight) || (weight.value_bytes() < weight.elements() as u64 && is_packed(name, weight)) {
+                        StorageFormat::Packed
+                    } else {
+                        StorageFormat::Plain
+                    };
                     (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { otherwise })
                 }
                 Layout::Auto | Layout::CompressedTensors => {
-                    require_matrix_layout(model, name, weight)?;
+                    self.require_matrix_layout(model, name, weight)?;
                     (weight.clone(), if is_packed(name, weight) { StorageFormat::Packed } else { StorageFormat::Plain })
                 }
             };
@@ -90,6 +95,23 @@ impl Safetensors {
         }
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
+    }
+
+    fn require_matrix_layout(&self, model: &Model, name: &str, weight: &Weight) -> Result<()> {
+        let (what, hint) = match (&weight.encoding, is_palette(weight)) {
+            (_, true) if self.layout == Layout::CompressedTensors => {
+                ("is stored as places in palettes, which compressed-tensors has none of".to_owned(), "export with layout: auto or layout: dense")
+            }
+            (Encoding::Affine(_), false) if model.config.has_conv1d() => (
+                format!(
+                    "is a quantized weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them",
+                    model.config.model_type()
+                ),
+                "export with layout: sparse or layout: dense, or leave these layers alone",
+            ),
+            _ => return Ok(()),
+        };
+        Err(Error::tensor(name, what, hint))
     }
 
     fn layout_of(&self, items: &[Item], model: &Model) -> Result<writer::FileLayout> {
@@ -118,19 +140,30 @@ impl Safetensors {
     fn config(&self, model: &Model, run: &RunState, items: &[Item]) -> Config {
         let mut config = model.config.clone();
         let integers = items.iter().any(|item| item.weight.encoding != Encoding::Dense);
+        let palettes = quantization::palettes(items);
         let sparse = items.iter().any(|item| matches!(item.storage_format, StorageFormat::Sparse { .. }));
         let described = quantization::is_needed(items, model, run).then(|| quantization::describe(items, model, run));
         // Others know int8 in linear layers and embeddings only, and nothing of a graph.json: they would silently
         // compute something else.
         let convolutions = items.iter().any(|item| item.weight.encoding != Encoding::Dense && class(&item.name, &item.weight) == "Conv2d");
-        let own = sparse || model.needs_graph_file() || (integers && convolutions);
+        let own = sparse || palettes.is_some() || model.needs_graph_file() || (integers && convolutions);
         if own {
             config.mark_own();
         }
         if sparse || (integers && own) {
             let own = crate::model::OWN_METHOD;
-            let layout = if sparse { "sparse" } else { "integers" };
-            config.set("quantization_config", json!({ "quant_method": own, "layout": layout, (own): described }));
+            let layout = if sparse {
+                "sparse"
+            } else if palettes.is_some() {
+                "palettes"
+            } else {
+                "integers"
+            };
+            let mut description = json!({ "quant_method": own, "layout": layout, (own): described });
+            if let Some(palettes) = palettes {
+                description["palettes"] = palettes;
+            }
+            config.set("quantization_config", description);
         } else if let Some(described) = described {
             config.set("quantization_config", described);
         }
@@ -165,9 +198,13 @@ impl Safetensors {
                 100.0 * zeros as f64 / elements as f64
             ));
         }
+        let palettes = items.iter().filter(|item| is_palette(&item.weight)).count();
+        if palettes > 0 {
+            notes.push(format!("{palettes} tensors are stored as places in palettes: only compress and its ONNX export read this folder, `compress densify` makes floats of them; `model_type` is marked so that other libraries refuse it"));
+        }
         if sparse == 0 && model.needs_graph_file() {
             notes.push("config.json cannot say what this model computes: graph.json does, which only compress and its ONNX export read; `model_type` is marked so that other libraries refuse the folder".to_owned());
-        } else if sparse == 0 {
+        } else if sparse == 0 && palettes == 0 {
             notes.extend(quantization::notes(items, model));
         }
         notes
@@ -179,6 +216,9 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
     model.tied_names().into_iter().filter_map(|(alias, original)| {
         let weight = model.weights.by_name.get(original)?;
         let Encoding::Affine(affine) = &weight.encoding else { return None };
+        if affine.codes.is_palette() {
+            return None;
+        }
         let source = Scales { of: weight.clone(), dtype: affine.scale_dtype };
         let scales = Weight::new(affine.scale_dtype, affine.scale_shape(&weight.shape), Encoding::Dense, std::sync::Arc::new(source));
         (!model.weights.by_name.contains_key(alias)).then(|| Item { name: format!("{alias}_scale"), weight: scales, storage_format: StorageFormat::Plain })
@@ -234,7 +274,7 @@ fn value_size(weight: &Weight) -> u64 {
 
 fn eligible_for_sparse(weight: &Weight) -> bool {
     let halves = matches!(&weight.encoding, Encoding::Affine(affine) if affine.codes == Codes::E2m1);
-    (weight.is_float() || weight.encoding != Encoding::Dense) && !halves && weight.elements() > 0
+    (weight.is_float() || weight.encoding != Encoding::Dense) && !halves && !is_palette(weight) && weight.elements() > 0
 }
 
 /// Weight-only integers have kernels in vLLM only when they are packed; a single scale or zero points of int8 are read by
@@ -242,7 +282,7 @@ fn eligible_for_sparse(weight: &Weight) -> bool {
 fn is_packed(name: &str, weight: &Weight) -> bool {
     match &weight.encoding {
         Encoding::Dense => false,
-        Encoding::Affine(affine) if !affine.codes.is_integer() => affine.codes == Codes::E2m1,
+        Encoding::Affine(affine) if !affine.codes.is_integer() => affine.codes == Codes::E2m1 || affine.codes.is_palette(),
         Encoding::Affine(_) if is_embedding(name, weight) => false,
         Encoding::Affine(affine) => {
             let (one, wide) = (affine.granularity == Granularity::Tensor, affine.codes.bits() == 8);
@@ -251,18 +291,8 @@ fn is_packed(name: &str, weight: &Weight) -> bool {
     }
 }
 
-fn require_matrix_layout(model: &Model, name: &str, weight: &Weight) -> Result<()> {
-    if weight.encoding != Encoding::Dense && model.config.has_conv1d() {
-        return Err(Error::tensor(
-            name,
-            format!(
-                "is a quantized weight of a {} model, whose layers are stored as [in, out]: compressed-tensors cannot express them",
-                model.config.model_type()
-            ),
-            "export with layout: sparse or layout: dense, or leave these layers alone",
-        ));
-    }
-    Ok(())
+fn is_palette(weight: &Weight) -> bool {
+    matches!(&weight.encoding, Encoding::Affine(affine) if affine.codes.is_palette())
 }
 
 fn encoding(item: &Item) -> String {

@@ -16,6 +16,7 @@ pub mod histogram;
 pub mod mask;
 pub mod narrow;
 pub mod packing;
+pub mod palette;
 pub mod quantize;
 pub mod scan;
 
@@ -36,10 +37,13 @@ mod running {
     pub mod compensation;
     pub mod convolution;
     pub mod convolution_gradient;
+    pub mod dense;
+    pub mod eigen;
     pub mod epilogue;
     pub mod few_rows;
     pub mod gram;
     pub mod grid;
+    pub mod low_rank;
     pub mod matmul;
     pub mod matmul_gradient;
     pub mod rows;

@@ -102,6 +102,20 @@ pub fn unpack(input: &[u8], bits: u8, output: &mut [u8]) {
     }
 }
 
+/// Appends the words of places in a palette: whole numbers from 0, as they are.
+pub fn pack_places(places: &[u8], bits: u8, output: &mut Vec<u8>) {
+    let half = 1u8 << (bits - 1);
+    let integers: Vec<u8> = places.iter().map(|place| place.wrapping_sub(half)).collect();
+    pack(&integers, bits, output);
+}
+
+/// The places in a palette that words hold, as many as `output` takes.
+pub fn unpack_places(input: &[u8], bits: u8, output: &mut [u8]) {
+    let half = 1u8 << (bits - 1);
+    unpack(input, bits, output);
+    output.iter_mut().for_each(|place| *place = place.wrapping_add(half));
+}
+
 /// Appends the words of a matrix `[rows, columns]` that is packed down its columns: `[words(rows), columns]`.
 pub fn pack_columns(values: &[u8], columns: usize, bits: u8, output: &mut Vec<u8>) {
     let columns = columns.max(1);

@@ -7,8 +7,19 @@ use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, WordsLabel};
 
 /// Keys that are made anew for the weights that are written.
-const WRITTEN: [&str; 10] =
-    ["quant_method", "format", "quantization_status", "config_groups", "ignore", "global_compression_ratio", "version", "producer", "layout", OWN_METHOD];
+const WRITTEN: [&str; 11] = [
+    "quant_method",
+    "format",
+    "quantization_status",
+    "config_groups",
+    "ignore",
+    "global_compression_ratio",
+    "version",
+    "producer",
+    "layout",
+    "palettes",
+    OWN_METHOD,
+];
 /// What a group of modules says.
 const GROUP: [&str; 5] = ["targets", "weights", "input_activations", "output_activations", "format"];
 /// What is said of weights and of activations.

@@ -179,6 +179,19 @@ impl<'g> Lowering<'g> {
         self.names[value] = self.cast("half", public, DataType::Float16);
     }
 
+    /// The operator that computes a parameter's value, under the parameter's name.
+    pub fn compute(&mut self, value: usize, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
+        let name = self.names[value].clone();
+        self.push(op, name.clone(), inputs, vec![name], attributes);
+    }
+
+    /// What is stored for a parameter that is places in palettes; what is written next belongs to it.
+    pub fn turn_to_palette(&mut self, value: usize) -> Option<Slot> {
+        let slot = self.places.get(&value)?.iter().find(|slot| slot.palette.is_some())?.clone();
+        self.scope.clone_from(&self.names[value]);
+        Some(slot)
+    }
+
     /// The operator that computes the current node's value.
     pub fn finish(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
         let output = self.node.map_or(String::new(), |node| self.names[node.output.index()].clone());
@@ -244,6 +257,11 @@ impl<'g> Lowering<'g> {
     pub fn zero_point(&mut self, value: i32) -> String {
         let (kind, value) = if self.signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
         self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
+    }
+
+    /// Whole numbers of 32 bits that only this node needs.
+    pub fn own_ints(&mut self, part: &str, dims: Vec<i64>, values: &[i32]) -> String {
+        self.own(format!("{}/{part}", self.scope), DataType::Int32, dims, values.iter().flat_map(|v| v.to_le_bytes()).collect())
     }
 
     /// A zero of eight bits in a vector of one.

@@ -31,7 +31,9 @@ pub struct Slot {
     pub storage_format: StorageFormat,
     /// How the elements are quantized, if they are integers in the file.
     pub integers: Option<Affine>,
-    /// The elements; of integers, also scales, and zero points if there are any.
+    /// How the elements are places in palettes, if they are.
+    pub palette: Option<Affine>,
+    /// The elements; of integers, also scales, and zero points if there are any; of places, also palettes.
     pub tensors: Vec<Tensor>,
     /// What is not as the encoding of the weight asks for, in plain words.
     pub remark: Option<&'static str>,
@@ -68,6 +70,7 @@ pub(super) fn places(graph: &Graph, style: &Style, names: &[String], taken: &mut
         let usable = integers.filter(|_| !uses.is_empty() && uses.iter().all(|u| u.layer().is_some() || u.is_table() || u.is_convolution()));
         let name = names[at].clone();
         let slots = match (usable, uses) {
+            _ if style.palettes.contains_key(&value.name) => vec![palette(style, value, &name, &style.palettes[&value.name], uses, taken)],
             (Some(affine), _) => vec![quantized(style, value, name, affine, uses, taken)?],
             (None, [only]) if only.added_to(graph, style).is_some() => bias(only.added_to(graph, style), value, name, taken),
             (None, _) => vec![floats(style, value, name, uses, integers.is_some())],
@@ -87,6 +90,7 @@ fn bias(sums: Option<Sums>, value: &Value, name: String, taken: &mut BTreeSet<St
         weight: value.name.clone(),
         storage_format: StorageFormat::Plain,
         integers: None,
+        palette: None,
         tensors: vec![Tensor { name: name.to_owned(), data_type, dims: sizes(value) }],
         remark: None,
         sums: sums.clone().map(|sums| Sums { scales, ..sums }),
@@ -96,7 +100,7 @@ fn bias(sums: Option<Sums>, value: &Value, name: String, taken: &mut BTreeSet<St
 
 fn floats(style: &Style, value: &Value, name: String, uses: &[Use], quantized: bool) -> Slot {
     let matrices = !uses.is_empty() && uses.iter().all(|u| u.layer() == Some(false) && u.rank != 2);
-    let wide = style.precision == Precision::Float32 || (!uses.is_empty() && uses.iter().all(|u| u.wants_range(style)));
+    let wide = is_wide(style, uses);
     let mut dims = sizes(value);
     if matrices {
         dims.reverse();
@@ -105,10 +109,42 @@ fn floats(style: &Style, value: &Value, name: String, uses: &[Use], quantized: b
         weight: value.name.clone(),
         storage_format: if matrices { StorageFormat::Transposed } else { StorageFormat::Plain },
         integers: None,
+        palette: None,
         tensors: vec![Tensor { name, data_type: if wide { DataType::Float } else { DataType::Float16 }, dims }],
         sums: None,
         remark: quantized.then_some("written as the floats that they stand for, because the graph uses them elsewhere than in a linear layer or an embedding"),
     }
+}
+
+/// Places in palettes, which become floats at the beginning of the graph.
+fn palette(style: &Style, value: &Value, name: &str, affine: &Affine, uses: &[Use], taken: &mut BTreeSet<String>) -> Slot {
+    let mut side = |what: &str, data_type, dims: Vec<usize>| {
+        let mut wanted = format!("{name}_{what}");
+        while !taken.insert(wanted.clone()) {
+            wanted.push('_');
+        }
+        Tensor { name: wanted, data_type, dims }
+    };
+    let shape = sizes(value);
+    let halves = style.opset >= NARROW && affine.codes.bits() <= 4;
+    let palettes = affine.scale_shape(&shape).iter().product();
+    let [places, values] = [
+        side("places", if halves { DataType::Uint4 } else { DataType::Uint8 }, shape),
+        side("palette", if is_wide(style, uses) { DataType::Float } else { DataType::Float16 }, vec![palettes]),
+    ];
+    Slot {
+        weight: value.name.clone(),
+        storage_format: if halves { StorageFormat::Halves { transposed: false } } else { StorageFormat::Plain },
+        integers: None,
+        palette: Some(affine.clone()),
+        tensors: vec![places, values],
+        remark: None,
+        sums: None,
+    }
+}
+
+fn is_wide(style: &Style, uses: &[Use]) -> bool {
+    style.precision == Precision::Float32 || (!uses.is_empty() && uses.iter().all(|u| u.wants_range(style)))
 }
 
 fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: &[Use], taken: &mut BTreeSet<String>) -> Result<Slot> {
@@ -183,7 +219,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
         }
         _ => None,
     };
-    Ok(Slot { weight: value.name.clone(), storage_format, integers: Some(affine.clone()), tensors, remark, sums: None })
+    Ok(Slot { weight: value.name.clone(), storage_format, integers: Some(affine.clone()), palette: None, tensors, remark, sums: None })
 }
 
 /// How integers are stored. Only those that floats are made of, in layers alone, may be anything but bytes.

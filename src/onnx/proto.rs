@@ -166,6 +166,8 @@ pub enum DataType {
     Double = 11,
     /// E4M3, floats of eight bits without infinities.
     Float8E4m3 = 17,
+    /// Unsigned integers of four bits, two in a byte, the first in the low half.
+    Uint4 = 21,
     /// Signed integers of four bits, two in a byte, the first in the low half.
     Int4 = 22,
 }
@@ -175,7 +177,7 @@ impl DataType {
     pub fn bits(self) -> u64 {
         match self {
             DataType::Undefined => 0,
-            DataType::Int4 => 4,
+            DataType::Int4 | DataType::Uint4 => 4,
             DataType::Uint8 | DataType::Int8 | DataType::Bool | DataType::Float8E4m3 => 8,
             DataType::Float16 => 16,
             DataType::Float | DataType::Int32 => 32,

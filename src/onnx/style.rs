@@ -42,6 +42,8 @@ pub struct Style {
     pub precision: Precision,
     /// Weights that are integers, by their names in the checkpoint.
     pub integers: BTreeMap<String, Affine>,
+    /// Weights that are places in palettes, by their names in the checkpoint.
+    pub palettes: BTreeMap<String, Affine>,
     /// Whether activations become int8, as integer units of ARM and GPUs want them, and not uint8.
     pub signed: bool,
     /// How layers are written that have integers as weights and floats as activations.
@@ -50,6 +52,7 @@ pub struct Style {
 
 impl Default for Style {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default(), integers: BTreeMap::new(), signed: false, weight_only: WeightOnly::default() }
+        let (integers, palettes) = Default::default();
+        Self { opset: *OPSETS.start(), precision: Precision::default(), integers, palettes, signed: false, weight_only: WeightOnly::default() }
     }
 }

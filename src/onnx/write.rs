@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::lower::lower;
+use super::lower::{lower, palette};
 use super::lowering::Lowering;
 use super::place::{Slot, places};
 use super::proto::{
@@ -45,6 +45,9 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     let mut lowering = Lowering::new(graph, style, names, taken, places);
     for (id, value) in graph.inputs().filter(|(_, value)| half && value.ty.element == Element::Float) {
         lowering.narrow_input(id.index(), &value.name);
+    }
+    for (id, _) in graph.params() {
+        palette::floats(id.index(), &mut lowering);
     }
     for node in graph.nodes() {
         lowering.enter(node);

@@ -123,6 +123,7 @@ impl Integers {
             Codes::Integer(_) => quantize::quantize::<F>(values, codes, scale, zero, self.bounds()),
             Codes::E4m3 => narrow::quantize_e4m3::<F>(values, codes, scale),
             Codes::E2m1 => narrow::quantize_e2m1::<F>(values, codes, scale),
+            Codes::Palette(_) => debug_assert!(false, "palettes have no scales"),
         }
     }
 

@@ -7,7 +7,9 @@
 
 mod amount;
 mod cast;
+mod importance;
 mod integers;
+mod palettize;
 pub mod prune_unstructured;
 mod quantize;
 mod quantize_dynamic;
@@ -22,7 +24,9 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
+pub use importance::InputImportance;
 pub use integers::WeightObserver;
+pub use palettize::Palettize;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
 pub use quantize::{Method, Quantize, Scheme};
 pub use quantize_dynamic::{ActivationRounding, GranularityKind, QuantizeDynamic};
@@ -35,6 +39,7 @@ mod running {
     mod cached_scales;
     pub(in crate::pass) mod calibrate;
     pub(in crate::pass) mod chains;
+    pub(in crate::pass) mod decompose;
     mod distill;
     mod finetune;
     pub(in crate::pass) mod identity;
@@ -44,12 +49,13 @@ mod running {
     mod stored_scales;
     pub(in crate::pass) mod walk;
 
+    pub use decompose::Decompose;
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 
-    use crate::pass::{Context, GranularityKind, Pass, Samples, Scope, WeightObserver, options_of};
+    use crate::pass::{Amount, Context, GranularityKind, InputImportance, Pass, Samples, Scope, WeightObserver, options_of};
 }
 
 #[cfg(feature = "run")]
@@ -203,12 +209,16 @@ crate::entry::gather! { passes []
     "prune-unstructured" => PruneUnstructured,
     /// Remove heads, neurons, channels, width or layers from a model: smaller tensors, less to compute
     "prune-structured" => PruneStructured if runs,
+    /// Put two thin layers in the place of one: fewer parameters, less to compute
+    "decompose" => Decompose if runs,
     /// Store linear weights in a scheme that consumers know by name: W4A16, W8A8 …
     "quantize" => Quantize,
     /// Store linear weights as int8; activations are quantized while the model runs, or not at all
     "quantize-dynamic" => QuantizeDynamic,
     /// Store weights as int8 and quantize activations by scales found on calibration samples
     "quantize-static" => QuantizeStatic if runs,
+    /// Store weights as places in small palettes of values, found by k-means
+    "palettize" => Palettize,
     /// Train a student on a teacher's outputs
     "distill" => Distill if runs,
     /// Train the model on labels or the next token: recovers accuracy after pruning, trains through quantizers

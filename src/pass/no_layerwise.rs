@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
-use super::{Context, PruneUnstructured, Quantize};
+use super::{Context, Palettize, PruneUnstructured, Quantize};
 use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
@@ -41,6 +41,18 @@ pub(super) fn quantize(
     _applied: &mut Applied,
 ) -> Result<Map<String, Value>> {
     Err(unable("method"))
+}
+
+/// Nothing: [`require`] was asked before.
+pub(super) fn palettize(
+    _pass: &Palettize,
+    _encodings: &BTreeMap<String, Affine>,
+    _model: &mut Model,
+    _run: &RunState,
+    _context: &Context,
+    _applied: &mut Applied,
+) -> Result<usize> {
+    Err(unable("importance"))
 }
 
 /// Nothing: [`require`] was asked before.

@@ -1,4 +1,4 @@
-//! Codes with scales: how a quantized weight is described, and read from a file.
+//! Codes with scales or palettes: how a quantized weight is described, and read from a file.
 
 use serde::{Deserialize, Serialize};
 
@@ -16,6 +16,8 @@ pub enum Codes {
     E4m3,
     /// Floats of four bits in the low half of a byte.
     E2m1,
+    /// Places in a palette of 2^bits values, 2 to 8 bits, counted from 0.
+    Palette(u8),
 }
 
 impl Codes {
@@ -25,7 +27,7 @@ impl Codes {
     /// Bits of a code where codes are packed.
     pub fn bits(self) -> u8 {
         match self {
-            Codes::Integer(bits) => bits,
+            Codes::Integer(bits) | Codes::Palette(bits) => bits,
             Codes::E4m3 => 8,
             Codes::E2m1 => 4,
         }
@@ -35,6 +37,16 @@ impl Codes {
     pub fn is_integer(self) -> bool {
         matches!(self, Codes::Integer(_))
     }
+
+    /// Whether they are places in palettes, which stand where other codes have scales.
+    pub fn is_palette(self) -> bool {
+        matches!(self, Codes::Palette(_))
+    }
+
+    /// Numbers that codes share: the values of a palette, else one scale.
+    pub fn entries(self) -> usize {
+        if let Codes::Palette(bits) = self { 1 << bits.min(8) } else { 1 }
+    }
 }
 
 impl std::fmt::Display for Codes {
@@ -43,6 +55,7 @@ impl std::fmt::Display for Codes {
             Codes::Integer(bits) => write!(f, "int{bits}"),
             Codes::E4m3 => f.write_str("fp8"),
             Codes::E2m1 => f.write_str("fp4"),
+            Codes::Palette(bits) => write!(f, "palette{bits}"),
         }
     }
 }
@@ -121,16 +134,16 @@ impl Static {
     }
 }
 
-/// `value = (code - zero_point) * scale`, rows of a matrix `[out, in]`.
+/// `value = (code - zero_point) * scale`, rows of a matrix `[out, in]`; with palettes `value = palette[code]`, rows of a tensor of any rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Affine {
     /// What the codes are.
     pub codes: Codes,
-    /// How many elements share a scale.
+    /// How many elements share a scale or a palette.
     pub granularity: Granularity,
     /// Whether all zero points are zero (and not stored).
     pub symmetric: bool,
-    /// Format of the scales.
+    /// Format of the scales, or of the values of palettes.
     pub scale_dtype: DType,
     /// What happens to activations.
     pub activations: ActivationScheme,
@@ -149,9 +162,20 @@ impl Affine {
         Affine { activations, ..self.clone() }
     }
 
-    /// How many scales a weight of this shape has, as the shape that they are stored in.
+    /// Of palettes of `bits` for at most so many rows each, in a format: groups are of one size, but for the last.
+    pub fn palettes(bits: u8, group: usize, shape: &[usize], dtype: DType) -> Affine {
+        let rows = shape.first().copied().unwrap_or(1).max(1);
+        let groups = rows.div_ceil(group.max(1));
+        let granularity = Granularity::Block([rows.div_ceil(groups), row(shape)]);
+        Affine { codes: Codes::Palette(bits), granularity, symmetric: true, scale_dtype: dtype, activations: ActivationScheme::None }
+    }
+
+    /// How many scales a weight of this shape has, as the shape that they are stored in; of palettes, `[palettes, values]`.
     pub fn scale_shape(&self, shape: &[usize]) -> Vec<usize> {
         let (rows, row) = (shape.first().copied().unwrap_or(1), row(shape));
+        if let (true, Granularity::Block([high, _])) = (self.codes.is_palette(), self.granularity) {
+            return vec![rows.div_ceil(high.max(1)), self.codes.entries()];
+        }
         match self.granularity {
             Granularity::Tensor => vec![1],
             Granularity::Channel => vec![rows, 1],
@@ -183,7 +207,7 @@ pub fn row(shape: &[usize]) -> usize {
 /// A quantized weight as compressed-tensors stores it, a byte for each code or several in a word.
 #[derive(Debug, Clone)]
 pub struct IntegerFile {
-    /// The codes: I8 or F8_E4M3 `[out, in]`; when packed, integers I32 `[out, ceil(in · bits / 32)]`, E2M1 U8 `[out, in / 2]`.
+    /// The codes: I8 or F8_E4M3 `[out, in]`; when packed, integers and places in palettes I32 `[out, ceil(in · bits / 32)]`, E2M1 U8 `[out, in / 2]`.
     pub values: RawTensor,
     /// The scales.
     pub scales: RawTensor,
@@ -223,6 +247,7 @@ impl WeightSource for IntegerFile {
                 for (words, values) in words.chunks_exact(stored).zip(unpacked.chunks_exact_mut(row)) {
                     match self.affine.codes {
                         Codes::E2m1 => packing::from_halves(words, values),
+                        Codes::Palette(_) => packing::unpack_places(words, bits, values),
                         _ => packing::unpack(words, bits, values),
                     }
                 }
@@ -256,7 +281,7 @@ impl<'a> Parameters<'a> {
 
     pub(super) fn next(&mut self, elements: usize) -> Result<(&[u8], &[u8])> {
         let count = if self.affine.granularity == Granularity::Tensor { 1 } else { elements / self.affine.granularity.run(self.row, elements) };
-        let size = self.affine.scale_dtype.bitsize() / 8;
+        let size = self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8;
         self.scales.resize(count * size, 0);
         if let Granularity::Block([high, _]) = self.affine.granularity {
             // Rows of a block share the scales of one row of the file.

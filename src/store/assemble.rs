@@ -58,6 +58,11 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
     for (name, weight) in gptq::take(&mut checkpoint)? {
         insert(&mut weights, name, weight, 0, Vec::new())?;
     }
+    let palettized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix(PALETTE)).map(str::to_owned).collect();
+    for name in palettized.into_iter().filter(|name| checkpoint.tensors.contains_key(&format!("{name}_packed"))).collect::<Vec<_>>() {
+        let (weight, names, bytes) = palettized_weight(&mut checkpoint, &name)?;
+        insert(&mut weights, name, weight, bytes, names)?;
+    }
     let quantized: Vec<String> = checkpoint.tensors.keys().filter_map(|name| name.strip_suffix("_scale")).map(str::to_owned).collect();
     for name in quantized {
         let (packed, plain) = (format!("{name}_packed"), name.clone());
@@ -115,6 +120,38 @@ fn insert(weights: &mut Weights, name: String, mut weight: Weight, bytes: u64, m
     }
     weights.by_name.insert(name, weight);
     Ok(())
+}
+
+/// What the name of palettes ends with.
+const PALETTE: &str = "_palette";
+
+/// A weight of places in palettes, with the names of its tensors and their bytes.
+fn palettized_weight(checkpoint: &mut Checkpoint, name: &str) -> Result<(Weight, Vec<String>, u64)> {
+    let broken = |reason: String| Error::tensor(name, reason, "write the file again; `compress verify` shows whether it was damaged");
+    let names = ["_packed", "_shape", PALETTE].map(|suffix| format!("{name}{suffix}"));
+    let [words, shape, palettes] = names.clone().map(|name| checkpoint.tensors.get(&name).cloned());
+    let (Some(words), Some(sizes), Some(palettes)) = (words, shape, palettes) else { return Err(broken("places in palettes without `weight_shape`".into())) };
+    let stored = if sizes.dtype == DType::I64 && sizes.bytes() <= 64 { sizes.read_all()? } else { Vec::new() };
+    let shape: Option<Vec<usize>> = stored.as_chunks::<8>().0.iter().map(|d| usize::try_from(i64::from_le_bytes(*d)).ok()).collect();
+    let shape = shape.filter(|shape| shape.iter().try_fold(1usize, |count, size| count.checked_mul(*size)).is_some_and(|count| count > 0));
+    let (Some(shape), [groups, values]) = (shape, &palettes.shape[..]) else {
+        return Err(broken(format!("palettes of shape {:?} without the shape of the weight", palettes.shape)));
+    };
+    let (rows, width) = (shape.first().copied().unwrap_or(1), row(&shape));
+    let Some(bits) = (2..=8u8).find(|bits| Codes::Palette(*bits).entries() == *values) else {
+        return Err(broken(format!("palettes of {values} values, which are not 2 to 8 bits")));
+    };
+    let affine = Affine::palettes(bits, rows.div_ceil((*groups).max(1)), &shape, palettes.dtype);
+    let floats = matches!(palettes.dtype, DType::F16 | DType::BF16 | DType::F32);
+    if !floats || affine.scale_shape(&shape) != palettes.shape || words.dtype != DType::I32 || words.shape != [rows, packing::words(width, bits)] {
+        return Err(broken(format!("places {} {:?} and palettes {} {:?} of a weight {shape:?}", words.dtype, words.shape, palettes.dtype, palettes.shape)));
+    }
+    let bytes = [&words, &sizes, &palettes].iter().fold(0u64, |sum, tensor| sum.saturating_add(tensor.bytes()));
+    names.iter().for_each(|name| drop(checkpoint.tensors.remove(name)));
+    let dtype = palettes.dtype;
+    let values = IntegerValues::Plain { values: words, packed: true, shape: shape.clone() };
+    let source = sparse::integer_source(values, palettes, None, 1.0, affine.clone(), dtype);
+    Ok((Weight::new(dtype, shape, Encoding::Affine(affine), source), names.to_vec(), bytes))
 }
 
 /// Shape and bits of packed integers. Words of short rows can be of several widths: then of the one that is said, else the usual one.
@@ -205,7 +242,7 @@ fn integer(checkpoint: &mut Checkpoint, name: &str, shape: Vec<usize>, codes: Co
     }
     if let Some((by, mut names, size)) = input(checkpoint, name, if codes == Codes::E2m1 { "input_global_scale" } else { "input_scale" })? {
         affine.activations = match codes {
-            Codes::Integer(_) => ActivationScheme::Static(by),
+            Codes::Integer(_) | Codes::Palette(_) => ActivationScheme::Static(by),
             Codes::E4m3 => ActivationScheme::Float8Static(by),
             Codes::E2m1 => ActivationScheme::Nvfp4(by),
         };

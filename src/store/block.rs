@@ -65,7 +65,7 @@ pub struct View<'a> {
     pub values: &'a [u8],
     /// How they are quantized, with the length of a row.
     pub affine: Option<(&'a Affine, usize)>,
-    /// Scales of these elements, in `affine.scale_dtype`: one for a tensor, else one a row or group.
+    /// Scales of these elements, in `affine.scale_dtype`: one for a tensor, else one a row or group; of palettes, one palette a row.
     pub scales: &'a [u8],
     /// Zero points (int8), as many as scales; empty when symmetric.
     pub zero_points: &'a [u8],
@@ -95,17 +95,29 @@ impl<'a> View<'a> {
             return convert::decode(self.dtype, &self.values[start * size..(start + output.len()) * size], output);
         };
         let run = affine.granularity.run(row, self.values.len());
+        let entries = affine.codes.entries();
+        let mut palette = vec![0f32; if affine.codes.is_palette() { entries } else { 0 }];
         let end = start + output.len();
         let mut at = start;
         while at < end {
             let index = at / run;
             let stop = end.min((index + 1) * run);
-            let (scale, zero) = self.parameters(affine, index);
             let (codes, output) = (&self.values[at..stop], &mut output[at - start..stop - start]);
+            if affine.codes.is_palette() {
+                let size = entries * affine.scale_dtype.bitsize() / 8;
+                if !convert::decode(affine.scale_dtype, &self.scales[index * size..(index + 1) * size], &mut palette) {
+                    return false;
+                }
+                output.iter_mut().zip(codes).for_each(|(out, place)| *out = palette.get(usize::from(*place)).copied().unwrap_or(f32::NAN));
+                at = stop;
+                continue;
+            }
+            let (scale, zero) = self.parameters(affine, index);
             match affine.codes {
                 Codes::Integer(_) => quantize::dequantize(codes, output, scale, zero),
                 Codes::E4m3 => narrow::dequantize_e4m3(codes, output, scale),
                 Codes::E2m1 => narrow::dequantize_e2m1(codes, output, scale),
+                Codes::Palette(_) => {}
             }
             at = stop;
         }
@@ -119,6 +131,7 @@ impl<'a> View<'a> {
                 Codes::Integer(_) => {}
                 Codes::E4m3 => return scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 0x80),
                 Codes::E2m1 => return scan::count_bytes(self.values, 0) + scan::count_bytes(self.values, 8),
+                Codes::Palette(_) => return self.zeros_of_values(),
             }
             let run = affine.granularity.run(row, self.values.len());
             let zero_point = |index: usize| self.zero_points.get(index).copied().unwrap_or(0);
@@ -132,6 +145,17 @@ impl<'a> View<'a> {
             }
             _ => 0,
         })
+    }
+
+    /// Of elements whose codes do not say by themselves which values are zero.
+    fn zeros_of_values(&self) -> u64 {
+        let mut values = [1f32; 1024];
+        let count = |start: usize| {
+            let run = &mut values[..1024.min(self.values.len() - start)];
+            let decoded = self.decode(start, run);
+            if decoded { run.iter().filter(|value| **value == 0.0).count() as u64 } else { 0 }
+        };
+        (0..self.values.len()).step_by(1024).map(count).sum()
     }
 
     /// Scale and zero point number `index`, the scale as codes are multiplied with it.

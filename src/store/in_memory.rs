@@ -52,7 +52,7 @@ struct InMemoryIntegers {
 impl WeightSource for InMemoryIntegers {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let run = self.affine.granularity.run(self.row, self.integers.len());
-        let size = self.affine.scale_dtype.bitsize() / 8;
+        let size = self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8;
         let mut at = 0;
         self.before.visit(least_common_multiple(unit, self.row), &mut |block| {
             let first = at;
@@ -74,7 +74,7 @@ impl WeightSource for InMemoryIntegers {
     }
 }
 
-/// Scales and zero points of a quantized weight, one for each run of elements under one scale.
+/// Scales and zero points of a quantized weight, one for each run of elements under one scale; of palettes, the values of one for each run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Scales {
     /// Elements under one scale.
@@ -122,6 +122,13 @@ impl Weight {
         self.visit(self.row(), &mut |block| {
             let count = if affine.granularity == Granularity::Tensor { usize::from(found.scales.is_empty()) } else { block.now.elements() / found.run };
             found.global_scale = block.now.global_scale;
+            if affine.codes.is_palette() {
+                let at = found.scales.len();
+                found.scales.resize(at + count * affine.codes.entries(), 0.0);
+                let decoded = convert::decode(affine.scale_dtype, block.now.scales, &mut found.scales[at..]);
+                debug_assert!(decoded, "palettes are floats");
+                return Ok(());
+            }
             let view = super::View { global_scale: 1.0, ..block.now };
             for (scale, zero) in (0..count).map(|index| view.parameters(affine, index)) {
                 found.scales.push(scale);
@@ -152,7 +159,7 @@ impl Weight {
         let whole = affine.granularity.run(self.row(), self.elements()) * count == self.elements();
         let zero_points: Vec<u8> = scales.zero_points.iter().map(|zero| *zero as i8 as u8).collect();
         let zeros = if affine.symmetric { zero_points.iter().all(|zero| *zero == 0) } else { zero_points.len() == count };
-        let fits = whole && integers.len() == self.elements() && scales.scales.len() == count && zeros;
+        let fits = whole && integers.len() == self.elements() && scales.scales.len() == count * affine.codes.entries() && zeros;
         if !fits || !convert::encode_scales(affine.scale_dtype, &scales.scales, &mut bytes) {
             return Err(Error::tensor(name, "has another number of elements, or scales in another number or format", ""));
         }

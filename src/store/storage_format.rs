@@ -7,10 +7,12 @@
 //! | FP8 | `x.weight` F8_E4M3, `x.weight_scale` `[1]`, `[out, 1]` or one for each block; of static activations `x.input_scale` |
 //! | FP4 | `x.weight_packed` U8 `[out, in / 2]`, `x.weight_scale` F8_E4M3 beside `x.weight_global_scale` F32 (NVFP4; of static activations `x.input_global_scale`), or U8 (E8M0, MXFP4) |
 //! | packed | `x.weight_packed` I32 `[out, ceil(in · bits / 32)]`, `x.weight_shape` I64, `x.weight_scale`, asymmetric also `x.weight_zero_point` I32 `[ceil(out · bits / 32), groups]` |
+//! | palettes | `x.weight_packed` I32 `[rows, ceil(row · bits / 32)]`, `x.weight_shape` I64, `x.weight_palette` `[palettes, 2^bits]` in the format of the values |
 //! | sparse | `x.weight.bitmask`, `x.weight.values`, `x.weight.shape`, and scales as in integer |
 //!
 //! Integer and packed are the forms `int-quantized` and `pack-quantized` of compressed-tensors, FP8 `float-quantized`, FP4
-//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`.
+//! `nvfp4-pack-quantized` and `mxfp4-pack-quantized`. Of palettes, words hold places from 0, element `i` of a row at bit `i · bits`; with `p`
+//! palettes for `n` rows, each is for `ceil(n / p)` rows, one after another.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -45,7 +47,7 @@ pub enum StorageFormat {
     },
     /// A matrix `[in, out]` where the weight is `[out, in]`, scales likewise.
     Transposed,
-    /// Integers of four bits two in a byte, zero points likewise.
+    /// Integers of four bits, or places in palettes, two in a byte, zero points likewise.
     Halves {
         /// Whether the matrix and its scales are [transposed](StorageFormat::Transposed).
         transposed: bool,
@@ -67,7 +69,7 @@ impl StorageFormat {
             None => weight.dtype,
             Some(Codes::Integer(_)) => DType::I8,
             Some(Codes::E4m3) => DType::F8_E4M3,
-            Some(Codes::E2m1) => DType::U8,
+            Some(Codes::E2m1 | Codes::Palette(_)) => DType::U8,
         };
         let shape = weight.shape.clone();
         let mut parts = match self {
@@ -95,7 +97,7 @@ impl StorageFormat {
             }
             // Powers of two are bytes to those who read them.
             let scale_dtype = if affine.scale_dtype == DType::F8_E8M0 { DType::U8 } else { affine.scale_dtype };
-            parts.push(part("_scale", scale_dtype, shape.clone()));
+            parts.push(part(if affine.codes.is_palette() { "_palette" } else { "_scale" }, scale_dtype, shape.clone()));
             if affine.has_global_scale() {
                 parts.push(part("_global_scale", DType::F32, vec![1]));
             }
@@ -199,6 +201,11 @@ impl Emitter {
             StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {
                 self.values.clear();
                 view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::to_halves(row, &mut self.values));
+                sink(0, &self.values)?;
+            }
+            StorageFormat::Packed if self.codes.is_some_and(Codes::is_palette) => {
+                self.values.clear();
+                view.values.chunks_exact(self.row.max(1)).for_each(|row| packing::pack_places(row, self.bits, &mut self.values));
                 sink(0, &self.values)?;
             }
             StorageFormat::Packed => {

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 pub enum Encoding {
     /// As they are.
     Dense,
-    /// As codes with scales.
+    /// As codes with scales or palettes.
     Affine(Affine),
 }
 
@@ -165,6 +165,7 @@ impl Weight {
     pub fn describe(&self) -> String {
         let Encoding::Affine(affine) = &self.encoding else { return self.dtype.to_string().to_lowercase() };
         let by = match affine.granularity {
+            super::Granularity::Block([rows, _]) if affine.codes.is_palette() => format!("of {rows} rows"),
             super::Granularity::Tensor => "tensor".to_owned(),
             super::Granularity::Channel => "channel".to_owned(),
             super::Granularity::Group(size) => format!("group {size}"),

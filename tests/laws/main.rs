@@ -12,6 +12,7 @@ mod files;
 mod given;
 mod integers;
 mod order;
+mod palettes;
 mod prune;
 mod quantize;
 mod report;

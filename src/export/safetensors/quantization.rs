@@ -1,6 +1,6 @@
 //! `quantization_config`: telling transformers and vLLM what is quantized.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
@@ -33,6 +33,7 @@ impl Group<'_> {
             (Codes::E4m3, _) => "float-quantized",
             (Codes::E2m1, DType::F8_E8M0) => "mxfp4-pack-quantized",
             (Codes::E2m1, _) => "nvfp4-pack-quantized",
+            (Codes::Palette(_), _) => "palettes",
         }
     }
 
@@ -94,6 +95,9 @@ fn groups(items: &[Item]) -> Vec<Group<'_>> {
     let mut groups: Vec<Group> = Vec::new();
     for item in items {
         let Encoding::Affine(affine) = &item.weight.encoding else { continue };
+        if affine.codes.is_palette() {
+            continue;
+        }
         let (class, affine) = (class(&item.name, &item.weight), affine.scheme());
         let packed = is_packed(&item.name, &item.weight);
         match groups.iter_mut().find(|g| (g.class, &g.affine, g.packed) == (class, &affine, packed)) {
@@ -149,6 +153,18 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
     description
 }
 
+/// What `config.json` says of weights that are places in palettes; nothing where there are none.
+pub(super) fn palettes(items: &[Item]) -> Option<Value> {
+    let mut found: BTreeMap<(u8, usize), usize> = BTreeMap::new();
+    for item in items {
+        if let Encoding::Affine(Affine { codes: Codes::Palette(bits), granularity: Granularity::Block([rows, _]), .. }) = item.weight.encoding {
+            *found.entry((bits, rows)).or_default() += 1;
+        }
+    }
+    let list: Vec<Value> = found.into_iter().map(|((bits, rows), weights)| json!({ "bits": bits, "rows": rows, "weights": weights })).collect();
+    (!list.is_empty()).then_some(Value::Array(list))
+}
+
 /// What an input's description says beside its weights and the output's does not, by key.
 pub(super) fn left_out<'m>(items: &[Item], model: &'m Model, run: &RunState) -> Vec<&'m str> {
     let described = is_needed(items, model, run);
@@ -163,7 +179,7 @@ fn is_true(key: &str, run: &RunState) -> bool {
 /// Whether something has to be described: quantized weights, the cache of keys and values, or zeros.
 pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
     let told = |key: &str| model.config.carried_quantization().contains_key(key) && is_true(key, run);
-    items.iter().any(|item| item.weight.encoding != Encoding::Dense) || told("kv_cache_scheme") || told("sparsity_config")
+    !groups(items).is_empty() || told("kv_cache_scheme") || told("sparsity_config")
 }
 
 /// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part

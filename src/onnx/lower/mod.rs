@@ -18,6 +18,7 @@ mod image;
 mod integer;
 mod layer;
 mod norm;
+pub(super) mod palette;
 mod rotary;
 mod sequence;
 

@@ -2,7 +2,9 @@
 //! has gone through the changed layers before it. In memory are one block, what samples hold between blocks, and the sums of one place.
 
 mod finished;
+mod low_rank;
 mod moments;
+mod palettes;
 mod rescale;
 mod rounding;
 mod solved;
@@ -24,7 +26,9 @@ use crate::store::scaled::transposed;
 use crate::store::{ByteSize, Weight};
 pub(in crate::pass) use finished::kept_bytes;
 use finished::{Facts, Finished};
+pub(in crate::pass) use low_rank::decompose;
 use moments::{Moments, Wanted};
+pub(in crate::pass) use palettes::palettize;
 use rescale::{Rescale, Strength};
 pub(in crate::pass) use rounding::quantize;
 pub(in crate::pass) use sparse::{prune, require};
@@ -69,11 +73,24 @@ trait Method {
     /// What was seen cannot be computed with.
     fn read(&mut self, value: &str, moments: Moments) -> Result<()>;
 
-    /// The new weight of a layer that reads what was seen last: `values` `[rows, size]` become what the new weight stands for.
+    /// The new weights of a layer that reads what was seen last, by name; `values` are `[rows, size]`.
     ///
     /// # Errors
     /// The weight cannot be changed.
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight>;
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>>;
+
+    /// Bytes that changing a layer takes beside sums of products, about.
+    fn bytes(&self, layer: &Layer) -> usize {
+        16 * layer.rows * layer.size
+    }
+
+    /// What the layer multiplies with from then on, in the shape that its weight has had, as stored; nothing where it is not changed.
+    ///
+    /// # Errors
+    /// Reading fails.
+    fn values(&self, layer: &Layer, changed: &BTreeMap<String, Weight>) -> Result<Option<Vec<f32>>> {
+        changed.get(&layer.weight).map(|weight| weight.floats(&layer.weight)).transpose()
+    }
 
     /// Plain words for the report.
     fn notes(&mut self) -> &mut Vec<String>;
@@ -114,7 +131,7 @@ impl Layerwise<'_> {
         let graph = model.graph()?;
         let sites = self.sites(&graph)?;
         sites.iter().flat_map(|site| &site.layers).try_for_each(|layer| method.check(layer, model.weights.get(&layer.weight)?))?;
-        self.require_memory(&graph, model, &sites)?;
+        self.require_memory(&graph, model, &sites, method)?;
         let context = self.context;
         let data = context.data.calibration.as_ref().ok_or_else(|| Error::option(self.name, "needs calibration samples: `data: { calibration: ... }`"))?;
         let identity = identity((model, None), run, &graph, self.options, [Some(data), None], context.seed);
@@ -164,9 +181,14 @@ impl Layerwise<'_> {
                     resumed += 1;
                     done.rescaled += facts.rescaled;
                     method.notes().extend(facts.notes);
-                    for (name, weight) in &changed {
+                    for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
                         let values = weight.floats(name)?;
                         blocks.replace(name, tensor(&values, &weight.shape, context)?);
+                    }
+                    for layer in sites.iter().flat_map(|site| &site.layers).filter(|layer| !changed.contains_key(&layer.weight)) {
+                        if let Some(values) = method.values(layer, &changed)? {
+                            blocks.replace(&layer.weight, tensor(&values, &original.get(&layer.weight)?.shape, context)?);
+                        }
                     }
                     changed
                 }
@@ -206,10 +228,10 @@ impl Layerwise<'_> {
     }
 
     /// Refuses what does not fit into memory that was asked for.
-    fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site]) -> Result<()> {
+    fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site], method: &dyn Method) -> Result<()> {
         let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.asked) else { return Ok(()) };
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
-        let layer = |layer: &Layer| 16 * layer.rows * layer.size + if self.wanted.products { 16 * layer.size * layer.size } else { 0 };
+        let layer = |layer: &Layer| method.bytes(layer) + if self.wanted.products { 16 * layer.size * layer.size } else { 0 };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
         let needed = need.blocks + self.runs() * need.activations + most;
         if needed <= limit {
@@ -242,13 +264,13 @@ impl Layerwise<'_> {
             let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
             let mut values = layer.rows_of(weight.floats(&layer.weight)?);
             require_finite(&layer.weight, &values)?;
-            let new = method.change(layer, &weight, &mut values)?;
+            changed.extend(method.change(layer, &weight, &mut values)?);
             drop(values);
             // As it is stored, and as a resumed run would read it.
-            let values = new.floats(&layer.weight)?;
-            require_finite(&layer.weight, &values)?;
-            blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
-            changed.insert(layer.weight.clone(), new);
+            if let Some(values) = method.values(layer, changed)? {
+                require_finite(&layer.weight, &values)?;
+                blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+            }
         }
         Ok(())
     }

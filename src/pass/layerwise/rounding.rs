@@ -131,7 +131,7 @@ impl Rounded<'_> {
 }
 
 /// Weights of columns from their mean squares; of columns that no sample has, small ones.
-fn costs(squares: &[f64]) -> Vec<f32> {
+pub(super) fn costs(squares: &[f64]) -> Vec<f32> {
     let mean = squares.iter().sum::<f64>() / squares.len().max(1) as f64;
     let least = if mean > 0.0 { 1e-3 } else { 1.0 };
     squares.iter().map(|square| (square / mean.max(f64::MIN_POSITIVE) + least) as f32).collect()
@@ -192,7 +192,7 @@ impl Method for Solver<'_, '_> {
         Ok(())
     }
 
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight> {
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let affine = self.affine(layer)?;
         let mut grid = grid(layer, weight, affine, &self.order)?;
         let rows = values.chunks_exact(layer.size.max(1));
@@ -217,7 +217,8 @@ impl Method for Solver<'_, '_> {
         }
         let integers = grid.integers_of(values);
         let (scales, zero_points) = grid.steps.iter().map(|Step { scale, zero }| (*scale, *zero)).unzip();
-        weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })
+        let new = weight.quantized(&layer.weight, affine.clone(), integers, &Scales { run: grid.group, scales, zero_points, global_scale: 1.0 })?;
+        Ok(vec![(layer.weight.clone(), new)])
     }
 
     fn notes(&mut self) -> &mut Vec<String> {

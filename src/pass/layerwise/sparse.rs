@@ -106,7 +106,7 @@ impl Method for Sparse<'_> {
         Ok(())
     }
 
-    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Weight> {
+    fn change(&mut self, layer: &Layer, weight: &Weight, values: &mut [f32]) -> Result<Vec<(String, Weight)>> {
         let zeros = self.zeros(layer)?;
         let block = if let Zeros::AllBut { m, .. } = zeros { BLOCK / m * m } else { BLOCK };
         match &self.solved {
@@ -116,7 +116,8 @@ impl Method for Sparse<'_> {
             }
             None => remove(values, &self.norms, zeros),
         }
-        weight.with_values(&layer.weight, &layer.stored(values.to_vec()))
+        let new = weight.with_values(&layer.weight, &layer.stored(values.to_vec()))?;
+        Ok(vec![(layer.weight.clone(), new)])
     }
 
     fn notes(&mut self) -> &mut Vec<String> {

@@ -268,7 +268,8 @@ fn is_large(model: &Model) -> bool {
 }
 
 fn has_integers(model: &Model) -> bool {
-    model.weights.by_name.values().any(|w| w.encoding != Encoding::Dense)
+    // Palettes stand for the same floats everywhere.
+    model.weights.by_name.values().any(|w| matches!(&w.encoding, Encoding::Affine(affine) if !affine.codes.is_palette()))
 }
 
 /// Runs the ONNX file of an output folder, where it holds one and there is a runtime, on synthetic samples and holds it to the weights

@@ -1,0 +1,286 @@
+//! Weights as places in palettes: a few values for some rows of a weight, found by k-means, and for each element the place of its value.
+//!
+//! ```yaml
+//! passes:
+//!   - palettize: { bits: 4, group_size: 64 }
+//! ```
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use super::targets::{self, Chosen};
+use super::{Context, InputImportance, Pass, Samples, layerwise, options_of};
+use crate::error::{Error, Result};
+use crate::kernel::convert;
+use crate::kernel::palette::{Points, nearest};
+use crate::model::{self, Model};
+use crate::run_state::{Applied, RunState};
+use crate::store::header::byte_count;
+use crate::store::{
+    Affine, Block, BlockSink, ByteSize, DType, Encoding, Granularity, Pattern, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
+};
+use crate::work::{Meter, lock};
+
+/// Store weights as places in small palettes of values.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
+#[serde(deny_unknown_fields, default)]
+pub struct Palettize {
+    /// Bits of a place, 2 to 8: a palette has 2^bits values
+    #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().bits))]
+    #[cfg_attr(feature = "cli", schemars(range(min = 2, max = 8)))]
+    pub bits: u8,
+    /// Rows of a weight that share a palette, at most, or -1 for all of them; a row is what belongs to one output
+    #[cfg_attr(feature = "cli", arg(long, value_name = "ROWS", allow_negative_numbers = true, default_value_t = Self::default().group_size))]
+    pub group_size: i64,
+    /// What errors count for when values are chosen
+    #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().importance))]
+    pub importance: InputImportance,
+    /// Palettize embedding tables too
+    #[cfg_attr(feature = "cli", arg(long))]
+    pub embeddings: bool,
+    /// Tensors to palettize: names with `*`, or `re:` and a regular expression [default: linear weights and convolutions]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<Pattern>,
+    /// Tensors to leave unchanged
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub ignore: Vec<Pattern>,
+}
+
+impl Default for Palettize {
+    fn default() -> Self {
+        Self { bits: 4, group_size: 64, importance: InputImportance::Auto, embeddings: false, targets: Vec::new(), ignore: Vec::new() }
+    }
+}
+
+const NAME: &str = "palettize";
+
+/// Values under one palette at most: those of a group are in memory together.
+const MOST: usize = 1 << 24;
+
+/// Bytes that a value of a group takes while its palette is found: its sorted copies, with their sums.
+const VALUE_BYTES: u64 = 64;
+
+/// Bytes of a weight, before and after.
+#[derive(Default)]
+struct Saved {
+    before: u64,
+    after: u64,
+}
+
+impl Palettize {
+    /// The encoding of each weight, and what the report says.
+    fn encodings(&self, weights: &Weights) -> Result<(BTreeMap<String, Affine>, Saved, Applied)> {
+        let rule = if self.embeddings { format!("{}; and embeddings", model::PRUNABLE_RULE) } else { model::PRUNABLE_RULE.to_owned() };
+        let eligible = |name: &str, weight: &Weight| model::is_prunable(name, weight) || (self.embeddings && model::is_embedding(name, weight));
+        let Chosen { names, rule } = targets::choose(NAME, weights, &self.targets, &self.ignore, &rule, eligible)?;
+        let (mut encodings, mut saved, mut grown) = (BTreeMap::new(), Saved::default(), Vec::new());
+        for name in names {
+            let weight = weights.get(name)?;
+            targets::require_float(NAME, name, weight)?;
+            let group = usize::try_from(self.group_size).unwrap_or(usize::MAX);
+            let dtype = if weight.dtype == DType::F64 { DType::F32 } else { weight.dtype };
+            let affine = Affine::palettes(self.bits, group, &weight.shape, dtype);
+            if let Granularity::Block([rows, row]) = affine.granularity
+                && rows.saturating_mul(row) > MOST
+            {
+                return Err(Error::tensor(
+                    name,
+                    format!("has {rows} rows of {row} values under one palette, which are in memory together"),
+                    format!("set `group_size` to at most {}, or add it to `ignore`", (MOST / row).max(1)),
+                ));
+            }
+            let palettized = weight.then(dtype, Encoding::Affine(affine.clone()), weight.source());
+            let parts = StorageFormat::Packed.parts(name, &palettized);
+            let after = parts.iter().try_fold(0u64, |sum, part| sum.checked_add(byte_count(part.dtype, &part.shape)?)).unwrap_or(u64::MAX);
+            if after >= weight.value_bytes() {
+                grown.push(name);
+                continue;
+            }
+            saved.before += weight.value_bytes();
+            saved.after += after;
+            encodings.insert(name.to_owned(), affine);
+        }
+        let mut applied = Applied { rule, tensors: encodings.keys().cloned().collect(), ..Applied::new(NAME, self.options()) };
+        if let Some(first) = grown.first() {
+            let what = format!("places of {} bits and palettes for {} rows are no smaller than {} weights", self.bits, self.group_size, grown.len());
+            if encodings.is_empty() {
+                return Err(Error::option(
+                    NAME,
+                    format!("{what}, which is all that is selected (the first: `{first}`); use fewer bits or a larger group_size"),
+                ));
+            }
+            applied.notes.push(format!("palettize: {what}, which stay as they are (the first: `{first}`)"));
+        }
+        let values: u64 = encodings.keys().map(|name| Ok(weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
+        applied.notes.push(format!(
+            "palettize: {} weights of {} become {}, {:.2} bits a value",
+            encodings.len(),
+            ByteSize(saved.before),
+            ByteSize(saved.after),
+            8.0 * saved.after as f64 / values.max(1) as f64
+        ));
+        Ok((encodings, saved, applied))
+    }
+}
+
+impl Pass for Palettize {
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn options(&self) -> Value {
+        options_of(self)
+    }
+
+    fn check(&self) -> Result<()> {
+        if !(2..=8).contains(&self.bits) {
+            return Err(Error::option(format!("{NAME}: bits"), format!("must be 2 to 8, not {}", self.bits)));
+        }
+        if self.group_size == 0 || self.group_size < -1 {
+            return Err(Error::option(format!("{NAME}: group_size"), "must be at least 1, or -1 for all rows"));
+        }
+        if self.importance == InputImportance::Activation { layerwise::require(&format!("{NAME}: importance")) } else { Ok(()) }
+    }
+
+    fn settle(&mut self, _model: &Model, sets: &[Samples]) {
+        self.importance = self.importance.settled(sets);
+    }
+
+    fn runs_on(&self) -> Option<Samples> {
+        (self.importance == InputImportance::Activation).then_some(Samples::Calibration)
+    }
+
+    fn keeps_work(&self) -> bool {
+        self.importance == InputImportance::Activation
+    }
+
+    fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
+        let (encodings, saved, mut applied) = self.encodings(&model.weights)?;
+        let group = |affine: &Affine| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
+        run.memory = run.memory.max(VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0));
+        let before = model.weights.clone();
+        for (name, affine) in &encodings {
+            let palettized = Palettized::new(name, before.get(name)?, affine.clone(), &applied.meter);
+            model.weights.by_name.insert(name.clone(), palettized.weight());
+        }
+        let mut details = json!({ "palettized": encodings.len(), "bytes_before": saved.before, "bytes_after": saved.after });
+        if let Some(context) = context.filter(|_| self.importance == InputImportance::Activation) {
+            let palettized = std::mem::replace(&mut model.weights, before);
+            let meter = applied.meter.clone();
+            details["samples"] = meter.time(|| layerwise::palettize(self, &encodings, &mut model, run, context, &mut applied))?.into();
+            let plain =
+                palettized.by_name.into_iter().filter(|(name, weight)| encodings.contains_key(name) && weight.encoding != model.weights.by_name[name].encoding);
+            model.weights.by_name.extend(plain.collect::<Vec<_>>());
+        }
+        applied.details = Arc::new(move || details.clone());
+        run.history.push(applied);
+        Ok(model)
+    }
+
+    fn remedy(&self) -> &'static str {
+        "`importance: activation` with calibration data, a smaller `group_size`, more bits, or `ignore` for the layers that `compress analyze` names"
+    }
+}
+
+/// Of a group with so many zeros in a hundred, zeros stay: they were meant.
+const MEANT: usize = 5;
+
+/// The palette of some values, as it is stored but for what fills it up, without equal values; `cost` says what the error of an element counts
+/// for.
+///
+/// # Errors
+/// A value is not finite.
+pub(super) fn fit(name: &str, affine: &Affine, values: &[f32], cost: impl Fn(usize) -> f32) -> Result<Vec<f32>> {
+    if values.iter().any(|value| !value.is_finite()) {
+        return Err(Error::tensor(
+            name,
+            "holds numbers that are not finite, which no palette can stand for",
+            "start from a checkpoint without them, or add it to `ignore`",
+        ));
+    }
+    let entries = affine.codes.entries();
+    let points = Points::new(values.iter().enumerate().map(|(at, value)| (*value, cost(at))).collect());
+    let mut palette = points.palette(entries);
+    let zeros = values.iter().filter(|value| **value == 0.0).count();
+    if zeros * 100 >= MEANT * values.len()
+        && let Some(least) = palette.iter_mut().min_by(|a, b| a.abs().total_cmp(&b.abs()))
+    {
+        *least = 0.0;
+    }
+    let mut palette: Vec<f32> = palette.into_iter().map(|value| convert::rounded(affine.scale_dtype, value as f32)).collect();
+    palette.dedup();
+    Ok(palette)
+}
+
+/// Palettes have one length: the last value fills up what is left.
+pub(super) fn filled(mut palette: Vec<f32>, affine: &Affine) -> Vec<f32> {
+    palette.resize(affine.codes.entries(), palette.last().copied().unwrap_or(0.0));
+    palette
+}
+
+/// A weight as places in palettes.
+struct Palettized {
+    name: String,
+    upstream: Weight,
+    affine: Affine,
+    /// What was found when the weight was gone over before: weights are asked for more than once, and palettes are small.
+    found: Mutex<BTreeMap<usize, Arc<Vec<f32>>>>,
+    meter: Arc<Meter>,
+}
+
+impl Palettized {
+    fn new(name: &str, upstream: &Weight, affine: Affine, meter: &Arc<Meter>) -> Self {
+        Self { name: name.to_owned(), upstream: upstream.clone(), affine, found: Mutex::default(), meter: meter.clone() }
+    }
+
+    fn palette(&self, group: usize, values: &[f32]) -> Result<Arc<Vec<f32>>> {
+        if let Some(found) = lock(&self.found).get(&group) {
+            return Ok(found.clone());
+        }
+        let made = Arc::new(fit(&self.name, &self.affine, values, |_| 1.0)?);
+        lock(&self.found).insert(group, made.clone());
+        Ok(made)
+    }
+
+    fn weight(self) -> Weight {
+        let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
+        upstream.then(affine.scale_dtype, Encoding::Affine(affine), Arc::new(self))
+    }
+}
+
+impl WeightSource for Palettized {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        let row = self.upstream.row().max(1);
+        let group = row * if let Granularity::Block([rows, _]) = self.affine.granularity { rows.max(1) } else { 1 };
+        let (dtype, size) = (self.affine.scale_dtype, self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8);
+        let (mut values, mut places, mut palettes) = (Vec::new(), Vec::new(), Vec::new());
+        let mut index = 0;
+        self.upstream.visit(least_common_multiple(unit, group), &mut |block: Block| {
+            let count = block.now.elements();
+            values.resize(count, 0f32);
+            places.resize(count, 0u8);
+            palettes.clear();
+            let decoded = block.now.decode(0, &mut values);
+            debug_assert!(decoded, "floats alone are palettized");
+            self.meter.time(|| {
+                let mut bytes = vec![0; size];
+                for (values, places) in values.chunks(group).zip(places.chunks_mut(group)) {
+                    let palette = self.palette(index, values)?;
+                    index += 1;
+                    nearest(values, &palette, places);
+                    let encoded = convert::from_f32(dtype, &filled(palette.to_vec(), &self.affine), &mut bytes);
+                    debug_assert!(encoded, "palettes are floats of 32 bits or fewer");
+                    (0..values.len() / row).for_each(|_| palettes.extend_from_slice(&bytes));
+                }
+                Ok(())
+            })?;
+            sink(block.becomes(View { dtype, values: &places, affine: Some((&self.affine, row)), scales: &palettes, zero_points: &[], global_scale: 1.0 }))
+        })
+    }
+}
