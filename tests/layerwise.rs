@@ -204,7 +204,7 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
         quantized(Method::Awq, Scheme::W4A16).into(),
         pruned(Importance::Sparsegpt).into(),
         palettized().into(),
-        Decompose::default().into(),
+        Decompose { rank: Amount::fraction(0.85), ..Decompose::default() }.into(),
     ] {
         let (whole, at_once) = run(pass.clone());
         let folder = tempfile::tempdir().unwrap();

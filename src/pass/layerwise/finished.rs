@@ -27,6 +27,9 @@ pub(super) struct Facts {
     pub rescaled: usize,
     /// Plain words.
     pub notes: Vec<String>,
+    /// A figure for each weight, where the method tells one.
+    #[serde(default)]
+    pub figures: BTreeMap<String, f64>,
 }
 
 /// What the files of weights do not say of a block.

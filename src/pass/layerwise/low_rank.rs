@@ -111,6 +111,7 @@ impl Factors<'_> {
                 Some((changed, facts)) => {
                     resumed += 1;
                     self.notes.extend(facts.notes);
+                    self.lost.extend(facts.figures);
                     changed
                 }
                 None => {
@@ -123,7 +124,7 @@ impl Factors<'_> {
                         changed.extend(self.factors(&split.weight, &values, None)?);
                     }
                     match &finished {
-                        Some(finished) => finished.put(number, model, changed, Facts::default(), &context.work)?,
+                        Some(finished) => finished.put(number, model, changed, Facts { figures: self.lost.clone(), ..Facts::default() }, &context.work)?,
                         None => changed,
                     }
                 }
@@ -174,5 +175,9 @@ impl Method for Factors<'_> {
     }
     fn notes(&mut self) -> &mut Vec<String> {
         &mut self.notes
+    }
+
+    fn figures(&mut self) -> Option<&mut BTreeMap<String, f64>> {
+        Some(&mut self.lost)
     }
 }

@@ -94,6 +94,11 @@ trait Method {
 
     /// Plain words for the report.
     fn notes(&mut self) -> &mut Vec<String>;
+
+    /// A figure for each weight so far, for the report.
+    fn figures(&mut self) -> Option<&mut BTreeMap<String, f64>> {
+        None
+    }
 }
 
 /// A pass at work on some weights of a model.
@@ -181,6 +186,7 @@ impl Layerwise<'_> {
                     resumed += 1;
                     done.rescaled += facts.rescaled;
                     method.notes().extend(facts.notes);
+                    method.figures().into_iter().for_each(|figures| figures.extend(facts.figures.clone()));
                     for (name, weight) in changed.iter().filter(|(name, _)| original.by_name.contains_key(*name)) {
                         let values = weight.floats(name)?;
                         blocks.replace(name, tensor(&values, &weight.shape, context)?);
@@ -203,6 +209,7 @@ impl Layerwise<'_> {
                         self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?;
                     }
                     facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
+                    facts.figures = method.figures().cloned().unwrap_or_default();
                     match &finished {
                         Some(finished) if !changed.is_empty() => finished.put(block, model, changed, facts, &context.work)?,
                         _ => changed,
