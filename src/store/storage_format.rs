@@ -52,7 +52,7 @@ pub enum StorageFormat {
         /// Whether the matrix and its scales are [transposed](StorageFormat::Transposed).
         transposed: bool,
     },
-    /// Rows in blocks with a scale each, see [`in_blocks`](super::in_blocks).
+    /// Rows in blocks with a scale each: `store/in_blocks.rs`.
     Blocks(Blocks),
 }
 
