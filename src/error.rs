@@ -212,7 +212,7 @@ impl Error {
             Error::Tensor { hint, .. } | Error::Output { hint, .. } | Error::Unsupported { hint, .. } | Error::Run { hint, .. } => {
                 (!hint.is_empty()).then(|| hint.clone())
             }
-            Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, gradient_checkpointing: blocks, or an optimizer with less state".into()),
+            Error::OutOfMemory { .. } => Some("use smaller batches, shorter sequences, gradient_checkpointing: blocks, or an optimizer with less state; `offload: parameters` where weights alone do not fit".into()),
             Error::Diverged { .. } => Some("lower the learning rate, warm up longer, or compute in f32".into()),
             Error::Paused { .. } => Some("run the same command with --resume to continue".into()),
             Error::NotFinite { .. } => Some("the checkpoint is damaged, or set `allow_nonfinite: true` (--allow-nonfinite) to carry them along".into()),

@@ -73,6 +73,8 @@ pub struct RunState {
     pub estimated: bool,
     /// Memory that passes need beyond what weights take on their way, in bytes, as far as it is known beforehand.
     pub memory: u64,
+    /// The same for each thread that writes.
+    pub memory_by_thread: u64,
     /// Small files that passes have made, by name.
     pub attached: BTreeMap<String, Arc<Vec<u8>>>,
     /// Plain words for the report.

@@ -18,6 +18,9 @@ pub struct Cached {
     pub reads: [String; 2],
 }
 
+/// What helps a model that cannot have such a cache.
+const WITHOUT: &str = "leave `kv_cache` out, and take `kv_cache_scheme` out of config.json if it stands there";
+
 impl Cached {
     /// Names of the tensors that hold the scales of keys and of values, both `[1]`.
     pub fn scales(&self) -> [String; 2] {
@@ -30,24 +33,24 @@ impl Cached {
 /// # Errors
 /// There is none, one sees later tokens, so that nothing can be cached, or one is quantized already or has no layer that computes keys.
 pub fn cached(graph: &Graph) -> Result<Vec<Cached>> {
-    let unusable = |name: &str, reason: &str| Err(Error::graph(format!("graph node `{name}`"), format!("{reason} (`kv_cache`, `kv_cache_scheme`)")));
+    let unusable = |name: &str, reason: &str| Err(Error::graph(format!("graph node `{name}`"), format!("{reason}: {WITHOUT}")));
     let mut found = Vec::new();
     for node in graph.nodes() {
         let Op::Attention(op) = &node.op else { continue };
         let name = &graph.value(node.output).name;
         if !op.causal {
-            return unusable(name, "is attention that sees later tokens: there is no cache of keys and values");
+            return unusable(name, "is attention that sees later tokens, so that there is no cache of keys and values");
         }
         let reads = [1, 2].map(|at| node.inputs[at]);
         let made_by = |id: ValueId| if let Kind::Node(at) = graph.value(id).kind { Some(&graph.nodes()[at].op) } else { None };
         if reads.iter().any(|id| matches!(made_by(*id), Some(Op::CacheQuantize(_)))) {
-            return unusable(name, "reads keys and values that are quantized already: start from a checkpoint without");
+            return unusable(name, "reads keys and values that are quantized already");
         }
         let Some(module) = module_of(graph, reads[0]) else { return unusable(name, "reads keys that no linear layer computes") };
         found.push(Cached { module: module.to_owned(), reads: reads.map(|id| graph.value(id).name.clone()) });
     }
     if found.is_empty() {
-        return Err(Error::graph("the model", "has no attention, so that there is no cache of keys and values (`kv_cache`, `kv_cache_scheme`)"));
+        return Err(Error::graph("the model", format!("has no attention, so that there is no cache of keys and values: {WITHOUT}")));
     }
     Ok(found)
 }

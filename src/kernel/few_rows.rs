@@ -82,7 +82,7 @@ pub fn product<T: StoredFloat>(x: &[f32], rows: usize, weight: &Columns<T>, inne
         for at in (0..width).step_by(COLUMNS) {
             // Columns beyond the last are never looked at.
             let columns = std::array::from_fn(|lane| weight.values[(first + at + lane).min(first + width - 1) * weight.stride..][..inner].as_chunks());
-            for (group, x) in lanes.chunks(inner * LANES).enumerate() {
+            for (group, x) in lanes.chunks((inner * LANES).max(1)).enumerate() {
                 let x = x.as_chunks::<LANES>().0;
                 if fused {
                     with::sums(&columns, x, &mut found)
@@ -109,7 +109,7 @@ mod tests {
     #[test]
     fn few_rows_give_the_bits_that_many_give() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
-        for (rows, inner, width) in [(1, 1, 1), (1, 576, 70), (3, 7, 33), (16, 64, 100), (17, 131, 5), (32, 576, 200)] {
+        for (rows, inner, width) in [(1, 1, 1), (1, 576, 70), (3, 7, 33), (16, 64, 100), (17, 131, 5), (5, 0, 3), (32, 576, 200)] {
             let (x, w, c) = (numbers(rows * inner, 1), numbers(width * inner, 2), numbers(rows * width, 3));
             let half: Vec<bf16> = w.iter().map(|w| bf16::from_f32(*w)).collect();
             let steps = [Fused::AddToColumns(&c[..width]), Fused::Activate(ActivationFunction::Silu), Fused::Add(&c)];

@@ -108,7 +108,8 @@ impl Palettize {
         }
         let mut applied = Applied { rule, tensors: encodings.keys().cloned().collect(), ..Applied::new(NAME, self.options()) };
         if let Some(first) = grown.first() {
-            let what = format!("places of {} bits and palettes for {} rows are no smaller than {} weights", self.bits, self.group_size, grown.len());
+            let rows = if self.group_size > 0 { format!("{} rows", self.group_size) } else { "all rows".to_owned() };
+            let what = format!("places of {} bits and palettes for {rows} are no smaller than {} weights", self.bits, grown.len());
             if encodings.is_empty() {
                 return Err(Error::option(
                     NAME,
@@ -160,10 +161,14 @@ impl Pass for Palettize {
         self.importance == InputImportance::Activation
     }
 
+    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
+    }
+
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {
         let (encodings, saved, mut applied) = self.encodings(&model.weights)?;
         let group = |affine: &Affine| if let Granularity::Block([rows, row]) = affine.granularity { (rows * row) as u64 } else { 0 };
-        run.memory = run.memory.max(VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0));
+        run.memory_by_thread = run.memory_by_thread.max(VALUE_BYTES * encodings.values().map(group).max().unwrap_or(0));
         let before = model.weights.clone();
         for (name, affine) in &encodings {
             let palettized = Palettized::new(name, before.get(name)?, affine.clone(), &applied.meter);

@@ -114,7 +114,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         files: forecasts.iter().flat_map(|f| f.files.clone()).collect(),
         output_bytes: forecasts.iter().map(|f| f.bytes).sum(),
         output_exact: forecasts.iter().all(|f| f.exact),
-        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block) + run.memory,
+        peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + run.memory_by_thread) + run.memory,
         peak_vram_bytes,
         model_memory,
         notes: run.notes.iter().chain(run.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),

@@ -40,11 +40,7 @@ impl WeightSource for Decoded {
                     run.iter_mut().for_each(|v| *v = v.clamp(-largest, largest));
                 }
                 if let Some(value) = run.iter().find(|v| v.is_finite() && v.abs() > largest && convert::rounded(self.dtype, **v).is_infinite()) {
-                    return Err(Error::tensor(
-                        &self.name,
-                        format!("holds {value:e}, and {} ends at {largest:e}", self.dtype),
-                        "write it in a wider format, or bring its values into range first",
-                    ));
+                    return Err(beyond(&self.name, *value, self.dtype));
                 }
                 if !(decoded && convert::from_f32(self.dtype, run, out)) {
                     return Err(Error::tensor(&self.name, format!("{} cannot be decoded to {}", block.now.dtype, self.dtype), ""));
@@ -55,7 +51,12 @@ impl WeightSource for Decoded {
     }
 }
 
-/// Another source's integers, with the scales in a format that holds them exactly.
+fn beyond(name: &str, value: f32, dtype: DType) -> Error {
+    let what = format!("holds {value:e}, and {dtype} ends at {:e}", convert::largest(dtype));
+    Error::tensor(name, what, "write it in a wider format, or bring its values into range first")
+}
+
+/// Another source's integers, with the scales or palettes in another format, which reaches as far as they do.
 pub struct Rescaled {
     /// Where the integers come from.
     pub upstream: Arc<dyn WeightSource>,
@@ -76,10 +77,11 @@ impl WeightSource for Rescaled {
             let count = block.now.scales.len() / (from.scale_dtype.bitsize() / 8);
             scales.resize(count, 0f32);
             bytes.resize(count * dtype.bitsize() / 8, 0);
-            if !(block.now.global_scale == 1.0
-                && convert::decode(from.scale_dtype, block.now.scales, &mut scales)
-                && convert::from_f32(dtype, &scales, &mut bytes))
-            {
+            let decoded = block.now.global_scale == 1.0 && convert::decode(from.scale_dtype, block.now.scales, &mut scales);
+            if let Some(value) = scales.iter().find(|v| v.is_finite() && convert::rounded(dtype, **v).is_infinite()) {
+                return Err(beyond(&self.name, *value, dtype));
+            }
+            if !(decoded && convert::from_f32(dtype, &scales, &mut bytes)) {
                 return Err(Error::tensor(&self.name, format!("has scales that cannot become {dtype}"), ""));
             }
             sink(block.becomes(View { dtype, affine: Some((&self.affine, row)), scales: &bytes, ..block.now }))

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
-use super::{Facts, Finished, Layer, Layerwise, Method, Moments, Wanted, require_finite, transposed};
+use super::{Facts, Finished, Layer, Layerwise, Method, Moments, Wanted, require_bytes, require_finite, transposed};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 use crate::kernel::dense::product;
@@ -102,6 +102,9 @@ impl Factors<'_> {
         if splits.is_empty() {
             return Ok(0);
         }
+        if let Some(limit) = context.memory.bytes.filter(|_| context.memory.asked) {
+            require_bytes(pass.name(), "what decomposes the largest layer takes", splits.iter().map(|split| split.bytes()).max().unwrap_or(0) as u64, limit)?;
+        }
         let identity = identity((model, None), run, &model.graph()?, options, [None, None], context.seed);
         let folder = context.workplace.as_ref().map(|folder| folder.join(pass.name()));
         let finished = folder.map(|folder| Finished::open(&folder, &identity, context.resume)).transpose()?;
@@ -124,7 +127,13 @@ impl Factors<'_> {
                         changed.extend(self.factors(&split.weight, &values, None)?);
                     }
                     match &finished {
-                        Some(finished) => finished.put(number, model, changed, Facts { figures: self.lost.clone(), ..Facts::default() }, &context.work)?,
+                        Some(finished) => finished.put(
+                            number,
+                            model,
+                            changed,
+                            Facts { figures: self.lost.clone(), notes: self.notes.clone(), ..Facts::default() },
+                            &context.work,
+                        )?,
                         None => changed,
                     }
                 }

@@ -177,7 +177,9 @@ impl Layerwise<'_> {
         for block in 0..=last {
             blocks.enter(block)?;
             if let Some(beside) = &mut beside {
-                let same = blocks.blocks()[block].parameters.iter().map(String::as_str).filter(|name| !done.changed.contains(*name)).collect();
+                // Those of this block, and of the next one, which is being read for both.
+                let near = blocks.blocks().iter().skip(block).take(2).flat_map(|block| &block.parameters);
+                let same = near.map(String::as_str).filter(|name| !done.changed.contains(*name)).collect();
                 beside.enter_beside(block, Some(&blocks), &same)?;
             }
             let sites = by_block.get(&block).map(Vec::as_slice).unwrap_or_default();
@@ -240,19 +242,7 @@ impl Layerwise<'_> {
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
         let layer = |layer: &Layer| method.bytes(layer) + if self.wanted.products { 16 * layer.size * layer.size } else { 0 };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
-        let needed = need.blocks + self.runs() * need.activations + most;
-        if needed <= limit {
-            return Ok(());
-        }
-        Err(Error::Unsupported {
-            what: format!(
-                "{}: the blocks of this model and what solves its largest layer take about {}, and {} are given",
-                self.name,
-                ByteSize(needed),
-                ByteSize(limit)
-            ),
-            hint: "give more with --memory, or add large layers to `ignore`".into(),
-        })
+        require_bytes(self.name, "the blocks of this model and what solves its largest layer take", need.blocks + self.runs() * need.activations + most, limit)
     }
 
     /// Changes the layers that read one value.
@@ -289,7 +279,7 @@ impl Layerwise<'_> {
         blocks.each(value, |batch, seen| {
             let rows = calibrate::rows(seen, &op, batch)?;
             if let Some(beside) = &mut beside {
-                moments.add_original(&calibrate::rows(&beside.value(index, value)?, &op, batch)?, &rows)?;
+                moments.add_original(value, &calibrate::rows(&beside.value(index, value)?, &op, batch)?, &rows)?;
                 index += 1;
             }
             moments.add(value, &rows)
@@ -349,6 +339,17 @@ impl Layer {
     fn stored(&self, values: Vec<f32>) -> Vec<f32> {
         if self.input_major { transposed(&values, self.size) } else { values }
     }
+}
+
+/// Refuses what takes more memory than is given.
+fn require_bytes(name: &str, what: &str, needed: u64, limit: u64) -> Result<()> {
+    if needed <= limit {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: format!("{name}: {what} about {}, and {} are given", ByteSize(needed), ByteSize(limit)),
+        hint: "give more with --memory, or add large layers to `ignore`".into(),
+    })
 }
 
 /// Refuses numbers that no scale and no cost can be found for.

@@ -69,20 +69,14 @@ impl Moments {
         }
         let host = matches!(rows.device(), Device::Cpu);
         let found = floats_on_host(rows, Cause::Statistics).and_then(|rows| read(&rows, |values| Ok(self.add_rows(values, host)))).map_err(computed)?;
-        found.ok_or_else(|| {
-            Error::run(
-                format!("graph value `{name}`"),
-                "is not finite for a calibration sample",
-                "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
-            )
-        })
+        found.ok_or_else(|| not_finite(name))
     }
 
     /// Takes rows of the original model `[n, size]` beside those that are taken by [`add`](Moments::add).
     ///
     /// # Errors
-    /// Memory runs out.
-    pub fn add_original(&mut self, original: &Tensor, rows: &Tensor) -> Result<()> {
+    /// One is not finite, or memory runs out.
+    pub fn add_original(&mut self, name: &str, original: &Tensor, rows: &Tensor) -> Result<()> {
         let differences = (original - rows).map_err(computed)?;
         if matches!(rows.device(), Device::Cpu) {
             let sums = &mut self.differences;
@@ -91,15 +85,16 @@ impl Moments {
                     sums.resize(self.size * self.size, 0.0);
                     gram::add_cross(left, right, self.size, sums);
                 }
-                Ok(())
+                Ok(left.iter().all(|x| x.is_finite()))
             };
             let (left, right) = (floats_on_host(&differences, Cause::Statistics), floats_on_host(rows, Cause::Statistics));
-            return left.and_then(|left| right.and_then(|right| read(&left, |left| read(&right, |right| add(left, right))))).map_err(computed);
+            let finite = left.and_then(|left| right.and_then(|right| read(&left, |left| read(&right, |right| add(left, right))))).map_err(computed)?;
+            return if finite { Ok(()) } else { Err(not_finite(name)) };
         }
         let products = differences.t().and_then(|transposed| transposed.contiguous()?.matmul(rows)).map_err(computed)?;
         self.differences.resize(self.size * self.size, 0.0);
         self.differences.iter_mut().zip(numbers(&products)?).for_each(|(sum, product)| *sum += product as f32);
-        Ok(())
+        if self.differences.iter().all(|x| x.is_finite()) { Ok(()) } else { Err(not_finite(name)) }
     }
 
     /// Nothing where one is not finite.
@@ -126,4 +121,12 @@ impl Moments {
     pub fn mean_magnitudes(&self) -> Vec<f64> {
         self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
     }
+}
+
+fn not_finite(name: &str) -> Error {
+    Error::run(
+        format!("graph value `{name}`"),
+        "is not finite for a calibration sample",
+        "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
+    )
 }

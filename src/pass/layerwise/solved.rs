@@ -98,7 +98,7 @@ mod tests {
         let read: Vec<f32> = (0..count * size).map(|i| original[i] - 0.5 * original[i / size * size + (i % size * 7 + 3) % size]).collect();
         let tensor = |values: &[f32]| Tensor::from_slice(values, (count, size), &Device::Cpu).unwrap();
         let mut moments = Moments::new(size, Wanted { products: true, original: true, ..Wanted::default() });
-        moments.add_original(&tensor(&original), &tensor(&read)).unwrap();
+        moments.add_original("x", &tensor(&original), &tensor(&read)).unwrap();
         moments.add("x", &tensor(&read)).unwrap();
         let order: Vec<usize> = (0..size).rev().collect();
         let weight: Vec<f32> = (0..rows * size).map(|i| number(i * 31)).collect();
