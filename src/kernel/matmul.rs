@@ -207,6 +207,9 @@ pub fn product(left: &Left, right: &impl Right, width: usize, epilogue: Epilogue
     if blocks == 0 || panels == 0 {
         return;
     }
+    if left.inner == 0 {
+        return by_panels(left.rows, width, epilogue, out, |_, _, _| {});
+    }
     if left.rows * width * left.inner < 1 << 17 {
         return product_here(left, right, width, epilogue, out, width);
     }
