@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use compress::data::Data;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::export::{Export, Layout, Onnx, Safetensors};
+use compress::ir::{Kind, Op};
 use compress::onnx::file;
 use compress::onnx::proto::{DataType, ModelProto};
 use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
@@ -157,6 +158,23 @@ fn onnx_holds_integers_and_signs_as_asked() {
     let reduced = nodes(QuantizeStatic { target: ActivationTarget::Portable, ..QuantizeStatic::default() });
     let integers = reduced.initializer.iter().filter(|t| t.data_type() == DataType::Int8 && t.dims.len() > 1);
     assert!(integers.flat_map(|t| t.raw_data()).all(|b| (-64..=64).contains(&(*b as i8))));
+}
+
+/// Where a quantizer reaches beyond what a ReLU6 lets through, runtimes compute the layer before it in floats.
+#[test]
+fn ranges_end_where_values_are_cut_off() {
+    let written = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![]).unwrap();
+    let graph = Model::open(written.out()).unwrap().graph().unwrap();
+    let mut found = 0;
+    for node in graph.nodes() {
+        let (Op::FakeQuantize(op), Kind::Node(before)) = (&node.op, &graph.value(node.inputs[0]).kind) else { continue };
+        if let Op::Clip(clip) = &graph.nodes()[*before].op {
+            let top = f64::from(op.scale) * f64::from(127 - op.zero_point);
+            assert!(top <= clip.max * (1.0 + 1e-6) && op.zero_point == -128, "{}: {top}", graph.value(node.output).name);
+            found += 1;
+        }
+    }
+    assert!(found > 10, "{found}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use crate::calibration::{ActivationHistogram, ValueStatistics, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Graph, Node, ValueId};
+use crate::ir::{Graph, Kind, Node, ValueId};
 use crate::model::{self, Model};
 use crate::pass::integers::Integers;
 use crate::pass::walk::weight_input;
@@ -20,6 +20,18 @@ use crate::work::Meter;
 
 /// Quantizers of values by name, and whether everybody sees them.
 pub(super) type Found = BTreeMap<String, (FakeQuantize, bool)>;
+
+/// The part of a range that a value can take. Runtimes make a layer an integer kernel only where what cuts its values off cuts no more than the
+/// quantizer behind it.
+fn possible(graph: &Graph, value: ValueId, (low, high): (f32, f32)) -> (f32, f32) {
+    match graph.value(value).kind {
+        Kind::Node(at) => match &graph.nodes()[at].op {
+            Op::Clip(op) => (low.max(op.min.min(0.0) as f32), high.min(op.max.max(0.0) as f32)),
+            _ => (low, high),
+        },
+        _ => (low, high),
+    }
+}
 
 impl QuantizeStatic {
     /// The quantizers of all sites; before anything was seen, steps of one.
@@ -42,6 +54,7 @@ impl QuantizeStatic {
                     } else {
                         self.observer.range(seen, Some(&costs), self.percentile)
                     };
+                    let (low, high) = possible(graph, site.like, (low, high));
                     // Behind an activation, integer kernels want zero at the bottom.
                     let half = low == 0.0;
                     if self.symmetric && !half { FakeQuantize::symmetric(low, high) } else { FakeQuantize::of_range(low, high) }
