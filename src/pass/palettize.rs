@@ -20,7 +20,7 @@ use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::header::byte_count;
 use crate::store::{
-    Affine, Block, BlockSink, ByteSize, DType, Encoding, Granularity, Pattern, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
+    Affine, Block, BlockSink, DType, Encoding, Granularity, Pattern, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
 };
 use crate::work::{Meter, lock};
 
@@ -120,10 +120,10 @@ impl Palettize {
         }
         let values: u64 = encodings.keys().map(|name| Ok(weights.get(name)?.elements() as u64)).sum::<Result<u64>>()?;
         applied.notes.push(format!(
-            "palettize: {} weights of {} become {}, {:.2} bits a value",
+            "palettize: {} weights of {:.1} MB become {:.1} MB, {:.2} bits a value",
             encodings.len(),
-            ByteSize(saved.before),
-            ByteSize(saved.after),
+            saved.before as f64 / 1e6,
+            saved.after as f64 / 1e6,
             8.0 * saved.after as f64 / values.max(1) as f64
         ));
         Ok((encodings, saved, applied))
