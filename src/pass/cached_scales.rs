@@ -10,7 +10,7 @@ use crate::ir::cache;
 use crate::kernel::cache::CacheFormat;
 use crate::kernel::convert;
 use crate::model::Model;
-use crate::store::{Bytes, DType, Encoding, Weight};
+use crate::store::{DType, Weight};
 
 /// Gives each attention the scales of its keys, behind the rotary embedding, and of its values: the largest magnitude of any sample is
 /// the largest number of steps. Without a context, scales of one. They have the format of the weights of attention, as those that
@@ -32,10 +32,8 @@ pub(in crate::pass) fn find(pass: &str, format: CacheFormat, model: &mut Model, 
             let dtype = dtype_of(model, &found.module);
             let scale = convert::scale(dtype, f64::from(largest) / f64::from(format.steps()));
             let scale = if scale.is_normal() { scale } else { f32::EPSILON };
-            let mut bytes = vec![0; dtype.bitsize() / 8];
-            let written = convert::from_f32(dtype, &[scale], &mut bytes);
-            debug_assert!(written, "scales are floats");
-            model.weights.by_name.insert(name, Weight::new(dtype, vec![1], Encoding::Dense, Arc::new(Bytes { dtype, bytes })));
+            let weight = Weight::computed(&name, dtype, vec![1], &[scale])?;
+            model.weights.by_name.insert(name, weight);
         }
     }
     model.config.set_cache(format);

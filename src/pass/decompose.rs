@@ -40,8 +40,7 @@ impl FromStr for RankRule {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (pattern, rank) = text.rsplit_once('=').ok_or_else(|| format!("rule `{text}` is not PATTERN=RANK"))?;
-        Ok(RankRule { targets: vec![pattern.parse()?], rank: rank.parse()? })
+        targets::parse_rule(text, "RANK").map(|(pattern, rank)| RankRule { targets: vec![pattern], rank })
     }
 }
 

@@ -196,6 +196,11 @@ impl Pass for Palettize {
 /// Of a group with so many zeros in a hundred, zeros stay: they were meant.
 const MEANT: usize = 5;
 
+/// Values under one palette of a weight with rows of this length.
+pub(super) fn group_of(affine: &Affine, row: usize) -> usize {
+    row * if let Granularity::Block([rows, _]) = affine.granularity { rows.max(1) } else { 1 }
+}
+
 /// The palette of some values, as it is stored but for what fills it up, without equal values; `cost` says what the error of an element counts
 /// for.
 ///
@@ -262,7 +267,7 @@ impl Palettized {
 impl WeightSource for Palettized {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let row = self.upstream.row().max(1);
-        let group = row * if let Granularity::Block([rows, _]) = self.affine.granularity { rows.max(1) } else { 1 };
+        let group = group_of(&self.affine, row);
         let (dtype, size) = (self.affine.scale_dtype, self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8);
         let (mut values, mut places, mut palettes) = (Vec::new(), Vec::new(), Vec::new());
         let mut index = 0;

@@ -75,8 +75,7 @@ impl FromStr for Rule {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (pattern, amount) = text.rsplit_once('=').ok_or_else(|| format!("rule `{text}` is not PATTERN=AMOUNT"))?;
-        Ok(Rule { targets: vec![pattern.parse()?], amount: amount.parse()? })
+        targets::parse_rule(text, "AMOUNT").map(|(pattern, amount)| Rule { targets: vec![pattern], amount })
     }
 }
 

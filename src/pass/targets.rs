@@ -1,6 +1,7 @@
 //! Which weights a pass takes.
 
 use std::collections::BTreeSet;
+use std::str::FromStr;
 
 use crate::error::{Error, Result};
 use crate::store::{Encoding, Pattern, Selection, Weight, Weights};
@@ -11,6 +12,15 @@ pub struct Chosen<'a> {
     pub names: BTreeSet<&'a str>,
     /// In plain words.
     pub rule: String,
+}
+
+/// A rule of the command line, `PATTERN=VALUE`, where `value` names what stands behind the sign.
+///
+/// # Errors
+/// It has no sign, or one of its sides cannot be read.
+pub(super) fn parse_rule<T: FromStr<Err = String>>(text: &str, value: &str) -> Result<(Pattern, T), String> {
+    let (pattern, found) = text.rsplit_once('=').ok_or_else(|| format!("rule `{text}` is not PATTERN={value}"))?;
+    Ok((pattern.parse()?, found.parse()?))
 }
 
 /// Resolves a selection.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Affine, BlockSink, DType, Encoding, Granularity, Origin, View, Weight, WeightSource, least_common_multiple};
+use super::{Affine, BlockSink, Bytes, DType, Encoding, Granularity, Origin, View, Weight, WeightSource, least_common_multiple};
 use crate::error::{Error, Result};
 use crate::kernel::{convert, packing};
 
@@ -87,16 +87,33 @@ pub struct Scales {
     pub global_scale: f32,
 }
 
+fn not_computed(name: &str, dtype: DType) -> Error {
+    Error::tensor(name, format!("is {dtype}, computed weights are F32, F16 or BF16"), "convert it to one of them first")
+}
+
+fn encoded(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; values.len() * dtype.bitsize() / 8];
+    if convert::from_f32(dtype, values, &mut bytes) { Ok(bytes) } else { Err(not_computed(name, dtype)) }
+}
+
 impl Weight {
+    /// A new weight with these values; `name` is for errors.
+    ///
+    /// # Errors
+    /// The format is no float that is narrower than 64 bits.
+    pub fn computed(name: &str, dtype: DType, shape: Vec<usize>, values: &[f32]) -> Result<Weight> {
+        Ok(Weight::new(dtype, shape, Encoding::Dense, Arc::new(Bytes { dtype, bytes: encoded(name, dtype, values)? })))
+    }
+
     /// The same weight with these values, in its own format.
     ///
     /// # Errors
     /// There are not as many, or the format is no float that is narrower than 64 bits.
     pub fn with_values(&self, name: &str, values: &[f32]) -> Result<Weight> {
-        let mut bytes = vec![0; values.len() * self.dtype.bitsize() / 8];
-        if self.elements() != values.len() || !convert::from_f32(self.dtype, values, &mut bytes) {
-            return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
+        if self.elements() != values.len() {
+            return Err(not_computed(name, self.dtype));
         }
+        let bytes = encoded(name, self.dtype, values)?;
         Ok(self.then(self.dtype, Encoding::Dense, Arc::new(InMemory { before: self.clone(), dtype: self.dtype, bytes })).of_origin(Origin::Learned))
     }
 
@@ -106,7 +123,7 @@ impl Weight {
     /// As [`with_values`](Weight::with_values).
     pub fn with_values_of(&self, name: &str, count: usize, values: impl Fn() -> Result<Vec<f32>> + Send + Sync + 'static) -> Result<Weight> {
         if self.elements() != count || !convert::from_f32(self.dtype, &[], &mut []) {
-            return Err(Error::tensor(name, format!("is {}, computed weights are F32, F16 or BF16", self.dtype), "convert it to one of them first"));
+            return Err(not_computed(name, self.dtype));
         }
         let source = MadeWhenRead { before: self.clone(), name: name.to_owned(), values };
         Ok(self.then(self.dtype, Encoding::Dense, Arc::new(source)).of_origin(Origin::Learned))

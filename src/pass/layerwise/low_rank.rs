@@ -1,13 +1,11 @@
 //! Layers that become two: one after another while calibration samples go through the model, or each by itself.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::sync::Arc;
 
 use serde_json::{Map, Value, json};
 
 use super::{Facts, Finished, Layer, Layerwise, Method, Moments, Wanted, require_bytes, require_finite, transposed};
 use crate::error::{Error, Result};
-use crate::kernel::convert;
 use crate::kernel::dense::product;
 use crate::kernel::low_rank::LowRank;
 use crate::model::Model;
@@ -15,7 +13,7 @@ use crate::pass::decompose::{Decompose, Split};
 use crate::pass::identity::identity;
 use crate::pass::{Context, InputImportance, Pass};
 use crate::run_state::{Applied, RunState};
-use crate::store::{Bytes, Encoding, Origin, Weight};
+use crate::store::{Origin, Weight};
 
 /// Adds the weights that take the place of others, which stay; gives what the report tells of them.
 ///
@@ -84,15 +82,11 @@ impl Factors<'_> {
         self.lost.insert(weight.to_owned(), found.lost);
         let parts = [(found.inner, size), (found.outer, rank)];
         let mut made = Vec::new();
-        for (((name, shape), (values, columns)), dtype) in split.parts.iter().zip(&split.shapes).zip(parts).zip([split.dtype; 2]) {
+        for ((name, shape), (values, columns)) in split.parts.iter().zip(&split.shapes).zip(parts) {
             let values: Vec<f32> = values.into_iter().map(|x| x as f32).collect();
             let values = if split.input_major { transposed(&values, columns) } else { values };
-            let mut bytes = vec![0; values.len() * dtype.bitsize() / 8];
-            if !convert::from_f32(dtype, &values, &mut bytes) {
-                return Err(Error::tensor(weight, format!("is {dtype}, computed weights are F32, F16 or BF16"), "convert it to one of them first"));
-            }
-            let weight = Weight::new(dtype, shape.clone(), Encoding::Dense, Arc::new(Bytes { dtype, bytes }));
-            made.push((name.clone(), weight.of_origin(Origin::Rescaled)));
+            let made_of = Weight::computed(weight, split.dtype, shape.clone(), &values)?;
+            made.push((name.clone(), made_of.of_origin(Origin::Rescaled)));
         }
         Ok(made)
     }

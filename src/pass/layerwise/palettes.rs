@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 use crate::ir::Op;
 use crate::kernel::palette::nearest;
 use crate::model::Model;
-use crate::pass::palettize::{Palettize, filled, fit};
+use crate::pass::palettize::{Palettize, filled, fit, group_of};
 use crate::pass::{Context, Pass, walk};
 use crate::run_state::{Applied, RunState};
-use crate::store::{Affine, Granularity, Scales, Weight};
+use crate::store::{Affine, Scales, Weight};
 
 /// Palettizes the weights that linear layers alone read; the others are left as they are. Gives the number of samples.
 ///
@@ -69,7 +69,7 @@ impl Method for Palettes<'_> {
         let name = &layer.weight;
         let affine = self.encodings.get(name).ok_or_else(|| Error::tensor(name, "has no encoding", "add it to `ignore`"))?;
         let (values, row) = (layer.stored(values.to_vec()), weight.row().max(1));
-        let group = row * if let Granularity::Block([rows, _]) = affine.granularity { rows.max(1) } else { 1 };
+        let group = group_of(affine, row);
         let mut places = vec![0u8; values.len()];
         let mut scales = Scales { run: row, scales: Vec::new(), zero_points: Vec::new(), global_scale: 1.0 };
         for (index, (values, places)) in values.chunks(group).zip(places.chunks_mut(group)).enumerate() {
