@@ -280,6 +280,16 @@ fn cached_answers_teach_the_same() {
         again.train(name, samples(name, kept.folder.path(), 16, classes), with.clone()).unwrap();
         assert!(before > 1000 && size(&cache) == before, "{name}: {before} bytes became {}", size(&cache));
         assert_eq!(again.weights(), kept.weights(), "{name}: what was asked first is what is read later");
+        // A teacher out of memory answers for all samples first, block by block.
+        let paged = Run::new();
+        let cache = paged.folder.path().join("answers");
+        let pass = Distill { teacher_cache: Some(cache.clone()), offload: vec![Offload::Parameters], ..with.clone() };
+        let told = |report: Report| report.notes.iter().any(|note| note.contains("answered 16 samples block by block"));
+        assert!(told(paged.train(name, samples(name, paged.folder.path(), 16, classes), pass.clone()).unwrap()));
+        let apart = furthest(&paged.weights(), &kept.weights());
+        assert!(apart < 1e-5, "{name}: {apart}");
+        assert_eq!(size(&cache), before, "{name}: nothing was asked but once");
+        assert!(!told(Run::new().train(name, samples(name, paged.folder.path(), 16, classes), pass).unwrap()));
         let other = Distill { losses: losses("soft=1,hidden=1"), ..with };
         if classes == 0 {
             let error = again.train(name, samples(name, kept.folder.path(), 16, classes), other).unwrap_err();

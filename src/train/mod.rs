@@ -1,5 +1,6 @@
 //! Training: a student learns from a teacher, from labels, or from both, in one process or several.
 
+mod answers;
 pub mod average;
 mod batches;
 pub mod cache;

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{DType, Tensor};
 
-use super::cache::{self, Cache, Entries};
+use super::cache::Entries;
 use super::clip;
 use super::loaded::Loaded;
 use super::objective::{Items, Theirs};
@@ -225,7 +225,8 @@ impl<'t> Stepper<'t> {
 
     fn part_of(&self, weights: &Weights, parameters: &Parameters, batch: &Batch, (items, scale): (&Items, f64), sums: &mut Sums) -> Result<()> {
         let trainer = self.trainer;
-        let known = trainer.cache.map(|cache| self.answers(&mut cache.borrow_mut(), batch)).transpose()?;
+        let known =
+            trainer.cache.map(|cache| trainer.answers().map_or(Ok(Entries::new()), |answers| answers.of(&mut cache.borrow_mut(), batch))).transpose()?;
         let asked = trainer.teacher.filter(|_| known.is_none());
         let teacher = asked.map(|teacher| Ok::<_, Error>((teacher.values(&batch.inputs)?, teacher.parameters()))).transpose()?;
         let statistics = &mut sums.statistics;
@@ -277,28 +278,6 @@ impl<'t> Stepper<'t> {
             sink(&name, gradient)?;
         }
         self.tape.backward(forward, from, parameters, trainer.memory_tracker, &mut sink)
-    }
-
-    /// The teacher's answers to some samples, as they were given the first time: of those that are not known, it is asked now.
-    fn answers(&self, cache: &mut Cache, batch: &Batch) -> Result<Entries> {
-        let (Some(teacher), Some(losses)) = (self.trainer.teacher, self.trainer.objective.over_logits()) else { return Ok(Entries::new()) };
-        let places = losses.places(batch)?;
-        let keys = cache::keys(batch, &places, losses.classes)?;
-        let rows: Vec<usize> = places.iter().map(Vec::len).collect();
-        let mut from = 0;
-        while let Some(begin) = (from..keys.len()).find(|at| !cache.knows(keys[*at])) {
-            let end = (begin..keys.len()).find(|at| cache.knows(keys[*at])).unwrap_or(keys.len());
-            let part = batch.narrow(begin, end - begin)?;
-            let values = teacher.values(&part.inputs)?;
-            let mut entries = Entries::new();
-            losses.for_each_of_teacher((&values, teacher.parameters()), &part, &mut |logits| {
-                entries.extend(cache.largest(logits)?);
-                Ok(())
-            })?;
-            cache.put(&keys[begin..end], &rows[begin..end], &entries)?;
-            from = end;
-        }
-        cache.get(&keys)
     }
 
     /// Which value was the first that is not finite.
