@@ -19,9 +19,9 @@ use crate::store::{ActivationScheme, DType, Encoding, Pattern, Weight};
 /// Where range goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Strength {
-    /// To the inputs of a layer whose values are large on average, by weights that are rounded: twenty exponents are tried.
+    /// To the inputs of a layer whose values are large on average, by weights that are rounded.
     Awq,
-    /// From the largest activations to weights, where both are rounded: nine strengths are tried.
+    /// From the largest activations to weights, where both are rounded.
     Smooth,
 }
 
@@ -134,13 +134,29 @@ impl Rescale {
     fn best(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments, rows: &Tensor, exact: bool) -> Result<Option<Vec<f32>>> {
         let one = vec![1.0; chain.width];
         let mut best = (self.error(&one, readers, moments, rows, Rounds::Quick)?, None);
-        for mut factors in self.candidates(chain, readers, moments) {
-            if exact {
-                factors.iter_mut().for_each(|factor| *factor = factor.log2().round().exp2());
-            }
-            let error = self.error(&factors, readers, moments, rows, Rounds::Quick)?;
-            if error < best.0 {
-                best = (error, Some(factors));
+        let ranges = self.ranges(chain, readers, moments);
+        let (parts, ways): (usize, &[bool]) = if self.strength == Strength::Awq { (20, &[true, false]) } else { (10, &[true]) };
+        for by_weights in ways {
+            // The error is nearly one valley: a few places along it, then closer ones beside the best.
+            let mut tried = BTreeMap::new();
+            let mut stride = parts / 5;
+            let mut next: Vec<usize> = (stride..parts).step_by(stride).collect();
+            loop {
+                for step in next.drain(..).filter(|step| (1..parts).contains(step)) {
+                    let mut factors = self.factors(&ranges, step as f64 / parts as f64, *by_weights);
+                    if exact {
+                        factors.iter_mut().for_each(|factor| *factor = factor.log2().round().exp2());
+                    }
+                    let finite = factors.iter().all(|factor| factor.is_finite());
+                    let error = if finite { self.error(&factors, readers, moments, rows, Rounds::Quick)? } else { f64::INFINITY };
+                    tried.insert(step, error);
+                    if error < best.0 {
+                        best = (error, Some(factors));
+                    }
+                }
+                let Some((least, _)) = tried.iter().min_by(|a, b| a.1.total_cmp(b.1)).filter(|_| stride > 1) else { break };
+                stride = stride.div_ceil(2);
+                next = vec![least.saturating_sub(stride), least + stride];
             }
         }
         let Some(factors) = best.1 else { return Ok(None) };
@@ -148,8 +164,8 @@ impl Rescale {
         Ok((after? < before? * (1.0 - GAIN)).then_some(factors))
     }
 
-    /// Factors to try, by channel of the chain.
-    fn candidates(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments) -> Vec<Vec<f32>> {
+    /// How large activations and weights are, by channel of the chain.
+    fn ranges(&self, chain: &Chain, readers: &[(Vec<usize>, Reader)], moments: &Moments) -> Vec<(f64, f64)> {
         let mean = moments.mean_magnitudes();
         let (mut activations, mut weights, mut counts) = (vec![0f64; chain.width], vec![0f64; chain.width], vec![0f64; chain.width]);
         for (index, reader) in readers {
@@ -169,25 +185,20 @@ impl Rescale {
                 }
             }
         }
-        let pairs: Vec<(f64, f64)> = activations.iter().zip(&weights).zip(&counts).map(|((a, w), count)| (a / count.max(1.0), w / count.max(1.0))).collect();
-        let normal = |factors: Vec<f64>| {
-            let (low, high) = factors.iter().fold((f64::INFINITY, 0f64), |(low, high), factor| (low.min(*factor), high.max(*factor)));
-            let middle = (low * high).sqrt();
-            factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / FARTHEST, FARTHEST) as f32).collect::<Vec<f32>>()
+        activations.iter().zip(&weights).zip(&counts).map(|((a, w), count)| (a / count.max(1.0), w / count.max(1.0))).collect()
+    }
+
+    /// Factors of a strength from 0 to 1, by channel: by how large activations are, and weights too if that is asked for.
+    fn factors(&self, ranges: &[(f64, f64)], part: f64, by_weights: bool) -> Vec<f32> {
+        let one = |(a, w): &(f64, f64)| match (self.strength, by_weights) {
+            (Strength::Awq, true) => (a.powf(part) / (w.powf(1.0 - part) + 1e-4)).max(1e-4),
+            (Strength::Awq, false) => a.powf(part).max(1e-4),
+            (Strength::Smooth, _) => (a.max(1e-5).powf(part) / w.max(1e-5).powf(1.0 - part)).max(1e-5),
         };
-        let tries: Vec<f64> = match self.strength {
-            Strength::Awq => (1..20).map(|step| f64::from(step) / 20.0).collect(),
-            Strength::Smooth => (1..10).map(|step| f64::from(step) / 10.0).collect(),
-        };
-        let one = |part: f64| match self.strength {
-            Strength::Awq => {
-                let by_both = pairs.iter().map(|(a, w)| (a.powf(part) / (w.powf(1.0 - part) + 1e-4)).max(1e-4)).collect();
-                let by_activations = pairs.iter().map(|(a, _)| a.powf(part).max(1e-4)).collect();
-                vec![normal(by_both), normal(by_activations)]
-            }
-            Strength::Smooth => vec![normal(pairs.iter().map(|(a, w)| (a.max(1e-5).powf(part) / w.max(1e-5).powf(1.0 - part)).max(1e-5)).collect())],
-        };
-        tries.into_iter().flat_map(one).filter(|factors| factors.iter().all(|factor| factor.is_finite())).collect()
+        let factors: Vec<f64> = ranges.iter().map(one).collect();
+        let (low, high) = factors.iter().fold((f64::INFINITY, 0f64), |(low, high), factor| (low.min(*factor), high.max(*factor)));
+        let middle = (low * high).sqrt();
+        factors.into_iter().map(|factor| (factor / middle).clamp(1.0 / FARTHEST, FARTHEST) as f32).collect()
     }
 
     /// The squared error of what the layers give for the rows that are tried.
