@@ -1,6 +1,7 @@
 //! Layers with weights, and sums.
 
 use super::super::proto::AttributeProto;
+use super::image::{pads, per_axis};
 use super::{Lowering, integer};
 use crate::error::Result;
 use crate::ir::ops::{Conv, Linear};
@@ -37,11 +38,12 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
 }
 
 pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
+    let rank = n.ty(0)?.shape.len();
     let attributes = vec![
-        AttributeProto::ints("kernel_shape", [n.fixed(1, 2)?, n.fixed(1, 3)?]),
-        AttributeProto::ints("strides", [op.stride as i64; 2]),
-        AttributeProto::ints("pads", [op.padding as i64; 4]),
-        AttributeProto::ints("dilations", [op.dilation as i64; 2]),
+        AttributeProto::ints("kernel_shape", (2..rank).map(|axis| n.fixed(1, axis)).collect::<Result<Vec<_>>>()?),
+        per_axis("strides", op.stride, rank),
+        pads(op.padding, rank),
+        per_axis("dilations", op.dilation, rank),
         AttributeProto::int("group", op.groups as i64),
     ];
     if n.place(1).is_some_and(|place| place.integers.is_some()) {
