@@ -23,6 +23,11 @@ fn with_ints(mut case: Case, at: &[usize]) -> Case {
     case
 }
 
+/// Images that become larger or smaller.
+fn scales(places: &[f64]) -> Vec<Extent> {
+    [1.0, 1.0].iter().chain(places).map(|scale| Extent::Scale(*scale)).collect()
+}
+
 /// Every op, in the forms it has.
 pub fn cases() -> Vec<Case> {
     let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
@@ -118,6 +123,37 @@ pub fn cases() -> Vec<Case> {
         case(Reduce { kind: ReduceKind::L1, axes: vec![-2], keep: true }, &[&[2, 3, 5]]),
         case(Reduce { kind: ReduceKind::L2, axes: vec![1], keep: false }, &[&[2, 3, 5]]),
         case(Reduce { kind: ReduceKind::SumOfSquares, axes: vec![0], keep: true }, &[&[2, 3, 5]]),
+        case(ConvTranspose::default(), &[&[2, 3, 4, 5], &[3, 2, 3, 3], &[2]]),
+        case(ConvTranspose { stride: PerAxis([3, 2]), output_padding: 1.into(), ..ConvTranspose::default() }, &[&[2, 3, 3, 4], &[3, 2, 3, 3]]),
+        case(ConvTranspose { stride: 2.into(), padding: Padding([0, 1, 1, 0]), groups: 2, ..ConvTranspose::default() }, &[&[2, 4, 3, 4], &[4, 3, 2, 3], &[6]]),
+        case(ConvTranspose { dilation: PerAxis([1, 2]), stride: 2.into(), ..ConvTranspose::default() }, &[&[1, 2, 3, 3], &[2, 2, 2, 2]]),
+        case(ConvTranspose { stride: 2.into(), padding: 1.into(), ..ConvTranspose::default() }, &[&[2, 3, 5], &[3, 2, 4], &[2]]),
+        case(Pad { pads: vec![0, 1, 0, 2, 0, 0], value: 0.5, ..Pad::default() }, &[&[2, 3, 4]]),
+        case(Pad { pads: vec![0, 0, -1, 0, 2, -1], ..Pad::default() }, &[&[2, 3, 4]]),
+        case(Pad { pads: vec![0, 2, 2, 0, 1, -1], mode: PadMode::Reflect, value: 0.0 }, &[&[2, 3, 4]]),
+        case(Pad { pads: vec![0, 2, 0, 1], mode: PadMode::Edge, value: 0.0 }, &[&[2, 3]]),
+        case(Pad { pads: vec![0, 2, 0, 1], mode: PadMode::Wrap, value: 0.0 }, &[&[2, 3]]),
+        case(Resize { sizes: scales(&[2.0, 3.0]), ..Resize::default() }, &[&[2, 3, 3, 2]]),
+        case(Resize { sizes: scales(&[0.6, 0.5]), coordinates: Coordinates::Asymmetric, nearest: NearestMode::Floor, ..Resize::default() }, &[&[2, 3, 5, 4]]),
+        case(Resize { sizes: scales(&[2.0, 1.5]), mode: Interpolation::Linear, ..Resize::default() }, &[&[2, 3, 3, 4]]),
+        case(
+            Resize {
+                sizes: vec![Extent::Scale(1.0), Extent::Scale(1.0), Extent::Size(5), Extent::Size(2)],
+                mode: Interpolation::Linear,
+                coordinates: Coordinates::AlignCorners,
+                nearest: NearestMode::default(),
+            },
+            &[&[2, 3, 3, 4]],
+        ),
+        case(
+            Resize {
+                sizes: vec![Extent::Size(2), Extent::Size(3), Extent::Size(1), Extent::Size(7)],
+                mode: Interpolation::Linear,
+                coordinates: Coordinates::PytorchHalfPixel,
+                nearest: NearestMode::default(),
+            },
+            &[&[2, 3, 3, 4]],
+        ),
         case(HardSigmoid { alpha: 0.7, beta: 0.4 }, &[&[2, 5]]),
         case(HardSwish {}, &[&[2, 5]]),
         case(LeakyRelu { alpha: 0.1 }, &[&[2, 5]]),

@@ -8,6 +8,7 @@ mod cache_quantize;
 mod concat;
 mod constants;
 mod conv;
+mod conv_transpose;
 mod elementwise;
 mod embedding;
 mod flatten;
@@ -20,12 +21,15 @@ mod linear;
 mod masked_mean;
 mod matmul;
 mod normalize;
+mod pad;
 mod patchify;
+mod places;
 mod pool;
 mod positions;
 mod prepend;
 mod reduce;
 mod reshape;
+mod resize;
 mod rms_norm;
 mod rotary;
 mod rounding;
@@ -55,6 +59,7 @@ pub use cache_quantize::CacheQuantize;
 pub use concat::Concat;
 pub(crate) use constants::constant;
 pub use conv::Conv;
+pub use conv_transpose::ConvTranspose;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use flatten::Flatten;
@@ -67,12 +72,14 @@ pub use linear::Linear;
 pub use masked_mean::MaskedMean;
 pub use matmul::MatMul;
 pub use normalize::Normalize;
+pub use pad::{Pad, PadMode};
 pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
 pub use positions::Positions;
 pub use prepend::Prepend;
 pub use reduce::{Reduce, ReduceKind};
 pub use reshape::{Reshape, TargetSize};
+pub use resize::{Coordinates, Extent, Interpolation, NearestMode, Resize};
 pub use rms_norm::RmsNorm;
 pub use rotary::{Rotary, RotaryScaling};
 pub use rounding::round_half_even;
@@ -213,7 +220,7 @@ ops! {
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, Normalize,
-    Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool,
+    Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Sin, Softplus, Sqrt,
 }
 

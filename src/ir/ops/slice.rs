@@ -5,8 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::constants::constant;
-use super::gradient::wide;
+use super::places::{given_back, places, taken};
 use super::{Backward, OpSpec, axis_of, letters, require};
 use crate::ir::{Dim, Element, TensorType};
 
@@ -69,11 +68,9 @@ impl Slice {
     }
 
     /// The places of the elements.
-    fn places(&self, start: usize, length: usize, device: &candle_core::Device) -> candle_core::Result<Tensor> {
-        constant(format!("{self:?} {start} {length}"), device, |device| {
-            let place = |at: usize| (start as i64 + at as i64 * self.step) as u32;
-            Tensor::from_vec((0..length).map(place).collect::<Vec<_>>(), length, device)
-        })
+    fn places(&self, start: usize, length: usize, like: &Tensor) -> candle_core::Result<Tensor> {
+        let place = |at: usize| (start as i64 + at as i64 * self.step) as u32;
+        places(format!("{self:?} {start} {length}"), like.device(), || (0..length).map(place).collect())
     }
 }
 
@@ -135,7 +132,7 @@ impl OpSpec for Slice {
         if self.step == 1 {
             return x.narrow(axis, start, length)?.contiguous();
         }
-        x.contiguous()?.index_select(&self.places(start, length, x.device())?, axis)
+        taken(x, &self.places(start, length, x)?, axis)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
@@ -145,9 +142,7 @@ impl OpSpec for Slice {
             if self.step == 1 {
                 return gradient.pad_with_zeros(axis, start, dims[axis] - start - length);
             }
-            let places = self.places(start, length, gradient.device())?;
-            let rows = wide(gradient)?.contiguous()?;
-            Tensor::zeros(dims, rows.dtype(), rows.device())?.index_add(&places, &rows, axis)?.to_dtype(gradient.dtype())
+            given_back(gradient, &self.places(start, length, gradient)?, axis, dims[axis])
         })?;
         Ok(vec![of_input])
     }

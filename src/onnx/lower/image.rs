@@ -2,8 +2,9 @@
 
 use super::super::proto::AttributeProto;
 use super::Lowering;
+use super::shape::sizes_of;
 use crate::error::Result;
-use crate::ir::ops::{AveragePool, Flatten, GlobalAveragePool, MaxPool, Padding, PerAxis};
+use crate::ir::ops::{AveragePool, Coordinates, Extent, Flatten, GlobalAveragePool, Interpolation, MaxPool, NearestMode, Padding, PerAxis, Resize};
 
 /// Numbers for each axis, as many as a value of this rank has.
 pub(super) fn per_axis(name: &str, numbers: PerAxis, rank: usize) -> AttributeProto {
@@ -66,5 +67,47 @@ pub(super) fn tokens(n: &mut Lowering) -> Result<()> {
     let shape = n.ints(&[0, n.fixed(0, 1)?, n.fixed(0, 2)? * n.fixed(0, 3)?]);
     let flat = n.emit("Reshape", "flat", &[&n.input(0), &shape], vec![]);
     n.finish("Transpose", &[&flat], vec![AttributeProto::ints("perm", [0, 2, 1])]);
+    Ok(())
+}
+
+pub(super) fn resize(op: &Resize, n: &mut Lowering) -> Result<()> {
+    let mode = if op.mode == Interpolation::Linear { "linear" } else { "nearest" };
+    let coordinates = match op.coordinates {
+        Coordinates::HalfPixel => "half_pixel",
+        Coordinates::PytorchHalfPixel => "pytorch_half_pixel",
+        Coordinates::AlignCorners => "align_corners",
+        Coordinates::Asymmetric => "asymmetric",
+    };
+    let nearest = match op.nearest {
+        NearestMode::RoundPreferFloor => "round_prefer_floor",
+        NearestMode::RoundPreferCeil => "round_prefer_ceil",
+        NearestMode::Floor => "floor",
+        NearestMode::Ceil => "ceil",
+    };
+    let mut attributes = vec![AttributeProto::text("mode", mode), AttributeProto::text("coordinate_transformation_mode", coordinates)];
+    attributes.extend((op.mode == Interpolation::Nearest).then(|| AttributeProto::text("nearest_mode", nearest)));
+    let (x, shape) = (n.input(0), &n.ty(0)?.shape);
+    let scales: Option<Vec<f64>> = op.sizes.iter().map(|extent| if let Extent::Scale(scale) = extent { Some(*scale) } else { None }).collect();
+    if let Some(mut scales) = scales {
+        scales.resize(shape.len(), 1.0);
+        let text = scales.iter().map(f64::to_string).collect::<Vec<_>>().join(",");
+        let scales = n.floats(&format!("floats/{text}"), &scales);
+        n.finish("Resize", &[&x, "", &scales], attributes);
+        return Ok(());
+    }
+    let mut sizes = Vec::with_capacity(shape.len());
+    for (axis, (extent, size)) in op.sizes.iter().zip(shape).enumerate() {
+        sizes.push(match extent {
+            Extent::Size(size) => Ok(*size as i64),
+            Extent::Scale(scale) if *scale == 1.0 => size.fixed().map(|size| size as i64).ok_or(axis),
+            Extent::Scale(_) => return Err(n.wrong("scales one axis and gives another a size, which ONNX cannot say of one operator".into())),
+        });
+    }
+    let known: Option<Vec<i64>> = sizes.iter().map(|size| size.ok()).collect();
+    let sizes = match known {
+        Some(numbers) => n.ints(&numbers),
+        None => sizes_of(&x, &sizes, n),
+    };
+    n.finish("Resize", &[&x, "", "", &sizes], attributes);
     Ok(())
 }

@@ -4,7 +4,7 @@ use super::super::proto::AttributeProto;
 use super::image::{pads, per_axis};
 use super::{Lowering, integer};
 use crate::error::Result;
-use crate::ir::ops::{Conv, Linear};
+use crate::ir::ops::{Conv, ConvTranspose, Linear};
 
 pub(super) fn binary(op: &str, n: &mut Lowering) -> Result<()> {
     n.finish(op, &[&n.input(0), &n.input(1)], vec![]);
@@ -52,5 +52,20 @@ pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
     let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
     let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
     n.finish("Conv", &inputs, attributes);
+    Ok(())
+}
+
+pub(super) fn conv_transpose(op: &ConvTranspose, n: &mut Lowering) -> Result<()> {
+    let rank = n.ty(0)?.shape.len();
+    let mut attributes = vec![
+        AttributeProto::ints("kernel_shape", (2..rank).map(|axis| n.fixed(1, axis)).collect::<Result<Vec<_>>>()?),
+        per_axis("strides", op.stride, rank),
+        pads(op.padding, rank),
+        per_axis("dilations", op.dilation, rank),
+        AttributeProto::int("group", op.groups as i64),
+    ];
+    attributes.extend((op.output_padding != 0).then(|| per_axis("output_padding", op.output_padding, rank)));
+    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
+    n.finish("ConvTranspose", &inputs.iter().map(String::as_str).collect::<Vec<_>>(), attributes);
     Ok(())
 }
