@@ -62,7 +62,12 @@ fn products_cost_something() {
         let types = types(&inputs);
         let output = infer(&case.op, &inputs).unwrap();
         let macs = case.op.spec().macs(&types.iter().collect::<Vec<_>>(), &output, &Bindings::new());
-        assert_eq!(macs > 0, matches!(case.op, Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::MatMul(_)), "{}", case.op);
+        assert_eq!(
+            macs > 0,
+            matches!(case.op, Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::MatMul(_) | Op::Recurrent(_)),
+            "{}",
+            case.op
+        );
     }
 }
 
