@@ -9,6 +9,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 /// Atoms that a size is made of at most: a graph cannot make sizes that are larger than itself.
 const MOST_ATOMS: usize = 64;
 
+/// Parentheses in the text of a size, at most.
+const DEEPEST: usize = 256;
+
 /// A size: a number, a name, or what follows from other sizes.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Dim {
@@ -274,6 +277,9 @@ impl FromStr for Dim {
         let wrong = || format!("`{text}` is no size");
         if let Ok(size) = text.parse() {
             return Ok(Dim::Fixed(size));
+        }
+        if text.matches('(').count() > DEEPEST {
+            return Err(format!("a size of more than {DEEPEST} others is none"));
         }
         let mut terms = split(text, &['+', '-']);
         if terms.first().is_some_and(|(_, first)| first.is_empty()) && terms.len() > 1 {

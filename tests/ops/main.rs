@@ -56,6 +56,37 @@ fn what_is_inferred_is_what_is_computed() {
 }
 
 #[test]
+fn ops_come_back_from_their_text() {
+    for case in cases() {
+        assert_eq!(case.op.to_string().parse::<Op>().unwrap(), case.op);
+        assert_eq!(serde_json::from_str::<Op>(&serde_json::to_string(&case.op).unwrap()).unwrap(), case.op);
+    }
+}
+
+#[test]
+fn open_sizes_come_out_as_computed() {
+    let mut held = 0;
+    for case in cases() {
+        let inputs = tensors(&case);
+        let output = case.op.spec().eval(&inputs).unwrap_or_else(|e| panic!("{}: {e}", case.op));
+        // One axis after the other is open; an op may refuse that.
+        for (input, tensor) in inputs.iter().enumerate() {
+            for (axis, size) in tensor.dims().iter().enumerate() {
+                let mut types = types(&inputs);
+                types[input].shape[axis] = Dim::named("open");
+                let Ok(ty) = case.op.spec().output(&types.iter().collect::<Vec<_>>()) else { continue };
+                let sizes = Bindings::from([("open".to_owned(), *size)]);
+                let found: Vec<Option<usize>> = ty.shape.iter().map(|d| d.evaluate(&sizes)).collect();
+                assert!(found.iter().copied().eq(output.dims().iter().map(|d| Some(*d))), "{} of {}: {ty} for {:?}", case.op, types[input], output.dims());
+                assert!(ty.shape.iter().all(|d| d.to_string().parse::<Dim>().as_ref() == Ok(d)), "{}: {ty}", case.op);
+                held += 1;
+            }
+        }
+    }
+    assert!(held > 200, "only {held} open axes were held");
+}
+
+#[test]
 fn products_cost_something() {
     for case in cases() {
         let inputs = tensors(&case);
