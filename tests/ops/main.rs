@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Tensor};
 use compress::ir::ops::*;
-use compress::ir::{Bindings, Dim, Element, Op, TensorType};
+use compress::ir::{Axes, Bindings, Dim, Element, Op, TensorType};
 
 mod axes;
 mod cases;
@@ -61,6 +61,52 @@ fn ops_come_back_from_their_text() {
         assert_eq!(case.op.to_string().parse::<Op>().unwrap(), case.op);
         assert_eq!(serde_json::from_str::<Op>(&serde_json::to_string(&case.op).unwrap()).unwrap(), case.op);
     }
+}
+
+/// The same attributes with each number, one after the other, replaced.
+fn changed(json: &serde_json::Value, number: &serde_json::Value) -> Vec<serde_json::Value> {
+    use serde_json::Value;
+    match json {
+        Value::Number(_) => vec![number.clone()],
+        Value::Array(values) => {
+            let with =
+                |at: usize, value| Value::Array(values.iter().enumerate().map(|(i, v)| if i == at { Value::clone(&value) } else { v.clone() }).collect());
+            values.iter().enumerate().flat_map(|(at, value)| changed(value, number).into_iter().map(move |value| with(at, value))).collect()
+        }
+        Value::Object(map) => {
+            let with = |key: &String, value| {
+                let mut map = map.clone();
+                map.insert(key.clone(), value);
+                Value::Object(map)
+            };
+            map.iter().flat_map(|(key, value)| changed(value, number).into_iter().map(move |value| with(key, value))).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+#[test]
+fn extreme_attributes_are_typed_or_refused() {
+    let numbers = [0, 1, -1, 7, i64::from(u32::MAX), i64::MAX, i64::MIN, i64::MIN + 1];
+    let mut typed = 0;
+    for case in cases() {
+        let json = serde_json::to_value(&case.op).unwrap();
+        let known = types(&tensors(&case));
+        let mut open = known.clone();
+        open.iter_mut().flat_map(|ty| ty.shape.iter_mut()).for_each(|size| *size = Dim::named("open"));
+        for changed in numbers.iter().flat_map(|number| changed(&json, &(*number).into())) {
+            let Ok(op) = serde_json::from_value::<Op>(changed) else { continue };
+            for types in [&known, &open] {
+                let types: Vec<&TensorType> = types.iter().collect();
+                if let Ok(output) = op.spec().output(&types) {
+                    op.spec().macs(&types, &output, &Bindings::from([("open".to_owned(), 3)]));
+                    Axes::parse(&op.spec().axes(&types)).unwrap_or_else(|e| panic!("{op}: {e}"));
+                    typed += 1;
+                }
+            }
+        }
+    }
+    assert!(typed > 1000, "only {typed} were typed");
 }
 
 #[test]
