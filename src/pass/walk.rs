@@ -1,6 +1,6 @@
 //! Who reads what in a graph.
 
-use crate::ir::{Graph, Node, ValueId};
+use crate::ir::{Graph, Kind, Node, Op, ValueId};
 
 /// The nodes that read a value, and whether it is a result of the graph.
 pub(super) fn readers(graph: &Graph, value: ValueId) -> (Vec<usize>, bool) {
@@ -19,4 +19,28 @@ pub(super) fn only_reader(graph: &Graph, value: ValueId) -> Option<usize> {
 /// The name of what stands in the place of a weight.
 pub(super) fn weight_input<'g>(graph: &'g Graph, node: &Node) -> &'g str {
     node.inputs.get(1).map_or("", |id| graph.value(*id).name.as_str())
+}
+
+/// Whether the second axis of a value holds its channels: of images, and of sequences that convolutions and what goes with them read or
+/// make, maybe by functions of single elements.
+pub(super) fn channels_second(graph: &Graph, value: ValueId) -> bool {
+    let of_images = |node: &Node| matches!(node.op, Op::Conv(_) | Op::ConvTranspose(_) | Op::BatchNorm(_) | Op::MaxPool(_) | Op::AveragePool(_));
+    let rank = graph.value(value).ty.shape.len();
+    if rank != 3 {
+        return rank == 4;
+    }
+    let reads = |reader: &usize| graph.nodes().get(*reader).is_some_and(|node| of_images(node) && node.inputs.first() == Some(&value));
+    if readers(graph, value).0.iter().any(reads) {
+        return true;
+    }
+    let mut value = value;
+    while let Kind::Node(index) = graph.value(value).kind {
+        let Some(node) = graph.nodes().get(index) else { return false };
+        match (node.op.activation(), node.inputs.first()) {
+            _ if of_images(node) => return true,
+            (Some(_), Some(input)) => value = *input,
+            _ => return false,
+        }
+    }
+    false
 }

@@ -11,7 +11,7 @@ use crate::ir::ops::Op;
 use crate::ir::{Graph, Node};
 use crate::model::Model;
 use crate::pass::chains::{Chain, ScaledLayer, is_depthwise};
-use crate::pass::walk::weight_input;
+use crate::pass::walk::{channels_second, weight_input};
 use crate::store::DType;
 
 /// Part of the largest channel below which a channel counts as silent.
@@ -96,7 +96,7 @@ struct Measure<'s> {
 pub(super) fn costs(model: &Model, graph: &Graph, node: &Node) -> Result<Vec<f64>> {
     let name = weight_input(graph, node);
     let shape = &graph.value(node.inputs[0]).ty.shape;
-    let axis = if shape.len() == 4 { shape.get(1) } else { shape.last() };
+    let axis = if channels_second(graph, node.inputs[0]) { shape.get(1) } else { shape.last() };
     let inputs = axis.and_then(|d| d.fixed()).unwrap_or(0);
     let depthwise = is_depthwise(graph, node);
     let grouped = matches!(&node.op, Op::Conv(op) if op.groups > 1);

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::calibration::{Axis, Request};
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node, ValueId};
-use crate::pass::walk::{only_reader, weight_input};
+use crate::pass::walk::{channels_second, only_reader, weight_input};
 
 /// A value that is quantized.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -65,7 +65,7 @@ impl Sites {
     pub fn requests(&self, graph: &Graph) -> BTreeMap<String, Request> {
         let request = |id: &ValueId| {
             let value = graph.value(*id);
-            let axis = if value.ty.shape.len() == 4 { Axis::Second } else { Axis::Last };
+            let axis = if channels_second(graph, *id) { Axis::Second } else { Axis::Last };
             (value.name.clone(), Request { axis, histograms: true })
         };
         self.values.keys().map(request).collect()

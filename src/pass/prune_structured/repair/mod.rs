@@ -150,7 +150,7 @@ impl Repairing<'_> {
             // [out, taps, features]: the weight of the original model for the outputs that are left.
             let mut full = original.get(&weight)?;
             for axis in 0..full.rank() {
-                let read = if full.rank() == 4 { 1 } else { usize::from(!is_input_major(&node.op)) };
+                let read = if full.rank() > 2 { 1 } else { usize::from(!is_input_major(&node.op)) };
                 if let Some(surviving) = self.surviving.get(&(weight.clone(), axis)).filter(|_| axis != read) {
                     let index: Vec<u32> = surviving.iter().map(|at| *at as u32).collect();
                     full = full.index_select(&Tensor::from_vec(index.clone(), index.len(), full.device())?, axis)?;
@@ -158,7 +158,7 @@ impl Repairing<'_> {
             }
             let shape = full.dims().to_vec();
             let full = match shape.as_slice() {
-                [out, _, height, width] => full.permute((0, 2, 3, 1))?.contiguous()?.reshape((*out, height * width, features))?,
+                [_, _, _, ..] => full.flatten_from(2)?.transpose(1, 2)?.contiguous()?,
                 _ if is_input_major(&node.op) => full.t()?.contiguous()?.unsqueeze(1)?,
                 _ => full.unsqueeze(1)?,
             };
@@ -183,7 +183,7 @@ impl Repairing<'_> {
             }
             if self.repair == Repair::LeastSquares {
                 let new = match shape.as_slice() {
-                    [_, _, height, width] => new.reshape((out, *height, *width, left))?.permute((0, 3, 1, 2))?.contiguous()?,
+                    [_, _, places @ ..] if !places.is_empty() => new.transpose(1, 2)?.contiguous()?.reshape([&[out, left], places].concat())?,
                     _ if is_input_major(&node.op) => new.squeeze(1)?.t()?.contiguous()?,
                     _ => new.squeeze(1)?,
                 };
