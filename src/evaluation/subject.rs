@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::{ByBlocks, Candle, OnnxRuntime, Runner, Runtime};
 use crate::analysis;
 use crate::data::Target;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::{Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model};
@@ -61,6 +61,11 @@ impl Subject {
         if path.extension().is_none_or(|e| e != "onnx") {
             return Subject::of(Model::open(path)?);
         }
+        Subject::onnx_file(path, threads)
+    }
+
+    /// An ONNX file whose folder holds tokenizer and `config.json`.
+    fn onnx_file(path: &Path, threads: usize) -> Result<Subject> {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let config = Config::open(&folder.join("config.json"))?;
         Subject::onnx(path, folder, config.values().clone(), threads)
@@ -69,8 +74,18 @@ impl Subject {
     /// A model that is open already.
     ///
     /// # Errors
-    /// Its family is not known, or its weights do not fit its configuration.
+    /// Its family is not known, its weights do not fit its configuration, or it is an ONNX file whose weights have changed since: what is
+    /// run is the file.
     pub fn of(model: Model) -> Result<Subject> {
+        if let Some(file) = &model.onnx {
+            if !file.holds(&model.weights) {
+                return Err(Error::Unsupported {
+                    what: format!("{}: running an .onnx model with weights that are not written yet", model.path.display()),
+                    hint: "write it first, and go on from what was written".into(),
+                });
+            }
+            return Subject::onnx_file(&file.path, 1);
+        }
         let graph = model.graph()?;
         let (inputs, outputs) = Port::of(&graph);
         let (folder, config) = (model.path.clone(), model.config.values().clone());

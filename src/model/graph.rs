@@ -1,13 +1,17 @@
 //! What a model computes.
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
-use super::Model;
+use super::{Beside, Config, Model};
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, Graph, GraphFile, Node, Op, cache, same};
+pub use crate::ir::Graph;
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, same};
+pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Affine, Encoding, Weight, Weights, select};
 
 impl Catalog for Weights {
@@ -21,6 +25,23 @@ impl Catalog for Weights {
 }
 
 impl Model {
+    /// Opens an ONNX file; `path` is the file itself or its folder.
+    pub(super) fn open_onnx(path: &Path, file: &Path) -> Result<Model> {
+        let onnx = ModelFile::open(file)?;
+        let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
+        let folder = path.is_dir();
+        Ok(Model {
+            path: path.to_owned(),
+            config: if folder { Config::open(&path.join("config.json"))? } else { Config::default() },
+            weights: onnx.all_weights(),
+            beside: if folder { Beside::of(path, &weight_files)? } else { Beside::default() },
+            weight_files,
+            changed_graph: None,
+            onnx: Some(Arc::new(onnx)),
+            signed_activations: false,
+        })
+    }
+
     /// The graph: as passes have left it, else from `graph.json` when there is one, else from `config.json`.
     ///
     /// # Errors
@@ -37,6 +58,10 @@ impl Model {
         let file = self.path.join(GraphFile::NAME);
         match &self.changed_graph {
             Some(graph) => Ok(((**graph).clone(), Vec::new())),
+            None if self.onnx.is_some() => Err(Error::Unsupported {
+                what: format!("{}: running an .onnx model in the built-in executor", self.path.display()),
+                hint: "ONNX Runtime runs it; passes over weights take it".into(),
+            }),
             None if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
             None => self.described(),
         }
