@@ -42,6 +42,11 @@ impl Model {
         })
     }
 
+    /// Whether a weight of an ONNX file is another one by now.
+    pub(crate) fn changes(&self, name: &str, now: &Weight) -> bool {
+        self.onnx.as_ref().is_some_and(|file| file.weights.get(name).is_none_or(|before| !Arc::ptr_eq(&before.source(), &now.source())))
+    }
+
     /// The graph: as passes have left it, else from `graph.json` when there is one, else from `config.json`.
     ///
     /// # Errors

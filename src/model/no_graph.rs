@@ -18,6 +18,10 @@ impl Model {
         Err(Error::Unsupported { what: format!("{}: an .onnx file in a build without the feature `run`", file.display()), hint: "build compress with it".into() })
     }
 
+    pub(crate) fn changes(&self, _name: &str, _now: &crate::store::Weight) -> bool {
+        false
+    }
+
     pub(crate) fn needs_graph_file(&self) -> bool {
         false
     }

@@ -55,6 +55,14 @@ fn given(graph: &GraphProto) -> impl Iterator<Item = &str> {
     graph.initializer.iter().chain(sparse).map(|tensor| tensor.name())
 }
 
+/// Every name in a graph and its bodies.
+pub(super) fn names(graph: &GraphProto, found: &mut BTreeSet<String>) {
+    let ports = graph.input.iter().chain(&graph.output).map(|port| port.name());
+    let values = graph.node.iter().flat_map(|node| node.input.iter().chain(&node.output).chain(&node.name)).map(String::as_str);
+    found.extend(ports.chain(given(graph)).chain(values).map(str::to_owned));
+    graph.node.iter().flat_map(bodies).for_each(|body| names(body, found));
+}
+
 /// Names that a node reads, those that its bodies take from around it among them.
 pub(super) fn reads(node: &NodeProto) -> BTreeSet<&str> {
     let mut names: BTreeSet<&str> = node.input.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();

@@ -9,10 +9,12 @@ mod lowering;
 mod model_file;
 mod place;
 pub mod proto;
+mod quantized;
 mod rewrite;
 mod skeleton;
 mod splice;
 mod style;
+mod uses;
 mod wire;
 mod write;
 

@@ -11,10 +11,11 @@ use std::sync::Arc;
 use prost::Message;
 
 use super::check::{self, bodies};
-use super::elements::{self, Varints, belongs, dtype, in_memory, raw_bytes};
+use super::elements::{self, Turned, Varints, belongs, dtype, in_memory, raw_bytes};
 use super::external::{Beside, Place};
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
+use super::uses::{self, Use};
 use super::wire::data;
 use crate::error::{Error, Result};
 use crate::store::checkpoint::DataFile;
@@ -35,6 +36,8 @@ pub struct ModelFile {
     pub weights: BTreeMap<String, Weight>,
     /// Inputs of the graph that are initializers too: they are weights.
     pub weights_as_inputs: BTreeSet<String>,
+    /// What reads each weight.
+    pub(super) uses: BTreeMap<String, Vec<Use>>,
     /// The bytes of `model`.
     pub(super) skeleton: Vec<u8>,
     /// Tensors by their number.
@@ -48,6 +51,8 @@ pub(super) struct Held {
     pub away: Option<Away>,
     /// The weight that it is, if it is one.
     pub weight: Option<String>,
+    /// Whether the weight has its axes the other way round: products of ONNX take matrices `[in, out]`.
+    pub flipped: bool,
 }
 
 /// Bytes that are not in the message.
@@ -92,8 +97,9 @@ impl ModelFile {
             path: path.to_owned(),
             data_files: Vec::new(),
             weights: BTreeMap::new(),
+            uses: BTreeMap::new(),
             weights_as_inputs: weights_as_inputs(&model),
-            tensors: skeleton.runs.into_iter().map(|run| Held { away: run.map(away), weight: None }).collect(),
+            tensors: skeleton.runs.into_iter().map(|run| Held { away: run.map(away), ..Held::default() }).collect(),
             skeleton: skeleton.bytes,
             model: ModelProto::default(),
         };
@@ -134,7 +140,7 @@ impl ModelFile {
             let times = times.entry(name).or_default();
             *times = times.saturating_add(1);
         }
-        let mut beside = Beside::of(&self.path);
+        let (mut beside, uses) = (Beside::of(&self.path), uses::uses(model));
         for candidate in &candidates {
             let tensor = candidate.tensor;
             let named = candidate.name.filter(|name| !name.is_empty() && (candidate.top || (!tops.contains(name) && times.get(name) == Some(&1))));
@@ -145,8 +151,14 @@ impl ModelFile {
             let found = place(tensor, held, &mut beside).and_then(|()| weight(tensor, held, said)).map_err(wrong)?;
             if let (Some(name), Some(weight)) = (named, found) {
                 held.weight = Some(name.to_owned());
-                let mut weight = weight;
+                let uses = uses.get(name).map_or(&[][..], Vec::as_slice);
+                let (role, flipped) = uses::role(uses, weight.shape.len());
+                held.flipped = flipped && weight.is_float();
+                let mut weight = if held.flipped { turned(weight) } else { weight };
                 weight.stored_as = vec![name.to_owned()];
+                weight.role = Some(role);
+                weight.readers = uses.iter().filter_map(|reader| reader.name.clone()).collect();
+                self.uses.insert(name.to_owned(), uses.to_vec());
                 self.weights.insert(name.to_owned(), weight);
             }
         }
@@ -229,6 +241,13 @@ fn weight(tensor: &TensorProto, held: &Held, name: &str) -> Result<Option<Weight
         Weight::new(dtype, shape.clone(), Encoding::Dense, Arc::new(away.bytes.as_elements(dtype, shape)))
     };
     Ok(bytes(weight, size))
+}
+
+/// A matrix with its axes exchanged.
+fn turned(upstream: Weight) -> Weight {
+    let mut weight = upstream.then(upstream.dtype, Encoding::Dense, Arc::new(Turned { upstream: upstream.clone() }));
+    weight.shape.reverse();
+    weight
 }
 
 /// Every tensor of a model, in no order that means anything.

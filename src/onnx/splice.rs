@@ -24,8 +24,6 @@ pub(super) struct Edits {
     pub made: BTreeMap<u64, Made>,
     /// Nodes of the graph, by position, that become others.
     pub nodes: BTreeMap<usize, Vec<NodeProto>>,
-    /// Initializers that the graph has more.
-    pub initializers: Vec<(Vec<u8>, Data)>,
 }
 
 /// A tensor whose elements come from elsewhere.
@@ -201,8 +199,5 @@ fn graph(bytes: &[u8], top: bool, edits: &Edits, out: &mut Out) {
             (11, ..) if top && dropped() => {}
             _ => nested(Kind::Graph, &field, false, edits, out),
         }
-    }
-    if top {
-        edits.initializers.iter().for_each(|tensor| out.initializer(tensor));
     }
 }
