@@ -44,7 +44,7 @@ fn transformer(criterion: &mut Criterion) {
     bench(criterion, "LayerNorm 32x64x384", LayerNorm::default(), &[hidden.clone(), numbers(&[384]), numbers(&[384])]);
     bench(criterion, "RmsNorm 32x64x384", RmsNorm::default(), &[hidden.clone(), numbers(&[384])]);
     bench(criterion, "Gelu 32x64x1536", Gelu::default(), &[numbers(&[32, 64, 1536])]);
-    bench(criterion, "Softmax 32x64x384", Softmax {}, std::slice::from_ref(&hidden));
+    bench(criterion, "Softmax 32x64x384", Softmax::default(), std::slice::from_ref(&hidden));
     bench(criterion, "Add 32x64x384", Add {}, &[hidden.clone(), numbers(&[1, 64, 384])]);
     let heads = numbers(&[32, 64, 12, 32]).transpose(1, 2).unwrap();
     let attention = Attention { scale: 32f64.powf(-0.5), ..Attention::default() };
@@ -56,7 +56,7 @@ fn transformer(criterion: &mut Criterion) {
 
 fn image_model(criterion: &mut Criterion) {
     for (channels, size) in [(16, 28), (32, 14), (64, 7)] {
-        let conv = |stride, groups, padding| Conv { stride, groups, padding, dilation: 1 };
+        let conv = |stride: usize, groups, padding: usize| Conv { stride: stride.into(), groups, padding: padding.into(), ..Conv::default() };
         let x = images([128, channels, size, size]);
         let name = |what: &str| format!("{what} 128x{channels}x{size}x{size}");
         bench(criterion, &name("Conv 3x3"), conv(1, 1, 1), &[x.clone(), numbers(&[channels, channels, 3, 3])]);

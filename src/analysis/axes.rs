@@ -56,7 +56,7 @@ impl Traced {
     }
 
     fn node(&mut self, graph: &Graph, node: &Node) -> Result<BTreeMap<String, (AxisId, Hold)>> {
-        let axes = Axes::parse(&node.op.spec().axes(node.inputs.len()))?;
+        let axes = Axes::parse(&node.op.spec().axes(&graph.input_types(node)))?;
         let what = format!("{} `{}`", node.op.name(), graph.value(node.output).name);
         let mut binding = Binding { traced: self, letters: BTreeMap::new(), what };
         let tensors: Vec<(usize, &[Axis])> = node.inputs.iter().map(|id| id.index()).zip(axes.inputs.iter().map(Vec::as_slice)).collect();

@@ -41,7 +41,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let all = conv1d(b, &format!("{node}.attn.c_attn"), &format!("{module}.attn.c_attn"), normed, width.saturating_mul(3))?;
         let mut heads = Vec::with_capacity(4);
         for (i, part) in ["query", "key", "value"].into_iter().enumerate() {
-            let flat = b.node(&format!("{node}.attn.{part}"), Slice { start: width.saturating_mul(i), length: width }, &[all])?;
+            let flat = b.node(&format!("{node}.attn.{part}"), Slice::of_last(width.saturating_mul(i), width), &[all])?;
             heads.push(b.node(&format!("{node}.attn.{part}_heads"), SplitHeads { head_dim }, &[flat])?);
         }
         heads.push(mask);

@@ -28,7 +28,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         }
     }
     x = step(b, &format!("features.{block}"), x, 1, 1, false)?;
-    let pooled = b.node("pool", GlobalAveragePool {}, &[x])?;
+    let pooled = b.node("pool", GlobalAveragePool::default(), &[x])?;
     let logits = linear(b, "classifier", "classifier.1", pooled, s.size_or("num_classes", 1000)?)?;
     b.output("logits", logits);
     Ok(())

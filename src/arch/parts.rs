@@ -109,7 +109,7 @@ impl ConvNorm<'_> {
     pub(super) fn add(&self, b: &mut Builder, x: ValueId) -> Result<ValueId> {
         let channels = b.ty(x).shape.get(1).and_then(Dim::fixed).and_then(|all| all.checked_div(self.groups)).unwrap_or(0);
         let weight = b.param(&format!("{}.weight", self.conv), &[self.out, channels, self.kernel, self.kernel])?;
-        let op = Conv { stride: self.stride, padding: self.kernel / 2, dilation: 1, groups: self.groups };
+        let op = Conv { stride: self.stride.into(), padding: (self.kernel / 2).into(), groups: self.groups, ..Conv::default() };
         let y = b.node(self.conv, op, &[x, weight])?;
         batch_norm(b, self.norm, y, self.out)
     }

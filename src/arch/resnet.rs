@@ -7,7 +7,7 @@
 use super::parts::{ConvNorm, activation, image_input, linear};
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Relu};
+use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Padding, PerAxis, Relu};
 use crate::ir::{Builder, Dim, Op, ValueId};
 
 pub(super) const KEYS: Keys = Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] };
@@ -16,7 +16,7 @@ fn picture(s: &Settings, b: &mut Builder) -> Result<ValueId> {
     image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))
 }
 
-const STEM_POOL: MaxPool = MaxPool { kernel: 3, stride: 2, padding: 1 };
+const STEM_POOL: MaxPool = MaxPool { kernel: PerAxis([3; 2]), stride: PerAxis([2; 2]), padding: Padding([1; 4]), dilation: PerAxis([1; 2]), ceil: false };
 
 fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usize, stride: usize) -> Result<ValueId> {
     ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, groups: 1 }.add(b, x)
@@ -62,7 +62,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         }
     }
     b.output("last_hidden_state", x);
-    let pooled = b.node("pooler", GlobalAveragePool {}, &[x])?;
+    let pooled = b.node("pooler", GlobalAveragePool::default(), &[x])?;
     if s.class() == "ResNetForImageClassification" {
         let logits = linear(b, "classifier", "classifier.1", pooled, s.labels()?)?;
         b.output("logits", logits);
@@ -124,7 +124,7 @@ pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
         }
         inner = inner.saturating_mul(2);
     }
-    let pooled = b.node("avgpool", GlobalAveragePool {}, &[x])?;
+    let pooled = b.node("avgpool", GlobalAveragePool::default(), &[x])?;
     let logits = linear(b, "fc", "fc", pooled, s.size_or("num_classes", 1000)?)?;
     b.output("logits", logits);
     Ok(())

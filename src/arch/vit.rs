@@ -22,7 +22,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let pixels = image_input(b, channels, Dim::Fixed(image), Dim::Fixed(image))?;
     let projection = format!("{prefix}embeddings.patch_embeddings.projection");
     let inputs = [pixels, b.param(&format!("{projection}.weight"), &[hidden, channels, patch, patch])?, b.param(&format!("{projection}.bias"), &[hidden])?];
-    let patches = b.node("embeddings.patch_embeddings.projection", Conv { stride: patch, ..Conv::default() }, &inputs)?;
+    let patches = b.node("embeddings.patch_embeddings.projection", Conv { stride: patch.into(), ..Conv::default() }, &inputs)?;
     let patches = b.node("embeddings.patch_embeddings", Patchify {}, &[patches])?;
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;

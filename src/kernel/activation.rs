@@ -24,6 +24,20 @@ pub enum ActivationFunction {
         /// Upper bound.
         max: f32,
     },
+    /// `max(0, min(1, alpha · x + beta))`
+    HardSigmoid {
+        /// Slope.
+        alpha: f32,
+        /// Value at zero.
+        beta: f32,
+    },
+    /// `x · max(0, min(1, x / 6 + 1 / 2))`
+    HardSwish,
+    /// `x` where it is positive, else `alpha · x`.
+    LeakyRelu {
+        /// Slope below zero.
+        alpha: f32,
+    },
     /// The nearest of 256 multiples of a step, halves to even, as ONNX's `QuantizeLinear` and `DequantizeLinear` make it.
     Round {
         /// The step.
@@ -54,6 +68,9 @@ pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
             let x = if x < min { min } else { x };
             if x > max { max } else { x }
         }),
+        ActivationFunction::HardSigmoid { alpha, beta } => each(values, |x| between_zero_and_one(alpha * x + beta)),
+        ActivationFunction::HardSwish => each(values, |x| x * between_zero_and_one(x * (1.0 / 6.0) + 0.5)),
+        ActivationFunction::LeakyRelu { alpha } => each(values, |x| if x < 0.0 { alpha * x } else { x }),
         ActivationFunction::Round { scale, zero_point } => {
             let (least, most) = (-128.0 - zero_point, 127.0 - zero_point);
             each(values, |x| {
@@ -68,6 +85,12 @@ pub(super) fn apply(function: ActivationFunction, values: &mut [f32]) {
 
 /// `sqrt(2 / π)`
 pub(super) const GELU_INNER: f32 = 0.797_884_6;
+
+#[inline(always)]
+fn between_zero_and_one(x: f32) -> f32 {
+    let x = if x < 0.0 { 0.0 } else { x };
+    if x > 1.0 { 1.0 } else { x }
+}
 
 #[inline(always)]
 fn each(values: &mut [f32], function: impl Fn(f32) -> f32) {

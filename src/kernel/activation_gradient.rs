@@ -29,6 +29,15 @@ simd! {
             ActivationFunction::Sigmoid => each(values, gradient, out, |y, g| g * y * (1.0 - y)),
             ActivationFunction::Tanh => each(values, gradient, out, |y, g| g * (1.0 - y * y)),
             ActivationFunction::Clip { min, max } => each(values, gradient, out, |y, g| if y > min && y < max { g } else { 0.0 }),
+            ActivationFunction::HardSigmoid { alpha, beta } => each(values, gradient, out, |x, g| {
+                let y = alpha * x + beta;
+                if y > 0.0 && y < 1.0 { g * alpha } else { 0.0 }
+            }),
+            ActivationFunction::HardSwish => each(values, gradient, out, |x, g| {
+                let slope = if x < 3.0 { x * (1.0 / 3.0) + 0.5 } else { 1.0 };
+                if x > -3.0 { g * slope } else { 0.0 }
+            }),
+            ActivationFunction::LeakyRelu { alpha } => each(values, gradient, out, |x, g| if x < 0.0 { g * alpha } else { g }),
             ActivationFunction::Round { scale, zero_point } => {
                 each(values, gradient, out, |x, g| {
                     let (steps, held) = rounded(x / scale, zero_point);
@@ -87,6 +96,9 @@ mod tests {
             ActivationFunction::Sigmoid,
             ActivationFunction::Tanh,
             ActivationFunction::Clip { min: -1.0, max: 6.0 },
+            ActivationFunction::HardSigmoid { alpha: 0.25, beta: 0.5 },
+            ActivationFunction::HardSwish,
+            ActivationFunction::LeakyRelu { alpha: 0.1 },
         ] {
             for step in -160..160 {
                 let (x, h) = (step as f32 / 20.0 + 0.013, 1e-2);
@@ -98,8 +110,14 @@ mod tests {
                 let difference = (at(x + h) - at(x - h)) / (2.0 * h);
                 let mut ours = [0.0];
                 derivative(function, &[if function.derivative_reads_result() { at(x) } else { x }], &[2.0], &mut ours);
-                let kink =
-                    matches!(function, ActivationFunction::Relu | ActivationFunction::Clip { .. }) && [-1.0, 0.0, 6.0].iter().any(|k: &f32| (k - x).abs() <= h);
+                let kinks: &[f32] = match function {
+                    ActivationFunction::Relu | ActivationFunction::LeakyRelu { .. } => &[0.0],
+                    ActivationFunction::Clip { .. } => &[-1.0, 6.0],
+                    ActivationFunction::HardSigmoid { .. } => &[-2.0, 2.0],
+                    ActivationFunction::HardSwish => &[-3.0, 3.0],
+                    _ => &[],
+                };
+                let kink = kinks.iter().any(|k| (k - x).abs() <= h);
                 assert!(kink || (ours[0] / 2.0 - difference).abs() < 2e-4, "{function:?} at {x}: {} for {difference}", ours[0] / 2.0);
             }
         }

@@ -330,12 +330,17 @@ impl<'g> Lowering<'g> {
 
     /// A reduction over axes, as the opset spells it.
     pub fn reduce(&mut self, op: &str, part: &str, x: &str, axis: i64, keep: bool) -> String {
+        let (axes, attributes) = self.reduction(op, &[axis], keep);
+        self.emit(op, part, &[x].into_iter().chain(axes.as_deref()).collect::<Vec<_>>(), attributes)
+    }
+
+    /// The axes of a reduction as an input where the opset has it so, and the attributes; no axes are all of them.
+    pub fn reduction(&mut self, op: &str, axes: &[i64], keep: bool) -> (Option<String>, Vec<AttributeProto>) {
         let keep = AttributeProto::int("keepdims", i64::from(keep));
-        if self.opset >= 18 || op == "ReduceSum" {
-            let axes = self.ints(&[axis]);
-            self.emit(op, part, &[x, &axes], vec![keep])
-        } else {
-            self.emit(op, part, &[x], vec![AttributeProto::ints("axes", [axis]), keep])
+        match axes {
+            [] => (None, vec![keep]),
+            axes if self.opset >= 18 || op == "ReduceSum" => (Some(self.ints(axes)), vec![keep]),
+            axes => (None, vec![AttributeProto::ints("axes", axes.iter().copied()), keep]),
         }
     }
 }

@@ -103,8 +103,8 @@ pub(in crate::pass) fn parameters(graph: &Graph, model: &Model, context: &Contex
 /// Memory runs out.
 pub(in crate::pass) fn rows(value: &Tensor, op: &Op, batch: &Batch) -> Result<Tensor> {
     let flat = || {
-        if matches!(op, Op::Conv(_) | Op::BatchNorm(_)) && value.rank() == 4 {
-            return value.permute((0, 2, 3, 1))?.contiguous()?.flatten_to(2);
+        if matches!(op, Op::Conv(_) | Op::BatchNorm(_)) && value.rank() > 2 {
+            return value.flatten_from(2)?.transpose(1, 2)?.contiguous()?.flatten_to(1);
         }
         let rows = value.flatten_to(value.rank().saturating_sub(2))?;
         match Padding::of(batch)?.kept(value.dims()) {

@@ -97,7 +97,9 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
                 follow(graph, node.output, index, chain)
             }
             (Op::Clip(clip), Some(0)) if clip.min == 0.0 => {
-                chain.ceilings.push((node.output, index.to_vec(), clip.max));
+                if clip.max.is_finite() {
+                    chain.ceilings.push((node.output, index.to_vec(), clip.max));
+                }
                 follow(graph, node.output, index, chain)
             }
             (Op::MaskedMean(_), Some(0)) => follow(graph, node.output, index, chain),

@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
+use compress::ir::ops::TargetSize::Number;
 use compress::ir::ops::*;
 use compress::kernel::cache::CacheFormat;
 
@@ -22,9 +23,14 @@ fn with_ints(mut case: Case, at: &[usize]) -> Case {
     case
 }
 
+/// Images that become larger or smaller.
+fn scales(places: &[f64]) -> Vec<Extent> {
+    [1.0, 1.0].iter().chain(places).map(|scale| Extent::Scale(*scale)).collect()
+}
+
 /// Every op, in the forms it has.
 pub fn cases() -> Vec<Case> {
-    let conv = |groups, stride, padding| Conv { groups, stride, padding, dilation: 1 };
+    let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
     vec![
         case(Linear { input_major: false }, &[&[2, 3, 6], &[4, 6], &[4]]),
         case(Linear { input_major: true }, &[&[2, 6], &[6, 4]]),
@@ -32,9 +38,15 @@ pub fn cases() -> Vec<Case> {
         case(conv(2, 2, 0), &[&[2, 4, 7, 6], &[6, 2, 3, 3], &[6]]),
         case(conv(4, 1, 1), &[&[2, 4, 5, 5], &[4, 1, 3, 3]]),
         case(conv(4, 2, 1), &[&[2, 4, 5, 5], &[8, 1, 3, 3], &[8]]),
+        case(Conv { stride: PerAxis([2, 1]), padding: Padding([1, 0, 0, 2]), ..Conv::default() }, &[&[2, 4, 5, 6], &[6, 4, 3, 2], &[6]]),
+        case(Conv { dilation: PerAxis([1, 2]), groups: 2, ..Conv::default() }, &[&[2, 4, 5, 6], &[6, 2, 3, 2]]),
+        case(Conv { stride: PerAxis([1, 2]), padding: 1.into(), groups: 4, ..Conv::default() }, &[&[2, 4, 5, 5], &[4, 1, 3, 3], &[4]]),
+        case(Conv { stride: 2.into(), padding: 1.into(), ..Conv::default() }, &[&[2, 4, 7], &[6, 4, 3], &[6]]),
+        case(Conv { padding: Padding([0, 2, 0, 0]), dilation: 2.into(), groups: 2, ..Conv::default() }, &[&[2, 4, 7], &[6, 2, 2]]),
         case(BatchNorm::default(), &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
         case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[2, 4, 3, 3], &[4], &[4], &[4], &[4]]),
         case(LayerNorm::default(), &[&[2, 3, 6], &[6], &[6]]),
+        case(LayerNorm::default(), &[&[2, 3, 6], &[6]]),
         case(RmsNorm::default(), &[&[2, 3, 6], &[6]]),
         case(Relu {}, &[&[2, 5]]),
         case(Gelu { tanh: false }, &[&[2, 5]]),
@@ -43,10 +55,13 @@ pub fn cases() -> Vec<Case> {
         case(Sigmoid {}, &[&[2, 5]]),
         case(Tanh {}, &[&[2, 5]]),
         case(Clip { min: -0.5, max: 0.5 }, &[&[2, 5]]),
+        case(Clip { min: f64::NEG_INFINITY, max: 0.5 }, &[&[2, 5]]),
+        case(Clip { min: 0.25, max: f64::INFINITY }, &[&[2, 5]]),
         case(FakeQuantize { scale: 0.01, zero_point: -60 }, &[&[2, 5]]),
         case(LearnedFakeQuantize { scale: 0.01, zero_point: -60 }, &[&[2, 5], &[1]]),
         case(CacheQuantize { format: CacheFormat::Int8 }, &[&[2, 2, 3, 5], &[1]]),
-        case(Softmax {}, &[&[2, 3, 5]]),
+        case(Softmax::default(), &[&[2, 3, 5]]),
+        case(Softmax { axis: 1 }, &[&[2, 3, 5]]),
         case(Add {}, &[&[2, 3, 5], &[2, 3, 5]]),
         case(Mul {}, &[&[2, 3, 5], &[2, 3, 5]]),
         with_ints(case(Embedding {}, &[&[2, 3], &[9, 5]]), &[0]),
@@ -57,23 +72,111 @@ pub fn cases() -> Vec<Case> {
         case(MergeHeads {}, &[&[2, 2, 4, 3]]),
         case(Attention { scale: 0.5, causal: false, window: None }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),
         with_ints(case(Attention { scale: 0.5, causal: true, window: Some(2) }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5]]), &[3]),
-        case(MaxPool { kernel: 3, stride: 2, padding: 1 }, &[&[2, 4, 7, 8]]),
+        case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[2, 4, 7, 8]]),
+        case(MaxPool { kernel: PerAxis([2, 3]), stride: PerAxis([2, 1]), padding: Padding([0, 1, 1, 0]), ceil: true, ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
+        case(MaxPool { dilation: 2.into(), ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
+        case(MaxPool { padding: Padding([0, 1, 0, 1]), kernel: 3.into(), ceil: true, ..MaxPool::default() }, &[&[2, 3, 8]]),
+        case(AveragePool::default(), &[&[2, 4, 6, 7]]),
+        case(AveragePool { kernel: PerAxis([3, 2]), padding: Padding([1, 0, 0, 1]), ceil: true, ..AveragePool::default() }, &[&[2, 3, 6, 6]]),
+        case(AveragePool { kernel: 3.into(), padding: 1.into(), count_padding: true, ..AveragePool::default() }, &[&[2, 3, 7]]),
         case(MaxPool::default(), &[&[2, 4, 6, 6]]),
-        case(GlobalAveragePool {}, &[&[2, 4, 5, 3]]),
+        case(GlobalAveragePool::default(), &[&[2, 4, 5, 3]]),
+        case(GlobalAveragePool { keep: true }, &[&[2, 4, 5, 3]]),
+        case(GlobalAveragePool::default(), &[&[2, 4, 5]]),
         case(Flatten { channels_last: false }, &[&[2, 4, 3, 2]]),
         case(Flatten { channels_last: true }, &[&[2, 4, 3, 2]]),
         case(Patchify {}, &[&[2, 4, 3, 2]]),
         case(Prepend {}, &[&[1, 1, 4], &[2, 3, 4]]),
         case(Select { index: 1 }, &[&[2, 3, 4]]),
-        case(Slice { start: 2, length: 3 }, &[&[2, 3, 6]]),
+        case(Slice::of_last(2, 3), &[&[2, 3, 6]]),
+        case(Slice { start: 1, axis: 1, length: Some(2), ..Slice::default() }, &[&[2, 4, 3]]),
+        case(Slice { start: -4, length: None, rest: 1, ..Slice::default() }, &[&[2, 3, 6]]),
+        case(Slice { start: 1, step: 2, length: Some(2), axis: 0, ..Slice::default() }, &[&[5, 3]]),
+        case(Slice { start: -1, step: -2, length: Some(3), ..Slice::default() }, &[&[2, 6]]),
         with_ints(case(MaskedMean {}, &[&[2, 3, 4], &[2, 3]]), &[1]),
         case(Normalize {}, &[&[2, 3, 4]]),
+        case(Reshape { shape: vec![TargetSize::Copy(0), Number(3), Number(2), TargetSize::Rest] }, &[&[2, 6, 4]]),
+        case(Reshape { shape: vec![TargetSize::Copy(0), Number(24)] }, &[&[2, 3, 2, 4]]),
+        case(Reshape { shape: vec![TargetSize::Copy(1), TargetSize::Rest] }, &[&[2, 3, 4]]),
+        case(Reshape { shape: vec![Number(1), TargetSize::Copy(0), Number(1), TargetSize::Copy(1)] }, &[&[4, 3]]),
+        with_ints(case(Reshape::default(), &[&[2, 3]]), &[0]),
+        case(Transpose::default(), &[&[2, 3, 4]]),
+        case(Transpose { perm: vec![0, 2, 3, 1] }, &[&[2, 3, 4, 5]]),
+        case(Concat::default(), &[&[2, 3], &[2, 1], &[2, 4]]),
+        case(Concat { axis: 1 }, &[&[2, 3, 2, 2], &[2, 2, 2, 2]]),
+        case(MatMul {}, &[&[2, 3, 4, 5], &[2, 3, 5, 6]]),
+        case(MatMul {}, &[&[4, 5], &[2, 3, 5, 6]]),
+        case(MatMul {}, &[&[5], &[2, 5, 6]]),
+        case(MatMul {}, &[&[2, 4, 5], &[5]]),
+        case(MatMul {}, &[&[5], &[5]]),
+        case(Binary { kind: BinaryKind::Sub }, &[&[2, 3, 5], &[3, 5]]),
+        case(Binary { kind: BinaryKind::Div }, &[&[2, 3, 5], &[5]]),
+        case(Binary { kind: BinaryKind::Pow }, &[&[2, 3, 5], &[2, 3, 5]]),
+        case(Binary { kind: BinaryKind::Max }, &[&[2, 3, 5], &[2, 1, 5]]),
+        case(Binary { kind: BinaryKind::Min }, &[&[3, 5], &[2, 3, 5]]),
+        case(Reduce::default(), &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Mean, axes: vec![2, 3], keep: true }, &[&[2, 3, 4, 5]]),
+        case(Reduce { kind: ReduceKind::Sum, axes: vec![1], keep: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Sum, axes: vec![], keep: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Max, axes: vec![0, -1], keep: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::Min, axes: vec![1], keep: true }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::L1, axes: vec![-2], keep: true }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::L2, axes: vec![1], keep: false }, &[&[2, 3, 5]]),
+        case(Reduce { kind: ReduceKind::SumOfSquares, axes: vec![0], keep: true }, &[&[2, 3, 5]]),
+        case(ConvTranspose::default(), &[&[2, 3, 4, 5], &[3, 2, 3, 3], &[2]]),
+        case(ConvTranspose { stride: PerAxis([3, 2]), output_padding: 1.into(), ..ConvTranspose::default() }, &[&[2, 3, 3, 4], &[3, 2, 3, 3]]),
+        case(ConvTranspose { stride: 2.into(), padding: Padding([0, 1, 1, 0]), groups: 2, ..ConvTranspose::default() }, &[&[2, 4, 3, 4], &[4, 3, 2, 3], &[6]]),
+        case(ConvTranspose { dilation: PerAxis([1, 2]), stride: 2.into(), ..ConvTranspose::default() }, &[&[1, 2, 3, 3], &[2, 2, 2, 2]]),
+        case(ConvTranspose { stride: 2.into(), padding: 1.into(), ..ConvTranspose::default() }, &[&[2, 3, 5], &[3, 2, 4], &[2]]),
+        case(Pad { pads: vec![0, 1, 0, 2, 0, 0], value: 0.5, ..Pad::default() }, &[&[2, 3, 4]]),
+        case(Pad { pads: vec![0, 0, -1, 0, 2, -1], ..Pad::default() }, &[&[2, 3, 4]]),
+        case(Pad { pads: vec![0, 2, 2, 0, 1, -1], mode: PadMode::Reflect, value: 0.0 }, &[&[2, 3, 4]]),
+        case(Pad { pads: vec![0, 2, 0, 1], mode: PadMode::Edge, value: 0.0 }, &[&[2, 3]]),
+        case(Pad { pads: vec![0, 2, 0, 1], mode: PadMode::Wrap, value: 0.0 }, &[&[2, 3]]),
+        case(Resize { sizes: scales(&[2.0, 3.0]), ..Resize::default() }, &[&[2, 3, 3, 2]]),
+        case(Resize { sizes: scales(&[0.6, 0.5]), coordinates: Coordinates::Asymmetric, nearest: NearestMode::Floor, ..Resize::default() }, &[&[2, 3, 5, 4]]),
+        case(Resize { sizes: scales(&[2.0, 1.5]), mode: Interpolation::Linear, ..Resize::default() }, &[&[2, 3, 3, 4]]),
+        case(
+            Resize {
+                sizes: vec![Extent::Scale(1.0), Extent::Scale(1.0), Extent::Size(5), Extent::Size(2)],
+                mode: Interpolation::Linear,
+                coordinates: Coordinates::AlignCorners,
+                nearest: NearestMode::default(),
+            },
+            &[&[2, 3, 3, 4]],
+        ),
+        case(
+            Resize {
+                sizes: vec![Extent::Size(2), Extent::Size(3), Extent::Size(1), Extent::Size(7)],
+                mode: Interpolation::Linear,
+                coordinates: Coordinates::PytorchHalfPixel,
+                nearest: NearestMode::default(),
+            },
+            &[&[2, 3, 3, 4]],
+        ),
+        case(HardSigmoid { alpha: 0.7, beta: 0.4 }, &[&[2, 5]]),
+        case(HardSwish {}, &[&[2, 5]]),
+        case(LeakyRelu { alpha: 0.1 }, &[&[2, 5]]),
+        case(Elu { alpha: 1.5 }, &[&[2, 5]]),
+        case(Softplus {}, &[&[2, 5]]),
+        case(Mish {}, &[&[2, 5]]),
+        case(Power { exponent: 2.0 }, &[&[2, 5]]),
+        case(Power { exponent: 3.0 }, &[&[2, 5]]),
+        case(Sqrt {}, &[&[2, 5]]),
+        case(Exp {}, &[&[2, 5]]),
+        case(Log {}, &[&[2, 5]]),
+        case(Erf {}, &[&[2, 5]]),
+        case(Sin {}, &[&[2, 5]]),
+        case(Cos {}, &[&[2, 5]]),
+        case(Neg {}, &[&[2, 5]]),
+        case(Abs {}, &[&[2, 5]]),
+        case(Reciprocal {}, &[&[2, 5]]),
     ]
 }
 
 /// Sizes at which kernels take other ways: many threads, several blocks, spread axes, steps that leave pixels over.
 pub fn larger_cases() -> Vec<Case> {
-    let conv = |groups, stride, padding| Conv { groups, stride, padding, dilation: 1 };
+    let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
     let attention = |causal, window| Attention { scale: 0.3, causal, window };
     vec![
         case(Linear { input_major: false }, &[&[9, 130, 70], &[50, 70], &[50]]),
@@ -88,7 +191,7 @@ pub fn larger_cases() -> Vec<Case> {
         case(conv(6, 1, 1), &[&[4, 6, 33, 17], &[6, 1, 3, 3], &[6]]),
         case(conv(2, 2, 1), &[&[3, 8, 13, 13], &[12, 4, 3, 3], &[12]]),
         case(conv(1, 4, 0), &[&[2, 3, 16, 16], &[24, 3, 4, 4], &[24]]),
-        case(Conv { groups: 2, stride: 1, padding: 2, dilation: 2 }, &[&[2, 8, 13, 13], &[4, 4, 3, 3]]),
+        case(Conv { groups: 2, padding: 2.into(), dilation: 2.into(), ..Conv::default() }, &[&[2, 8, 13, 13], &[4, 4, 3, 3]]),
         case(BatchNorm::default(), &[&[32, 9, 14, 14], &[9], &[9], &[9], &[9]]),
         case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[32, 9, 14, 14], &[9], &[9], &[9], &[9]]),
         case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[32, 9], &[9], &[9], &[9], &[9]]),
@@ -97,7 +200,7 @@ pub fn larger_cases() -> Vec<Case> {
         case(Gelu { tanh: false }, &[&[3, 200, 190]]),
         case(Relu {}, &[&[3, 200, 190]]),
         case(LearnedFakeQuantize { scale: 0.01, zero_point: -60 }, &[&[3, 200, 190], &[1]]),
-        case(Softmax {}, &[&[3, 200, 77]]),
+        case(Softmax::default(), &[&[3, 200, 77]]),
         case(Add {}, &[&[7, 60, 90], &[90]]),
         case(Add {}, &[&[1, 60, 90], &[7, 60, 90]]),
         case(Add {}, &[&[2, 3, 4], &[2, 1, 4]]),
@@ -107,8 +210,13 @@ pub fn larger_cases() -> Vec<Case> {
         case(attention(false, None), &[&[2, 4, 110, 32], &[2, 2, 110, 32], &[2, 2, 110, 40]]),
         case(attention(true, None), &[&[1, 4, 110, 32], &[1, 4, 110, 32], &[1, 4, 110, 32]]),
         with_ints(case(attention(true, Some(7)), &[&[2, 4, 110, 20], &[2, 1, 110, 20], &[2, 1, 110, 20], &[2, 110]]), &[3]),
-        case(MaxPool { kernel: 3, stride: 2, padding: 1 }, &[&[4, 6, 15, 16]]),
-        case(GlobalAveragePool {}, &[&[16, 20, 7, 7]]),
+        case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[4, 6, 15, 16]]),
+        case(Conv { stride: PerAxis([2, 1]), padding: 1.into(), ..Conv::default() }, &[&[3, 8, 13, 11], &[12, 8, 3, 3], &[12]]),
+        case(Conv { padding: Padding([0, 0, 1, 2]), stride: 2.into(), groups: 6, ..Conv::default() }, &[&[2, 6, 16, 15], &[6, 1, 3, 3]]),
+        case(MatMul {}, &[&[4, 2, 60, 33], &[4, 2, 33, 50]]),
+        case(HardSwish {}, &[&[3, 200, 190]]),
+        case(GlobalAveragePool { keep: true }, &[&[16, 20, 7, 7]]),
+        case(GlobalAveragePool::default(), &[&[16, 20, 7, 7]]),
     ]
 }
 

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 use compress::ir::Op;
-use compress::ir::ops::{Backward, BatchNorm, Clip, PreparedOp, Saved};
+use compress::ir::ops::{Backward, BatchNorm, Binary, BinaryKind, Clip, PreparedOp, Saved};
 
 use super::cases::{Case, cases, larger_cases, tensors};
 
@@ -21,9 +21,20 @@ pub fn spread(op: &Op, inputs: Vec<Tensor>) -> Vec<Tensor> {
             }
             DType::I64 => tensor,
             _ if matches!(op, Op::BatchNorm(_)) && index == 4 => tensor.to_dtype(DType::F64).unwrap(),
+            _ if positive(op, index) => tensor.to_dtype(DType::F64).unwrap(),
             _ => ((tensor.to_dtype(DType::F64).unwrap() - 0.6).unwrap() * 2.0).unwrap(),
         })
         .collect()
+}
+
+/// Whether an input must be greater than zero for the op to have a value there, and a slope.
+fn positive(op: &Op, input: usize) -> bool {
+    match op {
+        Op::Sqrt(_) | Op::Log(_) | Op::Reciprocal(_) => true,
+        Op::Binary(Binary { kind: BinaryKind::Pow }) => input == 0,
+        Op::Binary(Binary { kind: BinaryKind::Div }) => input == 1,
+        _ => false,
+    }
 }
 
 /// What the gradients are those of: rounding counts as not done.

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::gradient::wide;
 use super::rounding::round_half_even;
@@ -36,7 +36,7 @@ macro_rules! activation {
                 Ok(inputs[0].clone())
             }
 
-            fn axes(&self, _inputs: usize) -> String {
+            fn axes(&self, _inputs: &[&TensorType]) -> String {
                 "* c -> * c".into()
             }
 
@@ -57,17 +57,17 @@ macro_rules! activation {
             }
 
             fn reads_input(&self, _input: usize) -> bool {
-                !self.function().derivative_reads_result()
+                !self.reads_output()
             }
 
             fn reads_output(&self) -> bool {
-                self.function().derivative_reads_result()
+                self.function().is_some_and(ActivationFunction::derivative_reads_result)
             }
         }
 
         impl $name {
-            /// The function, as the kernels know it.
-            pub fn function(&self) -> ActivationFunction {
+            /// The function as the kernels know it, if there is a kernel.
+            pub fn function(&self) -> Option<ActivationFunction> {
                 let $op = self;
                 let _ = $op;
                 $kernel
@@ -77,8 +77,18 @@ macro_rules! activation {
 }
 
 /// What the derivative is made of: the argument, or the result.
-pub(super) fn kept<'b>(function: ActivationFunction, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
-    if function.derivative_reads_result() { backward.output } else { &backward.inputs[0] }.tensor()
+pub(super) fn kept<'b>(function: Option<ActivationFunction>, backward: &'b Backward) -> candle_core::Result<&'b Tensor> {
+    if function.is_some_and(ActivationFunction::derivative_reads_result) { backward.output } else { &backward.inputs[0] }.tensor()
+}
+
+/// A bound from below, or none.
+fn lower<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NEG_INFINITY))
+}
+
+/// A bound from above, or none.
+fn upper<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::INFINITY))
 }
 
 /// One where both bounds are kept, else zero.
@@ -88,14 +98,14 @@ fn between(low: Tensor, high: Tensor, like: &Tensor) -> candle_core::Result<Tens
 
 activation!(
     /// `max(x, 0)`
-    Relu {}, |op, x| ActivationFunction::Relu, x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
+    Relu {}, |op, x| Some(ActivationFunction::Relu), x.relu(), x.gt(0.0)?.to_dtype(x.dtype())
 );
 activation!(
     /// `x Φ(x)` with the normal distribution's Φ (Hendrycks and Gimpel, 2016).
     Gelu {
         /// Whether Φ is approximated by a hyperbolic tangent.
         tanh: bool = false,
-    }, |op, x| if op.tanh { ActivationFunction::GeluTanh } else { ActivationFunction::Gelu }, if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
+    }, |op, x| Some(if op.tanh { ActivationFunction::GeluTanh } else { ActivationFunction::Gelu }), if op.tanh { x.gelu() } else { x.gelu_erf() }, if op.tanh {
         let inner = (std::f64::consts::FRAC_2_SQRT_PI * std::f64::consts::FRAC_1_SQRT_2, 0.044_715);
         let tanh = ((x + (x.powf(3.0)? * inner.1)?)? * inner.0)?.tanh()?;
         let steepness = ((x * (1.0 - tanh.sqr()?)?)? * (((x.sqr()? * (3.0 * inner.1))? + 1.0)? * inner.0)?)?;
@@ -107,27 +117,29 @@ activation!(
 );
 activation!(
     /// `x · sigmoid(x)`
-    Silu {}, |op, x| ActivationFunction::Silu, x.silu(), {
+    Silu {}, |op, x| Some(ActivationFunction::Silu), x.silu(), {
         let sigmoid = candle_nn::ops::sigmoid(x)?;
         &sigmoid * ((x * (1.0 - &sigmoid)?)? + 1.0)?
     }
 );
 activation!(
     /// `1 / (1 + exp(-x))`
-    Sigmoid {}, |op, x| ActivationFunction::Sigmoid, candle_nn::ops::sigmoid(x), x * (1.0 - x)?
+    Sigmoid {}, |op, x| Some(ActivationFunction::Sigmoid), candle_nn::ops::sigmoid(x), x * (1.0 - x)?
 );
 activation!(
     /// Hyperbolic tangent.
-    Tanh {}, |op, x| ActivationFunction::Tanh, x.tanh(), 1.0 - x.sqr()?
+    Tanh {}, |op, x| Some(ActivationFunction::Tanh), x.tanh(), 1.0 - x.sqr()?
 );
 activation!(
     /// Values held between two bounds; 0 and 6 make a ReLU6.
     Clip {
-        /// Lower bound.
+        /// Lower bound; minus infinity, in files `null`, for none.
+        #[serde(deserialize_with = "lower")]
         min: f64 = 0.0,
-        /// Upper bound.
+        /// Upper bound; infinity, in files `null`, for none.
+        #[serde(deserialize_with = "upper")]
         max: f64 = 6.0,
-    }, |op, x| ActivationFunction::Clip { min: op.min as f32, max: op.max as f32 }, x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
+    }, |op, x| Some(ActivationFunction::Clip { min: op.min as f32, max: op.max as f32 }), x.clamp(op.min, op.max), between(x.gt(op.min)?, x.lt(op.max)?, x)
 );
 activation!(
     /// Values rounded to what eight bits can say, `QuantizeLinear` and `DequantizeLinear` in one; the gradient of values that
@@ -137,12 +149,107 @@ activation!(
         scale: f32 = 1.0,
         /// The integer that stands for zero, of -128 to 127.
         zero_point: i32 = 0,
-    }, |op, x| ActivationFunction::Round { scale: op.scale, zero_point: op.zero_point as f32 }, {
+    }, |op, x| Some(ActivationFunction::Round { scale: op.scale, zero_point: op.zero_point as f32 }), {
         let (low, high) = op.steps();
         let rounded = round_half_even(&op.in_steps(x)?.clamp(low, high)?)? * f64::from(op.scale);
         rounded?.to_dtype(x.dtype())
     }, op.passes(&op.in_steps(x)?)
 );
+activation!(
+    /// `max(0, min(1, alpha · x + beta))`
+    HardSigmoid {
+        /// Slope.
+        alpha: f64 = 0.2,
+        /// Value at zero.
+        beta: f64 = 0.5,
+    }, |op, x| Some(ActivationFunction::HardSigmoid { alpha: op.alpha as f32, beta: op.beta as f32 }), x.affine(op.alpha, op.beta)?.clamp(0.0, 1.0),
+    between(x.affine(op.alpha, op.beta)?.gt(0.0)?, x.affine(op.alpha, op.beta)?.lt(1.0)?, x)? * op.alpha
+);
+activation!(
+    /// `x · max(0, min(1, x / 6 + 1 / 2))` (Howard et al., 2019).
+    HardSwish {}, |op, x| Some(ActivationFunction::HardSwish), x * x.affine(1.0 / 6.0, 0.5)?.clamp(0.0, 1.0)?, {
+        let inside = between(x.gt(-3.0)?, x.lt(3.0)?, x)?;
+        (inside * x.affine(1.0 / 3.0, 0.5)?)? + x.ge(3.0)?.to_dtype(x.dtype())?
+    }
+);
+activation!(
+    /// `x` where it is positive, else `alpha · x`.
+    LeakyRelu {
+        /// Slope below zero.
+        alpha: f64 = 0.01,
+    }, |op, x| Some(ActivationFunction::LeakyRelu { alpha: op.alpha as f32 }), x.relu()? - (x.neg()?.relu()? * op.alpha)?,
+    x.ge(0.0)?.to_dtype(x.dtype())?.affine(1.0 - op.alpha, op.alpha)
+);
+activation!(
+    /// `x` where it is positive, else `alpha · (exp(x) - 1)` (Clevert et al., 2016).
+    Elu {
+        /// Minus the limit below zero.
+        alpha: f64 = 1.0,
+    }, |op, x| None, x.relu()? + x.minimum(0.0)?.exp()?.affine(op.alpha, -op.alpha)?, {
+        let positive = x.ge(0.0)?.to_dtype(x.dtype())?;
+        &positive + (x.minimum(0.0)?.exp()? * positive.affine(-op.alpha, op.alpha)?)?
+    }
+);
+activation!(
+    /// `ln(1 + exp(x))`
+    Softplus {}, |op, x| None, softplus(x), candle_nn::ops::sigmoid(x)
+);
+activation!(
+    /// `x · tanh(ln(1 + exp(x)))` (Misra, 2020).
+    Mish {}, |op, x| None, x * softplus(x)?.tanh()?, {
+        let tanh = softplus(x)?.tanh()?;
+        &tanh + ((x * (1.0 - tanh.sqr()?)?)? * candle_nn::ops::sigmoid(x)?)?
+    }
+);
+activation!(
+    /// A power with a fixed exponent; of negative numbers it has whole exponents only.
+    Power {
+        /// The exponent.
+        exponent: f64 = 2.0,
+    }, |op, x| None, x.powf(op.exponent), x.powf(op.exponent - 1.0)? * op.exponent
+);
+activation!(
+    /// Square root.
+    Sqrt {}, |op, x| None, x.sqrt(), x.sqrt()?.recip()? * 0.5
+);
+activation!(
+    /// `exp(x)`
+    Exp {}, |op, x| None, x.exp(), x.exp()
+);
+activation!(
+    /// Natural logarithm.
+    Log {}, |op, x| None, x.log(), x.recip()
+);
+activation!(
+    /// The error function.
+    Erf {}, |op, x| None, x.erf(), x.sqr()?.neg()?.exp()? * std::f64::consts::FRAC_2_SQRT_PI
+);
+activation!(
+    /// Sine.
+    Sin {}, |op, x| None, x.sin(), x.cos()
+);
+activation!(
+    /// Cosine.
+    Cos {}, |op, x| None, x.cos(), x.sin()?.neg()
+);
+activation!(
+    /// `-x`
+    Neg {}, |op, x| None, x.neg(), x.ones_like()?.neg()
+);
+activation!(
+    /// The value without its sign; at zero, the gradient is zero.
+    Abs {}, |op, x| None, x.abs(), x.gt(0.0)?.to_dtype(x.dtype())? - x.lt(0.0)?.to_dtype(x.dtype())?
+);
+activation!(
+    /// `1 / x`
+    Reciprocal {}, |op, x| None, x.recip(), x.recip()?.sqr()?.neg()
+);
+
+/// `ln(1 + exp(x))` without powers that overflow.
+fn softplus(x: &Tensor) -> candle_core::Result<Tensor> {
+    let rest = (x.abs()?.neg()?.exp()? + 1.0)?.log()?;
+    x.relu()? + rest
+}
 
 impl FakeQuantize {
     /// The smallest and the largest number of steps.

@@ -174,8 +174,8 @@ impl OpSpec for Attention {
         Ok(TensorType { element: Element::Float, shape })
     }
 
-    fn axes(&self, inputs: usize) -> String {
-        format!("b (g r) s! d, b g t! d, b g t! e{} -> b (g r) s! e", if inputs > 3 { ", b t!" } else { "" })
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        format!("b (g r) s! d, b g t! d, b g t! e{} -> b (g r) s! e", if inputs.len() > 3 { ", b t!" } else { "" })
     }
 
     fn eval(&self, inputs: &[Tensor]) -> Computed<Tensor> {

@@ -142,7 +142,7 @@ impl OpSpec for BatchNorm {
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         if self.batch { "b! c _ _, c, c, c, c -> b! c _ _" } else { "b c _ _, c, c, c, c -> b c _ _" }.into()
     }
 

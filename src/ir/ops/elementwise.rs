@@ -25,7 +25,7 @@ macro_rules! elementwise {
                 broadcast(inputs[0], inputs[1])
             }
 
-            fn axes(&self, _inputs: usize) -> String {
+            fn axes(&self, _inputs: &[&TensorType]) -> String {
                 "* c, * c -> * c".into()
             }
 
@@ -62,16 +62,14 @@ fn through_product(backward: &Backward, other: usize) -> candle_core::Result<Ten
     backward.gradient.broadcast_mul(backward.inputs[other].tensor()?)
 }
 
-fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {
+pub(super) fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {
     require(a, Element::Float, "the first input")?;
     require(b, Element::Float, "the second input")?;
     let rank = a.shape.len().max(b.shape.len());
     let axis = |ty: &TensorType, i: usize| (i + ty.shape.len()).checked_sub(rank).map(|at| ty.shape[at].clone()).unwrap_or(Dim::Fixed(1));
-    let both = |i: usize| match (axis(a, i), axis(b, i)) {
-        (x, y) if x == y => Ok(x),
-        (Dim::Fixed(1), y) => Ok(y),
-        (x, Dim::Fixed(1)) => Ok(x),
-        (x, y) => Err(format!("sizes {x} and {y} do not fit")),
+    let both = |i: usize| {
+        let (x, y) = (axis(a, i), axis(b, i));
+        x.broadcast(&y).ok_or_else(|| format!("sizes {x} and {y} do not fit"))
     };
     Ok(TensorType { element: Element::Float, shape: (0..rank).map(both).collect::<Result<_, _>>()? })
 }

@@ -26,7 +26,7 @@ impl OpSpec for Embedding {
         Ok(TensorType { element: Element::Float, shape })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "*, _ c -> * c".into()
     }
 

@@ -30,7 +30,7 @@ impl OpSpec for Flatten {
         Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), Dim::Fixed(width)] })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         if self.channels_last { "b c h! w! -> b (h! w! c)" } else { "b c h! w! -> b (c h! w!)" }.into()
     }
 

@@ -38,7 +38,7 @@ impl OpSpec for SplitHeads {
         }
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b s (h d!) -> b h s d!".into()
     }
 
@@ -73,7 +73,7 @@ impl OpSpec for MergeHeads {
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone(), Dim::product(heads, width)?] })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b h s d! -> b s (h d!)".into()
     }
 

@@ -9,7 +9,7 @@ use super::gradient::{summed_to, wide};
 use super::{Backward, OpSpec, last, require, require_vector};
 use crate::ir::{Element, TensorType};
 
-/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016).
+/// `(x - mean) / sqrt(variance + epsilon) * weight + bias` over the last axis (Ba et al., 2016); the bias may be left out.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct LayerNorm {
@@ -25,27 +25,34 @@ impl Default for LayerNorm {
 
 impl OpSpec for LayerNorm {
     fn arity(&self) -> Range<usize> {
-        3..4
+        2..4
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the input")?;
         require_vector(inputs[1], last(inputs[0])?, "the weight")?;
-        require_vector(inputs[2], last(inputs[0])?, "the bias")?;
+        if let Some(bias) = inputs.get(2) {
+            require_vector(bias, last(inputs[0])?, "the bias")?;
+        }
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
-        "* c~, c~, c~ -> * c~".into()
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        if inputs.len() > 2 { "* c~, c~, c~ -> * c~" } else { "* c~, c~ -> * c~" }.into()
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let [x, weight, bias] = inputs else { candle_core::bail!("LayerNorm takes three inputs") };
+        let (x, weight) = (&inputs[0], &inputs[1]);
         let wide_x = wide(x)?;
         let centred = wide_x.broadcast_sub(&wide_x.mean_keepdim(D::Minus1)?)?;
         let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
         let normal = centred.broadcast_div(&(variance + self.epsilon)?.sqrt()?)?;
-        normal.broadcast_mul(&wide(weight)?)?.broadcast_add(&wide(bias)?)?.to_dtype(x.dtype())
+        let scaled = normal.broadcast_mul(&wide(weight)?)?;
+        match inputs.get(2) {
+            Some(bias) => scaled.broadcast_add(&wide(bias)?)?,
+            None => scaled,
+        }
+        .to_dtype(x.dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
@@ -61,7 +68,8 @@ impl OpSpec for LayerNorm {
             rest?.broadcast_mul(&scale)?.to_dtype(x.dtype())
         })?;
         let summed = |rows: &Tensor| summed_to(rows, weight.dims())?.to_dtype(weight.dtype());
-        Ok(vec![of_input, backward.of(1, || summed(&(&gradient * &normal)?))?, backward.of(2, || summed(&gradient))?])
+        let (of_weight, of_bias) = (backward.of(1, || summed(&(&gradient * &normal)?))?, backward.of(2, || summed(&gradient))?);
+        Ok([of_input, of_weight, of_bias].into_iter().take(backward.inputs.len()).collect())
     }
 
     fn reads_input(&self, input: usize) -> bool {

@@ -71,7 +71,7 @@ impl OpSpec for LearnedFakeQuantize {
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "* c, 1 -> * c".into()
     }
 

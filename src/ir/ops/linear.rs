@@ -39,9 +39,9 @@ impl OpSpec for Linear {
         Ok(TensorType { element: Element::Float, shape })
     }
 
-    fn axes(&self, inputs: usize) -> String {
+    fn axes(&self, inputs: &[&TensorType]) -> String {
         let weight = if self.input_major { "k o" } else { "o k" };
-        format!("* k, {weight}{} -> * o", if inputs > 2 { ", o" } else { "" })
+        format!("* k, {weight}{} -> * o", if inputs.len() > 2 { ", o" } else { "" })
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {

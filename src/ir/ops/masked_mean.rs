@@ -28,7 +28,7 @@ impl OpSpec for MaskedMean {
         Ok(TensorType { element: Element::Float, shape: vec![inputs[0].shape[0].clone(), inputs[0].shape[2].clone()] })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b s! c, b s! -> b c".into()
     }
 

@@ -3,9 +3,12 @@
 mod activation;
 mod attention;
 mod batch_norm;
+mod binary;
 mod cache_quantize;
+mod concat;
 mod constants;
 mod conv;
+mod conv_transpose;
 mod elementwise;
 mod embedding;
 mod flatten;
@@ -16,17 +19,25 @@ mod layer_norm;
 mod learned_fake_quantize;
 mod linear;
 mod masked_mean;
+mod matmul;
 mod normalize;
+mod pad;
 mod patchify;
+mod places;
 mod pool;
 mod positions;
 mod prepend;
+mod reduce;
+mod reshape;
+mod resize;
 mod rms_norm;
 mod rotary;
 mod rounding;
 mod select;
+mod sides;
 mod slice;
 mod softmax;
+mod transpose;
 mod windows;
 
 use std::fmt;
@@ -37,12 +48,18 @@ use candle_core::Tensor;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value as Json};
 
-pub use activation::{Clip, FakeQuantize, Gelu, Relu, Sigmoid, Silu, Tanh};
+pub use activation::{
+    Abs, Clip, Cos, Elu, Erf, Exp, FakeQuantize, Gelu, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Relu, Sigmoid, Silu, Sin,
+    Softplus, Sqrt, Tanh,
+};
 pub use attention::Attention;
 pub use batch_norm::BatchNorm;
+pub use binary::{Binary, BinaryKind};
 pub use cache_quantize::CacheQuantize;
+pub use concat::Concat;
 pub(crate) use constants::constant;
 pub use conv::Conv;
+pub use conv_transpose::ConvTranspose;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
 pub use flatten::Flatten;
@@ -53,17 +70,24 @@ pub use layer_norm::LayerNorm;
 pub use learned_fake_quantize::LearnedFakeQuantize;
 pub use linear::Linear;
 pub use masked_mean::MaskedMean;
+pub use matmul::MatMul;
 pub use normalize::Normalize;
+pub use pad::{Pad, PadMode};
 pub use patchify::Patchify;
-pub use pool::{GlobalAveragePool, MaxPool};
+pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
 pub use positions::Positions;
 pub use prepend::Prepend;
+pub use reduce::{Reduce, ReduceKind};
+pub use reshape::{Reshape, TargetSize};
+pub use resize::{Coordinates, Extent, Interpolation, NearestMode, Resize};
 pub use rms_norm::RmsNorm;
 pub use rotary::{Rotary, RotaryScaling};
 pub use rounding::round_half_even;
 pub use select::Select;
+pub use sides::{Padding, PerAxis};
 pub use slice::Slice;
 pub use softmax::Softmax;
+pub use transpose::Transpose;
 
 use super::{Bindings, Dim, Element, TensorType};
 
@@ -87,8 +111,8 @@ pub trait OpSpec: fmt::Debug {
         }
         self.infer(inputs)
     }
-    /// How the axes of this many inputs correspond; see [`axes`](super::axes).
-    fn axes(&self, inputs: usize) -> String;
+    /// How the axes of inputs of these types correspond; see [`axes`](super::axes).
+    fn axes(&self, inputs: &[&TensorType]) -> String;
     /// Follows letters to new sizes where an attribute repeats one.
     fn resize(&mut self, _size: &dyn Fn(&str) -> usize) {}
     /// What the op means: the values of the output, in tensor operations that every device and type of floats has.
@@ -196,6 +220,8 @@ ops! {
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, Normalize,
+    Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize,
+    Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Sin, Softplus, Sqrt,
 }
 
 impl Op {
@@ -273,6 +299,28 @@ fn require_vector(ty: &TensorType, width: &Dim, what: &str) -> Result<(), String
 /// The last size.
 fn last(ty: &TensorType) -> Result<&Dim, String> {
     ty.shape.last().ok_or_else(|| "needs at least one axis".to_owned())
+}
+
+/// The axis of a number that counts from behind where it is negative.
+fn axis_of(axis: i64, rank: usize) -> Result<usize, String> {
+    let found = if axis < 0 { i64::try_from(rank).ok().and_then(|rank| rank.checked_add(axis)) } else { Some(axis) };
+    let found = found.and_then(|axis| usize::try_from(axis).ok()).filter(|axis| *axis < rank);
+    found.ok_or_else(|| format!("there is no axis {axis} among {rank}"))
+}
+
+/// Whether an axis is the last one, as attributes write it that are left out.
+fn is_last(axis: &i64) -> bool {
+    *axis == -1
+}
+
+/// A letter for each axis of a tensor, or what is said of it.
+fn letters(rank: usize, said: impl Fn(usize) -> Option<String>) -> String {
+    (0..rank).map(|axis| said(axis).unwrap_or_else(|| format!("x{axis}"))).collect::<Vec<_>>().join(" ")
+}
+
+/// An error of attributes that do not fit the tensors that are there when a model runs.
+fn unfit(reason: impl Into<String>) -> candle_core::Error {
+    candle_core::Error::Msg(reason.into())
 }
 
 /// Number of elements, given the named sizes; as large as a number can be where it is larger.

@@ -25,7 +25,7 @@ impl OpSpec for Normalize {
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "* c~ -> * c~".into()
     }
 

@@ -25,7 +25,7 @@ impl OpSpec for Patchify {
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), Dim::product(height, width)?, shape[1].clone()] })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b c h! w! -> b (h! w!) c".into()
     }
 

@@ -1,31 +1,91 @@
-//! Pooling over images.
+//! Pooling over images, and over sequences.
 
 use std::ops::Range;
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::constants::constant;
 use super::gradient::wide;
-use super::windows::{fit, from_taps, taps};
-use super::{Backward, OpSpec, require_floats};
+use super::sides::{Padding, PerAxis};
+use super::windows::{Slide, from_taps, images, like, over, sides, slid, taps};
+use super::{Backward, OpSpec, require};
 use crate::ir::{Element, TensorType};
-use crate::kernel::convolution::Window;
 
-/// The largest value of each window.
+/// How the window of a pool moves.
+#[derive(Debug, Clone, Copy)]
+struct Pool {
+    kernel: PerAxis,
+    steps: [PerAxis; 2],
+    padding: Padding,
+    ceil: bool,
+}
+
+impl Pool {
+    /// Images `[batch, channels, height, width]` or sequences `[batch, channels, length]` to what is left of them.
+    fn infer(&self, x: &TensorType) -> Result<TensorType, String> {
+        require(x, Element::Float, "the input")?;
+        let rank = x.shape.len();
+        if !matches!(rank, 3 | 4) {
+            return Err("the input must have 3 or 4 axes".into());
+        }
+        let kernel = &self.kernel.0[4 - rank..];
+        let extent = |axis: usize| self.steps[1].0[axis].saturating_mul(self.kernel.0[axis].saturating_sub(1)).saturating_add(1);
+        if (4 - rank..2).any(|axis| self.padding.0[axis] >= extent(axis) || self.padding.0[axis + 2] >= extent(axis)) {
+            return Err("padding must be less than the window is wide".into());
+        }
+        let mut shape = x.shape[..2].to_vec();
+        shape.extend(slid(&x.shape[2..], kernel, self.steps, self.padding, self.ceil)?);
+        Ok(TensorType { element: Element::Float, shape })
+    }
+
+    /// Over images of these sizes.
+    fn slide(&self, dims: &[usize]) -> candle_core::Result<Slide> {
+        let (steps, padding) = over(dims.len(), self.steps, self.padding);
+        let kernel = if dims.len() == 3 { [1, self.kernel.0[1]] } else { self.kernel.0 };
+        Slide::new(sides(dims), kernel, steps, padding, self.ceil)
+    }
+}
+
+/// As axes, of this type: channels go through.
+fn by_channel(inputs: &[&TensorType]) -> String {
+    let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
+    format!("b c{places} -> b c{places}")
+}
+
+/// The largest value of each window of `[batch, channels, height, width]`, or of `[batch, channels, length]`. Of numbers for two axes,
+/// a sequence takes those for the width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct MaxPool {
-    /// Side of the window.
-    pub kernel: usize,
-    /// Step in both directions.
-    pub stride: usize,
+    /// Sides of the window.
+    pub kernel: PerAxis,
+    /// Step of the window.
+    pub stride: PerAxis,
     /// Places around the image, which never win.
-    pub padding: usize,
+    pub padding: Padding,
+    /// Distance of the window's taps.
+    #[serde(skip_serializing_if = "PerAxis::is_one")]
+    pub dilation: PerAxis,
+    /// Whether a window counts that begins inside and ends beyond the image and its padding.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub ceil: bool,
 }
 
 impl Default for MaxPool {
     fn default() -> Self {
-        Self { kernel: 2, stride: 2, padding: 0 }
+        Self { kernel: 2.into(), stride: 2.into(), padding: 0.into(), dilation: 1.into(), ceil: false }
+    }
+}
+
+impl MaxPool {
+    fn pool(&self) -> Pool {
+        Pool { kernel: self.kernel, steps: [self.stride, self.dilation], padding: self.padding, ceil: self.ceil }
+    }
+
+    /// How the window moves over images of these sizes.
+    pub(super) fn slide(&self, dims: &[usize]) -> candle_core::Result<Slide> {
+        self.pool().slide(dims)
     }
 }
 
@@ -35,57 +95,147 @@ impl OpSpec for MaxPool {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_floats(inputs[0], 4, "the input")?;
-        if self.kernel == 0 || self.stride == 0 || self.padding > self.kernel / 2 {
-            return Err("kernel and stride must be at least 1, and padding at most half the kernel".into());
-        }
-        let mut shape = inputs[0].shape.clone();
-        for size in &mut shape[2..] {
-            *size = size.window(self.kernel, self.padding, self.stride).ok_or_else(|| format!("the window is larger than the image, {size}"))?;
-        }
-        Ok(TensorType { element: Element::Float, shape })
+        self.pool().infer(inputs[0])
     }
 
-    fn axes(&self, _inputs: usize) -> String {
-        "b c _ _ -> b c _ _".into()
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        by_channel(inputs)
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let mut x = inputs[0].clone();
-        for axis in [2, 3].into_iter().filter(|_| self.padding > 0) {
-            x = fit(&x, axis, self.padding as isize, x.dim(axis)? + 2 * self.padding, f64::NEG_INFINITY)?;
+        let (mut x, mut slide) = (images(&inputs[0])?, self.slide(inputs[0].dims())?);
+        if slide.before != [0, 0] || (0..2).any(|axis| slide.covered(axis) > slide.size[axis]) {
+            (x, slide) = slide.cut(&x, f64::NEG_INFINITY)?;
         }
-        x.max_pool2d_with_stride(self.kernel, self.stride)
+        let [down, along] = slide.stride;
+        let y = if slide.dilation == [1, 1] {
+            x.max_pool2d_with_stride((slide.kernel[0], slide.kernel[1]), (down, along))?
+        } else {
+            largest(&taps(&x, &slide, f64::NEG_INFINITY)?)?
+        };
+        like(y, inputs[0].rank())
     }
 
     /// Of equal values in a window, the first has the gradient.
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let of_input = backward.of(0, || {
-            let (x, gradient) = (backward.inputs[0].tensor()?, backward.gradient);
-            let window = self.window([x.dim(2)?, x.dim(3)?]);
-            let met = taps(x, window, f64::NEG_INFINITY)?;
-            let largest = met.iter().skip(1).try_fold(met[0].clone(), |largest, met| largest.maximum(met))?;
+            let (x, gradient) = (images(backward.inputs[0].tensor()?)?, images(backward.gradient)?);
+            let slide = self.slide(backward.inputs[0].dims())?;
+            let met = taps(&x, &slide, f64::NEG_INFINITY)?;
+            let largest = largest(&met)?;
             let mut left = gradient.clone();
-            from_taps(window, |tap| {
+            let found = from_taps(&slide, |tap| {
                 let part = (met[tap].eq(&largest)?.to_dtype(gradient.dtype())? * &left)?;
                 left = (&left - &part)?;
                 Ok(part)
-            })
+            })?;
+            like(found, backward.gradient.rank())
         })?;
         Ok(vec![of_input])
     }
 }
 
-impl MaxPool {
-    pub(super) fn window(&self, [height, width]: [usize; 2]) -> Window {
-        Window { height, width, kernel: [self.kernel; 2], stride: self.stride, padding: self.padding, dilation: 1 }
+/// The largest of tensors, element by element.
+fn largest(tensors: &[Tensor]) -> candle_core::Result<Tensor> {
+    tensors.iter().skip(1).try_fold(tensors[0].clone(), |largest, tensor| largest.maximum(tensor))
+}
+
+/// The mean of each window of `[batch, channels, height, width]`, or of `[batch, channels, length]`. Of numbers for two axes, a
+/// sequence takes those for the width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct AveragePool {
+    /// Sides of the window.
+    pub kernel: PerAxis,
+    /// Step of the window.
+    pub stride: PerAxis,
+    /// Places around the image.
+    pub padding: Padding,
+    /// Distance of the window's taps.
+    #[serde(skip_serializing_if = "PerAxis::is_one")]
+    pub dilation: PerAxis,
+    /// Whether a window counts that begins inside and ends beyond the image and its padding.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub ceil: bool,
+    /// Whether places around the image count as zeros; else the mean is that of what is inside.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub count_padding: bool,
+}
+
+impl Default for AveragePool {
+    fn default() -> Self {
+        Self { kernel: 2.into(), stride: 2.into(), padding: 0.into(), dilation: 1.into(), ceil: false, count_padding: false }
     }
 }
 
-/// The mean of each channel: `[batch, channels, height, width]` to `[batch, channels]`.
+impl AveragePool {
+    fn pool(&self) -> Pool {
+        Pool { kernel: self.kernel, steps: [self.stride, self.dilation], padding: self.padding, ceil: self.ceil }
+    }
+
+    /// One divided by how many elements each window has, `[1, 1, rows, columns]`.
+    fn shares(&self, slide: &Slide, rank: usize, like: &Tensor) -> candle_core::Result<Tensor> {
+        let (_, padding) = over(rank, [self.stride, self.dilation], self.padding);
+        let shares = constant(format!("{self:?} {slide:?}"), like.device(), |device| {
+            let counted = |axis: usize| {
+                let (before, behind) = if self.count_padding { (padding.0[axis], padding.0[axis + 2]) } else { (0, 0) };
+                // Places are counted from the first one of the padding.
+                let inside = slide.before[axis] - before..slide.before[axis] + slide.size[axis] + behind;
+                let tap = move |position: usize, tap: usize| position * slide.stride[axis] + tap * slide.dilation[axis];
+                (0..slide.positions[axis]).map(move |at| (0..slide.kernel[axis]).filter(|of| inside.contains(&tap(at, *of))).count()).collect::<Vec<_>>()
+            };
+            let (down, along) = (counted(0), counted(1));
+            let values: Vec<f32> = down.iter().flat_map(|rows| along.iter().map(move |columns| 1.0 / (rows * columns).max(1) as f32)).collect();
+            Tensor::from_vec(values, (1, 1, down.len(), along.len()), device)
+        })?;
+        shares.to_dtype(like.dtype())
+    }
+}
+
+impl OpSpec for AveragePool {
+    fn arity(&self) -> Range<usize> {
+        1..2
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        self.pool().infer(inputs[0])
+    }
+
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        by_channel(inputs)
+    }
+
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
+        let (x, slide) = (wide(&images(&inputs[0])?)?, self.pool().slide(inputs[0].dims())?);
+        let met = taps(&x, &slide, 0.0)?;
+        let sum = met.iter().skip(1).try_fold(met[0].clone(), |sum, met| sum + met)?;
+        let mean = sum.broadcast_mul(&self.shares(&slide, inputs[0].rank(), &x)?)?;
+        like(mean.to_dtype(inputs[0].dtype())?, inputs[0].rank())
+    }
+
+    fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        let of_input = backward.of(0, || {
+            let (dims, gradient) = (backward.inputs[0].dims(), wide(&images(backward.gradient)?)?);
+            let slide = self.pool().slide(dims)?;
+            let share = gradient.broadcast_mul(&self.shares(&slide, dims.len(), &gradient)?)?;
+            like(from_taps(&slide, |_| Ok(share.clone()))?.to_dtype(backward.gradient.dtype())?, dims.len())
+        })?;
+        Ok(vec![of_input])
+    }
+
+    fn reads_input(&self, _input: usize) -> bool {
+        false
+    }
+}
+
+/// The mean of each channel: `[batch, channels, height, width]`, or fewer or more axes of places, to `[batch, channels]`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct GlobalAveragePool {}
+pub struct GlobalAveragePool {
+    /// Whether the axes of places stay, with one element each, as ONNX has it.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub keep: bool,
+}
 
 impl OpSpec for GlobalAveragePool {
     fn arity(&self) -> Range<usize> {
@@ -93,23 +243,35 @@ impl OpSpec for GlobalAveragePool {
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
-        require_floats(inputs[0], 4, "the input")?;
-        Ok(TensorType { element: Element::Float, shape: inputs[0].shape[..2].to_vec() })
+        require(inputs[0], Element::Float, "the input")?;
+        let rank = inputs[0].shape.len();
+        if rank < 3 {
+            return Err("the input must have 3 axes at least".into());
+        }
+        let mut shape = inputs[0].shape[..2].to_vec();
+        shape.resize(if self.keep { rank } else { 2 }, 1.into());
+        Ok(TensorType { element: Element::Float, shape })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
-        "b c _ _ -> b c".into()
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
+        format!("b c{places} -> b c{}", if self.keep { &places } else { "" })
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        wide(&inputs[0])?.mean((2, 3))?.to_dtype(inputs[0].dtype())
+        let places: Vec<usize> = (2..inputs[0].rank()).collect();
+        let x = wide(&inputs[0])?;
+        let mean = if self.keep { x.mean_keepdim(places) } else { x.mean(places) };
+        mean?.to_dtype(inputs[0].dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let dims = backward.inputs[0].dims();
         let of_input = backward.of(0, || {
-            let share = (backward.gradient / (dims[2] * dims[3]) as f64)?;
-            share.reshape((dims[0], dims[1], 1, 1))?.broadcast_as(dims)?.contiguous()
+            let share = (backward.gradient / dims[2..].iter().product::<usize>() as f64)?;
+            let mut shape = dims[..2].to_vec();
+            shape.resize(dims.len(), 1);
+            share.reshape(shape)?.broadcast_as(dims)?.contiguous()
         })?;
         Ok(vec![of_input])
     }

@@ -28,7 +28,7 @@ impl OpSpec for Positions {
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b s! -> b s!".into()
     }
 

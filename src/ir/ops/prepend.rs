@@ -34,7 +34,7 @@ impl OpSpec for Prepend {
         })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "_ _ c, b _ c -> b _ c".into()
     }
 

@@ -34,7 +34,7 @@ impl OpSpec for RmsNorm {
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "* c~, c~ -> * c~".into()
     }
 

@@ -167,7 +167,7 @@ impl OpSpec for Rotary {
         }
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b h s! d! -> b h s! d!".into()
     }
 

@@ -30,7 +30,7 @@ impl OpSpec for Select {
         Ok(TensorType { element: Element::Float, shape: vec![shape[0].clone(), shape[2].clone()] })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
+    fn axes(&self, _inputs: &[&TensorType]) -> String {
         "b s! c -> b c".into()
     }
 

@@ -1,26 +1,76 @@
-//! Part of a width.
+//! Part of an axis.
 
 use std::ops::Range;
 
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::{Backward, OpSpec, last, require};
+use super::places::{given_back, places, taken};
+use super::{Backward, OpSpec, axis_of, letters, require};
 use crate::ir::{Dim, Element, TensorType};
 
-/// Elements `start .. start + length` of the last axis.
+/// Every `step`-th element of an axis: `length` of them from `start` on, or all up to the last `rest`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Slice {
-    /// First element.
-    pub start: usize,
-    /// How many.
-    pub length: usize,
+    /// First element; negative numbers count from behind.
+    pub start: i64,
+    /// How many; none for as many as there are up to `rest`.
+    pub length: Option<usize>,
+    /// Elements at the end that no slice without a length reaches.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub rest: usize,
+    /// Distance of neighbours, negative to go backwards. A slice with a step other than one has a length.
+    #[serde(skip_serializing_if = "is_one")]
+    pub step: i64,
+    /// The axis; negative numbers count from behind.
+    #[serde(skip_serializing_if = "super::is_last")]
+    pub axis: i64,
+}
+
+fn is_zero(rest: &usize) -> bool {
+    *rest == 0
+}
+
+fn is_one(step: &i64) -> bool {
+    *step == 1
 }
 
 impl Default for Slice {
     fn default() -> Self {
-        Self { start: 0, length: 1 }
+        Self { start: 0, length: Some(1), rest: 0, step: 1, axis: -1 }
+    }
+}
+
+impl Slice {
+    /// `length` elements of the last axis.
+    pub fn of_last(start: usize, length: usize) -> Slice {
+        Slice { start: i64::try_from(start).unwrap_or(i64::MAX), length: Some(length), ..Slice::default() }
+    }
+
+    /// The first element and how many there are, of an axis of this size.
+    fn within(&self, size: usize) -> Option<(usize, usize)> {
+        let wide = i64::try_from(size).ok()?;
+        let start = if self.start < 0 { self.start.checked_add(wide)? } else { self.start };
+        let length = match self.length {
+            Some(length) => i64::try_from(length).ok()?,
+            None => wide.checked_sub(i64::try_from(self.rest).ok()?)?.checked_sub(start)?,
+        };
+        let last = length.checked_sub(1)?.checked_mul(self.step)?.checked_add(start)?;
+        let inside = |at: i64| (0..wide).contains(&at);
+        if length > 0 && inside(start) && inside(last) { Some((usize::try_from(start).ok()?, usize::try_from(length).ok()?)) } else { None }
+    }
+
+    fn found(&self, dims: &[usize]) -> candle_core::Result<(usize, usize, usize)> {
+        let axis = axis_of(self.axis, dims.len()).map_err(super::unfit)?;
+        let (start, length) = self.within(dims[axis]).ok_or_else(|| super::unfit(format!("{self:?} does not fit {} elements", dims[axis])))?;
+        Ok((axis, start, length))
+    }
+
+    /// The places of the elements.
+    fn places(&self, start: usize, length: usize, like: &Tensor) -> candle_core::Result<Tensor> {
+        let place = |at: usize| (start as i64 + at as i64 * self.step) as u32;
+        places(format!("{self:?} {start} {length}"), like.device(), || (0..length).map(place).collect())
     }
 }
 
@@ -31,33 +81,70 @@ impl OpSpec for Slice {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the input")?;
-        let width = last(inputs[0])?;
-        match (width.fixed(), self.start.checked_add(self.length)) {
-            (Some(width), Some(end)) if self.length > 0 && end <= width => {
-                let mut shape = inputs[0].shape.clone();
-                shape.pop();
-                shape.push(Dim::Fixed(self.length));
-                Ok(TensorType { element: Element::Float, shape })
-            }
-            _ => Err(format!("elements {} to {} are not inside a width of {width}", self.start, self.start.saturating_add(self.length))),
+        let mut shape = inputs[0].shape.clone();
+        let axis = axis_of(self.axis, shape.len())?;
+        if self.step != 1 && self.length.is_none() {
+            return Err("a slice with a step other than one needs a length".into());
         }
+        shape[axis] = match (shape[axis].fixed(), self.length) {
+            (Some(size), _) => match self.within(size) {
+                Some((_, length)) => Dim::Fixed(length),
+                None => {
+                    let end = self.length.map_or(size.saturating_sub(self.rest) as i64, |length| self.start.saturating_add(length as i64));
+                    return Err(format!("elements {} to {end} are not inside a width of {size}", self.start));
+                }
+            },
+            (None, Some(0)) => return Err("a slice has one element at least".into()),
+            (None, Some(length)) => Dim::Fixed(length),
+            (None, None) => {
+                let rest = i64::try_from(self.rest).map_err(|_| "leaves out more than any memory holds".to_owned())?;
+                let less = self.start.checked_add(rest).and_then(i64::checked_neg);
+                let length = less.and_then(|less| if self.start < 0 { usize::try_from(less).ok().map(Dim::Fixed) } else { shape[axis].moved(less) });
+                length.ok_or_else(|| format!("elements {} to the last but {rest} of {} are none", self.start, shape[axis]))?
+            }
+        };
+        Ok(TensorType { element: Element::Float, shape })
     }
 
-    fn axes(&self, _inputs: usize) -> String {
-        format!("* (a={}+k={}+b) -> * k", self.start, self.length)
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        let shape = &inputs[0].shape;
+        let Ok(axis) = axis_of(self.axis, shape.len()) else { return String::new() };
+        let (from, to) = match shape[axis].fixed().and_then(|size| self.within(size)) {
+            Some((start, length)) if self.step == 1 => (format!("(a={start}+k={length}+b)"), "k"),
+            _ => ("_".to_owned(), "_"),
+        };
+        if axis + 1 == shape.len() {
+            return format!("* {from} -> * {to}");
+        }
+        let with = |text: &str| letters(shape.len(), |at| (at == axis).then(|| text.to_owned()));
+        format!("{} -> {}", with(&from), with(to))
     }
 
     fn resize(&mut self, size: &dyn Fn(&str) -> usize) {
-        (self.start, self.length) = (size("a"), size("k"));
+        if size("k") > 0 {
+            (self.start, self.length, self.rest) = (size("a") as i64, Some(size("k")), 0);
+        }
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        inputs[0].narrow(D::Minus1, self.start, self.length)?.contiguous()
+        let x = &inputs[0];
+        let (axis, start, length) = self.found(x.dims())?;
+        if self.step == 1 {
+            return x.narrow(axis, start, length)?.contiguous();
+        }
+        taken(x, &self.places(start, length, x)?, axis)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let width = backward.inputs[0].dims().last().copied().unwrap_or(0);
-        Ok(vec![backward.of(0, || backward.gradient.pad_with_zeros(D::Minus1, self.start, width - self.start - self.length))?])
+        let (dims, gradient) = (backward.inputs[0].dims(), backward.gradient);
+        let of_input = backward.of(0, || {
+            let (axis, start, length) = self.found(dims)?;
+            if self.step == 1 {
+                return gradient.pad_with_zeros(axis, start, dims[axis] - start - length);
+            }
+            given_back(gradient, &self.places(start, length, gradient)?, axis, dims[axis])
+        })?;
+        Ok(vec![of_input])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

@@ -2,17 +2,34 @@
 
 use std::ops::Range;
 
-use candle_core::{D, Tensor};
+use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::gradient::wide;
-use super::{Backward, OpSpec, last, require};
+use super::{Backward, OpSpec, axis_of, letters, require};
 use crate::ir::{Element, TensorType};
 
-/// `exp(x) / Σ exp(x)` over the last axis.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+/// `exp(x) / Σ exp(x)` over an axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
-pub struct Softmax {}
+pub struct Softmax {
+    /// The axis; negative numbers count from behind.
+    #[serde(skip_serializing_if = "super::is_last")]
+    pub axis: i64,
+}
+
+impl Default for Softmax {
+    fn default() -> Self {
+        Self { axis: -1 }
+    }
+}
+
+impl Softmax {
+    /// Whether it is over the last of so many axes.
+    pub(super) fn over_last(&self, rank: usize) -> bool {
+        axis_of(self.axis, rank).is_ok_and(|axis| axis + 1 == rank)
+    }
+}
 
 impl OpSpec for Softmax {
     fn arity(&self) -> Range<usize> {
@@ -21,20 +38,31 @@ impl OpSpec for Softmax {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the input")?;
-        last(inputs[0])?;
+        axis_of(self.axis, inputs[0].shape.len())?;
         Ok(inputs[0].clone())
     }
 
-    fn axes(&self, _inputs: usize) -> String {
-        "* c! -> * c!".into()
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        let rank = inputs[0].shape.len();
+        match axis_of(self.axis, rank) {
+            Ok(axis) if axis + 1 < rank => {
+                let axes = letters(rank, |at| (at == axis).then(|| "c!".into()));
+                format!("{axes} -> {axes}")
+            }
+            _ => "* c! -> * c!".into(),
+        }
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        softmax(&inputs[0])
+        softmax_over(&inputs[0], axis_of(self.axis, inputs[0].rank()).map_err(super::unfit)?)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || back(backward.output.tensor()?, backward.gradient))?])
+        let of_input = backward.of(0, || {
+            let axis = axis_of(self.axis, backward.gradient.rank()).map_err(super::unfit)?;
+            back_over(backward.output.tensor()?, backward.gradient, axis)
+        })?;
+        Ok(vec![of_input])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
@@ -46,16 +74,24 @@ impl OpSpec for Softmax {
     }
 }
 
-/// The gradient of a softmax's argument, out of its result.
+/// The gradient of a softmax's argument, out of its result; over the last axis.
 pub(super) fn back(y: &Tensor, gradient: &Tensor) -> candle_core::Result<Tensor> {
+    back_over(y, gradient, y.rank().saturating_sub(1))
+}
+
+fn back_over(y: &Tensor, gradient: &Tensor, axis: usize) -> candle_core::Result<Tensor> {
     let (wide_y, wide_gradient) = (wide(y)?, wide(gradient)?);
-    let along = (&wide_y * &wide_gradient)?.sum_keepdim(D::Minus1)?;
+    let along = (&wide_y * &wide_gradient)?.sum_keepdim(axis)?;
     (wide_gradient.broadcast_sub(&along)? * wide_y)?.to_dtype(gradient.dtype())
 }
 
 /// Over the last axis, in 32 bits at least.
 pub(super) fn softmax(x: &Tensor) -> candle_core::Result<Tensor> {
+    softmax_over(x, x.rank().saturating_sub(1))
+}
+
+fn softmax_over(x: &Tensor, axis: usize) -> candle_core::Result<Tensor> {
     let wide_x = wide(x)?;
-    let powers = wide_x.broadcast_sub(&wide_x.max_keepdim(D::Minus1)?)?.exp()?;
-    powers.broadcast_div(&powers.sum_keepdim(D::Minus1)?)?.to_dtype(x.dtype())
+    let powers = wide_x.broadcast_sub(&wide_x.max_keepdim(axis)?)?.exp()?;
+    powers.broadcast_div(&powers.sum_keepdim(axis)?)?.to_dtype(x.dtype())
 }

@@ -5,7 +5,7 @@ use std::f64::consts::{FRAC_2_PI, SQRT_2};
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{Clip, Gelu};
+use crate::ir::ops::{Clip, Gelu, Softmax};
 
 /// ONNX has an operator of this name.
 pub(super) fn plain(op: &str, n: &mut Lowering) -> Result<()> {
@@ -48,12 +48,15 @@ pub(super) fn silu(n: &mut Lowering) -> Result<()> {
 }
 
 pub(super) fn clip(op: &Clip, n: &mut Lowering) -> Result<()> {
-    let (min, max) = (n.float(op.min), n.float(op.max));
-    n.finish("Clip", &[&n.input(0), &min, &max], vec![]);
+    let bound = |value: f64, n: &mut Lowering| if value.is_finite() { n.float(value) } else { String::new() };
+    let (min, max) = (bound(op.min, n), bound(op.max, n));
+    let x = n.input(0);
+    let inputs = [x.as_str(), &min, &max];
+    n.finish("Clip", if max.is_empty() { &inputs[..2] } else { &inputs }, vec![]);
     Ok(())
 }
 
-pub(super) fn softmax(n: &mut Lowering) -> Result<()> {
-    n.finish("Softmax", &[&n.input(0)], vec![AttributeProto::int("axis", -1)]);
+pub(super) fn softmax(op: &Softmax, n: &mut Lowering) -> Result<()> {
+    n.finish("Softmax", &[&n.input(0)], vec![AttributeProto::int("axis", op.axis)]);
     Ok(())
 }

@@ -1,9 +1,10 @@
 //! Layers with weights, and sums.
 
 use super::super::proto::AttributeProto;
+use super::image::{pads, per_axis};
 use super::{Lowering, integer};
 use crate::error::Result;
-use crate::ir::ops::{Conv, Linear};
+use crate::ir::ops::{Conv, ConvTranspose, Linear};
 
 pub(super) fn binary(op: &str, n: &mut Lowering) -> Result<()> {
     n.finish(op, &[&n.input(0), &n.input(1)], vec![]);
@@ -37,11 +38,12 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
 }
 
 pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
+    let rank = n.ty(0)?.shape.len();
     let attributes = vec![
-        AttributeProto::ints("kernel_shape", [n.fixed(1, 2)?, n.fixed(1, 3)?]),
-        AttributeProto::ints("strides", [op.stride as i64; 2]),
-        AttributeProto::ints("pads", [op.padding as i64; 4]),
-        AttributeProto::ints("dilations", [op.dilation as i64; 2]),
+        AttributeProto::ints("kernel_shape", (2..rank).map(|axis| n.fixed(1, axis)).collect::<Result<Vec<_>>>()?),
+        per_axis("strides", op.stride, rank),
+        pads(op.padding, rank),
+        per_axis("dilations", op.dilation, rank),
         AttributeProto::int("group", op.groups as i64),
     ];
     if n.place(1).is_some_and(|place| place.integers.is_some()) {
@@ -50,5 +52,20 @@ pub(super) fn conv(op: &Conv, n: &mut Lowering) -> Result<()> {
     let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
     let inputs: Vec<&str> = inputs.iter().map(String::as_str).collect();
     n.finish("Conv", &inputs, attributes);
+    Ok(())
+}
+
+pub(super) fn conv_transpose(op: &ConvTranspose, n: &mut Lowering) -> Result<()> {
+    let rank = n.ty(0)?.shape.len();
+    let mut attributes = vec![
+        AttributeProto::ints("kernel_shape", (2..rank).map(|axis| n.fixed(1, axis)).collect::<Result<Vec<_>>>()?),
+        per_axis("strides", op.stride, rank),
+        pads(op.padding, rank),
+        per_axis("dilations", op.dilation, rank),
+        AttributeProto::int("group", op.groups as i64),
+    ];
+    attributes.extend((op.output_padding != 0).then(|| per_axis("output_padding", op.output_padding, rank)));
+    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
+    n.finish("ConvTranspose", &inputs.iter().map(String::as_str).collect::<Vec<_>>(), attributes);
     Ok(())
 }

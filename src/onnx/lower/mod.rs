@@ -13,6 +13,7 @@
 //! Of `DequantizeLinear` before a product, it makes `MatMulNBits` itself, with int8 activations: `docs/onnx.md` has the times of both.
 
 mod activation;
+mod arithmetic;
 mod attention;
 mod image;
 mod integer;
@@ -21,6 +22,7 @@ mod norm;
 pub(super) mod palette;
 mod rotary;
 mod sequence;
+mod shape;
 
 use super::lowering::Lowering;
 use crate::error::Result;
@@ -41,7 +43,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Gelu(op) => activation::gelu(op, n),
         Op::Silu(_) => activation::silu(n),
         Op::Clip(op) => activation::clip(op, n),
-        Op::Softmax(_) => activation::softmax(n),
+        Op::Softmax(op) => activation::softmax(op, n),
         Op::FakeQuantize(op) => integer::fake_quantize(op, n),
         Op::LearnedFakeQuantize(op) => integer::learned_fake_quantize(op, n),
         Op::CacheQuantize(op) => integer::cache_quantize(*op, n),
@@ -56,12 +58,39 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::MergeHeads(_) => attention::merge_heads(n),
         Op::Attention(op) => attention::attention(op, n),
         Op::MaxPool(op) => image::max_pool(op, n),
-        Op::GlobalAveragePool(_) => image::global_average_pool(n),
+        Op::GlobalAveragePool(op) => image::global_average_pool(op, n),
         Op::Flatten(op) => image::flatten(op, n),
         Op::Patchify(_) => image::tokens(n),
         Op::Prepend(_) => sequence::prepend(n),
         Op::Select(op) => sequence::select(op, n),
-        Op::Slice(op) => sequence::slice(op, n),
+        Op::Slice(op) => shape::slice(op, n),
         Op::MaskedMean(_) => sequence::masked_mean(n),
+        Op::Reshape(op) => shape::reshape(op, n),
+        Op::Transpose(op) => shape::transpose(op, n),
+        Op::Concat(op) => shape::concat(op, n),
+        Op::MatMul(_) => layer::binary("MatMul", n),
+        Op::Binary(op) => arithmetic::binary(op, n),
+        Op::Reduce(op) => arithmetic::reduce(op, n),
+        Op::ConvTranspose(op) => layer::conv_transpose(op, n),
+        Op::Pad(op) => shape::pad(op, n),
+        Op::Resize(op) => image::resize(op, n),
+        Op::AveragePool(op) => image::average_pool(op, n),
+        Op::HardSigmoid(op) => arithmetic::function("HardSigmoid", &[("alpha", op.alpha), ("beta", op.beta)], n),
+        Op::LeakyRelu(op) => arithmetic::function("LeakyRelu", &[("alpha", op.alpha)], n),
+        Op::Elu(op) => arithmetic::function("Elu", &[("alpha", op.alpha)], n),
+        Op::Power(op) => arithmetic::power(op.exponent, n),
+        Op::Mish(_) => arithmetic::mish(n),
+        // ONNX has operators of these names.
+        Op::Abs(_)
+        | Op::Cos(_)
+        | Op::Erf(_)
+        | Op::Exp(_)
+        | Op::HardSwish(_)
+        | Op::Log(_)
+        | Op::Neg(_)
+        | Op::Reciprocal(_)
+        | Op::Sin(_)
+        | Op::Softplus(_)
+        | Op::Sqrt(_) => activation::plain(op.name(), n),
     }
 }

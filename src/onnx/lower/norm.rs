@@ -16,7 +16,8 @@ pub(super) fn batch_norm(op: &BatchNorm, n: &mut Lowering) -> Result<()> {
 
 pub(super) fn layer_norm(op: &LayerNorm, n: &mut Lowering) -> Result<()> {
     let attributes = vec![AttributeProto::int("axis", -1), AttributeProto::float("epsilon", op.epsilon)];
-    n.finish("LayerNormalization", &[&n.input(0), &n.input(1), &n.input(2)], attributes);
+    let inputs: Vec<String> = (0..n.inputs()).map(|i| n.input(i)).collect();
+    n.finish("LayerNormalization", &inputs.iter().map(String::as_str).collect::<Vec<_>>(), attributes);
     Ok(())
 }
 

@@ -3,7 +3,7 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, integer};
 use crate::error::Result;
-use crate::ir::ops::{Positions, Select, Slice};
+use crate::ir::ops::{Positions, Select};
 
 pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
     if n.place(1).is_some_and(|place| place.integers.is_some()) {
@@ -44,12 +44,6 @@ pub(super) fn prepend(n: &mut Lowering) -> Result<()> {
 pub(super) fn select(op: &Select, n: &mut Lowering) -> Result<()> {
     let index = n.int(op.index as i64);
     n.finish("Gather", &[&n.input(0), &index], vec![AttributeProto::int("axis", 1)]);
-    Ok(())
-}
-
-pub(super) fn slice(op: &Slice, n: &mut Lowering) -> Result<()> {
-    let [start, end, axis] = [op.start as i64, (op.start + op.length) as i64, -1].map(|v| n.ints(&[v]));
-    n.finish("Slice", &[&n.input(0), &start, &end, &axis], vec![]);
     Ok(())
 }
 

@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
+use super::super::windows::{images, like};
 use super::super::{Backward, Conv};
 use super::host::{Host, by_channel, channels, channels_first, planes, readable, steps, with_planes};
 use super::{Fused, Gradients, Kernel};
@@ -18,9 +19,15 @@ impl Kernel for Conv {
     }
 
     fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
-        let (x, weight) = (&inputs[0], inputs[1].contiguous()?);
-        let (images, window) = (x.dim(0)?, self.window_over(x, &weight)?);
-        let (outputs, inner, _, _) = weight.dims4()?;
+        let (rank, weight) = (inputs[0].rank(), images(&inputs[1])?.contiguous()?);
+        let (mut x, mut slide) = (images(&inputs[0])?, self.slide(inputs[0].dims(), inputs[1].dims())?);
+        if slide.even().is_none() {
+            (x, slide) = slide.cut(&x, 0.0)?;
+        }
+        // Unequal steps on the two axes are left to what the op means.
+        let Some(window) = slide.even() else { return Ok(None) };
+        let x = &x;
+        let (images, (outputs, inner, _, _)) = (x.dim(0)?, weight.dims4()?);
         let [rows, columns] = window.positions();
         let shape = [images, outputs, rows, columns];
         let fits = |like: &Tensor| like.dims() == shape && like.transpose(0, 1).is_ok_and(|t| t.is_contiguous());
@@ -46,7 +53,7 @@ impl Kernel for Conv {
             }
             Some(y)
         };
-        compute().map(|values| channels_first(values, shape)).transpose()
+        compute().map(|values| like(channels_first(values, shape)?, rank)).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -54,9 +61,9 @@ impl Kernel for Conv {
         if !readable([x, weight, backward.gradient]) {
             return Ok(None);
         }
-        let (images, inputs, height, width) = x.dims4()?;
-        let outputs = weight.dim(0)?;
-        let sizes = Sizes { images, inputs, outputs, groups: self.groups, window: self.window_over(x, weight)? };
+        let &[images, inputs, height, width] = x.dims() else { return Ok(None) };
+        let (outputs, Some(window)) = (weight.dim(0)?, self.slide(x.dims(), weight.dims())?.even()) else { return Ok(None) };
+        let sizes = Sizes { images, inputs, outputs, groups: self.groups, window };
         let (x, weight, gradient) = (with_planes(x)?, weight.contiguous()?, by_channel(backward.gradient)?);
         let hosts = [Host::of(&x), Host::of(&weight), Host::of(&gradient)];
         let [Some(x_host), Some(weight_host), Some(gradient_host)] = &hosts else { return Ok(None) };

@@ -4,7 +4,7 @@ use candle_core::{Result, Tensor};
 
 use super::super::activation::kept;
 use super::super::gradient::summed_to;
-use super::super::{Add, Backward, Clip, FakeQuantize, Gelu, LearnedFakeQuantize, Mul, Op, Relu, Sigmoid, Silu, Tanh};
+use super::super::{Add, Backward, Clip, FakeQuantize, Gelu, HardSigmoid, HardSwish, LeakyRelu, LearnedFakeQuantize, Mul, Op, Relu, Sigmoid, Silu, Tanh};
 use super::host::{Host, activated, column_sums, combined, laid_like, readable};
 use super::{Gradients, Kernel};
 use crate::kernel::activation::ActivationFunction;
@@ -14,7 +14,7 @@ use crate::kernel::rows;
 impl Op {
     /// The function of single elements that an op is.
     pub fn activation(&self) -> Option<ActivationFunction> {
-        Some(match self {
+        match self {
             Op::Relu(op) => Relu::function(op),
             Op::Gelu(op) => Gelu::function(op),
             Op::Silu(op) => Silu::function(op),
@@ -22,8 +22,11 @@ impl Op {
             Op::Tanh(op) => Tanh::function(op),
             Op::Clip(op) => Clip::function(op),
             Op::FakeQuantize(op) => FakeQuantize::function(op),
-            _ => return None,
-        })
+            Op::HardSigmoid(op) => HardSigmoid::function(op),
+            Op::HardSwish(op) => HardSwish::function(op),
+            Op::LeakyRelu(op) => LeakyRelu::function(op),
+            _ => None,
+        }
     }
 }
 
@@ -36,7 +39,7 @@ impl Kernel for ActivationFunction {
         if !backward.wants(0) {
             return Ok(Some(vec![None]));
         }
-        let kept = kept(*self, backward)?;
+        let kept = kept(Some(*self), backward)?;
         let found = combined(kept, &laid_like(backward.gradient, kept)?, |x, g, out| derivative(*self, x, g, out)).transpose()?;
         Ok(found.map(|gradient| vec![Some(gradient)]))
     }
@@ -52,14 +55,14 @@ impl LearnedFakeQuantize {
 
 impl Kernel for LearnedFakeQuantize {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        self.fixed(&inputs[1]).map_or(Ok(None), |fixed| fixed.function().forward(&inputs[..1]))
+        self.fixed(&inputs[1]).and_then(|fixed| fixed.function()).map_or(Ok(None), |function| function.forward(&inputs[..1]))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let (x, logarithm) = (backward.inputs[0].tensor()?, backward.inputs[1].tensor()?);
         let Some(fixed) = self.fixed(logarithm) else { return Ok(None) };
         let alone = Backward { inputs: &backward.inputs[..1], wanted: &backward.wanted[..1], ..*backward };
-        let Some(mut found) = fixed.function().backward(&alone)? else { return Ok(None) };
+        let Some(mut found) = fixed.function().map_or(Ok(None), |function| function.backward(&alone))? else { return Ok(None) };
         let of_logarithm = if backward.wants(1) {
             let moved = |x: &[f32], g: &[f32], out: &mut [f32]| scale_derivative(fixed.scale, fixed.zero_point as f32, x, g, out);
             let Some(parts) = combined(x, &laid_like(backward.gradient, x)?, moved) else { return Ok(None) };

@@ -27,9 +27,9 @@ impl Kernel for Fused {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let x = inputs[0].contiguous()?;
         match &self.0 {
-            Op::LayerNorm(op) => layer_norm(&x, &inputs[1], &inputs[2], op.epsilon as f32),
+            Op::LayerNorm(op) if inputs.len() > 2 => layer_norm(&x, &inputs[1], &inputs[2], op.epsilon as f32),
             Op::RmsNorm(op) => rms_norm(&x, &inputs[1], op.epsilon as f32),
-            Op::Softmax(_) => softmax(&x),
+            Op::Softmax(op) if op.over_last(x.rank()) => softmax(&x),
             Op::Rotary(op) => {
                 let (_, _, sequence, width) = x.dims4()?;
                 let (cos, sin) = op.tables(width, sequence, x.device())?;

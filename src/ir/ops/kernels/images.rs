@@ -7,7 +7,7 @@ use super::super::{Backward, BatchNorm, GlobalAveragePool, MaxPool, OpSpec};
 use super::host::{Host, by_channel, channels, channels_first, planes, readable, with_planes};
 use super::{Gradients, Kernel};
 use crate::kernel::channels as kernel;
-use crate::kernel::convolution::max_pool;
+use crate::kernel::convolution::{Window, max_pool};
 use crate::kernel::convolution_gradient::max_pool_gradient;
 use crate::kernel::rows::means;
 
@@ -87,11 +87,17 @@ impl Kernel for BatchNorm {
     }
 }
 
+impl MaxPool {
+    /// The window over images that the kernels know.
+    fn even(&self, dims: &[usize]) -> Result<Option<Window>> {
+        Ok(if dims.len() == 4 { self.slide(dims)?.even().filter(|window| window.dilation == 1) } else { None })
+    }
+}
+
 impl Kernel for MaxPool {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let x = &inputs[0];
-        let (images, count, height, width) = x.dims4()?;
-        let window = self.window([height, width]);
+        let (&[images, count, ..], Some(window)) = (x.dims(), self.even(x.dims())?) else { return Ok(None) };
         let [rows, columns] = window.positions();
         let compute = || {
             let host = Host::of(x)?;
@@ -107,12 +113,12 @@ impl Kernel for MaxPool {
             return Ok(Some(vec![None]));
         }
         let x = backward.inputs[0].tensor()?;
-        let (images, count, height, width) = x.dims4()?;
+        let (&[images, count, height, width], Some(window)) = (x.dims(), self.even(x.dims())?) else { return Ok(None) };
         let (x, gradient) = (with_planes(x)?, by_channel(backward.gradient)?);
         let compute = || {
             let (host, gradient) = (Host::of(&x)?, Host::of(&gradient)?);
             let mut y = vec![0.0; x.elem_count()];
-            max_pool_gradient(&planes(&x, &host)?, gradient.floats()?, self.window([height, width]), &mut y);
+            max_pool_gradient(&planes(&x, &host)?, gradient.floats()?, window, &mut y);
             Some(y)
         };
         let found = compute().map(|y| channels_first(y, [images, count, height, width])).transpose()?;
@@ -122,9 +128,10 @@ impl Kernel for MaxPool {
 
 impl Kernel for GlobalAveragePool {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        let (images, count, _, _) = inputs[0].dims4()?;
+        let &[images, count, _, _] = inputs[0].dims() else { return Ok(None) };
         let compute = || Some(means(&planes(&inputs[0], &Host::of(&inputs[0])?)?));
-        compute().map(|y| Tensor::from_vec(y, (count, images), inputs[0].device())?.t()?.contiguous()).transpose()
+        let mean = compute().map(|y| Tensor::from_vec(y, (count, images), inputs[0].device())?.t()?.contiguous()).transpose()?;
+        mean.map(|mean| if self.keep { mean.reshape((images, count, 1, 1)) } else { Ok(mean) }).transpose()
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
@@ -132,7 +139,7 @@ impl Kernel for GlobalAveragePool {
             return Ok(Some(vec![None]));
         }
         let &[images, count, height, width] = backward.inputs[0].dims() else { return Ok(None) };
-        let shares = (backward.gradient / (height * width) as f64)?.t()?.contiguous()?;
+        let shares = (backward.gradient.reshape((images, count))? / (height * width) as f64)?.t()?.contiguous()?;
         let compute = || {
             let host = Host::of(&shares)?;
             let mut y = vec![0.0; images * count * height * width];

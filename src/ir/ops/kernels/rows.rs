@@ -9,12 +9,16 @@ use crate::kernel::{rows, rows_gradient};
 
 impl Kernel for LayerNorm {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        let [x, weight, bias] = inputs else { return Ok(None) };
+        let (x, weight) = (&inputs[0], &inputs[1]);
+        let bias = &inputs.get(2).map_or_else(|| weight.zeros_like(), |bias| Ok(bias.clone()))?;
         let epsilon = self.epsilon as f32;
         by_rows(x, [weight, bias], |x, y, [weight, bias]| rows::layer_norm(x, y, weight, bias, epsilon))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if backward.inputs.len() < 3 {
+            return Ok(None);
+        }
         let epsilon = self.epsilon as f32;
         norm_back(backward, |x, g, weight, out, sums| rows_gradient::layer_norm(x, g, weight, epsilon, out, sums))
     }
@@ -35,6 +39,9 @@ impl Kernel for RmsNorm {
 
 impl Kernel for Softmax {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        if !self.over_last(inputs[0].rank()) {
+            return Ok(None);
+        }
         let width = inputs[0].dim(D::Minus1)?;
         let kernel = |x: &[f32], y: &mut [f32], []: [&[f32]; 0]| {
             y.copy_from_slice(x);
@@ -44,6 +51,9 @@ impl Kernel for Softmax {
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
+        if !self.over_last(backward.gradient.rank()) {
+            return Ok(None);
+        }
         let (y, gradient) = (backward.output.tensor()?.contiguous()?, backward.gradient.contiguous()?);
         let width = y.dim(D::Minus1)?;
         let kernel = |y: &[f32], g: &[f32], out: &mut [f32]| {

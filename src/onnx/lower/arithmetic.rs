@@ -1,0 +1,62 @@
+//! Functions of two values, and of whole axes.
+
+use super::super::proto::AttributeProto;
+use super::Lowering;
+use crate::error::Result;
+use crate::ir::ops::{Binary, BinaryKind, Reduce, ReduceKind};
+
+pub(super) fn binary(op: &Binary, n: &mut Lowering) -> Result<()> {
+    let name = match op.kind {
+        BinaryKind::Sub => "Sub",
+        BinaryKind::Div => "Div",
+        BinaryKind::Pow => "Pow",
+        BinaryKind::Max => "Max",
+        BinaryKind::Min => "Min",
+    };
+    n.finish(name, &[&n.input(0), &n.input(1)], vec![]);
+    Ok(())
+}
+
+pub(super) fn reduce(op: &Reduce, n: &mut Lowering) -> Result<()> {
+    let (name, wide) = match op.kind {
+        ReduceKind::Mean => ("ReduceMean", true),
+        ReduceKind::Sum => ("ReduceSum", true),
+        ReduceKind::Max => ("ReduceMax", false),
+        ReduceKind::Min => ("ReduceMin", false),
+        ReduceKind::L1 => ("ReduceL1", true),
+        ReduceKind::L2 => ("ReduceL2", true),
+        ReduceKind::SumOfSquares => ("ReduceSumSquare", true),
+    };
+    let x = if wide { n.wide(&n.input(0))? } else { n.input(0) };
+    let (axes, attributes) = n.reduction(name, &op.axes, op.keep);
+    let inputs: Vec<&str> = [x.as_str()].into_iter().chain(axes.as_deref()).collect();
+    if wide {
+        n.finish_wide(name, &inputs, attributes)
+    } else {
+        n.finish(name, &inputs, attributes)
+    }
+    Ok(())
+}
+
+/// An operator of ONNX for one value, with an attribute for each number.
+pub(super) fn function(op: &str, numbers: &[(&str, f64)], n: &mut Lowering) -> Result<()> {
+    n.finish(op, &[&n.input(0)], numbers.iter().map(|(name, value)| AttributeProto::float(name, *value)).collect());
+    Ok(())
+}
+
+pub(super) fn power(exponent: f64, n: &mut Lowering) -> Result<()> {
+    let exponent = n.float(exponent);
+    n.finish("Pow", &[&n.input(0), &exponent], vec![]);
+    Ok(())
+}
+
+pub(super) fn mish(n: &mut Lowering) -> Result<()> {
+    if n.opset >= 18 {
+        return function("Mish", &[], n);
+    }
+    let x = n.input(0);
+    let softplus = n.emit("Softplus", "softplus", &[&x], vec![]);
+    let tanh = n.emit("Tanh", "tanh", &[&softplus], vec![]);
+    n.finish("Mul", &[&x, &tanh], vec![]);
+    Ok(())
+}
