@@ -4,6 +4,7 @@ mod check;
 mod elements;
 mod external;
 pub mod file;
+mod lift;
 mod lower;
 mod lowering;
 mod model_file;

@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::store::checkpoint::DataFile;
 use crate::store::{DType, Encoding, RawTensor, Weight, Weights};
 
-/// From this many elements on, a `Constant` of whole numbers is a weight; those of floats are from one dimension on.
+/// From this many elements on, a `Constant` of whole numbers is a weight; those of floats always are.
 const LARGE_CONSTANT: u64 = 8;
 
 /// A model file.
@@ -295,5 +295,5 @@ fn of_node<'m>(node: &'m NodeProto, found: &mut Vec<Candidate<'m>>) {
 fn is_weight(tensor: &TensorProto) -> bool {
     let count = tensor.dims.iter().try_fold(1u64, |count, size| count.checked_mul(u64::try_from(*size).ok()?)).unwrap_or(u64::MAX);
     let float = matches!(tensor.data_type(), DataType::Float | DataType::Float16 | DataType::Bfloat16 | DataType::Double);
-    count >= LARGE_CONSTANT || (float && !tensor.dims.is_empty() && count > 0)
+    count >= LARGE_CONSTANT || (float && count > 0)
 }

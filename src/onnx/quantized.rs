@@ -209,9 +209,9 @@ impl<'m> Replacing<'m> {
         if zero_points.is_some() || affine.granularity == Granularity::Tensor {
             return None;
         }
-        let shape = self.then(nodes, name, "zero_point_shape", "Constant", &[], vec![ints(dims)]);
-        let zero = TensorProto { raw_data: Some(vec![0]), ..head(String::new(), DataType::Int8, vec![1]) };
-        Some(self.then(nodes, name, "zero_points", "ConstantOfShape", &[&shape], vec![attribute(zero)]))
+        let count = dims.iter().try_fold(1usize, |count, size| count.checked_mul(usize::try_from(*size).ok()?)).unwrap_or(0);
+        let zeros = TensorProto { raw_data: Some(vec![0; count]), ..head(String::new(), DataType::Int8, dims.to_vec()) };
+        Some(self.then(nodes, name, "zero_points", "Constant", &[], vec![attribute(zeros)]))
     }
 
     /// Adds a node whose value only this weight needs.

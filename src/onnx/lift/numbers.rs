@@ -1,0 +1,123 @@
+//! Whole numbers that a file computes shapes with, followed as numbers.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use super::super::elements;
+use super::super::proto::{DataType, NodeProto, TensorProto};
+use super::super::uses::int;
+use super::{Known, Lift};
+use crate::ir::Dim;
+
+/// Numbers at most that are followed.
+const MOST: usize = 64;
+
+/// A vector of whole numbers, or one, of which some are not known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Numbers {
+    values: Vec<Option<i64>>,
+    /// Whether it is a vector, and not one number.
+    vector: bool,
+}
+
+impl Numbers {
+    /// Of which nothing is known, not even how many there are.
+    pub fn unknown() -> Numbers {
+        Numbers { values: vec![None], vector: true }
+    }
+
+    /// All of them, where all are known.
+    pub fn all(&self) -> Option<Vec<i64>> {
+        self.values.iter().copied().collect()
+    }
+}
+
+/// Numbers behind a name: computed before, or a constant.
+pub(super) fn known(lift: &Lift, name: &str) -> Option<Numbers> {
+    match lift.known.get(name) {
+        Some(Known::Numbers(numbers)) if *numbers != Numbers::unknown() => return Some(numbers.clone()),
+        Some(Known::Value(_) | Known::Nothing) => return None,
+        _ => {}
+    }
+    let graph = lift.file.model.graph.as_ref()?;
+    constant(graph.initializer.iter().find(|tensor| tensor.name() == name)?)
+}
+
+/// What a tensor in the messages holds, if these are a few whole numbers.
+fn constant(tensor: &TensorProto) -> Option<Numbers> {
+    let ty = tensor.data_type();
+    let (shape, count) = elements::shape(tensor).ok()?;
+    if count > MOST as u64 || shape.len() > 1 || !matches!(ty, DataType::Int64 | DataType::Int32) {
+        return None;
+    }
+    let bytes = elements::inline(tensor, ty, count).ok()??;
+    let values = if ty == DataType::Int64 {
+        bytes.as_chunks::<8>().0.iter().map(|bytes| Some(i64::from_le_bytes(*bytes))).collect()
+    } else {
+        bytes.as_chunks::<4>().0.iter().map(|bytes| Some(i64::from(i32::from_le_bytes(*bytes)))).collect()
+    };
+    Some(Numbers { values, vector: !shape.is_empty() })
+}
+
+/// What a node makes of numbers, if it makes numbers.
+pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
+    let input = |position: usize| node.input.get(position).and_then(|name| known(lift, name));
+    let vector = |values: Vec<Option<i64>>| (values.len() <= MOST).then_some(Numbers { values, vector: true });
+    match node.op_type() {
+        "Constant" => {
+            let attribute = node.attribute.first()?;
+            match attribute.name() {
+                "value" => constant(attribute.t.as_ref()?),
+                "value_int" => Some(Numbers { values: vec![attribute.i], vector: false }),
+                "value_ints" => vector(attribute.ints.iter().copied().map(Some).collect()),
+                _ => None,
+            }
+        }
+        "Shape" if int(node, "start", 0) == 0 && int(node, "end", i64::MAX) == i64::MAX => {
+            let Known::Value(id) = lift.known.get(node.input.first()?.as_str())? else { return None };
+            vector(lift.builder.ty(*id).shape.iter().map(|dim| Dim::fixed(dim).and_then(|size| i64::try_from(size).ok())).collect())
+        }
+        "Cast" if [DataType::Int64 as i64, DataType::Int32 as i64].contains(&int(node, "to", 0)) => input(0),
+        "Unsqueeze" => input(0).filter(|numbers| !numbers.vector).map(|numbers| Numbers { vector: true, ..numbers }),
+        "Squeeze" => input(0).filter(|numbers| numbers.values.len() == 1).map(|numbers| Numbers { vector: false, ..numbers }),
+        "Gather" if int(node, "axis", 0) == 0 => {
+            let (from, at) = (input(0)?, input(1)?);
+            let length = i64::try_from(from.values.len()).ok()?;
+            let pick = |at: i64| from.values.get(usize::try_from(if at < 0 { at.checked_add(length)? } else { at }).ok()?).copied();
+            let values = at.all()?.into_iter().map(pick).collect::<Option<Vec<_>>>()?;
+            Some(Numbers { values, vector: at.vector })
+        }
+        "Concat" => {
+            let parts: Option<Vec<Numbers>> = (0..node.input.len()).map(input).collect();
+            vector(parts?.into_iter().flat_map(|part| part.values).collect())
+        }
+        "Slice" => {
+            let from = input(0)?;
+            let [start, end] = [1, 2].map(|position| input(position).and_then(|numbers| numbers.all()).and_then(|numbers| numbers.first().copied()));
+            let steps = if node.input.len() > 4 { input(4)?.all()? } else { vec![1] };
+            let length = i64::try_from(from.values.len()).ok()?;
+            let place = |at: i64| usize::try_from(if at < 0 { at.saturating_add(length) } else { at }.clamp(0, length)).ok();
+            let (start, end) = (place(start?)?, place(end?)?);
+            if steps != [1] {
+                return None;
+            }
+            vector(from.values.get(start..end.max(start))?.to_vec())
+        }
+        "Add" | "Sub" | "Mul" | "Div" => {
+            let (a, b) = (input(0)?, input(1)?);
+            let count = a.values.len().max(b.values.len());
+            let one = |numbers: &Numbers, at: usize| numbers.values.get(if numbers.values.len() == 1 { 0 } else { at }).copied().flatten();
+            let compute = |at: usize| {
+                let (a, b) = (one(&a, at)?, one(&b, at)?);
+                match node.op_type() {
+                    "Add" => a.checked_add(b),
+                    "Sub" => a.checked_sub(b),
+                    "Mul" => a.checked_mul(b),
+                    _ => a.checked_div(b),
+                }
+            };
+            Some(Numbers { values: (0..count).map(compute).collect(), vector: a.vector || b.vector })
+        }
+        _ => None,
+    }
+}
