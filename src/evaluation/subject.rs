@@ -64,6 +64,15 @@ impl Subject {
         Subject::onnx_file(path, threads)
     }
 
+    /// The ONNX file that a model was opened from, whatever was made of it since.
+    ///
+    /// # Errors
+    /// There is none, there is no ONNX Runtime, or it refuses the file.
+    pub fn file_of(model: &Model, threads: usize) -> Result<Subject> {
+        let none = || Error::option("ONNX Runtime", format!("{} is no ONNX file", model.path.display()));
+        Subject::onnx_file(&model.onnx.as_ref().ok_or_else(none)?.path, threads)
+    }
+
     /// An ONNX file whose folder holds tokenizer and `config.json`.
     fn onnx_file(path: &Path, threads: usize) -> Result<Subject> {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -78,15 +87,17 @@ impl Subject {
     /// run is the file.
     pub fn of(model: Model) -> Result<Subject> {
         if let Some(file) = &model.onnx {
-            if !file.holds(&model.weights) {
+            if !file.holds(&model.weights) && model.graph().is_err() {
                 return Err(Error::Unsupported {
                     what: format!("{}: running an .onnx model with weights that are not written yet", model.path.display()),
                     hint: "write it first, and go on from what was written".into(),
                 });
             }
-            return Subject::onnx_file(&file.path, 1);
         }
-        let graph = model.graph()?;
+        let graph = match (model.graph(), &model.onnx) {
+            (Err(_), Some(file)) => return Subject::onnx_file(&file.path, 1),
+            (graph, _) => graph?,
+        };
         let (inputs, outputs) = Port::of(&graph);
         let (folder, config) = (model.path.clone(), model.config.values().clone());
         Ok(Subject { folder, config, inputs, outputs, rounding: Rounding::Token, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })

@@ -108,6 +108,7 @@ impl Onnx {
             ));
         }
         let metadata = if run.history.is_empty() { BTreeMap::new() } else { metadata(model, run) };
+        let metadata = metadata.into_iter().filter(|(key, value)| model.weights.metadata.get(key) != Some(value)).collect();
         file.rewrite(&model.weights, file_name(run), &metadata, file::LARGEST)
     }
 
@@ -160,13 +161,18 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
     Ok(Item { name, weight, storage_format: slot.storage_format })
 }
 
+/// The ONNX file that a model was opened from, where no pass has changed what it computes.
+fn unchanged(model: &Model) -> Option<&ModelFile> {
+    model.onnx.as_deref().filter(|_| model.changed_graph.is_none())
+}
+
 /// Name of the model file.
 fn file_name(run: &RunState) -> &str {
     run.file.as_deref().unwrap_or(file::MODEL)
 }
 
 fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {
-    let mut metadata = BTreeMap::new();
+    let mut metadata = if model.onnx.is_some() { model.weights.metadata.clone() } else { BTreeMap::new() };
     if !model.config.model_type().is_empty() {
         metadata.insert("compress.model_type".to_owned(), model.config.model_type().to_owned());
     }
@@ -203,6 +209,10 @@ fn notes(model: &Model, graph: &Graph, slots: &[Slot]) -> Vec<String> {
             file::MODEL
         ));
     }
+    if model.onnx.is_some() {
+        notes.push(format!("{}: a pass has changed what the model computes: it is written in operators of the export, under the names of its values", file::MODEL));
+        return notes;
+    }
     let unused = model.unused(graph);
     if let Some(first) = unused.first() {
         notes.push(format!("{} tensors of the checkpoint are not part of the graph and not in {} (the first: `{first}`)", unused.len(), file::MODEL));
@@ -220,7 +230,7 @@ impl Format for Onnx {
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
-        let (layout, tensors) = match &model.onnx {
+        let (layout, tensors) = match unchanged(model) {
             Some(file) => {
                 let rewritten = self.rewritten(file, model, run)?;
                 (rewritten.layout, rewritten.tensors)
@@ -239,7 +249,7 @@ impl Format for Onnx {
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
-        if let Some(file) = &model.onnx {
+        if let Some(file) = unchanged(model) {
             return self.write_again(file, model, run, folder, work);
         }
         let Prepared { graph, draft, items, layout } = self.prepare(model, run)?;

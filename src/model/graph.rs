@@ -47,7 +47,8 @@ impl Model {
         self.onnx.as_ref().is_some_and(|file| file.weights.get(name).is_none_or(|before| !Arc::ptr_eq(&before.source(), &now.source())))
     }
 
-    /// The graph: as passes have left it, else from `graph.json` when there is one, else from `config.json`.
+    /// The graph: as passes have left it, else from the ONNX file or `graph.json` where there is one, else from
+    /// `config.json`.
     ///
     /// # Errors
     /// The family is not known, the configuration lacks something, or the weights do not fit it.
@@ -61,14 +62,11 @@ impl Model {
     /// As [`graph`](Model::graph).
     pub fn graph_and_unknown_keys(&self) -> Result<(Graph, Vec<String>)> {
         let file = self.path.join(GraphFile::NAME);
-        match &self.changed_graph {
-            Some(graph) => Ok(((**graph).clone(), Vec::new())),
-            None if self.onnx.is_some() => Err(Error::Unsupported {
-                what: format!("{}: running an .onnx model in the built-in executor", self.path.display()),
-                hint: "ONNX Runtime runs it; passes over weights take it".into(),
-            }),
-            None if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
-            None => self.described(),
+        match (&self.changed_graph, &self.onnx) {
+            (Some(graph), _) => Ok(((**graph).clone(), Vec::new())),
+            (None, Some(file)) => Ok((file.lift(&self.weights)?, Vec::new())),
+            (None, None) if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
+            (None, None) => self.described(),
         }
     }
 
@@ -91,7 +89,7 @@ impl Model {
     pub fn is_described(&self) -> bool {
         match &self.changed_graph {
             Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
-            None => !self.path.join(GraphFile::NAME).is_file(),
+            None => self.onnx.is_none() && !self.path.join(GraphFile::NAME).is_file(),
         }
     }
 

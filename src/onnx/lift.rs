@@ -15,7 +15,8 @@ use super::check::label;
 use super::model_file::ModelFile;
 use super::proto::{DataType, Dimension, DimensionProto, NodeProto, ValueInfoProto};
 use crate::error::{Error, Result};
-use crate::ir::{Builder, Dim, Element, Graph, Op, TensorType, ValueId};
+use crate::ir::ops::Linear;
+use crate::ir::{Builder, Dim, Element, Graph, Kind, Op, TensorType, ValueId, rebuild};
 use crate::store::{DType, Role, Weights};
 use numbers::Numbers;
 
@@ -99,7 +100,7 @@ impl<'f> Lift<'f> {
         if !self.left.is_empty() {
             return Err(self.refused(&self.left));
         }
-        self.builder.finish()
+        with_biases(&self.builder.finish()?, self.weights)
     }
 
     fn refused(&self, reasons: &[String]) -> Error {
@@ -167,12 +168,45 @@ impl<'f> Lift<'f> {
     }
 }
 
+/// Products whose only reader adds a vector take it as their bias.
+fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
+    let mut reads = vec![0usize; graph.values().len()];
+    let all = graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id));
+    all.for_each(|id| reads.get_mut(id.index()).into_iter().for_each(|count| *count = count.saturating_add(1)));
+    let alone = |id: ValueId| reads.get(id.index()) == Some(&1);
+    // What products read, in the graph that is made.
+    let mut products: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
+    let with = rebuild(graph, weights, &mut |step| {
+        let (node, made) = (step.node, step.inputs.clone());
+        match (&node.op, node.inputs.as_slice(), made.as_slice()) {
+            (Op::Linear(_), [_, _], _) if alone(node.output) => drop(products.insert(node.output, made)),
+            (Op::Add(_), [a, b], [new_a, new_b]) => {
+                let side = [(a, b, new_b), (b, a, new_a)].into_iter().find_map(|(product, bias, new)| Some((products.get(product)?, bias, *new)));
+                if let Some(([x, weight], bias, new)) = side.and_then(|(product, bias, new)| Some((<[ValueId; 2]>::try_from(product.as_slice()).ok()?, bias, new)))
+                    && graph.value(*bias).kind == Kind::Param
+                    && graph.value(*bias).ty.shape.len() == 1
+                    && graph.value(*bias).ty.shape.last() == graph.value(node.output).ty.shape.last()
+                    && graph.value(node.output).ty == graph.value(if bias == b { *a } else { *b }).ty
+                {
+                    return step.builder.node(step.name, Linear { input_major: false }, &[x, weight, new]);
+                }
+            }
+            _ => {}
+        }
+        step.keep()
+    })?;
+    // Products that nobody reads any more go.
+    rebuild(&with, weights, &mut |step| step.keep())
+}
+
 /// Nodes that can run with what there is, in their order, and those that wait.
 fn in_order<'f>(waiting: Vec<&'f NodeProto>, mut computed: BTreeSet<&'f str>) -> (Vec<&'f NodeProto>, Vec<&'f NodeProto>) {
     waiting.into_iter().partition(|node| {
         let ready = super::check::reads(node).iter().all(|name| !computed.contains(name));
         if ready {
-            node.output.iter().for_each(|output| drop(computed.remove(output.as_str())));
+            for output in &node.output {
+                computed.remove(output.as_str());
+            }
         }
         ready
     })

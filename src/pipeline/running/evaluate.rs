@@ -153,7 +153,7 @@ impl Run<'_> {
                 (Side::Before, Runtime::Candle) => Subject::of(self.before.clone())?,
                 (Side::After, Runtime::Candle) => Subject::of(self.written()?)?,
                 (Side::AsOnnx, Runtime::Candle) => Subject::of(self.written()?)?.with_rounding(Rounding::Tensor),
-                (Side::Before, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::of(self.before.clone())?,
+                (Side::Before, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::file_of(self.before, self.work.threads)?,
                 (Side::Before, Runtime::OnnxRuntime) => self.session(&self.folder.join(BEFORE).join(self.file))?,
                 (Side::After | Side::AsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
             };

@@ -42,7 +42,7 @@ impl Run<'_> {
     }
 
     fn compared_files(&self) -> Result<MeasuredFidelity> {
-        let (mut before, mut after) = (Subject::of(self.before.clone())?, self.session(&self.folder.join(self.file))?);
+        let (mut before, mut after) = (Subject::file_of(self.before, self.work.threads)?, self.session(&self.folder.join(self.file))?);
         let target = before.target();
         let inputs = target.inputs.to_vec();
         let batches = |kind: usize| (0..SAMPLES).map(|number| data::synthetic_for(&inputs, self.pipeline.seed.wrapping_add(number), kind)).collect::<Result<Vec<Batch>>>();
