@@ -84,16 +84,7 @@ impl Model {
                 weights.by_name.remove(&format!("{alias}_scale"));
             }
         }
-        Ok(Model {
-            path: path.to_owned(),
-            config,
-            weights,
-            weight_files,
-            beside,
-            changed_graph: None,
-            onnx: None,
-            signed_activations: false,
-        })
+        Ok(Model { path: path.to_owned(), config, weights, weight_files, beside, changed_graph: None, onnx: None, signed_activations: false })
     }
 
     /// Every file that a run reads: weights, configuration, and what is carried over.

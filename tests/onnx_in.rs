@@ -353,8 +353,21 @@ fn applied(step: &Step, model: Model) -> Model {
 
 #[test]
 fn weights_of_other_types_become_what_the_graph_takes() {
-    let group = |symmetric| QuantizeDynamic { granularity: GranularityKind::Group, group_size: Some(4), symmetric, activations: ActivationRounding::None, embeddings: true, ..QuantizeDynamic::default() };
-    let integers = |granularity, symmetric| QuantizeDynamic { granularity, symmetric, activations: ActivationRounding::None, embeddings: true, ..QuantizeDynamic::default() };
+    let group = |symmetric| QuantizeDynamic {
+        granularity: GranularityKind::Group,
+        group_size: Some(4),
+        symmetric,
+        activations: ActivationRounding::None,
+        embeddings: true,
+        ..QuantizeDynamic::default()
+    };
+    let integers = |granularity, symmetric| QuantizeDynamic {
+        granularity,
+        symmetric,
+        activations: ActivationRounding::None,
+        embeddings: true,
+        ..QuantizeDynamic::default()
+    };
     let steps: Vec<Step> = vec![
         Cast { to: FloatFormat::F16, ..Cast::default() }.into(),
         Cast { to: FloatFormat::Bf16, ..Cast::default() }.into(),
@@ -375,7 +388,8 @@ fn weights_of_other_types_become_what_the_graph_takes() {
                 assert!(error.to_string().contains("is bf16 now, which ONNX has from opset 13 on"), "{error}");
                 continue;
             }
-            let report = builder().pass(step.clone()).measure(false).build().unwrap().run(place.open(), &out).unwrap_or_else(|e| panic!("{opset}, {number}: {e}"));
+            let report =
+                builder().pass(step.clone()).measure(false).build().unwrap().run(place.open(), &out).unwrap_or_else(|e| panic!("{opset}, {number}: {e}"));
             let reference = place.path("reference.onnx");
             let after = applied(step, place.open());
             std::fs::write(&reference, with_weights(layers(opset), &after).encode_to_vec()).unwrap();

@@ -9,8 +9,8 @@ use candle_core::{Device, Tensor};
 use compress::evaluation::Subject;
 use compress::ir::Op;
 use compress::onnx::proto::{
-    AttributeProto, DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto,
-    TensorTypeProto, TypeProto, ValueInfoProto,
+    AttributeProto, DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto,
+    TypeProto, ValueInfoProto,
 };
 use compress::pass::{PruneStructured, Step};
 use compress::runtime::{self, Session};
@@ -122,7 +122,13 @@ fn cases() -> Vec<Case> {
             node("Conv", &["x", "w", "b"], "y", vec![list("strides", &[2, 1]), list("pads", &[1, 0, 2, 1]), list("dilations", &[1, 2])]),
             vec![floats("w", &[4, 3, 3, 2]), floats("b", &[4])],
         ),
-        one("Conv of a sequence, in groups", 13, &[0, 4, 9], node("Conv", &["x", "w"], "y", vec![list("pads", &[1, 2]), int("group", 2)]), vec![floats("w", &[6, 2, 3])]),
+        one(
+            "Conv of a sequence, in groups",
+            13,
+            &[0, 4, 9],
+            node("Conv", &["x", "w"], "y", vec![list("pads", &[1, 2]), int("group", 2)]),
+            vec![floats("w", &[6, 2, 3])],
+        ),
         one(
             "ConvTranspose",
             11,
@@ -138,8 +144,20 @@ fn cases() -> Vec<Case> {
             vec![floats("s", &[3]), floats("bb", &[3]), floats("mmm", &[3]), given("v", &[3], &[0.5, 1.0, 2.0])],
         ),
         one("LayerNormalization", 17, &[0, 5, 8], node("LayerNormalization", &["x", "s", "bb"], "y", vec![]), vec![floats("s", &[8]), floats("bb", &[8])]),
-        one("MaxPool", 12, &image, node("MaxPool", &["x"], "y", vec![list("kernel_shape", &[3, 2]), list("strides", &[2, 2]), list("pads", &[0, 0, 1, 1]), int("ceil_mode", 1)]), vec![]),
-        one("AveragePool", 11, &image, node("AveragePool", &["x"], "y", vec![list("kernel_shape", &[3, 2]), list("pads", &[1, 0, 1, 1]), int("count_include_pad", 1)]), vec![]),
+        one(
+            "MaxPool",
+            12,
+            &image,
+            node("MaxPool", &["x"], "y", vec![list("kernel_shape", &[3, 2]), list("strides", &[2, 2]), list("pads", &[0, 0, 1, 1]), int("ceil_mode", 1)]),
+            vec![],
+        ),
+        one(
+            "AveragePool",
+            11,
+            &image,
+            node("AveragePool", &["x"], "y", vec![list("kernel_shape", &[3, 2]), list("pads", &[1, 0, 1, 1]), int("count_include_pad", 1)]),
+            vec![],
+        ),
         (
             "GlobalAveragePool",
             13,
@@ -165,7 +183,12 @@ fn cases() -> Vec<Case> {
             "Resize by scales",
             13,
             &image,
-            node("Resize", &["x", "", "scales"], "y", vec![text("mode", "nearest"), text("coordinate_transformation_mode", "asymmetric"), text("nearest_mode", "floor")]),
+            node(
+                "Resize",
+                &["x", "", "scales"],
+                "y",
+                vec![text("mode", "nearest"), text("coordinate_transformation_mode", "asymmetric"), text("nearest_mode", "floor")],
+            ),
             vec![given("scales", &[4], &[1.0, 1.0, 2.0, 2.0])],
         ),
         (
@@ -182,6 +205,27 @@ fn cases() -> Vec<Case> {
                 node("Resize", &["small", "", "", "sizes"], "y", vec![text("mode", "linear"), text("coordinate_transformation_mode", "pytorch_half_pixel")]),
             ],
             vec![ints("from", &[2]), ints("to", &[4]), ints("zero", &[0])],
+        ),
+        one(
+            "Slice",
+            13,
+            &[0, 6, 4],
+            node("Slice", &["x", "from", "to", "axes"], "y", vec![]),
+            vec![ints("from", &[-5]), ints("to", &[i64::MAX]), ints("axes", &[1])],
+        ),
+        one("Slice of an open axis", 9, &[0, 6], node("Slice", &["x"], "y", vec![list("starts", &[0]), list("ends", &[-1]), list("axes", &[0])]), vec![]),
+        (
+            "Reshape to what is left of a batch",
+            11,
+            vec![0, 3, 4],
+            vec![
+                node("Shape", &["x"], "s", vec![]),
+                node("Gather", &["s", "first"], "b", vec![]),
+                node("Concat", &["b", "twelve"], "t", vec![int("axis", 0)]),
+                node("Cast", &["x"], "c", vec![int("to", 1)]),
+                node("Reshape", &["c", "t"], "y", vec![]),
+            ],
+            vec![ints("first", &[0]), ints("twelve", &[12])],
         ),
         one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
         one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),
@@ -241,8 +285,14 @@ fn what_has_no_typed_form_is_named_and_the_model_still_opens() {
     let conv = |attribute| refused(vec![node("Conv", &["x", "w"], "y", vec![attribute])], vec![floats("w", &[4, 3, 3, 3])]);
     assert!(conv(AttributeProto::text("auto_pad", "SAME_UPPER")).contains("auto_pad"));
     assert!(conv(list("pads", &[-1, 0, 0, 0])).contains("-1 is no size"));
-    let reshape = vec![node("Shape", &["x"], "s", vec![]), node("Reshape", &["x", "s"], "y", vec![])];
-    assert!(refused(reshape, vec![]).contains("the numbers of `s` are not known beforehand"));
+    let twice = vec![
+        node("Shape", &["x"], "s", vec![]),
+        node("Gather", &["s", "first"], "b", vec![]),
+        node("Mul", &["b", "two"], "c", vec![]),
+        node("Concat", &["c", "c"], "d", vec![AttributeProto::int("axis", 0)]),
+        node("Reshape", &["x", "d"], "y", vec![]),
+    ];
+    assert!(refused(twice, vec![ints("first", &[0]), ints("two", &[2])]).contains("more than one of its sizes"));
     let mut half = model(13, &[0, 4], vec![node("Relu", &["x"], "y", vec![])], vec![]);
     half.graph.as_mut().unwrap().input[0] = value("x", DataType::Float16, Some(&[1, 4]));
     std::fs::write(&path, half.encode_to_vec()).unwrap();

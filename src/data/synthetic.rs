@@ -99,7 +99,8 @@ pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
         };
         let shape: Vec<usize> = input.shape.iter().enumerate().map(|(axis, size)| size.unwrap_or_else(|| open(axis))).collect();
         let count = element_count(&shape).filter(|count| *count <= LARGEST);
-        let count = count.ok_or_else(|| Error::run(format!("input `{}`", input.name), format!("takes {shape:?}, which is too large for synthetic data"), ""))?;
+        let count =
+            count.ok_or_else(|| Error::run(format!("input `{}`", input.name), format!("takes {shape:?}, which is too large for synthetic data"), ""))?;
         let tensor = if input.element == Element::Float {
             let values = (0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32);
             Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)

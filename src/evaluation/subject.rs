@@ -86,16 +86,14 @@ impl Subject {
     /// Its family is not known, its weights do not fit its configuration, or it is an ONNX file whose weights have changed since: what is
     /// run is the file.
     pub fn of(model: Model) -> Result<Subject> {
-        if let Some(file) = &model.onnx {
-            if !file.holds(&model.weights) && model.graph().is_err() {
+        let graph = match (model.graph(), &model.onnx) {
+            (Err(_), Some(file)) if file.holds(&model.weights) => return Subject::onnx_file(&file.path, 1),
+            (Err(_), Some(_)) => {
                 return Err(Error::Unsupported {
                     what: format!("{}: running an .onnx model with weights that are not written yet", model.path.display()),
                     hint: "write it first, and go on from what was written".into(),
                 });
             }
-        }
-        let graph = match (model.graph(), &model.onnx) {
-            (Err(_), Some(file)) => return Subject::onnx_file(&file.path, 1),
             (graph, _) => graph?,
         };
         let (inputs, outputs) = Port::of(&graph);

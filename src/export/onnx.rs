@@ -210,7 +210,10 @@ fn notes(model: &Model, graph: &Graph, slots: &[Slot]) -> Vec<String> {
         ));
     }
     if model.onnx.is_some() {
-        notes.push(format!("{}: a pass has changed what the model computes: it is written in operators of the export, under the names of its values", file::MODEL));
+        notes.push(format!(
+            "{}: a pass has changed what the model computes: it is written in operators of the export, under the names of its values",
+            file::MODEL
+        ));
         return notes;
     }
     let unused = model.unused(graph);

@@ -15,7 +15,10 @@ pub enum ModelFile {}
 
 impl Model {
     pub(super) fn open_onnx(_path: &Path, file: &Path) -> Result<Model> {
-        Err(Error::Unsupported { what: format!("{}: an .onnx file in a build without the feature `run`", file.display()), hint: "build compress with it".into() })
+        Err(Error::Unsupported {
+            what: format!("{}: an .onnx file in a build without the feature `run`", file.display()),
+            hint: "build compress with it".into(),
+        })
     }
 
     pub(crate) fn changes(&self, _name: &str, _now: &crate::store::Weight) -> bool {

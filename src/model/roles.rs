@@ -22,7 +22,8 @@ const NOT_LINEAR: [&str; 14] = [
 ];
 
 /// The rule that [`is_linear`] follows, for plans and reports.
-pub const LINEAR_RULE: &str = "matrices named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, matrices of MatMul and Gemm";
+pub const LINEAR_RULE: &str =
+    "matrices named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, matrices of MatMul and Gemm";
 /// The rule for pruning: linear weights and convolutions.
 pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, weights of MatMul, Gemm and Conv";
 

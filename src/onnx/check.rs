@@ -212,6 +212,9 @@ mod tests {
         assert!(change(&|model| model.ir_version = None).contains("ir_version"));
         assert!(change(&|model| model.graph = None).contains("no graph"));
         assert!(change(&|model| model.graph.as_mut().unwrap().input.push(value("x"))).contains("two inputs"));
-        assert!(change(&|model| model.graph.as_mut().unwrap().initializer.push(TensorProto { name: Some("w".into()), ..TensorProto::default() })).contains("two initializers"));
+        assert!(
+            change(&|model| model.graph.as_mut().unwrap().initializer.push(TensorProto { name: Some("w".into()), ..TensorProto::default() }))
+                .contains("two initializers")
+        );
     }
 }

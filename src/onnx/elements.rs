@@ -98,7 +98,11 @@ pub(super) fn inline(tensor: &TensorProto, ty: DataType, count: u64) -> Result<O
         _ => return Ok((count == 0).then(Vec::new)),
     };
     let wanted = raw_bytes(ty, count).unwrap_or(0);
-    if bytes.len() as u64 == wanted { Ok(Some(bytes)) } else { Err(format!("has {} bytes of elements, its shape {:?} takes {wanted}", bytes.len(), tensor.dims)) }
+    if bytes.len() as u64 == wanted {
+        Ok(Some(bytes))
+    } else {
+        Err(format!("has {} bytes of elements, its shape {:?} takes {wanted}", bytes.len(), tensor.dims))
+    }
 }
 
 /// Whether elements of this type stand in this field.

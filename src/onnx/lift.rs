@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ir::ops::Linear;
 use crate::ir::{Builder, Dim, Element, Graph, Kind, Op, TensorType, ValueId, rebuild};
 use crate::store::{DType, Role, Weights};
-use numbers::Numbers;
+use numbers::{Number, Numbers};
 
 /// Reasons that are told of nodes without a typed form.
 const TOLD: usize = 3;
@@ -30,6 +30,8 @@ enum Known {
     Value(ValueId),
     /// Whole numbers, as far as they are known beforehand.
     Numbers(Numbers),
+    /// A constant: a weight, or something that only an attribute can be.
+    Constant,
     /// It comes from a node that has no typed form.
     Nothing,
 }
@@ -108,7 +110,11 @@ impl<'f> Lift<'f> {
         let shown = reasons.iter().take(TOLD).map(String::as_str).collect::<Vec<_>>().join("; ");
         let more = if more > 0 { format!("; and {more} more") } else { String::new() };
         Error::Unsupported {
-            what: format!("{}: running it in the built-in executor, which knows no form of {} of its nodes ({shown}{more}),", self.file.path.display(), reasons.len()),
+            what: format!(
+                "{}: running it in the built-in executor, which knows no form of {} of its nodes ({shown}{more}),",
+                self.file.path.display(),
+                reasons.len()
+            ),
             hint: "ONNX Runtime runs it; passes over weights take it".into(),
         }
     }
@@ -137,7 +143,7 @@ impl<'f> Lift<'f> {
         }
         let output = node.output.first().ok_or("it computes nothing")?;
         if node.op_type() == "Constant" {
-            return if self.weights.by_name.contains_key(output) { Ok(Known::Numbers(Numbers::unknown())) } else { Err("its value is no weight".into()) };
+            return Ok(Known::Constant);
         }
         let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not known")?;
         let made = rule(&At { lift: self, node })?;
@@ -182,7 +188,8 @@ fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
             (Op::Linear(_), [_, _], _) if alone(node.output) => drop(products.insert(node.output, made)),
             (Op::Add(_), [a, b], [new_a, new_b]) => {
                 let side = [(a, b, new_b), (b, a, new_a)].into_iter().find_map(|(product, bias, new)| Some((products.get(product)?, bias, *new)));
-                if let Some(([x, weight], bias, new)) = side.and_then(|(product, bias, new)| Some((<[ValueId; 2]>::try_from(product.as_slice()).ok()?, bias, new)))
+                if let Some(([x, weight], bias, new)) =
+                    side.and_then(|(product, bias, new)| Some((<[ValueId; 2]>::try_from(product.as_slice()).ok()?, bias, new)))
                     && graph.value(*bias).kind == Kind::Param
                     && graph.value(*bias).ty.shape.len() == 1
                     && graph.value(*bias).ty.shape.last() == graph.value(node.output).ty.shape.last()
@@ -284,6 +291,12 @@ impl<'f> At<'_, 'f> {
     fn numbers(&self, position: usize) -> Result<Vec<i64>, String> {
         let name = self.node.input.get(position).map_or("", String::as_str);
         numbers::known(self.lift, name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the numbers of `{name}` are not known beforehand"))
+    }
+
+    /// Whole numbers of an input as far as they are known beforehand.
+    fn some_numbers(&self, position: usize) -> Result<Vec<Number>, String> {
+        let name = self.node.input.get(position).map_or("", String::as_str);
+        numbers::known(self.lift, name).map(|numbers| numbers.each()).ok_or_else(|| format!("the numbers of `{name}` are not known beforehand"))
     }
 
     /// The one number of an input that is a constant.

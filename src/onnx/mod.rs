@@ -21,7 +21,7 @@ mod write;
 
 pub use check::NEWEST;
 pub use model_file::ModelFile;
-pub use rewrite::Rewritten;
 pub use place::{Slot, Tensor};
+pub use rewrite::Rewritten;
 pub use style::{OPSETS, Precision, Style, WeightOnly};
 pub use write::{Draft, draft};

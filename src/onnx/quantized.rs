@@ -62,9 +62,16 @@ impl<'m> Replacing<'m> {
     /// Plans what stands for a weight that is `now` something else than it was; `flipped` says that the graph takes it `[in, out]`.
     pub fn replace(&mut self, name: &str, before: &Weight, now: &Weight, uses: &[Use], flipped: bool) -> Result<Replaced> {
         let wanted = data_type(before.dtype).filter(|_| before.is_float() && now.is_float());
-        let wanted = wanted.ok_or_else(|| Error::tensor(name, format!("is {} now, the graph takes {}", now.describe(), before.describe()), "add it to `ignore`"))?;
-        if let Encoding::Affine(Affine { activations: ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_), .. }) = &now.encoding {
-            return Err(Error::tensor(name, "has activations of fixed scales, which the graph of the file does not say", "this is a bug in compress, please report it"));
+        let wanted =
+            wanted.ok_or_else(|| Error::tensor(name, format!("is {} now, the graph takes {}", now.describe(), before.describe()), "add it to `ignore`"))?;
+        if let Encoding::Affine(Affine { activations: ActivationScheme::Static(_) | ActivationScheme::Float8Static(_) | ActivationScheme::Nvfp4(_), .. }) =
+            &now.encoding
+        {
+            return Err(Error::tensor(
+                name,
+                "has activations of fixed scales, which the graph of the file does not say",
+                "this is a bug in compress, please report it",
+            ));
         }
         match &now.encoding {
             Encoding::Dense => self.cast(name, now, wanted, flipped),

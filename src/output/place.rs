@@ -85,7 +85,8 @@ pub(super) fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
 }
 
 pub(super) fn exists(path: &Path) -> Error {
-    refuse(path, "exists", "add --force to replace it, or choose another place with -o")
+    let place = if path.is_dir() { "folder" } else { "name" };
+    refuse(path, "exists", &format!("add --force to replace it, or choose another {place} with -o"))
 }
 
 #[cfg(test)]

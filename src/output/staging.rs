@@ -128,7 +128,11 @@ impl Staging {
                 Ok(exchanged) => done.push((new, target, exchanged)),
                 Err(error) => {
                     for (new, target, exchanged) in done.into_iter().rev() {
-                        let _ = if exchanged { renameat_with(CWD, new, CWD, target, RenameFlags::EXCHANGE) } else { renameat_with(CWD, target, CWD, new, RenameFlags::NOREPLACE) };
+                        let _ = if exchanged {
+                            renameat_with(CWD, new, CWD, target, RenameFlags::EXCHANGE)
+                        } else {
+                            renameat_with(CWD, target, CWD, new, RenameFlags::NOREPLACE)
+                        };
                     }
                     return Err(error);
                 }

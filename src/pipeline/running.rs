@@ -328,7 +328,14 @@ impl Pipeline {
     }
 
     /// Measures before and after.
-    pub(super) fn measure(&self, [before, after]: [&Model; 2], folder: &Path, file: Option<&str>, exports: &mut [(&'static str, Exported)], start: Instant) -> Result<Measured> {
+    pub(super) fn measure(
+        &self,
+        [before, after]: [&Model; 2],
+        folder: &Path,
+        file: Option<&str>,
+        exports: &mut [(&'static str, Exported)],
+        start: Instant,
+    ) -> Result<Measured> {
         let file = file.unwrap_or(crate::onnx::file::MODEL);
         Run { pipeline: self, before, after, folder, file, work: self.work(), start }.measure(exports)
     }

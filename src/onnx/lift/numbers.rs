@@ -12,32 +12,55 @@ use crate::ir::Dim;
 /// Numbers at most that are followed.
 const MOST: usize = 64;
 
+/// A whole number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Number {
+    /// Known beforehand.
+    Known(i64),
+    /// That of a size that is open.
+    Size(Dim),
+    /// Anything.
+    Open,
+}
+
+impl Number {
+    fn known(&self) -> Option<i64> {
+        if let Number::Known(value) = self { Some(*value) } else { None }
+    }
+}
+
+impl From<i64> for Number {
+    fn from(value: i64) -> Self {
+        Number::Known(value)
+    }
+}
+
 /// A vector of whole numbers, or one, of which some are not known.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Numbers {
-    values: Vec<Option<i64>>,
+    values: Vec<Number>,
     /// Whether it is a vector, and not one number.
     vector: bool,
 }
 
 impl Numbers {
-    /// Of which nothing is known, not even how many there are.
-    pub fn unknown() -> Numbers {
-        Numbers { values: vec![None], vector: true }
+    /// Each of them.
+    pub fn each(&self) -> Vec<Number> {
+        self.values.clone()
     }
 
     /// All of them, where all are known.
     pub fn all(&self) -> Option<Vec<i64>> {
-        self.values.iter().copied().collect()
+        self.values.iter().map(Number::known).collect()
     }
 }
 
 /// Numbers behind a name: computed before, or a constant.
 pub(super) fn known(lift: &Lift, name: &str) -> Option<Numbers> {
     match lift.known.get(name) {
-        Some(Known::Numbers(numbers)) if *numbers != Numbers::unknown() => return Some(numbers.clone()),
-        Some(Known::Value(_) | Known::Nothing) => return None,
-        _ => {}
+        Some(Known::Numbers(numbers)) => return Some(numbers.clone()),
+        Some(_) => return None,
+        None => {}
     }
     let graph = lift.file.model.graph.as_ref()?;
     constant(graph.initializer.iter().find(|tensor| tensor.name() == name)?)
@@ -52,9 +75,9 @@ fn constant(tensor: &TensorProto) -> Option<Numbers> {
     }
     let bytes = elements::inline(tensor, ty, count).ok()??;
     let values = if ty == DataType::Int64 {
-        bytes.as_chunks::<8>().0.iter().map(|bytes| Some(i64::from_le_bytes(*bytes))).collect()
+        bytes.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes).into()).collect()
     } else {
-        bytes.as_chunks::<4>().0.iter().map(|bytes| Some(i64::from(i32::from_le_bytes(*bytes)))).collect()
+        bytes.as_chunks::<4>().0.iter().map(|bytes| i64::from(i32::from_le_bytes(*bytes)).into()).collect()
     };
     Some(Numbers { values, vector: !shape.is_empty() })
 }
@@ -62,20 +85,21 @@ fn constant(tensor: &TensorProto) -> Option<Numbers> {
 /// What a node makes of numbers, if it makes numbers.
 pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
     let input = |position: usize| node.input.get(position).and_then(|name| known(lift, name));
-    let vector = |values: Vec<Option<i64>>| (values.len() <= MOST).then_some(Numbers { values, vector: true });
+    let vector = |values: Vec<Number>| (values.len() <= MOST).then_some(Numbers { values, vector: true });
     match node.op_type() {
         "Constant" => {
             let attribute = node.attribute.first()?;
             match attribute.name() {
                 "value" => constant(attribute.t.as_ref()?),
-                "value_int" => Some(Numbers { values: vec![attribute.i], vector: false }),
-                "value_ints" => vector(attribute.ints.iter().copied().map(Some).collect()),
+                "value_int" => Some(Numbers { values: vec![attribute.i?.into()], vector: false }),
+                "value_ints" => vector(attribute.ints.iter().copied().map(Number::Known).collect()),
                 _ => None,
             }
         }
         "Shape" if int(node, "start", 0) == 0 && int(node, "end", i64::MAX) == i64::MAX => {
             let Known::Value(id) = lift.known.get(node.input.first()?.as_str())? else { return None };
-            vector(lift.builder.ty(*id).shape.iter().map(|dim| Dim::fixed(dim).and_then(|size| i64::try_from(size).ok())).collect())
+            let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Known);
+            vector(lift.builder.ty(*id).shape.iter().map(size).collect())
         }
         "Cast" if [DataType::Int64 as i64, DataType::Int32 as i64].contains(&int(node, "to", 0)) => input(0),
         "Unsqueeze" => input(0).filter(|numbers| !numbers.vector).map(|numbers| Numbers { vector: true, ..numbers }),
@@ -83,7 +107,7 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
         "Gather" if int(node, "axis", 0) == 0 => {
             let (from, at) = (input(0)?, input(1)?);
             let length = i64::try_from(from.values.len()).ok()?;
-            let pick = |at: i64| from.values.get(usize::try_from(if at < 0 { at.checked_add(length)? } else { at }).ok()?).copied();
+            let pick = |at: i64| from.values.get(usize::try_from(if at < 0 { at.checked_add(length)? } else { at }).ok()?).cloned();
             let values = at.all()?.into_iter().map(pick).collect::<Option<Vec<_>>>()?;
             Some(Numbers { values, vector: at.vector })
         }
@@ -106,7 +130,7 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
         "Add" | "Sub" | "Mul" | "Div" => {
             let (a, b) = (input(0)?, input(1)?);
             let count = a.values.len().max(b.values.len());
-            let one = |numbers: &Numbers, at: usize| numbers.values.get(if numbers.values.len() == 1 { 0 } else { at }).copied().flatten();
+            let one = |numbers: &Numbers, at: usize| numbers.values.get(if numbers.values.len() == 1 { 0 } else { at }).and_then(Number::known);
             let compute = |at: usize| {
                 let (a, b) = (one(&a, at)?, one(&b, at)?);
                 match node.op_type() {
@@ -116,7 +140,7 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
                     _ => a.checked_div(b),
                 }
             };
-            Some(Numbers { values: (0..count).map(compute).collect(), vector: a.vector || b.vector })
+            Some(Numbers { values: (0..count).map(|at| compute(at).map_or(Number::Open, Number::Known)).collect(), vector: a.vector || b.vector })
         }
         _ => None,
     }

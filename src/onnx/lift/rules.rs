@@ -3,13 +3,15 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+use super::super::proto::DataType;
+use super::numbers::Number;
 use super::{At, Made};
-use crate::ir::Op;
 use crate::ir::ops::{
     Abs, Add, AveragePool, BatchNorm, Binary, BinaryKind, Clip, Concat, Conv, ConvTranspose, Coordinates, Elu, Embedding, Erf, Exp, Extent, Flatten, Gelu,
     GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad, PadMode,
-    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Softmax, Softplus, Sqrt, Tanh, TargetSize, Transpose,
+    Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, Transpose,
 };
+use crate::ir::{Element, Op};
 use crate::store::Role;
 
 /// What stands for a node; nothing where it passes its first input on.
@@ -69,6 +71,8 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("ReduceL2", |at| reduce(at, ReduceKind::L2)),
     ("Identity", |_| Ok(None)),
     ("Dropout", |_| Ok(None)),
+    ("Cast", cast),
+    ("Slice", slice),
 ];
 
 fn made(op: impl Into<Op>, inputs: Vec<usize>) -> Result<Option<Made>, String> {
@@ -218,13 +222,47 @@ fn average_pool(at: &At) -> Result<Option<Made>, String> {
 }
 
 fn reshape(at: &At) -> Result<Option<Made>, String> {
-    let copies = at.int("allowzero", 0) == 0;
-    let target = |(axis, value): (usize, i64)| match value {
-        -1 => Ok(TargetSize::Rest),
-        0 if copies => Ok(TargetSize::Copy(axis)),
-        value => size(value).map(TargetSize::Number),
+    let (copies, shape) = (at.int("allowzero", 0) == 0, at.ty(0)?.shape);
+    let target = |(axis, number): (usize, Number)| match number {
+        Number::Known(-1) | Number::Open => Ok(TargetSize::Rest),
+        Number::Known(0) if copies => Ok(TargetSize::Copy(axis)),
+        Number::Known(value) => size(value).map(TargetSize::Number),
+        // One that is computed and no size of the input is what is left.
+        Number::Size(dim) => Ok(shape.iter().position(|own| *own == dim).map_or(TargetSize::Rest, TargetSize::Copy)),
     };
-    first(Reshape { shape: at.numbers(1)?.into_iter().enumerate().map(target).collect::<Result<_, _>>()? })
+    let shape = at.some_numbers(1)?.into_iter().enumerate().map(target).collect::<Result<Vec<_>, _>>()?;
+    if shape.iter().filter(|size| **size == TargetSize::Rest).count() > 1 {
+        return Err("more than one of its sizes is not known beforehand".into());
+    }
+    first(Reshape { shape })
+}
+
+/// A part of one axis, in steps of one.
+fn slice(at: &At) -> Result<Option<Made>, String> {
+    let [starts, ends] = [("starts", 1), ("ends", 2)].map(|(name, position)| at.given(name, position));
+    let (starts, ends) = (starts?.unwrap_or_default(), ends?.unwrap_or_default());
+    let axes = at.given("axes", 3)?.unwrap_or_else(|| vec![0]);
+    let steps = if at.has(4) { at.numbers(4)? } else { vec![1] };
+    let ([start], [end], [axis], [1]) = (&starts[..], &ends[..], &axes[..], &steps[..]) else { return Err("it is no part of one axis in steps of one".into()) };
+    let shape = at.ty(0)?.shape;
+    let place = axes_of(vec![*axis], shape.len())?;
+    let known = place.first().and_then(|axis| shape.get(*axis)).and_then(|size| size.fixed()).and_then(|size| i64::try_from(size).ok());
+    let (length, rest) = match known {
+        Some(all) => {
+            let inside = |at: i64| if at < 0 { at.saturating_add(all) } else { at }.clamp(0, all);
+            (Some(size(inside(*end).saturating_sub(inside(*start)).max(0))?), 0)
+        }
+        None if *end > i64::from(i32::MAX) / 2 => (None, 0),
+        None if *end < 0 => (None, size(end.saturating_neg())?),
+        None => return Err("how long its axis is, is not known beforehand".into()),
+    };
+    first(Slice { start: known.map_or(*start, |all| (*start).clamp(all.saturating_neg(), all)), length, rest, step: 1, axis: *axis })
+}
+
+/// Between floats of one width, nothing.
+fn cast(at: &At) -> Result<Option<Made>, String> {
+    let float = at.ty(0)?.element == Element::Float && at.int("to", 0) == DataType::Float as i64;
+    if float { Ok(None) } else { Err(format!("it makes elements of type {}", at.int("to", 0))) }
 }
 
 fn flatten(at: &At) -> Result<Option<Made>, String> {
@@ -238,7 +276,7 @@ fn flatten(at: &At) -> Result<Option<Made>, String> {
 }
 
 /// Axes counted from the front.
-fn axes(axes: Vec<i64>, rank: usize) -> Result<Vec<usize>, String> {
+fn axes_of(axes: Vec<i64>, rank: usize) -> Result<Vec<usize>, String> {
     let count = i64::try_from(rank).unwrap_or(i64::MAX);
     axes.into_iter().map(|axis| size(if axis < 0 { axis.saturating_add(count) } else { axis })).collect()
 }
@@ -246,8 +284,10 @@ fn axes(axes: Vec<i64>, rank: usize) -> Result<Vec<usize>, String> {
 fn squeeze(at: &At) -> Result<Option<Made>, String> {
     let shape = at.ty(0)?.shape;
     let gone = match at.given("axes", 1)? {
-        Some(given) => axes(given, shape.len())?,
-        None if shape.iter().all(|size| size.fixed().is_some()) => (0..shape.len()).filter(|axis| shape.get(*axis).and_then(|size| size.fixed()) == Some(1)).collect(),
+        Some(given) => axes_of(given, shape.len())?,
+        None if shape.iter().all(|size| size.fixed().is_some()) => {
+            (0..shape.len()).filter(|axis| shape.get(*axis).and_then(|size| size.fixed()) == Some(1)).collect()
+        }
         None => return Err("which axes have one element is not known".into()),
     };
     first(Reshape { shape: (0..shape.len()).filter(|axis| !gone.contains(axis)).map(TargetSize::Copy).collect() })
@@ -256,7 +296,7 @@ fn squeeze(at: &At) -> Result<Option<Made>, String> {
 fn unsqueeze(at: &At) -> Result<Option<Made>, String> {
     let given = at.given("axes", 1)?.ok_or("it does not say which axes")?;
     let rank = at.rank()?.saturating_add(given.len());
-    let new = axes(given, rank)?;
+    let new = axes_of(given, rank)?;
     let mut old = 0usize..;
     let target = |axis: usize| if new.contains(&axis) { Some(TargetSize::Number(1)) } else { old.next().map(TargetSize::Copy) };
     first(Reshape { shape: (0..rank).map_while(target).collect() })

@@ -185,7 +185,7 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let (fidelity, samples) = run_synthetic(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
+        let (fidelity, samples) = run_synthetic(self.written()?, &self.folder.join(self.file), self.pipeline.seed, &self.work)?;
         self.require_agreement(Some(&fidelity), samples, SYNTHETIC, exports)
     }
 
@@ -259,11 +259,11 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
     (ok, difference)
 }
 
-/// Runs the ONNX file of an output folder beside a model on synthetic samples: how close they are, and on how many samples.
-fn run_synthetic(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
+/// Runs an ONNX file beside a model on synthetic samples: how close they are, and on how many samples.
+fn run_synthetic(model: Model, file: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
-    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, work.threads)?];
+    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?];
     let [ours, theirs] = &mut subjects;
     let mut models = [ours.load(&Device::Cpu, work)?, theirs.load(&Device::Cpu, work)?];
     Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
@@ -306,7 +306,7 @@ fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
         return Ok((true, "not run, since the model is large".into()));
     }
     let coarse = half || has_integers(&model);
-    let (fidelity, samples) = run_synthetic(model, folder, 0, work)?;
+    let (fidelity, samples) = run_synthetic(model, &folder.join(MODEL), 0, work)?;
     let (ok, difference) = judge(&fidelity, coarse);
     Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {SYNTHETIC}: {difference}")))
 }

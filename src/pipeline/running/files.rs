@@ -45,7 +45,9 @@ impl Run<'_> {
         let (mut before, mut after) = (Subject::file_of(self.before, self.work.threads)?, self.session(&self.folder.join(self.file))?);
         let target = before.target();
         let inputs = target.inputs.to_vec();
-        let batches = |kind: usize| (0..SAMPLES).map(|number| data::synthetic_for(&inputs, self.pipeline.seed.wrapping_add(number), kind)).collect::<Result<Vec<Batch>>>();
+        let batches = |kind: usize| {
+            (0..SAMPLES).map(|number| data::synthetic_for(&inputs, self.pipeline.seed.wrapping_add(number), kind)).collect::<Result<Vec<Batch>>>()
+        };
         let (mut ours, mut theirs) = (before.load(&Device::Cpu, &self.work)?, after.load(&Device::Cpu, &self.work)?);
         let mut refused = None;
         // What sizes and numbers a file takes, it does not say.
