@@ -527,6 +527,48 @@ fn a_file_too_large_for_one_message_has_its_weights_beside_it() {
     assert!(std::fs::metadata(folder.join("large.onnx")).unwrap().len() < 4000);
 }
 
+/// What a file becomes that is opened and written with nothing changed, if it opens.
+fn again(bytes: &[u8]) -> Option<Vec<u8>> {
+    let place = Place::of(bytes);
+    let opened = Model::open(place.input()).ok()?;
+    let rewritten = opened.onnx.as_ref()?.rewrite(&opened.weights, "out.onnx", &BTreeMap::new(), u64::MAX).unwrap();
+    let folder = place.path("out");
+    std::fs::create_dir(&folder).unwrap();
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    compress::store::writer::write_pieces(&folder, &rewritten.layout, &rewritten.items, &work).ok()?;
+    let _ = opened.graph();
+    Some(std::fs::read(folder.join("out.onnx")).unwrap())
+}
+
+#[test]
+fn whatever_bytes_there_are_they_are_refused_or_written_so_that_they_open_again() {
+    let mut state = 7u64;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let (mut opened, whole) = (0, [model().encode_to_vec(), layers(13).encode_to_vec()]);
+    for round in 0..1200 {
+        let mut bytes = whole[round % 2].clone();
+        for _ in 0..1 + random(3) {
+            // Most bytes are elements: the messages are at the beginning of the one, and everywhere in the other.
+            let within = if random(2) == 0 { 700 } else { bytes.len() };
+            let at = random(within);
+            match random(4) {
+                0 => bytes[at] = random(256) as u8,
+                1 => bytes[at] ^= 1 << random(8),
+                2 => drop(bytes.remove(at)),
+                _ => bytes.insert(at, random(256) as u8),
+            }
+        }
+        if let Some(first) = again(&bytes) {
+            opened += 1;
+            assert_eq!(again(&first).as_deref(), Some(first.as_slice()), "round {round}");
+        }
+    }
+    assert!(opened > 100 && opened < 1100, "{opened} of 1200 open");
+}
+
 #[test]
 fn files_that_do_not_hold_together_are_refused_by_name() {
     let whole = model().encode_to_vec();

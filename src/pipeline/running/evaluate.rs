@@ -263,7 +263,8 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 fn run_synthetic(model: Model, file: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
-    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?];
+    let mut subjects =
+        [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?];
     let [ours, theirs] = &mut subjects;
     let mut models = [ours.load(&Device::Cpu, work)?, theirs.load(&Device::Cpu, work)?];
     Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
