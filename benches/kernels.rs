@@ -69,7 +69,7 @@ fn quantizing<F: Float>(group: &mut BenchmarkGroup<WallTime>, bytes: &[u8]) {
     let scale = 0.001;
     group.bench_function("range", |b| b.iter(|| quantize::range::<F>(black_box(bytes))));
     group.bench_function("quantize", |b| b.iter(|| quantize::quantize::<F>(black_box(bytes), &mut integers, scale, 0.0, quantize::FULL)));
-    group.bench_function("squared error", |b| b.iter(|| quantize::squared_error::<F>(black_box(bytes), scale, 0.0, quantize::FULL)));
+    group.bench_function("squared error", |b| b.iter(|| quantize::error::<F, quantize::Squares>(black_box(bytes), scale, 0.0, quantize::FULL)));
 }
 
 fn converting<F: Float>(group: &mut BenchmarkGroup<WallTime>, floats: &[f32], bytes: &[u8]) {

@@ -13,7 +13,8 @@ use compress::Model;
 use compress::analysis::{Group, GroupUnit, Groups, groups};
 use compress::data::synthetic;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
-use compress::ir::Graph;
+use compress::ir::ops::*;
+use compress::ir::{Builder, Dim, Graph, Op, TensorType, ValueId};
 use compress::store::{self, Block, BlockSink, Encoding, View, Weight, WeightSource, Weights};
 use compress::work::{Cancel, Silent, Work};
 
@@ -128,4 +129,109 @@ fn taking_units_out_equals_making_them_zero() {
     for (unit, least) in [(GroupUnit::Heads, 50), (GroupUnit::Mlp, 50), (GroupUnit::Channels, 50)] {
         assert!(held[&unit] >= least, "{held:?}");
     }
+}
+
+/// A graph in the ops that ONNX models are made of, node by node.
+struct Plain<'b> {
+    builder: Builder<'b>,
+    count: usize,
+}
+
+impl Plain<'_> {
+    fn new() -> Self {
+        Plain { builder: Builder::unchecked(), count: 0 }
+    }
+
+    fn input(&mut self, sizes: &[usize]) -> ValueId {
+        let shape = [Dim::named("batch")].into_iter().chain(sizes.iter().map(|size| if *size == 0 { Dim::named("sequence") } else { Dim::Fixed(*size) }));
+        self.builder.input("x", TensorType::float(shape)).unwrap()
+    }
+
+    /// A node over values and parameters of these shapes.
+    fn node(&mut self, op: impl Into<Op>, values: &[ValueId], params: &[&[usize]]) -> ValueId {
+        let name = format!("node{}", self.count);
+        self.count += 1;
+        let params = params.iter().enumerate().map(|(at, shape)| self.builder.param(&format!("{name}.{at}"), shape).unwrap());
+        let inputs: Vec<ValueId> = values.iter().copied().chain(params.collect::<Vec<_>>()).collect();
+        self.builder.node(&name, op, &inputs).unwrap()
+    }
+
+    fn finish(mut self, logits: ValueId) -> (Graph, BTreeMap<String, Tensor>) {
+        self.builder.output("logits", logits);
+        let graph = self.builder.finish().unwrap();
+        let mut seed = 0f32;
+        let mut numbers = |count: usize| {
+            let next = |_| {
+                seed += 1.0;
+                (seed * 1.37).sin() * 0.5 + 0.6
+            };
+            (0..count).map(next).collect::<Vec<f32>>()
+        };
+        let sizes = |shape: &[Dim]| shape.iter().map(|size| size.fixed().unwrap()).collect::<Vec<_>>();
+        let tensors = graph.params().map(|(_, value)| {
+            let shape = sizes(&value.ty.shape);
+            (value.name.clone(), Tensor::from_vec(numbers(shape.iter().product()), shape, &Device::Cpu).unwrap())
+        });
+        let tensors = tensors.collect();
+        (graph, tensors)
+    }
+}
+
+/// Attention and a network of images as exporters spell them.
+fn plain_graphs() -> Vec<(Graph, BTreeMap<String, Tensor>)> {
+    let mut g = Plain::new();
+    let x = g.input(&[0, 8]);
+    let [copy, next] = [TargetSize::Copy(0), TargetSize::Copy(1)];
+    let heads = |g: &mut Plain, perm: [usize; 4]| {
+        let wide = g.node(Linear::default(), &[x], &[&[8, 8], &[8]]);
+        let split = g.node(Reshape { shape: vec![copy, next, TargetSize::Number(2), TargetSize::Number(4)] }, &[wide], &[]);
+        g.node(Transpose { perm: perm.to_vec() }, &[split], &[])
+    };
+    let (queries, keys, values) = (heads(&mut g, [0, 2, 1, 3]), heads(&mut g, [0, 2, 3, 1]), heads(&mut g, [0, 2, 1, 3]));
+    let products = g.node(MatMul {}, &[queries, keys], &[]);
+    let scaled = g.node(Binary { kind: BinaryKind::Div }, &[products], &[&[1]]);
+    let shares = g.node(Softmax::default(), &[scaled], &[]);
+    let mixed = g.node(MatMul {}, &[shares, values], &[]);
+    let mixed = g.node(Transpose { perm: vec![0, 2, 1, 3] }, &[mixed], &[]);
+    let merged = g.node(Reshape { shape: vec![copy, next, TargetSize::Number(8)] }, &[mixed], &[]);
+    let out = g.node(Linear::default(), &[merged], &[&[6, 8], &[6]]);
+    let pooled = g.node(Reduce { kind: ReduceKind::Max, axes: vec![1], keep: false }, &[out], &[]);
+    let logits = g.node(Linear::default(), &[pooled], &[&[3, 6]]);
+    let attention = g.finish(logits);
+
+    let mut g = Plain::new();
+    let x = g.input(&[3, 8, 8]);
+    let first = g.node(Conv { padding: Padding([0, 1, 2, 1]), ..Conv::default() }, &[x], &[&[6, 3, 3, 3]]);
+    let first = g.node(BatchNorm::default(), &[first], &[&[6], &[6], &[6], &[6]]);
+    let first = g.node(HardSwish {}, &[first], &[]);
+    let half = g.node(AveragePool::default(), &[first], &[]);
+    let half = g.node(Conv { stride: PerAxis([2, 1]), ..Conv::default() }, &[half], &[&[5, 6, 1, 1], &[5]]);
+    let whole = g.node(ConvTranspose { stride: PerAxis([4, 2]), ..ConvTranspose::default() }, &[half], &[&[5, 4, 4, 2]]);
+    let both = g.node(Concat { axis: 1 }, &[first, whole], &[]);
+    let around = g.node(Pad { pads: vec![0, 0, 1, 1, 0, 0, 1, 1], mode: PadMode::Reflect, value: 0.0 }, &[both], &[]);
+    let last = g.node(Conv::default(), &[around], &[&[4, 10, 3, 3]]);
+    let sizes = vec![Extent::Scale(1.0), Extent::Scale(1.0), Extent::Scale(2.0), Extent::Scale(0.5)];
+    let last = g.node(Resize { sizes, mode: Interpolation::Linear, ..Resize::default() }, &[last], &[]);
+    let mean = g.node(GlobalAveragePool { keep: true }, &[last], &[]);
+    let flat = g.node(Reshape { shape: vec![copy, TargetSize::Number(4)] }, &[mean], &[]);
+    let logits = g.node(Linear::default(), &[flat], &[&[3, 4]]);
+    vec![attention, g.finish(logits)]
+}
+
+#[test]
+fn groups_of_plain_ops_keep_the_law() {
+    let mut sizes = Vec::new();
+    for (graph, tensors) in plain_graphs() {
+        let inputs = synthetic(&graph, 7).unwrap().inputs;
+        let found = groups(&graph).unwrap();
+        for group in &found.groups {
+            let worst = law(&graph, &tensors, &found, group, &inputs);
+            assert!(worst < 1e-5, "{group}: {worst:e}");
+        }
+        let mut of_graph: Vec<(usize, usize)> = found.groups.iter().map(|group| (group.size, group.members.len())).collect();
+        of_graph.sort_unstable();
+        sizes.push(of_graph);
+    }
+    // Heads; widths of values, and of queries with keys; features of the output. Channels of four layers.
+    assert_eq!(sizes, [vec![(2, 7), (4, 3), (4, 4), (6, 3)], vec![(4, 2), (4, 2), (5, 3), (6, 7)]]);
 }

@@ -199,19 +199,31 @@ fn steps_are_the_same_where_every_copy_counts() {
 
 #[test]
 fn two_processes_make_the_steps_of_one() {
-    for (shard, tight, offload) in [(false, false, ""), (true, false, ""), (false, true, ""), (false, false, ", offload: [parameters]")] {
-        let place = Place::new(64);
+    let sharded = "shard: parameters, average: 0.9, evaluate_every: 3";
+    let cases = ["", "shard_optimizer: true", "memory_limit: 0", "offload: [parameters]", "shard: parameters", sharded];
+    for (options, data) in cases.map(|options| (options, "")).into_iter().chain([(sharded, "  - prune-unstructured: {}\n")]) {
+        let (place, tight) = (Place::new(64), options.starts_with("memory_limit"));
+        let recipe = |options: &str| {
+            let path = place.recipe_with("train: { arrays: train.safetensors }, evaluation: { arrays: train.safetensors }", "finetune", options);
+            std::fs::write(&path, std::fs::read_to_string(&path).unwrap().replace("passes:\n", &format!("passes:\n{data}"))).unwrap();
+            path
+        };
         // One process takes two batches a step, of two each takes one.
-        place.finish(place.start(&place.recipe("max_steps: 6, batch_size: 8, gradient_accumulation: 2, learning_rate: 1e-3"), "one", &[], &[]));
-        let limit = if tight { format!(", memory_limit: {}", place.memory("one") * 9 / 10) } else { String::new() };
-        let recipe = place.recipe(&format!("max_steps: 6, batch_size: 8, learning_rate: 1e-3, shard_optimizer: {shard}{limit}{offload}"));
+        let alike = if options == sharded { ", average: 0.9, evaluate_every: 3" } else { "" };
+        place.finish(place.start(&recipe(&format!("max_steps: 6, batch_size: 8, gradient_accumulation: 2, learning_rate: 1e-3{alike}")), "one", &[], &[]));
+        let options = if tight { format!("memory_limit: {}", place.memory("one") * 9 / 10) } else { options.to_owned() };
+        let comma = if options.is_empty() { "" } else { ", " };
+        let recipe = recipe(&format!("max_steps: 6, batch_size: 8, learning_rate: 1e-3{comma}{options}"));
         let children: Vec<Child> = ranks::<2>().iter().map(|rank| place.start(&recipe, "two", &[], rank)).collect();
         children.into_iter().for_each(|child| place.finish(child));
         let (one, two) = (place.weights("one"), place.weights("two"));
         // Gradients of the biases of keys are nothing but rounding, which parts change.
         for (name, values) in one.iter().filter(|(name, _)| !tight || !name.contains("key.bias")) {
             let apart = values.iter().zip(&two[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
-            assert!(apart < 1e-5, "shard_optimizer: {shard}, memory_limit: {tight}{offload}, {name}: {apart}");
+            assert!(apart < 1e-5, "{options}, {name}: {apart}");
+        }
+        if options == "shard: parameters" {
+            assert!(place.memory("two") < place.memory("one") * 3 / 4, "{} and {}", place.memory("two"), place.memory("one"));
         }
         assert_eq!(place.report("two").to_string().contains("in parts"), tight);
     }
@@ -219,8 +231,16 @@ fn two_processes_make_the_steps_of_one() {
 
 #[test]
 fn a_training_of_three_goes_on_when_one_was_killed() {
+    goes_on_when_one_was_killed("shard_optimizer: true");
+    goes_on_when_one_was_killed("shard: parameters, average: 0.9, evaluate_every: 4");
+}
+
+fn goes_on_when_one_was_killed(options: &str) {
     let place = Place::new(100);
-    let recipe = place.recipe("max_steps: 80, batch_size: 4, learning_rate: 1e-3, shard_optimizer: true, checkpoint_every: { steps: 5 }");
+    let evaluates = options.contains("evaluate_every");
+    let data = format!("train: {{ arrays: train.safetensors }}{}", if evaluates { ", evaluation: { arrays: train.safetensors }" } else { "" });
+    let options = format!("max_steps: 80, batch_size: 4, learning_rate: 1e-3, checkpoint_every: {{ steps: 5 }}, {options}");
+    let recipe = place.recipe_with(&data, "finetune", &options);
     let start = |out: &str, more: &[&str]| ranks::<3>().map(|rank| place.start(&recipe, out, more, &rank));
     start("whole", &[]).into_iter().for_each(|child| place.finish(child));
     let folder = place.folder.path().join("parts.unfinished/1-finetune");
@@ -236,7 +256,9 @@ fn a_training_of_three_goes_on_when_one_was_killed() {
     let resume = || start("parts", &["--resume"]).map(|child| place.refused(child));
     // Another number of processes, a share that is gone, and one of another step.
     let said = place.refused(place.start(&recipe, "parts", &["--resume"], &[]));
-    assert!(said.contains("checkpoint.safetensors") && said.contains("in 3 processes, this one has 1"), "{said}");
+    // A single process also evaluates, which makes it another training.
+    let other = if evaluates { "other options, data or weights" } else { "in 3 processes, this one has 1" };
+    assert!(said.contains("checkpoint.safetensors") && said.contains(other), "{said}");
     let shares = || std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path()).filter(|path| path.to_string_lossy().ends_with("-2.safetensors"));
     let kept: Vec<(PathBuf, Vec<u8>)> = shares().map(|path| (path.clone(), std::fs::read(&path).unwrap())).collect();
     kept.iter().for_each(|(path, _)| std::fs::remove_file(path).unwrap());
@@ -265,8 +287,15 @@ fn statistics_of_batches_are_those_of_all_processes() {
     let recipe = |more: &str| place.recipe(&format!("max_steps: 1, batch_size: 4, optimizer: sgd, learning_rate: 1e-12{more}"));
     place.finish(place.start(&recipe(""), "first", &[], &[]));
     place.finish(place.start(&recipe(", gradient_accumulation: 2"), "both", &[], &[]));
-    let path = recipe("");
-    ranks::<2>().map(|rank| place.start(&path, "two", &[], &rank)).into_iter().for_each(|child| place.finish(child));
+    for (out, more) in [("two", ""), ("sharded", ", shard: parameters")] {
+        let path = recipe(more);
+        ranks::<2>().map(|rank| place.start(&path, out, &[], &rank)).into_iter().for_each(|child| place.finish(child));
+    }
+    let (two, sharded) = (place.weights("two"), place.weights("sharded"));
+    for (name, values) in &two {
+        let apart = values.iter().zip(&sharded[name]).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(apart < 1e-6, "{name}: {apart}");
+    }
     let [before, first, both, two] = [place.model.clone(), place.at("first"), place.at("both"), place.at("two")].map(|folder| weights(&folder));
     let mut seen = 0;
     for (name, values) in two.iter().filter(|(name, _)| name.contains("running_")) {
@@ -283,8 +312,14 @@ fn statistics_of_batches_are_those_of_all_processes() {
 /// The others have no samples to evaluate on; they stop when the first one does.
 #[test]
 fn the_first_of_three_processes_evaluates_for_all() {
+    for shard in ["optimizer", "parameters"] {
+        the_first_evaluates(shard);
+    }
+}
+
+fn the_first_evaluates(shard: &str) {
     let place = Place::new(32);
-    let options = "max_steps: 40, batch_size: 4, optimizer: sgd, learning_rate: 1e-12, evaluate_every: 2, patience: 2, shard_optimizer: true";
+    let options = &format!("max_steps: 40, batch_size: 4, optimizer: sgd, learning_rate: 1e-12, evaluate_every: 2, patience: 2, shard: {shard}");
     let train = "train: { arrays: train.safetensors }";
     let [first, second, third] = ranks::<3>();
     let with = place.recipe_with(&format!("{train}, evaluation: {{ arrays: train.safetensors }}"), "finetune", options);

@@ -230,7 +230,7 @@ impl Roles {
                     roles.heads.extend(letter("g"));
                     roles.shared.extend(letter("r"));
                 }
-                Op::Conv(_) => ["k", "o", "g", "c"].iter().for_each(|name| roles.channels.extend(letter(name))),
+                Op::Conv(_) | Op::ConvTranspose(_) => ["k", "o", "g", "c"].iter().for_each(|name| roles.channels.extend(letter(name))),
                 Op::Embedding(_) => roles.stream.extend(letter("c")),
                 _ => {}
             }
@@ -242,6 +242,7 @@ impl Roles {
                     roles.members.extend([((weight, usize::from(op.input_major)), Role::Writes), ((weight, usize::from(!op.input_major)), Role::Reads)])
                 }
                 Op::Conv(_) => roles.members.extend([((weight, 0), Role::Writes), ((weight, 1), Role::Reads)]),
+                Op::ConvTranspose(_) => roles.members.extend([((weight, 0), Role::Reads), ((weight, 1), Role::Writes)]),
                 Op::Embedding(_) => drop(roles.members.entry((weight, 1)).or_insert(Role::Writes)),
                 Op::BatchNorm(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => drop(roles.members.insert((weight, 0), Role::Scales)),
                 _ => {}

@@ -1,4 +1,4 @@
-//! Where tensors live between uses: in the memory of a device, on the host beside a device, or in a file.
+//! Where tensors live between uses: in the memory of a device, on the host beside a device, in a file, or in one of several processes.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 
 use super::bytes_of;
+use super::shares::{Share, Shares};
 use super::spill::{SpillFile, SpilledTensor};
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
@@ -19,6 +20,8 @@ pub enum Home {
     Host,
     /// In a file without a name. Each use reads it.
     File(Arc<SpillFile>),
+    /// Each in the memory of one of several processes, which use it together.
+    Shared(Arc<Shares>),
 }
 
 /// A tensor that lives somewhere between uses.
@@ -30,6 +33,7 @@ enum Place {
     Memory(Tensor),
     Host(Tensor),
     File(SpilledTensor),
+    Share(Share),
 }
 
 fn failed(e: candle_core::Error) -> Error {
@@ -65,10 +69,21 @@ impl Home {
         matches!(self, Home::Memory(_))
     }
 
+    /// Whether each tensor is in one of several processes.
+    pub fn is_shared(&self) -> bool {
+        matches!(self, Home::Shared(_))
+    }
+
+    /// Whether tensors are on the host beside a device, or in a file.
+    pub fn is_away(&self) -> bool {
+        matches!(self, Home::Host | Home::File(_))
+    }
+
     /// Where tensors are changed.
     pub fn device(&self) -> &Device {
         match self {
             Home::Memory(device) => device,
+            Home::Shared(shares) => shares.device(),
             Home::Host | Home::File(_) => &Device::Cpu,
         }
     }
@@ -82,7 +97,16 @@ impl Home {
             Home::Memory(device) => Place::Memory(transfer::beside(tensor, device, Cause::Offload).map_err(failed)?),
             Home::Host => Place::Host(own_on_host(tensor).map_err(failed)?),
             Home::File(file) => Place::File(file.write(tensor)?),
+            Home::Shared(shares) => Place::Share(shares.keep(tensor)?),
         }))
+    }
+
+    /// The same for a tensor that belongs to another one: it is kept in the same process.
+    ///
+    /// # Errors
+    /// As [`keep`](Home::keep).
+    pub fn keep_with(&self, tensor: &Tensor, other: &Kept) -> Result<Kept> {
+        if let Place::Share(share) = &other.0 { share.alike(tensor).map(|share| Kept(Place::Share(share))) } else { self.keep(tensor) }
     }
 
     /// Names that are worked on together: all of them, where all tensors are in memory anyhow, else one after the other.
@@ -110,6 +134,7 @@ impl Kept {
         match &self.0 {
             Place::Memory(tensor) | Place::Host(tensor) => tensor.dims(),
             Place::File(spilled) => &spilled.shape,
+            Place::Share(share) => &share.shape,
         }
     }
 
@@ -118,6 +143,7 @@ impl Kept {
         match &self.0 {
             Place::Memory(tensor) | Place::Host(tensor) => tensor.dtype(),
             Place::File(spilled) => spilled.dtype,
+            Place::Share(share) => share.dtype,
         }
     }
 
@@ -128,7 +154,16 @@ impl Kept {
 
     /// Bytes that it takes of the memory where tensors are used.
     pub fn bytes(&self) -> u64 {
-        if let Place::Memory(tensor) = &self.0 { bytes_of(tensor) } else { 0 }
+        match &self.0 {
+            Place::Memory(tensor) => bytes_of(tensor),
+            Place::Share(share) => share.own().map_or(0, bytes_of),
+            Place::Host(_) | Place::File(_) => 0,
+        }
+    }
+
+    /// Whether this process keeps it; of tensors that are not shared out, every process keeps its own.
+    pub fn is_here(&self) -> bool {
+        !matches!(&self.0, Place::Share(share) if share.own().is_none())
     }
 
     /// Whether it is in a file alone.
@@ -139,15 +174,35 @@ impl Kept {
     /// The tensor where it lives: itself, or read onto the host. Changes count where it is put back.
     ///
     /// # Errors
-    /// Reading fails, or memory runs out.
+    /// Reading fails, memory runs out, or another process keeps it.
     pub fn open(&self) -> Result<Tensor> {
         match &self.0 {
             Place::Memory(tensor) | Place::Host(tensor) => Ok(tensor.clone()),
             Place::File(spilled) => spilled.read(&Device::Cpu),
+            Place::Share(share) => share.own().cloned().ok_or_else(|| failed(candle_core::Error::Msg("another process keeps it".into()))),
         }
     }
 
-    /// The tensor on a device: itself where it lives there, else a copy.
+    /// As [`load`](Kept::load) in the process that keeps it, and nothing elsewhere; no process waits for another.
+    ///
+    /// # Errors
+    /// As [`load`](Kept::load).
+    pub fn load_own(&self, device: &Device) -> Result<Option<Tensor>> {
+        match &self.0 {
+            Place::Share(share) => share.own().map(|own| transfer::beside(own, device, Cause::Offload)).transpose().map_err(failed),
+            _ => self.load(device).map(Some),
+        }
+    }
+
+    /// The sum of what all processes have for a tensor that is shared out; else what this one has.
+    ///
+    /// # Errors
+    /// Another process is gone.
+    pub fn sum_of_all(&self, tensor: Tensor) -> Result<Tensor> {
+        if let Place::Share(share) = &self.0 { share.sum(&tensor) } else { Ok(tensor) }
+    }
+
+    /// The tensor on a device: itself where it lives there, else a copy. All processes load what is shared out, in the same order.
     ///
     /// # Errors
     /// As [`open`](Kept::open).
@@ -159,6 +214,7 @@ impl Kept {
                 loaded.and_then(|loaded| if device.is_cpu() { loaded.copy() } else { Ok(loaded) }).map_err(failed)
             }
             Place::File(spilled) => spilled.read(device),
+            Place::Share(share) => share.load().and_then(|tensor| transfer::beside(&tensor, device, Cause::Offload).map_err(failed)),
         }
     }
 
@@ -178,15 +234,20 @@ impl Kept {
                 if own.dims() == tensor.dims() { put().map_err(failed) } else { Err(failed(candle_core::Error::Msg("its shape has changed".into()))) }
             }
             Place::File(spilled) => spilled.overwrite(&tensor),
+            Place::Share(share) => share.put(&tensor),
         }
     }
 
-    /// A copy of its own, in a home.
+    /// A copy of its own, in a home. What is shared out is copied where it is, if the home is shared.
     ///
     /// # Errors
-    /// As [`Home::keep`].
+    /// As [`Home::keep`] and [`load`](Kept::load).
     pub fn copied_to(&self, home: &Home) -> Result<Kept> {
-        let tensor = self.open()?;
+        let tensor = match (&self.0, home) {
+            (Place::Share(share), Home::Shared(_)) => return share.copied().map(|share| Kept(Place::Share(share))),
+            (Place::Share(share), _) => share.load()?,
+            _ => self.open()?,
+        };
         match home {
             Home::Memory(device) => home.keep(&transfer::beside(&tensor, device, Cause::State).and_then(|tensor| tensor.copy()).map_err(failed)?),
             _ => home.keep(&tensor),

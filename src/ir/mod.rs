@@ -8,6 +8,7 @@ mod build;
 pub mod cache;
 mod check;
 mod dim;
+mod dim_text;
 mod file;
 mod graph;
 pub mod ops;

@@ -65,9 +65,42 @@ simd! {
     }
 }
 
+/// What errors count as.
+pub trait Power {
+    /// The exponent.
+    const EXPONENT: i32;
+
+    /// The power of an error's magnitude.
+    fn of(error: f32) -> f32;
+}
+
+/// Squares of errors.
+pub struct Squares;
+
+/// Fourth powers of errors: what is cut off counts more.
+pub struct FourthPowers;
+
+impl Power for Squares {
+    const EXPONENT: i32 = 2;
+
+    #[inline(always)]
+    fn of(error: f32) -> f32 {
+        error * error
+    }
+}
+
+impl Power for FourthPowers {
+    const EXPONENT: i32 = 4;
+
+    #[inline(always)]
+    fn of(error: f32) -> f32 {
+        (error * error) * (error * error)
+    }
+}
+
 simd! {
-    /// Sum of squared errors that quantizing with this scale makes on finite values.
-    pub fn squared_error[F: Float](bytes: &[u8], scale: f32, zero_point: f32, bounds: Bounds) -> f64 {
+    /// Sum of powers of the errors that quantizing with this scale makes on finite values.
+    pub fn error[F: Float, P: Power](bytes: &[u8], scale: f32, zero_point: f32, bounds: Bounds) -> f64 {
         let mut total = 0f64;
         for run in F::split(bytes).chunks(4096) {
             let mut sums = [0f32; LANES];
@@ -77,7 +110,7 @@ simd! {
                 let q = (level(value, scale, zero_point, bounds) + ROUND) - ROUND;
                 // Counted in steps: the square of a tiny or a huge weight is no f32.
                 let error = (q - zero_point) - value / scale;
-                if value.abs() <= f32::MAX { error * error } else { 0.0 }
+                if value.abs() <= f32::MAX { P::of(error) } else { 0.0 }
             };
             for block in blocks {
                 for lane in 0..LANES {
@@ -89,7 +122,7 @@ simd! {
             }
             total += sums.iter().map(|s| f64::from(*s)).sum::<f64>();
         }
-        total * f64::from(scale) * f64::from(scale)
+        total * f64::from(scale).powi(P::EXPONENT)
     }
 }
 

@@ -181,6 +181,22 @@ impl<'g> Lowering<'g> {
         self.finish("Cast", &[&wide], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
     }
 
+    /// As [`finish_wide`](Self::finish_wide), where the node's value is a later one of an operator's results.
+    pub fn finish_wide_at(&mut self, op: &str, place: usize, inputs: &[&str], attributes: Vec<AttributeProto>) {
+        let name = if self.half { self.fresh(format!("{}/wide", self.scope)) } else { self.output() };
+        let mut outputs = vec![String::new(); place];
+        outputs.push(name.clone());
+        self.push(op, self.scope.clone(), inputs, outputs, attributes);
+        if self.half {
+            self.finish("Cast", &[&name], vec![AttributeProto::int("to", DataType::Float16 as i64)]);
+        }
+    }
+
+    /// Name of the current node's value.
+    fn output(&self) -> String {
+        self.node.map_or(String::new(), |node| self.names[node.output.index()].clone())
+    }
+
     /// People give 32 bits; what follows works on 16.
     pub fn narrow_input(&mut self, value: usize, public: &str) {
         public.clone_into(&mut self.scope);
@@ -202,8 +218,7 @@ impl<'g> Lowering<'g> {
 
     /// The operator that computes the current node's value.
     pub fn finish(&mut self, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) {
-        let output = self.node.map_or(String::new(), |node| self.names[node.output.index()].clone());
-        self.push(op, self.scope.clone(), inputs, vec![output], attributes);
+        self.push(op, self.scope.clone(), inputs, vec![self.output()], attributes);
     }
 
     /// A copy of a value under a public name; floats in the 32 bits that people expect.

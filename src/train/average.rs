@@ -104,7 +104,8 @@ impl Average {
             average.put(restored.to_dtype(DType::F32).map_err(failed(&part))?)?;
             found.insert(part);
         }
-        if let Some(part) = self.averages.keys().map(|name| format!("{PART}{name}")).find(|part| !found.contains(part)) {
+        if let Some(part) = self.averages.iter().filter(|(_, kept)| kept.is_here()).map(|(name, _)| format!("{PART}{name}")).find(|part| !found.contains(part))
+        {
             return Err(missing(&part));
         }
         self.steps = steps.ok_or_else(|| missing(STEPS))?;

@@ -11,11 +11,11 @@ use crate::ir::{Graph, Op};
 /// go, of all blocks that are cut apart by one value.
 pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
     let every = match options.gradient_checkpointing {
-        Checkpointing::None if !options.offloads_parameters() => return Vec::new(),
+        Checkpointing::None if !options.pages_parameters() => return Vec::new(),
         Checkpointing::None | Checkpointing::Blocks => 1,
         Checkpointing::Every(layers) => layers.max(1),
     };
-    blocks(graph, options.offloads_parameters()).into_iter().step_by(every).collect()
+    blocks(graph, options.pages_parameters()).into_iter().step_by(every).collect()
 }
 
 fn blocks(graph: &Graph, by_parameters: bool) -> Vec<usize> {

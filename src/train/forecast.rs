@@ -44,7 +44,7 @@ fn elements(ty: &TensorType, sizes: &Bindings) -> u64 {
     ty.shape.iter().map(|dim| dim.evaluate(sizes).unwrap_or(0) as u64).product()
 }
 
-/// What a step over samples of these sizes takes, of the part of a model's graph that losses depend on.
+/// What a step over samples of these sizes takes in each of so many processes, of the part of a model's graph that losses depend on.
 ///
 /// # Errors
 /// Parameters are to come and go, and the graph has no place to cut it at.
@@ -53,7 +53,7 @@ pub fn forecast(
     options: &Training,
     teacher: Option<(&Graph, &Model)>,
     objective: &Objective,
-    sizes: &Bindings,
+    (sizes, processes): (&Bindings, usize),
 ) -> Result<MemoryForecast> {
     let width = options.precision.dtype().size_in_bytes() as u64;
     let selected = weights::selected(whole, &options.targets, &options.ignore);
@@ -79,7 +79,8 @@ pub fn forecast(
     let (value, gradient, page) = (|ty: &TensorType| width * elements(ty), |ty: &TensorType| 4 * elements(ty), |ty: &TensorType| width * elements(ty));
     let heads = objective.heads().0;
     let of_heads = |bytes: &dyn Fn(&Value) -> u64| whole.params().filter(|(_, value)| heads.contains(&value.name)).map(|(_, value)| bytes(value)).sum::<u64>();
-    let paged = options.offloads_parameters();
+    let shared = options.shards_parameters() && processes > 1;
+    let paged = options.offloads_parameters() || shared;
     let pages: Option<Pages> =
         paged.then(|| (&page as &dyn Fn(&TensorType) -> u64, (of_heads(&|value| page(&value.ty)), of_heads(&|value| 4 * trained(value)))));
     let walk = tape.forecast(&value, &gradient, pages);
@@ -91,19 +92,24 @@ pub fn forecast(
     let of_teacher = teacher.filter(|_| !objective.teacher_values().is_empty()).map_or(0, |(graph, model)| {
         let bytes = |(_, value): (ValueId, &Value)| model.weights.by_name.get(&value.name).map(|weight| Residence::Stored.bytes(weight, DType::F32));
         let all = graph.params().filter_map(bytes);
-        if paged { all.max().unwrap_or(0) } else { all.sum() }
+        if options.offloads_parameters() { all.max().unwrap_or(0) } else { all.sum() }
     });
     set(MemoryCategory::Teacher, of_teacher);
     let together = if paged {
         if cuts.is_empty() {
-            return Err(Error::option("offload: parameters", format!("the model cannot be cut into blocks: {}", analysis::uncut(graph).unwrap_or_default())));
+            let option = if shared { "shard: parameters" } else { "offload: parameters" };
+            return Err(Error::option(option, format!("the model cannot be cut into blocks: {}", analysis::uncut(graph).unwrap_or_default())));
         }
         // While one parameter is changed, its gradient and state are there.
         let change = |value: &Value| if selected(&value.name) { 8 * elements(&value.ty) + state(value) } else { 0 };
-        set(MemoryCategory::Weights, walk.parameters.max(most(&|value| 4 * trained(value))));
-        set(MemoryCategory::Gradients, most(&|value| 4 * trained(value)));
-        set(MemoryCategory::Optimizer, most(&state));
-        walk.together.max(most(&change))
+        // A process keeps its share of all beside that, or the largest tensor alone.
+        let share = |bytes: &dyn Fn(&Value) -> u64| if shared { (sum(bytes) / processes as u64).max(most(bytes)) } else { 0 };
+        let masters = |value: &Value| if selected(&value.name) { 4 * elements(&value.ty) } else { width * elements(&value.ty) };
+        let (weights, gradients, states) = (share(&masters), share(&|value| 4 * trained(value)), share(&state));
+        set(MemoryCategory::Weights, weights + walk.parameters.max(most(&|value| 4 * trained(value))));
+        set(MemoryCategory::Gradients, gradients + most(&|value| 4 * trained(value)));
+        set(MemoryCategory::Optimizer, states + if shared { 0 } else { most(&state) });
+        weights + gradients + states + walk.together.max(most(&change))
     } else {
         let gradients = sum(&|value| 4 * trained(value));
         set(MemoryCategory::Weights, sum(&kept));

@@ -17,6 +17,7 @@ mod objective;
 mod one_or_several;
 pub mod optimizer;
 mod options;
+mod pass_options;
 mod run;
 mod scales;
 pub mod schedule;
@@ -32,10 +33,10 @@ pub use objective::Objective;
 pub(crate) use one_or_several::one_or_several;
 #[cfg(feature = "cli")]
 pub(crate) use one_or_several::one_or_several_schema;
-pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Training};
+pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Shard, Training};
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};
-pub(crate) use options::{training_fields, training_pass};
+pub(crate) use pass_options::{training_fields, training_pass};
 pub use run::{Evaluation, Row, Surroundings, Trained, Trainer};
 pub use scales::Quantizers;
 pub use teacher::Teacher;

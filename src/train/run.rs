@@ -155,12 +155,15 @@ impl Trainer<'_> {
     fn train(&self, weights: &mut Weights) -> Result<Trained> {
         let settings = optimizer::Settings { weight_decay: self.options.weight_decay, momentum: self.options.momentum, ..optimizer::Settings::default() };
         let home = match weights.home() {
-            Home::Memory(_) if self.options.offload.contains(&Offload::Optimizer) => Home::Memory(Device::Cpu),
+            Home::Memory(_) | Home::Shared(_) if self.options.offload.contains(&Offload::Optimizer) => Home::Memory(Device::Cpu),
+            // Each process changes what it keeps.
+            Home::Shared(shares) => Home::Memory(shares.device().clone()),
             home => home.clone(),
         };
+        let of_average = if weights.home().is_shared() { weights.home().clone() } else { home.clone() };
         self.team.agree("model, data or options", &self.around.identity)?;
         let batches = Batches::new(self.data, self.batch, self.options, self.around.seed, (self.team.rank(), self.team.size()))?;
-        if self.options.shard_optimizer && self.team.size() > 1 {
+        if self.options.shards_optimizer() && self.team.size() > 1 && !weights.home().is_shared() {
             self.team.share_out(&weights.trained);
         }
         let position = Position {
@@ -174,7 +177,7 @@ impl Trainer<'_> {
             train: TrainState {
                 position,
                 optimizer: optimizer::build(self.options.optimizer, &settings, &home)?,
-                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &home)).transpose()?,
+                average: self.options.average.map(|decay| Average::new(&weights.trained, decay, &of_average)).transpose()?,
                 weights,
                 best: None,
             },
@@ -298,16 +301,17 @@ impl Trainer<'_> {
             let mut at_work = Loaded::gradients(self.memory_tracker, &gradients, &names)?;
             let mut along = BTreeMap::new();
             for name in &names {
-                along.extend(gradients.remove(name).map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
+                let here = gradients.remove(name).filter(Kept::is_here);
+                along.extend(here.map(|kept| Ok((name.clone(), kept.open()?))).transpose()?);
             }
             clip::shorten(&mut along, norm, most)?;
             let mut changed = BTreeMap::new();
             for name in names {
-                let Some(kept) = weights.trained.get(&name) else { continue };
+                let Some(kept) = weights.trained.get(&name).filter(|kept| kept.is_here()) else { continue };
                 at_work.add(MemoryCategory::Weights, &name, kept)?;
                 let parameter = kept.open()?;
                 if let Some(gradient) = along.remove(&name).filter(|_| self.team.owns(&name)) {
-                    if !weights.home().is_memory() {
+                    if weights.home().is_away() {
                         let of_average = average.as_ref().map_or(0, |_| kept.size());
                         at_work.take(MemoryCategory::Optimizer, &name, optimizer.needs(parameter.dims()) + of_average)?;
                     }
@@ -332,7 +336,7 @@ impl Trainer<'_> {
                 (Direction::In, Cause::Batch) => u64::MAX,
                 (Direction::Out, Cause::Step) => 1,
                 // What lies elsewhere is fetched and brought back.
-                (_, Cause::Offload) if !self.options.offload.is_empty() => u64::MAX,
+                (_, Cause::Offload) if !self.options.offload.is_empty() || self.options.shards_parameters() => u64::MAX,
                 (_, Cause::Answers) if self.cache.is_some() => u64::MAX,
                 _ => 0,
             };
@@ -357,8 +361,10 @@ impl Trainer<'_> {
     fn evaluate(&self, state: &mut State) -> Result<()> {
         let Some(evaluate) = self.around.evaluate else { return Ok(()) };
         let current = state.train.current(self.graph);
+        let whole = state.train.weights.whole_model(&current, self.team.rank() == 0)?;
         // Bits of numbers that may be none.
-        let score = self.team.told(|| Ok(evaluate(state.train.weights, &current)?.map(|score| (score.metric, score.value.to_bits()))))?;
+        let score = self.team.told(|| Ok(evaluate(state.train.weights, &whole)?.map(|score| (score.metric, score.value.to_bits()))))?;
+        drop(whole);
         let Some((metric, value)) = score.map(|(metric, bits)| (metric, f64::from_bits(bits))) else { return Ok(()) };
         let best = value.is_finite() && state.train.position.evaluations.iter().all(|other| better(&metric, value, other.value));
         let evaluation = Evaluation { step: state.train.position.step, metric: metric.clone(), value };
@@ -398,15 +404,17 @@ impl Trainer<'_> {
         if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
             notes.push(format!("the weights of step {} are kept, {} {:.4}", score.step, score.metric, score.value));
             let state_of = best.clone();
-            return Ok(self.trained(state_of, &mut state, timeline, notes));
+            return self.trained(state_of, &mut state, timeline, notes);
         }
-        Ok(self.trained(current, &mut state, timeline, notes))
+        self.trained(current, &mut state, timeline, notes)
     }
 
-    fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Trained {
+    fn trained(&self, tensors: Tensors, state: &mut State, timeline: Timeline, notes: Vec<String>) -> Result<Trained> {
+        // Passes behind this one go on in every process.
+        let tensors = state.train.weights.whole(tensors, true)?;
         let position = std::mem::take(&mut state.train.position);
         let steps_of_this_run = position.step - state.earlier;
-        Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, steps_of_this_run, notes }
+        Ok(Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, steps_of_this_run, notes })
     }
 }
 
@@ -427,23 +435,31 @@ fn score<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Erro
 /// A type that masters have.
 pub(super) const MASTER: DType = DType::F32;
 
-/// Adds a gradient to the sum of those of its name, in f32; gives the bytes of a sum that was begun.
-pub(super) fn add_up(sums: &mut BTreeMap<String, Kept>, home: &Home, name: &str, gradient: Tensor) -> Result<u64> {
+/// Adds a gradient to the sum of those of its name, in f32; gives the bytes that the addition takes, and those among them that stay.
+/// Of a parameter that processes share out, gradients of all are added, in the process that keeps it.
+pub(super) fn add_up(sums: &mut BTreeMap<String, Kept>, home: &Home, parameter: Option<&Kept>, name: &str, gradient: Tensor) -> Result<(u64, u64)> {
     use crate::ir::ops::sum;
     let failed = |e: candle_core::Error| Error::computed(format!("gradient of `{name}`"), e);
     let gradient = gradient.to_dtype(MASTER).map_err(failed)?;
+    let gradient = parameter.map_or(Ok(gradient.clone()), |parameter| parameter.sum_of_all(gradient))?;
     let (kept, bytes) = match sums.remove(name) {
-        None => (home.keep(&gradient)?, 4 * gradient.elem_count() as u64),
+        None => {
+            let kept = parameter.map_or_else(|| home.keep(&gradient), |parameter| home.keep_with(&gradient, parameter))?;
+            let stays = kept.bytes();
+            (kept, (4 * gradient.elem_count() as u64, stays))
+        }
         // Nobody else refers to the tensor, so that the sum takes its place.
         Some(kept) if home.is_memory() => {
             let other = kept.open()?;
             drop(kept);
-            (sum(other, gradient).map_err(failed)?.into(), 0)
+            (sum(other, gradient).map_err(failed)?.into(), (0, 0))
         }
         Some(mut kept) => {
             let bytes = kept.size();
-            kept.put(sum(kept.load(gradient.device())?, gradient).map_err(failed)?)?;
-            (kept, bytes)
+            if let Some(other) = kept.load_own(gradient.device())? {
+                kept.put(sum(other, gradient).map_err(failed)?)?;
+            }
+            (kept, (bytes, 0))
         }
     };
     sums.insert(name.to_owned(), kept);

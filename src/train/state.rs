@@ -1,7 +1,7 @@
 //! Everything that a training goes on from, in memory and on disk.
 //!
-//! One file holds it. Where the optimizer's state is shared out, every other process has a file for its share, whose name says of
-//! which step it is; the one file, which is replaced last, makes them count.
+//! One file holds it. Where the optimizer's state is shared out, or all weights are, every other process has a file for its share, whose
+//! name says of which step it is; the one file, which is replaced last, makes them count.
 
 use std::path::{Path, PathBuf};
 
@@ -102,29 +102,37 @@ impl TrainState<'_> {
     /// # Errors
     /// The disk is full, memory runs out, or another process is gone.
     pub fn save(&self, folder: &Path, graph: &Graph, team: &Team) -> Result<()> {
-        let (rank, step) = (team.rank(), self.position.step);
-        let optimizer = prefixed(self.optimizer.state(), "optimizer/");
-        if rank > 0 && team.shares_out() {
-            checkpoint::save(&share_path(folder, step, rank), &self.share(rank), &optimizer.collect())?;
-            team.wait()?;
-        } else if rank == 0 {
-            let mut tensors: Tensors = prefixed(self.weights.state(graph), "weight/").chain(optimizer).collect();
+        let (rank, step, shares) = (team.rank(), self.position.step, self.shares(team));
+        let mut tensors: Tensors = prefixed(self.optimizer.state(), "optimizer/").collect();
+        if rank == 0 || self.weights.home().is_shared() {
+            tensors.extend(prefixed(self.weights.state(graph), "weight/"));
             if let Some(average) = &self.average {
                 tensors.extend(prefixed(average.state()?, "average/"));
             }
             if let Some(best) = &self.best {
                 tensors.extend(prefixed(best.clone(), "best/"));
             }
-            if team.shares_out() {
+        }
+        tensors.retain(|_, kept| kept.is_here());
+        if rank > 0 && shares {
+            checkpoint::save(&share_path(folder, step, rank), &self.share(rank), &tensors)?;
+            team.wait()?;
+        } else if rank == 0 {
+            if shares {
                 team.wait()?;
             }
             checkpoint::save(&path(folder), &self.position, &tensors)?;
         }
         team.wait()?;
-        if rank > 0 && team.shares_out() {
+        if rank > 0 && shares {
             remove_older(folder, step, rank);
         }
         Ok(())
+    }
+
+    /// Whether other processes have files of their own.
+    fn shares(&self, team: &Team) -> bool {
+        team.shares_out() || self.weights.home().is_shared()
     }
 
     /// Goes on from what lies in a folder; from nothing, where nothing does.
@@ -142,28 +150,43 @@ impl TrainState<'_> {
             return Err(foreign(path, format!("is of a training in {then} processes, this one has {now}: its data and optimizer are shared out otherwise")));
         }
         self.position = position;
+        let has_best = !saved.names("best/").is_empty();
+        let share = if team.rank() > 0 && self.shares(team) { Some(self.share_of(folder, team.rank())?) } else { None };
+        let share = share.as_ref().unwrap_or(&saved);
+        let of_weights = if self.weights.home().is_shared() { share } else { &saved };
         let kept = self.weights.state(graph);
         for prefix in ["weight/", "best/"] {
-            let held = saved.names(prefix);
-            if let Some(name) = kept.keys().find(|name| !held.contains(name.as_str())).filter(|_| prefix == "weight/" || !held.is_empty()) {
+            let held = of_weights.names(prefix);
+            let mut here = kept.iter().filter(|(_, kept)| kept.is_here());
+            if let Some((name, _)) = here.find(|(name, _)| !held.contains(name.as_str())).filter(|_| prefix == "weight/" || has_best) {
                 return Err(Error::malformed(&path, format!("lacks the tensor `{prefix}{name}`")));
             }
         }
-        self.weights.restore(&mut saved.under("weight/"))?;
-        let share = if team.rank() > 0 && team.shares_out() { Some(self.share_of(folder, team.rank())?) } else { None };
-        self.optimizer.restore(&mut share.as_ref().unwrap_or(&saved).under("optimizer/"))?;
+        self.weights.restore(&mut of_weights.under("weight/"))?;
+        self.optimizer.restore(&mut share.under("optimizer/"))?;
         if let Some(average) = &mut self.average {
-            average.restore(&mut saved.under("average/"))?;
+            average.restore(&mut of_weights.under("average/"))?;
         }
-        let home = self.home_of_best()?;
-        let best = saved.under("best/").map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.keep(&tensor)?))));
-        self.best = Some(best.collect::<Result<Tensors>>()?).filter(|best| !best.is_empty());
+        if has_best {
+            let home = self.home_of_best()?;
+            let mut best: Tensors = kept.iter().filter(|(_, kept)| !kept.is_here()).map(|(name, kept)| (name.clone(), kept.clone())).collect();
+            for tensor in of_weights.under("best/") {
+                let (name, tensor) = tensor?;
+                let kept = kept.get(&name).map_or_else(|| home.keep(&tensor), |kept| home.keep_with(&tensor, kept))?;
+                best.insert(name, kept);
+            }
+            self.best = Some(best);
+        }
         Ok(())
     }
 
-    /// Best weights wait on the host, or in a file of their own.
+    /// Best weights wait on the host, in a file of their own, or where weights are shared out, beside them.
     fn home_of_best(&self) -> Result<Home> {
-        if self.weights.home().is_memory() { Ok(Home::Memory(Device::Cpu)) } else { self.weights.home().another() }
+        match self.weights.home() {
+            Home::Memory(_) => Ok(Home::Memory(Device::Cpu)),
+            Home::Shared(shares) => Ok(Home::Shared(shares.clone())),
+            home => home.another(),
+        }
     }
 
     /// The file of another process's share.
@@ -178,7 +201,7 @@ impl TrainState<'_> {
         }
     }
 
-    /// A hash of the step and of all weights, the same in all processes that are in step.
+    /// A hash of the step and of all weights that every process has, the same in all processes that are in step.
     ///
     /// # Errors
     /// Memory runs out.
@@ -187,6 +210,9 @@ impl TrainState<'_> {
         hasher.update(&self.position.step.to_le_bytes());
         for (name, kept) in self.weights.state(graph) {
             hasher.update(name.as_bytes());
+            if self.weights.home().is_shared() {
+                continue;
+            }
             let values = transfer::values::<f32>(&kept.open()?, Cause::State).map_err(|e| Error::computed(format!("tensor `{name}`"), e))?;
             for value in values {
                 hasher.update(&value.to_le_bytes());

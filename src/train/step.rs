@@ -104,7 +104,8 @@ impl<'t> Stepper<'t> {
                         self.trainer.memory_tracker.give(category, u64::MAX);
                     }
                     let part = self.part.map_or(largest_batch, |part| part.min(largest_batch));
-                    if part <= 1 {
+                    // Others wait where this process was, and cannot begin again with it.
+                    if part <= 1 || weights.home().is_shared() {
                         return Err(e);
                     }
                     self.part = Some(part.div_ceil(2));
@@ -121,12 +122,22 @@ impl<'t> Stepper<'t> {
         for names in sums.home.together(sums.gradients.keys()) {
             self.trainer.memory_tracker.work_on("gradients", "");
             let at_work = Loaded::gradients(self.trainer.memory_tracker, &sums.gradients, &names)?;
-            let mut own: BTreeMap<String, Kept> = names.iter().filter_map(|name| sums.gradients.remove_entry(name)).collect();
-            let load = |(name, kept): (&String, &Kept)| Ok((name.clone(), kept.load(self.trainer.device)?));
-            let mut some: BTreeMap<String, Tensor> = own.iter().map(load).collect::<Result<_>>()?;
+            let here = |name: &&String| sums.gradients.get(*name).is_some_and(Kept::is_here);
+            let here: Vec<&String> = names.iter().filter(here).collect();
+            let mut own: BTreeMap<String, Kept> = here.into_iter().filter_map(|name| sums.gradients.remove_entry(name)).collect();
+            let load = |(name, kept): (&String, &Kept)| Ok((name.clone(), kept.load_own(self.trainer.device)?));
+            let some = own.iter().map(load).collect::<Result<Vec<(String, Option<Tensor>)>>>()?;
+            let mut some: BTreeMap<String, Tensor> = some.into_iter().filter_map(|(name, gradient)| Some((name, gradient?))).collect();
             let before: Vec<_> = some.values().map(Tensor::id).collect();
-            self.trainer.team.average(&mut some)?;
-            self.unscale(&mut some, scale)?;
+            if sums.home.is_shared() {
+                // They are sums of all processes' gradients.
+                multiply(&mut some, 1.0 / self.trainer.team.size() as f64)?;
+            } else {
+                self.trainer.team.average(&mut some)?;
+            }
+            if self.trainer.options.precision == Precision::F16 {
+                multiply(&mut some, 1.0 / scale)?;
+            }
             weights.add_scales(&mut some)?;
             weights.mask(&mut some)?;
             squares.extend(some.keys().cloned().zip(clip::squares(&some)?));
@@ -141,16 +152,6 @@ impl<'t> Stepper<'t> {
             drop(at_work);
         }
         Ok(squares)
-    }
-
-    /// Takes the factor on the loss out of the gradients.
-    fn unscale(&self, gradients: &mut BTreeMap<String, Tensor>, scale: f64) -> Result<()> {
-        if self.trainer.options.precision == Precision::F16 {
-            for (name, gradient) in gradients {
-                *gradient = gradient.affine(1.0 / scale, 0.0).map_err(|e| Error::computed(format!("gradient of `{name}`"), e))?;
-            }
-        }
-        Ok(())
     }
 
     /// Moves that factor: down where gradients were too large, up after a while without.
@@ -174,18 +175,33 @@ impl<'t> Stepper<'t> {
         let numbers = fetch().map_err(|e| Error::computed("the figures of a step", e))?;
         let (means, numbers) = numbers.split_at(losses.len());
         if let Some((name, _)) = losses.keys().zip(means).find(|(_, mean)| !mean.is_finite()) {
+            if weights.home().is_shared() {
+                return Err(Error::Diverged { step: 0, reason: format!("loss `{name}` is not finite") });
+            }
             let parameters = weights.parameters()?;
             let reason = self.diverged(&parameters, batches, name);
             parameters.enter(&BTreeSet::new(), Some(self.trainer.memory_tracker))?;
             return Err(reason);
         }
-        let norm = match clip::norm_of(squares.keys(), numbers) {
+        let norm = match self.norm_of_all(clip::norm_of(squares.keys(), numbers), weights) {
             Ok(norm) => Some(norm),
             Err(_) if self.trainer.options.precision == Precision::F16 => None,
             Err(e) => return Err(e),
         };
         let losses = losses.into_keys().zip(means.iter().copied()).collect();
         Ok(StepResult { losses: self.trainer.team.means(losses)?, gradients, statistics, norm })
+    }
+
+    /// The length of all gradients, of which each process has its share where weights are shared out.
+    fn norm_of_all(&self, own: Result<f64>, weights: &Weights) -> Result<f64> {
+        if !weights.home().is_shared() {
+            return own;
+        }
+        let team = self.trainer.team;
+        let square = own.as_ref().map_or(f64::NAN, |norm| norm * norm);
+        let all = team.means(Items::from([("gradients", square)]))?.values().sum::<f64>() * team.size() as f64;
+        let elsewhere = || Error::Diverged { step: 0, reason: "a gradient of another process holds values that are NaN or infinite".into() };
+        if all.is_finite() { Ok(all.sqrt()) } else { own.and_then(|_| Err(elsewhere())) }
     }
 
     fn attempt(&self, weights: &Weights, batches: &[Batch], items: &Items, scale: f64) -> Result<Sums> {
@@ -252,11 +268,9 @@ impl<'t> Stepper<'t> {
         let from = from.map_err(|e| Error::computed("the losses", e))?;
         let (gradients, home) = (&mut sums.gradients, &sums.home);
         let mut sink = |name: &str, gradient: Tensor| {
-            let bytes = add_up(gradients, home, name, gradient)?;
+            let (bytes, stay) = add_up(gradients, home, weights.trained.get(name), name, gradient)?;
             trainer.memory_tracker.take_for(MemoryCategory::Gradients, name, bytes)?;
-            if !home.is_memory() {
-                trainer.memory_tracker.give_for(MemoryCategory::Gradients, name, bytes);
-            }
+            trainer.memory_tracker.give_for(MemoryCategory::Gradients, name, bytes - stay);
             Ok(())
         };
         for (name, gradient) in said.parameters {
@@ -316,6 +330,13 @@ impl<'t> Stepper<'t> {
         };
         Error::Diverged { step: 0, reason }
     }
+}
+
+fn multiply(gradients: &mut BTreeMap<String, Tensor>, factor: f64) -> Result<()> {
+    for (name, gradient) in gradients {
+        *gradient = gradient.affine(factor, 0.0).map_err(|e| Error::computed(format!("gradient of `{name}`"), e))?;
+    }
+    Ok(())
 }
 
 /// Whether all elements are numbers. NaN does not survive a maximum everywhere; a sum keeps it.

@@ -2,6 +2,8 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use candle_core::{Device, Tensor};
@@ -11,15 +13,42 @@ use serde::de::DeserializeOwned;
 use super::communicator::{self, Alone, Communicator, PATIENCE, Place};
 use super::objective::Items;
 use crate::error::{Error, Result};
-use crate::exec::Kept;
-use crate::work::Cancel;
+use crate::exec::{Kept, Pool};
+use crate::work::{Cancel, lock};
 
 /// How long others may write a checkpoint or evaluate.
 const ENDLESS: Duration = Duration::from_secs(86_400);
 
+/// What a team's processes talk over.
+struct Connection(Mutex<Box<dyn Communicator>>);
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connection").finish_non_exhaustive()
+    }
+}
+
+impl Pool for Connection {
+    fn rank(&self) -> usize {
+        lock(&self.0).rank()
+    }
+
+    fn size(&self) -> usize {
+        lock(&self.0).size()
+    }
+
+    fn broadcast(&self, tensor: &Tensor, from: usize) -> Result<Tensor> {
+        lock(&self.0).broadcast(tensor, from)
+    }
+
+    fn sum(&self, tensor: &Tensor) -> Result<Tensor> {
+        lock(&self.0).sum(tensor)
+    }
+}
+
 /// This process among others; most often there are none.
 pub struct Team {
-    communicator: RefCell<Box<dyn Communicator>>,
+    communicator: Arc<Connection>,
     /// Who keeps the optimizer's state of which parameter, where it is shared out.
     owners: RefCell<BTreeMap<String, usize>>,
 }
@@ -39,17 +68,26 @@ impl Team {
 
     /// Over a connection that is there.
     pub fn of(communicator: Box<dyn Communicator>) -> Team {
-        Team { communicator: RefCell::new(communicator), owners: RefCell::default() }
+        Team { communicator: Arc::new(Connection(Mutex::new(communicator))), owners: RefCell::default() }
+    }
+
+    fn connection(&self) -> MutexGuard<'_, Box<dyn Communicator>> {
+        lock(&self.communicator.0)
+    }
+
+    /// Its processes, for tensors that they share out.
+    pub fn pool(&self) -> Arc<dyn Pool> {
+        self.communicator.clone()
     }
 
     /// Number of this process, from 0.
     pub fn rank(&self) -> usize {
-        self.communicator.borrow().rank()
+        self.connection().rank()
     }
 
     /// How many there are.
     pub fn size(&self) -> usize {
-        self.communicator.borrow().size()
+        self.connection().size()
     }
 
     /// Holds all processes to the same: what it is, and a text that stands for it.
@@ -57,7 +95,7 @@ impl Team {
     /// # Errors
     /// Another process has something else, or is gone.
     pub fn agree(&self, what: &str, text: &str) -> Result<()> {
-        communicator::agree(&mut **self.communicator.borrow_mut(), what, text.as_bytes())
+        communicator::agree(&mut **self.connection(), what, text.as_bytes())
     }
 
     /// Returns when all processes have come here, however long each has had to work before.
@@ -70,11 +108,11 @@ impl Team {
 
     /// Tells the others why this process stops.
     pub fn stop(&self, error: &Error) {
-        self.communicator.borrow_mut().stop(&error.to_string());
+        self.connection().stop(&error.to_string());
     }
 
     fn gather_patiently(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let mut communicator = self.communicator.borrow_mut();
+        let mut communicator = self.connection();
         communicator.set_patience(ENDLESS)?;
         let all = communicator.gather_bytes(bytes)?;
         communicator.set_patience(PATIENCE)?;
@@ -86,7 +124,7 @@ impl Team {
     /// # Errors
     /// Another process is gone.
     pub fn means(&self, items: Items) -> Result<Items> {
-        let mut communicator = self.communicator.borrow_mut();
+        let mut communicator = self.connection();
         if communicator.size() == 1 {
             return Ok(items);
         }
@@ -106,7 +144,7 @@ impl Team {
     /// # Errors
     /// Another process is gone.
     pub fn average(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
-        communicator::average_gradients(&mut **self.communicator.borrow_mut(), gradients)
+        communicator::average_gradients(&mut **self.connection(), gradients)
     }
 
     /// Whether any process has been told to stop, and what the first one says of something that is `due`.
@@ -115,7 +153,7 @@ impl Team {
     /// Another process is gone.
     pub fn stopped(&self, cancel: &Cancel, due: bool) -> Result<(bool, bool)> {
         let here = cancel.check().is_err();
-        let all = self.communicator.borrow_mut().gather_bytes(&[u8::from(here), u8::from(due)])?;
+        let all = self.connection().gather_bytes(&[u8::from(here), u8::from(due)])?;
         Ok((all.iter().any(|bytes| bytes.first() == Some(&1)), all.first().is_some_and(|bytes| bytes.get(1) == Some(&1))))
     }
 
@@ -155,6 +193,6 @@ impl Team {
         if owners.is_empty() {
             return Ok(());
         }
-        communicator::share_parameters(&mut **self.communicator.borrow_mut(), parameters, &owners)
+        communicator::share_parameters(&mut **self.connection(), parameters, &owners)
     }
 }

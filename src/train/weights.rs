@@ -26,6 +26,8 @@ pub struct Weights {
     fixed: BTreeMap<String, Kept>,
     /// 0 where a pruned weight stays zero.
     masks: BTreeMap<String, Kept>,
+    /// How many weights that are.
+    zeros: u64,
     /// Weights whose layers see them rounded to integers.
     rounded: Arc<BTreeMap<String, Rounding>>,
     /// Logarithms of learned scales of values, and what their gradients are multiplied with.
@@ -161,6 +163,7 @@ impl Weights {
             trained: BTreeMap::new(),
             fixed: BTreeMap::new(),
             masks: BTreeMap::new(),
+            zeros: 0,
             rounded: Arc::default(),
             values: BTreeMap::new(),
             home,
@@ -182,10 +185,12 @@ impl Weights {
                 if let Some(rounding) = Rounding::of(name, model.weights.get(name)?, device)? {
                     rounded.insert(name.clone(), rounding);
                 }
-                if let Some(mask) = mask(&tensor).map_err(failed(name))? {
-                    weights.masks.insert(name.clone(), weights.home.keep(&mask)?);
+                let kept = weights.home.keep(&tensor)?;
+                if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))? {
+                    weights.masks.insert(name.clone(), weights.home.keep_with(&mask, &kept)?);
+                    weights.zeros += zeros;
                 }
-                weights.trained.insert(name.clone(), weights.home.keep(&tensor)?);
+                weights.trained.insert(name.clone(), kept);
             }
         }
         weights.rounded = Arc::new(rounded);
@@ -195,7 +200,7 @@ impl Weights {
         for (name, kept) in weights.trained.iter().chain(&weights.fixed).chain(&weights.masks) {
             memory_tracker.take_for(MemoryCategory::Weights, name, kept.bytes())?;
         }
-        for (name, kept) in weights.trained.iter().filter(|_| compute != DType::F32) {
+        for (name, kept) in weights.trained.iter().filter(|_| compute != DType::F32 && weights.home.is_memory()) {
             memory_tracker.take_for(MemoryCategory::Weights, name, kept.bytes() / 4 * compute.size_in_bytes() as u64)?;
         }
         Ok(weights)
@@ -247,17 +252,28 @@ impl Weights {
     }
 
     /// How many weights stay zero, of how many tensors, and how many tensors are seen rounded.
+    pub fn held(&self) -> (u64, usize, usize) {
+        (self.zeros, self.masks.len(), self.rounded.len())
+    }
+
+    /// Whole tensors where processes share them out: in a file, or nothing where they are not wanted. All processes ask together.
     ///
     /// # Errors
-    /// Memory runs out.
-    pub fn held(&self) -> Result<(u64, usize, usize)> {
-        let mut zeros = 0;
-        for (name, mask) in &self.masks {
-            let mask = mask.open()?;
-            let kept = mask.sum_all().and_then(|sum| transfer::number(&sum, Cause::Weights)).map_err(failed(name))?;
-            zeros += mask.elem_count() as u64 - kept as u64;
-        }
-        Ok((zeros, self.masks.len(), self.rounded.len()))
+    /// The disk is full, or another process is gone.
+    pub fn whole(&self, tensors: BTreeMap<String, Kept>, wanted: bool) -> Result<BTreeMap<String, Kept>> {
+        let Home::Shared(shares) = &self.home else { return Ok(tensors) };
+        let home = shares.aside().another()?;
+        let whole = tensors.into_iter().map(|(name, kept)| kept.load(&self.device).map(|tensor| (name, tensor)));
+        whole.filter(|tensor| wanted || tensor.is_err()).map(|tensor| tensor.and_then(|(name, tensor)| Ok((name, home.keep(&tensor)?)))).collect()
+    }
+
+    /// The same with all that does not train, for an evaluation in one process.
+    ///
+    /// # Errors
+    /// As [`whole`](Weights::whole).
+    pub fn whole_model(&self, masters: &BTreeMap<String, Kept>, wanted: bool) -> Result<BTreeMap<String, Kept>> {
+        let fixed = if self.home.is_shared() { self.fixed.clone() } else { BTreeMap::new() };
+        self.whole(fixed.into_iter().chain(masters.clone()).collect(), wanted)
     }
 
     /// What the graph computes with in this step.
@@ -310,7 +326,8 @@ impl Weights {
     pub fn mask(&self, gradients: &mut BTreeMap<String, Tensor>) -> Result<()> {
         for (name, mask) in &self.masks {
             if let Some(gradient) = gradients.get_mut(name) {
-                *gradient = (&*gradient * mask.load(&self.device)?).map_err(failed(name))?;
+                let Some(mask) = mask.load_own(&self.device)? else { continue };
+                *gradient = (&*gradient * mask).map_err(failed(name))?;
             }
         }
         Ok(())
@@ -322,8 +339,11 @@ impl Weights {
     /// Memory runs out.
     pub fn follow(&mut self, name: &str, batch: &Tensor) -> Result<()> {
         if let Some(stored) = self.fixed.get_mut(name) {
-            let before = stored.load(&self.device)?;
-            let moved = || (before.affine(1.0 - MOMENTUM, 0.0)? + batch.to_dtype(before.dtype())?.affine(MOMENTUM, 0.0)?)?.contiguous();
+            // Where processes share statistics out, the mean of all batches moves them.
+            let part = if let Home::Shared(shares) = &self.home { MOMENTUM / shares.processes() as f64 } else { MOMENTUM };
+            let batch = stored.sum_of_all(batch.to_dtype(stored.dtype()).map_err(failed(name))?)?;
+            let Some(before) = stored.load_own(&self.device)? else { return Ok(()) };
+            let moved = || (before.affine(1.0 - MOMENTUM, 0.0)? + batch.affine(part, 0.0)?)?.contiguous();
             stored.put(moved().map_err(failed(name))?)?;
         }
         Ok(())
@@ -334,6 +354,9 @@ impl Weights {
     /// # Errors
     /// Memory runs out, or another process is gone.
     pub fn share_statistics(&mut self, graph: &Graph, team: &Team) -> Result<()> {
+        if self.home.is_shared() {
+            return Ok(());
+        }
         let statistics = statistics(graph);
         let own = self.fixed.iter().filter(|(name, _)| statistics.contains(name.as_str()));
         let mut means = own.map(|(name, kept)| Ok((name.clone(), kept.load(&self.device)?))).collect::<Result<_>>()?;
@@ -433,12 +456,13 @@ const MOMENTUM: f64 = 0.1;
 /// Zeros below this part are no pruning: the row of a padding token, or chance.
 const LEAST: f64 = 0.005;
 
-/// A mask of a matrix that some pass has zeroed weights of: it holds zeros, and not only zeros.
-fn mask(tensor: &Tensor) -> candle_core::Result<Option<Tensor>> {
+/// A mask of a matrix that some pass has zeroed weights of, and how many: it holds zeros, and not only zeros.
+fn mask(tensor: &Tensor) -> candle_core::Result<Option<(Tensor, u64)>> {
     if tensor.rank() < 2 {
         return Ok(None);
     }
     let mask = tensor.ne(0f32)?.to_dtype(DType::F32)?;
     let kept = transfer::number(&mask.sum_all()?, Cause::Weights)?;
-    Ok((kept > 0.0 && kept < (1.0 - LEAST) * tensor.elem_count() as f64).then_some(mask))
+    let zeros = tensor.elem_count() as u64 - kept as u64;
+    Ok((kept > 0.0 && kept < (1.0 - LEAST) * tensor.elem_count() as f64).then_some((mask, zeros)))
 }

@@ -28,9 +28,9 @@ impl Quantized {
         self.levels.iter().enumerate().map(|(i, q)| (q - self.zeros[i / run]) * self.scales[i / run]).collect()
     }
 
-    fn errors(&self) -> Vec<f64> {
-        let squares: Vec<f64> = self.before.iter().zip(self.after()).map(|(x, y)| (x - y).powi(2)).collect();
-        squares.chunks(self.run()).map(|run| run.iter().sum()).collect()
+    fn errors(&self, power: i32) -> Vec<f64> {
+        let powers: Vec<f64> = self.before.iter().zip(self.after()).map(|(x, y)| (x - y).powi(power)).collect();
+        powers.chunks(self.run()).map(|run| run.iter().sum()).collect()
     }
 }
 
@@ -136,10 +136,13 @@ proptest! {
 
     #[test]
     fn searching_by_error_never_makes_more_of_it((size, before) in matrices(Values::Finite), kind in select(&KINDS[..]), symmetric in any::<bool>()) {
-        let [plain, searched] = [WeightObserver::Minmax, WeightObserver::Mse].map(|observer| quantized(&before, &pass(kind, size, symmetric, observer)));
-        for (plain, searched) in plain.iter().zip(&searched) {
-            for (plain, searched) in plain.errors().into_iter().zip(searched.errors()) {
-                prop_assert!(searched <= plain * (1.0 + 1e-4), "{} is more than {}", searched, plain);
+        let all = [WeightObserver::Minmax, WeightObserver::Mse, WeightObserver::L4].map(|observer| quantized(&before, &pass(kind, size, symmetric, observer)));
+        let [plain, squares, fourth] = &all;
+        for (searched, power) in [(squares, 2), (fourth, 4)] {
+            for (plain, searched) in plain.iter().zip(searched) {
+                for (plain, searched) in plain.errors(power).into_iter().zip(searched.errors(power)) {
+                    prop_assert!(searched <= plain * (1.0 + 1e-4), "{} is more than {}", searched, plain);
+                }
             }
         }
     }

@@ -23,6 +23,10 @@ fn with_ints(mut case: Case, at: &[usize]) -> Case {
     case
 }
 
+fn recurrent(kind: RecurrentKind, direction: Direction) -> Recurrent {
+    Recurrent { kind, direction, ..Recurrent::default() }
+}
+
 /// Images that become larger or smaller.
 fn scales(places: &[f64]) -> Vec<Extent> {
     [1.0, 1.0].iter().chain(places).map(|scale| Extent::Scale(*scale)).collect()
@@ -154,6 +158,16 @@ pub fn cases() -> Vec<Case> {
             },
             &[&[2, 3, 3, 4]],
         ),
+        case(recurrent(RecurrentKind::Lstm, Direction::Forward), &[&[4, 2, 3], &[1, 20, 3], &[1, 20, 5]]),
+        case(recurrent(RecurrentKind::Lstm, Direction::Both), &[&[3, 2, 4], &[2, 12, 4], &[2, 12, 3], &[2, 24], &[2, 2, 3], &[2, 2, 3]]),
+        case(
+            Recurrent { result: RecurrentResult::Last, ..recurrent(RecurrentKind::Lstm, Direction::Reverse) },
+            &[&[3, 2, 4], &[1, 12, 4], &[1, 12, 3], &[1, 24]],
+        ),
+        case(Recurrent { result: RecurrentResult::Cell, ..recurrent(RecurrentKind::Lstm, Direction::Both) }, &[&[3, 2, 4], &[2, 12, 4], &[2, 12, 3]]),
+        case(recurrent(RecurrentKind::Gru, Direction::Both), &[&[4, 2, 3], &[2, 15, 3], &[2, 15, 5], &[2, 30], &[2, 2, 5]]),
+        case(Recurrent { reset_after: true, ..recurrent(RecurrentKind::Gru, Direction::Forward) }, &[&[3, 2, 4], &[1, 9, 4], &[1, 9, 3], &[1, 18]]),
+        case(Recurrent { result: RecurrentResult::Last, ..recurrent(RecurrentKind::Gru, Direction::Reverse) }, &[&[3, 2, 4], &[1, 9, 4], &[1, 9, 3]]),
         case(HardSigmoid { alpha: 0.7, beta: 0.4 }, &[&[2, 5]]),
         case(HardSwish {}, &[&[2, 5]]),
         case(LeakyRelu { alpha: 0.1 }, &[&[2, 5]]),

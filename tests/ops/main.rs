@@ -4,7 +4,7 @@
 
 use candle_core::{DType, Tensor};
 use compress::ir::ops::*;
-use compress::ir::{Bindings, Dim, Element, Op, TensorType};
+use compress::ir::{Axes, Bindings, Dim, Element, Op, TensorType};
 
 mod axes;
 mod cases;
@@ -56,13 +56,95 @@ fn what_is_inferred_is_what_is_computed() {
 }
 
 #[test]
+fn ops_come_back_from_their_text() {
+    for case in cases() {
+        assert_eq!(case.op.to_string().parse::<Op>().unwrap(), case.op);
+        assert_eq!(serde_json::from_str::<Op>(&serde_json::to_string(&case.op).unwrap()).unwrap(), case.op);
+    }
+}
+
+/// The same attributes with each number, one after the other, replaced.
+fn changed(json: &serde_json::Value, number: &serde_json::Value) -> Vec<serde_json::Value> {
+    use serde_json::Value;
+    match json {
+        Value::Number(_) => vec![number.clone()],
+        Value::Array(values) => {
+            let with =
+                |at: usize, value| Value::Array(values.iter().enumerate().map(|(i, v)| if i == at { Value::clone(&value) } else { v.clone() }).collect());
+            values.iter().enumerate().flat_map(|(at, value)| changed(value, number).into_iter().map(move |value| with(at, value))).collect()
+        }
+        Value::Object(map) => {
+            let with = |key: &String, value| {
+                let mut map = map.clone();
+                map.insert(key.clone(), value);
+                Value::Object(map)
+            };
+            map.iter().flat_map(|(key, value)| changed(value, number).into_iter().map(move |value| with(key, value))).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
+#[test]
+fn extreme_attributes_are_typed_or_refused() {
+    let numbers = [0, 1, -1, 7, i64::from(u32::MAX), i64::MAX, i64::MIN, i64::MIN + 1];
+    let mut typed = 0;
+    for case in cases() {
+        let json = serde_json::to_value(&case.op).unwrap();
+        let known = types(&tensors(&case));
+        let mut open = known.clone();
+        open.iter_mut().flat_map(|ty| ty.shape.iter_mut()).for_each(|size| *size = Dim::named("open"));
+        for changed in numbers.iter().flat_map(|number| changed(&json, &(*number).into())) {
+            let Ok(op) = serde_json::from_value::<Op>(changed) else { continue };
+            for types in [&known, &open] {
+                let types: Vec<&TensorType> = types.iter().collect();
+                if let Ok(output) = op.spec().output(&types) {
+                    op.spec().macs(&types, &output, &Bindings::from([("open".to_owned(), 3)]));
+                    Axes::parse(&op.spec().axes(&types)).unwrap_or_else(|e| panic!("{op}: {e}"));
+                    typed += 1;
+                }
+            }
+        }
+    }
+    assert!(typed > 1000, "only {typed} were typed");
+}
+
+#[test]
+fn open_sizes_come_out_as_computed() {
+    let mut held = 0;
+    for case in cases() {
+        let inputs = tensors(&case);
+        let output = case.op.spec().eval(&inputs).unwrap_or_else(|e| panic!("{}: {e}", case.op));
+        // One axis after the other is open; an op may refuse that.
+        for (input, tensor) in inputs.iter().enumerate() {
+            for (axis, size) in tensor.dims().iter().enumerate() {
+                let mut types = types(&inputs);
+                types[input].shape[axis] = Dim::named("open");
+                let Ok(ty) = case.op.spec().output(&types.iter().collect::<Vec<_>>()) else { continue };
+                let sizes = Bindings::from([("open".to_owned(), *size)]);
+                let found: Vec<Option<usize>> = ty.shape.iter().map(|d| d.evaluate(&sizes)).collect();
+                assert!(found.iter().copied().eq(output.dims().iter().map(|d| Some(*d))), "{} of {}: {ty} for {:?}", case.op, types[input], output.dims());
+                assert!(ty.shape.iter().all(|d| d.to_string().parse::<Dim>().as_ref() == Ok(d)), "{}: {ty}", case.op);
+                held += 1;
+            }
+        }
+    }
+    assert!(held > 200, "only {held} open axes were held");
+}
+
+#[test]
 fn products_cost_something() {
     for case in cases() {
         let inputs = tensors(&case);
         let types = types(&inputs);
         let output = infer(&case.op, &inputs).unwrap();
         let macs = case.op.spec().macs(&types.iter().collect::<Vec<_>>(), &output, &Bindings::new());
-        assert_eq!(macs > 0, matches!(case.op, Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::MatMul(_)), "{}", case.op);
+        assert_eq!(
+            macs > 0,
+            matches!(case.op, Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::MatMul(_) | Op::Recurrent(_)),
+            "{}",
+            case.op
+        );
     }
 }
 

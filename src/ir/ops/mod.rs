@@ -27,6 +27,8 @@ mod places;
 mod pool;
 mod positions;
 mod prepend;
+mod recurrent;
+mod recurrent_steps;
 mod reduce;
 mod reshape;
 mod resize;
@@ -77,6 +79,7 @@ pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
 pub use positions::Positions;
 pub use prepend::Prepend;
+pub use recurrent::{Direction, Recurrent, RecurrentKind, RecurrentResult};
 pub use reduce::{Reduce, ReduceKind};
 pub use reshape::{Reshape, TargetSize};
 pub use resize::{Coordinates, Extent, Interpolation, NearestMode, Resize};
@@ -220,7 +223,7 @@ ops! {
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
     MaskedMean, Normalize,
-    Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize,
+    Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Sin, Softplus, Sqrt,
 }
 

@@ -8,6 +8,9 @@ use serde::{Deserialize, Serialize};
 use super::{Backward, OpSpec, unfit};
 use crate::ir::{Dim, TensorType};
 
+/// Axes of a tensor, at most.
+const MOST: usize = 32;
+
 /// A size that a tensor is to have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -41,6 +44,9 @@ type Same = (Range<usize>, Range<usize>);
 impl Reshape {
     /// The output's sizes.
     fn sizes(&self, from: &[Dim]) -> Result<Vec<Dim>, String> {
+        if self.shape.len() > MOST {
+            return Err(format!("{} axes are more than the {MOST} there may be", self.shape.len()));
+        }
         let large = || "is larger than any memory".to_owned();
         let all = Dim::all(from).ok_or_else(large)?;
         let copied = |axis: usize| from.get(axis).cloned().ok_or_else(|| format!("there is no axis {axis} to copy among {}", from.len()));

@@ -20,6 +20,7 @@ mod integer;
 mod layer;
 mod norm;
 pub(super) mod palette;
+mod recurrent;
 mod rotary;
 mod sequence;
 mod shape;
@@ -71,6 +72,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::MatMul(_) => layer::binary("MatMul", n),
         Op::Binary(op) => arithmetic::binary(op, n),
         Op::Reduce(op) => arithmetic::reduce(op, n),
+        Op::Recurrent(op) => recurrent::recurrent(op, n),
         Op::ConvTranspose(op) => layer::conv_transpose(op, n),
         Op::Pad(op) => shape::pad(op, n),
         Op::Resize(op) => image::resize(op, n),

@@ -14,7 +14,7 @@ use crate::data::Task;
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Candle, Runner, Score, Subject};
 use crate::exec::transfer;
-use crate::exec::{Executor, Home, Kept, MemoryCategory, MemoryTracker, sizes_of};
+use crate::exec::{Executor, Home, Kept, MemoryCategory, MemoryTracker, Shares, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
 use crate::model::Model;
@@ -23,6 +23,7 @@ use crate::pass::identity::identity;
 use crate::run_state::{Applied, RunState};
 use crate::store::ContentKey;
 use crate::train::cache::Cache;
+use crate::train::communicator::Place;
 use crate::train::{
     BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast,
 };
@@ -64,7 +65,8 @@ fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value,
         Objective::new(&training.losses, &graph, their_graph.as_ref(), if answers_by_token(&graph) { Task::LanguageModelling } else { Task::Classification })?;
     let small = smaller(&graph, &objective, training)?;
     let sizes = bindings(&small, batch(&graph, training), None);
-    let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(teacher), &objective, &sizes)?;
+    let processes = Place::from_environment()?.map_or(1, |place| place.size);
+    let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(teacher), &objective, (&sizes, processes))?;
     let mut applied = Applied::new(name, options);
     applied.tensors = graph.params().map(|(_, value)| value.name.clone()).collect();
     applied.rule = "all floats that losses depend on".to_owned();
@@ -151,9 +153,11 @@ fn trained(
         let team = Team::from_environment(device)?;
         let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0)).recorded();
         let compute = training.precision.dtype();
+        let folder = context.workplace.clone().unwrap_or_else(std::env::temp_dir);
         let home = if training.offloads_parameters() {
-            let folder = context.workplace.clone().unwrap_or_else(std::env::temp_dir);
             Home::away_from(device, &folder)?
+        } else if training.shards_parameters() && team.size() > 1 {
+            Home::Shared(Arc::new(Shares::new(team.pool(), device, &folder)?))
         } else {
             Home::Memory(device.clone())
         };
@@ -193,7 +197,7 @@ fn trained(
         let batch = batch(&graph, training);
         let first = samples.first()?;
         let sizes = bindings(&small, batch, Some(&first.inputs));
-        let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(their_model), &objective, &sizes)?;
+        let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(their_model), &objective, (&sizes, team.size()))?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
         let score = |weights: &Weights, state: &BTreeMap<String, Kept>| -> Result<Option<Score>> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
@@ -214,7 +218,7 @@ fn trained(
             identity: identity((&model, their_model), run, &graph, &options, [Some(data), context.data.evaluation.as_ref().filter(|_| team.size() == 1)], context.seed),
             evaluate: Some(&score),
         };
-        let (zeros, masked, rounded) = weights.held()?;
+        let (zeros, masked, rounded) = weights.held();
         let trainer = Trainer {
             options: training,
             graph: &small,

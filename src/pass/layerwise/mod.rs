@@ -240,7 +240,11 @@ impl Layerwise<'_> {
     fn require_memory(&self, graph: &Graph, model: &Model, sites: &[Site], method: &dyn Method) -> Result<()> {
         let Some(limit) = self.context.memory.bytes.filter(|_| self.context.memory.asked) else { return Ok(()) };
         let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &analysis::usual_sizes(graph));
-        let layer = |layer: &Layer| method.bytes(layer) + if self.wanted.products { 16 * layer.size * layer.size } else { 0 };
+        // Sums of products, and of those with the original's inputs, while the first are factored in f64; then a weight is changed by them.
+        let layer = |layer: &Layer| {
+            let square = if self.wanted.products { layer.size * layer.size } else { 0 };
+            (16 * square).max(8 * square + method.bytes(layer))
+        };
         let most = sites.iter().flat_map(|site| &site.layers).map(layer).max().unwrap_or(0) as u64;
         require_bytes(self.name, "the blocks of this model and what solves its largest layer take", need.blocks + self.runs() * need.activations + most, limit)
     }

@@ -74,7 +74,7 @@ pub struct Quantize {
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub kv_cache: Option<CacheFormat>,
-    /// How the range of a scale is chosen [default: mse for four bits, else minmax]
+    /// How the range of a scale is chosen [default: for four bits l4, with samples mse; else minmax]
     #[cfg_attr(feature = "cli", arg(long, value_enum))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observer: Option<WeightObserver>,
@@ -106,7 +106,11 @@ struct Layers {
 impl Quantize {
     pub(super) fn observer(&self) -> WeightObserver {
         let codes = self.scheme.codes();
-        self.observer.unwrap_or(if codes.is_integer() && codes.bits() < 8 { WeightObserver::Mse } else { WeightObserver::Minmax })
+        self.observer.unwrap_or(match self.method {
+            _ if !codes.is_integer() || codes.bits() == 8 => WeightObserver::Minmax,
+            Method::Rtn => WeightObserver::L4,
+            _ => WeightObserver::Mse,
+        })
     }
 
     pub(super) fn damping(&self) -> f64 {
@@ -256,8 +260,12 @@ impl Pass for Quantize {
             (Some(size), None) if size != -1 || self.scheme != Scheme::W8A8 => {
                 Err(Error::option(NAME, format!("`group_size` is not for {}, which says itself how scales are shared", self.options()["scheme"])))
             }
-            _ if self.observer == Some(WeightObserver::Mse) && !self.scheme.codes().is_integer() => {
-                Err(Error::option(NAME, format!("`observer: mse` searches scales of integers; {} has minmax", self.options()["scheme"])))
+            _ if self.observer() != WeightObserver::Minmax && !self.scheme.codes().is_integer() => {
+                let (observer, scheme) = (&self.options()["observer"], &self.options()["scheme"]);
+                Err(Error::option(NAME, format!("`observer: {observer}` searches scales of integers; {scheme} has minmax")))
+            }
+            _ if self.observer() == WeightObserver::L4 && self.method.reads_samples() => {
+                Err(Error::option(NAME, "`observer: l4` is for `method: rtn`: with samples, errors are weighted by what they cost"))
             }
             _ => Ok(()),
         }
