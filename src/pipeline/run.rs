@@ -45,8 +45,11 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Resul
     let pipeline = &pipeline;
     let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
-    model.weight_files.iter().try_for_each(|input| crate::output::check_place(output, pipeline.force, input))?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
+    if file.is_some() {
+        // What lies beside the new file could be what lies beside the old one.
+        model.weight_files.iter().try_for_each(|input| crate::output::check_place(output, pipeline.force, input))?;
+    }
     let folder = staging.path();
     // What an interrupted run has kept is there already.
     let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
