@@ -230,7 +230,7 @@ impl Error {
 /// What to do about a file that a model came with.
 fn damaged(path: &Path) -> Option<&'static str> {
     let name = path.file_name()?.to_str()?;
-    if name.ends_with(".safetensors") {
+    if name.ends_with(".safetensors") || name.ends_with(".onnx") {
         Some("the file is damaged, unfinished or of another kind: download or write it again")
     } else if name.ends_with(".json") && name != "recipe.json" {
         Some("take the file that these weights were saved with")

@@ -27,7 +27,7 @@ use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
 use crate::store::{Checkpoint, Encoding, Weights};
 
-/// A model folder, or a single file, opened but not read.
+/// A model folder, or a single safetensors or ONNX file, opened but not read.
 #[derive(Clone)]
 pub struct Model {
     /// Where it was opened.
@@ -36,13 +36,14 @@ pub struct Model {
     pub config: Config,
     /// The weights, by name.
     pub weights: Weights,
-    /// The safetensors files that it was opened from.
+    /// The safetensors files that it was opened from, or the ONNX file and those beside it that hold tensors of it.
     pub weight_files: Vec<PathBuf>,
     /// What lies around them.
     pub beside: Beside,
     /// What it computes, where a pass has changed that.
-    #[cfg(feature = "run")]
-    pub changed_graph: Option<Arc<crate::ir::Graph>>,
+    pub changed_graph: Option<Arc<graph::Graph>>,
+    /// The ONNX file that it was opened from.
+    pub onnx: Option<Arc<graph::ModelFile>>,
     /// Whether quantized activations are meant for runtimes that want them as int8, and not uint8.
     pub signed_activations: bool,
 }
@@ -51,12 +52,16 @@ impl Model {
     /// Name of the file in which a cached run keeps the hash of what it was made from.
     pub const KEY: &str = "inputs.blake3";
 
-    /// Opens a folder or a `.safetensors` file. Headers and `config.json` are read, tensors are not.
+    /// Opens a folder, a `.safetensors` file or an `.onnx` file. Headers, messages and `config.json` are read, tensors are not. Of a folder
+    /// without safetensors, an ONNX file is opened.
     ///
     /// # Errors
     /// Anything about the folder that is missing, malformed or not supported, by name.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
+        if let Some(file) = onnx_file(path)? {
+            return Model::open_onnx(path, &file);
+        }
         let mut checkpoint = Checkpoint::open(path)?;
         let weight_files = checkpoint.files.clone();
         let folder = path.is_dir();
@@ -79,16 +84,7 @@ impl Model {
                 weights.by_name.remove(&format!("{alias}_scale"));
             }
         }
-        Ok(Model {
-            path: path.to_owned(),
-            config,
-            weights,
-            weight_files,
-            beside,
-            #[cfg(feature = "run")]
-            changed_graph: None,
-            signed_activations: false,
-        })
+        Ok(Model { path: path.to_owned(), config, weights, weight_files, beside, changed_graph: None, onnx: None, signed_activations: false })
     }
 
     /// Every file that a run reads: weights, configuration, and what is carried over.
@@ -141,6 +137,26 @@ impl Model {
             notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
         }
         Ok(notes)
+    }
+}
+
+/// The ONNX file that a path stands for: itself, or the only one of a folder without safetensors.
+fn onnx_file(path: &Path) -> Result<Option<PathBuf>> {
+    let is = |path: &Path, extension: &str| path.extension().is_some_and(|e| e == extension);
+    if !path.is_dir() {
+        return Ok(is(path, "onnx").then(|| path.to_owned()));
+    }
+    let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
+    let mut files: Vec<PathBuf> = entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).filter(|path| path.is_file()).collect();
+    files.sort();
+    if files.iter().any(|file| is(file, "safetensors") || file.ends_with(INDEX)) {
+        return Ok(None);
+    }
+    let found: Vec<&PathBuf> = files.iter().filter(|file| is(file, "onnx")).collect();
+    match found.as_slice() {
+        [] => Ok(None),
+        [file] => Ok(Some((*file).clone())),
+        [first, ..] => Err(Error::malformed(path, format!("{} .onnx files and no safetensors: name the file to open, like {}", found.len(), first.display()))),
     }
 }
 

@@ -22,7 +22,7 @@ use crate::store::ByteSize;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
-    /// Folder or .safetensors file, relative to the recipe
+    /// Folder, .safetensors file or .onnx file, relative to the recipe
     pub model: PathBuf,
     /// Start of every random choice
     #[serde(default)]
@@ -46,8 +46,8 @@ pub struct Recipe {
     /// How to measure before and after; needs `data: { evaluation: ... }`
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub evaluate: Option<Evaluate>,
-    /// What to write
-    #[serde(default = "default_export")]
+    /// What to write [default: safetensors; ONNX of an .onnx model]
+    #[serde(default)]
     pub export: Vec<Export>,
     /// Output folder, relative to the recipe
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -76,10 +76,6 @@ fn yes() -> bool {
     true
 }
 
-fn default_export() -> Vec<Export> {
-    vec![Export::default()]
-}
-
 impl Recipe {
     /// A recipe for a model, without passes.
     pub fn new(model: impl Into<PathBuf>) -> Recipe {
@@ -93,7 +89,7 @@ impl Recipe {
             memory: None,
             passes: Vec::new(),
             evaluate: None,
-            export: default_export(),
+            export: Vec::new(),
             output: None,
             sweep: BTreeMap::new(),
         }

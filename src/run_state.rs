@@ -79,6 +79,8 @@ pub struct RunState {
     pub attached: BTreeMap<String, Arc<Vec<u8>>>,
     /// Plain words for the report.
     pub notes: Vec<String>,
+    /// Name of the model file, where the output is one and no folder.
+    pub file: Option<String>,
 }
 
 impl RunState {

@@ -78,6 +78,16 @@ fn seeds_are_read_or_refused() {
         count(Recipe::parse(&String::from_utf8_lossy(&bytes), Path::new("recipe.yaml")).is_ok());
     }
     assert!(read > 10 && refused > 20, "{read} read, {refused} refused");
+    let files = seeds("opening");
+    assert!(files.len() > 5);
+    for (name, bytes) in files {
+        let path = folder.path().join(format!("{name}.onnx"));
+        std::fs::write(&path, bytes).unwrap();
+        match Model::open(&path) {
+            Ok(model) => assert!(model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()), "{name}"),
+            Err(e) => assert!(name == "seed-external" && e.to_string().contains("`weights`"), "{name}: {e}"),
+        }
+    }
     let graphs = seeds("graph");
     assert!(graphs.len() > 5);
     for (name, bytes) in graphs {

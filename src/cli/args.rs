@@ -86,7 +86,7 @@ fn cancel_on_interrupt() -> Cancel {
 #[derive(Debug, Args)]
 #[group(skip)]
 pub(super) struct Writing {
-    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors]
+    /// Formats to write, like `safetensors` or `safetensors: {layout: sparse}` [default: safetensors; onnx of an .onnx model]
     #[arg(long, value_name = "FORMAT", value_parser = parse_export)]
     pub export: Vec<Export>,
     /// Layout of weights in safetensors
@@ -95,7 +95,7 @@ pub(super) struct Writing {
     /// Largest size of a safetensors file, like 5GB
     #[arg(long, value_name = "SIZE", conflicts_with = "export")]
     pub shard_size: Option<ByteSize>,
-    /// Replace the output folder if it exists
+    /// Replace the output folder or file if it exists
     #[arg(long)]
     pub force: bool,
     /// Keep NaN and infinite weights instead of stopping with an error
@@ -107,10 +107,13 @@ pub(super) struct Writing {
 }
 
 impl Writing {
-    /// The formats that the flags name.
+    /// The formats that the flags name; without any, the model says.
     pub fn exports(&self) -> Vec<Export> {
         if !self.export.is_empty() {
             return self.export.clone();
+        }
+        if self.layout.is_none() && self.shard_size.is_none() {
+            return Vec::new();
         }
         let mut format = Safetensors::default();
         format.layout = self.layout.unwrap_or(format.layout);

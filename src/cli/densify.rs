@@ -11,9 +11,9 @@ use crate::store::Encoding;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder or .safetensors file
+    /// Model folder, .safetensors file or .onnx file
     model: PathBuf,
-    /// Output folder
+    /// Output folder, or an .onnx file
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Only undo the sparse layout; int8 weights stay int8

@@ -11,7 +11,7 @@ use crate::report::terminal::table;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder or .safetensors file
+    /// Model folder, .safetensors file or .onnx file
     before: PathBuf,
     /// The one to compare with it
     after: PathBuf,

@@ -16,7 +16,7 @@ use crate::store::Weight;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder or .safetensors file
+    /// Model folder, .safetensors file or .onnx file
     path: PathBuf,
     /// Read headers only, without counting zeros
     #[arg(long)]

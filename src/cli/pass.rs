@@ -11,9 +11,9 @@ use crate::pass::Step;
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(super) struct Args {
-    /// Model folder or .safetensors file
+    /// Model folder, .safetensors file or .onnx file
     model: PathBuf,
-    /// Output folder
+    /// Output folder, or an .onnx file
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]

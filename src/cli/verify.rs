@@ -10,7 +10,7 @@ use crate::report::terminal::table;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// An output folder
+    /// An output folder or file
     folder: PathBuf,
 }
 
@@ -25,7 +25,10 @@ impl Args {
         }
         match checks.iter().find(|c| !c.ok) {
             None => Ok(()),
-            Some(check) => Err(Error::Verification { path: self.folder.join(&check.path), reason: check.finding.clone() }),
+            Some(check) => Err(Error::Verification {
+                path: if self.folder.is_dir() { self.folder.join(&check.path) } else { self.folder.with_file_name(&check.path) },
+                reason: check.finding.clone(),
+            }),
         }
     }
 }

@@ -36,7 +36,7 @@ pub use opened::OpenedSets;
 pub use options::{Column, Data, DataSets, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
-pub use synthetic::{longest, synthetic, synthetic_of};
+pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::{Batch, References, shaped};
 use crate::error::{Error, Result};
-use crate::ir::{Bindings, Element, Graph, Kind, Op};
+use crate::ir::{Bindings, Element, Graph, Kind, Op, Port};
 use crate::store::header::element_count;
 
 /// Samples of a batch.
@@ -70,6 +70,47 @@ pub fn synthetic_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch>
         inputs.insert(value.name.clone(), tensor.map_err(shaped)?);
     }
     Ok(Batch { inputs, references: References::None, samples: sizes.get("batch").copied().unwrap_or(SAMPLES) })
+}
+
+/// How many kinds of samples [`synthetic_for`] makes: whole numbers up to, sizes of images, sizes of other axes.
+pub const KINDS: usize = TRIED.len();
+const TRIED: [(u32, usize, usize); 5] = [(100, 224, 32), (2, 64, 16), (100, 32, 1), (2, 320, 512), (1, 48, 1)];
+
+/// A sample for a model of which nothing is known but what it takes: sizes that are open, and how large whole numbers may be, are guessed.
+///
+/// # Errors
+/// An input is too large.
+pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
+    let (largest, image, other) = TRIED.get(kind).copied().unwrap_or((1, 1, 1));
+    let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
+    let mut next = move || {
+        let mut bytes = [0; 4];
+        random.fill(&mut bytes);
+        u32::from_le_bytes(bytes)
+    };
+    let mut made = BTreeMap::new();
+    for input in inputs {
+        let rank = input.shape.len();
+        let open = |axis: usize| match (axis, rank) {
+            (0, 2..) => 1,
+            (1, 4) => 3,
+            (2 | 3, 4) => image,
+            _ => other,
+        };
+        let shape: Vec<usize> = input.shape.iter().enumerate().map(|(axis, size)| size.unwrap_or_else(|| open(axis))).collect();
+        let count = element_count(&shape).filter(|count| *count <= LARGEST);
+        let count =
+            count.ok_or_else(|| Error::run(format!("input `{}`", input.name), format!("takes {shape:?}, which is too large for synthetic data"), ""))?;
+        let tensor = if input.element == Element::Float {
+            let values = (0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32);
+            Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)
+        } else {
+            let number = |random: u32| if input.name.contains("mask") { 1 } else { i64::from(random.checked_rem(largest).unwrap_or(0)) };
+            Tensor::from_vec((0..count).map(|_| number(next())).collect::<Vec<_>>(), shape, &Device::Cpu)
+        };
+        made.insert(input.name.clone(), tensor.map_err(shaped)?);
+    }
+    Ok(Batch { inputs: made, references: References::None, samples: 1 })
 }
 
 /// Most tokens that a graph has positions for; nothing where it takes any number.

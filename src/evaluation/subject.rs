@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::{ByBlocks, Candle, OnnxRuntime, Runner, Runtime};
 use crate::analysis;
 use crate::data::Target;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::{Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Model};
@@ -61,6 +61,20 @@ impl Subject {
         if path.extension().is_none_or(|e| e != "onnx") {
             return Subject::of(Model::open(path)?);
         }
+        Subject::onnx_file(path, threads)
+    }
+
+    /// The ONNX file that a model was opened from, whatever was made of it since.
+    ///
+    /// # Errors
+    /// There is none, there is no ONNX Runtime, or it refuses the file.
+    pub fn file_of(model: &Model, threads: usize) -> Result<Subject> {
+        let none = || Error::option("ONNX Runtime", format!("{} is no ONNX file", model.path.display()));
+        Subject::onnx_file(&model.onnx.as_ref().ok_or_else(none)?.path, threads)
+    }
+
+    /// An ONNX file whose folder holds tokenizer and `config.json`.
+    fn onnx_file(path: &Path, threads: usize) -> Result<Subject> {
         let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let config = Config::open(&folder.join("config.json"))?;
         Subject::onnx(path, folder, config.values().clone(), threads)
@@ -69,9 +83,19 @@ impl Subject {
     /// A model that is open already.
     ///
     /// # Errors
-    /// Its family is not known, or its weights do not fit its configuration.
+    /// Its family is not known, its weights do not fit its configuration, or it is an ONNX file whose weights have changed since: what is
+    /// run is the file.
     pub fn of(model: Model) -> Result<Subject> {
-        let graph = model.graph()?;
+        let graph = match (model.graph(), &model.onnx) {
+            (Err(_), Some(file)) if file.holds(&model.weights) => return Subject::onnx_file(&file.path, 1),
+            (Err(_), Some(_)) => {
+                return Err(Error::Unsupported {
+                    what: format!("{}: running an .onnx model with weights that are not written yet", model.path.display()),
+                    hint: "write it first, and go on from what was written".into(),
+                });
+            }
+            (graph, _) => graph?,
+        };
         let (inputs, outputs) = Port::of(&graph);
         let (folder, config) = (model.path.clone(), model.config.values().clone());
         Ok(Subject { folder, config, inputs, outputs, rounding: Rounding::Token, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })

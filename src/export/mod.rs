@@ -120,6 +120,13 @@ impl Default for Export {
     }
 }
 
+impl Export {
+    /// A format by its name, with all options at their defaults; nothing where this build has none of that name.
+    pub fn of_name(name: &str) -> Option<Export> {
+        serde_json::from_value(Value::String(name.to_owned())).ok()
+    }
+}
+
 impl Serialize for Export {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(Some(1))?;

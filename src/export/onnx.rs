@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::proto::DataType;
-use crate::onnx::{Draft, OPSETS, Precision, Slot, Style, WeightOnly, draft, file};
+use crate::onnx::{Draft, ModelFile, OPSETS, Precision, Rewritten, Slot, Style, WeightOnly, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item};
 use crate::store::{Affine, Bias, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
@@ -93,8 +93,41 @@ impl Onnx {
         }
         let draft = draft(&graph, &style, &metadata(model, run))?;
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
-        let layout = file::layout(&draft, file::LARGEST)?;
+        let layout = file::layout_as(file_name(run), &draft, file::LARGEST)?;
         Ok(Prepared { graph, draft, items, layout })
+    }
+
+    /// A model that was opened from an ONNX file, in the operators that it has.
+    fn rewritten(&self, file: &ModelFile, model: &Model, run: &RunState) -> Result<Rewritten> {
+        let options = self.options();
+        let usual = Onnx::default().options();
+        if let Some((name, _)) = options.as_object().into_iter().flatten().find(|(name, value)| usual.get(name) != Some(value)) {
+            return Err(Error::option(
+                format!("onnx: {name}"),
+                format!("{} is an .onnx model, which is written in the operators that it has: leave the option out", model.path.display()),
+            ));
+        }
+        let metadata = if run.history.is_empty() { BTreeMap::new() } else { metadata(model, run) };
+        let metadata = metadata.into_iter().filter(|(key, value)| model.weights.metadata.get(key) != Some(value)).collect();
+        file.rewrite(&model.weights, file_name(run), &metadata, file::LARGEST)
+    }
+
+    fn write_again(&self, file: &ModelFile, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
+        let Rewritten { layout, items, carried, as_they_stand, tensors, notes } = self.rewritten(file, model, run)?;
+        let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
+        let measured = as_they_stand.iter().map(|item| writer::measure(&item.weight)).collect::<Result<Vec<_>>>()?;
+        let written = items.into_iter().zip(seen).enumerate().filter(|(position, _)| !carried.contains(position)).map(|(_, weight)| weight);
+        let weights: Vec<_> = written.chain(as_they_stand.into_iter().zip(measured)).collect();
+        Ok(Exported {
+            files,
+            how: "read back: what no pass has changed is the bytes of the input, every other weight what was computed".into(),
+            max_abs_error: 0.0,
+            tensors,
+            encodings: weights.iter().map(|(item, _)| item.weight.describe()).collect(),
+            config: None,
+            notes,
+            weights: weights.into_iter().map(|(item, seen)| (item.name, seen)).collect(),
+        })
     }
 }
 
@@ -128,8 +161,18 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
     Ok(Item { name, weight, storage_format: slot.storage_format })
 }
 
+/// The ONNX file that a model was opened from, where no pass has changed what it computes.
+fn unchanged(model: &Model) -> Option<&ModelFile> {
+    model.onnx.as_deref().filter(|_| model.changed_graph.is_none())
+}
+
+/// Name of the model file.
+fn file_name(run: &RunState) -> &str {
+    run.file.as_deref().unwrap_or(file::MODEL)
+}
+
 fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {
-    let mut metadata = BTreeMap::new();
+    let mut metadata = if model.onnx.is_some() { model.weights.metadata.clone() } else { BTreeMap::new() };
     if !model.config.model_type().is_empty() {
         metadata.insert("compress.model_type".to_owned(), model.config.model_type().to_owned());
     }
@@ -166,6 +209,13 @@ fn notes(model: &Model, graph: &Graph, slots: &[Slot]) -> Vec<String> {
             file::MODEL
         ));
     }
+    if model.onnx.is_some() {
+        notes.push(format!(
+            "{}: a pass has changed what the model computes: it is written in operators of the export, under the names of its values",
+            file::MODEL
+        ));
+        return notes;
+    }
     let unused = model.unused(graph);
     if let Some(first) = unused.first() {
         notes.push(format!("{} tensors of the checkpoint are not part of the graph and not in {} (the first: `{first}`)", unused.len(), file::MODEL));
@@ -183,16 +233,28 @@ impl Format for Onnx {
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
-        let Prepared { draft, layout, .. } = self.prepare(model, run)?;
+        let (layout, tensors) = match unchanged(model) {
+            Some(file) => {
+                let rewritten = self.rewritten(file, model, run)?;
+                (rewritten.layout, rewritten.tensors)
+            }
+            None => {
+                let Prepared { draft, layout, .. } = self.prepare(model, run)?;
+                (layout, draft.tensors())
+            }
+        };
         Ok(SizeForecast {
             files: layout.iter().map(|(name, _)| name.clone()).collect(),
             bytes: layout.iter().map(|(_, pieces)| file::bytes(pieces)).sum(),
             exact: !run.estimated,
-            tensors: draft.tensors(),
+            tensors,
         })
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
+        if let Some(file) = unchanged(model) {
+            return self.write_again(file, model, run, folder, work);
+        }
         let Prepared { graph, draft, items, layout } = self.prepare(model, run)?;
         let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         Ok(Exported {

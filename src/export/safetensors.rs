@@ -313,6 +313,12 @@ impl Format for Safetensors {
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
+        if model.onnx.is_some() {
+            return Err(Error::Unsupported {
+                what: format!("{}: writing an .onnx model as safetensors, which hold no operators,", model.path.display()),
+                hint: "leave `export` out, or write `onnx`".into(),
+            });
+        }
         let items = self.items(model, |_, weight| Ok(weight.elements() as u64))?;
         let layout = self.layout_of(&items, model)?;
         Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })

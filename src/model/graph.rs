@@ -1,13 +1,17 @@
 //! What a model computes.
 
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
 
-use super::Model;
+use super::{Beside, Config, Model};
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
+pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, Graph, GraphFile, Node, Op, cache, same};
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, same};
+pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Affine, Encoding, Weight, Weights, select};
 
 impl Catalog for Weights {
@@ -21,7 +25,30 @@ impl Catalog for Weights {
 }
 
 impl Model {
-    /// The graph: as passes have left it, else from `graph.json` when there is one, else from `config.json`.
+    /// Opens an ONNX file; `path` is the file itself or its folder.
+    pub(super) fn open_onnx(path: &Path, file: &Path) -> Result<Model> {
+        let onnx = ModelFile::open(file)?;
+        let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
+        let folder = path.is_dir();
+        Ok(Model {
+            path: path.to_owned(),
+            config: if folder { Config::open(&path.join("config.json"))? } else { Config::default() },
+            weights: onnx.all_weights(),
+            beside: if folder { Beside::of(path, &weight_files)? } else { Beside::default() },
+            weight_files,
+            changed_graph: None,
+            onnx: Some(Arc::new(onnx)),
+            signed_activations: false,
+        })
+    }
+
+    /// Whether a weight of an ONNX file is another one by now.
+    pub(crate) fn changes(&self, name: &str, now: &Weight) -> bool {
+        self.onnx.as_ref().is_some_and(|file| file.weights.get(name).is_none_or(|before| !Arc::ptr_eq(&before.source(), &now.source())))
+    }
+
+    /// The graph: as passes have left it, else from the ONNX file or `graph.json` where there is one, else from
+    /// `config.json`.
     ///
     /// # Errors
     /// The family is not known, the configuration lacks something, or the weights do not fit it.
@@ -35,10 +62,11 @@ impl Model {
     /// As [`graph`](Model::graph).
     pub fn graph_and_unknown_keys(&self) -> Result<(Graph, Vec<String>)> {
         let file = self.path.join(GraphFile::NAME);
-        match &self.changed_graph {
-            Some(graph) => Ok(((**graph).clone(), Vec::new())),
-            None if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
-            None => self.described(),
+        match (&self.changed_graph, &self.onnx) {
+            (Some(graph), _) => Ok(((**graph).clone(), Vec::new())),
+            (None, Some(file)) => Ok((file.lift(&self.weights)?, Vec::new())),
+            (None, None) if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
+            (None, None) => self.described(),
         }
     }
 
@@ -61,7 +89,7 @@ impl Model {
     pub fn is_described(&self) -> bool {
         match &self.changed_graph {
             Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
-            None => !self.path.join(GraphFile::NAME).is_file(),
+            None => self.onnx.is_none() && !self.path.join(GraphFile::NAME).is_file(),
         }
     }
 

@@ -2,10 +2,29 @@
 #![allow(clippy::unused_self)]
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use super::Model;
+use crate::error::{Error, Result};
+
+/// What a model computes, of which there is none here.
+pub enum Graph {}
+
+/// An ONNX file, of which there is none here.
+pub enum ModelFile {}
 
 impl Model {
+    pub(super) fn open_onnx(_path: &Path, file: &Path) -> Result<Model> {
+        Err(Error::Unsupported {
+            what: format!("{}: an .onnx file in a build without the feature `run`", file.display()),
+            hint: "build compress with it".into(),
+        })
+    }
+
+    pub(crate) fn changes(&self, _name: &str, _now: &crate::store::Weight) -> bool {
+        false
+    }
+
     pub(crate) fn needs_graph_file(&self) -> bool {
         false
     }

@@ -1,6 +1,6 @@
 //! What a weight is for, judged by its name and shape, for any checkpoint.
 
-use crate::store::Weight;
+use crate::store::{Role, Weight};
 
 /// Parts of names that mark matrices which are not the weights of a linear layer, or which are known to need
 /// full precision: embeddings, output heads, routers of mixtures of experts, norms, position biases.
@@ -22,23 +22,29 @@ const NOT_LINEAR: [&str; 14] = [
 ];
 
 /// The rule that [`is_linear`] follows, for plans and reports.
-pub const LINEAR_RULE: &str = "matrices named *.weight, but no embedding, output head, router, norm or position bias";
+pub const LINEAR_RULE: &str =
+    "matrices named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, matrices of MatMul and Gemm";
 /// The rule for pruning: linear weights and convolutions.
-pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm or position bias";
+pub const PRUNABLE_RULE: &str = "tensors of two or more dimensions named *.weight, but no embedding, output head, router, norm or position bias; of an .onnx model, weights of MatMul, Gemm and Conv";
 
 /// Whether a name and a weight look like a linear layer's.
 pub fn is_linear(name: &str, weight: &Weight) -> bool {
-    weight.shape.len() == 2 && is_prunable(name, weight)
+    weight.shape.len() == 2 && weight.role.is_none_or(|role| role == Role::Matrix) && is_prunable(name, weight)
 }
 
 /// Whether a name and a weight look like those of a linear layer or a convolution.
 pub fn is_prunable(name: &str, weight: &Weight) -> bool {
-    weight.shape.len() >= 2 && name.ends_with(".weight") && weight.is_float() && weight.elements() > 0 && !NOT_LINEAR.iter().any(|part| name.contains(part))
+    let named = match weight.role {
+        Some(role) => matches!(role, Role::Matrix | Role::Kernel),
+        None => name.ends_with(".weight") && !NOT_LINEAR.iter().any(|part| name.contains(part)),
+    };
+    named && weight.shape.len() >= 2 && weight.is_float() && weight.elements() > 0
 }
 
 /// Whether a name and a weight look like an embedding table's.
 pub fn is_embedding(name: &str, weight: &Weight) -> bool {
-    weight.shape.len() == 2 && weight.is_float() && weight.elements() > 0 && class_of(name) == "Embedding"
+    let named = weight.role.map_or_else(|| class_of(name) == "Embedding", |role| role == Role::Table);
+    named && weight.shape.len() == 2 && weight.is_float() && weight.elements() > 0
 }
 
 /// The class of the module that holds a matrix of this name, as [`class`] of a weight.

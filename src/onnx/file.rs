@@ -21,9 +21,9 @@ pub const DATA: &str = "model.onnx.data";
 pub const LARGEST: u64 = (1 << 31) - 1;
 
 /// Tensors in the second file begin at multiples of this, so that they can be mapped into memory.
-const ALIGNMENT: u64 = 4096;
+pub(super) const ALIGNMENT: u64 = 4096;
 /// Smaller tensors stay in the model file, where shape inference finds them.
-const SMALL: u64 = 1024;
+pub(super) const SMALL: u64 = 1024;
 
 /// The tags of `ModelProto.graph`, `GraphProto.initializer` and `TensorProto.raw_data`.
 const GRAPH: u8 = 7 << 3 | 2;
@@ -38,9 +38,18 @@ pub type Pieces = Vec<(String, Vec<Piece>)>;
 /// # Errors
 /// A weight is too large to be counted.
 pub fn layout(draft: &Draft, largest: u64) -> Result<Pieces> {
-    let one = single(draft, |_| false)?;
+    layout_as(MODEL, draft, largest)
+}
+
+/// The same under another name than [`MODEL`].
+///
+/// # Errors
+/// As [`layout`].
+pub fn layout_as(name: &str, draft: &Draft, largest: u64) -> Result<Pieces> {
+    let data_name = data_file(name);
+    let one = single(draft, &data_name, |_| false)?;
     if bytes(&one) <= largest {
-        return Ok(vec![(MODEL.into(), one)]);
+        return Ok(vec![(name.into(), one)]);
     }
     let outside = |size: u64| size >= SMALL;
     let mut data = Vec::new();
@@ -54,7 +63,13 @@ pub fn layout(draft: &Draft, largest: u64) -> Result<Pieces> {
             at = end;
         }
     }
-    Ok(vec![(MODEL.into(), single(draft, outside)?), (DATA.into(), data)])
+    let model = single(draft, &data_name, outside)?;
+    Ok(vec![(name.into(), model), (data_name, data)])
+}
+
+/// Name of the file beside a model of this name that holds its weights where it is large.
+pub fn data_file(name: &str) -> String {
+    format!("{name}.data")
 }
 
 /// Bytes of a file.
@@ -82,7 +97,7 @@ fn place(at: u64, size: u64, tensor: &Tensor) -> Result<(u64, u64)> {
     start.and_then(|start| Some((start, start.checked_add(size)?))).ok_or_else(|| overflows(tensor))
 }
 
-fn single(draft: &Draft, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
+fn single(draft: &Draft, data_name: &str, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
     let mut head = draft.model.clone();
     let body = head.graph.take().unwrap_or_default().encode_to_vec();
     let mut at = 0u64;
@@ -95,7 +110,7 @@ fn single(draft: &Draft, outside: impl Fn(u64) -> bool) -> Result<Vec<Piece>> {
         if away {
             tensor.data_location = Some(DataLocation::External as i32);
             let (start, end) = place(at, size, slot)?;
-            tensor.external_data = [("location", DATA.to_owned()), ("offset", start.to_string()), ("length", size.to_string())]
+            tensor.external_data = [("location", data_name.to_owned()), ("offset", start.to_string()), ("length", size.to_string())]
                 .map(|(k, v)| StringStringEntryProto::new(k, v))
                 .to_vec();
             at = end;

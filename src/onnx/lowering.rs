@@ -129,7 +129,15 @@ impl<'g> Lowering<'g> {
     fn push(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {
         let input = inputs.iter().map(|i| (*i).to_owned()).collect();
         let (domain, op) = op.split_once("::").map_or((None, op), |(domain, op)| (Some(domain.to_owned()), op));
-        self.nodes.push(NodeProto { input, output: outputs, name: Some(name), op_type: Some(op.to_owned()), attribute: attributes, domain });
+        self.nodes.push(NodeProto {
+            input,
+            output: outputs,
+            name: Some(name),
+            op_type: Some(op.to_owned()),
+            attribute: attributes,
+            domain,
+            ..NodeProto::default()
+        });
     }
 
     /// An operator whose result only this node needs.

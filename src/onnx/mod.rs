@@ -1,13 +1,27 @@
 //! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
 
+mod check;
+mod elements;
+mod external;
 pub mod file;
+mod lift;
 mod lower;
 mod lowering;
+mod model_file;
 mod place;
 pub mod proto;
+mod quantized;
+mod rewrite;
+mod skeleton;
+mod splice;
 mod style;
+mod uses;
+mod wire;
 mod write;
 
+pub use check::NEWEST;
+pub use model_file::ModelFile;
 pub use place::{Slot, Tensor};
+pub use rewrite::Rewritten;
 pub use style::{OPSETS, Precision, Style, WeightOnly};
 pub use write::{Draft, draft};

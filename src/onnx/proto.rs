@@ -2,7 +2,13 @@
 //!
 //! Field numbers are those of `onnx.proto`, which is proto2: what is absent and what is zero differ.
 
+mod tensor;
+mod types;
+
 use prost::Message;
+
+pub use tensor::{DataLocation, DataType, SparseTensorProto, TensorProto};
+pub use types::{Dimension, DimensionProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto};
 
 /// A model file.
 #[derive(Clone, PartialEq, Message)]
@@ -16,6 +22,12 @@ pub struct ModelProto {
     /// Its version.
     #[prost(string, optional, tag = "3")]
     pub producer_version: Option<String>,
+    /// Whose model it is.
+    #[prost(string, optional, tag = "4")]
+    pub domain: Option<String>,
+    /// Which of several.
+    #[prost(int64, optional, tag = "5")]
+    pub model_version: Option<i64>,
     /// What it is, for people.
     #[prost(string, optional, tag = "6")]
     pub doc_string: Option<String>,
@@ -28,6 +40,15 @@ pub struct ModelProto {
     /// Where it comes from.
     #[prost(message, repeated, tag = "14")]
     pub metadata_props: Vec<StringStringEntryProto>,
+    /// How it is trained.
+    #[prost(message, repeated, tag = "20")]
+    pub training_info: Vec<TrainingInfoProto>,
+    /// Operators that are made of others.
+    #[prost(message, repeated, tag = "25")]
+    pub functions: Vec<FunctionProto>,
+    /// How it is spread over devices, as it stands in the file.
+    #[prost(bytes = "vec", repeated, tag = "26")]
+    pub configuration: Vec<Vec<u8>>,
 }
 
 /// A set of operators.
@@ -64,6 +85,9 @@ pub struct GraphProto {
     /// Weights and constants.
     #[prost(message, repeated, tag = "5")]
     pub initializer: Vec<TensorProto>,
+    /// What it is, for people.
+    #[prost(string, optional, tag = "10")]
+    pub doc_string: Option<String>,
     /// Given for each run.
     #[prost(message, repeated, tag = "11")]
     pub input: Vec<ValueInfoProto>,
@@ -73,6 +97,84 @@ pub struct GraphProto {
     /// Types of values in between.
     #[prost(message, repeated, tag = "13")]
     pub value_info: Vec<ValueInfoProto>,
+    /// Which tensors quantize which values.
+    #[prost(message, repeated, tag = "14")]
+    pub quantization_annotation: Vec<TensorAnnotation>,
+    /// Weights and constants that are mostly zero.
+    #[prost(message, repeated, tag = "15")]
+    pub sparse_initializer: Vec<SparseTensorProto>,
+    /// Anything.
+    #[prost(message, repeated, tag = "16")]
+    pub metadata_props: Vec<StringStringEntryProto>,
+}
+
+/// How a model is trained.
+#[derive(Clone, PartialEq, Message)]
+pub struct TrainingInfoProto {
+    /// What is computed first.
+    #[prost(message, optional, tag = "1")]
+    pub initialization: Option<GraphProto>,
+    /// A step.
+    #[prost(message, optional, tag = "2")]
+    pub algorithm: Option<GraphProto>,
+    /// Initializers by the value of the first graph that they become.
+    #[prost(message, repeated, tag = "3")]
+    pub initialization_binding: Vec<StringStringEntryProto>,
+    /// Initializers by the value of a step that they become.
+    #[prost(message, repeated, tag = "4")]
+    pub update_binding: Vec<StringStringEntryProto>,
+}
+
+/// Which tensors quantize a value.
+#[derive(Clone, PartialEq, Eq, Hash, Message)]
+pub struct TensorAnnotation {
+    /// Name of the value.
+    #[prost(string, optional, tag = "1")]
+    pub tensor_name: Option<String>,
+    /// Names of tensors by what they are.
+    #[prost(message, repeated, tag = "2")]
+    pub quant_parameter_tensor_names: Vec<StringStringEntryProto>,
+}
+
+/// An operator that is made of others.
+#[derive(Clone, PartialEq, Message)]
+pub struct FunctionProto {
+    /// Name.
+    #[prost(string, optional, tag = "1")]
+    pub name: Option<String>,
+    /// Names of what it reads.
+    #[prost(string, repeated, tag = "4")]
+    pub input: Vec<String>,
+    /// Names of what it computes.
+    #[prost(string, repeated, tag = "5")]
+    pub output: Vec<String>,
+    /// Names of its attributes.
+    #[prost(string, repeated, tag = "6")]
+    pub attribute: Vec<String>,
+    /// In an order in which they can run.
+    #[prost(message, repeated, tag = "7")]
+    pub node: Vec<NodeProto>,
+    /// What it is, for people.
+    #[prost(string, optional, tag = "8")]
+    pub doc_string: Option<String>,
+    /// The sets of operators that it uses.
+    #[prost(message, repeated, tag = "9")]
+    pub opset_import: Vec<OperatorSetIdProto>,
+    /// The set that it belongs to.
+    #[prost(string, optional, tag = "10")]
+    pub domain: Option<String>,
+    /// Attributes that have a value where none is given.
+    #[prost(message, repeated, tag = "11")]
+    pub attribute_proto: Vec<AttributeProto>,
+    /// Types of values.
+    #[prost(message, repeated, tag = "12")]
+    pub value_info: Vec<ValueInfoProto>,
+    /// Which of several of one name.
+    #[prost(string, optional, tag = "13")]
+    pub overload: Option<String>,
+    /// Anything.
+    #[prost(message, repeated, tag = "14")]
+    pub metadata_props: Vec<StringStringEntryProto>,
 }
 
 /// One operator at work.
@@ -93,9 +195,21 @@ pub struct NodeProto {
     /// How it works.
     #[prost(message, repeated, tag = "5")]
     pub attribute: Vec<AttributeProto>,
+    /// What it is, for people.
+    #[prost(string, optional, tag = "6")]
+    pub doc_string: Option<String>,
     /// The set that the operator is from; empty for ONNX's own.
     #[prost(string, optional, tag = "7")]
     pub domain: Option<String>,
+    /// Which function of several of one name.
+    #[prost(string, optional, tag = "8")]
+    pub overload: Option<String>,
+    /// Anything.
+    #[prost(message, repeated, tag = "9")]
+    pub metadata_props: Vec<StringStringEntryProto>,
+    /// How it is spread over devices, as it stands in the file.
+    #[prost(bytes = "vec", repeated, tag = "10")]
+    pub device_configurations: Vec<Vec<u8>>,
 }
 
 /// What an attribute is.
@@ -110,10 +224,28 @@ pub enum AttributeType {
     Int = 2,
     /// Bytes.
     String = 3,
+    /// A tensor.
+    Tensor = 4,
+    /// A body.
+    Graph = 5,
     /// Numbers.
     Floats = 6,
     /// Whole numbers.
     Ints = 7,
+    /// Several times bytes.
+    Strings = 8,
+    /// Tensors.
+    Tensors = 9,
+    /// Bodies.
+    Graphs = 10,
+    /// A tensor that is mostly zero.
+    SparseTensor = 11,
+    /// Such tensors.
+    SparseTensors = 12,
+    /// A type.
+    TypeProto = 13,
+    /// Types.
+    TypeProtos = 14,
 }
 
 /// An attribute of a node.
@@ -131,149 +263,48 @@ pub struct AttributeProto {
     /// Bytes.
     #[prost(bytes = "vec", optional, tag = "4")]
     pub s: Option<Vec<u8>>,
+    /// A tensor.
+    #[prost(message, optional, tag = "5")]
+    pub t: Option<TensorProto>,
+    /// A body, which reads values of the graphs around it by name.
+    #[prost(message, optional, tag = "6")]
+    pub g: Option<GraphProto>,
     /// Numbers.
     #[prost(float, repeated, packed = "false", tag = "7")]
     pub floats: Vec<f32>,
     /// Whole numbers.
     #[prost(int64, repeated, packed = "false", tag = "8")]
     pub ints: Vec<i64>,
-    /// Which of the above it is; runtimes refuse attributes that do not say.
+    /// Several times bytes.
+    #[prost(bytes = "vec", repeated, tag = "9")]
+    pub strings: Vec<Vec<u8>>,
+    /// Tensors.
+    #[prost(message, repeated, tag = "10")]
+    pub tensors: Vec<TensorProto>,
+    /// Bodies.
+    #[prost(message, repeated, tag = "11")]
+    pub graphs: Vec<GraphProto>,
+    /// What it is, for people.
+    #[prost(string, optional, tag = "13")]
+    pub doc_string: Option<String>,
+    /// A type.
+    #[prost(message, optional, tag = "14")]
+    pub tp: Option<TypeProto>,
+    /// Types.
+    #[prost(message, repeated, tag = "15")]
+    pub type_protos: Vec<TypeProto>,
+    /// Which of the others it is; runtimes refuse attributes that do not say.
     #[prost(enumeration = "AttributeType", optional, tag = "20")]
     pub r#type: Option<i32>,
-}
-
-/// What elements of a tensor are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, prost::Enumeration)]
-#[repr(i32)]
-pub enum DataType {
-    /// Not said.
-    Undefined = 0,
-    /// 32-bit floats.
-    Float = 1,
-    /// Unsigned bytes.
-    Uint8 = 2,
-    /// Signed bytes.
-    Int8 = 3,
-    /// 32-bit integers.
-    Int32 = 6,
-    /// 64-bit integers.
-    Int64 = 7,
-    /// References values.
-    Bool = 9,
-    /// 16-bit floats.
-    Float16 = 10,
-    /// 64-bit floats.
-    Double = 11,
-    /// E4M3, floats of eight bits without infinities.
-    Float8E4m3 = 17,
-    /// Unsigned integers of four bits, two in a byte, the first in the low half.
-    Uint4 = 21,
-    /// Signed integers of four bits, two in a byte, the first in the low half.
-    Int4 = 22,
-}
-
-impl DataType {
-    /// Bits of an element in `raw_data`; 0 where it is not said what it is.
-    pub fn bits(self) -> u64 {
-        match self {
-            DataType::Undefined => 0,
-            DataType::Int4 | DataType::Uint4 => 4,
-            DataType::Uint8 | DataType::Int8 | DataType::Bool | DataType::Float8E4m3 => 8,
-            DataType::Float16 => 16,
-            DataType::Float | DataType::Int32 => 32,
-            DataType::Int64 | DataType::Double => 64,
-        }
-    }
-}
-
-/// Where the bytes of a tensor are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, prost::Enumeration)]
-#[repr(i32)]
-pub enum DataLocation {
-    /// In the message.
-    Default = 0,
-    /// In another file.
-    External = 1,
-}
-
-/// A weight or a constant.
-#[derive(Clone, PartialEq, Message)]
-pub struct TensorProto {
-    /// Sizes, outermost first.
-    #[prost(int64, repeated, packed = "false", tag = "1")]
-    pub dims: Vec<i64>,
-    /// What elements are.
-    #[prost(enumeration = "DataType", optional, tag = "2")]
-    pub data_type: Option<i32>,
-    /// Name.
-    #[prost(string, optional, tag = "8")]
-    pub name: Option<String>,
-    /// Elements, little-endian.
-    #[prost(bytes = "vec", optional, tag = "9")]
-    pub raw_data: Option<Vec<u8>>,
-    /// Where in which other file the elements are: `location`, `offset`, `length`.
-    #[prost(message, repeated, tag = "13")]
-    pub external_data: Vec<StringStringEntryProto>,
-    /// Whether they are in another file.
-    #[prost(enumeration = "DataLocation", optional, tag = "14")]
-    pub data_location: Option<i32>,
-}
-
-/// A value and its type.
-#[derive(Clone, PartialEq, Message)]
-pub struct ValueInfoProto {
-    /// Name.
-    #[prost(string, optional, tag = "1")]
-    pub name: Option<String>,
-    /// Type.
-    #[prost(message, optional, tag = "2")]
-    pub r#type: Option<TypeProto>,
-}
-
-/// The type of a value; of all that there are, tensors.
-#[derive(Clone, PartialEq, Message)]
-pub struct TypeProto {
-    /// Of a tensor.
-    #[prost(message, optional, tag = "1")]
-    pub tensor_type: Option<TensorTypeProto>,
-}
-
-/// The type of a tensor.
-#[derive(Clone, PartialEq, Message)]
-pub struct TensorTypeProto {
-    /// What elements are.
-    #[prost(enumeration = "DataType", optional, tag = "1")]
-    pub elem_type: Option<i32>,
-    /// Sizes.
-    #[prost(message, optional, tag = "2")]
-    pub shape: Option<TensorShapeProto>,
-}
-
-/// Sizes of a tensor.
-#[derive(Clone, PartialEq, Message)]
-pub struct TensorShapeProto {
-    /// Outermost first.
-    #[prost(message, repeated, tag = "1")]
-    pub dim: Vec<DimensionProto>,
-}
-
-/// One size.
-#[derive(Clone, PartialEq, Eq, Hash, Message)]
-pub struct DimensionProto {
-    /// A number or a name.
-    #[prost(oneof = "Dimension", tags = "1, 2")]
-    pub value: Option<Dimension>,
-}
-
-/// A number or a name.
-#[derive(Clone, PartialEq, Eq, Hash, prost::Oneof)]
-pub enum Dimension {
-    /// A number.
-    #[prost(int64, tag = "1")]
-    DimValue(i64),
-    /// A name.
-    #[prost(string, tag = "2")]
-    DimParam(String),
+    /// The attribute of the function around it that it stands for.
+    #[prost(string, optional, tag = "21")]
+    pub ref_attr_name: Option<String>,
+    /// A tensor that is mostly zero.
+    #[prost(message, optional, tag = "22")]
+    pub sparse_tensor: Option<SparseTensorProto>,
+    /// Such tensors.
+    #[prost(message, repeated, tag = "23")]
+    pub sparse_tensors: Vec<SparseTensorProto>,
 }
 
 impl StringStringEntryProto {
@@ -328,7 +359,7 @@ mod tests {
     fn zero_is_not_absent() {
         let zero = AttributeProto::int("axis", 0).encode_to_vec();
         assert_eq!(AttributeProto::decode(zero.as_slice()).unwrap().i, Some(0));
-        let dim = DimensionProto { value: Some(Dimension::DimParam("batch".into())) };
+        let dim = DimensionProto { value: Some(Dimension::DimParam("batch".into())), denotation: None };
         assert_eq!(dim.encode_to_vec(), [0x12, 5, b'b', b'a', b't', b'c', b'h']);
     }
 }

@@ -69,6 +69,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         output: graph.outputs().iter().map(|(name, id)| info(name, &graph.value(*id).ty)).collect(),
         // Types in between can be inferred. With them, ONNX Runtime fuses residual sums into a slower kernel, and transposes slower.
         value_info: Vec::new(),
+        ..GraphProto::default()
     };
     let model = ModelProto {
         ir_version: Some(match opset {
@@ -78,10 +79,10 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         }),
         producer_name: Some(env!("CARGO_PKG_NAME").into()),
         producer_version: Some(env!("CARGO_PKG_VERSION").into()),
-        doc_string: None,
         graph: Some(body),
         opset_import: std::iter::once(own).chain(others).collect(),
         metadata_props: metadata.iter().map(|(key, value)| StringStringEntryProto::new(key, value)).collect(),
+        ..ModelProto::default()
     };
     Ok(Draft { model, weights })
 }
@@ -123,9 +124,10 @@ fn info(name: &str, ty: &TensorType) -> ValueInfoProto {
         Dim::Fixed(size) => Dimension::DimValue(*size as i64),
         other => Dimension::DimParam(formula(other)),
     };
-    let dim = ty.shape.iter().map(|dim| DimensionProto { value: Some(size(dim)) }).collect();
+    let dim = ty.shape.iter().map(|dim| DimensionProto { value: Some(size(dim)), denotation: None }).collect();
     let tensor = TensorTypeProto { elem_type: Some(element as i32), shape: Some(TensorShapeProto { dim }) };
-    ValueInfoProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type: Some(tensor) }) }
+    let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
+    ValueInfoProto { name: Some(name.to_owned()), r#type: Some(ty), ..ValueInfoProto::default() }
 }
 
 /// A size that is known when the model runs, as a person would write it.

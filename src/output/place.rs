@@ -5,10 +5,32 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Result};
 
+/// The name of an output that is a file and no folder: those of ONNX are, by their names. What lies beside it begins with its name.
+pub fn file_name(target: &Path) -> Option<String> {
+    let name = target.file_name()?.to_str()?;
+    (target.extension()? == "onnx" && !target.is_dir()).then(|| name.to_owned())
+}
+
+/// What the name of a file ends with that holds the weights of another.
+pub(super) const DATA: &str = "data";
+
+/// The folder beside a file that holds what a run tells about it.
+pub fn report_folder(file: &Path) -> PathBuf {
+    beside(file, "report")
+}
+
+/// A place beside a file, whose name is the file's and more.
+pub(super) fn beside(file: &Path, more: &str) -> PathBuf {
+    let mut name = file.file_name().unwrap_or_default().to_owned();
+    name.push(".");
+    name.push(more);
+    file.with_file_name(name)
+}
+
 /// Checks an output place without touching it.
 ///
 /// # Errors
-/// It exists (without `force`), is not a folder, or overlaps the input.
+/// It exists (without `force`), is not a folder where it should be one, or overlaps the input.
 pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     let target = absolute(target)?;
     let input = fs::canonicalize(input).map_err(Error::io("open", input))?;
@@ -29,8 +51,18 @@ pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     if input.starts_with(&real) {
         return Err(refuse(&target, "contains the input", "choose another folder"));
     }
+    let file = file_name(&target).is_some();
+    for path in [report_folder(&target), beside(&target, DATA)].into_iter().filter(|path| file && path.symlink_metadata().is_ok()) {
+        if fs::canonicalize(&path).is_ok_and(|path| input.starts_with(path)) {
+            return Err(refuse(&path, "would be replaced, and is part of the input", "choose another name: the input is never changed"));
+        }
+        if !force {
+            return Err(exists(&path));
+        }
+    }
     match fs::symlink_metadata(&target) {
-        Ok(m) if !m.is_dir() => Err(refuse(&target, "exists and is not a folder", "choose another name")),
+        Ok(m) if file && !m.is_file() => Err(refuse(&target, "exists and is not a file", "choose another name")),
+        Ok(m) if !file && !m.is_dir() => Err(refuse(&target, "exists and is not a folder", "choose another name")),
         Ok(_) if !force => Err(exists(&target)),
         _ => Ok(()),
     }
@@ -53,7 +85,8 @@ pub(super) fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
 }
 
 pub(super) fn exists(path: &Path) -> Error {
-    refuse(path, "exists", "add --force to replace it, or choose another folder with -o")
+    let place = if path.is_dir() { "folder" } else { "name" };
+    refuse(path, "exists", &format!("add --force to replace it, or choose another {place} with -o"))
 }
 
 #[cfg(test)]

@@ -8,6 +8,9 @@
 //!     new     renamed to OUT in one step
 //!     old     what OUT was, where the file system cannot exchange two folders in one step
 //! ```
+//!
+//! An output that is a file is made in a folder too. The file appears last, in one step, behind the file with its weights, if it has one,
+//! and the folder of its report; if one of them cannot be put where it belongs, those before it are taken back.
 
 use std::collections::hash_map::RandomState;
 use std::fs::{self, File};
@@ -19,7 +22,7 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use super::lock::{Attempt, Lock};
-use super::place::{absolute, check_place, exists, refuse};
+use super::place::{DATA, absolute, beside, check_place, exists, file_name, refuse, report_folder};
 use crate::error::{Error, Result};
 
 /// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
@@ -92,7 +95,10 @@ impl Staging {
     /// The place was taken meanwhile, or the move fails; then nothing has changed.
     pub fn commit(mut self) -> Result<()> {
         sync(&self.path())?;
-        self.put()?;
+        match file_name(&self.target) {
+            Some(name) => self.put_file(&name)?,
+            None => drop(self.put(&self.path(), &self.target)?),
+        }
         self.made = None;
         if let Some(parent) = self.target.parent() {
             sync_folder(parent);
@@ -100,40 +106,80 @@ impl Staging {
         Ok(())
     }
 
-    fn put(&self) -> Result<()> {
-        let (new, target) = (self.path(), &self.target);
+    /// Puts a file where it belongs, and what lies beside it before.
+    fn put_file(&self, name: &str) -> Result<()> {
+        let (model, data) = (self.work.join("model"), self.work.join(DATA));
+        let made = self.path();
+        fs::rename(made.join(name), &model).map_err(Error::io("move", &model))?;
+        let data_target = beside(&self.target, DATA);
+        let inner = made.join(data_target.file_name().unwrap_or_default());
+        let mut steps = Vec::new();
+        if inner.exists() {
+            fs::rename(&inner, &data).map_err(Error::io("move", &data))?;
+            steps.push((data, data_target));
+        } else if self.force && data_target.symlink_metadata().is_ok() {
+            // Those of the file that is replaced.
+            let _ = fs::rename(&data_target, self.work.join("replaced"));
+        }
+        steps.extend([(made, report_folder(&self.target)), (model, self.target.clone())]);
+        let mut done: Vec<(&PathBuf, &PathBuf, bool)> = Vec::new();
+        for (new, target) in &steps {
+            match self.put(new, target) {
+                Ok(exchanged) => done.push((new, target, exchanged)),
+                Err(error) => {
+                    for (new, target, exchanged) in done.into_iter().rev() {
+                        let _ = if exchanged {
+                            renameat_with(CWD, new, CWD, target, RenameFlags::EXCHANGE)
+                        } else {
+                            renameat_with(CWD, target, CWD, new, RenameFlags::NOREPLACE)
+                        };
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves something to its place; whether what was there before lies in its own place now.
+    fn put(&self, new: &Path, target: &Path) -> Result<bool> {
         for _ in 0..ATTEMPTS {
-            let moved = match renameat_with(CWD, &new, CWD, target, RenameFlags::NOREPLACE) {
+            let (moved, exchanged) = match renameat_with(CWD, new, CWD, target, RenameFlags::NOREPLACE) {
                 Err(Errno::EXIST) if !self.force => return Err(exists(target)),
-                // The old folder changes places with the new one, and goes when `self` is dropped.
-                Err(Errno::EXIST) => renameat_with(CWD, &new, CWD, target, RenameFlags::EXCHANGE),
-                moved => moved,
+                // The old one changes places with the new one, and goes when `self` is dropped.
+                Err(Errno::EXIST) => (renameat_with(CWD, new, CWD, target, RenameFlags::EXCHANGE), true),
+                moved => (moved, false),
             };
             match moved {
-                Ok(()) => return Ok(()),
-                // The old folder went away meanwhile.
+                Ok(()) => return Ok(exchanged),
+                // The old one went away meanwhile.
                 Err(Errno::NOENT) if new.exists() => {}
-                Err(Errno::INVAL | Errno::NOSYS) => return self.put_plainly(),
+                Err(Errno::INVAL | Errno::NOSYS) => return self.put_plainly(new, target).map(|()| false),
                 Err(e) => return Err(Error::io("create", target)(e.into())),
             }
         }
-        Err(refuse(target, "appears and disappears", "choose a folder that no other program uses"))
+        Err(refuse(target, "appears and disappears", "choose a place that no other program uses"))
     }
 
     /// For file systems without atomic exchange.
-    fn put_plainly(&self) -> Result<()> {
-        if !self.target.exists() {
-            return fs::rename(self.path(), &self.target).map_err(Error::io("create", &self.target));
+    fn put_plainly(&self, new: &Path, target: &Path) -> Result<()> {
+        if !target.exists() {
+            return fs::rename(new, target).map_err(Error::io("create", target));
         }
         if !self.force {
-            return Err(exists(&self.target));
+            return Err(exists(target));
         }
-        let old = self.work.join(OLD);
-        fs::rename(&self.target, &old).map_err(Error::io("replace", &self.target))?;
-        fs::rename(self.path(), &self.target).map_err(|e| {
-            let _ = fs::rename(&old, &self.target);
-            Error::io("replace", &self.target)(e)
-        })
+        let old = if *target == self.target { self.work.join(OLD) } else { self.work.join("old beside") };
+        fs::rename(target, &old).map_err(Error::io("replace", target))?;
+        fs::rename(new, target).map_err(|e| {
+            let _ = fs::rename(&old, target);
+            Error::io("replace", target)(e)
+        })?;
+        // The next one that is replaced takes its place.
+        if *target != self.target {
+            discard(&old);
+        }
+        Ok(())
     }
 }
 
@@ -177,11 +223,16 @@ fn begin(parent: &Path, prefix: &str) -> Result<(PathBuf, Lock)> {
 
 /// Removes a staging folder by its owner, the lock last.
 fn remove(work: &Path) {
-    for part in [NEW, OLD] {
-        let _ = fs::remove_dir_all(work.join(part));
-    }
+    let parts = fs::read_dir(work).into_iter().flatten().flatten().filter(|part| part.file_name() != LOCK);
+    parts.for_each(|part| discard(&part.path()));
     let _ = fs::remove_file(work.join(LOCK));
     let _ = fs::remove_dir(work);
+}
+
+/// Removes a file or a folder, if it can be removed.
+fn discard(path: &Path) {
+    let folder = path.is_dir() && !path.is_symlink();
+    let _ = if folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
 }
 
 /// Removes what killed processes have left, and returns notes on what may be such and was not removed.
@@ -279,6 +330,43 @@ mod tests {
     }
 
     #[test]
+    fn a_file_appears_with_what_belongs_to_it_or_not_at_all() {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (input(folder.path()), folder.path().join("a/small.onnx"));
+        let [data, report] = ["small.onnx.data", "small.onnx.report"].map(|name| out.with_file_name(name));
+        let write = |staging: &Staging, text: &str, data: bool| {
+            fs::write(staging.path().join("report.json"), text).unwrap();
+            fs::write(staging.path().join("small.onnx"), text).unwrap();
+            if data {
+                fs::write(staging.path().join("small.onnx.data"), text).unwrap();
+            }
+        };
+        let read = |path: &Path| fs::read_to_string(path).unwrap();
+        let staging = Staging::new(&out, false, &input).unwrap();
+        write(&staging, "first", true);
+        assert!(!out.exists() && !report.exists());
+        staging.commit().unwrap();
+        assert_eq!([read(&out), read(&data), read(&report.join("report.json"))], ["first"; 3]);
+        assert!(!report.join("small.onnx").exists() && Staging::new(&out, false, &input).is_err());
+        let staging = Staging::new(&out, true, &input).unwrap();
+        write(&staging, "second", false);
+        staging.commit().unwrap();
+        assert_eq!([read(&out), read(&report.join("report.json"))], ["second"; 2]);
+        assert!(!data.exists(), "weights of the file that was replaced");
+        fs::remove_file(&out).unwrap();
+        fs::remove_dir_all(&report).unwrap();
+        let staging = Staging::new(&out, false, &input).unwrap();
+        write(&staging, "third", true);
+        fs::write(&out, "theirs").unwrap();
+        assert!(staging.commit().is_err());
+        assert_eq!((read(&out), data.exists(), report.exists()), ("theirs".into(), false, false));
+        assert_eq!(hidden(&folder.path().join("a")), 0);
+        let clash = out.with_file_name("other.onnx.data");
+        fs::write(&clash, "").unwrap();
+        assert!(Staging::new(&out.with_file_name("other.onnx"), true, &clash).unwrap_err().to_string().contains("part of the input"));
+    }
+
+    #[test]
     fn a_folder_that_appears_meanwhile_is_not_touched() {
         let folder = tempfile::tempdir().unwrap();
         let (input, out) = (input(folder.path()), folder.path().join("out"));
@@ -330,13 +418,13 @@ mod tests {
         for text in ["first", "second"] {
             let staging = Staging::new(&out, true, &input).unwrap();
             fs::write(staging.path().join("file"), text).unwrap();
-            staging.put_plainly().unwrap();
+            staging.put_plainly(&staging.path(), &staging.target).unwrap();
             drop(staging);
             assert_eq!(fs::read_to_string(out.join("file")).unwrap(), text);
         }
         let mut staging = Staging::new(&out, true, &input).unwrap();
         staging.force = false;
-        assert!(staging.put_plainly().unwrap_err().to_string().contains("exists"));
+        assert!(staging.put_plainly(&staging.path(), &staging.target).unwrap_err().to_string().contains("exists"));
         drop(staging);
         assert_eq!(hidden(folder.path()), 0);
     }

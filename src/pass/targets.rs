@@ -36,7 +36,9 @@ pub fn choose<'a>(
     eligible: impl Fn(&str, &Weight) -> bool,
 ) -> Result<Chosen<'a>> {
     let selection = Selection { targets, ignore };
-    let names = selection.resolve(weights.by_name.keys(), |name| weights.by_name.get(name).is_some_and(|w| eligible(name, w)))?;
+    let names = selection.resolve(weights.by_name.iter().map(|(name, weight)| (name, weight.readers.as_slice())), |name| {
+        weights.by_name.get(name).is_some_and(|w| eligible(name, w))
+    })?;
     if names.is_empty() {
         return Err(Error::option(pass, format!("no weight is selected ({rule}); name some in `targets`, `compress inspect` lists them")));
     }

@@ -88,6 +88,7 @@ impl Pipeline {
     /// told without reading a tensor.
     pub(super) fn settled(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
         let mut settled = self.clone();
+        settled.export = self.exports(model);
         settled.running.begin();
         let sets = settled.running.sets();
         let (mut after, mut run) = (model.clone(), self.start.clone());
@@ -100,6 +101,35 @@ impl Pipeline {
         Ok((settled, after, run))
     }
 
+    /// The formats that are written: where none is named, the one that the model is of.
+    fn exports(&self, model: &Model) -> Vec<Export> {
+        match (self.export.as_slice(), &model.onnx) {
+            ([], Some(_)) => Export::of_name("onnx").into_iter().collect(),
+            ([], None) => vec![Export::default()],
+            (named, _) => named.to_vec(),
+        }
+    }
+
+    /// The pipeline for an output: a file of ONNX holds nothing else.
+    ///
+    /// # Errors
+    /// Other formats are named.
+    pub(super) fn writing(&self, output: &Path) -> Result<(Pipeline, Option<String>)> {
+        let Some(name) = crate::output::file_name(output) else { return Ok((self.clone(), None)) };
+        let mut pipeline = self.clone();
+        if pipeline.export.is_empty() {
+            pipeline.export.extend(Export::of_name("onnx"));
+        }
+        match pipeline.export.as_slice() {
+            [only] if only.format().name() == "onnx" => Ok((pipeline, Some(name))),
+            _ => Err(Error::Output {
+                path: output.to_owned(),
+                reason: "is a file of ONNX, and other formats are to be written".into(),
+                hint: "name a folder, or write `onnx` alone".into(),
+            }),
+        }
+    }
+
     /// The recipe of this pipeline for a model.
     pub(super) fn recipe(&self, model: &Model) -> Recipe {
         let path = std::path::absolute(&model.path).unwrap_or_else(|_| model.path.clone());
@@ -108,7 +138,7 @@ impl Pipeline {
             allow_nonfinite: self.allow_nonfinite,
             measure: self.measures,
             passes: self.steps_at(&std::env::current_dir().unwrap_or_default()),
-            export: self.export.clone(),
+            export: self.exports(model),
             output: Some(".".into()),
             // YAML and JSON are text: what a path holds beyond UTF-8 cannot be kept.
             ..Recipe::new(path.to_string_lossy().as_ref())
@@ -142,7 +172,7 @@ impl Builder {
         self
     }
 
-    /// Adds a format; without any, safetensors are written.
+    /// Adds a format; without any, safetensors are written, and ONNX of an ONNX file.
     pub fn export(mut self, export: impl Into<Export>) -> Self {
         self.0.export.push(export.into());
         self
@@ -215,10 +245,7 @@ impl Builder {
     ///
     /// # Errors
     /// The first option that cannot be, with the number of its pass.
-    pub fn build(mut self) -> Result<Pipeline> {
-        if self.0.export.is_empty() {
-            self.0.export.push(Export::default());
-        }
+    pub fn build(self) -> Result<Pipeline> {
         self.0.running.check(&self.0.steps)?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {

@@ -33,16 +33,23 @@ pub(super) struct Measured {
     pub notes: Vec<String>,
 }
 
-pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Report> {
+pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Result<Report> {
     let start = Instant::now();
     let mut peak = pipeline.watch()?;
+    let (pipeline, file) = pipeline.writing(output)?;
+    let alone = leave_beside(&mut model, file.as_deref());
     model.require_own_files()?;
     let (mut pipeline, mut after, mut state) = pipeline.settled(&model)?;
+    state.file.clone_from(&file);
     let held_out = pipeline.open_samples(&model)?;
     let pipeline = &pipeline;
     let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
     let staging = Staging::new(output, pipeline.force, &model.path)?;
+    if file.is_some() {
+        // What lies beside the new file could be what lies beside the old one.
+        model.weight_files.iter().try_for_each(|input| crate::output::check_place(output, pipeline.force, input))?;
+    }
     let folder = staging.path();
     // What an interrupted run has kept is there already.
     let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
@@ -50,19 +57,20 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
+        state.file = file;
     }
     state.prepare(&work)?;
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
         let exported = export.format().write(&after, &state, &folder, &work)?;
-        require_finite(pipeline, &exported)?;
+        require_finite(pipeline, &after, &exported)?;
         exports.push((export.format().name(), exported));
     }
     let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, &folder, &work)?;
     let left_out = write_graph(&after, &folder)?;
-    let measured = pipeline.measure([&model, &after], &folder, &mut exports, start)?;
+    let measured = pipeline.measure([&model, &after], &folder, state.file.as_deref(), &mut exports, start)?;
     let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let mut sizes = sizes(&model, &after, first)?;
@@ -103,7 +111,7 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
         notes: [
             ruined.into_iter().collect(),
             model.beside.notes(&model.path),
-            left_out.into_iter().collect(),
+            left_out.into_iter().chain(alone).collect(),
             staging.notes().to_vec(),
             notes(&after, &state, &exports),
             held_out.into_iter().collect(),
@@ -131,6 +139,23 @@ pub(super) fn run(pipeline: &Pipeline, model: Model, output: &Path) -> Result<Re
     Ok(report)
 }
 
+/// A file takes nothing along that lies around a model: a note says so.
+fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
+    let beside = std::mem::take(&mut model.beside.files);
+    match (file, beside.first()) {
+        (Some(file), Some(first)) => Some(format!(
+            "{} files of the input's folder are not carried over, since {file} is a file and no folder (the first: {})",
+            beside.len(),
+            first.display()
+        )),
+        (Some(_), None) => None,
+        (None, _) => {
+            model.beside.files = beside;
+            None
+        }
+    }
+}
+
 /// Refuses before the first byte what cannot fit.
 fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64) -> Result<()> {
     let needed = carried + forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
@@ -147,11 +172,13 @@ fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carri
     })
 }
 
-fn require_finite(pipeline: &Pipeline, exported: &Exported) -> Result<()> {
+fn require_finite(pipeline: &Pipeline, after: &Model, exported: &Exported) -> Result<()> {
     if pipeline.allow_nonfinite {
         return Ok(());
     }
-    match exported.weights.iter().find(|(_, seen)| seen.nonfinite > 0) {
+    // Graphs of ONNX compute with infinities: only what a pass has made must be finite.
+    let meant = |name: &str| after.onnx.is_some() && after.weights.by_name.get(name).is_some_and(|weight| !after.changes(name, weight));
+    match exported.weights.iter().find(|(name, seen)| seen.nonfinite > 0 && !meant(name)) {
         None => Ok(()),
         Some((name, seen)) => Err(Error::NotFinite { name: name.clone(), count: seen.nonfinite }),
     }

@@ -3,6 +3,7 @@
 mod cached_results;
 mod evaluate;
 mod fidelity;
+mod files;
 mod free;
 mod rows;
 mod starter;
@@ -327,8 +328,16 @@ impl Pipeline {
     }
 
     /// Measures before and after.
-    pub(super) fn measure(&self, [before, after]: [&Model; 2], folder: &Path, exports: &mut [(&'static str, Exported)], start: Instant) -> Result<Measured> {
-        Run { pipeline: self, before, after, folder, work: self.work(), start }.measure(exports)
+    pub(super) fn measure(
+        &self,
+        [before, after]: [&Model; 2],
+        folder: &Path,
+        file: Option<&str>,
+        exports: &mut [(&'static str, Exported)],
+        start: Instant,
+    ) -> Result<Measured> {
+        let file = file.unwrap_or(crate::onnx::file::MODEL);
+        Run { pipeline: self, before, after, folder, file, work: self.work(), start }.measure(exports)
     }
 }
 

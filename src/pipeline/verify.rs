@@ -21,15 +21,19 @@ pub struct Check {
     pub finding: String,
 }
 
-/// Hashes every output again, compares with `report.json`, opens the folder strictly, and runs an ONNX file beside weights.
+/// Hashes every output again, compares with `report.json`, opens the folder or file strictly, and runs an ONNX file beside weights.
 ///
 /// # Errors
 /// There is no report, or the work is cancelled; a damaged file is a finding, not an error.
-pub fn verify(folder: &Path, work: &Work) -> Result<Vec<Check>> {
-    let report = Report::open(folder)?;
+pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
+    let report = Report::open(output)?;
     let mut checks = Vec::new();
-    let outputs = report.outputs.iter().map(|file| (&file.path, file.bytes, &file.blake3));
-    for (path, bytes, blake3) in outputs.chain(report.carried.iter().map(|file| (&file.path, file.bytes, &file.blake3))) {
+    // What belongs to a file lies beside it; what the report tells of lies with the report.
+    let file = crate::output::file_name(output);
+    let report_folder = if file.is_some() { crate::output::report_folder(output) } else { output.to_owned() };
+    let folder = if file.is_some() { output.parent().unwrap_or(Path::new("")) } else { output };
+    let outputs = report.outputs.iter().map(|file| (folder, &file.path, file.bytes, &file.blake3));
+    for (folder, path, bytes, blake3) in outputs.chain(report.carried.iter().map(|file| (&*report_folder, &file.path, file.bytes, &file.blake3))) {
         let inside = Path::new(path).components().all(|part| matches!(part, std::path::Component::Normal(_)));
         let found =
             if inside { check(&folder.join(path), bytes, blake3, work) } else { Err(Error::malformed(folder, "the report names a file outside the folder")) };
@@ -40,18 +44,30 @@ pub fn verify(folder: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check { path: path.clone(), ok, finding });
     }
-    if !report.outputs.iter().any(|output| output.path.ends_with(".safetensors")) {
+    let safetensors = report.outputs.iter().any(|output| output.path.ends_with(".safetensors"));
+    if !safetensors && !from_onnx(&report) {
         return Ok(checks);
     }
-    let opened = Model::open(folder);
+    let opened = Model::open(output);
     let (ok, finding) = match opened {
-        Ok(model) if model.weights.parameters() == report.size.after.parameters => (true, format!("opens with {} weights", model.weights.by_name.len())),
+        // Scales of integers are tensors of their own in ONNX.
+        Ok(model) if !safetensors || model.weights.parameters() == report.size.after.parameters => {
+            (true, format!("opens with {} weights", model.weights.by_name.len()))
+        }
         Ok(model) => (false, format!("opens with {} parameters, the report says {}", model.weights.parameters(), report.size.after.parameters)),
         Err(error) => (false, error.to_string()),
     };
     checks.push(Check { path: ".".into(), ok, finding });
-    checks.extend(super::running::check_onnx(folder, &report, work)?);
+    if safetensors {
+        checks.extend(super::running::check_onnx(folder, &report, work)?);
+    }
     Ok(checks)
+}
+
+/// Whether the output is an ONNX file whose weights are those of an input that was one.
+fn from_onnx(report: &Report) -> bool {
+    let input = report.recipe.get("model").and_then(serde_json::Value::as_str).unwrap_or("");
+    Path::new(input).extension().is_some_and(|e| e == "onnx")
 }
 
 fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, String)> {

@@ -97,7 +97,14 @@ impl Pipeline {
         Ok(None)
     }
 
-    pub(super) fn measure(&self, _models: [&Model; 2], _folder: &Path, _exports: &mut [(&'static str, Exported)], _start: Instant) -> Result<Measured> {
+    pub(super) fn measure(
+        &self,
+        _models: [&Model; 2],
+        _folder: &Path,
+        _file: Option<&str>,
+        _exports: &mut [(&'static str, Exported)],
+        _start: Instant,
+    ) -> Result<Measured> {
         Ok(Measured::default())
     }
 }

@@ -82,12 +82,17 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reads a report, or `report.json` of an output folder.
+    /// Reads a report, or that of an output folder or file.
     ///
     /// # Errors
     /// It is missing or not a report of this schema.
     pub fn open(path: &Path) -> Result<Report> {
-        let path = if path.is_dir() { path.join(FILE) } else { path.to_owned() };
+        let of_file = crate::output::file_name(path).map(|_| crate::output::report_folder(path));
+        let path = match of_file {
+            Some(folder) => folder.join(FILE),
+            None if path.is_dir() => path.join(FILE),
+            None => path.to_owned(),
+        };
         let none = |reason: &str| Error::run(path.display(), reason, "name the output folder of a run, or its report.json");
         let missing = |e: std::io::Error| match e.kind() {
             std::io::ErrorKind::NotFound => none("there is no report here"),

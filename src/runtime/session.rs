@@ -125,9 +125,9 @@ mod tests {
     /// A model that gives its inputs back, two elements of each type.
     fn identities(types: &[i32]) -> Result<Session> {
         let port = |prefix: &str, ty: i32| {
-            let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(crate::onnx::proto::Dimension::DimValue(2)) }] });
+            let shape = Some(TensorShapeProto { dim: vec![DimensionProto { value: Some(crate::onnx::proto::Dimension::DimValue(2)), denotation: None }] });
             let tensor_type = Some(TensorTypeProto { elem_type: Some(ty), shape });
-            ValueInfoProto { name: Some(format!("{prefix}{ty}")), r#type: Some(TypeProto { tensor_type }) }
+            ValueInfoProto { name: Some(format!("{prefix}{ty}")), r#type: Some(TypeProto { tensor_type, ..TypeProto::default() }), ..ValueInfoProto::default() }
         };
         let node =
             |ty: i32| NodeProto { input: vec![format!("x{ty}")], output: vec![format!("y{ty}")], op_type: Some("Identity".into()), ..NodeProto::default() };

@@ -57,6 +57,11 @@ impl DataFile {
         Ok((Arc::new(DataFile { path: path.to_owned(), file, data: length.saturating_add(8) }), header))
     }
 
+    /// A file of another format, of which any part may be a tensor.
+    pub fn of(path: &Path, file: File) -> Arc<DataFile> {
+        Arc::new(DataFile { path: path.to_owned(), file, data: 0 })
+    }
+
     /// Reads bytes of the data section.
     ///
     /// # Errors
@@ -79,6 +84,17 @@ pub struct RawTensor {
 }
 
 impl RawTensor {
+    /// A tensor that begins at this byte of a file's data and takes so many bytes, which its shape must need.
+    pub fn within(file: &Arc<DataFile>, dtype: DType, shape: Vec<usize>, begin: u64, bytes: u64) -> RawTensor {
+        RawTensor { dtype, shape, file: file.clone(), begin, bytes }
+    }
+
+    /// The same bytes as other elements.
+    #[must_use]
+    pub fn as_elements(&self, dtype: DType, shape: Vec<usize>) -> RawTensor {
+        RawTensor { dtype, shape, ..self.clone() }
+    }
+
     /// Size in the file.
     pub fn bytes(&self) -> u64 {
         self.bytes

@@ -44,6 +44,6 @@ pub use scaled::{Computed, Scaled, Transposed};
 pub use select::{Pattern, Selection};
 pub use sizes::ByteSize;
 pub use storage_format::{StorageFormat, StoredTensor};
-pub use weight::{Encoding, Origin, Weight, Weights};
+pub use weight::{Encoding, Origin, Role, Weight, Weights};
 
 pub use safetensors::Dtype as DType;

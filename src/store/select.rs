@@ -104,17 +104,23 @@ pub struct Selection<'a> {
 }
 
 impl Selection<'_> {
-    /// The selected names, in order. `eligible` says what the pass takes on its own.
+    /// The selected ones of tensors by their names, each with other names that patterns match too. `eligible` says what the pass takes on
+    /// its own.
     ///
     /// # Errors
     /// A pattern matches no tensor at all.
-    pub fn resolve<'n>(&self, names: impl Iterator<Item = &'n String> + Clone, eligible: impl Fn(&str) -> bool) -> Result<BTreeSet<&'n str>> {
-        check("targets", self.targets, names.clone())?;
-        check("ignore", self.ignore, names.clone())?;
+    pub fn resolve<'n>(&self, names: impl Iterator<Item = (&'n String, &'n [String])> + Clone, eligible: impl Fn(&str) -> bool) -> Result<BTreeSet<&'n str>> {
+        let all = || names.clone().flat_map(|(name, others)| std::iter::once(name).chain(others));
+        check("targets", self.targets, all())?;
+        check("ignore", self.ignore, all())?;
+        let any = |patterns: &[Pattern], (name, others): &(&String, &[String])| {
+            patterns.iter().any(|p| p.matches(name) || others.iter().any(|other| p.matches(other)))
+        };
         Ok(names
-            .map(String::as_str)
-            .filter(|name| if self.targets.is_empty() { eligible(name) } else { self.targets.iter().any(|p| p.matches(name)) })
-            .filter(|name| !self.ignore.iter().any(|p| p.matches(name)))
+            .clone()
+            .filter(|tensor| if self.targets.is_empty() { eligible(tensor.0) } else { any(self.targets, tensor) })
+            .filter(|tensor| !any(self.ignore, tensor))
+            .map(|(name, _)| name.as_str())
             .collect())
     }
 }
@@ -162,7 +168,7 @@ mod tests {
     fn a_pattern_without_a_match_names_the_nearest() {
         let names = ["model.embed_tokens.weight".to_owned(), "lm_head.weight".to_owned()];
         let patterns = ["lm_haed.weight".parse().unwrap()];
-        let error = Selection { targets: &patterns, ignore: &[] }.resolve(names.iter(), |_| true).unwrap_err();
+        let error = Selection { targets: &patterns, ignore: &[] }.resolve(names.iter().map(|name| (name, &[][..])), |_| true).unwrap_err();
         assert_eq!(error.to_string(), "`targets` pattern `lm_haed.weight` matches no tensor");
         assert!(error.hint().unwrap().contains("`lm_head.weight`"));
     }

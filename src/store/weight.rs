@@ -32,6 +32,19 @@ pub enum Origin {
     Rescaled,
 }
 
+/// What a weight is for, where the file that it was opened from tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Role {
+    /// The matrix of a product, outputs first.
+    Matrix,
+    /// The kernel of a convolution, outputs first.
+    Kernel,
+    /// A table whose rows are looked up.
+    Table,
+    /// Something else.
+    Other,
+}
+
 /// A logical tensor. Cloning copies no data.
 #[derive(Clone)]
 pub struct Weight {
@@ -47,6 +60,10 @@ pub struct Weight {
     pub stored_as: Vec<String>,
     /// What its values are to those of the file.
     pub origin: Origin,
+    /// What it is for; names say where this does not.
+    pub role: Option<Role>,
+    /// Names of what reads it, where the file tells: patterns match them too.
+    pub readers: Vec<String>,
     source: Arc<dyn WeightSource>,
 }
 
@@ -59,7 +76,7 @@ impl std::fmt::Debug for Weight {
 impl Weight {
     /// A weight with a source; meant for readers of formats and for tests.
     pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
-        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), origin: Origin::File, source }
+        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), origin: Origin::File, role: None, readers: Vec::new(), source }
     }
 
     /// The same weight after a stage that changes what its bytes are; where it came from is kept.

@@ -291,25 +291,40 @@ fn add(hasher: &mut blake3::Hasher, before: &View) {
 }
 
 fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
-    let mut hasher = blake3::Hasher::new();
-    let mut seen = WeightMeasurement::default();
-    let mut measure = Measure::new(item.weight.elements());
     let mut emitter = Emitter::new(&item.name, item.storage_format, &item.weight);
     let total = item.weight.stored_bytes;
     let mut told = 0;
-    item.weight.visit(1, &mut |block: Block| {
-        let before = &block.before;
-        add(&mut hasher, before);
-        measure.add(&block, &mut seen);
+    let mut seen = measured(&item.weight, &mut |block| {
         emitter.emit(&block.now, &mut |part, bytes| writers[part].write(bytes))?;
-        let bytes = (before.values.len() as u64).min(total - told);
+        let bytes = (block.before.values.len() as u64).min(total - told);
         told += bytes;
         work.advance(bytes)
     })?;
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
     work.advance(total - told)?;
-    seen.input_hash = Some(hasher.finalize());
     seen.bytes = writers.iter().map(|w| w.length).sum();
+    Ok(seen)
+}
+
+/// What there is to see of a weight whose bytes are written without going through it.
+///
+/// # Errors
+/// Reading fails.
+pub fn measure(weight: &Weight) -> Result<WeightMeasurement> {
+    Ok(WeightMeasurement { bytes: weight.stored_bytes, ..measured(weight, &mut |_| Ok(()))? })
+}
+
+/// What there is to see of a weight, block by block; `each` does more with them.
+fn measured(weight: &Weight, each: &mut dyn FnMut(&Block) -> Result<()>) -> Result<WeightMeasurement> {
+    let mut hasher = blake3::Hasher::new();
+    let mut seen = WeightMeasurement::default();
+    let mut measure = Measure::new(weight.elements());
+    weight.visit(1, &mut |block: Block| {
+        add(&mut hasher, &block.before);
+        measure.add(&block, &mut seen);
+        each(&block)
+    })?;
+    seen.input_hash = Some(hasher.finalize());
     seen.histogram = measure.histogram();
     Ok(seen)
 }

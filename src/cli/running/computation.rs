@@ -28,6 +28,10 @@ pub(in crate::cli) struct Unused {
 
 impl Computation {
     pub fn of(model: &Model) -> Computation {
+        if let (Some(file), None) = (&model.onnx, &model.changed_graph) {
+            let [inputs, outputs] = file.ports();
+            return Computation { inputs, outputs, ..Computation::default() };
+        }
         let refused = |reason: crate::error::Error| Some(reason.to_string());
         let (graph, keys) = match model.graph_and_unknown_keys() {
             Ok(found) => found,

@@ -9,6 +9,7 @@ use super::output;
 use crate::data::{Data, DataSet, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, Outcomes, Runtime, Score, Subject};
+use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::format::{decibels, seconds};
 use crate::report::terminal::table;
@@ -46,7 +47,7 @@ impl Args {
             return Err(Error::option("eval", "name the samples with --data"));
         }
         let path = self.subject()?;
-        let mut subjects = vec![Subject::open(&path, global.threads())?];
+        let mut subjects = vec![self.opened(&path, global)?];
         if let Some(other) = &self.against {
             subjects.insert(0, Subject::open(other, global.threads())?);
         }
@@ -69,13 +70,20 @@ impl Args {
         self.show(&path, runtime, &data, &outcomes, global)
     }
 
+    /// Opens it; an ONNX file in the built-in executor where that is asked for.
+    fn opened(&self, path: &Path, global: &Global) -> Result<Subject> {
+        if self.runtime != Some(Runtime::Candle) {
+            return Subject::open(path, global.threads());
+        }
+        let model = Model::open(path)?;
+        model.graph()?;
+        Subject::of(model)
+    }
+
     /// The file or folder to run.
     fn subject(&self) -> Result<PathBuf> {
         let file = self.model.extension().is_some_and(|e| e == "onnx");
         match (self.runtime, file) {
-            (Some(Runtime::Candle), true) => {
-                Err(Error::Unsupported { what: "an .onnx file in the built-in executor".into(), hint: "name the folder, or leave `--runtime` out".into() })
-            }
             (Some(Runtime::OnnxRuntime), false) => Ok(self.model.join(crate::onnx::file::MODEL)),
             _ => Ok(self.model.clone()),
         }

@@ -43,7 +43,7 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
             return Err(Error::tensor(name, "is not the weight of a linear layer or a convolution of this model", "leave it out of `targets`"));
         }
     }
-    let mut described = model.changed_graph.is_none() && !model.path.join(GraphFile::NAME).is_file();
+    let mut described = model.changed_graph.is_none() && model.onnx.is_none() && !model.path.join(GraphFile::NAME).is_file();
     let (graph, Folded { count, left }) = fold::fold(&mut model, graph)?;
     let mut notes = Vec::new();
     if count > 0 {

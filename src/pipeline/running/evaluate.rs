@@ -37,7 +37,7 @@ const MEAN_COSINE: f64 = 0.99;
 
 impl Pipeline {
     /// How to evaluate, if evaluation data is named.
-    fn evaluation(&self) -> Option<Evaluate> {
+    pub(super) fn evaluation(&self) -> Option<Evaluate> {
         self.running.data.evaluation.as_ref().map(|_| self.running.evaluate.clone().unwrap_or_default())
     }
 
@@ -89,6 +89,8 @@ pub(super) struct Run<'r> {
     pub before: &'r Model,
     pub after: &'r Model,
     pub folder: &'r Path,
+    /// Name of the ONNX file in it.
+    pub file: &'r str,
     pub work: Work<'r>,
     /// When the run began.
     pub start: Instant,
@@ -97,6 +99,9 @@ pub(super) struct Run<'r> {
 impl Run<'_> {
     /// Measures, and adds what was found to the exports.
     pub fn measure(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
+        if self.before.onnx.is_some() {
+            return self.measure_files(exports);
+        }
         let graph = self.before.graph();
         let mut measured = Measured { compute: graph.as_ref().ok().and_then(|graph| self.compute(graph)), ..Measured::default() };
         let asked = self.pipeline.evaluation();
@@ -148,8 +153,9 @@ impl Run<'_> {
                 (Side::Before, Runtime::Candle) => Subject::of(self.before.clone())?,
                 (Side::After, Runtime::Candle) => Subject::of(self.written()?)?,
                 (Side::AsOnnx, Runtime::Candle) => Subject::of(self.written()?)?.with_rounding(Rounding::Tensor),
-                (Side::Before, Runtime::OnnxRuntime) => self.session(&self.folder.join(BEFORE).join(MODEL))?,
-                (Side::After | Side::AsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(MODEL))?,
+                (Side::Before, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::file_of(self.before, self.work.threads)?,
+                (Side::Before, Runtime::OnnxRuntime) => self.session(&self.folder.join(BEFORE).join(self.file))?,
+                (Side::After | Side::AsOnnx, Runtime::OnnxRuntime) => self.session(&self.folder.join(self.file))?,
             };
             subjects.push((side, runtime, subject));
         }
@@ -165,7 +171,7 @@ impl Run<'_> {
         self.pipeline.export.iter().any(|export| export.format().name() == "safetensors")
     }
 
-    fn session(&self, path: &Path) -> Result<Subject> {
+    pub(super) fn session(&self, path: &Path) -> Result<Subject> {
         Subject::onnx(path, self.folder, self.after.config.values().clone(), self.work.threads)
     }
 
@@ -179,14 +185,15 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was not run, since the model is large: ask for it with `evaluate`"));
             return Ok(());
         }
-        let (fidelity, samples) = run_synthetic(self.written()?, self.folder, self.pipeline.seed, &self.work)?;
+        let (fidelity, samples) = run_synthetic(self.written()?, &self.folder.join(self.file), self.pipeline.seed, &self.work)?;
         self.require_agreement(Some(&fidelity), samples, SYNTHETIC, exports)
     }
 
     /// Runs everything on the evaluation data.
-    fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
+    pub(super) fn evaluate(&self, evaluate: &Evaluate, runtimes: &[Runtime], exports: &mut [(&'static str, Exported)], measured: &mut Measured) -> Result<()> {
         let Some(options) = &self.pipeline.running.data.evaluation else { return Ok(()) };
-        if let (true, Some(onnx)) = (runtimes.contains(&Runtime::OnnxRuntime), self.pipeline.onnx()) {
+        let written = runtimes.contains(&Runtime::OnnxRuntime) && self.before.onnx.is_none();
+        if let (true, Some(onnx)) = (written, self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
             onnx.format().write(self.before, &RunState::default(), &folder, &self.work)?;
@@ -252,18 +259,19 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
     (ok, difference)
 }
 
-/// Runs the ONNX file of an output folder beside a model on synthetic samples: how close they are, and on how many samples.
-fn run_synthetic(model: Model, folder: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
+/// Runs an ONNX file beside a model on synthetic samples: how close they are, and on how many samples.
+fn run_synthetic(model: Model, file: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
-    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(&folder.join(MODEL), folder, config, work.threads)?];
+    let mut subjects =
+        [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?];
     let [ours, theirs] = &mut subjects;
     let mut models = [ours.load(&Device::Cpu, work)?, theirs.load(&Device::Cpu, work)?];
     Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
 }
 
 /// Whether a model is too large to be run without being asked for.
-fn is_large(model: &Model) -> bool {
+pub(super) fn is_large(model: &Model) -> bool {
     4 * model.weights.parameters() > UNASKED
 }
 
@@ -299,7 +307,7 @@ fn agreement(folder: &Path, half: bool, work: &Work) -> Result<(bool, String)> {
         return Ok((true, "not run, since the model is large".into()));
     }
     let coarse = half || has_integers(&model);
-    let (fidelity, samples) = run_synthetic(model, folder, 0, work)?;
+    let (fidelity, samples) = run_synthetic(model, &folder.join(MODEL), 0, work)?;
     let (ok, difference) = judge(&fidelity, coarse);
     Ok((ok, format!("ONNX Runtime against the built-in executor on {samples} {SYNTHETIC}: {difference}")))
 }

@@ -1,0 +1,157 @@
+//! Tensors whose bytes lie in files beside the model.
+//!
+//! What a model says of their place is a stranger's text: paths lead into the model's own folder and through no links, and no byte is read
+//! that the file does not have.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::{CWD, Mode, OFlags, openat};
+
+use super::proto::{DataLocation, TensorProto};
+use crate::store::checkpoint::DataFile;
+
+/// Where in which file a tensor's bytes are.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Place<'t> {
+    pub location: &'t str,
+    pub offset: u64,
+    /// All the rest of the file, where it is not said.
+    pub length: Option<u64>,
+}
+
+impl<'t> Place<'t> {
+    /// The place of a tensor that is in another file.
+    ///
+    /// # Errors
+    /// No file is named, or a number is none.
+    pub fn of(tensor: &'t TensorProto) -> Result<Option<Place<'t>>, String> {
+        if tensor.data_location != Some(DataLocation::External as i32) {
+            return Ok(None);
+        }
+        let value = |wanted: &str| tensor.external_data.iter().find(|entry| entry.key() == wanted).map(|entry| entry.value());
+        let number = |wanted: &str| {
+            let parse = |text: &str| text.parse::<u64>().map_err(|_| format!("its external `{wanted}` is `{text}`, which is no number of bytes"));
+            value(wanted).map(parse).transpose()
+        };
+        let location = value("location").ok_or("it is in another file, which is not named")?;
+        Ok(Some(Place { location, offset: number("offset")?.unwrap_or(0), length: number("length")? }))
+    }
+}
+
+/// The files beside a model that hold tensors of it, each opened once.
+pub(super) struct Beside {
+    folder: PathBuf,
+    files: BTreeMap<String, (Arc<DataFile>, u64)>,
+}
+
+impl Beside {
+    /// Those in the folder of a model.
+    pub fn of(model: &Path) -> Beside {
+        let folder = model.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        Beside { folder: folder.to_owned(), files: BTreeMap::new() }
+    }
+
+    /// A file by what the model says of its place, and its length.
+    ///
+    /// # Errors
+    /// It would be outside the folder or behind a link, is no file, or cannot be opened.
+    pub fn open(&mut self, location: &str) -> Result<(Arc<DataFile>, u64), String> {
+        if let Some((file, length)) = self.files.get(location) {
+            return Ok((file.clone(), *length));
+        }
+        let path = self.folder.join(location);
+        let file = self.descend(location)?;
+        let about = file.metadata().map_err(|e| format!("{}: {e}", path.display()))?;
+        if !about.is_file() {
+            return Err(format!("`{location}` is no regular file"));
+        }
+        let opened = (DataFile::of(&path, file), about.len());
+        self.files.insert(location.to_owned(), opened.clone());
+        Ok(opened)
+    }
+
+    /// Opens a file folder by folder, none of them a link.
+    fn descend(&self, location: &str) -> Result<File, String> {
+        let refused = |e: rustix::io::Errno| match e {
+            rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR | rustix::io::Errno::MLINK => {
+                format!("`{location}` is a link or leads through one: put a copy in its place")
+            }
+            e => format!("`{location}` beside the model cannot be opened: {}", std::io::Error::from(e)),
+        };
+        let parts: Option<Vec<_>> = Path::new(location).components().map(|part| if let Component::Normal(name) = part { Some(name) } else { None }).collect();
+        let parts = parts.filter(|parts| !parts.is_empty() && !location.contains('\0'));
+        let parts = parts.ok_or_else(|| format!("`{location}` is not a path inside the model's folder"))?;
+        let base = OFlags::RDONLY | OFlags::CLOEXEC;
+        let mut at = openat(CWD, &self.folder, base | OFlags::DIRECTORY, Mode::empty()).map_err(refused)?;
+        for (number, part) in parts.iter().enumerate() {
+            let last = number.saturating_add(1) == parts.len();
+            // A pipe that nobody writes to would wait forever.
+            let how = if last { OFlags::NONBLOCK } else { OFlags::DIRECTORY };
+            at = openat(&at, *part, base | OFlags::NOFOLLOW | how, Mode::empty()).map_err(refused)?;
+        }
+        Ok(File::from(at))
+    }
+
+    /// Paths of the files that were opened.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.files.keys().map(|location| self.folder.join(location)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::proto::StringStringEntryProto;
+    use super::*;
+
+    #[test]
+    fn only_files_of_the_folder_itself_are_opened() {
+        let folder = tempfile::tempdir().unwrap();
+        let (inside, outside) = (folder.path().join("model"), folder.path().join("secret"));
+        std::fs::create_dir_all(inside.join("data")).unwrap();
+        for path in [&outside, &inside.join("data/weights")] {
+            std::fs::write(path, [1; 16]).unwrap();
+        }
+        std::os::unix::fs::symlink(&outside, inside.join("link")).unwrap();
+        std::os::unix::fs::symlink(inside.join("data"), inside.join("folder")).unwrap();
+        let mut beside = Beside::of(&inside.join("model.onnx"));
+        let (file, length) = beside.open("data/weights").unwrap();
+        let mut read = [0; 4];
+        file.read(12, &mut read).unwrap();
+        assert_eq!((read, length), ([1; 4], 16));
+        let absolute = outside.to_str().unwrap();
+        for (location, reason) in [
+            ("../secret", "inside the model's folder"),
+            (absolute, "inside the model's folder"),
+            ("data/../../secret", "inside the model's folder"),
+            ("", "inside the model's folder"),
+            ("link", "link"),
+            ("folder/weights", "link"),
+            ("data", "no regular file"),
+            ("missing", "cannot be opened"),
+        ] {
+            let error = beside.open(location).err().unwrap();
+            assert!(error.contains(reason), "{location}: {error}");
+        }
+        assert_eq!(beside.paths(), [inside.join("data/weights")]);
+    }
+
+    #[test]
+    fn places_are_read() {
+        let tensor = |entries: &[(&str, &str)]| TensorProto {
+            data_location: Some(DataLocation::External as i32),
+            external_data: entries.iter().map(|(key, value)| StringStringEntryProto::new(key, *value)).collect(),
+            ..TensorProto::default()
+        };
+        let said = tensor(&[("location", "a"), ("offset", "4096"), ("length", "8"), ("checksum", "x")]);
+        assert_eq!(Place::of(&said), Ok(Some(Place { location: "a", offset: 4096, length: Some(8) })));
+        assert_eq!(Place::of(&TensorProto::default()), Ok(None));
+        assert!(Place::of(&tensor(&[("offset", "0")])).is_err_and(|e| e.contains("not named")));
+        assert!(Place::of(&tensor(&[("location", "a"), ("offset", "-1")])).is_err_and(|e| e.contains("`-1`")));
+    }
+}

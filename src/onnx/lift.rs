@@ -1,0 +1,342 @@
+//! A file's operators as typed ops.
+//!
+//! A file is lifted whole or not at all: where one node has no typed form, the model still opens, and is run by ONNX Runtime. Each operator is
+//! a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`).
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+mod numbers;
+mod rules;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::check::label;
+use super::model_file::ModelFile;
+use super::proto::{DataType, Dimension, DimensionProto, NodeProto, ValueInfoProto};
+use crate::error::{Error, Result};
+use crate::ir::ops::Linear;
+use crate::ir::{Builder, Dim, Element, Graph, Kind, Op, TensorType, ValueId, rebuild};
+use crate::store::{DType, Role, Weights};
+use numbers::{Number, Numbers};
+
+/// Reasons that are told of nodes without a typed form.
+const TOLD: usize = 3;
+
+/// What is known of a value.
+#[derive(Clone)]
+enum Known {
+    /// A value of the graph.
+    Value(ValueId),
+    /// Whole numbers, as far as they are known beforehand.
+    Numbers(Numbers),
+    /// A constant: a weight, or something that only an attribute can be.
+    Constant,
+    /// It comes from a node that has no typed form.
+    Nothing,
+}
+
+/// An op in the place of a node.
+struct Made {
+    op: Op,
+    /// The node's inputs that it reads, by position.
+    inputs: Vec<usize>,
+}
+
+/// Lifts a file over its weights as they are by now.
+pub(super) struct Lift<'f> {
+    file: &'f ModelFile,
+    weights: &'f Weights,
+    builder: Builder<'f>,
+    known: BTreeMap<&'f str, Known>,
+    opset: i64,
+    /// Nodes without a typed form, and why.
+    left: Vec<String>,
+}
+
+impl ModelFile {
+    /// The graph of typed ops that the file is, over its weights as they are by now.
+    ///
+    /// # Errors
+    /// An operator, an input or a weight has no typed form; the first ones by name.
+    pub fn lift(&self, weights: &Weights) -> Result<Graph> {
+        let lift = Lift { file: self, weights, builder: Builder::new(weights), known: BTreeMap::new(), opset: self.opset(), left: Vec::new() };
+        lift.whole()
+    }
+}
+
+impl<'f> Lift<'f> {
+    fn whole(mut self) -> Result<Graph> {
+        let file = self.file;
+        let Some(graph) = &file.model.graph else { return Err(self.refused(&["it has no graph".to_owned()])) };
+        for input in graph.input.iter().filter(|input| !file.weights_as_inputs.contains(input.name())) {
+            match ty(input) {
+                Ok(ty) => {
+                    let id = self.builder.input(input.name(), ty)?;
+                    self.known.insert(input.name(), Known::Value(id));
+                }
+                Err(reason) => {
+                    self.known.insert(input.name(), Known::Nothing);
+                    self.left.push(format!("input `{}` {reason}", input.name()));
+                }
+            }
+        }
+        let mut waiting: Vec<&NodeProto> = graph.node.iter().collect();
+        // Files may name nodes before those that they read.
+        while !waiting.is_empty() {
+            let computed: BTreeSet<&str> = waiting.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
+            let (ready, later): (Vec<&NodeProto>, Vec<&NodeProto>) = in_order(waiting, computed);
+            if ready.is_empty() {
+                break;
+            }
+            ready.into_iter().for_each(|node| self.take(node));
+            waiting = later;
+        }
+        for output in &graph.output {
+            match self.known.get(output.name()) {
+                Some(Known::Value(id)) => self.builder.output(output.name(), *id),
+                Some(Known::Nothing) => {}
+                _ => self.left.push(format!("output `{}` is a constant", output.name())),
+            }
+        }
+        if !self.left.is_empty() {
+            return Err(self.refused(&self.left));
+        }
+        with_biases(&self.builder.finish()?, self.weights)
+    }
+
+    fn refused(&self, reasons: &[String]) -> Error {
+        let more = reasons.len().saturating_sub(TOLD);
+        let shown = reasons.iter().take(TOLD).map(String::as_str).collect::<Vec<_>>().join("; ");
+        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
+        Error::Unsupported {
+            what: format!(
+                "{}: running it in the built-in executor, which knows no form of {} of its nodes ({shown}{more}),",
+                self.file.path.display(),
+                reasons.len()
+            ),
+            hint: "ONNX Runtime runs it; passes over weights take it".into(),
+        }
+    }
+
+    /// Takes a node, or notes why it has no typed form.
+    fn take(&mut self, node: &'f NodeProto) {
+        let nothing = |lift: &Self| node.input.iter().any(|name| matches!(lift.known.get(name.as_str()), Some(Known::Nothing)));
+        let found = if nothing(self) { Ok(Known::Nothing) } else { self.one(node) };
+        let found = found.unwrap_or_else(|reason| {
+            self.left.push(format!("{}: {reason}", label(node)));
+            Known::Nothing
+        });
+        let mut outputs = node.output.iter().map(String::as_str).filter(|name| !name.is_empty());
+        if let Some(first) = outputs.next() {
+            self.known.insert(first, found);
+        }
+        outputs.for_each(|other| drop(self.known.insert(other, Known::Nothing)));
+    }
+
+    fn one(&mut self, node: &'f NodeProto) -> Result<Known, String> {
+        if !matches!(node.domain(), "" | "ai.onnx") {
+            return Err(format!("it is of the domain {}", node.domain()));
+        }
+        if let Some(numbers) = numbers::of(self, node) {
+            return Ok(Known::Numbers(numbers));
+        }
+        let output = node.output.first().ok_or("it computes nothing")?;
+        if node.op_type() == "Constant" {
+            return Ok(Known::Constant);
+        }
+        let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not known")?;
+        let made = rule(&At { lift: self, node })?;
+        let Some(Made { op, inputs }) = made else { return self.same(node) };
+        let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
+        let id = self.builder.node(output, op, &inputs).map_err(|e| e.to_string())?;
+        Ok(Known::Value(id))
+    }
+
+    /// The first input, which the node passes on.
+    fn same(&mut self, node: &NodeProto) -> Result<Known, String> {
+        self.value(node, 0).map(Known::Value)
+    }
+
+    /// The value behind an input.
+    fn value(&mut self, node: &NodeProto, position: usize) -> Result<ValueId, String> {
+        let name = node.input.get(position).map_or("", String::as_str);
+        match (self.known.get(name), self.weights.by_name.get(name)) {
+            (Some(Known::Value(id)), _) => Ok(*id),
+            (_, Some(weight)) if weight.is_float() => {
+                if weight.dtype != DType::F32 {
+                    return Err(format!("`{name}` is {}, the executor's graphs are of f32", weight.dtype));
+                }
+                self.builder.param(name, &weight.shape).map_err(|e| e.to_string())
+            }
+            _ => Err(format!("`{name}` is no value of floats or of samples")),
+        }
+    }
+}
+
+/// Products whose only reader adds a vector take it as their bias.
+fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
+    let mut reads = vec![0usize; graph.values().len()];
+    let all = graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id));
+    all.for_each(|id| reads.get_mut(id.index()).into_iter().for_each(|count| *count = count.saturating_add(1)));
+    let alone = |id: ValueId| reads.get(id.index()) == Some(&1);
+    // What products read, in the graph that is made.
+    let mut products: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
+    let with = rebuild(graph, weights, &mut |step| {
+        let (node, made) = (step.node, step.inputs.clone());
+        match (&node.op, node.inputs.as_slice(), made.as_slice()) {
+            (Op::Linear(_), [_, _], _) if alone(node.output) => drop(products.insert(node.output, made)),
+            (Op::Add(_), [a, b], [new_a, new_b]) => {
+                let side = [(a, b, new_b), (b, a, new_a)].into_iter().find_map(|(product, bias, new)| Some((products.get(product)?, bias, *new)));
+                if let Some(([x, weight], bias, new)) =
+                    side.and_then(|(product, bias, new)| Some((<[ValueId; 2]>::try_from(product.as_slice()).ok()?, bias, new)))
+                    && graph.value(*bias).kind == Kind::Param
+                    && graph.value(*bias).ty.shape.len() == 1
+                    && graph.value(*bias).ty.shape.last() == graph.value(node.output).ty.shape.last()
+                    && graph.value(node.output).ty == graph.value(if bias == b { *a } else { *b }).ty
+                {
+                    return step.builder.node(step.name, Linear { input_major: false }, &[x, weight, new]);
+                }
+            }
+            _ => {}
+        }
+        step.keep()
+    })?;
+    // Products that nobody reads any more go.
+    rebuild(&with, weights, &mut |step| step.keep())
+}
+
+/// Nodes that can run with what there is, in their order, and those that wait.
+fn in_order<'f>(waiting: Vec<&'f NodeProto>, mut computed: BTreeSet<&'f str>) -> (Vec<&'f NodeProto>, Vec<&'f NodeProto>) {
+    waiting.into_iter().partition(|node| {
+        let ready = super::check::reads(node).iter().all(|name| !computed.contains(name));
+        if ready {
+            for output in &node.output {
+                computed.remove(output.as_str());
+            }
+        }
+        ready
+    })
+}
+
+/// The type of an input.
+fn ty(input: &ValueInfoProto) -> Result<TensorType, String> {
+    let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()).ok_or("is no tensor")?;
+    let element = match tensor.elem_type() {
+        DataType::Float => Element::Float,
+        DataType::Int64 => Element::Int,
+        other => return Err(format!("is {other:?}, the executor takes 32-bit floats and 64-bit integers")),
+    };
+    let shape = tensor.shape.as_ref().ok_or("has no number of axes")?;
+    let size = |(axis, dim): (usize, &DimensionProto)| match &dim.value {
+        Some(Dimension::DimValue(size)) if *size > 0 => usize::try_from(*size).map_or_else(|_| open(input.name(), axis), Dim::Fixed),
+        Some(Dimension::DimParam(name)) if !name.is_empty() => Dim::Named(plain(name)),
+        _ => open(input.name(), axis),
+    };
+    Ok(TensorType { element, shape: shape.dim.iter().enumerate().map(size).collect() })
+}
+
+/// A size that nothing is known about.
+fn open(input: &str, axis: usize) -> Dim {
+    Dim::Named(plain(&format!("{input}_{axis}")))
+}
+
+/// A name of a size without what means something in formulas of sizes.
+fn plain(name: &str) -> String {
+    let letters: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
+    if letters.starts_with(|c: char| c.is_ascii_digit()) { format!("size_{letters}") } else { letters }
+}
+
+/// A node where it stands.
+struct At<'l, 'f> {
+    lift: &'l Lift<'f>,
+    node: &'f NodeProto,
+}
+
+impl<'f> At<'_, 'f> {
+    fn opset(&self) -> i64 {
+        self.lift.opset
+    }
+
+    /// Whether an input is given.
+    fn has(&self, position: usize) -> bool {
+        self.node.input.get(position).is_some_and(|name| !name.is_empty())
+    }
+
+    /// Positions of all inputs that are given.
+    fn all(&self) -> Vec<usize> {
+        (0..self.node.input.len()).filter(|position| self.has(*position)).collect()
+    }
+
+    /// The type of an input: sizes of weights are known.
+    fn ty(&self, position: usize) -> Result<TensorType, String> {
+        let name = self.node.input.get(position).map_or("", String::as_str);
+        match (self.lift.known.get(name), self.lift.weights.by_name.get(name)) {
+            (Some(Known::Value(id)), _) => Ok(self.lift.builder.ty(*id).clone()),
+            (_, Some(weight)) => Ok(TensorType::float(weight.shape.iter().copied())),
+            _ => Err(format!("the shape of `{name}` is not known")),
+        }
+    }
+
+    fn rank(&self) -> Result<usize, String> {
+        Ok(self.ty(0)?.shape.len())
+    }
+
+    /// What an input is for, if it is a weight.
+    fn role(&self, position: usize) -> Option<Role> {
+        self.lift.weights.by_name.get(self.node.input.get(position)?)?.role
+    }
+
+    /// Whole numbers of an input, all of which must be known.
+    fn numbers(&self, position: usize) -> Result<Vec<i64>, String> {
+        let name = self.node.input.get(position).map_or("", String::as_str);
+        numbers::known(self.lift, name).and_then(|numbers| numbers.all()).ok_or_else(|| format!("the numbers of `{name}` are not known beforehand"))
+    }
+
+    /// Whole numbers of an input as far as they are known beforehand.
+    fn some_numbers(&self, position: usize) -> Result<Vec<Number>, String> {
+        let name = self.node.input.get(position).map_or("", String::as_str);
+        numbers::known(self.lift, name).map(|numbers| numbers.each()).ok_or_else(|| format!("the numbers of `{name}` are not known beforehand"))
+    }
+
+    /// The one number of an input that is a constant.
+    fn number(&self, position: usize) -> Result<f64, String> {
+        let name = self.node.input.get(position).map_or("", String::as_str);
+        let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.elements() == 1);
+        let values = weight.and_then(|weight| weight.floats(name).ok());
+        values.and_then(|values| values.first().copied()).map(f64::from).ok_or_else(|| format!("`{name}` is not one number that is known beforehand"))
+    }
+
+    /// Scales of a resize, which are a constant.
+    fn scales(&self) -> Result<Vec<f32>, String> {
+        let name = self.node.input.get(2).map_or("", String::as_str);
+        let weight = self.lift.weights.by_name.get(name).filter(|weight| weight.shape.len() == 1);
+        weight.and_then(|weight| weight.floats(name).ok()).ok_or_else(|| format!("the scales `{name}` are not known beforehand"))
+    }
+
+    fn int(&self, name: &str, missing: i64) -> i64 {
+        super::uses::int(self.node, name, missing)
+    }
+
+    fn float(&self, name: &str, missing: f32) -> f64 {
+        super::uses::float(self.node, name, missing).into()
+    }
+
+    fn text(&self, name: &str) -> Option<String> {
+        let attribute = self.node.attribute.iter().find(|attribute| attribute.name() == name)?;
+        Some(String::from_utf8_lossy(attribute.s()).into_owned())
+    }
+
+    fn ints(&self, name: &str) -> Option<Vec<i64>> {
+        self.node.attribute.iter().find(|attribute| attribute.name() == name).map(|attribute| attribute.ints.clone())
+    }
+
+    /// Numbers that are an attribute before an opset, and an input from there on; nothing where they are left out.
+    fn given(&self, name: &str, position: usize) -> Result<Option<Vec<i64>>, String> {
+        match self.ints(name) {
+            Some(ints) => Ok(Some(ints)),
+            None if self.has(position) => self.numbers(position).map(Some),
+            None => Ok(None),
+        }
+    }
+}

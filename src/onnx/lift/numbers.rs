@@ -1,0 +1,147 @@
+//! Whole numbers that a file computes shapes with, followed as numbers.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use super::super::elements;
+use super::super::proto::{DataType, NodeProto, TensorProto};
+use super::super::uses::int;
+use super::{Known, Lift};
+use crate::ir::Dim;
+
+/// Numbers at most that are followed.
+const MOST: usize = 64;
+
+/// A whole number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Number {
+    /// Known beforehand.
+    Known(i64),
+    /// That of a size that is open.
+    Size(Dim),
+    /// Anything.
+    Open,
+}
+
+impl Number {
+    fn known(&self) -> Option<i64> {
+        if let Number::Known(value) = self { Some(*value) } else { None }
+    }
+}
+
+impl From<i64> for Number {
+    fn from(value: i64) -> Self {
+        Number::Known(value)
+    }
+}
+
+/// A vector of whole numbers, or one, of which some are not known.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Numbers {
+    values: Vec<Number>,
+    /// Whether it is a vector, and not one number.
+    vector: bool,
+}
+
+impl Numbers {
+    /// Each of them.
+    pub fn each(&self) -> Vec<Number> {
+        self.values.clone()
+    }
+
+    /// All of them, where all are known.
+    pub fn all(&self) -> Option<Vec<i64>> {
+        self.values.iter().map(Number::known).collect()
+    }
+}
+
+/// Numbers behind a name: computed before, or a constant.
+pub(super) fn known(lift: &Lift, name: &str) -> Option<Numbers> {
+    match lift.known.get(name) {
+        Some(Known::Numbers(numbers)) => return Some(numbers.clone()),
+        Some(_) => return None,
+        None => {}
+    }
+    let graph = lift.file.model.graph.as_ref()?;
+    constant(graph.initializer.iter().find(|tensor| tensor.name() == name)?)
+}
+
+/// What a tensor in the messages holds, if these are a few whole numbers.
+fn constant(tensor: &TensorProto) -> Option<Numbers> {
+    let ty = tensor.data_type();
+    let (shape, count) = elements::shape(tensor).ok()?;
+    if count > MOST as u64 || shape.len() > 1 || !matches!(ty, DataType::Int64 | DataType::Int32) {
+        return None;
+    }
+    let bytes = elements::inline(tensor, ty, count).ok()??;
+    let values = if ty == DataType::Int64 {
+        bytes.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes).into()).collect()
+    } else {
+        bytes.as_chunks::<4>().0.iter().map(|bytes| i64::from(i32::from_le_bytes(*bytes)).into()).collect()
+    };
+    Some(Numbers { values, vector: !shape.is_empty() })
+}
+
+/// What a node makes of numbers, if it makes numbers.
+pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
+    let input = |position: usize| node.input.get(position).and_then(|name| known(lift, name));
+    let vector = |values: Vec<Number>| (values.len() <= MOST).then_some(Numbers { values, vector: true });
+    match node.op_type() {
+        "Constant" => {
+            let attribute = node.attribute.first()?;
+            match attribute.name() {
+                "value" => constant(attribute.t.as_ref()?),
+                "value_int" => Some(Numbers { values: vec![attribute.i?.into()], vector: false }),
+                "value_ints" => vector(attribute.ints.iter().copied().map(Number::Known).collect()),
+                _ => None,
+            }
+        }
+        "Shape" if int(node, "start", 0) == 0 && int(node, "end", i64::MAX) == i64::MAX => {
+            let Known::Value(id) = lift.known.get(node.input.first()?.as_str())? else { return None };
+            let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Known);
+            vector(lift.builder.ty(*id).shape.iter().map(size).collect())
+        }
+        "Cast" if [DataType::Int64 as i64, DataType::Int32 as i64].contains(&int(node, "to", 0)) => input(0),
+        "Unsqueeze" => input(0).filter(|numbers| !numbers.vector).map(|numbers| Numbers { vector: true, ..numbers }),
+        "Squeeze" => input(0).filter(|numbers| numbers.values.len() == 1).map(|numbers| Numbers { vector: false, ..numbers }),
+        "Gather" if int(node, "axis", 0) == 0 => {
+            let (from, at) = (input(0)?, input(1)?);
+            let length = i64::try_from(from.values.len()).ok()?;
+            let pick = |at: i64| from.values.get(usize::try_from(if at < 0 { at.checked_add(length)? } else { at }).ok()?).cloned();
+            let values = at.all()?.into_iter().map(pick).collect::<Option<Vec<_>>>()?;
+            Some(Numbers { values, vector: at.vector })
+        }
+        "Concat" => {
+            let parts: Option<Vec<Numbers>> = (0..node.input.len()).map(input).collect();
+            vector(parts?.into_iter().flat_map(|part| part.values).collect())
+        }
+        "Slice" => {
+            let from = input(0)?;
+            let [start, end] = [1, 2].map(|position| input(position).and_then(|numbers| numbers.all()).and_then(|numbers| numbers.first().copied()));
+            let steps = if node.input.len() > 4 { input(4)?.all()? } else { vec![1] };
+            let length = i64::try_from(from.values.len()).ok()?;
+            let place = |at: i64| usize::try_from(if at < 0 { at.saturating_add(length) } else { at }.clamp(0, length)).ok();
+            let (start, end) = (place(start?)?, place(end?)?);
+            if steps != [1] {
+                return None;
+            }
+            vector(from.values.get(start..end.max(start))?.to_vec())
+        }
+        "Add" | "Sub" | "Mul" | "Div" => {
+            let (a, b) = (input(0)?, input(1)?);
+            let count = a.values.len().max(b.values.len());
+            let one = |numbers: &Numbers, at: usize| numbers.values.get(if numbers.values.len() == 1 { 0 } else { at }).and_then(Number::known);
+            let compute = |at: usize| {
+                let (a, b) = (one(&a, at)?, one(&b, at)?);
+                match node.op_type() {
+                    "Add" => a.checked_add(b),
+                    "Sub" => a.checked_sub(b),
+                    "Mul" => a.checked_mul(b),
+                    _ => a.checked_div(b),
+                }
+            };
+            Some(Numbers { values: (0..count).map(|at| compute(at).map_or(Number::Open, Number::Known)).collect(), vector: a.vector || b.vector })
+        }
+        _ => None,
+    }
+}

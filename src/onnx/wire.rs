@@ -1,0 +1,160 @@
+//! Messages as bytes: which fields hold which messages, and how numbers and lengths are written.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+/// What a message is, as far as tensors can be in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Kind {
+    Model,
+    Graph,
+    Node,
+    Attribute,
+    Tensor,
+    Sparse,
+    Function,
+    Training,
+}
+
+impl Kind {
+    /// What the messages in a field are, where tensors can be in them.
+    pub fn child(self, field: u64) -> Option<Kind> {
+        Some(match (self, field) {
+            (Kind::Model, 7) | (Kind::Training, 1 | 2) | (Kind::Attribute, 6 | 11) => Kind::Graph,
+            (Kind::Model, 20) => Kind::Training,
+            (Kind::Model, 25) => Kind::Function,
+            (Kind::Graph, 1) | (Kind::Function, 7) => Kind::Node,
+            (Kind::Graph, 5) | (Kind::Attribute, 5 | 10) | (Kind::Sparse, 1 | 2) => Kind::Tensor,
+            (Kind::Graph, 15) | (Kind::Attribute, 22 | 23) => Kind::Sparse,
+            (Kind::Node, 5) | (Kind::Function, 11) => Kind::Attribute,
+            _ => return None,
+        })
+    }
+}
+
+/// Fields of a tensor that hold its elements, and those that say where else they are.
+pub(super) mod data {
+    pub const FLOATS: u64 = 4;
+    pub const INT32: u64 = 5;
+    pub const INT64: u64 = 7;
+    pub const RAW: u64 = 9;
+    pub const DOUBLES: u64 = 10;
+    pub const UINT64: u64 = 11;
+    pub const EXTERNAL: u64 = 13;
+    pub const LOCATION: u64 = 14;
+    /// The number of a tensor, in the place of its elements.
+    pub const MARK: u64 = 50_000;
+
+    /// Whether a field holds numbers one after another, in as many bytes as its length says.
+    pub fn is_run(field: u64) -> bool {
+        matches!(field, FLOATS | INT32 | INT64 | RAW | DOUBLES | UINT64)
+    }
+
+    /// Whether the numbers of a field are stored in as many bytes as they need, and not in a fixed width.
+    pub fn is_varints(field: u64) -> bool {
+        matches!(field, INT32 | INT64 | UINT64)
+    }
+}
+
+/// How a field is stored.
+pub(super) const VARINT: u64 = 0;
+pub(super) const FIXED64: u64 = 1;
+pub(super) const BYTES: u64 = 2;
+pub(super) const FIXED32: u64 = 5;
+
+/// Appends a number.
+pub(super) fn varint(mut value: u64, out: &mut Vec<u8>) {
+    while value >= 0x80 {
+        out.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    out.push(value as u8);
+}
+
+/// Appends the beginning of a field.
+pub(super) fn tag(field: u64, stored: u64, out: &mut Vec<u8>) {
+    varint(field << 3 | stored, out);
+}
+
+/// Appends a field of so many bytes, which follow.
+pub(super) fn bytes(field: u64, length: u64, out: &mut Vec<u8>) {
+    tag(field, BYTES, out);
+    varint(length, out);
+}
+
+/// A field of a message in memory.
+pub(super) struct Field<'b> {
+    pub number: u64,
+    pub stored: u64,
+    /// Of numbers.
+    pub value: u64,
+    /// Of everything else.
+    pub content: &'b [u8],
+    /// The field as it stands.
+    pub whole: &'b [u8],
+}
+
+/// The fields of a message in memory that was read before; nothing behind one that is broken.
+pub(super) fn fields(mut message: &[u8]) -> impl Iterator<Item = Field<'_>> {
+    std::iter::from_fn(move || {
+        let begin = message;
+        let key = take_varint(&mut message)?;
+        let (number, stored) = (key >> 3, key & 7);
+        let (value, content) = match stored {
+            VARINT => (take_varint(&mut message)?, &[][..]),
+            FIXED64 => (0, take(&mut message, 8)?),
+            FIXED32 => (0, take(&mut message, 4)?),
+            _ => {
+                let length = take_varint(&mut message)?;
+                (0, take(&mut message, usize::try_from(length).ok()?)?)
+            }
+        };
+        let whole = begin.get(..begin.len().checked_sub(message.len())?)?;
+        Some(Field { number, stored, value, content, whole })
+    })
+}
+
+fn take<'b>(message: &mut &'b [u8], count: usize) -> Option<&'b [u8]> {
+    let (taken, rest) = message.split_at_checked(count)?;
+    *message = rest;
+    Some(taken)
+}
+
+/// Takes a number off the front.
+pub(super) fn take_varint(message: &mut &[u8]) -> Option<u64> {
+    let mut value = 0u64;
+    for shift in (0..70).step_by(7) {
+        let (byte, rest) = message.split_first()?;
+        *message = rest;
+        value |= u64::from(byte & 0x7f).checked_shl(shift).unwrap_or(0);
+        if byte & 0x80 == 0 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_and_fields_are_read_as_they_are_written() {
+        for value in [0, 1, 127, 128, 300, u64::from(u32::MAX), u64::MAX] {
+            let mut written = Vec::new();
+            varint(value, &mut written);
+            assert_eq!(take_varint(&mut written.as_slice()), Some(value));
+        }
+        let mut message = Vec::new();
+        tag(3, VARINT, &mut message);
+        varint(300, &mut message);
+        bytes(9, 2, &mut message);
+        message.extend([7, 8]);
+        tag(4, FIXED32, &mut message);
+        message.extend([1, 2, 3, 4]);
+        let read: Vec<_> = fields(&message).map(|field| (field.number, field.value, field.content.to_vec())).collect();
+        assert_eq!(read, [(3, 300, vec![]), (9, 0, vec![7, 8]), (4, 0, vec![1, 2, 3, 4])]);
+        assert_eq!(fields(&message).flat_map(|field| field.whole.to_vec()).collect::<Vec<_>>(), message);
+        assert!(take_varint(&mut [0xff; 11].as_slice()).is_none());
+    }
+}

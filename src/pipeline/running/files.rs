@@ -1,0 +1,68 @@
+//! Measuring what a run made of an ONNX file: both files run in ONNX Runtime, whatever operators they have.
+
+use candle_core::Device;
+
+use super::evaluate::{Run, is_large};
+use crate::data::{self, Batch};
+use crate::error::{Error, Result};
+use crate::evaluation::{FidelitySums, MeasuredFidelity, Runtime, SamplesFrom, Subject};
+use crate::export::Exported;
+use crate::pipeline::run::Measured;
+
+/// Samples that are made up.
+const SAMPLES: u64 = 4;
+
+impl Run<'_> {
+    /// Evaluates both files on data where some is named, else on samples that are made up.
+    pub(super) fn measure_files(&self, exports: &mut [(&'static str, Exported)]) -> Result<Measured> {
+        let mut measured = Measured::default();
+        if let Some(evaluate) = self.pipeline.evaluation() {
+            self.evaluate(&evaluate, &[Runtime::OnnxRuntime], exports, &mut measured)?;
+            return Ok(measured);
+        }
+        if !self.pipeline.measures {
+            return Ok(measured);
+        }
+        let skipped = |reason: String| Some(format!("fidelity was not measured: {reason}"));
+        let note = match crate::runtime::library() {
+            Err(reason) => skipped(format!("{reason}; {}", reason.hint().unwrap_or_default())),
+            Ok(_) if is_large(self.before) => skipped("the model is large; `data: { evaluation: ... }` asks for it".into()),
+            Ok(_) => match self.compared_files() {
+                Ok(found) if found.fidelity.cosine.is_finite() && found.fidelity.max_abs_error.is_finite() => {
+                    measured.fidelity = Some(found);
+                    None
+                }
+                Ok(_) => skipped("the answers are not finite numbers".into()),
+                Err(Error::Cancelled) => return Err(Error::Cancelled),
+                Err(e) => skipped(e.to_string()),
+            },
+        };
+        measured.notes.extend(note);
+        Ok(measured)
+    }
+
+    fn compared_files(&self) -> Result<MeasuredFidelity> {
+        let (mut before, mut after) = (Subject::file_of(self.before, self.work.threads)?, self.session(&self.folder.join(self.file))?);
+        let target = before.target();
+        let inputs = target.inputs.to_vec();
+        let batches = |kind: usize| {
+            (0..SAMPLES).map(|number| data::synthetic_for(&inputs, self.pipeline.seed.wrapping_add(number), kind)).collect::<Result<Vec<Batch>>>()
+        };
+        let (mut ours, mut theirs) = (before.load(&Device::Cpu, &self.work)?, after.load(&Device::Cpu, &self.work)?);
+        let mut refused = None;
+        // What sizes and numbers a file takes, it does not say.
+        for kind in 0..data::KINDS {
+            let (mut sums, samples) = (FidelitySums::default(), batches(kind)?);
+            let run = |sums: &mut FidelitySums, batch: &Batch, ours: &mut dyn crate::evaluation::Runner, theirs: &mut dyn crate::evaluation::Runner| {
+                self.work.cancel.check()?;
+                sums.add(batch, &ours.run(&batch.inputs)?, &theirs.run(&batch.inputs)?)
+            };
+            match samples.iter().try_for_each(|batch| run(&mut sums, batch, &mut *ours, &mut *theirs)) {
+                Ok(()) => return Ok(MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: samples.len(), data: None, fidelity: sums.finish() }),
+                Err(Error::Cancelled) => return Err(Error::Cancelled),
+                Err(e) => refused = refused.or(Some(e)),
+            }
+        }
+        Err(refused.unwrap_or(Error::Cancelled))
+    }
+}

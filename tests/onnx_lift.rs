@@ -1,0 +1,333 @@
+//! Operators of ONNX files as typed ops: each row of the table, run in the built-in executor and in ONNX Runtime.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{Device, Tensor};
+use compress::evaluation::Subject;
+use compress::ir::Op;
+use compress::onnx::proto::{
+    AttributeProto, DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto,
+    TypeProto, ValueInfoProto,
+};
+use compress::pass::{PruneStructured, Step};
+use compress::runtime::{self, Session};
+use compress::work::{Cancel, Silent, Work};
+use compress::{Model, Pipeline};
+use prost::Message;
+
+fn node(op: &str, inputs: &[&str], output: &str, attributes: Vec<AttributeProto>) -> NodeProto {
+    let input = inputs.iter().map(|name| (*name).to_owned()).collect();
+    NodeProto { op_type: Some(op.into()), input, output: vec![output.to_owned()], attribute: attributes, ..NodeProto::default() }
+}
+
+fn numbers(count: usize, seed: f32) -> Vec<f32> {
+    (0..count).map(|i| (i as f32 * 0.37 + seed).sin()).collect()
+}
+
+fn floats(name: &str, dims: &[i64]) -> TensorProto {
+    let values = numbers(dims.iter().product::<i64>() as usize, name.len() as f32);
+    given(name, dims, &values)
+}
+
+fn given(name: &str, dims: &[i64], values: &[f32]) -> TensorProto {
+    let raw_data = Some(values.iter().flat_map(|v| v.to_le_bytes()).collect());
+    TensorProto { name: Some(name.into()), data_type: Some(DataType::Float as i32), dims: dims.to_vec(), raw_data, ..TensorProto::default() }
+}
+
+fn ints(name: &str, values: &[i64]) -> TensorProto {
+    let raw_data = Some(values.iter().flat_map(|v| v.to_le_bytes()).collect());
+    TensorProto { name: Some(name.into()), data_type: Some(DataType::Int64 as i32), dims: vec![values.len() as i64], raw_data, ..TensorProto::default() }
+}
+
+fn value(name: &str, ty: DataType, dims: Option<&[i64]>) -> ValueInfoProto {
+    // Zero stands for a size that is open.
+    let size = |size: &i64| if *size == 0 { Dimension::DimParam("n".into()) } else { Dimension::DimValue(*size) };
+    let dim = |dims: &[i64]| dims.iter().map(|value| DimensionProto { value: Some(size(value)), denotation: None }).collect();
+    let tensor = TensorTypeProto { elem_type: Some(ty as i32), shape: dims.map(|dims| TensorShapeProto { dim: dim(dims) }) };
+    ValueInfoProto { name: Some(name.into()), r#type: Some(TypeProto { tensor_type: Some(tensor), ..TypeProto::default() }), ..ValueInfoProto::default() }
+}
+
+fn model(opset: i64, input: &[i64], nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
+    let graph = GraphProto {
+        name: Some("lifted".into()),
+        node: nodes,
+        initializer,
+        input: vec![value("x", DataType::Float, Some(input))],
+        output: vec![value("y", DataType::Float, None)],
+        ..GraphProto::default()
+    };
+    let import = OperatorSetIdProto { domain: None, version: Some(opset) };
+    ModelProto { ir_version: Some(8), graph: Some(graph), opset_import: vec![import], ..ModelProto::default() }
+}
+
+fn sample(shape: &[i64]) -> BTreeMap<String, Tensor> {
+    let shape: Vec<usize> = shape.iter().map(|size| if *size == 0 { 2 } else { *size as usize }).collect();
+    let values: Vec<f32> = numbers(shape.iter().product(), 0.2);
+    [("x".to_owned(), Tensor::from_vec(values, shape, &Device::Cpu).unwrap())].into()
+}
+
+fn executed(model: Model, inputs: &BTreeMap<String, Tensor>) -> compress::Result<(Vec<usize>, Vec<f32>)> {
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    model.graph()?;
+    let mut subject = Subject::of(model)?;
+    let y = subject.load(&Device::Cpu, &work)?.run(inputs)?.remove("y").unwrap();
+    Ok((y.dims().to_vec(), y.flatten_all().unwrap().to_vec1().unwrap()))
+}
+
+fn in_runtime(path: &Path, inputs: &BTreeMap<String, Tensor>) -> (Vec<usize>, Vec<f32>) {
+    let y = Session::open(path, runtime::Options::default()).unwrap_or_else(|e| panic!("{e}")).run(inputs).unwrap().remove("y").unwrap();
+    (y.dims().to_vec(), y.flatten_all().unwrap().to_vec1().unwrap())
+}
+
+fn close(what: &str, (dims, ours): &(Vec<usize>, Vec<f32>), (their_dims, theirs): &(Vec<usize>, Vec<f32>)) {
+    assert_eq!(dims, their_dims, "{what}");
+    let largest = theirs.iter().fold(1f32, |largest, v| largest.max(v.abs()));
+    let error = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    assert!(error <= 2e-5 * largest, "{what}: {error} at numbers up to {largest}");
+}
+
+/// Name, opset, sizes of the input, nodes, initializers.
+type Case = (&'static str, i64, Vec<i64>, Vec<NodeProto>, Vec<TensorProto>);
+
+fn cases() -> Vec<Case> {
+    let (int, list) = (AttributeProto::int, |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied()));
+    let float = AttributeProto::float;
+    let text = AttributeProto::text;
+    let image = vec![0, 3, 9, 8];
+    let one = |name: &'static str, opset, input: &[i64], op: NodeProto, initializers: Vec<TensorProto>| (name, opset, input.to_vec(), vec![op], initializers);
+    let mut cases = vec![
+        one("MatMul", 13, &[0, 5, 4], node("MatMul", &["x", "w"], "y", vec![]), vec![floats("w", &[4, 6])]),
+        one("Gemm", 9, &[0, 4], node("Gemm", &["x", "w", "b"], "y", vec![]), vec![floats("w", &[4, 6]), floats("b", &[6])]),
+        one("Gemm, transposed", 13, &[0, 4], node("Gemm", &["x", "w"], "y", vec![int("transB", 1)]), vec![floats("w", &[6, 4])]),
+        (
+            "a bias, and a product of values",
+            13,
+            vec![0, 4, 4],
+            vec![
+                node("MatMul", &["x", "w"], "a", vec![]),
+                node("Add", &["bias", "a"], "b", vec![]),
+                node("Transpose", &["b"], "c", vec![list("perm", &[0, 2, 1])]),
+                node("MatMul", &["b", "c"], "d", vec![]),
+                node("Softmax", &["d"], "y", vec![]),
+            ],
+            vec![floats("w", &[4, 4]), floats("bias", &[4])],
+        ),
+        one(
+            "Conv",
+            11,
+            &image,
+            node("Conv", &["x", "w", "b"], "y", vec![list("strides", &[2, 1]), list("pads", &[1, 0, 2, 1]), list("dilations", &[1, 2])]),
+            vec![floats("w", &[4, 3, 3, 2]), floats("b", &[4])],
+        ),
+        one(
+            "Conv of a sequence, in groups",
+            13,
+            &[0, 4, 9],
+            node("Conv", &["x", "w"], "y", vec![list("pads", &[1, 2]), int("group", 2)]),
+            vec![floats("w", &[6, 2, 3])],
+        ),
+        one(
+            "ConvTranspose",
+            11,
+            &image,
+            node("ConvTranspose", &["x", "w", "b"], "y", vec![list("strides", &[2, 2]), list("pads", &[1, 1, 0, 1]), list("output_padding", &[1, 0])]),
+            vec![floats("w", &[3, 2, 3, 3]), floats("b", &[2])],
+        ),
+        one(
+            "BatchNormalization",
+            9,
+            &image,
+            node("BatchNormalization", &["x", "s", "bb", "mmm", "v"], "y", vec![float("epsilon", 1e-3)]),
+            vec![floats("s", &[3]), floats("bb", &[3]), floats("mmm", &[3]), given("v", &[3], &[0.5, 1.0, 2.0])],
+        ),
+        one("LayerNormalization", 17, &[0, 5, 8], node("LayerNormalization", &["x", "s", "bb"], "y", vec![]), vec![floats("s", &[8]), floats("bb", &[8])]),
+        one(
+            "MaxPool",
+            12,
+            &image,
+            node("MaxPool", &["x"], "y", vec![list("kernel_shape", &[3, 2]), list("strides", &[2, 2]), list("pads", &[0, 0, 1, 1]), int("ceil_mode", 1)]),
+            vec![],
+        ),
+        one(
+            "AveragePool",
+            11,
+            &image,
+            node("AveragePool", &["x"], "y", vec![list("kernel_shape", &[3, 2]), list("pads", &[1, 0, 1, 1]), int("count_include_pad", 1)]),
+            vec![],
+        ),
+        (
+            "GlobalAveragePool",
+            13,
+            image.clone(),
+            vec![node("GlobalAveragePool", &["x"], "a", vec![]), node("Flatten", &["a"], "b", vec![]), node("Gemm", &["b", "w"], "y", vec![])],
+            vec![floats("w", &[3, 2])],
+        ),
+        one("Clip, attributes", 9, &image, node("Clip", &["x"], "y", vec![float("min", -0.25), float("max", 0.5)]), vec![]),
+        one("Clip, inputs", 13, &image, node("Clip", &["x", "", "high"], "y", vec![]), vec![given("high", &[], &[0.3])]),
+        one("Softmax, old", 11, &[0, 5, 4], node("Softmax", &["x"], "y", vec![int("axis", 2)]), vec![]),
+        one("Softmax, any axis", 13, &[0, 5, 4], node("Softmax", &["x"], "y", vec![int("axis", 1)]), vec![]),
+        one("Pow", 13, &[0, 4], node("Pow", &["x", "two"], "y", vec![]), vec![given("two", &[], &[2.0])]),
+        one("Div by a number", 13, &[0, 4], node("Div", &["x", "by"], "y", vec![]), vec![given("by", &[], &[3.0])]),
+        one("Sub from a weight", 13, &[0, 4], node("Sub", &["w", "x"], "y", vec![]), vec![floats("w", &[4])]),
+        one("Mul per channel", 13, &image, node("Mul", &["x", "w"], "y", vec![]), vec![floats("w", &[3, 1, 1])]),
+        one("Reshape", 13, &[0, 6, 4], node("Reshape", &["x", "shape"], "y", vec![]), vec![ints("shape", &[0, 3, -1])]),
+        one("Squeeze, old", 11, &[0, 1, 4], node("Squeeze", &["x"], "y", vec![list("axes", &[1])]), vec![]),
+        one("Unsqueeze", 13, &[0, 4], node("Unsqueeze", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1, 1])]),
+        one("Concat", 13, &[0, 4], node("Concat", &["x", "x"], "y", vec![int("axis", -1)]), vec![]),
+        one("Pad, old", 9, &image, node("Pad", &["x"], "y", vec![text("mode", "reflect"), list("pads", &[0, 0, 1, 2, 0, 0, 2, 1])]), vec![]),
+        one("Pad", 13, &image, node("Pad", &["x", "p", "v"], "y", vec![]), vec![ints("p", &[0, 0, 1, 2, 0, 0, 2, 1]), given("v", &[], &[0.5])]),
+        one(
+            "Resize by scales",
+            13,
+            &image,
+            node(
+                "Resize",
+                &["x", "", "scales"],
+                "y",
+                vec![text("mode", "nearest"), text("coordinate_transformation_mode", "asymmetric"), text("nearest_mode", "floor")],
+            ),
+            vec![given("scales", &[4], &[1.0, 1.0, 2.0, 2.0])],
+        ),
+        (
+            "Resize to the sizes of another value",
+            13,
+            vec![1, 3, 8, 8],
+            vec![
+                node("MaxPool", &["x"], "small", vec![list("kernel_shape", &[2, 2]), list("strides", &[2, 2])]),
+                node("Shape", &["x"], "shape", vec![]),
+                node("Slice", &["shape", "from", "to"], "sides", vec![]),
+                node("Shape", &["small"], "own", vec![]),
+                node("Slice", &["own", "zero", "from"], "head", vec![]),
+                node("Concat", &["head", "sides"], "sizes", vec![int("axis", 0)]),
+                node("Resize", &["small", "", "", "sizes"], "y", vec![text("mode", "linear"), text("coordinate_transformation_mode", "pytorch_half_pixel")]),
+            ],
+            vec![ints("from", &[2]), ints("to", &[4]), ints("zero", &[0])],
+        ),
+        one(
+            "Slice",
+            13,
+            &[0, 6, 4],
+            node("Slice", &["x", "from", "to", "axes"], "y", vec![]),
+            vec![ints("from", &[-5]), ints("to", &[i64::MAX]), ints("axes", &[1])],
+        ),
+        one("Slice of an open axis", 9, &[0, 6], node("Slice", &["x"], "y", vec![list("starts", &[0]), list("ends", &[-1]), list("axes", &[0])]), vec![]),
+        (
+            "Reshape to what is left of a batch",
+            11,
+            vec![0, 3, 4],
+            vec![
+                node("Shape", &["x"], "s", vec![]),
+                node("Gather", &["s", "first"], "b", vec![]),
+                node("Concat", &["b", "twelve"], "t", vec![int("axis", 0)]),
+                node("Cast", &["x"], "c", vec![int("to", 1)]),
+                node("Reshape", &["c", "t"], "y", vec![]),
+            ],
+            vec![ints("first", &[0]), ints("twelve", &[12])],
+        ),
+        one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
+        one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),
+        one("Identity and Dropout", 13, &[0, 4], node("Relu", &["x"], "y", vec![]), vec![]),
+        (
+            "nodes in any order",
+            13,
+            vec![0, 4],
+            vec![node("Tanh", &["a"], "y", vec![]), node("Identity", &["x"], "same", vec![]), node("Neg", &["same"], "a", vec![])],
+            vec![],
+        ),
+    ];
+    for op in ["Relu", "Sigmoid", "Tanh", "Erf", "Exp", "Neg", "Abs", "HardSwish", "Softplus", "LeakyRelu", "Elu", "HardSigmoid"] {
+        cases.push(one(op, 14, &[0, 4], node(op, &["x"], "y", vec![]), vec![]));
+    }
+    cases
+}
+
+#[test]
+fn every_operator_of_the_table_computes_what_onnx_runtime_computes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (what, opset, input, nodes, initializers) in cases() {
+        std::fs::write(&path, model(opset, &input, nodes, initializers).encode_to_vec()).unwrap();
+        let inputs = sample(&input);
+        let ours = executed(Model::open(&path).unwrap(), &inputs).unwrap_or_else(|e| panic!("{what}: {e}"));
+        assert!(ours.1.iter().any(|value| *value != 0.0), "{what}");
+        if runtime::library().is_ok() {
+            close(what, &ours, &in_runtime(&path, &inputs));
+        }
+    }
+}
+
+#[test]
+fn products_take_the_vectors_that_are_added_to_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let (_, opset, input, nodes, initializers) = cases().swap_remove(3);
+    std::fs::write(&path, model(opset, &input, nodes, initializers).encode_to_vec()).unwrap();
+    let graph = Model::open(&path).unwrap().graph().unwrap();
+    let linear = graph.nodes().iter().find(|node| matches!(node.op, Op::Linear(_))).unwrap();
+    assert_eq!((linear.inputs.len(), graph.value(linear.output).name.as_str()), (3, "b"), "{graph}");
+    assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::Add(_))));
+}
+
+#[test]
+fn what_has_no_typed_form_is_named_and_the_model_still_opens() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
+    let refused = |nodes: Vec<NodeProto>, initializers: Vec<TensorProto>| {
+        std::fs::write(&path, model(13, &[0, 3, 9, 8], nodes, initializers).encode_to_vec()).unwrap();
+        Model::open(&path).unwrap().graph().unwrap_err().to_string()
+    };
+    let error = refused(vec![node("Cos", &["x"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("NonZero", &["x"], "y", vec![])], vec![]);
+    assert!(error.contains("no form of 2 of its nodes (node `a` (Cos): the operator is not known; node `y` (NonZero)"), "{error}");
+    let conv = |attribute| refused(vec![node("Conv", &["x", "w"], "y", vec![attribute])], vec![floats("w", &[4, 3, 3, 3])]);
+    assert!(conv(AttributeProto::text("auto_pad", "SAME_UPPER")).contains("auto_pad"));
+    assert!(conv(list("pads", &[-1, 0, 0, 0])).contains("-1 is no size"));
+    let twice = vec![
+        node("Shape", &["x"], "s", vec![]),
+        node("Gather", &["s", "first"], "b", vec![]),
+        node("Mul", &["b", "two"], "c", vec![]),
+        node("Concat", &["c", "c"], "d", vec![AttributeProto::int("axis", 0)]),
+        node("Reshape", &["x", "d"], "y", vec![]),
+    ];
+    assert!(refused(twice, vec![ints("first", &[0]), ints("two", &[2])]).contains("more than one of its sizes"));
+    let mut half = model(13, &[0, 4], vec![node("Relu", &["x"], "y", vec![])], vec![]);
+    half.graph.as_mut().unwrap().input[0] = value("x", DataType::Float16, Some(&[1, 4]));
+    std::fs::write(&path, half.encode_to_vec()).unwrap();
+    assert!(Model::open(&path).unwrap().graph().unwrap_err().to_string().contains("input `x` is Float16"));
+}
+
+#[test]
+fn a_lifted_model_loses_channels_and_is_written_under_its_names() {
+    let nodes = vec![
+        node("Conv", &["x", "w", "b"], "a", vec![AttributeProto::ints("pads", [1; 4])]),
+        node("Relu", &["a"], "r", vec![]),
+        node("Conv", &["r", "v"], "c", vec![]),
+        node("GlobalAveragePool", &["c"], "g", vec![]),
+        node("Flatten", &["g"], "f", vec![]),
+        node("Gemm", &["f", "head"], "y", vec![]),
+    ];
+    let weights = vec![floats("w", &[8, 3, 3, 3]), floats("b", &[8]), floats("v", &[8, 8, 3, 3]), floats("head", &[8, 4])];
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"));
+    let mut whole = model(13, &[0, 3, 9, 8], nodes, weights);
+    whole.metadata_props.push(compress::onnx::proto::StringStringEntryProto::new("character", "abc"));
+    std::fs::write(&path, whole.encode_to_vec()).unwrap();
+    let options = r#"{ "amount": 0.5, "dims": ["channels"], "round_to": 2 }"#;
+    let step: Step = serde_json::from_str::<PruneStructured>(options).unwrap().into();
+    let report = Pipeline::builder().pass(step).threads(2).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
+    assert!(report.size.after.parameters < report.size.before.parameters * 2 / 3, "{:?}", report.size);
+    let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
+    assert!(written.metadata_props.iter().any(|entry| entry.value() == "abc"));
+    let graph = written.graph.unwrap();
+    assert_eq!((graph.input[0].name(), graph.output[0].name()), ("x", "y"));
+    assert!(graph.node.iter().any(|node| node.output == ["r"]));
+    if runtime::library().is_ok() {
+        let inputs = sample(&[0, 3, 9, 8]);
+        // What was written is lifted again.
+        close("pruned", &executed(Model::open(&out).unwrap(), &inputs).unwrap(), &in_runtime(&out, &inputs));
+        assert!(report.fidelity.is_some(), "{:?}", report.notes);
+    }
+}
