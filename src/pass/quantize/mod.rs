@@ -261,8 +261,8 @@ impl Pass for Quantize {
                 Err(Error::option(NAME, format!("`group_size` is not for {}, which says itself how scales are shared", self.options()["scheme"])))
             }
             _ if self.observer() != WeightObserver::Minmax && !self.scheme.codes().is_integer() => {
-                let (observer, scheme) = (&self.options()["observer"], &self.options()["scheme"]);
-                Err(Error::option(NAME, format!("`observer: {observer}` searches scales of integers; {scheme} has minmax")))
+                let observer = if self.observer() == WeightObserver::L4 { "l4" } else { "mse" };
+                Err(Error::option(NAME, format!("`observer: {observer}` searches scales of integers; {} has minmax", self.options()["scheme"])))
             }
             _ if self.observer() == WeightObserver::L4 && self.method.reads_samples() => {
                 Err(Error::option(NAME, "`observer: l4` is for `method: rtn`: with samples, errors are weighted by what they cost"))

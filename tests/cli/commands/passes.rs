@@ -94,7 +94,7 @@ fn quantize() {
     let all = |encoding| [(QUERY, encoding, None), (DENSE, encoding, None)];
     check(
         "quantize in -o out",
-        &json!({ "scheme": "W4A16", "method": "rtn", "group_size": 128, "observer": "mse" }),
+        &json!({ "scheme": "W4A16", "method": "rtn", "group_size": 128, "observer": "l4" }),
         &[(QUERY, "int4 channel packed", None), (DENSE, "int4 group 64 packed", None)],
     );
     check("quantize in -o out --group-size 8", &json!({ "group_size": 8 }), &all("int4 group 8 packed"));
