@@ -7,6 +7,8 @@ use super::Teacher;
 use super::batches::{Batches, Cursor};
 use super::cache::{self, Cache, Entries};
 use super::losses::Logits;
+use super::run::Trainer;
+use super::state::Position;
 use crate::data::Batch;
 use crate::error::Result;
 use crate::exec::BlockwiseOptions;
@@ -19,6 +21,20 @@ const TOGETHER: usize = 256 << 20;
 pub(super) struct Answers<'a> {
     pub teacher: &'a Teacher,
     pub losses: &'a Logits,
+}
+
+impl Trainer<'_> {
+    /// What is asked of the teacher, where its answers are kept.
+    pub(super) fn answers(&self) -> Option<Answers<'_>> {
+        Some(Answers { teacher: self.teacher?, losses: self.objective.over_logits()? })
+    }
+
+    /// Answers of a teacher that is read whenever it is used: for all samples of an epoch at once.
+    pub(super) fn answer_ahead(&self, batches: &Batches, position: &Position) -> Result<usize> {
+        let (Some(answers), Some(cache)) = (self.answers().filter(|answers| answers.teacher.is_streamed()), self.cache) else { return Ok(0) };
+        let options = BlockwiseOptions { spill: self.around.folder.clone(), ..BlockwiseOptions::on(self.device) };
+        answers.ahead(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.around.work)
+    }
 }
 
 impl Answers<'_> {

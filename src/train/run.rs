@@ -9,7 +9,6 @@ use std::time::{Duration, Instant};
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::answers::Answers;
 use super::average::Average;
 use super::batches::{Batches, Samples};
 use super::cache::Cache;
@@ -24,7 +23,7 @@ use crate::data::DataSet;
 use crate::error::{Error, Result};
 use crate::evaluation::{Score, lower_is_better};
 use crate::exec::transfer::{self, Cause, Copies, Direction};
-use crate::exec::{BlockwiseOptions, Home, Kept, MemoryCategory, MemoryTracker};
+use crate::exec::{Home, Kept, MemoryCategory, MemoryTracker};
 use crate::ir::Graph;
 use crate::work::{Event, ProgressUnit, Work};
 
@@ -212,18 +211,6 @@ impl Trainer<'_> {
             trained.notes.push(format!("the teacher answered {answered} samples block by block, before the first step"));
         }
         Ok(trained)
-    }
-
-    /// What is asked of the teacher, where its answers are kept.
-    pub(super) fn answers(&self) -> Option<Answers<'_>> {
-        Some(Answers { teacher: self.teacher?, losses: self.objective.over_logits()? })
-    }
-
-    /// Answers of a teacher that is read whenever it is used: for all samples of an epoch at once.
-    fn answer_ahead(&self, batches: &Batches, position: &Position) -> Result<usize> {
-        let (Some(answers), Some(cache)) = (self.answers().filter(|answers| answers.teacher.is_streamed()), self.cache) else { return Ok(0) };
-        let options = BlockwiseOptions { spill: self.around.folder.clone(), ..BlockwiseOptions::on(self.device) };
-        answers.ahead(&mut cache.borrow_mut(), batches, (position.data, position.step), &options, &self.around.work)
     }
 
     fn steps(&self, batches: &Batches, state: &mut State, stepper: &mut Stepper, timeline: &mut Timeline) -> Result<()> {
