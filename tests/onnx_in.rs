@@ -235,6 +235,7 @@ fn passes_over_weights_change_these_and_nothing_else() {
     pruned(graph.node[2].attribute[0].g.as_mut().unwrap().node[0].attribute[0].t.as_mut().unwrap());
     assert_eq!(written, wanted);
     assert_eq!(report.passes[0].tensors_changed, 3);
+    assert_eq!(report.size.after.tensors, report.size.before.tensors);
     let (before, after) = (place.open(), Model::open(place.path("out.onnx")).unwrap());
     let found = diff(&before, &after, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
     assert_eq!(found.weights.iter().filter(|weight| !weight.equal).count(), 3);
@@ -417,6 +418,8 @@ fn products_quantize_what_they_read_as_it_comes() {
         let step: Step = QuantizeDynamic { granularity, symmetric, embeddings: true, ..QuantizeDynamic::default() }.into();
         let report = builder().pass(step.clone()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
         assert_eq!(report.passes[0].tensors_changed, 5, "four matrices and a table");
+        // Each with scales, and with zero points where these are not zero.
+        assert_eq!(report.size.after.tensors, report.size.before.tensors + if symmetric { 5 } else { 10 });
         let written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
         let graph = written.graph.unwrap();
         let count = |op: &str| graph.node.iter().filter(|node| node.op_type() == op).count();

@@ -105,7 +105,12 @@ pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
             let values = (0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32);
             Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)
         } else {
-            let number = |random: u32| if input.name.contains("mask") { 1 } else { i64::from(random.checked_rem(largest).unwrap_or(0)) };
+            let number = |random: u32| match input.name.as_str() {
+                name if name.contains("mask") => 1,
+                // Of kinds of tokens there are few, and one is always there.
+                name if name.contains("token_type") || name.contains("segment") => 0,
+                _ => i64::from(random.checked_rem(largest).unwrap_or(0)),
+            };
             Tensor::from_vec((0..count).map(|_| number(next())).collect::<Vec<_>>(), shape, &Device::Cpu)
         };
         made.insert(input.name.clone(), tensor.map_err(shaped)?);

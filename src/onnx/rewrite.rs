@@ -30,7 +30,7 @@ pub struct Rewritten {
     pub carried: BTreeSet<usize>,
     /// Weights that are written as they stand in the messages of the file.
     pub as_they_stand: Vec<Item>,
-    /// Number of tensors.
+    /// Tensors that the weights are written as.
     pub tensors: usize,
     /// Plain words.
     pub notes: Vec<String>,
@@ -81,7 +81,9 @@ impl ModelFile {
                 self.weights_as_inputs.len()
             ));
         }
-        Ok(Rewritten { layout, items, carried, as_they_stand, tensors: self.tensors.len(), notes })
+        let made = items.iter().enumerate().filter(|(at, _)| !carried.contains(at)).map(|(_, item)| item.storage_format.parts(&item.name, &item.weight).len());
+        let tensors = as_they_stand.len() + made.sum::<usize>();
+        Ok(Rewritten { layout, items, carried, as_they_stand, tensors, notes })
     }
 
     /// What changes whatever the weights are.

@@ -53,6 +53,8 @@ impl Session {
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
+        // What goes wrong is in the error that comes back.
+        let builder = builder.with_log_level(ort::logging::LogLevel::Fatal).map_err(|e| refused(e.into()))?;
         let builder = builder.with_config_entry(EXACT_SUMS, "1").map_err(|e| refused(e.into()))?;
         let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
         let inner = builder.commit_from_file(path).map_err(refused)?;
