@@ -82,7 +82,7 @@ impl ModelFile {
             ));
         }
         let made = items.iter().enumerate().filter(|(at, _)| !carried.contains(at)).map(|(_, item)| item.storage_format.parts(&item.name, &item.weight).len());
-        let tensors = as_they_stand.len() + made.sum::<usize>();
+        let tensors = made.fold(as_they_stand.len(), usize::saturating_add);
         Ok(Rewritten { layout, items, carried, as_they_stand, tensors, notes })
     }
 
