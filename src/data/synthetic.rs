@@ -40,12 +40,7 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
 /// # Errors
 /// As [`synthetic`].
 pub fn synthetic_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch> {
-    let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
-    let mut next = move || {
-        let mut bytes = [0; 4];
-        random.fill(&mut bytes);
-        u32::from_le_bytes(bytes)
-    };
+    let mut next = random(seed);
     let mut inputs = BTreeMap::new();
     for (id, value) in graph.inputs() {
         let size = |dim: &crate::ir::Dim| {
@@ -56,7 +51,7 @@ pub fn synthetic_of(graph: &Graph, seed: u64, sizes: &Bindings) -> Result<Batch>
         let count =
             count.ok_or_else(|| Error::graph(format!("graph input `{}`", value.name), format!("takes {shape:?}, which is too large for synthetic data")))?;
         let tensor = match value.ty.element {
-            Element::Float => Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu),
+            Element::Float => floats(count, shape, &mut next),
             Element::Int if value.name.contains("mask") => {
                 let length = sizes.get("sequence").copied().unwrap_or(LONG);
                 let real = |place: usize| i64::from(place < length || place.checked_rem(length).is_none_or(|place| place < SHORT));
@@ -82,12 +77,7 @@ const TRIED: [(u32, usize, usize); 5] = [(100, 224, 32), (2, 64, 16), (100, 32, 
 /// An input is too large.
 pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
     let (largest, image, other) = TRIED.get(kind).copied().unwrap_or((1, 1, 1));
-    let mut random = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
-    let mut next = move || {
-        let mut bytes = [0; 4];
-        random.fill(&mut bytes);
-        u32::from_le_bytes(bytes)
-    };
+    let mut next = random(seed);
     let mut made = BTreeMap::new();
     for input in inputs {
         let rank = input.shape.len();
@@ -98,12 +88,11 @@ pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
             _ => other,
         };
         let shape: Vec<usize> = input.shape.iter().enumerate().map(|(axis, size)| size.unwrap_or_else(|| open(axis))).collect();
-        let count = element_count(&shape).filter(|count| *count <= LARGEST);
+        let count = element_count(&shape).filter(|count| *count <= LARGEST).map(|count| count as usize);
         let count =
             count.ok_or_else(|| Error::run(format!("input `{}`", input.name), format!("takes {shape:?}, which is too large for synthetic data"), ""))?;
         let tensor = if input.element == Element::Float {
-            let values = (0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32);
-            Tensor::from_vec(values.collect::<Vec<_>>(), shape, &Device::Cpu)
+            floats(count, shape, &mut next)
         } else {
             let number = |random: u32| match input.name.as_str() {
                 name if name.contains("mask") => 1,
@@ -116,6 +105,21 @@ pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
         made.insert(input.name.clone(), tensor.map_err(shaped)?);
     }
     Ok(Batch { inputs: made, references: References::None, samples: 1 })
+}
+
+/// Random bits that depend on the seed alone.
+fn random(seed: u64) -> impl FnMut() -> u32 {
+    let mut bits = blake3::Hasher::new().update(&seed.to_le_bytes()).finalize_xof();
+    move || {
+        let mut bytes = [0; 4];
+        bits.fill(&mut bytes);
+        u32::from_le_bytes(bytes)
+    }
+}
+
+/// Floats from 0 to 1.
+fn floats(count: usize, shape: Vec<usize>, next: &mut impl FnMut() -> u32) -> candle_core::Result<Tensor> {
+    Tensor::from_vec((0..count).map(|_| (f64::from(next()) / f64::from(u32::MAX)) as f32).collect::<Vec<_>>(), shape, &Device::Cpu)
 }
 
 /// Most tokens that a graph has positions for; nothing where it takes any number.

@@ -81,10 +81,10 @@ fn band(product: &mut [f64], a: &[f64], b: &[f64], [inner, columns, made]: [usiz
 }
 
 /// A matrix with so many columns, its axes exchanged.
-pub fn transposed(matrix: &[f64], columns: usize) -> Vec<f64> {
+pub fn transposed<T: Copy + Default + Send + Sync>(matrix: &[T], columns: usize) -> Vec<T> {
     const SIDE: usize = 32;
     let rows = matrix.len() / columns.max(1);
-    let mut out = vec![0.0; matrix.len()];
+    let mut out = vec![T::default(); matrix.len()];
     out.par_chunks_mut((SIDE * rows).max(1)).enumerate().for_each(|(job, band)| {
         let left = job * SIDE;
         for top in (0..rows).step_by(SIDE) {

@@ -27,11 +27,15 @@ pub(super) fn check(model: &ModelProto) -> Result<(), String> {
     model.functions.iter().try_for_each(|of| function(of).map_err(|reason| format!("function `{}`: {reason}", of.name())))
 }
 
-/// The version of ONNX's own operators; the set has two names.
+/// Whether a domain is that of ONNX's own operators, which has two names.
+pub(super) fn is_own(domain: &str) -> bool {
+    domain.is_empty() || domain == "ai.onnx"
+}
+
+/// The version of ONNX's own operators.
 pub(super) fn opset(model: &ModelProto) -> Option<i64> {
-    let own = |domain: &str| domain.is_empty() || domain == "ai.onnx";
     let mut imports = model.opset_import.iter();
-    match imports.clone().find(|import| own(import.domain())) {
+    match imports.clone().find(|import| is_own(import.domain())) {
         Some(import) => Some(import.version()),
         // A model of operators of other domains alone uses none of ONNX's.
         None => imports.next().map(|_| 1),
@@ -101,6 +105,35 @@ fn function(function: &FunctionProto) -> Result<(), String> {
     nodes(&function.node, &inputs, &BTreeSet::new(), function.output.iter().map(String::as_str))
 }
 
+/// Positions of nodes in an order in which they can run: that of the file, but that a node stands behind those whose values it reads. Nodes
+/// that wait for themselves are left out.
+pub(super) fn order(nodes: &[NodeProto]) -> Vec<usize> {
+    let outputs = nodes.iter().enumerate().flat_map(|(number, node)| node.output.iter().map(move |output| (output.as_str(), number)));
+    let makers: BTreeMap<&str, usize> = outputs.collect();
+    // How many nodes each still waits for, and who waits for it.
+    let (mut waits, mut readers) = (vec![0usize; nodes.len()], vec![Vec::new(); nodes.len()]);
+    for ((number, node), waits) in nodes.iter().enumerate().zip(&mut waits) {
+        for maker in reads(node).into_iter().filter_map(|name| makers.get(name)) {
+            *waits = waits.saturating_add(1);
+            readers.get_mut(*maker).into_iter().for_each(|readers| readers.push(number));
+        }
+    }
+    let mut ready: BTreeSet<usize> = waits.iter().enumerate().filter(|(_, waits)| **waits == 0).map(|(number, _)| number).collect();
+    let mut order = Vec::with_capacity(nodes.len());
+    while let Some(number) = ready.pop_first() {
+        order.push(number);
+        for reader in readers.get(number).into_iter().flatten() {
+            if let Some(left) = waits.get_mut(*reader) {
+                *left = left.saturating_sub(1);
+                if *left == 0 {
+                    ready.insert(*reader);
+                }
+            }
+        }
+    }
+    order
+}
+
 /// Holds nodes to names: `first` are there from the beginning, `around` outside.
 fn nodes<'g>(nodes: &'g [NodeProto], first: &BTreeSet<&'g str>, around: &BTreeSet<&'g str>, outputs: impl Iterator<Item = &'g str>) -> Result<(), String> {
     let mut makers: BTreeMap<&str, usize> = BTreeMap::new();
@@ -114,39 +147,18 @@ fn nodes<'g>(nodes: &'g [NodeProto], first: &BTreeSet<&'g str>, around: &BTreeSe
             }
         }
     }
-    // How many nodes each still waits for, and who waits for it.
-    let (mut waits, mut readers) = (vec![0usize; nodes.len()], vec![Vec::new(); nodes.len()]);
-    for ((number, node), waits) in nodes.iter().enumerate().zip(&mut waits) {
-        for name in reads(node) {
-            match makers.get(name) {
-                Some(maker) => {
-                    *waits = waits.saturating_add(1);
-                    readers.get_mut(*maker).into_iter().for_each(|readers| readers.push(number));
-                }
-                None if first.contains(name) || around.contains(name) => {}
-                None => return Err(format!("{} reads `{name}`, which is no input, no initializer and computed by no node", label(node))),
-            }
+    let is_there = |name: &str| makers.contains_key(name) || first.contains(name) || around.contains(name);
+    for node in nodes {
+        if let Some(name) = reads(node).into_iter().find(|name| !is_there(name)) {
+            return Err(format!("{} reads `{name}`, which is no input, no initializer and computed by no node", label(node)));
         }
     }
-    if let Some(name) = outputs.into_iter().find(|name| !makers.contains_key(name) && !first.contains(name) && !around.contains(name)) {
+    if let Some(name) = outputs.into_iter().find(|name| !is_there(name)) {
         return Err(format!("output `{name}` is computed by no node"));
     }
-    let mut ready: Vec<usize> = waits.iter().enumerate().filter(|(_, waits)| **waits == 0).map(|(number, _)| number).collect();
-    let mut done = 0usize;
-    while let Some(number) = ready.pop() {
-        done = done.saturating_add(1);
-        for reader in readers.get(number).into_iter().flatten() {
-            if let Some(left) = waits.get_mut(*reader) {
-                *left = left.saturating_sub(1);
-                if *left == 0 {
-                    ready.push(*reader);
-                }
-            }
-        }
-    }
-    if done < nodes.len() {
-        let stuck = waits.iter().zip(nodes).find(|(waits, _)| **waits > 0).map_or(String::new(), |(_, node)| label(node));
-        return Err(format!("{stuck} waits for what it computes itself: the graph is a circle"));
+    let done: BTreeSet<usize> = order(nodes).into_iter().collect();
+    if let Some((_, stuck)) = nodes.iter().enumerate().find(|(number, _)| !done.contains(number)) {
+        return Err(format!("{} waits for what it computes itself: the graph is a circle", label(stuck)));
     }
     let visible: BTreeSet<&str> = around.iter().chain(first).copied().chain(makers.keys().copied()).collect();
     let inner = |node: &'g NodeProto| bodies(node).try_for_each(|body| graph(body, &visible).map_err(|reason| format!("body of {}: {reason}", label(node))));

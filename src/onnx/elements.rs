@@ -9,7 +9,7 @@ use super::proto::{DataType, TensorProto};
 use super::wire::{data, take_varint};
 use crate::error::{Error, Result};
 use crate::store::header::element_count;
-use crate::store::{Block, BlockSink, Bytes, DType, RawTensor, View, Weight, WeightSource, block_elements};
+use crate::store::{Block, BlockSink, Bytes, DType, RawTensor, View, WeightSource, block_elements};
 
 /// How elements are called in weights; nothing for those that are only carried along.
 pub(super) fn dtype(of: DataType) -> Option<DType> {
@@ -121,40 +121,6 @@ pub(super) fn belongs(field: u64, ty: DataType) -> bool {
 /// Elements in memory.
 pub(super) fn in_memory(dtype: DType, bytes: Vec<u8>) -> Arc<dyn WeightSource> {
     Arc::new(Bytes { dtype, bytes })
-}
-
-/// A matrix whose columns are rows of another, which is read whole.
-pub(super) struct Turned {
-    /// The other.
-    pub upstream: Weight,
-}
-
-impl WeightSource for Turned {
-    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let ([high, wide], dtype) = (<[usize; 2]>::try_from(self.upstream.shape.as_slice()).unwrap_or_default(), self.upstream.dtype);
-        let width = (dtype.bitsize() / 8).max(1);
-        let mut whole = Vec::with_capacity(self.upstream.elements().saturating_mul(width));
-        self.upstream.visit(1, &mut |block| {
-            whole.extend_from_slice(block.now.values);
-            Ok(())
-        })?;
-        let columns = block_elements(unit.max(1).saturating_mul(high.max(1))).checked_div(high.max(1)).unwrap_or(1).max(1);
-        let mut block = Vec::new();
-        for first in (0..wide).step_by(columns) {
-            let count = columns.min(wide.saturating_sub(first));
-            block.clear();
-            block.resize(count.saturating_mul(high).saturating_mul(width), 0);
-            #[allow(clippy::indexing_slicing, clippy::arithmetic_side_effects, reason = "hot; the whole has `high` rows of `wide`, a block `count` of `high`")]
-            for (row, elements) in whole.chunks_exact(wide * width).enumerate() {
-                for column in 0..count {
-                    let (from, to) = ((first + column) * width, (column * high + row) * width);
-                    block[to..to + width].copy_from_slice(&elements[from..from + width]);
-                }
-            }
-            sink(Block::untouched(View::dense(dtype, &block)))?;
-        }
-        Ok(())
-    }
 }
 
 /// Elements that are stored in as many bytes as each needs.

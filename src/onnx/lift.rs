@@ -9,9 +9,9 @@
 mod numbers;
 mod rules;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
-use super::check::label;
+use super::check::{self, label};
 use super::model_file::ModelFile;
 use super::proto::{DataType, Dimension, DimensionProto, NodeProto, ValueInfoProto};
 use crate::error::{Error, Result};
@@ -81,17 +81,7 @@ impl<'f> Lift<'f> {
                 }
             }
         }
-        let mut waiting: Vec<&NodeProto> = graph.node.iter().collect();
-        // Files may name nodes before those that they read.
-        while !waiting.is_empty() {
-            let computed: BTreeSet<&str> = waiting.iter().flat_map(|node| node.output.iter().map(String::as_str)).collect();
-            let (ready, later): (Vec<&NodeProto>, Vec<&NodeProto>) = in_order(waiting, computed);
-            if ready.is_empty() {
-                break;
-            }
-            ready.into_iter().for_each(|node| self.take(node));
-            waiting = later;
-        }
+        check::order(&graph.node).into_iter().filter_map(|number| graph.node.get(number)).for_each(|node| self.take(node));
         for output in &graph.output {
             match self.known.get(output.name()) {
                 Some(Known::Value(id)) => self.builder.output(output.name(), *id),
@@ -135,7 +125,7 @@ impl<'f> Lift<'f> {
     }
 
     fn one(&mut self, node: &'f NodeProto) -> Result<Known, String> {
-        if !matches!(node.domain(), "" | "ai.onnx") {
+        if !check::is_own(node.domain()) {
             return Err(format!("it is of the domain {}", node.domain()));
         }
         if let Some(numbers) = numbers::of(self, node) {
@@ -204,19 +194,6 @@ fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
     })?;
     // Products that nobody reads any more go.
     rebuild(&with, weights, &mut |step| step.keep())
-}
-
-/// Nodes that can run with what there is, in their order, and those that wait.
-fn in_order<'f>(waiting: Vec<&'f NodeProto>, mut computed: BTreeSet<&'f str>) -> (Vec<&'f NodeProto>, Vec<&'f NodeProto>) {
-    waiting.into_iter().partition(|node| {
-        let ready = super::check::reads(node).iter().all(|name| !computed.contains(name));
-        if ready {
-            for output in &node.output {
-                computed.remove(output.as_str());
-            }
-        }
-        ready
-    })
 }
 
 /// The type of an input.

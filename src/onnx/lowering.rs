@@ -117,13 +117,7 @@ impl<'g> Lowering<'g> {
     }
 
     fn fresh(&mut self, wanted: String) -> String {
-        let mut name = wanted.clone();
-        let mut count = 1;
-        while !self.taken.insert(name.clone()) {
-            count += 1;
-            name = format!("{wanted}_{count}");
-        }
-        name
+        super::fresh(&mut self.taken, wanted)
     }
 
     fn push(&mut self, op: &str, name: String, inputs: &[&str], outputs: Vec<String>, attributes: Vec<AttributeProto>) {

@@ -25,3 +25,14 @@ pub use place::{Slot, Tensor};
 pub use rewrite::Rewritten;
 pub use style::{OPSETS, Precision, Style, WeightOnly};
 pub use write::{Draft, draft};
+
+/// A name that nobody has taken: the wanted one, or that with a number.
+fn fresh(taken: &mut std::collections::BTreeSet<String>, wanted: String) -> String {
+    let mut name = wanted.clone();
+    let mut count = 1;
+    while !taken.insert(name.clone()) {
+        count += 1;
+        name = format!("{wanted}_{count}");
+    }
+    name
+}

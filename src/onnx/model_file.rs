@@ -11,7 +11,7 @@ use std::sync::Arc;
 use prost::Message;
 
 use super::check::{self, bodies};
-use super::elements::{self, Turned, Varints, belongs, dtype, in_memory, raw_bytes};
+use super::elements::{self, Varints, belongs, dtype, in_memory, raw_bytes};
 use super::external::{Beside, Place};
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
@@ -19,7 +19,7 @@ use super::uses::{self, Use};
 use super::wire::data;
 use crate::error::{Error, Result};
 use crate::store::checkpoint::DataFile;
-use crate::store::{DType, Encoding, RawTensor, Weight, Weights};
+use crate::store::{DType, Encoding, RawTensor, Transposed, Weight, Weights};
 
 /// From this many elements on, a `Constant` of whole numbers is a weight; those of floats always are.
 const LARGE_CONSTANT: u64 = 8;
@@ -154,7 +154,7 @@ impl ModelFile {
                 let uses = uses.get(name).map_or(&[][..], Vec::as_slice);
                 let (role, flipped) = uses::role(uses, weight.shape.len());
                 held.flipped = flipped && weight.is_float();
-                let mut weight = if held.flipped { turned(weight) } else { weight };
+                let mut weight = if held.flipped { Transposed { upstream: weight }.weight() } else { weight };
                 weight.stored_as = vec![name.to_owned()];
                 weight.role = Some(role);
                 weight.readers = uses.iter().filter_map(|reader| reader.name.clone()).collect();
@@ -243,13 +243,6 @@ fn weight(tensor: &TensorProto, held: &Held, name: &str) -> Result<Option<Weight
     Ok(bytes(weight, size))
 }
 
-/// A matrix with its axes exchanged.
-fn turned(upstream: Weight) -> Weight {
-    let mut weight = upstream.then(upstream.dtype, Encoding::Dense, Arc::new(Turned { upstream: upstream.clone() }));
-    weight.shape.reverse();
-    weight
-}
-
 /// Every tensor of a model, in no order that means anything.
 fn candidates(model: &ModelProto) -> Vec<Candidate<'_>> {
     let mut found = Vec::new();
@@ -279,7 +272,7 @@ fn of_graph<'m>(graph: &'m GraphProto, top: bool, found: &mut Vec<Candidate<'m>>
 }
 
 fn of_node<'m>(node: &'m NodeProto, found: &mut Vec<Candidate<'m>>) {
-    let constant = node.op_type() == "Constant" && matches!(node.domain(), "" | "ai.onnx");
+    let constant = node.op_type() == "Constant" && check::is_own(node.domain());
     for attribute in &node.attribute {
         if let Some(tensor) = &attribute.t {
             let named = constant && attribute.name() == "value" && is_weight(tensor);

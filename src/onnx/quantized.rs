@@ -51,12 +51,7 @@ impl<'m> Replacing<'m> {
     }
 
     fn fresh(&mut self, wanted: &str) -> String {
-        let (mut name, mut count) = (wanted.to_owned(), 1u32);
-        while !self.taken.insert(name.clone()) {
-            count = count.saturating_add(1);
-            name = format!("{wanted}_{count}");
-        }
-        name
+        super::fresh(&mut self.taken, wanted.to_owned())
     }
 
     /// Plans what stands for a weight that is `now` something else than it was; `flipped` says that the graph takes it `[in, out]`.

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use super::check::bodies;
+use super::check::{bodies, is_own};
 use super::proto::{GraphProto, ModelProto, NodeProto};
 use crate::store::Role;
 
@@ -68,9 +68,8 @@ pub(super) fn float(node: &NodeProto, name: &str, missing: f32) -> f32 {
 }
 
 fn how(node: &NodeProto, input: usize) -> How {
-    let own = matches!(node.domain(), "" | "ai.onnx");
     match (node.op_type(), input) {
-        _ if !own => How::Other,
+        _ if !is_own(node.domain()) => How::Other,
         ("MatMul", 1) => How::Columns,
         ("Gemm", 1) if int(node, "transB", 0) == 0 => How::Columns,
         ("Gemm", 1) => How::Rows,

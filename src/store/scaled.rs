@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Block, BlockSink, DType, Encoding, Origin, View, Weight, WeightSource};
+use super::{Block, BlockSink, DType, Encoding, Origin, View, Weight, WeightSource, block_elements};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -78,16 +78,9 @@ impl<F: Fn() -> Result<Vec<f32>> + Send + Sync> WeightSource for Computed<F> {
     }
 }
 
-/// The elements of a matrix of so many columns, column by column.
-pub(crate) fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
-    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
-}
-
-/// A matrix with its axes exchanged; made as a whole.
+/// A matrix with its axes exchanged; the other one is read whole.
 pub struct Transposed {
-    /// Name, for errors.
-    pub name: String,
-    /// Where the values come from; floats.
+    /// Where the elements come from, of any type that takes whole bytes.
     pub upstream: Weight,
 }
 
@@ -97,20 +90,33 @@ impl Transposed {
         let mut weight = self.upstream.clone();
         weight.shape.reverse();
         let dtype = weight.dtype;
-        weight.then(dtype, Encoding::Dense, Arc::new(self)).of_origin(Origin::Rescaled)
+        weight.then(dtype, Encoding::Dense, Arc::new(self))
     }
 }
 
 impl WeightSource for Transposed {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
-        let columns = self.upstream.row().max(1);
-        let values = self.upstream.floats(&self.name)?;
-        let transposed = transposed(&values, columns);
-        let dtype = self.upstream.dtype;
-        let mut bytes = vec![0; transposed.len() * dtype.bitsize() / 8];
-        if !convert::from_f32(dtype, &transposed, &mut bytes) {
-            return Err(Error::tensor(&self.name, format!("is {dtype}, where floats of 16 or 32 bits are needed"), ""));
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        let ([high, wide], dtype) = (<[usize; 2]>::try_from(self.upstream.shape.as_slice()).unwrap_or_default(), self.upstream.dtype);
+        let width = (dtype.bitsize() / 8).max(1);
+        let mut whole = Vec::with_capacity(self.upstream.elements() * width);
+        self.upstream.visit(1, &mut |block| {
+            whole.extend_from_slice(block.now.values);
+            Ok(())
+        })?;
+        let columns = (block_elements(unit.max(1).saturating_mul(high.max(1))) / high.max(1)).max(1);
+        let mut block = Vec::new();
+        for first in (0..wide).step_by(columns) {
+            let count = columns.min(wide - first);
+            block.clear();
+            block.resize(count * high * width, 0);
+            for (row, elements) in whole.chunks_exact(wide * width).enumerate() {
+                for column in 0..count {
+                    let (from, to) = ((first + column) * width, (column * high + row) * width);
+                    block[to..to + width].copy_from_slice(&elements[from..from + width]);
+                }
+            }
+            sink(Block::untouched(View::dense(dtype, &block)))?;
         }
-        sink(Block::untouched(View::dense(dtype, &bytes)))
+        Ok(())
     }
 }

@@ -75,13 +75,13 @@ impl Answers<'_> {
         let (mut waiting, mut bytes, mut asked, mut count) = (Vec::new(), 0, BTreeSet::new(), 0);
         batches.for_each_step(at, step, |samples| {
             for batch in samples.batches {
-                let (keys, _) = self.keys(&batch)?;
+                let (keys, rows) = self.keys(&batch)?;
                 if keys.iter().all(|key| cache.knows(*key) || asked.contains(key)) {
                     continue;
                 }
                 count += keys.iter().filter(|key| !cache.knows(**key) && asked.insert(**key)).count();
                 bytes += batch.inputs.values().map(|input| input.elem_count() * input.dtype().size_in_bytes()).sum::<usize>();
-                waiting.push(batch);
+                waiting.push((batch, keys, rows));
                 if bytes > TOGETHER {
                     self.ask(cache, std::mem::take(&mut waiting), options, work)?;
                     bytes = 0;
@@ -92,9 +92,12 @@ impl Answers<'_> {
         self.ask(cache, waiting, options, work).map(|()| count)
     }
 
-    fn ask(&self, cache: &mut Cache, batches: Vec<Batch>, options: &BlockwiseOptions, work: &Work) -> Result<()> {
+    /// Asks for batches with their keys and rows.
+    fn ask(&self, cache: &mut Cache, waiting: Vec<(Batch, Vec<u128>, Vec<usize>)>, options: &BlockwiseOptions, work: &Work) -> Result<()> {
+        let (batches, places): (Vec<Batch>, Vec<_>) = waiting.into_iter().map(|(batch, keys, rows)| (batch, (keys, rows))).unzip();
+        let mut places = places.into_iter();
         self.teacher.block_by_block(batches, options, work, |batch, values| {
-            let (keys, rows) = self.keys(batch)?;
+            let (keys, rows) = places.next().unwrap_or_default();
             self.keep(cache, (&keys, &rows), values, batch)
         })
     }

@@ -39,11 +39,6 @@ impl OpSpec for Conv {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let [x, weight] = [inputs[0], inputs[1]];
-        require(x, Element::Float, "the input")?;
-        if !matches!(x.shape.len(), 3 | 4) {
-            return Err("the input must have 3 or 4 axes".into());
-        }
-        require_rank(weight, x.shape.len(), "the weight")?;
         let (channels, out, inner) = channels(x, weight, self.groups)?;
         if inner.checked_mul(self.groups) != Some(channels) || !out.is_multiple_of(self.groups) {
             return Err(format!("the input has {channels} channels, the weight takes {inner} in {} groups and makes {out}", self.groups));
@@ -57,12 +52,7 @@ impl OpSpec for Conv {
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
-        let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
-        let bias = |vector: &str| if inputs.len() > 2 { format!(", {vector}") } else { String::new() };
-        match self.groups {
-            1 => format!("b k{places}, o k{places}{} -> b o{places}", bias("o")),
-            g => format!("b (g={g} c){places}, (g={g} o) c{places}{} -> b (g={g} o){places}", bias(&format!("(g={g} o)"))),
-        }
+        axes(inputs, self.groups, false)
     }
 
     fn resize(&mut self, size: &dyn Fn(&str) -> usize) {
@@ -153,8 +143,25 @@ impl Conv {
     }
 }
 
+/// Axes of the inputs and the output; a transposed convolution has its weight's first two the other way round.
+pub(super) fn axes(inputs: &[&TensorType], groups: usize, transposed: bool) -> String {
+    let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
+    let (read, made, inner) = match groups {
+        1 => ("k".to_owned(), "o".to_owned(), if transposed { "o" } else { "k" }),
+        g => (format!("(g={g} c)"), format!("(g={g} o)"), if transposed { "o" } else { "c" }),
+    };
+    let outer = if transposed { &read } else { &made };
+    let bias = if inputs.len() > 2 { format!(", {made}") } else { String::new() };
+    format!("b {read}{places}, {outer} {inner}{places}{bias} -> b {made}{places}")
+}
+
 /// Channels of the input, and the first two sizes of the weight.
 pub(super) fn channels(x: &TensorType, weight: &TensorType, groups: usize) -> Result<(usize, usize, usize), String> {
+    require(x, Element::Float, "the input")?;
+    if !matches!(x.shape.len(), 3 | 4) {
+        return Err("the input must have 3 or 4 axes".into());
+    }
+    require_rank(weight, x.shape.len(), "the weight")?;
     if groups == 0 {
         return Err("groups must be at least 1".into());
     }
@@ -176,6 +183,6 @@ pub(super) fn with_bias(y: Tensor, bias: Option<&Tensor>) -> candle_core::Result
 }
 
 /// The sum of at least one tensor.
-fn sum(parts: impl Iterator<Item = candle_core::Result<Tensor>>) -> candle_core::Result<Tensor> {
-    parts.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::Msg("a convolution without taps".into()))?
+pub(super) fn sum(parts: impl Iterator<Item = candle_core::Result<Tensor>>) -> candle_core::Result<Tensor> {
+    parts.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::Msg("a window without taps".into()))?
 }

@@ -5,11 +5,11 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::conv::{channels, window, with_bias};
+use super::conv::{axes, channels, window, with_bias};
 use super::gradient::wide;
 use super::sides::{Padding, PerAxis};
 use super::windows::{Slide, convolved, images, input_gradient, like, over, sides, weight_gradient};
-use super::{Backward, OpSpec, elements, require, require_rank, require_vector, unfit};
+use super::{Backward, OpSpec, elements, require_vector, unfit};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// What the gradient of a convolution does with images: `[batch, in, height, width]` and `[in, out / groups, kh, kw]`, or
@@ -75,11 +75,6 @@ impl OpSpec for ConvTranspose {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         let [x, weight] = [inputs[0], inputs[1]];
-        require(x, Element::Float, "the input")?;
-        if !matches!(x.shape.len(), 3 | 4) {
-            return Err("the input must have 3 or 4 axes".into());
-        }
-        require_rank(weight, x.shape.len(), "the weight")?;
         let (channels, inner, out) = channels(x, weight, self.groups)?;
         if inner != channels || !inner.is_multiple_of(self.groups) {
             return Err(format!("the input has {channels} channels, the weight takes {inner} in {} groups", self.groups));
@@ -94,12 +89,7 @@ impl OpSpec for ConvTranspose {
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
-        let places = " _".repeat(inputs[0].shape.len().saturating_sub(2));
-        let bias = |vector: &str| if inputs.len() > 2 { format!(", {vector}") } else { String::new() };
-        match self.groups {
-            1 => format!("b k{places}, k o{places}{} -> b o{places}", bias("o")),
-            g => format!("b (g={g} c){places}, (g={g} c) o{places}{} -> b (g={g} o){places}", bias(&format!("(g={g} o)"))),
-        }
+        axes(inputs, self.groups, true)
     }
 
     fn resize(&mut self, size: &dyn Fn(&str) -> usize) {

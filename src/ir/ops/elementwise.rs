@@ -65,11 +65,16 @@ fn through_product(backward: &Backward, other: usize) -> candle_core::Result<Ten
 pub(super) fn broadcast(a: &TensorType, b: &TensorType) -> Result<TensorType, String> {
     require(a, Element::Float, "the first input")?;
     require(b, Element::Float, "the second input")?;
-    let rank = a.shape.len().max(b.shape.len());
-    let axis = |ty: &TensorType, i: usize| (i + ty.shape.len()).checked_sub(rank).map(|at| ty.shape[at].clone()).unwrap_or(Dim::Fixed(1));
+    Ok(TensorType { element: Element::Float, shape: broadcast_sizes(&a.shape, &b.shape)? })
+}
+
+/// The sizes of two tensors that are worked on element by element, the last axes beside each other.
+pub(super) fn broadcast_sizes(a: &[Dim], b: &[Dim]) -> Result<Vec<Dim>, String> {
+    let rank = a.len().max(b.len());
+    let axis = |sizes: &[Dim], i: usize| (i + sizes.len()).checked_sub(rank).map_or(Dim::Fixed(1), |at| sizes[at].clone());
     let both = |i: usize| {
         let (x, y) = (axis(a, i), axis(b, i));
         x.broadcast(&y).ok_or_else(|| format!("sizes {x} and {y} do not fit"))
     };
-    Ok(TensorType { element: Element::Float, shape: (0..rank).map(both).collect::<Result<_, _>>()? })
+    (0..rank).map(both).collect()
 }

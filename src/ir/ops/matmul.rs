@@ -5,6 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::elementwise::broadcast_sizes;
 use super::gradient::summed_to;
 use super::{Backward, OpSpec, elements, require};
 use crate::ir::{Bindings, Dim, Element, TensorType};
@@ -50,13 +51,7 @@ impl OpSpec for MatMul {
             return Err("both inputs must have an axis at least".into());
         };
         inner.same(other).ok_or_else(|| format!("{inner} columns do not fit {other} rows"))?;
-        let rank = outer_a.len().max(outer_b.len());
-        let axis = |sizes: &[Dim], i: usize| (i + sizes.len()).checked_sub(rank).map_or(Dim::Fixed(1), |at| sizes[at].clone());
-        let mut shape = Vec::with_capacity(rank + 2);
-        for i in 0..rank {
-            let (x, y) = (axis(outer_a, i), axis(outer_b, i));
-            shape.push(x.broadcast(&y).ok_or_else(|| format!("sizes {x} and {y} do not fit"))?);
-        }
+        let mut shape = broadcast_sizes(outer_a, outer_b)?;
         shape.extend((inputs[0].shape.len() > 1).then(|| rows.clone()));
         shape.extend((inputs[1].shape.len() > 1).then(|| columns.clone()));
         Ok(TensorType { element: Element::Float, shape })

@@ -6,6 +6,7 @@ use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
+use super::conv::sum;
 use super::gradient::wide;
 use super::sides::{Padding, PerAxis};
 use super::windows::{Slide, from_taps, images, like, over, sides, slid, taps};
@@ -208,8 +209,7 @@ impl OpSpec for AveragePool {
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (x, slide) = (wide(&images(&inputs[0])?)?, self.pool().slide(inputs[0].dims())?);
         let met = taps(&x, &slide, 0.0)?;
-        let sum = met.iter().skip(1).try_fold(met[0].clone(), |sum, met| sum + met)?;
-        let mean = sum.broadcast_mul(&self.shares(&slide, inputs[0].rank(), &x)?)?;
+        let mean = sum(met.into_iter().map(Ok))?.broadcast_mul(&self.shares(&slide, inputs[0].rank(), &x)?)?;
         like(mean.to_dtype(inputs[0].dtype())?, inputs[0].rank())
     }
 

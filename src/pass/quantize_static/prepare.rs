@@ -10,7 +10,7 @@ use crate::ir::{Graph, GraphFile, Rewrite, rebuild};
 use crate::model::{self, Model};
 use crate::pass::targets::{self, Chosen};
 use crate::pass::walk::weight_input;
-use crate::store::{Pattern, Transposed};
+use crate::store::{DType, Origin, Pattern, Transposed};
 
 /// A model that is ready to be quantized.
 #[derive(Clone)]
@@ -68,7 +68,10 @@ fn turn(model: &mut Model, graph: Graph, layers: &BTreeSet<String>, described: &
     }
     for name in &names {
         let upstream = model.weights.get(name)?.clone();
-        model.weights.by_name.insert((*name).to_owned(), Transposed { name: (*name).to_owned(), upstream }.weight());
+        if upstream.dtype == DType::F64 {
+            return Err(Error::tensor(name, "is F64, where floats of 16 or 32 bits are needed", ""));
+        }
+        model.weights.by_name.insert((*name).to_owned(), Transposed { upstream }.weight().of_origin(Origin::Rescaled));
     }
     *described = false;
     rebuild(&graph, &model.weights, &mut |step: Rewrite| {
