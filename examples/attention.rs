@@ -42,7 +42,7 @@ fn attention(args: &Args) -> Result<()> {
     let random = || Tensor::randn(0f32, 1f32, sizes.as_slice(), &Device::Cpu);
     let inputs = [random()?, random()?, random()?];
     let gradient = random()?;
-    let op = Op::Attention(Attention { scale: 1.0 / (width as f64).sqrt(), causal: args.causal, window: None });
+    let op = Op::Attention(Attention { scale: 1.0 / (width as f64).sqrt(), causal: args.causal, ..Attention::default() });
     let op = PreparedOp::new(&op, &Device::Cpu, DType::F32);
     let before = peak();
     for _ in std::io::stdin().lock().lines() {

@@ -92,6 +92,11 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("bert", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("gpt2", vec![PrunedPart::Layers], vec![("n_layer", 1)]),
         ("llama", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        ("phi3", vec![PrunedPart::Heads, PrunedPart::Mlp], vec![("num_attention_heads", 2), ("num_key_value_heads", 1), ("intermediate_size", 12)]),
+        ("gpt-neox", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("num_attention_heads", 1), ("hidden_size", 8)]),
+        ("opt", vec![PrunedPart::Mlp], vec![("ffn_dim", 14)]),
+        ("gemma2", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
+        ("smollm3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&dims)));
         assert!(done.described(), "{name} {dims:?}: {:?}", done.report.notes);

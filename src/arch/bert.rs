@@ -1,6 +1,7 @@
 //! BERT: base, sequence classification, masked language model.
 
 use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::ops::{Add, Embedding, Linear, Positions, Select, Tanh};
@@ -9,11 +10,22 @@ use crate::ir::{Builder, Dim, TensorType, ValueId};
 pub(super) const KEYS: Keys =
     Keys { harmless: &["attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"], neutral: &[("position_embedding_type", "\"absolute\"")] };
 
+pub(super) const SIZES: Sizes = Sizes {
+    prefixes: &["bert.", "roberta.", ""],
+    hidden: ("hidden_size", "embeddings.word_embeddings.weight", 1),
+    heads: ("num_attention_heads", "encoder.layer.0.attention.self.query.weight", 0),
+    groups: None,
+    head_dim: None,
+    own_head_dim: false,
+    inner: ("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0),
+    layers: "num_hidden_layers",
+};
+
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("bert.embeddings.word_embeddings.weight") { "bert." } else { "" };
     let (tokens, mask) = text_inputs(b)?;
     let types = b.input("token_type_ids", TensorType::int([Dim::named("batch"), Dim::named("sequence")]))?;
-    let positions = b.node("embeddings.positions", Positions { padding: None }, &[tokens])?;
+    let positions = b.node("embeddings.positions", Positions::default(), &[tokens])?;
     let type_table = b.param(&format!("{prefix}embeddings.token_type_embeddings.weight"), &[s.size("type_vocab_size")?, s.size("hidden_size")?])?;
     let types = b.node("embeddings.token_type_embeddings", Embedding {}, &[types, type_table])?;
     let hidden = encode(s, b, prefix, tokens, positions, types, mask)?;

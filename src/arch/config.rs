@@ -15,8 +15,8 @@ pub struct ReadKeys(RefCell<BTreeSet<String>>);
 #[derive(Debug, Clone, Copy)]
 pub struct Settings<'c> {
     values: &'c Map<String, Value>,
-    /// The group that these values stand in.
-    group: &'c str,
+    /// The groups that these values stand in, the outer one first.
+    groups: [&'c str; 2],
     read: Option<&'c ReadKeys>,
 }
 
@@ -26,7 +26,7 @@ const LIMIT: u64 = 1 << 32;
 impl<'c> Settings<'c> {
     /// Reads from these values.
     pub fn new(values: &'c Map<String, Value>) -> Self {
-        Self { values, group: "", read: None }
+        Self { values, groups: [""; 2], read: None }
     }
 
     /// The same values; what is read of them is written down.
@@ -44,7 +44,7 @@ impl<'c> Settings<'c> {
     }
 
     fn path(&self, key: &str) -> String {
-        if self.group.is_empty() { key.to_owned() } else { format!("{}.{key}", self.group) }
+        self.groups.iter().filter(|group| !group.is_empty()).chain([&key]).copied().collect::<Vec<_>>().join(".")
     }
 
     /// Keys and values that have not been read, groups that were looked into key by key; nulls are left out.
@@ -59,7 +59,7 @@ impl<'c> Settings<'c> {
                 (read.contains(&path), read.range(inside.clone()..).next().is_some_and(|other| other.starts_with(&inside)))
             };
             match value.as_object() {
-                Some(values) if looked_into && self.group.is_empty() => found.extend(Settings { values, group: key, read: self.read }.unread()),
+                Some(values) if looked_into && self.inner(key).is_some() => found.extend(self.within(key, values).unread()),
                 _ if whole => {}
                 _ => found.push((path, value)),
             }
@@ -150,7 +150,20 @@ impl<'c> Settings<'c> {
     /// A group of values.
     pub fn group(&self, key: &'c str) -> Option<Settings<'c>> {
         let values = self.get(key).and_then(Value::as_object)?;
-        Some(Settings { values, group: key, read: self.read })
+        Some(self.within(key, values))
+    }
+
+    fn within(&self, key: &'c str, values: &'c Map<String, Value>) -> Settings<'c> {
+        // Nothing that is read lies deeper.
+        Settings { values, groups: self.inner(key).unwrap_or(self.groups), read: self.read }
+    }
+
+    fn inner(&self, key: &'c str) -> Option<[&'c str; 2]> {
+        match self.groups {
+            ["", _] => Some([key, ""]),
+            [outer, ""] => Some([outer, key]),
+            _ => None,
+        }
     }
 
     /// The class that the weights were saved from, or an empty text.

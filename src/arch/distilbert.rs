@@ -2,6 +2,7 @@
 
 use super::bert::tied_head;
 use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::Builder;
@@ -15,6 +16,17 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[],
 };
 
+pub(super) const SIZES: Sizes = Sizes {
+    prefixes: &["distilbert.", ""],
+    hidden: ("dim", "embeddings.word_embeddings.weight", 1),
+    heads: ("n_heads", "transformer.layer.0.attention.q_lin.weight", 0),
+    groups: None,
+    head_dim: None,
+    own_head_dim: false,
+    inner: ("hidden_dim", "transformer.layer.0.ffn.lin1.weight", 0),
+    layers: "n_layers",
+};
+
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("distilbert.embeddings.word_embeddings.weight") { "distilbert." } else { "" };
     let width = s.size("dim")?;
@@ -22,7 +34,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let (tokens, mask) = text_inputs(b)?;
     let words = b.param(&format!("{prefix}embeddings.word_embeddings.weight"), &[s.size("vocab_size")?, width])?;
     let words = b.node("embeddings.word_embeddings", Embedding {}, &[tokens, words])?;
-    let positions = b.node("embeddings.positions", Positions { padding: None }, &[tokens])?;
+    let positions = b.node("embeddings.positions", Positions::default(), &[tokens])?;
     let table = b.param(&format!("{prefix}embeddings.position_embeddings.weight"), &[s.size("max_position_embeddings")?, width])?;
     let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
     let sum = b.node("embeddings.sum", Add {}, &[words, positions])?;

@@ -1,9 +1,10 @@
 //! GPT-2: linear layers stored as `[in, out]`, one of them for queries, keys and values together.
 
-use super::parts::{activation, language_head, layer_norm, text_inputs};
+use super::parts::{activation, language_head, layer_norm, slices, text_inputs};
+use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
-use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Positions, Slice, SplitHeads};
+use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Positions, SplitHeads};
 use crate::ir::{Builder, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
@@ -22,6 +23,17 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[],
 };
 
+pub(super) const SIZES: Sizes = Sizes {
+    prefixes: &["transformer.", ""],
+    hidden: ("n_embd", "wte.weight", 1),
+    heads: ("n_head", "h.0.attn.c_proj.weight", 0),
+    groups: None,
+    head_dim: None,
+    own_head_dim: false,
+    inner: ("n_inner", "h.0.mlp.c_fc.weight", 1),
+    layers: "n_layer",
+};
+
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("transformer.wte.weight") { "transformer." } else { "" };
     let (width, epsilon) = (s.size("n_embd")?, s.number_or("layer_norm_epsilon", 1e-5)?);
@@ -30,7 +42,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let (tokens, mask) = text_inputs(b)?;
     let table = b.param(&format!("{prefix}wte.weight"), &[s.size("vocab_size")?, width])?;
     let words = b.node("wte", Embedding {}, &[tokens, table])?;
-    let positions = b.node("positions", Positions { padding: None }, &[tokens])?;
+    let positions = b.node("positions", Positions::default(), &[tokens])?;
     let places = b.param(&format!("{prefix}wpe.weight"), &[s.size("n_positions")?, width])?;
     let places = b.node("wpe", Embedding {}, &[positions, places])?;
     let mut x = b.node("embeddings", Add {}, &[words, places])?;
@@ -40,8 +52,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let normed = layer_norm(b, &format!("{node}.ln_1"), &format!("{module}.ln_1"), x, epsilon)?;
         let all = conv1d(b, &format!("{node}.attn.c_attn"), &format!("{module}.attn.c_attn"), normed, width.saturating_mul(3))?;
         let mut heads = Vec::with_capacity(4);
-        for (i, part) in ["query", "key", "value"].into_iter().enumerate() {
-            let flat = b.node(&format!("{node}.attn.{part}"), Slice::of_last(width.saturating_mul(i), width), &[all])?;
+        let parts = ["query", "key", "value"];
+        for (part, flat) in parts.into_iter().zip(slices(b, parts.map(|part| format!("{node}.attn.{part}")), all, [width; 3])?) {
             heads.push(b.node(&format!("{node}.attn.{part}_heads"), SplitHeads { head_dim }, &[flat])?);
         }
         heads.push(mask);
@@ -49,7 +61,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         if s.flag_or("scale_attn_by_inverse_layer_idx", false)? {
             scale /= number as f64;
         }
-        let context = b.node(&format!("{node}.attn.context_heads"), Attention { scale, causal: s.flag_or("is_causal", true)?, window: None }, &heads)?;
+        let context =
+            b.node(&format!("{node}.attn.context_heads"), Attention { scale, causal: s.flag_or("is_causal", true)?, ..Attention::default() }, &heads)?;
         let context = b.node(&format!("{node}.attn.context"), MergeHeads {}, &[context])?;
         let out = conv1d(b, &format!("{node}.attn.c_proj"), &format!("{module}.attn.c_proj"), context, width)?;
         x = b.node(&format!("{node}.attended"), Add {}, &[out, x])?;
@@ -62,7 +75,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let x = layer_norm(b, "ln_f", &format!("{prefix}ln_f"), x, epsilon)?;
     b.output("last_hidden_state", x);
     if s.class() == "GPT2LMHeadModel" || b.has("lm_head.weight") {
-        let weight = language_head(s, b, table)?;
+        let weight = language_head(s, b, "lm_head.weight", table)?;
         let logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
         b.output("logits", logits);
     }

@@ -7,52 +7,89 @@
 
 mod bert;
 mod config;
+mod decoder;
 mod distilbert;
+mod gemma;
 mod gpt2;
+mod gpt_neox;
 mod keys;
 mod llama;
 mod mobilenet;
+mod olmo2;
+mod opt;
 mod parts;
+mod phi3;
 mod resize;
 mod resnet;
 mod roberta;
+mod rope;
 mod sentence;
+mod smollm3;
 mod vit;
 
 pub use config::{ReadKeys, Settings};
 pub use keys::Keys;
-pub use resize::{Shapes, heads_fill_the_stream, layers_key, one_width, resized};
+pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, resized};
 pub use sentence::Pooling;
 
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
+
+/// What a family of models makes of what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModelKind {
+    /// Texts to vectors or classes.
+    Encoder,
+    /// Texts to the next token.
+    Decoder,
+    /// Images, by attention.
+    VisionTransformer,
+    /// Images, by convolutions.
+    Convolutional,
+}
 
 /// A family of models.
 #[derive(Clone, Copy)]
 pub struct Architecture {
     /// `model_type` in `config.json`.
     pub model_type: &'static str,
+    /// What it makes of what.
+    pub kind: ModelKind,
     /// Adds inputs, nodes and outputs.
     pub build: fn(&Settings, &mut Builder) -> Result<()>,
     /// Keys of the family that `build` does not read.
     pub keys: Keys,
+    /// Where `config.json` says sizes that structured pruning changes.
+    pub sizes: Option<&'static Sizes>,
 }
 
 /// All families.
 pub const ARCHITECTURES: &[Architecture] = &[
-    Architecture { model_type: "bert", build: bert::build, keys: bert::KEYS },
-    Architecture { model_type: "roberta", build: roberta::build, keys: bert::KEYS },
-    Architecture { model_type: "xlm-roberta", build: roberta::build, keys: bert::KEYS },
-    Architecture { model_type: "distilbert", build: distilbert::build, keys: distilbert::KEYS },
-    Architecture { model_type: "gpt2", build: gpt2::build, keys: gpt2::KEYS },
-    Architecture { model_type: "llama", build: llama::build, keys: llama::KEYS },
-    Architecture { model_type: "mistral", build: llama::build, keys: llama::KEYS },
-    Architecture { model_type: "qwen2", build: llama::build, keys: llama::KEYS },
-    Architecture { model_type: "qwen3", build: llama::build, keys: llama::KEYS },
-    Architecture { model_type: "vit", build: vit::build, keys: vit::KEYS },
-    Architecture { model_type: "resnet", build: resnet::build, keys: resnet::KEYS },
-    Architecture { model_type: "torchvision", build: torchvision, keys: mobilenet::KEYS },
+    Architecture { model_type: "bert", kind: ModelKind::Encoder, build: bert::build, keys: bert::KEYS, sizes: Some(&bert::SIZES) },
+    Architecture { model_type: "roberta", kind: ModelKind::Encoder, build: roberta::build, keys: bert::KEYS, sizes: Some(&bert::SIZES) },
+    Architecture { model_type: "xlm-roberta", kind: ModelKind::Encoder, build: roberta::build, keys: bert::KEYS, sizes: Some(&bert::SIZES) },
+    Architecture { model_type: "distilbert", kind: ModelKind::Encoder, build: distilbert::build, keys: distilbert::KEYS, sizes: Some(&distilbert::SIZES) },
+    Architecture { model_type: "gpt2", kind: ModelKind::Decoder, build: gpt2::build, keys: gpt2::KEYS, sizes: Some(&gpt2::SIZES) },
+    Architecture { model_type: "gpt_neox", kind: ModelKind::Decoder, build: gpt_neox::build, keys: gpt_neox::KEYS, sizes: Some(&gpt_neox::SIZES) },
+    Architecture { model_type: "opt", kind: ModelKind::Decoder, build: opt::build, keys: opt::KEYS, sizes: Some(&opt::SIZES) },
+    Architecture { model_type: "llama", kind: ModelKind::Decoder, build: llama::build, keys: llama::KEYS, sizes: Some(&decoder::SIZES) },
+    Architecture { model_type: "mistral", kind: ModelKind::Decoder, build: llama::build_mistral, keys: llama::KEYS, sizes: Some(&decoder::SIZES) },
+    Architecture { model_type: "qwen2", kind: ModelKind::Decoder, build: llama::build_qwen2, keys: llama::KEYS, sizes: Some(&decoder::SIZES) },
+    Architecture { model_type: "qwen3", kind: ModelKind::Decoder, build: llama::build_qwen3, keys: llama::KEYS, sizes: Some(&llama::QWEN3_SIZES) },
+    Architecture { model_type: "phi3", kind: ModelKind::Decoder, build: phi3::build, keys: phi3::KEYS, sizes: Some(&phi3::SIZES) },
+    Architecture { model_type: "olmo2", kind: ModelKind::Decoder, build: olmo2::build, keys: olmo2::KEYS, sizes: Some(&decoder::SIZES) },
+    Architecture { model_type: "smollm3", kind: ModelKind::Decoder, build: smollm3::build, keys: smollm3::KEYS, sizes: Some(&decoder::SIZES) },
+    Architecture { model_type: "gemma2", kind: ModelKind::Decoder, build: gemma::build, keys: gemma::KEYS, sizes: Some(&gemma::SIZES) },
+    Architecture { model_type: "gemma3_text", kind: ModelKind::Decoder, build: gemma::build_3, keys: gemma::KEYS_3, sizes: Some(&gemma::SIZES) },
+    Architecture { model_type: "vit", kind: ModelKind::VisionTransformer, build: vit::build, keys: vit::KEYS, sizes: Some(&vit::SIZES) },
+    Architecture { model_type: "resnet", kind: ModelKind::Convolutional, build: resnet::build, keys: resnet::KEYS, sizes: None },
+    Architecture { model_type: "torchvision", kind: ModelKind::Convolutional, build: torchvision, keys: mobilenet::KEYS, sizes: None },
 ];
+
+/// The family of a `model_type`.
+pub fn family(model_type: &str) -> Option<&'static Architecture> {
+    ARCHITECTURES.iter().find(|architecture| architecture.model_type == model_type)
+}
 
 fn torchvision(settings: &Settings, builder: &mut Builder) -> Result<()> {
     match settings.text("variant")? {
@@ -77,7 +114,7 @@ pub fn describe(settings: &Settings, pooling: &[Pooling], mut builder: Builder) 
     let read = ReadKeys::default();
     let settings = settings.noting(&read);
     let model_type = settings.text("model_type")?;
-    let Some(architecture) = ARCHITECTURES.iter().find(|a| a.model_type == model_type) else {
+    let Some(architecture) = family(model_type) else {
         let known = ARCHITECTURES.iter().map(|a| a.model_type).collect::<Vec<_>>().join(", ");
         return Err(Error::Unsupported {
             what: format!("model_type `{model_type}`"),

@@ -2,7 +2,7 @@
 
 use super::Settings;
 use crate::error::{Error, Result};
-use crate::ir::ops::{Attention, BatchNorm, Conv, Gelu, LayerNorm, Linear, MergeHeads, Relu, RmsNorm, Silu, SplitHeads, Tanh};
+use crate::ir::ops::{Attention, BatchNorm, Conv, Gelu, LayerNorm, Linear, MergeHeads, Relu, RmsNorm, Silu, Slice, SplitHeads, Tanh};
 use crate::ir::{Builder, Dim, Op, TensorType, ValueId};
 
 /// Token ids and mask, `[batch, sequence]`.
@@ -51,13 +51,12 @@ pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId,
 
 /// The weight of a language model's head: its own, or the embedding table where none is stored and the configuration does not deny that
 /// they are one.
-pub(super) fn language_head(s: &Settings, b: &mut Builder, table: ValueId) -> Result<ValueId> {
-    const NAME: &str = "lm_head.weight";
-    if !b.has(NAME) && s.flag_or("tie_word_embeddings", true)? {
+pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {
+    if !b.has(name) && s.flag_or("tie_word_embeddings", true)? {
         return Ok(table);
     }
     let shape = [s.size("vocab_size")?, b.width(table)?];
-    b.param(NAME, &shape)
+    b.param(name, &shape)
 }
 
 /// `module.weight` and `module.bias` over the last axis.
@@ -70,10 +69,20 @@ pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, 
 }
 
 /// `module.weight` over the last axis.
-pub(super) fn rms_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
+pub(super) fn rms_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, norm: RmsNorm) -> Result<ValueId> {
     let width = b.width(x)?;
     let weight = b.param(&format!("{module}.weight"), &[width])?;
-    b.node(node, RmsNorm { epsilon }, &[x, weight])
+    b.node(node, norm, &[x, weight])
+}
+
+/// Parts of the last axis, one behind the other, of these widths.
+pub(super) fn slices<const N: usize>(b: &mut Builder, nodes: [String; N], all: ValueId, widths: [usize; N]) -> Result<[ValueId; N]> {
+    let (mut found, mut start) = ([all; N], 0usize);
+    for ((value, node), width) in found.iter_mut().zip(&nodes).zip(widths) {
+        *value = b.node(node, Slice::of_last(start, width), &[all])?;
+        start = start.saturating_add(width);
+    }
+    Ok(found)
 }
 
 /// Heads, attention, and back; `q`, `k` and `v` are `[batch, sequence, heads · head_dim]`.
@@ -84,7 +93,7 @@ pub(super) fn attend(b: &mut Builder, node: &str, [q, k, v]: [ValueId; 3], head_
     }
     heads.extend(mask);
     let scale = 1.0 / (head_dim as f64).sqrt();
-    let context = b.node(&format!("{node}.context_heads"), Attention { scale, causal, window: None }, &heads)?;
+    let context = b.node(&format!("{node}.context_heads"), Attention { scale, causal, ..Attention::default() }, &heads)?;
     b.node(&format!("{node}.context"), MergeHeads {}, &[context])
 }
 

@@ -11,7 +11,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("roberta.embeddings.word_embeddings.weight") { "roberta." } else { "" };
     let hidden = s.size("hidden_size")?;
     let (tokens, mask) = text_inputs(b)?;
-    let positions = b.node("embeddings.positions", Positions { padding: Some(s.token_or("pad_token_id", 1)?) }, &[tokens])?;
+    let positions = b.node("embeddings.positions", Positions { padding: Some(s.token_or("pad_token_id", 1)?), offset: 0 }, &[tokens])?;
     if s.size_or("type_vocab_size", 2)? != 1 {
         return Err(Error::Unsupported {
             what: format!("a {} model with several token types", s.text("model_type")?),

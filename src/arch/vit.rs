@@ -1,6 +1,7 @@
 //! Vision transformer: base, image classification.
 
 use super::parts::{activation, attend, image_input, layer_norm, linear, linear_with};
+use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select};
@@ -10,6 +11,17 @@ pub(super) const KEYS: Keys = Keys {
     // The pooler's only where there is none.
     harmless: &["attention_probs_dropout_prob", "encoder_stride", "hidden_dropout_prob", "pooler_act", "pooler_output_size"],
     neutral: &[],
+};
+
+pub(super) const SIZES: Sizes = Sizes {
+    prefixes: &["vit.", ""],
+    hidden: ("hidden_size", "embeddings.cls_token", 2),
+    heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
+    groups: None,
+    head_dim: None,
+    own_head_dim: false,
+    inner: ("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0),
+    layers: "num_hidden_layers",
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {

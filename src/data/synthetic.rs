@@ -126,7 +126,7 @@ fn floats(count: usize, shape: Vec<usize>, next: &mut impl FnMut() -> u32) -> ca
 pub fn longest(graph: &Graph) -> Option<usize> {
     let positions = |id: &crate::ir::ValueId| {
         let made = graph.nodes().iter().find(|node| node.output == *id)?;
-        if let Op::Positions(op) = &made.op { Some(op.padding.map_or(0, |padding| usize::try_from(padding).unwrap_or(0).saturating_add(1))) } else { None }
+        if let Op::Positions(op) = &made.op { Some(op.first()) } else { None }
     };
     let room = |node: &crate::ir::Node| {
         let first = node.inputs.first().filter(|_| matches!(node.op, Op::Embedding(_))).and_then(positions)?;

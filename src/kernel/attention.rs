@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 
-use super::activation::exp_below;
+use super::activation::{exp_below, tanh};
 use super::matmul::{Columns, Left, Right};
 use super::rows::rotate;
 use super::scratch::Scratch;
@@ -59,6 +59,8 @@ pub struct Attention<'a> {
     pub causal: bool,
     /// How many keys a query sees at most, when causal.
     pub window: Option<usize>,
+    /// What products come near to and never pass: `cap · tanh(product / cap)` takes their place.
+    pub soft_cap: Option<f32>,
     /// For `[batch, keys]`, whether a key is padding.
     pub padding: Option<&'a [bool]>,
 }
@@ -124,6 +126,9 @@ impl Attention<'_> {
     /// Products of some keys, the first of which begins a block, with a panel of queries: hidden ones are the smallest number.
     pub(super) fn products(&self, keys: &Left, seen: Range<usize>, (panel, first): (&[f32], usize), padding: Option<&[bool]>, products: &mut [Lanes]) {
         multiply(keys, seen.start / BLOCK, panel, products);
+        if let Some(cap) = self.soft_cap {
+            soft_capped(products, cap);
+        }
         for (key, products) in seen.zip(products) {
             if padding.is_some_and(|padding| padding[key]) {
                 *products = [f32::MIN; PANEL];
@@ -204,6 +209,16 @@ impl Queries {
 }
 
 simd! {
+    fn soft_capped(products: &mut [Lanes], cap: f32) {
+        for row in products {
+            for lane in row.iter_mut() {
+                *lane = cap * tanh(*lane / cap);
+            }
+        }
+    }
+}
+
+simd! {
     /// Puts `exp(x - most)` in the place of products; sums so far are to be multiplied by the result, for `most` may have grown.
     fn exponents(products: &mut [Lanes], most: &mut Lanes, total: &mut Lanes) -> Lanes {
         let before = *most;
@@ -275,13 +290,16 @@ pub fn merge_heads(heads: Heads, [count, sequence, width]: [usize; 3], output: &
     });
 }
 
-/// Turns every head by the angles of its row, given as `[sequence, width / 2]`; the result is contiguous.
+/// Turns the first elements of every head by the angles of its row, given as `[sequence, elements / 2]`; the result is contiguous.
 pub fn rotate_heads(heads: Heads, [count, sequence, width]: [usize; 3], cosines: &[f32], sines: &[f32], output: &mut [f32]) {
+    let half = cosines.len() / sequence.max(1);
     output.par_chunks_mut((sequence * width).max(1)).enumerate().for_each(|(index, output)| {
         let head = heads.head(index / count, index % count);
-        for (row, out) in output.chunks_exact_mut(width.max(2)).enumerate() {
-            let angles = row * width / 2..(row + 1) * width / 2;
-            rotate(&head[row * heads.strides[2]..][..width], out, &cosines[angles.clone()], &sines[angles]);
+        for (row, out) in output.chunks_exact_mut(width.max(1)).enumerate() {
+            let ((given, rest), (out, out_rest)) = (head[row * heads.strides[2]..][..width].split_at(2 * half), out.split_at_mut(2 * half));
+            let angles = row * half..(row + 1) * half;
+            rotate(given, out, &cosines[angles.clone()], &sines[angles]);
+            out_rest.copy_from_slice(rest);
         }
     });
 }

@@ -27,7 +27,8 @@ pub struct Config {
     carried: Map<String, Value>,
 }
 
-const TIED: [(&str, &str); 5] = [
+const TIED: [(&str, &str); 6] = [
+    ("embed_out.weight", "gpt_neox.embed_in.weight"),
     ("lm_head.weight", "model.embed_tokens.weight"),
     ("lm_head.weight", "transformer.wte.weight"),
     ("lm_head.weight", "model.decoder.embed_tokens.weight"),

@@ -49,7 +49,7 @@ pub fn is_embedding(name: &str, weight: &Weight) -> bool {
 
 /// The class of the module that holds a matrix of this name, as [`class`] of a weight.
 pub(super) fn class_of(name: &str) -> &'static str {
-    let named = ["embed", "wte.", "wpe.", "shared.weight"].iter().any(|part| name.contains(part));
+    let named = !name.contains("embed_out") && ["embed", "wte.", "wpe.", "shared.weight"].iter().any(|part| name.contains(part));
     if named && name.ends_with(".weight") { "Embedding" } else { "Linear" }
 }
 
@@ -103,10 +103,13 @@ impl ModelPart {
 /// The first of these that a name holds says what part it is of.
 const PARTS: [(ModelPart, &[&str]); 6] = [
     (ModelPart::Norms, &["norm", ".ln_", ".bn", "running_mean", "running_var"]),
-    (ModelPart::Heads, &["lm_head", "cls.", "classifier", "pooler", "vocab_", "predictions", "score.", "qa_outputs", "sentence_head"]),
+    (ModelPart::Heads, &["lm_head", "embed_out", "cls.", "classifier", "pooler", "vocab_", "predictions", "score.", "qa_outputs", "sentence_head"]),
     (ModelPart::Embeddings, &["embeddings", "embed_", "wte.", "wpe.", "shared.weight", "cls_token", "pos_embed", "patch_embed"]),
     (ModelPart::Attention, &["attention", "attn", "q_proj", "k_proj", "v_proj", "o_proj"]),
-    (ModelPart::Mlp, &["mlp", "ffn", "feed_forward", "intermediate", "output.dense", "experts", "gate_proj", "up_proj", "down_proj", "lin1", "lin2", "c_fc"]),
+    (
+        ModelPart::Mlp,
+        &["mlp", "ffn", "feed_forward", "intermediate", "output.dense", "experts", "gate_proj", "up_proj", "down_proj", "lin1", "lin2", "c_fc", "fc1", "fc2"],
+    ),
     (ModelPart::Convolutions, &["conv"]),
 ];
 

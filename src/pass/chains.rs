@@ -58,6 +58,8 @@ pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
 fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
     let name = |at: usize| graph.value(node.inputs[at]).name.clone();
     let width = match &node.op {
+        // What is stored of such a weight is not its factor, but how far that is from a number.
+        Op::RmsNorm(op) if op.offset != 0.0 => return None,
         Op::Linear(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => graph.value(node.output).ty.shape.last()?.fixed()?,
         Op::Mul(_) if is_factor(graph, node) => graph.value(node.output).ty.shape.last()?.fixed()?,
         Op::Conv(_) | Op::BatchNorm(_) => graph.value(node.output).ty.shape.get(1)?.fixed()?,

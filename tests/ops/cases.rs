@@ -52,6 +52,7 @@ pub fn cases() -> Vec<Case> {
         case(LayerNorm::default(), &[&[2, 3, 6], &[6], &[6]]),
         case(LayerNorm::default(), &[&[2, 3, 6], &[6]]),
         case(RmsNorm::default(), &[&[2, 3, 6], &[6]]),
+        case(RmsNorm { offset: 1.0, ..RmsNorm::default() }, &[&[2, 3, 6], &[6]]),
         case(Relu {}, &[&[2, 5]]),
         case(Gelu { tanh: false }, &[&[2, 5]]),
         case(Gelu { tanh: true }, &[&[2, 5]]),
@@ -69,13 +70,17 @@ pub fn cases() -> Vec<Case> {
         case(Add {}, &[&[2, 3, 5], &[2, 3, 5]]),
         case(Mul {}, &[&[2, 3, 5], &[2, 3, 5]]),
         with_ints(case(Embedding {}, &[&[2, 3], &[9, 5]]), &[0]),
-        with_ints(case(Positions { padding: None }, &[&[2, 3]]), &[0]),
-        with_ints(case(Positions { padding: Some(1) }, &[&[2, 3]]), &[0]),
+        with_ints(case(Positions::default(), &[&[2, 3]]), &[0]),
+        with_ints(case(Positions { padding: Some(1), offset: 0 }, &[&[2, 3]]), &[0]),
+        with_ints(case(Positions { padding: Some(0), offset: 1 }, &[&[2, 3]]), &[0]),
+        with_ints(case(Positions { padding: None, offset: 2 }, &[&[2, 3]]), &[0]),
         case(Rotary::default(), &[&[2, 3, 4, 6]]),
+        case(Rotary { width: Some(4), ..Rotary::default() }, &[&[2, 3, 4, 7]]),
         case(SplitHeads { head_dim: 3 }, &[&[2, 4, 6]]),
         case(MergeHeads {}, &[&[2, 2, 4, 3]]),
-        case(Attention { scale: 0.5, causal: false, window: None }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),
-        with_ints(case(Attention { scale: 0.5, causal: true, window: Some(2) }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5]]), &[3]),
+        case(Attention { scale: 0.5, causal: false, window: None, soft_cap: None }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),
+        with_ints(case(Attention { scale: 0.5, causal: true, window: Some(2), soft_cap: None }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5]]), &[3]),
+        case(Attention { scale: 2.0, causal: true, soft_cap: Some(0.8), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 3]]),
         case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[2, 4, 7, 8]]),
         case(MaxPool { kernel: PerAxis([2, 3]), stride: PerAxis([2, 1]), padding: Padding([0, 1, 1, 0]), ceil: true, ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
         case(MaxPool { dilation: 2.into(), ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
@@ -183,6 +188,7 @@ pub fn cases() -> Vec<Case> {
         case(Sin {}, &[&[2, 5]]),
         case(Cos {}, &[&[2, 5]]),
         case(Neg {}, &[&[2, 5]]),
+        case(Scale { factor: -2.5 }, &[&[2, 5]]),
         case(Abs {}, &[&[2, 5]]),
         case(Reciprocal {}, &[&[2, 5]]),
     ]
@@ -191,7 +197,7 @@ pub fn cases() -> Vec<Case> {
 /// Sizes at which kernels take other ways: many threads, several blocks, spread axes, steps that leave pixels over.
 pub fn larger_cases() -> Vec<Case> {
     let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
-    let attention = |causal, window| Attention { scale: 0.3, causal, window };
+    let attention = |causal, window| Attention { scale: 0.3, causal, window, soft_cap: None };
     vec![
         case(Linear { input_major: false }, &[&[9, 130, 70], &[50, 70], &[50]]),
         case(Linear { input_major: true }, &[&[1200, 40], &[40, 64], &[64]]),
@@ -211,6 +217,7 @@ pub fn larger_cases() -> Vec<Case> {
         case(BatchNorm { batch: true, ..BatchNorm::default() }, &[&[32, 9], &[9], &[9], &[9], &[9]]),
         case(LayerNorm::default(), &[&[2, 300, 190], &[190], &[190]]),
         case(RmsNorm::default(), &[&[2, 300, 190], &[190]]),
+        case(RmsNorm { offset: 1.0, ..RmsNorm::default() }, &[&[2, 300, 190], &[190]]),
         case(Gelu { tanh: false }, &[&[3, 200, 190]]),
         case(Relu {}, &[&[3, 200, 190]]),
         case(LearnedFakeQuantize { scale: 0.01, zero_point: -60 }, &[&[3, 200, 190], &[1]]),
@@ -223,6 +230,8 @@ pub fn larger_cases() -> Vec<Case> {
         with_ints(case(Embedding {}, &[&[30, 40], &[50, 36]]), &[0]),
         case(attention(false, None), &[&[2, 4, 110, 32], &[2, 2, 110, 32], &[2, 2, 110, 40]]),
         case(attention(true, None), &[&[1, 4, 110, 32], &[1, 4, 110, 32], &[1, 4, 110, 32]]),
+        case(Attention { soft_cap: Some(0.5), ..attention(true, Some(60)) }, &[&[1, 4, 110, 32], &[1, 2, 110, 32], &[1, 2, 110, 32]]),
+        case(Rotary { width: Some(20), ..Rotary::default() }, &[&[2, 5, 70, 32]]),
         with_ints(case(attention(true, Some(7)), &[&[2, 4, 110, 20], &[2, 1, 110, 20], &[2, 1, 110, 20], &[2, 110]]), &[3]),
         case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[4, 6, 15, 16]]),
         case(Conv { stride: PerAxis([2, 1]), padding: 1.into(), ..Conv::default() }, &[&[3, 8, 13, 11], &[12, 8, 3, 3], &[12]]),

@@ -237,6 +237,13 @@ activation!(
     Neg {}, |op, x| None, x.neg(), x.ones_like()?.neg()
 );
 activation!(
+    /// The value times a number.
+    Scale {
+        /// The number.
+        factor: f64 = 1.0,
+    }, |op, x| None, x * op.factor, x.ones_like()? * op.factor
+);
+activation!(
     /// The value without its sign; at zero, the gradient is zero.
     Abs {}, |op, x| None, x.abs(), x.gt(0.0)?.to_dtype(x.dtype())? - x.lt(0.0)?.to_dtype(x.dtype())?
 );

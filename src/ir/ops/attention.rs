@@ -11,7 +11,7 @@ use super::softmax::{back, softmax};
 use super::{Backward, OpSpec, Saved, elements, require, require_floats};
 use crate::ir::{Bindings, Element, TensorType};
 
-/// `softmax(scale · q kᵀ + mask) v` for each head (Vaswani et al., 2017).
+/// `softmax(capped(scale · q kᵀ) + mask) v` for each head (Vaswani et al., 2017).
 ///
 /// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`, and
 /// optionally a mask `[batch, keys]` of whole numbers, zero for keys that are padding. Query head `i` reads
@@ -25,11 +25,14 @@ pub struct Attention {
     pub causal: bool,
     /// How many keys a query sees at most, its own included, when causal.
     pub window: Option<usize>,
+    /// What products come near to and never pass: `cap · tanh(product / cap)` takes their place (Gemma 2).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub soft_cap: Option<f64>,
 }
 
 impl Default for Attention {
     fn default() -> Self {
-        Self { scale: 1.0, causal: false, window: None }
+        Self { scale: 1.0, causal: false, window: None, soft_cap: None }
     }
 }
 
@@ -109,17 +112,23 @@ impl Attention {
         })
     }
 
-    /// The queries of a block, scaled, and how strongly they look at keys, in 32 bits at least.
+    /// The queries of a block, scaled, how strongly they look at keys, in 32 bits at least, and the slope of the cap on products.
     fn probabilities(
         &self,
         block: &Block,
         (q, keys): (&Tensor, &Tensor),
         mask: Option<&Tensor>,
         softmax: fn(&Tensor) -> Computed<Tensor>,
-    ) -> Computed<(Tensor, Tensor)> {
+    ) -> Computed<(Tensor, Tensor, Option<Tensor>)> {
         let (batch, groups, span, _) = keys.dims4()?;
         let q = (block.of_queries(q, groups)? * self.scale)?;
-        let scores = wide(&q.matmul(&keys.transpose(2, 3)?)?)?;
+        let mut scores = wide(&q.matmul(&keys.transpose(2, 3)?)?)?;
+        let mut slope = None;
+        if let Some(cap) = self.soft_cap {
+            let part = (scores / cap)?.tanh()?;
+            slope = Some((1.0 - part.sqr()?)?);
+            scores = (part * cap)?;
+        }
         let scores = match self.bias(mask, block, scores.device())? {
             Some(bias) => {
                 let five = scores.reshape((batch, groups, (), block.queries.len(), span))?;
@@ -127,7 +136,7 @@ impl Attention {
             }
             None => scores,
         };
-        Ok((q, softmax(&scores)?))
+        Ok((q, softmax(&scores)?, slope))
     }
 
     /// The output, with this way to make a softmax over the last axis.
@@ -135,7 +144,7 @@ impl Attention {
         let (q, k, v) = (&inputs[0], &inputs[1], &inputs[2]);
         let (batch, heads, _, _) = q.dims4()?;
         let part = |block: Block| {
-            let (_, probabilities) = self.probabilities(&block, (q, &block.of_keys(k)?), inputs.get(3), softmax)?;
+            let (_, probabilities, _) = self.probabilities(&block, (q, &block.of_keys(k)?), inputs.get(3), softmax)?;
             let rows = probabilities.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
             rows.reshape((batch, heads, block.queries.len(), v.dim(3)?))
         };
@@ -189,14 +198,15 @@ impl OpSpec for Attention {
         let [of_keys, of_values] = &mut sums;
         for block in self.blocks(q, k, mask.is_some())? {
             let (k, v) = (block.of_keys(k)?, block.of_keys(v)?);
-            let (scaled, probabilities) = self.probabilities(&block, (q, &k), mask, softmax)?;
+            let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), mask, softmax)?;
             let gradient = block.of_queries(backward.gradient, groups)?;
             if backward.wants(2) {
                 block.add(of_values, &probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
             }
             if backward.wants(0) || backward.wants(1) {
-                let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.transpose(2, 3)?)?)?)?.to_dtype(q.dtype())?;
+                let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.transpose(2, 3)?)?)?)?;
                 drop(probabilities);
+                let of_scores = slope.map_or(Ok(of_scores.clone()), |slope| of_scores * slope)?.to_dtype(q.dtype())?;
                 if backward.wants(0) {
                     let (batch, heads, _, width) = q.dims4()?;
                     parts.push((of_scores.matmul(&k)? * self.scale)?.reshape((batch, heads, block.queries.len(), width))?);
@@ -235,10 +245,15 @@ mod tests {
         // Of the second sample, every early key is padding: its first queries see nothing when causal.
         let mask: Vec<i64> = (0..batch * sequence).map(|i| i64::from(i < sequence || i > sequence + 70)).collect();
         let mask = Tensor::from_vec(mask, (batch, sequence), &device).unwrap();
-        for (causal, window, padded) in
-            [(false, None, false), (true, None, false), (true, Some(17), false), (true, Some(90), true), (false, None, true), (true, None, true)]
-        {
-            let op = Attention { scale: 0.4, causal, window };
+        for (causal, window, padded, soft_cap) in [
+            (false, None, false, None),
+            (true, None, false, None),
+            (true, Some(17), false, None),
+            (true, Some(90), true, Some(0.7)),
+            (false, None, true, None),
+            (true, None, true, None),
+        ] {
+            let op = Attention { scale: 0.4, causal, window, soft_cap };
             let mut inputs = vec![q.clone(), k.clone(), v.clone()];
             inputs.extend(padded.then(|| mask.clone()));
             let blocks = op.blocks(&q, &k, padded).unwrap().count();

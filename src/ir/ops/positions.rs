@@ -15,6 +15,21 @@ use crate::ir::{Element, TensorType};
 pub struct Positions {
     /// The padding token.
     pub padding: Option<i64>,
+    /// Added to every position.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub offset: i64,
+}
+
+fn is_zero(offset: &i64) -> bool {
+    *offset == 0
+}
+
+impl Positions {
+    /// The position of the first token that is no padding.
+    pub fn first(&self) -> usize {
+        let first = self.padding.map_or(0, |padding| padding.saturating_add(1)).saturating_add(self.offset);
+        usize::try_from(first).unwrap_or(0)
+    }
 }
 
 impl OpSpec for Positions {
@@ -36,10 +51,10 @@ impl OpSpec for Positions {
         let tokens = &inputs[0];
         let (batch, sequence) = tokens.dims2()?;
         let Some(padding) = self.padding else {
-            return Tensor::arange(0i64, sequence as i64, tokens.device())?.unsqueeze(0)?.broadcast_as((batch, sequence))?.contiguous();
+            return Tensor::arange(self.offset, self.offset + sequence as i64, tokens.device())?.unsqueeze(0)?.broadcast_as((batch, sequence))?.contiguous();
         };
         let real = tokens.ne(padding)?.to_dtype(DType::F32)?;
-        ((real.cumsum(1)? * &real)?.to_dtype(DType::I64)? + padding as f64)?.contiguous()
+        ((real.cumsum(1)? * &real)?.to_dtype(DType::I64)? + (padding + self.offset) as f64)?.contiguous()
     }
 
     fn backward(&self, _backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {

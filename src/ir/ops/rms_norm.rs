@@ -9,17 +9,32 @@ use super::gradient::{summed_to, wide};
 use super::{Backward, OpSpec, last, require, require_vector};
 use crate::ir::{Element, TensorType};
 
-/// `x / sqrt(mean(x²) + epsilon) * weight` over the last axis (Zhang and Sennrich, 2019).
+/// `x / sqrt(mean(x²) + epsilon) * (weight + offset)` over the last axis (Zhang and Sennrich, 2019).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RmsNorm {
     /// Added to the mean square.
     pub epsilon: f64,
+    /// Added to the weight: Gemma stores how far it is from one.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub offset: f64,
+}
+
+fn is_zero(offset: &f64) -> bool {
+    *offset == 0.0
+}
+
+impl RmsNorm {
+    /// What the normalised values are multiplied with, in 32 bits at least.
+    pub(super) fn factors(&self, weight: &Tensor) -> candle_core::Result<Tensor> {
+        let weight = wide(weight)?;
+        if self.offset == 0.0 { Ok(weight) } else { weight + self.offset }
+    }
 }
 
 impl Default for RmsNorm {
     fn default() -> Self {
-        Self { epsilon: 1e-6 }
+        Self { epsilon: 1e-6, offset: 0.0 }
     }
 }
 
@@ -42,7 +57,7 @@ impl OpSpec for RmsNorm {
         let [x, weight] = inputs else { candle_core::bail!("RmsNorm takes two inputs") };
         let wide_x = wide(x)?;
         let mean = wide_x.sqr()?.mean_keepdim(D::Minus1)?;
-        wide_x.broadcast_div(&(mean + self.epsilon)?.sqrt()?)?.broadcast_mul(&wide(weight)?)?.to_dtype(x.dtype())
+        wide_x.broadcast_div(&(mean + self.epsilon)?.sqrt()?)?.broadcast_mul(&self.factors(weight)?)?.to_dtype(x.dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
@@ -51,7 +66,7 @@ impl OpSpec for RmsNorm {
         let scale = (wide_x.sqr()?.mean_keepdim(D::Minus1)? + self.epsilon)?.sqrt()?.recip()?;
         let normal = wide_x.broadcast_mul(&scale)?;
         let of_input = backward.of(0, || {
-            let weighted = gradient.broadcast_mul(&wide(weight)?)?;
+            let weighted = gradient.broadcast_mul(&self.factors(weight)?)?;
             let along = (&weighted * &normal)?.mean_keepdim(D::Minus1)?;
             (weighted - normal.broadcast_mul(&along)?)?.broadcast_mul(&scale)?.to_dtype(x.dtype())
         })?;

@@ -17,11 +17,14 @@ pub struct Rotary {
     pub theta: f64,
     /// How frequencies are changed for longer sequences.
     pub scaling: RotaryScaling,
+    /// How many elements of a head are turned, from the first on; the rest stays as it is. All of them by default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub width: Option<usize>,
 }
 
 impl Default for Rotary {
     fn default() -> Self {
-        Self { theta: 10_000.0, scaling: RotaryScaling::None }
+        Self { theta: 10_000.0, scaling: RotaryScaling::None, width: None }
     }
 }
 
@@ -133,7 +136,18 @@ impl Rotary {
         }
     }
 
-    /// Cosines and sines `[sequence, width / 2]`.
+    /// How many elements of heads of this width are turned.
+    pub fn turned(&self, width: usize) -> usize {
+        self.width.unwrap_or(width)
+    }
+
+    /// Turned elements, and behind them those that are not.
+    pub(super) fn with_rest(&self, turned: Tensor, x: &Tensor) -> candle_core::Result<Tensor> {
+        let (from, width) = (turned.dim(3)?, x.dim(3)?);
+        if from == width { Ok(turned) } else { Tensor::cat(&[turned, x.narrow(3, from, width - from)?], 3) }
+    }
+
+    /// Cosines and sines `[sequence, width / 2]` of this many turned elements.
     ///
     /// # Errors
     /// The device runs out of memory.
@@ -149,6 +163,16 @@ impl Rotary {
     }
 }
 
+impl Rotary {
+    /// Turned forwards, or backwards where the sign is negative.
+    fn rotated(&self, x: &Tensor, sign: f64) -> candle_core::Result<Tensor> {
+        let (_, _, sequence, width) = x.dims4()?;
+        let turned = self.turned(width);
+        let (cos, sin) = self.tables(turned, sequence, x.device())?;
+        self.with_rest(rotated(&x.narrow(3, 0, turned)?, &cos, &(sin * sign)?)?, x)
+    }
+}
+
 impl OpSpec for Rotary {
     fn arity(&self) -> Range<usize> {
         1..2
@@ -156,14 +180,15 @@ impl OpSpec for Rotary {
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require_floats(inputs[0], 4, "the input")?;
-        match inputs[0].shape[3].fixed() {
-            Some(width) if width.is_multiple_of(2) => match &self.scaling {
+        match inputs[0].shape[3].fixed().map(|width| (self.turned(width), width)) {
+            Some((turned, width)) if turned > width || turned == 0 => Err(format!("{turned} elements of {width} cannot be turned")),
+            Some((width, _)) if width.is_multiple_of(2) => match &self.scaling {
                 RotaryScaling::LongRope { short, long, .. } if short.len() != width / 2 || long.len() != width / 2 => {
                     Err(format!("there must be {} divisors", width / 2))
                 }
                 _ => Ok(inputs[0].clone()),
             },
-            _ => Err("the width of a head must be known and even".into()),
+            _ => Err("the width of what is turned must be known and even".into()),
         }
     }
 
@@ -172,18 +197,11 @@ impl OpSpec for Rotary {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        let (_, _, sequence, width) = inputs[0].dims4()?;
-        let (cos, sin) = self.tables(width, sequence, inputs[0].device())?;
-        rotated(&inputs[0], &cos, &sin)
+        self.rotated(&inputs[0], 1.0)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        let of_input = backward.of(0, || {
-            let (_, _, sequence, width) = backward.gradient.dims4()?;
-            let (cos, sin) = self.tables(width, sequence, backward.gradient.device())?;
-            rotated(backward.gradient, &cos, &sin.neg()?)
-        })?;
-        Ok(vec![of_input])
+        Ok(vec![backward.of(0, || self.rotated(backward.gradient, -1.0))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {

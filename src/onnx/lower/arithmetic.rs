@@ -50,6 +50,12 @@ pub(super) fn power(exponent: f64, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
+pub(super) fn scale(factor: f64, n: &mut Lowering) -> Result<()> {
+    let factor = n.float(factor);
+    n.finish("Mul", &[&n.input(0), &factor], vec![]);
+    Ok(())
+}
+
 pub(super) fn mish(n: &mut Lowering) -> Result<()> {
     if n.opset >= 18 {
         return function("Mish", &[], n);

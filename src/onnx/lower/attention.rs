@@ -43,6 +43,12 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
         let scale = n.float(op.scale);
         scores = n.emit("Mul", "scores", &[&scores, &scale], vec![]);
     }
+    if let Some(cap) = op.soft_cap {
+        let cap = n.float(cap);
+        let part = n.emit("Div", "part", &[&scores, &cap], vec![]);
+        let part = n.emit("Tanh", "held", &[&part], vec![]);
+        scores = n.emit("Mul", "capped", &[&part, &cap], vec![]);
+    }
     if let Some(bias) = bias {
         if grouped {
             scores = stack(n, "by_head", &scores, heads);

@@ -81,6 +81,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::LeakyRelu(op) => arithmetic::function("LeakyRelu", &[("alpha", op.alpha)], n),
         Op::Elu(op) => arithmetic::function("Elu", &[("alpha", op.alpha)], n),
         Op::Power(op) => arithmetic::power(op.exponent, n),
+        Op::Scale(op) => arithmetic::scale(op.factor, n),
         Op::Mish(_) => arithmetic::mish(n),
         // ONNX has operators of these names.
         Op::Abs(_)

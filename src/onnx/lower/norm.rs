@@ -23,7 +23,11 @@ pub(super) fn layer_norm(op: &LayerNorm, n: &mut Lowering) -> Result<()> {
 
 /// ONNX Runtime makes one kernel of exactly these operators.
 pub(super) fn rms_norm(op: &RmsNorm, n: &mut Lowering) -> Result<()> {
-    let (x, weight) = (n.wide(&n.input(0))?, n.input(1));
+    let (x, mut weight) = (n.wide(&n.input(0))?, n.input(1));
+    if op.offset != 0.0 {
+        let offset = n.float(op.offset);
+        weight = n.emit("Add", "factors", &[&weight, &offset], vec![]);
+    }
     let (two, epsilon) = (n.float_wide(2.0), n.float_wide(op.epsilon));
     let square = n.emit("Pow", "square", &[&x, &two], vec![]);
     let mean = n.reduce("ReduceMean", "mean", &square, -1, true);

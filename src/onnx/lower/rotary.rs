@@ -6,23 +6,33 @@ use crate::error::Result;
 use crate::ir::ops::{Rotary, RotaryScaling};
 
 pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
-    let (x, half) = (n.input(0), n.fixed(0, 3)? / 2);
-    let (cos, sin) = (table(op, "Cos", n)?, table(op, "Sin", n)?);
-    let halves = n.ints(&[half, half]);
-    let [a, b] = n.emit_many("Split", ["first", "second"], &[&x, &halves], vec![AttributeProto::int("axis", 3)]);
+    let (x, width) = (n.input(0), n.fixed(0, 3)?);
+    let turned = op.turned(usize::try_from(width).unwrap_or(0)) as i64;
+    let (half, axis) = (turned / 2, vec![AttributeProto::int("axis", 3)]);
+    let (cos, sin) = (table(op, turned, "Cos", n)?, table(op, turned, "Sin", n)?);
+    let (a, b, rest) = if turned < width {
+        let parts = n.ints(&[half, half, width - turned]);
+        let [a, b, rest] = n.emit_many("Split", ["first", "second", "rest"], &[&x, &parts], axis.clone());
+        (a, b, Some(rest))
+    } else {
+        let halves = n.ints(&[half, half]);
+        let [a, b] = n.emit_many("Split", ["first", "second"], &[&x, &halves], axis.clone());
+        (a, b, None)
+    };
     let a_cos = n.emit("Mul", "first_cos", &[&a, &cos], vec![]);
     let b_sin = n.emit("Mul", "second_sin", &[&b, &sin], vec![]);
     let a_sin = n.emit("Mul", "first_sin", &[&a, &sin], vec![]);
     let b_cos = n.emit("Mul", "second_cos", &[&b, &cos], vec![]);
     let first = n.emit("Sub", "turned_first", &[&a_cos, &b_sin], vec![]);
     let second = n.emit("Add", "turned_second", &[&a_sin, &b_cos], vec![]);
-    n.finish("Concat", &[&first, &second], vec![AttributeProto::int("axis", 3)]);
+    let parts: Vec<&str> = [Some(&first), Some(&second), rest.as_ref()].into_iter().flatten().map(String::as_str).collect();
+    n.finish("Concat", &parts, axis);
     Ok(())
 }
 
-/// Cosines or sines `[sequence, width / 2]`.
-fn table(op: &Rotary, function: &str, n: &mut Lowering) -> Result<String> {
-    let width = n.fixed(0, 3)? as usize;
+/// Cosines or sines `[sequence, width / 2]` of what is turned.
+fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<String> {
+    let width = width as usize;
     let what = format!("|{}|{width}|{op:?}", n.ty(0)?.shape[2]);
     let angles = n.share(&format!("rotary{what}"), |n| {
         let frequencies = frequencies(op, width, n)?;

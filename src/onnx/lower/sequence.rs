@@ -16,18 +16,22 @@ pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
 pub(super) fn positions(op: &Positions, n: &mut Lowering) -> Result<()> {
     let tokens = n.input(0);
     let Some(padding) = op.padding else {
-        let range = n.range(0, 1)?;
+        let mut range = n.range(0, 1)?;
+        if op.offset != 0 {
+            let offset = n.int(op.offset);
+            range = n.emit("Add", "moved", &[&range, &offset], vec![]);
+        }
         let shape = n.emit("Shape", "shape", &[&tokens], vec![]);
         n.finish("Expand", &[&range, &shape], vec![]);
         return Ok(());
     };
-    let (padding, one) = (n.int(padding), n.int(1));
+    let (padding, first, one) = (n.int(padding), n.int(padding.saturating_add(op.offset)), n.int(1));
     let padded = n.emit("Equal", "padded", &[&tokens, &padding], vec![]);
     let real = n.emit("Not", "real", &[&padded], vec![]);
     let real = n.cast("ones", &real, DataType::Int64);
     let counted = n.emit("CumSum", "counted", &[&real, &one], vec![]);
     let counted = n.emit("Mul", "places", &[&counted, &real], vec![]);
-    n.finish("Add", &[&counted, &padding], vec![]);
+    n.finish("Add", &[&counted, &first], vec![]);
     Ok(())
 }
 

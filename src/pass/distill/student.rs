@@ -136,7 +136,8 @@ enum Filling {
 fn filling(graph: &Graph, id: crate::ir::ValueId, shape: &[usize], deviation: f64) -> Filling {
     let place = graph.nodes().iter().find_map(|node| Some((&node.op, node.inputs.iter().position(|input| *input == id)?)));
     match place {
-        Some((Op::LayerNorm(_) | Op::RmsNorm(_) | Op::BatchNorm(_), at)) => Filling::Constant(if at == 1 || at == 4 { 1.0 } else { 0.0 }),
+        Some((Op::RmsNorm(op), _)) => Filling::Constant((1.0 - op.offset) as f32),
+        Some((Op::LayerNorm(_) | Op::BatchNorm(_), at)) => Filling::Constant(if at == 1 || at == 4 { 1.0 } else { 0.0 }),
         Some((Op::Conv(_), 1)) => Filling::Normal((2.0 / shape[1..].iter().product::<usize>().max(1) as f64).sqrt()),
         _ if shape.len() > 1 => Filling::Normal(deviation),
         _ => Filling::Constant(0.0),

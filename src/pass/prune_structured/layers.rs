@@ -166,7 +166,7 @@ fn settle(model: &mut Model, found: &Layers, gone: &BTreeSet<usize>) -> Result<V
         values.push((key.to_owned(), json!(all - gone.len())));
     }
     for (key, value) in model.config.values() {
-        if let Some(list) = value.as_array().filter(|list| key == "layer_types" && list.len() == all) {
+        if let Some(list) = value.as_array().filter(|list| ["layer_types", "no_rope_layers"].contains(&key.as_str()) && list.len() == all) {
             let kept: Vec<&Value> = list.iter().enumerate().filter(|(at, _)| !gone.contains(at)).map(|(_, value)| value).collect();
             values.push((key.clone(), json!(kept)));
         }

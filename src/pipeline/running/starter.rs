@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use crate::arch::{self, ModelKind};
 use crate::model::{Model, ModelPart, is_linear, part};
 use crate::report::format::{bytes, count, percent};
 use crate::store::Encoding;
@@ -12,25 +13,11 @@ use crate::store::Encoding;
 /// From this part of all bytes on, embedding tables are worth making smaller.
 const LARGE_TABLE: f64 = 0.15;
 
-/// What kind of model it is, as far as that decides what to do with it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    /// Texts to vectors or classes.
-    Encoder,
-    /// Texts to the next token.
-    Decoder,
-    /// Images, by attention.
-    VisionTransformer,
-    /// Images, by convolutions.
-    Convolutional,
-    /// A family that `compress` cannot run.
-    Unknown,
-}
-
 /// What was found out about a model.
 struct Facts<'m> {
     model: &'m Model,
-    kind: Kind,
+    /// As far as that decides what to do with it; none of a family that `compress` does not know.
+    kind: Option<ModelKind>,
     /// Whether it can be run here: measured, exported to ONNX, pruned in structure.
     runs: bool,
     quantized: bool,
@@ -52,14 +39,7 @@ impl Facts<'_> {
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let runs = model.graph().is_ok();
         let convolutions = parts.first().is_some_and(|(part, _)| *part == ModelPart::Convolutions);
-        let kind = match model.config.model_type() {
-            "bert" | "roberta" | "xlm-roberta" | "distilbert" => Kind::Encoder,
-            "gpt2" | "llama" | "mistral" | "qwen2" | "qwen3" => Kind::Decoder,
-            "vit" => Kind::VisionTransformer,
-            "resnet" | "torchvision" => Kind::Convolutional,
-            _ if runs && convolutions => Kind::Convolutional,
-            _ => Kind::Unknown,
-        };
+        let kind = arch::family(model.config.model_type()).map(|family| family.kind).or((runs && convolutions).then_some(ModelKind::Convolutional));
         Facts {
             model,
             kind,
@@ -151,8 +131,8 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
         out.push(String::new());
         return;
     }
-    let text = matches!(facts.kind, Kind::Encoder | Kind::Decoder);
-    let images = matches!(facts.kind, Kind::VisionTransformer | Kind::Convolutional);
+    let text = matches!(facts.kind, Some(ModelKind::Encoder | ModelKind::Decoder));
+    let images = matches!(facts.kind, Some(ModelKind::VisionTransformer | ModelKind::Convolutional));
     out.push("# Samples, relative to this file. `evaluation` is what the model is measured on before and after: with labels there is a".into());
     out.push("# score, without any only the closeness to the original. `calibration` is what passes look at that need to see the model run:".into());
     out.push("# a hundred samples like those that it will meet, labels are not looked at.".into());
@@ -164,16 +144,16 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
     }
     let architecture = facts.architecture();
     let (evaluation, calibration) = match facts.kind {
-        Kind::Encoder if architecture.ends_with("ForSequenceClassification") => {
+        Some(ModelKind::Encoder) if architecture.ends_with("ForSequenceClassification") => {
             ("{ text: test.tsv, text_column: text, label_column: label }", "{ text: sentences.txt, samples: 128 }")
         }
-        Kind::Encoder if facts.has_file("modules.json") => {
+        Some(ModelKind::Encoder) if facts.has_file("modules.json") => {
             ("{ text: pairs.tsv, text_column: first, pair_column: second, label_column: score }", "{ text: sentences.txt, samples: 128 }")
         }
-        Kind::Encoder => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
-        Kind::Decoder => ("{ text: book.txt, task: language-modelling, max_length: 512 }", "{ text: book.txt, max_length: 512, samples: 64 }"),
-        Kind::VisionTransformer | Kind::Convolutional => ("{ images: test }", "{ images: train, samples: 256 }"),
-        Kind::Unknown => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
+        Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
+        Some(ModelKind::Decoder) => ("{ text: book.txt, task: language-modelling, max_length: 512 }", "{ text: book.txt, max_length: 512, samples: 64 }"),
+        Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", "{ images: train, samples: 256 }"),
+        None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
     };
     if images {
         out.push("# A folder of images holds one folder for each class.".into());
@@ -196,7 +176,7 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
 
 /// Whether what is proposed has to see the model run.
 fn needs_calibration(facts: &Facts) -> bool {
-    facts.kind == Kind::Convolutional && facts.runs && !facts.quantized
+    facts.kind == Some(ModelKind::Convolutional) && facts.runs && !facts.quantized
 }
 
 fn passes(facts: &Facts, out: &mut Vec<String>) {
@@ -217,7 +197,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
         say("#  - prune-unstructured: { amount: 0.5 }");
     }
     match facts.kind {
-        Kind::Convolutional if facts.runs => {
+        Some(ModelKind::Convolutional) if facts.runs => {
             say("  # int8 weights and activations, with scales found on calibration samples: a quarter of the size, and on a CPU two to three");
             say("  # times as fast in ONNX Runtime. Batch normalisations are folded into the convolutions.");
             say("  - quantize-static: { observer: mse, smooth: auto }");
@@ -234,7 +214,7 @@ fn passes(facts: &Facts, out: &mut Vec<String>) {
             } else {
                 say("  - quantize-dynamic: { granularity: channel, observer: mse }");
             }
-            if facts.kind == Kind::Decoder {
+            if facts.kind == Some(ModelKind::Decoder) {
                 say("  # For small batches, where reading the weights takes the time: int8 weights in groups of 128, activations stay floats.");
                 say("#  - quantize-dynamic: { granularity: group, group_size: 128, activations: none, observer: mse }");
             } else if facts.runs {

@@ -28,6 +28,7 @@ impl Attention {
             scale: self.scale as f32,
             causal: self.causal,
             window: self.window,
+            soft_cap: self.soft_cap.map(|cap| cap as f32),
             padding: padding.filter(|p| p.contains(&true)),
         })
     }
@@ -50,7 +51,7 @@ impl Kernel for Attention {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        if !readable([q, k, v, backward.gradient]) {
+        if self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {
             return Ok(None);
         }
         let padding = padding(backward.inputs.get(3).map(Saved::tensor).transpose()?)?;
@@ -79,26 +80,26 @@ impl Kernel for Attention {
 
 impl Kernel for Rotary {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        self.rotated(&inputs[0], false)
+        self.rotated_heads(&inputs[0], false)
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         if !backward.wants(0) {
             return Ok(Some(vec![None]));
         }
-        Ok(self.rotated(backward.gradient, true)?.map(|gradient| vec![Some(gradient)]))
+        Ok(self.rotated_heads(backward.gradient, true)?.map(|gradient| vec![Some(gradient)]))
     }
 }
 
 impl Rotary {
-    fn rotated(&self, x: &Tensor, backwards: bool) -> Result<Option<Tensor>> {
+    fn rotated_heads(&self, x: &Tensor, backwards: bool) -> Result<Option<Tensor>> {
         let (_, count, sequence, width) = x.dims4()?;
-        let (cos, sin) = self.tables(width, sequence, x.device())?;
+        let (cos, sin) = self.tables(self.turned(width), sequence, x.device())?;
         let sin = if backwards { sin.neg()? } else { sin };
         let compute = || {
-            let [host, cos, sin] = [Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?];
+            let ([host, cos, sin], angles) = ([Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?], cos.elem_count());
             let mut y = vec![0.0; x.elem_count()];
-            rotate_heads(heads(&host)?, [count, sequence, width], cos.floats()?, sin.floats()?, &mut y);
+            rotate_heads(heads(&host)?, [count, sequence, width], &cos.floats()?[..angles], &sin.floats()?[..angles], &mut y);
             Some(y)
         };
         compute().map(|values| Tensor::from_vec(values, x.dims(), x.device())).transpose()

@@ -28,12 +28,14 @@ impl Kernel for Fused {
         let x = inputs[0].contiguous()?;
         match &self.0 {
             Op::LayerNorm(op) if inputs.len() > 2 => layer_norm(&x, &inputs[1], &inputs[2], op.epsilon as f32),
-            Op::RmsNorm(op) => rms_norm(&x, &inputs[1], op.epsilon as f32),
+            Op::RmsNorm(op) if op.offset == 0.0 => rms_norm(&x, &inputs[1], op.epsilon as f32),
             Op::Softmax(op) if op.over_last(x.rank()) => softmax(&x),
             Op::Rotary(op) => {
                 let (_, _, sequence, width) = x.dims4()?;
-                let (cos, sin) = op.tables(width, sequence, x.device())?;
-                rope(&x, &cos.to_dtype(x.dtype())?, &sin.to_dtype(x.dtype())?)
+                let turned = op.turned(width);
+                let (cos, sin) = op.tables(turned, sequence, x.device())?;
+                let turned = rope(&x.narrow(3, 0, turned)?.contiguous()?, &cos.to_dtype(x.dtype())?, &sin.to_dtype(x.dtype())?)?;
+                op.with_rest(turned, &x)
             }
             Op::Attention(op) => op.attend(inputs, softmax),
             other => other.spec().eval(inputs),

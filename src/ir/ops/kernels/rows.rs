@@ -2,7 +2,7 @@
 
 use candle_core::{D, Result, Tensor};
 
-use super::super::{Backward, Embedding, LayerNorm, RmsNorm, Softmax};
+use super::super::{Backward, Embedding, LayerNorm, RmsNorm, Saved, Softmax};
 use super::host::{Host, by_rows, combined_rows, integers, norm_back};
 use super::{Gradients, Kernel};
 use crate::kernel::{rows, rows_gradient};
@@ -28,12 +28,13 @@ impl Kernel for RmsNorm {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [x, weight] = inputs else { return Ok(None) };
         let epsilon = self.epsilon as f32;
-        by_rows(x, [weight], |x, y, [weight]| rows::rms_norm(x, y, weight, epsilon))
+        by_rows(x, [&self.factors(weight)?], |x, y, [weight]| rows::rms_norm(x, y, weight, epsilon))
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let epsilon = self.epsilon as f32;
-        norm_back(backward, |x, g, weight, out, sums| rows_gradient::rms_norm(x, g, weight, epsilon, out, sums))
+        let inputs = [backward.inputs[0].clone(), Saved::whole(self.factors(backward.inputs[1].tensor()?)?)];
+        norm_back(&Backward { inputs: &inputs, ..*backward }, |x, g, weight, out, sums| rows_gradient::rms_norm(x, g, weight, epsilon, out, sums))
     }
 }
 

@@ -1,0 +1,289 @@
+//! What Llama and its relatives share: decoders with rotary positions, RMS normalisations and gated networks.
+//!
+//! A family says how it differs from Llama, in fields of [`Decoder`].
+
+use super::Settings;
+use super::parts::{activation, language_head, linear_with, rms_norm, slices, text_inputs};
+use super::resize::{Groups, Sizes};
+use super::rope::{RopeDefaults, rotary};
+use crate::error::{Error, Result};
+use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Rotary, Scale, SplitHeads, Tanh};
+use crate::ir::{Builder, Op, ValueId};
+
+/// Where `config.json` says the sizes of such a decoder, and which tensors tell them.
+pub(super) const SIZES: Sizes = Sizes {
+    prefixes: &["model.", ""],
+    hidden: ("hidden_size", "embed_tokens.weight", 1),
+    heads: ("num_attention_heads", "layers.0.self_attn.o_proj.weight", 1),
+    groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Alone)),
+    head_dim: Some("head_dim"),
+    own_head_dim: false,
+    inner: ("intermediate_size", "layers.0.mlp.down_proj.weight", 1),
+    layers: "num_hidden_layers",
+};
+
+/// Names of the normalisations of a layer: before and after attention, before and after the network.
+pub(super) type Norms = [Option<&'static str>; 4];
+
+/// Of most families: each half of a layer reads the normalised stream.
+pub(super) const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
+
+/// What queries and keys are normalised over, beside the values' nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum HeadNorms {
+    /// They are not.
+    None,
+    /// Each head.
+    Head,
+    /// All heads together.
+    Projection,
+}
+
+/// What differs from layer to layer.
+pub(super) struct Layer {
+    /// How queries and keys learn their positions; none in layers without.
+    pub rotary: Option<Rotary>,
+    /// How many keys a query sees at most.
+    pub window: Option<usize>,
+}
+
+/// A model, and how it differs from Llama.
+pub(super) struct Decoder<'s, 'c> {
+    /// The configuration.
+    pub s: &'s Settings<'c>,
+    /// Query heads.
+    pub heads: usize,
+    /// Key heads.
+    pub groups: usize,
+    /// Width of a head.
+    pub head_dim: usize,
+    /// Factor on products of queries and keys.
+    pub scale: f64,
+    /// Cap on products of queries and keys.
+    pub soft_cap: Option<f64>,
+    /// Whether tokens see only what is before them.
+    pub causal: bool,
+    /// All normalisations.
+    pub norm: RmsNorm,
+    /// Where they are.
+    pub norms: Norms,
+    /// Those of queries and keys.
+    pub head_norms: HeadNorms,
+    /// Whether queries, keys and values are one matrix, and gate and up another.
+    pub fused: bool,
+    /// Whether queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the projection behind attention has one.
+    pub out_bias: bool,
+    /// Whether the network has them.
+    pub mlp_bias: bool,
+    /// The function on the gate.
+    pub activation: Op,
+    /// Factor on embeddings.
+    pub embedding_scale: Option<f64>,
+    /// Cap on logits.
+    pub logit_cap: Option<f64>,
+}
+
+impl<'s, 'c> Decoder<'s, 'c> {
+    /// A Llama of this configuration; heads are as wide as the stream allows, or as the family has it by default.
+    pub(super) fn new(s: &'s Settings<'c>, head_dim: Option<usize>) -> Result<Decoder<'s, 'c>> {
+        Self::with_epsilon(s, head_dim, 1e-6)
+    }
+
+    /// The same, of a family whose normalisations add another number by default.
+    pub(super) fn with_epsilon(s: &'s Settings<'c>, head_dim: Option<usize>, epsilon: f64) -> Result<Decoder<'s, 'c>> {
+        let heads = s.size("num_attention_heads")?;
+        let groups = s.size_or("num_key_value_heads", heads)?;
+        if !heads.is_multiple_of(groups) {
+            return Err(Error::graph("config.json", format!("`num_attention_heads` {heads} is no multiple of `num_key_value_heads` {groups}")));
+        }
+        let head_dim = match (s.get("head_dim"), head_dim) {
+            (Some(_), _) => s.size("head_dim")?,
+            (None, Some(width)) => width,
+            (None, None) => s.head_dim("hidden_size", "num_attention_heads")?,
+        };
+        let bias = s.flag_or("attention_bias", false)?;
+        Ok(Decoder {
+            s,
+            heads,
+            groups,
+            head_dim,
+            scale: 1.0 / (head_dim as f64).sqrt(),
+            soft_cap: None,
+            causal: s.flag_or("is_causal", true)?,
+            norm: RmsNorm { epsilon: s.number_or("rms_norm_eps", epsilon)?, ..RmsNorm::default() },
+            norms: NORMS_BEFORE,
+            head_norms: HeadNorms::None,
+            fused: false,
+            qkv_bias: bias,
+            out_bias: bias,
+            mlp_bias: s.flag_or("mlp_bias", false)?,
+            activation: activation(s.text_or("hidden_act", "silu")?)?,
+            embedding_scale: None,
+            logit_cap: None,
+        })
+    }
+
+    /// Adds inputs, nodes and outputs; `layer` says what the layer of a number is like.
+    pub(super) fn build(&self, b: &mut Builder, layer: impl Fn(usize) -> Result<Layer>) -> Result<()> {
+        let s = self.s;
+        let prefix = if b.has("model.embed_tokens.weight") { "model." } else { "" };
+        let (tokens, mask) = text_inputs(b)?;
+        let table = b.param(&format!("{prefix}embed_tokens.weight"), &[s.size("vocab_size")?, s.size("hidden_size")?])?;
+        let mut x = b.node("embed_tokens", Embedding {}, &[tokens, table])?;
+        if let Some(factor) = self.embedding_scale {
+            x = b.node("embeddings", Scale { factor }, &[x])?;
+        }
+        for index in 0..s.size("num_hidden_layers")? {
+            x = self.layer(b, &Place::new(prefix, index), layer(index)?, x, mask)?;
+        }
+        let x = rms_norm(b, "norm", &format!("{prefix}norm"), x, self.norm)?;
+        b.output("last_hidden_state", x);
+        if s.class().ends_with("ForCausalLM") || b.has("lm_head.weight") {
+            let weight = language_head(s, b, "lm_head.weight", table)?;
+            let mut logits = b.node("lm_head", Linear { input_major: false }, &[x, weight])?;
+            if let Some(cap) = self.logit_cap {
+                let part = b.node("lm_head.part", Scale { factor: 1.0 / cap }, &[logits])?;
+                let held = b.node("lm_head.held", Tanh {}, &[part])?;
+                logits = b.node("lm_head.capped", Scale { factor: cap }, &[held])?;
+            }
+            b.output("logits", logits);
+        }
+        Ok(())
+    }
+
+    fn layer(&self, b: &mut Builder, at: &Place, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
+        let [before_attention, after_attention, before_network, after_network] = self.norms;
+        let y = self.normed(b, at, before_attention, x)?;
+        let y = self.attention(b, at, layer, y, mask)?;
+        let y = self.normed(b, at, after_attention, y)?;
+        let x = b.node(&at.node("attended"), Add {}, &[x, y])?;
+        let y = self.normed(b, at, before_network, x)?;
+        let y = self.network(b, at, y)?;
+        let y = self.normed(b, at, after_network, y)?;
+        b.node(&at.node, Add {}, &[x, y])
+    }
+
+    fn normed(&self, b: &mut Builder, at: &Place, name: Option<&str>, x: ValueId) -> Result<ValueId> {
+        name.map_or(Ok(x), |name| rms_norm(b, &at.node(name), &at.module(name), x, self.norm))
+    }
+
+    fn linear(&self, b: &mut Builder, at: &Place, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
+        linear_with(b, &at.node(name), &at.module(name), x, out, bias)
+    }
+
+    fn attention(&self, b: &mut Builder, at: &Place, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
+        let mut heads = Vec::with_capacity(4);
+        for (part, flat) in ["q", "k", "v"].into_iter().zip(self.projections(b, at, x)?) {
+            let name = format!("self_attn.{part}");
+            let norm = |b: &mut Builder, over: HeadNorms, value: ValueId| {
+                if self.head_norms != over || part == "v" {
+                    return Ok(value);
+                }
+                rms_norm(b, &at.node(&format!("{name}_norm")), &at.module(&format!("{name}_norm")), value, self.norm)
+            };
+            let flat = norm(b, HeadNorms::Projection, flat)?;
+            let split = b.node(&at.node(&format!("{name}_heads")), SplitHeads { head_dim: self.head_dim }, &[flat])?;
+            let mut value = norm(b, HeadNorms::Head, split)?;
+            if let Some(rotary) = layer.rotary.as_ref().filter(|_| part != "v") {
+                value = b.node(&at.node(&format!("{name}_rotary")), rotary.clone(), &[value])?;
+            }
+            heads.push(value);
+        }
+        heads.push(mask);
+        let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap };
+        let context = b.node(&at.node("self_attn.context_heads"), attention, &heads)?;
+        let context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
+        self.linear(b, at, "self_attn.o_proj", context, self.s.size("hidden_size")?, self.out_bias)
+    }
+
+    /// Queries, keys and values, `[batch, sequence, heads · head_dim]`.
+    fn projections(&self, b: &mut Builder, at: &Place, x: ValueId) -> Result<[ValueId; 3]> {
+        let widths = [self.heads, self.groups, self.groups].map(|count| count.saturating_mul(self.head_dim));
+        if self.fused {
+            let all = self.linear(b, at, "self_attn.qkv_proj", x, widths.into_iter().fold(0, usize::saturating_add), self.qkv_bias)?;
+            return slices(b, ["q", "k", "v"].map(|part| at.node(&format!("self_attn.{part}"))), all, widths);
+        }
+        let [q, k, v] = widths;
+        Ok([
+            self.linear(b, at, "self_attn.q_proj", x, q, self.qkv_bias)?,
+            self.linear(b, at, "self_attn.k_proj", x, k, self.qkv_bias)?,
+            self.linear(b, at, "self_attn.v_proj", x, v, self.qkv_bias)?,
+        ])
+    }
+
+    fn network(&self, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
+        let wide = self.s.size("intermediate_size")?;
+        let act = |b: &mut Builder, gate: ValueId| b.node(&at.node("mlp.act"), self.activation.clone(), &[gate]);
+        let [gate, up] = if self.fused {
+            let both = self.linear(b, at, "mlp.gate_up_proj", x, wide.saturating_mul(2), self.mlp_bias)?;
+            let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&format!("mlp.{part}"))), both, [wide; 2])?;
+            [act(b, gate)?, up]
+        } else {
+            let gate = self.linear(b, at, "mlp.gate_proj", x, wide, self.mlp_bias)?;
+            [act(b, gate)?, self.linear(b, at, "mlp.up_proj", x, wide, self.mlp_bias)?]
+        };
+        let gated = b.node(&at.node("mlp.gated"), Mul {}, &[gate, up])?;
+        self.linear(b, at, "mlp.down_proj", gated, self.s.size("hidden_size")?, self.mlp_bias)
+    }
+}
+
+/// Names of a layer: of its nodes, and of its modules in the checkpoint.
+pub(super) struct Place {
+    /// The node that ends the layer.
+    node: String,
+    module: String,
+}
+
+impl Place {
+    fn new(prefix: &str, index: usize) -> Place {
+        Place { node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
+    }
+
+    fn node(&self, name: &str) -> String {
+        format!("{}.{name}", self.node)
+    }
+
+    fn module(&self, name: &str) -> String {
+        format!("{}.{name}", self.module)
+    }
+}
+
+/// The same positions in every layer, and windows in those that slide.
+pub(super) fn every_layer(
+    s: &Settings,
+    head_dim: usize,
+    rope: RopeDefaults,
+    slides: impl Fn(usize) -> Result<bool>,
+) -> Result<impl Fn(usize) -> Result<Layer>> {
+    let rotary = rotary(s, head_dim, rope)?;
+    Ok(move |index| Ok(Layer { rotary: Some(rotary.clone()), window: window(s, slides(index)?)? }))
+}
+
+/// How many keys a query of a layer sees that slides, or does not.
+pub(super) fn window(s: &Settings, slides: bool) -> Result<Option<usize>> {
+    if !slides || s.is_null("sliding_window") {
+        return Ok(None);
+    }
+    if !s.flag_or("is_causal", true)? {
+        return Err(Error::Unsupported {
+            what: "config.json: `is_causal` of false with a `sliding_window`".into(),
+            hint: "only one of them is supported".into(),
+        });
+    }
+    s.size_or("sliding_window", 4096).map(Some)
+}
+
+/// Whether `layer_types` says that a layer slides; none where it says nothing. Layers slide only where that is allowed.
+pub(super) fn slides(s: &Settings, layer: usize, allowed: bool) -> Result<Option<bool>> {
+    match s.get("layer_types").map(|types| types.get(layer).and_then(serde_json::Value::as_str)) {
+        None => Ok(None),
+        Some(Some("sliding_attention")) if allowed => Ok(Some(true)),
+        Some(Some("full_attention")) => Ok(Some(false)),
+        Some(other) => Err(Error::graph(
+            "config.json",
+            format!("`layer_types` of layer {layer} is {other:?}, expected full_attention, or sliding_attention with `use_sliding_window`"),
+        )),
+    }
+}

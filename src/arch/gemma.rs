@@ -1,0 +1,109 @@
+//! Gemma 2 and Gemma 3 (text): norms before and after, weights of norms told from one, a factor on embeddings, windows in most layers.
+
+use super::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
+use super::parts::activation;
+use super::resize::Sizes;
+use super::rope::{RopeDefaults, rotary, scaled};
+use super::{Keys, Settings};
+use crate::error::{Error, Result};
+use crate::ir::Builder;
+use crate::ir::ops::{RmsNorm, Rotary};
+
+pub(super) const KEYS: Keys = Keys {
+    harmless: &["attention_dropout", "cache_implementation", "hidden_act", "max_position_embeddings"],
+    neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+};
+
+pub(super) const KEYS_3: Keys = Keys {
+    harmless: &[
+        "_sliding_window_pattern",
+        "attention_dropout",
+        "cache_implementation",
+        "hidden_act",
+        "max_position_embeddings",
+        "rope_local_base_freq",
+        "rope_theta",
+        "sliding_window_pattern",
+    ],
+    neutral: &[("partial_rotary_factor", "1.0"), ("use_bidirectional_attention", "false")],
+};
+
+/// Heads have a width of their own where nothing is said.
+pub(super) const SIZES: Sizes = Sizes { own_head_dim: true, ..decoder::SIZES };
+
+const NORMS: decoder::Norms =
+    [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
+
+/// What both have in common.
+fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
+    let decoder = Decoder::new(s, Some(256))?;
+    Ok(Decoder {
+        scale: 1.0 / s.number_or("query_pre_attn_scalar", 256.0)?.sqrt(),
+        norm: RmsNorm { offset: 1.0, ..decoder.norm },
+        norms: NORMS,
+        mlp_bias: false,
+        activation: activation(s.text_or("hidden_activation", "gelu_pytorch_tanh")?)?,
+        embedding_scale: Some((s.size("hidden_size")? as f64).sqrt()),
+        ..decoder
+    })
+}
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let decoder = gemma(s)?;
+    let decoder = Decoder { soft_cap: cap(s, "attn_logit_softcapping", 50.0)?, logit_cap: cap(s, "final_logit_softcapping", 30.0)?, ..decoder };
+    let rotary = rotary(s, decoder.head_dim, RopeDefaults::default())?;
+    decoder.build(b, |index| Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local(s, index, 2)?)? }))
+}
+
+pub(super) fn build_3(s: &Settings, b: &mut Builder) -> Result<()> {
+    let number = |key: &str| s.get(key).map(|_| s.number(key)).transpose();
+    // Products are not capped any more; the key is left.
+    let (logit_cap, _) = (number("final_logit_softcapping")?, number("attn_logit_softcapping")?);
+    let decoder = Decoder { head_norms: HeadNorms::Head, logit_cap, ..gemma(s)? };
+    let (global, local) = (rotary_of(s, "full_attention", decoder.head_dim)?, rotary_of(s, "sliding_attention", decoder.head_dim)?);
+    let pattern = s.size_or("sliding_window_pattern", 6)?;
+    decoder.build(b, |index| {
+        let is_local = is_local(s, index, pattern)?;
+        let rotary = if is_local { &local } else { &global };
+        Ok(Layer { rotary: Some(rotary.clone()), window: sliding_window(s, is_local)? })
+    })
+}
+
+/// A cap with a default; null stands for none.
+fn cap(s: &Settings, key: &str, default: f64) -> Result<Option<f64>> {
+    if s.is_null(key) { Ok(None) } else { s.number_or(key, default).map(Some) }
+}
+
+/// Whether a layer has a window: by its type, or all but every so many.
+fn is_local(s: &Settings, layer: usize, pattern: usize) -> Result<bool> {
+    let by_type = slides(s, layer, true)?;
+    Ok(by_type.unwrap_or_else(|| layer.checked_add(1).is_none_or(|number| !number.is_multiple_of(pattern))))
+}
+
+fn sliding_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
+    if slides && s.is_null("sliding_window") {
+        return Err(Error::graph("config.json", "`sliding_window` is null, and layers have one"));
+    }
+    window(s, slides)
+}
+
+/// Layers with a window count positions by another base than those without.
+fn rotary_of(s: &Settings, layers: &'static str, head_dim: usize) -> Result<Rotary> {
+    let all = s.group("rope_parameters");
+    if all.is_some_and(|all| all.get("rope_type").is_some()) {
+        return Err(Error::graph("config.json", "`rope_parameters` has a `rope_type` for all layers, expected `full_attention` and `sliding_attention`"));
+    }
+    let own = all.and_then(|all| all.group(layers));
+    let is_global = layers == "full_attention";
+    let (key, default) = if is_global { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };
+    let theta = match own.filter(|own| own.get("rope_theta").is_some()) {
+        Some(own) => own.number("rope_theta")?,
+        None => s.number_or(key, default)?,
+    };
+    let parameters = s.group("rope_scaling").filter(|_| is_global);
+    if parameters.is_some_and(|p| p.get("rope_type").is_none()) {
+        return Err(Error::graph("config.json", "`rope_scaling` has no `rope_type`"));
+    }
+    let parameters = parameters.or(own);
+    scaled(s, parameters, theta, head_dim, RopeDefaults::default())
+}

@@ -1,0 +1,99 @@
+//! Rotary embeddings, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+use super::Settings;
+use crate::error::{Error, Result};
+use crate::ir::ops::{Rotary, RotaryScaling};
+
+/// What a family takes where the configuration says nothing.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct RopeDefaults {
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// The key that says which part of a head is turned, and the part; none where the family turns all of it, whatever is said.
+    pub partial: Option<(&'static str, f64)>,
+    /// Longest sequence of the first training; none for `max_position_embeddings`.
+    pub original: Option<usize>,
+}
+
+impl Default for RopeDefaults {
+    fn default() -> Self {
+        Self { theta: 10_000.0, partial: None, original: None }
+    }
+}
+
+/// The embedding of heads of this width.
+pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
+    let base = s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()).unwrap_or(*s);
+    let theta = base.number_or("rope_theta", defaults.theta)?;
+    scaled(s, s.group("rope_parameters").or(s.group("rope_scaling")), theta, head_dim, defaults)
+}
+
+/// The embedding with this base and the scaling that a group of parameters asks for.
+pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
+    let turned = turned(s, parameters, head_dim, defaults)?;
+    let width = Some(turned).filter(|turned| *turned != head_dim);
+    let Some(p) = parameters else { return Ok(Rotary { theta, scaling: RotaryScaling::None, width }) };
+    let max_position = s.size_or("max_position_embeddings", 2048)?;
+    let original = || s.size_or("original_max_position_embeddings", p.size_or("original_max_position_embeddings", defaults.original.unwrap_or(max_position))?);
+    let kind = p.text_or("rope_type", p.text_or("type", "default")?)?;
+    let scaling = match kind {
+        "default" => RotaryScaling::None,
+        "linear" => RotaryScaling::Linear { factor: p.number("factor")? },
+        "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position },
+        "llama3" => {
+            RotaryScaling::Llama3 { factor: p.number("factor")?, low: p.number("low_freq_factor")?, high: p.number("high_freq_factor")?, original: original()? }
+        }
+        "yarn" => {
+            let factor = p.number("factor")?;
+            RotaryScaling::Yarn {
+                factor,
+                beta_fast: p.number_or("beta_fast", 32.0)?,
+                beta_slow: p.number_or("beta_slow", 1.0)?,
+                original: original()?,
+                attention: attention_factor(&p, factor)?,
+                truncate: p.flag_or("truncate", true)?,
+            }
+        }
+        "longrope" | "su" => {
+            let original = original()?;
+            let factor = p.number_or("factor", max_position as f64 / original as f64)?;
+            let usual = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / (original as f64).ln()).sqrt() };
+            let attention = p.number_or("attention_factor", usual)?;
+            RotaryScaling::LongRope { short: p.numbers("short_factor")?, long: p.numbers("long_factor")?, original, attention }
+        }
+        other => {
+            return Err(Error::Unsupported { what: format!("rope scaling `{other}`"), hint: "known: default, linear, dynamic, llama3, yarn, longrope".into() });
+        }
+    };
+    if turned < 4 && matches!(scaling, RotaryScaling::Dynamic { .. }) {
+        return Err(Error::graph("config.json", "dynamic rope scaling needs heads of at least 4 elements"));
+    }
+    Ok(Rotary { theta, scaling, width })
+}
+
+/// How many elements of a head are turned.
+fn turned(s: &Settings, parameters: Option<Settings>, head_dim: usize, defaults: RopeDefaults) -> Result<usize> {
+    const KEY: &str = "partial_rotary_factor";
+    let said = parameters.filter(|p| p.get(KEY).is_some());
+    let Some((key, default)) = defaults.partial else {
+        return match said.map_or(Ok(1.0), |p| p.number(KEY))? {
+            1.0 => Ok(head_dim),
+            _ => Err(Error::Unsupported { what: "a partial rotary embedding".into(), hint: "partial_rotary_factor must be 1".into() }),
+        };
+    };
+    let part = said.map_or_else(|| s.number_or(key, default), |p| p.number(KEY))?;
+    let turned = (head_dim as f64 * part) as usize;
+    if !(0.0..=1.0).contains(&part) || turned == 0 || !turned.is_multiple_of(2) {
+        return Err(Error::graph("config.json", format!("`{key}` of {part} turns {turned} of {head_dim} elements of a head, expected an even number of them")));
+    }
+    Ok(turned)
+}
+
+fn attention_factor(p: &Settings, factor: f64) -> Result<f64> {
+    if p.get("attention_factor").is_some() {
+        return p.number("attention_factor");
+    }
+    let scale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+    let (mscale, all) = (p.number_or("mscale", 0.0)?, p.number_or("mscale_all_dim", 0.0)?);
+    Ok(if mscale != 0.0 && all != 0.0 { scale(mscale) / scale(all) } else { scale(1.0) })
+}
