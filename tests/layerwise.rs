@@ -14,6 +14,7 @@ use compress::pass::prune_unstructured::Importance;
 use compress::pass::{Amount, Cast, Decompose, FloatFormat, InputImportance, NOfM, Palettize, PruneUnstructured, Step};
 use compress::pass::{Method, Quantize, Scheme, WeightObserver};
 use compress::pipeline::Builder;
+use compress::store::Encoding;
 use compress::work::{Cancel, Event};
 use compress::{Error, Model, Pipeline, Report};
 
@@ -121,6 +122,22 @@ fn patterns_hold_in_every_row() {
 
 fn quantized(method: Method, scheme: Scheme) -> Quantize {
     Quantize { method, scheme, group_size: (scheme == Scheme::W4A16).then_some(8), ..Default::default() }
+}
+
+#[test]
+fn experts_are_rounded_by_the_tokens_that_they_see() {
+    let four = |method| Quantize { group_size: Some(4), ..quantized(method, Scheme::W4A16) };
+    for name in ["mixtral", "qwen2-moe"] {
+        let [rtn, gptq] = [Method::Rtn, Method::Gptq].map(|method| run(name, four(method)));
+        let expert = |done: &Done| done.model().weights.by_name.iter().filter(|(name, w)| name.contains("experts.") && w.encoding != Encoding::Dense).count();
+        assert_eq!((expert(&rtn), expert(&gptq)), (24, 24), "{name}");
+        let [rtn, gptq] = [rtn, gptq].map(|done| error(name, &done));
+        assert!(gptq < rtn, "{name}: rtn {rtn}, gptq {gptq}");
+    }
+    // Experts in one tensor stay, and the report says so.
+    let fused = run("qwen2-moe-fused", four(Method::Rtn));
+    let said = |note: &String| note.contains("4 tensors that hold all experts of a layer stay as they are");
+    assert!(fused.report.notes.iter().any(said), "{:?}", fused.report.notes);
 }
 
 #[test]

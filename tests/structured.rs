@@ -97,6 +97,8 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("opt", vec![PrunedPart::Mlp], vec![("ffn_dim", 14)]),
         ("gemma2", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("smollm3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        ("mixtral", vec![PrunedPart::Mlp], vec![("intermediate_size", 6)]),
+        ("qwen3-moe", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&dims)));
         assert!(done.described(), "{name} {dims:?}: {:?}", done.report.notes);

@@ -1,8 +1,10 @@
 //! What a run costs.
 
+use std::collections::BTreeMap;
+
 use super::live::{dead_after, node_by_node};
 use crate::ir::ops::elements;
-use crate::ir::{Bindings, Graph, Kind, TensorType};
+use crate::ir::{Bindings, Graph, Kind, Node, Op, TensorType, ValueId};
 
 /// Tokens of a text when nothing is said.
 const SEQUENCE: usize = 128;
@@ -18,15 +20,41 @@ pub fn usual_sizes(graph: &Graph) -> Bindings {
     })
 }
 
+/// Which part of the tokens nodes compute: those of an expert, on average.
+#[derive(Default)]
+struct SeenTokens(BTreeMap<ValueId, (u64, u64)>);
+
+impl SeenTokens {
+    /// What a node takes that would take so much for all tokens.
+    fn part_of(&mut self, whole: u64, graph: &Graph, node: &Node) -> u64 {
+        let route = |id: &ValueId| {
+            let Kind::Node(at) = graph.value(*id).kind else { return None };
+            let Op::Route(route) = &graph.nodes().get(at)?.op else { return None };
+            Some((route.top as u64, graph.value(*id).ty.shape.last()?.fixed()? as u64))
+        };
+        let part = match node.op {
+            Op::Dispatch(_) => node.inputs.get(1).and_then(route),
+            Op::Combine(_) => None,
+            _ => node.inputs.iter().find_map(|id| self.0.get(id).copied()),
+        };
+        let Some((top, experts)) = part.filter(|(_, experts)| *experts > 0) else { return whole };
+        self.0.insert(node.output, (top, experts));
+        let found = u128::from(whole) * u128::from(top) / u128::from(experts);
+        u64::try_from(found).unwrap_or(u64::MAX)
+    }
+}
+
 /// Multiply-accumulates of one run, and the most bytes of values that are alive at once (four a number, parameters
-/// not counted), given the named sizes.
+/// not counted), given the named sizes. Experts compute the tokens that they see.
 pub fn cost(graph: &Graph, sizes: &Bindings) -> (u64, u64) {
     let bytes = |ty: &TensorType| elements(ty, sizes).saturating_mul(4);
     let mut alive: u64 = graph.values().iter().filter(|v| v.kind == Kind::Input).map(|v| bytes(&v.ty)).fold(0, u64::saturating_add);
     let (mut macs, mut most) = (0u64, alive);
+    let mut seen = SeenTokens::default();
     for (node, dead) in graph.nodes().iter().zip(dead_after(graph, &node_by_node(graph))) {
         let output = &graph.value(node.output).ty;
-        macs = macs.saturating_add(node.op.spec().macs(&graph.input_types(node), output, sizes));
+        let whole = node.op.spec().macs(&graph.input_types(node), output, sizes);
+        macs = macs.saturating_add(seen.part_of(whole, graph, node));
         alive = alive.saturating_add(bytes(output));
         most = most.max(alive);
         alive = dead.iter().fold(alive, |alive, id| alive.saturating_sub(bytes(&graph.value(*id).ty)));
@@ -47,5 +75,12 @@ mod tests {
         // x and a; a and b; b and c.
         assert_eq!(cost(&graph, &sizes), (4 * 8 + 8 * 2, 4 * 16));
         assert_eq!(cost(&graph, &[("batch".to_owned(), 3)].into()).0, 3 * (4 * 8 + 8 * 2));
+    }
+
+    #[test]
+    fn experts_compute_the_tokens_that_they_see() {
+        let text = "input x: float[batch, 4]\nparam r: float[3, 4]\nparam w: float[4, 4]\ns = Linear(x, r) -> float[batch, 3]\np = Route{\"top\":2}(s) -> float[batch, 3]\na = Dispatch(x, p) -> float[batch, 4]\nb = Dispatch{\"expert\":1}(x, p) -> float[batch, 4]\nc = Dispatch{\"expert\":2}(x, p) -> float[batch, 4]\nu = Linear(a, w) -> float[batch, 4]\nv = Linear(b, w) -> float[batch, 4]\ny = Combine(p, u, v, c) -> float[batch, 4]\nz = Linear(y, w) -> float[batch, 4]\noutput logits = z\n";
+        let graph: Graph = text.parse().unwrap();
+        assert_eq!(cost(&graph, &[("batch".to_owned(), 3)].into()).0, 3 * (3 * 4 + 4 * 4) + 2 * (2 * 4 * 4));
     }
 }

@@ -3,6 +3,7 @@
 //! A family says how it differs from Llama, in fields of [`Decoder`].
 
 use super::Settings;
+use super::experts::Experts;
 use super::parts::{activation, language_head, linear_with, rms_norm, slices, text_inputs};
 use super::resize::{Groups, Sizes};
 use super::rope::{RopeDefaults, rotary};
@@ -83,6 +84,8 @@ pub(super) struct Decoder<'s, 'c> {
     pub embedding_scale: Option<f64>,
     /// Cap on logits.
     pub logit_cap: Option<f64>,
+    /// Experts, where networks are made of them.
+    pub experts: Option<Experts>,
 }
 
 impl<'s, 'c> Decoder<'s, 'c> {
@@ -122,6 +125,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             activation: activation(s.text_or("hidden_act", "silu")?)?,
             embedding_scale: None,
             logit_cap: None,
+            experts: None,
         })
     }
 
@@ -169,7 +173,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
         name.map_or(Ok(x), |name| rms_norm(b, &at.node(name), &at.module(name), x, self.norm))
     }
 
-    fn linear(&self, b: &mut Builder, at: &Place, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
+    pub(super) fn linear(&self, b: &mut Builder, at: &Place, name: &str, x: ValueId, out: usize, bias: bool) -> Result<ValueId> {
         linear_with(b, &at.node(name), &at.module(name), x, out, bias)
     }
 
@@ -214,23 +218,36 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     fn network(&self, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
-        let wide = self.s.size("intermediate_size")?;
-        let act = |b: &mut Builder, gate: ValueId| b.node(&at.node("mlp.act"), self.activation.clone(), &[gate]);
+        match self.experts.as_ref().filter(|experts| experts.are_in(at.index)) {
+            Some(experts) => experts.build(self, b, at, x),
+            None => self.gated(b, at, "mlp", x, self.s.size("intermediate_size")?),
+        }
+    }
+
+    /// The function on the gate of a network.
+    pub(super) fn act(&self, b: &mut Builder, at: &Place, network: &str, gate: ValueId) -> Result<ValueId> {
+        b.node(&at.node(&format!("{network}.act")), self.activation.clone(), &[gate])
+    }
+
+    /// A gated network of this name, with so many neurons.
+    pub(super) fn gated(&self, b: &mut Builder, at: &Place, network: &str, x: ValueId, wide: usize) -> Result<ValueId> {
+        let name = |part: &str| format!("{network}.{part}");
         let [gate, up] = if self.fused {
-            let both = self.linear(b, at, "mlp.gate_up_proj", x, wide.saturating_mul(2), self.mlp_bias)?;
-            let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&format!("mlp.{part}"))), both, [wide; 2])?;
-            [act(b, gate)?, up]
+            let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), self.mlp_bias)?;
+            let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
+            [self.act(b, at, network, gate)?, up]
         } else {
-            let gate = self.linear(b, at, "mlp.gate_proj", x, wide, self.mlp_bias)?;
-            [act(b, gate)?, self.linear(b, at, "mlp.up_proj", x, wide, self.mlp_bias)?]
+            let gate = self.linear(b, at, &name("gate_proj"), x, wide, self.mlp_bias)?;
+            [self.act(b, at, network, gate)?, self.linear(b, at, &name("up_proj"), x, wide, self.mlp_bias)?]
         };
-        let gated = b.node(&at.node("mlp.gated"), Mul {}, &[gate, up])?;
-        self.linear(b, at, "mlp.down_proj", gated, self.s.size("hidden_size")?, self.mlp_bias)
+        let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
+        self.linear(b, at, &name("down_proj"), gated, self.s.size("hidden_size")?, self.mlp_bias)
     }
 }
 
 /// Names of a layer: of its nodes, and of its modules in the checkpoint.
 pub(super) struct Place {
+    index: usize,
     /// The node that ends the layer.
     node: String,
     module: String,
@@ -238,14 +255,16 @@ pub(super) struct Place {
 
 impl Place {
     fn new(prefix: &str, index: usize) -> Place {
-        Place { node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
+        Place { index, node: format!("layers.{index}"), module: format!("{prefix}layers.{index}") }
     }
 
-    fn node(&self, name: &str) -> String {
+    /// The node of this name.
+    pub(super) fn node(&self, name: &str) -> String {
         format!("{}.{name}", self.node)
     }
 
-    fn module(&self, name: &str) -> String {
+    /// The module of this name.
+    pub(super) fn module(&self, name: &str) -> String {
         format!("{}.{name}", self.module)
     }
 }

@@ -9,6 +9,7 @@ mod bert;
 mod config;
 mod decoder;
 mod distilbert;
+mod experts;
 mod gemma;
 mod gpt2;
 mod gpt_neox;
@@ -81,6 +82,9 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "smollm3", kind: ModelKind::Decoder, build: smollm3::build, keys: smollm3::KEYS, sizes: Some(&decoder::SIZES) },
     Architecture { model_type: "gemma2", kind: ModelKind::Decoder, build: gemma::build, keys: gemma::KEYS, sizes: Some(&gemma::SIZES) },
     Architecture { model_type: "gemma3_text", kind: ModelKind::Decoder, build: gemma::build_3, keys: gemma::KEYS_3, sizes: Some(&gemma::SIZES) },
+    Architecture { model_type: "mixtral", kind: ModelKind::Decoder, build: experts::build_mixtral, keys: experts::KEYS, sizes: Some(&experts::MIXTRAL_SIZES) },
+    Architecture { model_type: "qwen2_moe", kind: ModelKind::Decoder, build: experts::build_qwen2, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
+    Architecture { model_type: "qwen3_moe", kind: ModelKind::Decoder, build: experts::build_qwen3, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
     Architecture { model_type: "vit", kind: ModelKind::VisionTransformer, build: vit::build, keys: vit::KEYS, sizes: Some(&vit::SIZES) },
     Architecture { model_type: "resnet", kind: ModelKind::Convolutional, build: resnet::build, keys: resnet::KEYS, sizes: None },
     Architecture { model_type: "torchvision", kind: ModelKind::Convolutional, build: torchvision, keys: mobilenet::KEYS, sizes: None },

@@ -49,6 +49,11 @@ pub(super) fn linear_with(b: &mut Builder, node: &str, module: &str, x: ValueId,
     b.node(node, Linear { input_major: false }, &inputs)
 }
 
+/// A layer without a bias whose weight `[out, in]` is a value.
+pub(super) fn linear_of(b: &mut Builder, node: &str, x: ValueId, weight: ValueId) -> Result<ValueId> {
+    b.node(node, Linear { input_major: false }, &[x, weight])
+}
+
 /// The weight of a language model's head: its own, or the embedding table where none is stored and the configuration does not deny that
 /// they are one.
 pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {

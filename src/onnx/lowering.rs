@@ -6,7 +6,7 @@ use super::place::Slot;
 use super::proto::{AttributeProto, DataType, NodeProto, TensorProto};
 use super::style::{Precision, Style};
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Node, Op, TensorType};
+use crate::ir::{Element, Graph, Node, Op, TensorType, ValueId};
 
 /// The ONNX graph as far as it is written.
 pub(super) struct Lowering<'g> {
@@ -77,6 +77,16 @@ impl<'g> Lowering<'g> {
     /// All that is stored for the parameter behind an input.
     pub fn slots(&self, index: usize) -> &[Slot] {
         self.operand(index).and_then(|id| self.places.get(&id)).map_or(&[], Vec::as_slice)
+    }
+
+    /// The current node.
+    pub fn node(&self) -> Option<&'g Node> {
+        self.node
+    }
+
+    /// How many inputs of nodes a value is.
+    pub fn reads(&self, value: ValueId) -> usize {
+        self.readers[value.index()].len()
     }
 
     /// Whether the current node's value is read by one layer normalisation and nobody else.

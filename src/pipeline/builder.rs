@@ -12,6 +12,7 @@ use crate::pass::Step;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
+use crate::store::Weight;
 use crate::work::{Cancel, Progress, Silent, Work};
 
 /// Passes and formats, ready to be run on models.
@@ -31,6 +32,28 @@ pub struct Pipeline {
     threads: usize,
     progress: Arc<dyn Progress>,
     cancel: Cancel,
+}
+
+/// What follows all passes: tied weights are brought together, and what no pass took is said.
+pub(super) fn close(after: &mut Model, before: &Model, run: &mut RunState) -> Result<()> {
+    run.notes.extend(after.settle_ties(before)?);
+    run.notes.extend(left_experts(after, run));
+    Ok(())
+}
+
+/// Tensors that hold all experts of a layer, where passes changed others and none of these.
+fn left_experts(model: &Model, run: &RunState) -> Option<String> {
+    let taken = |name: &str| run.history.iter().any(|applied| applied.tensors.contains(name));
+    let holds = |name: &str, weight: &Weight| weight.shape.len() == 3 && weight.is_float() && name.contains("experts.") && !taken(name);
+    let sizes: Vec<f64> = model.weights.by_name.iter().filter(|(name, weight)| holds(name, weight)).map(|(_, weight)| weight.elements() as f64).collect();
+    if sizes.is_empty() || run.history.iter().all(|applied| applied.tensors.is_empty()) {
+        return None;
+    }
+    let part = 100.0 * sizes.iter().sum::<f64>() / model.weights.parameters().max(1) as f64;
+    Some(format!(
+        "{} tensors that hold all experts of a layer stay as they are, {part:.0} % of the parameters: passes take experts that are tensors of their own",
+        sizes.len()
+    ))
 }
 
 /// Puts a [`Pipeline`] together.
@@ -96,7 +119,7 @@ impl Pipeline {
             step.pass_mut().settle(&after, &sets);
             after = step.pass().apply(after, &mut run, None)?;
         }
-        run.notes.extend(after.settle_ties(model)?);
+        close(&mut after, model, &mut run)?;
         settled.running.lend(&settled.steps);
         Ok((settled, after, run))
     }

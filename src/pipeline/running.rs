@@ -320,7 +320,7 @@ impl Pipeline {
                 cache.put(number, start.elapsed(), &after, &mut run, &context.work);
             }
         }
-        run.notes.extend(after.settle_ties(model)?);
+        super::builder::close(&mut after, model, &mut run)?;
         if running.memory_trace {
             run.attached.insert("memory-trace.json".into(), Arc::new(MemoryTrace::events(&traces).to_string().into_bytes()));
         }

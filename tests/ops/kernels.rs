@@ -199,3 +199,50 @@ fn rows_of_padding_alone_are_no_nan() {
         }
     }
 }
+
+/// An expert sees few tokens: what its kernels leave out is zero, and what they compute is what is meant.
+#[test]
+fn rows_that_no_expert_sees_are_zeros() {
+    let random = |shape: &[usize]| Tensor::randn(0f32, 1f32, shape, &Device::Cpu).unwrap();
+    let exact = |tensors: &[&Tensor]| tensors.iter().map(|tensor| tensor.to_dtype(DType::F64).unwrap()).collect::<Vec<_>>();
+    let prepared = |op: &Op| kernel(op, &Device::Cpu, DType::F32);
+    let (x, like) = (random(&[4, 5, 12]), random(&[4, 5, 7]));
+    let mut failures = Vec::new();
+    for count in [0, 1, 9, 14, 20] {
+        let weights: Vec<f32> = (0..40).map(|at| if at % 2 == 1 && at / 2 * 7 % 20 < count { 0.3 } else { 0.0 }).collect();
+        let weights = Tensor::from_vec(weights, (4, 5, 2), &Device::Cpu).unwrap();
+        let dispatch = Op::from(Dispatch { expert: 1 });
+        let seen = dispatch.spec().eval(&[x.clone(), weights.clone()]).unwrap();
+        let rows = wide(&seen).chunks(12).filter(|row| row.iter().any(|value| *value != 0.0)).count();
+        assert_eq!(rows, count);
+        for (input_major, weight) in [(false, random(&[7, 12])), (true, random(&[12, 7]))] {
+            let linear = Op::from(Linear { input_major });
+            let silu = Op::from(Silu {});
+            let act = Fused::Activate(silu.activation().unwrap());
+            for steps in
+                [vec![], vec![act.clone()], vec![Fused::Multiply(like.clone())], vec![act, Fused::Multiply(like.clone())], vec![Fused::Add(like.clone())]]
+            {
+                let mut expected = linear.spec().eval(&exact(&[&seen, &weight])).unwrap();
+                for step in &steps {
+                    expected = match step {
+                        Fused::Activate(_) => silu.spec().eval(&[expected]).unwrap(),
+                        Fused::Multiply(other) => (expected * exact(&[other])[0].clone()).unwrap(),
+                        Fused::Add(other) => (expected + exact(&[other])[0].clone()).unwrap(),
+                        _ => expected,
+                    };
+                }
+                if let Some(kernel) = prepared(&linear) {
+                    let found = kernel.fused(&[seen.clone(), weight.clone()], &steps).unwrap().unwrap();
+                    compare(&format!("{count} rows, {steps:?}"), &found, &expected, 5e-5, &mut failures);
+                }
+            }
+        }
+        for (op, inputs) in [(dispatch, vec![x.clone(), weights.clone()]), (Combine {}.into(), vec![weights.clone(), x.clone(), x.clone()])] {
+            let meant = op.spec().eval(&exact(&inputs.iter().collect::<Vec<_>>())).unwrap();
+            if let Some(kernel) = prepared(&op) {
+                compare(&format!("{count} rows, {op}"), &kernel.forward(&inputs).unwrap().unwrap(), &meant, 5e-5, &mut failures);
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}

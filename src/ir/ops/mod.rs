@@ -11,6 +11,7 @@ mod conv;
 mod conv_transpose;
 mod elementwise;
 mod embedding;
+mod experts;
 mod flatten;
 mod gradient;
 mod heads;
@@ -64,6 +65,7 @@ pub use conv::Conv;
 pub use conv_transpose::ConvTranspose;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
+pub use experts::{Combine, Dispatch, Route};
 pub use flatten::Flatten;
 pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
@@ -222,7 +224,7 @@ ops! {
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
-    MaskedMean, Normalize,
+    MaskedMean, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
 }

@@ -150,4 +150,8 @@ impl OpSpec for Slice {
     fn reads_input(&self, _input: usize) -> bool {
         false
     }
+
+    fn reads_stored(&self, _input: usize) -> bool {
+        true
+    }
 }

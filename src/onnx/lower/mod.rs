@@ -15,6 +15,7 @@
 mod activation;
 mod arithmetic;
 mod attention;
+mod experts;
 mod image;
 mod integer;
 mod layer;
@@ -58,6 +59,9 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::SplitHeads(op) => attention::split_heads(op, n),
         Op::MergeHeads(_) => attention::merge_heads(n),
         Op::Attention(op) => attention::attention(op, n),
+        Op::Route(op) => experts::route(op, n),
+        Op::Dispatch(op) => experts::dispatch(op, n),
+        Op::Combine(_) => experts::combine(n),
         Op::MaxPool(op) => image::max_pool(op, n),
         Op::GlobalAveragePool(op) => image::global_average_pool(op, n),
         Op::Flatten(op) => image::flatten(op, n),

@@ -127,6 +127,13 @@ struct Done {
     pub changed: BTreeSet<String>,
 }
 
+/// What is said of experts of a block that saw few tokens.
+fn little_seen(few: Vec<(usize, String)>) -> Option<String> {
+    let count = few.len();
+    let (tokens, value) = few.into_iter().min()?;
+    Some(format!("{count} inputs of experts had fewer tokens than features, `{value}` {tokens} of them: more calibration samples would tell more"))
+}
+
 impl Layerwise<'_> {
     /// Changes the model.
     ///
@@ -207,9 +214,11 @@ impl Layerwise<'_> {
                         facts.rescaled = rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
                     }
                     done.rescaled += facts.rescaled;
+                    let mut few = Vec::new();
                     for site in sites {
-                        self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?;
+                        few.extend(self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?);
                     }
+                    method.notes().extend(little_seen(few));
                     facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
                     facts.figures = method.figures().cloned().unwrap_or_default();
                     match &finished {
@@ -249,7 +258,7 @@ impl Layerwise<'_> {
         require_bytes(self.name, "the blocks of this model and what solves its largest layer take", need.blocks + self.runs() * need.activations + most, limit)
     }
 
-    /// Changes the layers that read one value.
+    /// Changes the layers that read one value; where these are an expert's that saw fewer tokens than they have inputs, how many.
     fn site(
         &self,
         site: &Site,
@@ -257,9 +266,10 @@ impl Layerwise<'_> {
         (blocks, beside): (&mut Blockwise, Option<&mut Blockwise>),
         method: &mut dyn Method,
         changed: &mut BTreeMap<String, Weight>,
-    ) -> Result<()> {
+    ) -> Result<Option<(usize, String)>> {
         let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
         self.observe(&site.value, &mut moments, blocks, beside)?;
+        let few = (moments.seen < moments.count.min(moments.size)).then(|| (moments.seen, site.value.clone()));
         method.read(&site.value, moments)?;
         for layer in &site.layers {
             let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
@@ -273,7 +283,7 @@ impl Layerwise<'_> {
                 blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
             }
         }
-        Ok(())
+        Ok(few)
     }
 
     /// Sees what layers read.

@@ -25,6 +25,8 @@ pub(super) struct Moments {
     pub size: usize,
     /// Rows.
     pub count: usize,
+    /// Rows that are not all zeros: those of tokens that an expert does not see are.
+    pub seen: usize,
     /// The upper triangle of `XᵀX`, or nothing.
     pub products: Vec<f32>,
     /// `(X₀ - X)ᵀX` with the rows `X₀` of the original model, or nothing where they are the same.
@@ -47,6 +49,7 @@ impl Moments {
         Moments {
             size,
             count: 0,
+            seen: 0,
             products: if wanted.products { vec![0.0; size * size] } else { Vec::new() },
             differences: Vec::new(),
             squares: vec![0.0; size],
@@ -113,6 +116,7 @@ impl Moments {
             self.rows.extend_from_slice(&values[at * self.size..][..self.size]);
         }
         self.count += count;
+        self.seen += values.chunks_exact(self.size.max(1)).filter(|row| row.iter().any(|value| *value != 0.0)).count();
         self.batches += 1;
         Some(())
     }

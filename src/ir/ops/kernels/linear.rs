@@ -8,6 +8,7 @@ use super::super::linear::by_row;
 use super::super::{Backward, Linear};
 use super::host::{Host, column_sums, readable, steps};
 use super::{Fused, Gradients, Kernel};
+use crate::kernel::activation::activate;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::few_rows;
 use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
@@ -74,6 +75,15 @@ impl Linear {
     fn multiply<T: StoredFloat>(&self, x: &[f32], weight: &[T], [first, second]: [usize; 2], count: usize, steps: &[Fused<&[f32]>]) -> Option<Vec<f32>> {
         let (inner, out) = if self.input_major { (first, second) } else { (second, first) };
         let rows = count.checked_div(out)?;
+        if let Some(sparse) = SparseRows::of(x, rows, inner, steps) {
+            let others: Vec<_> = steps.iter().map(|step| step.map(|values| Some(sparse.taken(values, out)))).collect::<Option<_>>()?;
+            let steps: Vec<_> = others.iter().map(|step| step.map(|values| Some(values.as_slice()))).collect::<Option<_>>()?;
+            let kept = match sparse.rows.len() {
+                0 => Vec::new(),
+                some => self.multiply(&sparse.taken(x, inner), weight, [first, second], some * out, &steps)?,
+            };
+            return Some(sparse.spread(&kept, count, out));
+        }
         let mut y = vec![0.0; count];
         let epilogue = Epilogue::of(steps);
         let columns = Columns { values: weight, count: out, stride: inner };
@@ -83,6 +93,43 @@ impl Linear {
             false => product(&Left::pack(x, rows, inner, inner), &columns, out, epilogue, &mut y),
         }
         Some(y)
+    }
+}
+
+/// Rows that are not all zeros, where at least half of the others are and the results of those are zeros too: tokens of an expert.
+struct SparseRows {
+    rows: Vec<usize>,
+}
+
+impl SparseRows {
+    fn of(x: &[f32], rows: usize, inner: usize, steps: &[Fused<&[f32]>]) -> Option<SparseRows> {
+        let keeps = |step: &Fused<&[f32]>| match step {
+            Fused::Activate(function) => {
+                let mut zero = [0.0];
+                activate(*function, &mut zero);
+                zero == [0.0]
+            }
+            Fused::Multiply(_) => true,
+            _ => false,
+        };
+        if inner == 0 || !steps.iter().all(keeps) {
+            return None;
+        }
+        let rows_of_x = x.chunks_exact(inner).take(rows).enumerate();
+        let some: Vec<usize> = rows_of_x.filter(|(_, row)| row.iter().any(|value| *value != 0.0)).map(|(index, _)| index).collect();
+        (some.len() <= rows / 2).then_some(SparseRows { rows: some })
+    }
+
+    /// These rows of a matrix, one below the other.
+    fn taken(&self, values: &[f32], width: usize) -> Vec<f32> {
+        self.rows.iter().flat_map(|row| &values[row * width..][..width]).copied().collect()
+    }
+
+    /// Rows where they belong, among zeros.
+    fn spread(&self, kept: &[f32], count: usize, width: usize) -> Vec<f32> {
+        let mut y = vec![0.0; count];
+        self.rows.iter().zip(kept.chunks_exact(width)).for_each(|(row, values)| y[row * width..][..width].copy_from_slice(values));
+        y
     }
 }
 

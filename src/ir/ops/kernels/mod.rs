@@ -6,6 +6,7 @@
 mod attention;
 mod conv;
 mod elementwise;
+mod experts;
 mod fused;
 mod host;
 mod images;
@@ -101,6 +102,8 @@ fn of_host(op: &Op) -> Option<Box<dyn Kernel>> {
         Op::Attention(op) => Box::new(*op),
         Op::MaxPool(op) => Box::new(*op),
         Op::GlobalAveragePool(op) => Box::new(*op),
+        Op::Dispatch(op) => Box::new(*op),
+        Op::Combine(op) => Box::new(*op),
         _ => return None,
     })
 }

@@ -1,0 +1,172 @@
+//! Mixtral, Qwen2-MoE and Qwen3-MoE: networks of experts, of which a few see each token.
+
+use super::decoder::{self, Decoder, HeadNorms, Place, every_layer, slides};
+use super::llama;
+use super::parts::{linear_of, slices};
+use super::resize::Sizes;
+use super::rope::RopeDefaults;
+use super::{Keys, Settings};
+use crate::error::{Error, Result};
+use crate::ir::ops::{Add, Combine, Dispatch, Mul, Reshape, Route, Sigmoid, Slice, TargetSize};
+use crate::ir::{Builder, ValueId};
+
+pub(super) const KEYS: Keys = Keys {
+    // What balances experts is about training.
+    harmless: &[
+        "attention_dropout",
+        "intermediate_size",
+        "max_position_embeddings",
+        "max_window_layers",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "sliding_window",
+        "use_sliding_window",
+    ],
+    neutral: llama::KEYS.neutral,
+};
+
+pub(super) const MIXTRAL_SIZES: Sizes = Sizes { inner: ("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1), ..decoder::SIZES };
+
+pub(super) const QWEN_SIZES: Sizes = Sizes { inner: ("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ..decoder::SIZES };
+
+/// Experts of a layer, and which layers have them.
+pub(super) struct Experts {
+    count: usize,
+    route: Route,
+    /// Neurons of an expert.
+    inner: usize,
+    /// The module that holds them.
+    block: &'static str,
+    /// Gate, up and down, where each is a tensor.
+    parts: [&'static str; 3],
+    /// Neurons of the expert that sees all tokens.
+    shared: Option<usize>,
+    /// Layers with a plain network.
+    plain: Vec<usize>,
+    /// Of so many layers, the last one has experts.
+    step: usize,
+}
+
+pub(super) fn build_mixtral(s: &Settings, b: &mut Builder) -> Result<()> {
+    let decoder = Decoder::with_epsilon(s, None, 1e-5)?;
+    let experts = Experts {
+        count: s.size_or("num_local_experts", 8)?,
+        route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true },
+        inner: s.size("intermediate_size")?,
+        // The name of published files, and that of transformers 5.
+        block: if b.stored_shape("model.layers.0.mlp.gate.weight").is_some() { "mlp" } else { "block_sparse_moe" },
+        parts: ["w1", "w3", "w2"],
+        shared: None,
+        plain: Vec::new(),
+        step: 1,
+    };
+    let rope = RopeDefaults { theta: 1e6, ..RopeDefaults::default() };
+    let decoder = Decoder { experts: Some(experts), ..decoder };
+    decoder.build(b, every_layer(s, decoder.head_dim, rope, |_| Ok(s.get("sliding_window").is_some()))?)
+}
+
+pub(super) fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
+    let shared = s.size_or("shared_expert_intermediate_size", 5632)?;
+    let experts = Experts { shared: Some(shared), ..qwen(s, [60, 4, 1408])? };
+    let used = s.flag_or("use_sliding_window", false)?;
+    let window = |layer: usize| match slides(s, layer, used)? {
+        Some(slides) => Ok(slides),
+        None if used => Err(Error::Unsupported {
+            what: "config.json: `use_sliding_window` without `layer_types`".into(),
+            hint: "versions of transformers disagree which layers have a window then: say it in `layer_types`".into(),
+        }),
+        None => Ok(false),
+    };
+    let decoder = Decoder { qkv_bias: s.flag_or("qkv_bias", true)?, out_bias: false, experts: Some(experts), ..Decoder::new(s, None)? };
+    decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), window)?)
+}
+
+pub(super) fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
+    let used = s.flag_or("use_sliding_window", false)?;
+    let decoder = Decoder { head_norms: HeadNorms::Head, experts: Some(qwen(s, [128, 8, 768])?), ..Decoder::new(s, None)? };
+    decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(used))?)
+}
+
+/// Experts as both generations name them, with defaults of their number, of how many see a token, and of their neurons.
+fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
+    let key = if s.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
+    Ok(Experts {
+        count: s.size_or(key, count)?,
+        route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)? },
+        inner: s.size_or("moe_intermediate_size", inner)?,
+        block: "mlp",
+        parts: ["gate_proj", "up_proj", "down_proj"],
+        shared: None,
+        plain: plain_layers(s)?,
+        step: s.size_or("decoder_sparse_step", 1)?,
+    })
+}
+
+fn plain_layers(s: &Settings) -> Result<Vec<usize>> {
+    const KEY: &str = "mlp_only_layers";
+    let Some(value) = s.get(KEY) else { return Ok(Vec::new()) };
+    let number = |value: &serde_json::Value| usize::try_from(value.as_u64()?).ok();
+    let found: Option<Vec<usize>> = value.as_array().and_then(|list| list.iter().map(number).collect());
+    found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected a list of numbers of layers")))
+}
+
+impl Experts {
+    /// Whether the layer of this number has them.
+    pub(super) fn are_in(&self, layer: usize) -> bool {
+        !self.plain.contains(&layer) && layer.checked_add(1).is_some_and(|number| number.is_multiple_of(self.step))
+    }
+
+    /// The network of a layer.
+    pub(super) fn build(&self, decoder: &Decoder, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
+        let name = |part: &str| format!("{}.{part}", self.block);
+        let scores = decoder.linear(b, at, &name("gate"), x, self.count, false)?;
+        let weights = b.node(&at.node(&name("routing")), self.route, &[scores])?;
+        let fused = b.stored_shape(&at.module(&name("experts.gate_up_proj"))).is_some();
+        let mut said = vec![weights];
+        for expert in 0..self.count {
+            let seen = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
+            said.push(if fused { self.slice(decoder, b, at, expert, seen)? } else { self.expert(decoder, b, at, expert, seen)? });
+        }
+        let sum = b.node(&at.node(&name("experts")), Combine {}, &said)?;
+        let Some(wide) = self.shared else { return Ok(sum) };
+        let shared = decoder.gated(b, at, &name("shared_expert"), x, wide)?;
+        let gate = decoder.linear(b, at, &name("shared_expert_gate"), x, 1, false)?;
+        let gate = b.node(&at.node(&name("shared_expert_gate.sigmoid")), Sigmoid {}, &[gate])?;
+        let shared = b.node(&at.node(&name("shared_expert.weighted")), Mul {}, &[gate, shared])?;
+        b.node(&at.node(&name("sum")), Add {}, &[sum, shared])
+    }
+
+    /// An expert with a tensor for each projection.
+    fn expert(&self, decoder: &Decoder, b: &mut Builder, at: &Place, expert: usize, x: ValueId) -> Result<ValueId> {
+        let [gate, up, down] = self.parts.map(|part| format!("{}.experts.{expert}.{part}", self.block));
+        let width = b.width(x)?;
+        let first = decoder.linear(b, at, &gate, x, self.inner, false)?;
+        let first = decoder.act(b, at, &format!("{}.experts.{expert}", self.block), first)?;
+        let second = decoder.linear(b, at, &up, x, self.inner, false)?;
+        let gated = b.node(&at.node(&format!("{}.experts.{expert}.gated", self.block)), Mul {}, &[first, second])?;
+        decoder.linear(b, at, &down, gated, width, false)
+    }
+
+    /// An expert whose projections are slices of tensors that hold those of all.
+    fn slice(&self, decoder: &Decoder, b: &mut Builder, at: &Place, expert: usize, x: ValueId) -> Result<ValueId> {
+        let name = |part: &str| format!("{}.experts.{expert}.{part}", self.block);
+        let (width, both) = (b.width(x)?, self.inner.saturating_mul(2));
+        let gate_up = self.weight(b, at, expert, "gate_up_proj", [both, width])?;
+        let both = linear_of(b, &at.node(&name("gate_up_proj")), x, gate_up)?;
+        let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [self.inner; 2])?;
+        let gate = decoder.act(b, at, &format!("{}.experts.{expert}", self.block), gate)?;
+        let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
+        let down = self.weight(b, at, expert, "down_proj", [width, self.inner])?;
+        linear_of(b, &at.node(&name("down_proj")), gated, down)
+    }
+
+    /// One expert's matrix of a tensor that holds those of all.
+    fn weight(&self, b: &mut Builder, at: &Place, expert: usize, part: &str, [out, width]: [usize; 2]) -> Result<ValueId> {
+        let all = b.param(&at.module(&format!("{}.experts.{part}", self.block)), &[self.count, out, width])?;
+        let node = at.node(&format!("{}.experts.{expert}.{part}", self.block));
+        let start = i64::try_from(expert).unwrap_or(i64::MAX);
+        let one = b.node(&format!("{node}.slice"), Slice { start, length: Some(1), axis: 0, ..Slice::default() }, &[all])?;
+        b.node(&format!("{node}.weight"), Reshape { shape: vec![TargetSize::Copy(1), TargetSize::Copy(2)] }, &[one])
+    }
+}

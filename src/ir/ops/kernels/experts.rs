@@ -1,0 +1,47 @@
+//! Experts: rows of tokens that they see, and nothing else.
+
+use candle_core::{D, Result, Tensor};
+use rayon::prelude::*;
+
+use super::super::{Combine, Dispatch};
+use super::Kernel;
+use super::host::Host;
+
+/// Rows that a thread takes at a time at least.
+const ROWS: usize = 16;
+
+impl Kernel for Dispatch {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let (x, weights) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
+        let (width, experts) = (x.dim(D::Minus1)?.max(1), weights.dim(D::Minus1)?.max(1));
+        let compute = || {
+            let hosts = [Host::of(&x)?, Host::of(&weights)?];
+            let (values, weights) = (hosts[0].floats()?, hosts[1].floats()?);
+            let mut y = vec![0.0; x.elem_count()];
+            let rows = y.par_chunks_mut(width).zip(values.par_chunks(width)).zip(weights.par_chunks(experts)).with_min_len(ROWS);
+            rows.filter(|(_, weights)| weights[self.expert] != 0.0).for_each(|((y, x), _)| y.copy_from_slice(x));
+            Some(y)
+        };
+        compute().map(|values| Tensor::from_vec(values, x.dims(), x.device())).transpose()
+    }
+}
+
+impl Kernel for Combine {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let inputs = inputs.iter().map(Tensor::contiguous).collect::<Result<Vec<_>>>()?;
+        let (width, experts) = (inputs[1].dim(D::Minus1)?.max(1), inputs.len() - 1);
+        let compute = || {
+            let hosts = inputs.iter().map(Host::of).collect::<Option<Vec<_>>>()?;
+            let floats = hosts.iter().map(Host::floats).collect::<Option<Vec<_>>>()?;
+            let (weights, values) = floats.split_first()?;
+            let mut y = vec![0.0; inputs[1].elem_count()];
+            y.par_chunks_mut(width).zip(weights.par_chunks(experts)).enumerate().with_min_len(ROWS).for_each(|(row, (y, weights))| {
+                for (weight, values) in weights.iter().zip(values).filter(|(weight, _)| **weight != 0.0) {
+                    y.iter_mut().zip(&values[row * width..]).for_each(|(y, x)| *y += weight * x);
+                }
+            });
+            Some(y)
+        };
+        compute().map(|values| Tensor::from_vec(values, inputs[1].dims(), inputs[1].device())).transpose()
+    }
+}

@@ -1,0 +1,122 @@
+//! Mixtures of experts. An expert computes the rows of its tokens alone, where nothing else looks at what it computes.
+
+use std::collections::BTreeMap;
+
+use super::super::proto::{AttributeProto, DataType};
+use super::Lowering;
+use crate::error::Result;
+use crate::ir::ops::{Dispatch, Op, Route, Slice};
+use crate::ir::{Graph, Kind, Node, ValueId};
+
+pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
+    let (x, top, axis) = (n.wide(&n.input(0))?, n.ints(&[op.top as i64]), || vec![AttributeProto::int("axis", -1)]);
+    let probabilities = n.emit("Softmax", "probabilities", &[&x], axis());
+    let [mut weights, experts] = n.emit_many("TopK", ["weights", "experts"], &[&probabilities, &top], axis());
+    if op.normalised {
+        let sum = n.reduce("ReduceSum", "sum", &weights, -1, true);
+        weights = n.emit("Div", "parts", &[&weights, &sum], vec![]);
+    }
+    let zero = n.float_wide(0.0);
+    let zeros = n.emit("Mul", "zeros", &[&probabilities, &zero], vec![]);
+    n.finish_wide("ScatterElements", &[&zeros, &experts, &weights], axis());
+    Ok(())
+}
+
+pub(super) fn dispatch(op: &Dispatch, n: &mut Lowering) -> Result<()> {
+    let (x, weights) = (n.input(0), n.input(1));
+    let combine = n.node().and_then(|node| reader(n.graph, *node.inputs.get(1)?));
+    if combine.is_some_and(|combine| by_rows(n, combine, op.expert)) {
+        let tokens = tokens(op.expert, &weights, n)?;
+        n.finish("GatherND", &[&x, &tokens], vec![]);
+        return Ok(());
+    }
+    let (last, zero) = (n.ints(&[-1]), n.float(0.0));
+    let sees = sees(op.expert, &weights, n)?;
+    let sees = n.emit("Unsqueeze", "sees", &[&sees, &last], vec![]);
+    n.finish("Where", &[&sees, &x, &zero], vec![]);
+    Ok(())
+}
+
+pub(super) fn combine(n: &mut Lowering) -> Result<()> {
+    let (weights, width) = (n.input(0), n.ints(&[n.width(1)?]));
+    let leading = n.ty(0)?.shape.len().saturating_sub(1) as i64;
+    let attributes = vec![AttributeProto::int("start", 0), AttributeProto::int("end", leading)];
+    let shape = n.emit("Shape", "tokens", &[&weights], attributes);
+    let shape = n.emit("Concat", "shape", &[&shape, &width], vec![AttributeProto::int("axis", 0)]);
+    let (zero, last) = (n.float(0.0), n.ints(&[-1]));
+    let mut sum = n.emit("Expand", "zeros", &[&zero, &shape], vec![]);
+    for expert in 0..n.inputs().saturating_sub(1) {
+        let (values, weight) = (n.input(expert + 1), column(expert, &weights, n)?);
+        if n.node().is_some_and(|node| by_rows(n, node, expert)) {
+            let tokens = tokens(expert, &weights, n)?;
+            let weight = n.emit("GatherND", "weight", &[&weight, &tokens], vec![]);
+            let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
+            let part = n.emit("Mul", "part", &[&values, &weight], vec![]);
+            let before = n.emit("GatherND", "before", &[&sum, &tokens], vec![]);
+            let rows = n.emit("Add", "rows", &[&before, &part], vec![]);
+            sum = n.emit("ScatterND", "sum", &[&sum, &tokens, &rows], vec![]);
+        } else {
+            let weight = n.emit("Unsqueeze", "weight_column", &[&weight, &last], vec![]);
+            let part = n.emit("Mul", "part", &[&values, &weight], vec![]);
+            sum = n.emit("Add", "sum", &[&sum, &part], vec![]);
+        }
+    }
+    n.finish("Identity", &[&sum], vec![]);
+    Ok(())
+}
+
+/// The weights of one expert, without the axis of experts.
+fn column(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
+    n.share(&format!("{weights}/of_{expert}|"), |n| {
+        let number = n.int(expert as i64);
+        Ok(n.emit("Gather", "value", &[weights, &number], vec![AttributeProto::int("axis", -1)]))
+    })
+}
+
+/// Whether an expert sees each token.
+fn sees(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
+    let column = column(expert, weights, n)?;
+    n.share(&format!("{weights}/sees_{expert}|"), |n| Ok(n.cast("value", &column, DataType::Bool)))
+}
+
+/// Places of the tokens that an expert sees, `[tokens, axes]`.
+fn tokens(expert: usize, weights: &str, n: &mut Lowering) -> Result<String> {
+    let sees = sees(expert, weights, n)?;
+    n.share(&format!("{weights}/tokens_of_{expert}|"), |n| {
+        let places = n.emit("NonZero", "axes", &[&sees], vec![]);
+        Ok(n.emit("Transpose", "value", &[&places], vec![AttributeProto::ints("perm", [1, 0])]))
+    })
+}
+
+/// The node that sums what experts say by these weights.
+fn reader(graph: &Graph, weights: ValueId) -> Option<&Node> {
+    graph.nodes().iter().find(|node| matches!(node.op, Op::Combine(_)) && node.inputs.first() == Some(&weights))
+}
+
+/// Whether what an expert says follows row by row from what it reads, and nobody else reads anything between.
+fn by_rows(n: &Lowering, combine: &Node, expert: usize) -> bool {
+    let (graph, Some(weights)) = (n.graph, combine.inputs.first()) else { return false };
+    let Some(said) = combine.inputs.get(expert + 1) else { return false };
+    let mut reads: BTreeMap<ValueId, usize> = BTreeMap::from([(*said, 1)]);
+    let mut open = vec![*said];
+    while let Some(id) = open.pop() {
+        let Kind::Node(at) = graph.value(id).kind else { return false };
+        let node = &graph.nodes()[at];
+        let data = match &node.op {
+            Op::Dispatch(op) if op.expert == expert && node.inputs.get(1) == Some(weights) => continue,
+            Op::Linear(_) | Op::RmsNorm(_) | Op::LearnedFakeQuantize(_) => 1,
+            Op::FakeQuantize(_) | Op::Clip(_) | Op::Scale(_) | Op::Slice(Slice { axis: -1, .. }) => 1,
+            Op::Mul(_) | Op::Add(_) => 2,
+            op if op.activation().is_some() => 1,
+            _ => return false,
+        };
+        for input in node.inputs.iter().take(data) {
+            let count = reads.entry(*input).or_default();
+            *count += 1;
+            if *count == 1 {
+                open.push(*input);
+            }
+        }
+    }
+    reads.iter().all(|(id, count)| n.reads(*id) == *count && !graph.is_output(*id))
+}
