@@ -114,6 +114,8 @@ struct Layerwise<'a> {
     pub wanted: Wanted,
     /// How range is moved between layers before they are changed.
     pub rescale: Option<Rescale>,
+    /// Whether all layers of a block are seen before one of them is changed.
+    pub together: bool,
 }
 
 /// What was done.
@@ -127,7 +129,7 @@ struct Done {
     pub changed: BTreeSet<String>,
 }
 
-/// What is said of experts of a block that saw few tokens.
+/// What is said of experts of a block that saw fewer tokens than their layers have inputs.
 fn little_seen(few: Vec<(usize, String)>) -> Option<String> {
     let count = few.len();
     let (tokens, value) = few.into_iter().min()?;
@@ -214,10 +216,19 @@ impl Layerwise<'_> {
                         facts.rescaled = rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
                     }
                     done.rescaled += facts.rescaled;
-                    let mut few = Vec::new();
+                    let (mut seen, mut few) = (Vec::new(), Vec::new());
                     for site in sites {
-                        few.extend(self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?);
+                        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
+                        self.observe(&site.value, &mut moments, &mut blocks, beside.as_mut())?;
+                        if moments.seen < moments.count.min(moments.size) {
+                            few.push((moments.seen, site.value.clone()));
+                        }
+                        seen.push((*site, moments));
+                        if !self.together {
+                            self.change(&mut seen, model, &mut blocks, method, &mut changed)?;
+                        }
                     }
+                    self.change(&mut seen, model, &mut blocks, method, &mut changed)?;
                     method.notes().extend(little_seen(few));
                     facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
                     facts.figures = method.figures().cloned().unwrap_or_default();
@@ -258,32 +269,31 @@ impl Layerwise<'_> {
         require_bytes(self.name, "the blocks of this model and what solves its largest layer take", need.blocks + self.runs() * need.activations + most, limit)
     }
 
-    /// Changes the layers that read one value; where these are an expert's that saw fewer tokens than they have inputs, how many.
-    fn site(
+    /// Changes layers by what they have been seen to read.
+    fn change(
         &self,
-        site: &Site,
+        seen: &mut Vec<(&Site, Moments)>,
         model: &Model,
-        (blocks, beside): (&mut Blockwise, Option<&mut Blockwise>),
+        blocks: &mut Blockwise,
         method: &mut dyn Method,
         changed: &mut BTreeMap<String, Weight>,
-    ) -> Result<Option<(usize, String)>> {
-        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
-        self.observe(&site.value, &mut moments, blocks, beside)?;
-        let few = (moments.seen < moments.count.min(moments.size)).then(|| (moments.seen, site.value.clone()));
-        method.read(&site.value, moments)?;
-        for layer in &site.layers {
-            let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
-            let mut values = layer.rows_of(weight.floats(&layer.weight)?);
-            require_finite(&layer.weight, &values)?;
-            changed.extend(method.change(layer, &weight, &mut values)?);
-            drop(values);
-            // As it is stored, and as a resumed run would read it.
-            if let Some(values) = method.values(layer, changed)? {
+    ) -> Result<()> {
+        for (site, moments) in seen.drain(..) {
+            method.read(&site.value, moments)?;
+            for layer in &site.layers {
+                let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
+                let mut values = layer.rows_of(weight.floats(&layer.weight)?);
                 require_finite(&layer.weight, &values)?;
-                blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+                changed.extend(method.change(layer, &weight, &mut values)?);
+                drop(values);
+                // As it is stored, and as a resumed run would read it.
+                if let Some(values) = method.values(layer, changed)? {
+                    require_finite(&layer.weight, &values)?;
+                    blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+                }
             }
         }
-        Ok(few)
+        Ok(())
     }
 
     /// Sees what layers read.
