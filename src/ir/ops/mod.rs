@@ -21,6 +21,7 @@ mod linear;
 mod masked_mean;
 mod matmul;
 mod normalize;
+mod opaque;
 mod pad;
 mod patchify;
 mod places;
@@ -74,6 +75,7 @@ pub use linear::Linear;
 pub use masked_mean::MaskedMean;
 pub use matmul::MatMul;
 pub use normalize::Normalize;
+pub use opaque::{Function, Opaque};
 pub use pad::{Pad, PadMode};
 pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
@@ -225,6 +227,7 @@ ops! {
     MaskedMean, Normalize,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Sin, Softplus, Sqrt,
+    Opaque,
 }
 
 impl Op {

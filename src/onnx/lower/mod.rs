@@ -19,6 +19,7 @@ mod image;
 mod integer;
 mod layer;
 mod norm;
+mod opaque;
 pub(super) mod palette;
 mod recurrent;
 mod rotary;
@@ -82,6 +83,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Elu(op) => arithmetic::function("Elu", &[("alpha", op.alpha)], n),
         Op::Power(op) => arithmetic::power(op.exponent, n),
         Op::Mish(_) => arithmetic::mish(n),
+        Op::Opaque(op) => opaque::opaque(op, n),
         // ONNX has operators of these names.
         Op::Abs(_)
         | Op::Cos(_)
