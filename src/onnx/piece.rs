@@ -93,6 +93,9 @@ impl Piece {
                 Ok::<_, String>((self.shape(&shapes)?, sizes))
             });
             match tried {
+                [Ok((sizes, _)), _] | [_, Ok((sizes, _))] if sizes.contains(&0) => {
+                    reason = format!("`{}` has no elements where all that is read is zero: its sizes depend on values", self.parts.output);
+                }
                 [Ok(one), Ok(other)] => return Ok(TensorType { element, shape: self.formulas(inputs, &one, &other) }),
                 [Err(e), _] | [_, Err(e)] => reason = e,
             }
