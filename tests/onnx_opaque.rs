@@ -167,3 +167,24 @@ fn flat(weight: &compress::store::Weight) -> compress::store::Weight {
     let source = compress::store::Bytes { dtype: compress::store::DType::F32, bytes };
     compress::store::Weight::new(compress::store::DType::F32, vec![6], compress::store::Encoding::Dense, std::sync::Arc::new(source))
 }
+
+/// A file that takes four samples at a time is calibrated and measured by four, of rows that no part is left of.
+#[test]
+fn a_fixed_number_of_samples_is_given_at_a_time() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out, samples) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("samples.safetensors"));
+    let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("MatMul", &["b", "second"], "y", vec![])];
+    std::fs::write(&path, model(13, &[4, 4], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]).encode_to_vec()).unwrap();
+    let many = Tensor::from_vec(numbers(12 * 4, 0.7), (12, 4), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), many)].into(), &samples).unwrap();
+    let calibration = Data { arrays: Some(samples), ..Data::default() };
+    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration).threads(1).build().unwrap();
+    let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
+    let measured = report.fidelity.unwrap();
+    assert_eq!(measured.samples_from, compress::evaluation::SamplesFrom::HeldOut);
+    assert!(measured.fidelity.cosine > 0.99, "{}", measured.fidelity.cosine);
+    assert!(report.notes.iter().any(|note| note.contains("the first 8 calibration samples")), "{:?}", report.notes);
+}
