@@ -32,10 +32,7 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     names.insert(parts.output.clone(), n.output());
     let computed = parts.nodes.iter().flat_map(|node| &node.output).filter(|name| !name.is_empty());
     for name in parts.constants.iter().map(|tensor| tensor.name().to_owned()).chain(computed.cloned()) {
-        if !names.contains_key(&name) {
-            let fresh = n.fresh(name.clone());
-            names.insert(name, fresh);
-        }
+        names.entry(name).or_insert_with_key(|name| n.fresh(name.clone()));
     }
     for tensor in &parts.constants {
         let mut tensor = tensor.clone();
