@@ -25,9 +25,9 @@ pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_l
 use crate::error::{Error, Result};
 use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
-use crate::store::{Checkpoint, Encoding, Weights};
+use crate::store::{Checkpoint, Encoding, Weights, pytorch};
 
-/// A model folder, or a single safetensors or ONNX file, opened but not read.
+/// A model folder, or a single file of safetensors, PyTorch or ONNX, opened but not read.
 #[derive(Clone)]
 pub struct Model {
     /// Where it was opened.
@@ -36,7 +36,7 @@ pub struct Model {
     pub config: Config,
     /// The weights, by name.
     pub weights: Weights,
-    /// The safetensors files that it was opened from, or the ONNX file and those beside it that hold tensors of it.
+    /// The files of weights that it was opened from, or the ONNX file and those beside it that hold tensors of it.
     pub weight_files: Vec<PathBuf>,
     /// What lies around them.
     pub beside: Beside,
@@ -52,8 +52,8 @@ impl Model {
     /// Name of the file in which a cached run keeps the hash of what it was made from.
     pub const KEY: &str = "inputs.blake3";
 
-    /// Opens a folder, a `.safetensors` file or an `.onnx` file. Headers, messages and `config.json` are read, tensors are not. Of a folder
-    /// without safetensors, an ONNX file is opened.
+    /// Opens a folder, a `.safetensors` file, a file of PyTorch or an `.onnx` file. Headers, messages and `config.json` are read, tensors are
+    /// not. Of a folder without safetensors and without `pytorch_model.bin`, an ONNX file is opened.
     ///
     /// # Errors
     /// Anything about the folder that is missing, malformed or not supported, by name.
@@ -66,10 +66,13 @@ impl Model {
         let weight_files = checkpoint.files.clone();
         let folder = path.is_dir();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
+        store_tied_once(&config, &mut checkpoint);
+        let notes = std::mem::take(&mut checkpoint.notes);
         let schemes = config.take_quantization(path)?;
         checkpoint.words = schemes.words;
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.bits(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
-        let beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
+        let mut beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
+        beside.in_weight_files = notes;
         for (name, weight) in &mut weights.by_name {
             let (class, row) = (class(name, weight), weight.row());
             if let Encoding::Affine(affine) = &mut weight.encoding
@@ -89,7 +92,7 @@ impl Model {
 
     /// Every file that a run reads: weights, configuration, and what is carried over.
     pub fn inputs(&self) -> Vec<PathBuf> {
-        let described = [Path::new("config.json"), Path::new(INDEX)].map(|name| self.path.join(name)).into_iter().filter(|path| path.is_file());
+        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter().filter(|path| path.is_file());
         described.chain(self.weight_files.iter().cloned()).chain(self.beside.files.iter().map(|file| self.path.join(file))).collect()
     }
 
@@ -140,6 +143,22 @@ impl Model {
     }
 }
 
+/// Leaves out tensors that are others of the same file, where the configuration ties them: loaders tie them again. Others are told.
+fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
+    let place = |name: &str| checkpoint.tensors.get(name).map(|tensor| (tensor.place(), &tensor.shape));
+    let tied = config.tied_names(|name| checkpoint.tensors.contains_key(name));
+    let once: Vec<&str> = tied.into_iter().filter(|(alias, original)| place(alias) == place(original)).map(|(alias, _)| alias).collect();
+    once.into_iter().for_each(|alias| drop(checkpoint.tensors.remove(alias)));
+    let mut places: Vec<_> = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.bytes() > 0).map(|(name, tensor)| (tensor.place(), name)).collect();
+    places.sort();
+    let note = |pair: &[(_, &String)]| match pair {
+        [(a, first), (b, second)] if a == b => Some(format!("`{first}` and `{second}` share their elements in the input; each is stored by itself")),
+        _ => None,
+    };
+    let notes: Vec<String> = places.windows(2).filter_map(note).collect();
+    checkpoint.notes.extend(notes);
+}
+
 /// The ONNX file that a path stands for: itself, or the only one of a folder without safetensors.
 fn onnx_file(path: &Path) -> Result<Option<PathBuf>> {
     let is = |path: &Path, extension: &str| path.extension().is_some_and(|e| e == extension);
@@ -149,7 +168,8 @@ fn onnx_file(path: &Path) -> Result<Option<PathBuf>> {
     let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
     let mut files: Vec<PathBuf> = entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).filter(|path| path.is_file()).collect();
     files.sort();
-    if files.iter().any(|file| is(file, "safetensors") || file.ends_with(INDEX)) {
+    let of_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
+    if files.iter().any(|file| is(file, "safetensors") || file.ends_with(INDEX) || of_pytorch(file)) {
         return Ok(None);
     }
     let found: Vec<&PathBuf> = files.iter().filter(|file| is(file, "onnx")).collect();

@@ -22,7 +22,7 @@ use crate::store::ByteSize;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
-    /// Folder, .safetensors file or .onnx file, relative to the recipe
+    /// Folder, or file of safetensors, ONNX or PyTorch, relative to the recipe
     pub model: PathBuf,
     /// Start of every random choice
     #[serde(default)]

@@ -16,7 +16,7 @@ use crate::store::Weight;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder, .safetensors file or .onnx file
+    /// Model folder, or a file: .safetensors, .onnx, or .bin, .pt or .pth of PyTorch
     path: PathBuf,
     /// Read headers only, without counting zeros
     #[arg(long)]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use super::Model;
 use crate::error::{Error, Result};
 use crate::store::checkpoint::{INDEX, SINGLE};
+use crate::store::pytorch;
 
 /// What a folder holds beside the weights that were opened, relative to the folder, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -16,6 +17,8 @@ pub struct Beside {
     pub empty: Vec<PathBuf>,
     /// What stays behind, and why.
     pub left: Vec<(PathBuf, Reason)>,
+    /// What the files of weights hold that is no weight, in plain words.
+    pub in_weight_files: Vec<String>,
 }
 
 /// Why something of a folder stays behind.
@@ -67,9 +70,11 @@ impl Beside {
     /// A folder cannot be listed.
     pub fn of(folder: &Path, weights: &[PathBuf]) -> Result<Beside> {
         let mut beside = Beside::default();
-        let index = folder.join(INDEX);
-        let has_index = !weights.contains(&folder.join(SINGLE));
-        beside.collect(folder, Path::new(""), &|path| weights.iter().any(|file| file == path) || (has_index && path == index))?;
+        let pairs = [(SINGLE, INDEX), (pytorch::SINGLE, pytorch::INDEX)].map(|(single, index)| (folder.join(single), folder.join(index)));
+        // The index that named these files, if one did: the first that there is.
+        let there = pairs.iter().find(|(single, index)| single.is_file() || index.is_file());
+        let index = there.filter(|(single, _)| !single.is_file()).map(|(_, index)| index);
+        beside.collect(folder, Path::new(""), &|path| weights.iter().any(|file| file == path) || index.is_some_and(|index| path == index))?;
         beside.files.sort();
         beside.empty.sort();
         beside.left.sort();
@@ -118,7 +123,8 @@ impl Beside {
         reasons.dedup();
         let name = |path: &Path| format!("{}{}", path.display(), if folder.join(path).is_dir() { "/" } else { "" });
         let names = |reason: Reason| self.left.iter().filter(move |(_, other)| *other == reason).map(|(path, _)| name(path)).collect::<Vec<_>>().join(", ");
-        reasons.into_iter().map(|reason| format!("not carried over from the input: {} ({})", names(reason), reason.text())).collect()
+        let left = reasons.into_iter().map(|reason| format!("not carried over from the input: {} ({})", names(reason), reason.text()));
+        left.chain(self.in_weight_files.iter().cloned()).collect()
     }
 }
 
@@ -216,5 +222,31 @@ mod tests {
         assert!(notes[2].contains(".git/ (hidden") && notes[3].contains("broken, loop/ (links"), "{notes:?}");
         let kept = |name: &str| beside.left.iter().any(|(path, _)| Path::new(name).starts_with(path));
         assert!(old.iter().all(|name| kept(name)), "{:?}", beside.left);
+    }
+
+    #[test]
+    fn what_files_of_pytorch_hold_beside_weights_is_told() {
+        let folder = tempfile::tempdir().unwrap();
+        let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/pytorch");
+        fs::copy(golden.join("training.pt"), folder.path().join(pytorch::SINGLE)).unwrap();
+        fs::copy(golden.join("object.pt"), folder.path().join("training_args.bin")).unwrap();
+        let beside = Model::open(folder.path()).unwrap().beside;
+        assert_eq!(beside.files, [Path::new("training_args.bin")]);
+        let notes = beside.notes(folder.path());
+        assert!(notes.len() == 2 && notes[0].contains("`epoch`, `optimizer`, `arguments`"), "{notes:?}");
+        assert!(notes[1].contains("`tied.first` and `tied.second` share their elements"), "{notes:?}");
+        // Of several files, the index says which holds what; it is not carried over.
+        fs::rename(folder.path().join(pytorch::SINGLE), folder.path().join("pytorch_model-00001-of-00001.bin")).unwrap();
+        let names: serde_json::Map<_, _> = Model::open(golden.join("training.pt"))
+            .unwrap()
+            .weights
+            .by_name
+            .keys()
+            .map(|name| (name.clone(), "pytorch_model-00001-of-00001.bin".into()))
+            .collect();
+        fs::write(folder.path().join(pytorch::INDEX), serde_json::json!({ "weight_map": names }).to_string()).unwrap();
+        let model = Model::open(folder.path()).unwrap();
+        assert_eq!((model.weights.by_name.len(), model.beside.files), (names.len(), vec![PathBuf::from("training_args.bin")]));
+        assert!(model.beside.left.is_empty(), "{:?}", model.beside.left);
     }
 }

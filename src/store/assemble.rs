@@ -103,6 +103,10 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
         let weight = Weight::new(tensor.dtype, tensor.shape.clone(), Encoding::Dense, Arc::new(tensor));
         insert(&mut weights, name.clone(), weight, bytes, vec![name])?;
     }
+    for (name, weight) in checkpoint.strided {
+        let bytes = (weight.elements() as u64).saturating_mul(weight.dtype.bitsize() as u64 / 8);
+        insert(&mut weights, name.clone(), weight, bytes, vec![name])?;
+    }
     weights.metadata = checkpoint.metadata;
     Ok(weights)
 }

@@ -1,4 +1,4 @@
-//! Opening a checkpoint: one file, a folder with one file, or shards with an index. Only headers are read.
+//! Opening a checkpoint: one file, a folder with one file, or shards with an index, of safetensors or of PyTorch. Only headers are read.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use serde::Deserialize;
 
 use super::header::{Entry, Header, MAX_HEADER};
-use super::{Block, BlockSink, DType, View, WeightSource, WordsLabel, block_elements};
+use super::{Block, BlockSink, DType, View, Weight, WeightSource, WordsLabel, block_elements, pytorch};
 use crate::error::{Error, Result};
 
 /// The only file of an unsharded checkpoint.
@@ -123,6 +123,11 @@ impl RawTensor {
         Ok(bytes)
     }
 
+    /// The file, and the first byte and the number of bytes within its data.
+    pub fn place(&self) -> (&Path, u64, u64) {
+        (self.path(), self.begin, self.bytes)
+    }
+
     /// File that holds it.
     pub fn path(&self) -> &Path {
         &self.file.path
@@ -147,14 +152,18 @@ impl WeightSource for RawTensor {
 }
 
 /// All tensors of a checkpoint, by the names in its files.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Checkpoint {
     /// By name.
     pub tensors: BTreeMap<String, RawTensor>,
+    /// Tensors whose elements lie in another order than that of their axes.
+    pub strided: BTreeMap<String, Weight>,
     /// Metadata of all files; where shards disagree, the first says it.
     pub metadata: BTreeMap<String, String>,
-    /// The safetensors files, in order.
+    /// The files, in order.
     pub files: Vec<PathBuf>,
+    /// What the files hold beside tensors, in plain words.
+    pub notes: Vec<String>,
     /// What the configuration beside them says of words of GPTQ and AWQ.
     pub words: WordsLabel,
 }
@@ -165,8 +174,8 @@ struct Index {
 }
 
 impl Checkpoint {
-    /// Opens a `.safetensors` file, or a folder with `model.safetensors`, with an index and shards, or with
-    /// exactly one file of another name.
+    /// Opens a `.safetensors` file or one of PyTorch, or a folder with `model.safetensors`, with an index and shards, with
+    /// `pytorch_model.bin` or its index and shards, or with exactly one file of another name.
     ///
     /// # Errors
     /// Nothing to open, a malformed file, or an index that does not agree with its shards.
@@ -177,14 +186,17 @@ impl Checkpoint {
             checkpoint.add(path, None)?;
             return Ok(checkpoint);
         }
-        let (single, index) = (path.join(SINGLE), path.join(INDEX));
-        if single.is_file() {
-            checkpoint.add(&single, None)?;
-        } else if index.is_file() {
-            checkpoint.add_shards(path, &index)?;
-        } else {
-            checkpoint.add(&only_file(path)?, None)?;
+        for (single, index) in [(SINGLE, INDEX), (pytorch::SINGLE, pytorch::INDEX)].map(|(single, index)| (path.join(single), path.join(index))) {
+            if single.is_file() {
+                checkpoint.add(&single, None)?;
+            } else if index.is_file() {
+                checkpoint.add_shards(path, &index)?;
+            } else {
+                continue;
+            }
+            return Ok(checkpoint);
         }
+        checkpoint.add(&only_file(path)?, None)?;
         Ok(checkpoint)
     }
 
@@ -210,9 +222,24 @@ impl Checkpoint {
     }
 
     fn add(&mut self, path: &Path, expected: Option<(&Path, &BTreeSet<&str>)>) -> Result<()> {
-        let (file, header) = DataFile::open(path)?;
+        let (tensors, strided) = if pytorch::begins(path) {
+            let found = pytorch::open(path)?;
+            self.notes.extend(found.notes);
+            (found.plain, found.strided)
+        } else if ends(path, &pytorch::EXTENSIONS) {
+            let what = "not a file of PyTorch: it begins neither as an archive nor as a pickle (if it is a pointer of Git LFS, download the file)";
+            return Err(Error::malformed(path, what));
+        } else {
+            let (file, header) = DataFile::open(path)?;
+            for (key, value) in header.metadata {
+                self.metadata.entry(key).or_insert(value);
+            }
+            let tensor =
+                |Entry { name, dtype, shape, begin, end }| (name, RawTensor { dtype, shape, file: file.clone(), begin, bytes: end.saturating_sub(begin) });
+            (header.tensors.into_iter().map(tensor).collect(), BTreeMap::new())
+        };
         if let Some((index, names)) = expected {
-            let held: BTreeSet<&str> = header.tensors.iter().map(|t| t.name.as_str()).collect();
+            let held: BTreeSet<&str> = tensors.keys().chain(strided.keys()).map(String::as_str).collect();
             if let Some(name) = names.difference(&held).next() {
                 return Err(Error::malformed(index, format!("tensor `{name}` is not in its shard {}", path.display())));
             }
@@ -220,29 +247,34 @@ impl Checkpoint {
                 return Err(Error::malformed(path, format!("tensor `{name}` is not listed for this shard in {}", index.display())));
             }
         }
-        for (key, value) in header.metadata {
-            self.metadata.entry(key).or_insert(value);
-        }
-        for Entry { name, dtype, shape, begin, end } in header.tensors {
-            self.tensors.insert(name, RawTensor { dtype, shape, file: file.clone(), begin, bytes: end.saturating_sub(begin) });
-        }
+        self.tensors.extend(tensors);
+        self.strided.extend(strided);
         self.files.push(path.to_owned());
         Ok(())
     }
 }
 
+fn ends(path: &Path, extensions: &[&str]) -> bool {
+    path.extension().is_some_and(|e| extensions.iter().any(|extension| e == *extension))
+}
+
+/// What training programs write beside weights, in PyTorch's format.
+const NO_WEIGHTS: [&str; 4] = ["optimizer", "rng_state", "scheduler", "training_args"];
+
 fn only_file(folder: &Path) -> Result<PathBuf> {
-    let mut found: Vec<PathBuf> = std::fs::read_dir(folder)
-        .map_err(Error::io("list", folder))?
-        .filter_map(|entry| entry.ok().map(|e| e.path()))
-        .filter(|path| path.extension().is_some_and(|e| e == "safetensors") && path.is_file())
-        .collect();
-    found.sort();
-    match (found.pop(), found.is_empty()) {
-        (Some(path), true) => Ok(path),
-        (None, _) => {
-            Err(Error::malformed(folder, format!("no {SINGLE}, no {INDEX} and no other .safetensors file in this folder: name the one that holds the weights")))
-        }
-        (Some(_), false) => Err(Error::malformed(folder, format!("several .safetensors files and no {INDEX}; name the file to open"))),
+    let entries = std::fs::read_dir(folder).map_err(Error::io("list", folder))?;
+    let mut all: Vec<PathBuf> = entries.filter_map(|entry| entry.ok().map(|e| e.path())).filter(|path| path.is_file()).collect();
+    all.sort();
+    let state = |path: &Path| path.file_name().is_some_and(|name| NO_WEIGHTS.iter().any(|start| name.to_string_lossy().starts_with(start)));
+    let of_pytorch = |path: &&PathBuf| ends(path, &pytorch::EXTENSIONS) && !state(path) && pytorch::begins(path);
+    let safetensors: Vec<&PathBuf> = all.iter().filter(|path| ends(path, &["safetensors"])).collect();
+    let (found, kind) = if safetensors.is_empty() { (all.iter().filter(of_pytorch).collect(), "PyTorch") } else { (safetensors, ".safetensors") };
+    match found.as_slice() {
+        [path] => Ok((*path).clone()),
+        [] => Err(Error::malformed(
+            folder,
+            format!("no {SINGLE}, no {INDEX} and no other .safetensors file or weights of PyTorch in this folder: name the one that holds the weights"),
+        )),
+        _ => Err(Error::malformed(folder, format!("several {kind} files and no {INDEX}; name the file to open"))),
     }
 }

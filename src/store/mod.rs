@@ -20,6 +20,7 @@ mod in_memory;
 mod index_select;
 mod measure;
 mod part_writer;
+pub mod pytorch;
 mod reread;
 pub(crate) mod scaled;
 pub mod select;

@@ -8,6 +8,7 @@
 //! | an array in an .npz that inflates to gigabytes | its shape is held to the model's before elements are read |
 //! | an array whose header claims rows or a header of gigabytes | a row is at most 2 GiB and grows as it is read; a header is short |
 //! | arrays without rows, images without pixels, whose other sizes overflow | samples that are nothing are refused |
+//! | a pickle of PyTorch that calls a program, is packed to swell, or nests without end | calls are written down and not made; it is bounded, and values lie in a list (`store/pytorch`) |
 //! | texts cut at fewer tokens than the special ones, windows of 2^62 tokens | limits are held to the special tokens; sums saturate |
 //! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
 //! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
@@ -139,7 +140,7 @@ fn images_that_swell_when_they_are_resized() {
 #[test]
 fn arrays_that_swell() {
     let folder = with_model("vit-image-classification");
-    npz(&folder.path().join("bomb.npz"), "pixel_values", &npy("100000000, 3, 12, 12"), 128 << 20);
+    zipped(&folder.path().join("bomb.npz"), "pixel_values.npy", &npy("100000000, 3, 12, 12"), 128 << 20);
     refused(folder.path(), "eval in --data bomb.npz --task fidelity --against in", "bomb.npz");
 }
 
@@ -149,13 +150,31 @@ fn npy(shape: &str) -> Vec<u8> {
     [b"\x93NUMPY\x01\x00", &(header.len() as u16).to_le_bytes()[..], header.as_bytes()].concat()
 }
 
-fn npz(path: &Path, name: &str, start: &[u8], zeros: usize) {
+fn zipped(path: &Path, name: &str, start: &[u8], zeros: usize) {
     let mut archive = zip::ZipWriter::new(File::create(path).unwrap());
-    archive.start_file(format!("{name}.npy"), zip::write::SimpleFileOptions::default().large_file(true)).unwrap();
+    archive.start_file(name, zip::write::SimpleFileOptions::default().large_file(true)).unwrap();
     archive.write_all(start).unwrap();
     let block = vec![0; zeros.min(1 << 20)];
     (0..zeros.div_ceil(1 << 20)).for_each(|_| archive.write_all(&block).unwrap());
     archive.finish().unwrap();
+}
+
+#[test]
+fn pickles_that_do_harm() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("evil.pt");
+    let call = b"cposix\nsystem\n(X\x0c\x00\x00\x00touch calledtR";
+    let pickle = |before: &[u8], behind: &[u8]| [b"\x80\x02", before, call, behind].concat();
+    zipped(&path, "evil/data.pkl", &pickle(b"", b"."), 0);
+    refused(folder.path(), "inspect evil.pt", "a whole object of `posix.system`");
+    zipped(&path, "evil/data.pkl", &pickle(b"}X\x01\x00\x00\x00w", b"s."), 0);
+    refused(folder.path(), "quantize-dynamic evil.pt -o out", "no tensor by name");
+    fs::write(&path, pickle(b"", b".")).unwrap();
+    refused(folder.path(), "inspect evil.pt", "evil.pt");
+    zipped(&path, "evil/data.pkl", b"\x80\x02", 24 << 20);
+    refused(folder.path(), "inspect evil.pt", "`data.pkl` of the archive has more than");
+    zipped(&path, "evil/data.pkl", &[vec![b']'; 6 << 20], vec![b'a'; (6 << 20) - 1], vec![b'.']].concat(), 0);
+    refused(folder.path(), "inspect evil.pt", "it holds something else, not tensors by name");
 }
 
 /// Sizes that the model leaves open, and sizes beside a 0, are held to nothing but memory.
@@ -165,13 +184,13 @@ fn arrays_that_claim_to_be_large() {
     let folder = with_model("resnet-basic");
     let path = folder.path();
     let large = 1usize << 40;
-    npz(&path.join("row.npz"), "pixel_values", &npy("1, 3, 60000, 60000"), 1000);
+    zipped(&path.join("row.npz"), "pixel_values.npy", &npy("1, 3, 60000, 60000"), 1000);
     refused(path, &args("row.npz"), "array `pixel_values` has rows of [3, 60000, 60000]");
-    npz(&path.join("short.npz"), "pixel_values", &npy("4, 3, 10000, 10000"), 1000);
+    zipped(&path.join("short.npz"), "pixel_values.npy", &npy("4, 3, 10000, 10000"), 1000);
     refused(path, &args("short.npz"), "array `pixel_values` ends before its 4 rows do");
-    npz(&path.join("header.npz"), "pixel_values", b"\x93NUMPY\x02\x00\xff\xff\xff\xff", 1000);
+    zipped(&path.join("header.npz"), "pixel_values.npy", b"\x93NUMPY\x02\x00\xff\xff\xff\xff", 1000);
     refused(path, &args("header.npz"), "array `pixel_values`: a header of 4294967295 bytes");
-    npz(&path.join("nothing.npz"), "pixel_values", &npy("2, 3, 0, 0"), 0);
+    zipped(&path.join("nothing.npz"), "pixel_values.npy", &npy("2, 3, 0, 0"), 0);
     refused(path, &args("nothing.npz"), "array `pixel_values` has rows of [3, 0, 0]");
     file(&path.join("open.safetensors"), METADATA, &[tensor("pixel_values", "F32", &[0, 3, large, large], &[])]);
     refused(path, &args("open.safetensors"), "array `pixel_values` has rows of [3, 1099511627776, 1099511627776]");
@@ -262,7 +281,7 @@ fn students_that_swell() {
         let folder = with_model(model);
         let path = folder.path();
         set(&path.join("in/config.json"), &path.join("student.json"), key, value);
-        npz(&path.join("a.npz"), "pixel_values", &npy(shape), 1 << 20);
+        zipped(&path.join("a.npz"), "pixel_values.npy", &npy(shape), 1 << 20);
         refused(path, "distill in -o out --student config=student.json --train a.npz --max-steps 1", words);
     }
 }

@@ -36,7 +36,8 @@ pub(in crate::pass) fn decompose(
     if !seen.is_empty() {
         let targets: BTreeSet<&str> = seen.iter().map(|split| split.weight.as_str()).collect();
         let wanted = Wanted { products: true, ..Wanted::default() };
-        let done = Layerwise { name: pass.name(), options: &options, context, targets: &targets, wanted, rescale: None }.run(model, run, &mut work)?;
+        let done = Layerwise { name: pass.name(), options: &options, context, targets: &targets, wanted, rescale: None, together: false }
+            .run(model, run, &mut work)?;
         details.insert("samples".into(), json!(done.samples));
     }
     if let (true, Some(first)) = (aware, alone.first()) {

@@ -114,6 +114,8 @@ struct Layerwise<'a> {
     pub wanted: Wanted,
     /// How range is moved between layers before they are changed.
     pub rescale: Option<Rescale>,
+    /// Whether all layers of a block are seen before one of them is changed.
+    pub together: bool,
 }
 
 /// What was done.
@@ -207,9 +209,16 @@ impl Layerwise<'_> {
                         facts.rescaled = rescale.block(&graph, (block, sites), self, model, &mut blocks, &mut changed)?;
                     }
                     done.rescaled += facts.rescaled;
+                    let mut seen = Vec::new();
                     for site in sites {
-                        self.site(site, model, (&mut blocks, beside.as_mut()), method, &mut changed)?;
+                        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
+                        self.observe(&site.value, &mut moments, &mut blocks, beside.as_mut())?;
+                        seen.push((*site, moments));
+                        if !self.together {
+                            self.change(&mut seen, model, &mut blocks, method, &mut changed)?;
+                        }
                     }
+                    self.change(&mut seen, model, &mut blocks, method, &mut changed)?;
                     facts.notes.extend_from_slice(method.notes().get(told..).unwrap_or_default());
                     facts.figures = method.figures().cloned().unwrap_or_default();
                     match &finished {
@@ -249,28 +258,28 @@ impl Layerwise<'_> {
         require_bytes(self.name, "the blocks of this model and what solves its largest layer take", need.blocks + self.runs() * need.activations + most, limit)
     }
 
-    /// Changes the layers that read one value.
-    fn site(
+    /// Changes layers by what they have been seen to read.
+    fn change(
         &self,
-        site: &Site,
+        seen: &mut Vec<(&Site, Moments)>,
         model: &Model,
-        (blocks, beside): (&mut Blockwise, Option<&mut Blockwise>),
+        blocks: &mut Blockwise,
         method: &mut dyn Method,
         changed: &mut BTreeMap<String, Weight>,
     ) -> Result<()> {
-        let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
-        self.observe(&site.value, &mut moments, blocks, beside)?;
-        method.read(&site.value, moments)?;
-        for layer in &site.layers {
-            let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
-            let mut values = layer.rows_of(weight.floats(&layer.weight)?);
-            require_finite(&layer.weight, &values)?;
-            changed.extend(method.change(layer, &weight, &mut values)?);
-            drop(values);
-            // As it is stored, and as a resumed run would read it.
-            if let Some(values) = method.values(layer, changed)? {
+        for (site, moments) in seen.drain(..) {
+            method.read(&site.value, moments)?;
+            for layer in &site.layers {
+                let weight = changed.get(&layer.weight).map_or_else(|| model.weights.get(&layer.weight), Ok)?.clone();
+                let mut values = layer.rows_of(weight.floats(&layer.weight)?);
                 require_finite(&layer.weight, &values)?;
-                blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+                changed.extend(method.change(layer, &weight, &mut values)?);
+                drop(values);
+                // As it is stored, and as a resumed run would read it.
+                if let Some(values) = method.values(layer, changed)? {
+                    require_finite(&layer.weight, &values)?;
+                    blocks.replace(&layer.weight, tensor(&values, &weight.shape, self.context)?);
+                }
             }
         }
         Ok(())

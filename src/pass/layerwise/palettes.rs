@@ -42,7 +42,7 @@ pub(in crate::pass) fn palettize(
         return Ok(0);
     }
     let options = pass.options();
-    let work = Layerwise { name: pass.name(), options: &options, context, targets: &weighted, wanted: Wanted::default(), rescale: None };
+    let work = Layerwise { name: pass.name(), options: &options, context, targets: &weighted, wanted: Wanted::default(), rescale: None, together: false };
     let mut method = Palettes { encodings, costs: Vec::new(), notes: Vec::new() };
     let done = work.run(model, run, &mut method)?;
     applied.notes.append(&mut method.notes);

@@ -120,7 +120,7 @@ impl Rounded<'_> {
         });
         let compensates = self.rule != Rule::Nearest;
         let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
-        let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, wanted, rescale };
+        let work = Layerwise { name: self.name, options: self.options, context, targets: &targets, wanted, rescale, together: false };
         let mut method = Solver { rounded: self, notes, costs: Vec::new(), order: Vec::new(), solved: None };
         work.run(model, run, &mut method)
     }

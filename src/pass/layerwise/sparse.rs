@@ -1,5 +1,6 @@
 //! Zeros chosen by what they cost on calibration samples: Wanda (Sun et al. 2023, <https://arxiv.org/abs/2306.11695>), which ranks the
-//! weights of a row by `|w| ‖x‖`, and SparseGPT, whose other weights make up for them (`kernel/compensation.rs`).
+//! weights of a row by `|w| ‖x‖` with what the layers of a block read before one of them is pruned, and SparseGPT, whose other weights make
+//! up for them (`kernel/compensation.rs`).
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -54,7 +55,15 @@ pub(in crate::pass) fn prune(
         let mut method = Sparse { pass, norms: Vec::new(), solved: None, notes: Vec::new() };
         let compensates = pass.importance == Importance::Sparsegpt;
         let wanted = Wanted { products: compensates, original: compensates, ..Wanted::default() };
-        let work = Layerwise { name: pass.name(), options: &applied.options, context, targets: names, wanted, rescale: None };
+        let work = Layerwise {
+            name: pass.name(),
+            options: &applied.options,
+            context,
+            targets: names,
+            wanted,
+            rescale: None,
+            together: pass.importance == Importance::Wanda,
+        };
         let Done { samples, .. } = meter.time(|| work.run(&mut model, run, &mut method))?;
         applied.notes = method.notes;
         let removed = names.iter().map(|name| model.weights.get(name)?.zeros()).sum::<Result<u64>>()?;

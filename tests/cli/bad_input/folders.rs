@@ -80,11 +80,11 @@ fn folders_without_a_model() {
         shard(folder, "a.safetensors", &["x"]);
         shard(folder, "b.safetensors", &["y"]);
     };
-    let none = "in: no model.safetensors, no model.safetensors.index.json and no other .safetensors file";
+    let none = "in: no model.safetensors, no model.safetensors.index.json and no other .safetensors file or weights of PyTorch";
     check([
         case("nothing there", |_| (), RUN, 1, "cannot open in: No such file or directory", ""),
         case("an empty folder", empty, RUN, 1, none, ""),
-        case("weights of another kind", pytorch, RUN, 1, none, ""),
+        case("weights of PyTorch that are none", pytorch, RUN, 1, "in/pytorch_model.bin: not a file of PyTorch", ""),
         case(
             "several files without an index",
             several,
