@@ -10,7 +10,7 @@ const PART: usize = 10;
 /// Samples that are kept at most.
 const MOST: usize = 64;
 
-/// Samples one by one.
+/// Samples one by one; as many at a time as a model takes that takes no other number.
 const SINGLE: Order = Order { batch: Some(1), shuffle: None, skip: 0, part: (0, 1), drop_single: false };
 
 impl DataSets {
@@ -25,7 +25,11 @@ impl DataSets {
         if set.samples.is_some_and(|wanted| there > wanted) || there < PART {
             return Ok(set.clone());
         }
-        Ok(Data { samples: Some(there.saturating_sub(there.div_euclid(PART).min(MOST))), ..set.clone() })
+        // Those that are left, and those that are used, fill batches where their size is fixed.
+        let batch = target.fixed_batch().unwrap_or(1).max(1);
+        let used = there.saturating_sub(there.div_euclid(PART).min(MOST));
+        let used = used.saturating_sub(used.checked_rem(batch).unwrap_or(0));
+        Ok(if used == 0 { set.clone() } else { Data { samples: Some(used), ..set.clone() } })
     }
 
     /// Hands over samples of a set one by one that are not among the `used` that a pass takes of it, at most 64, until `consume` has
@@ -35,7 +39,9 @@ impl DataSets {
     /// The data cannot be read, does not fit the model, or `consume` fails.
     pub fn for_each_beyond(&self, options: &Data, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
         let set = self.open(&Data { samples: None, ..options.clone() }, target)?;
-        let works = set.source.works(SINGLE)?.enumerate();
+        let batch = target.fixed_batch().unwrap_or(1).max(1);
+        let used = used.div_ceil(batch);
+        let works = set.source.works(Order { batch: Some(batch), ..SINGLE })?.enumerate();
         // Of a folder, `samples` are spread over all classes; of anything else they are the first.
         let left: Box<dyn Iterator<Item = Result<Pending>>> =
             if let (Some(true), Some(all)) = (options.images.as_ref().map(|path| path.is_dir()), set.samples()) {

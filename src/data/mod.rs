@@ -68,6 +68,15 @@ pub struct Target<'m> {
     pub outputs: &'m [Port],
 }
 
+impl Target<'_> {
+    /// How many samples it takes at a time, where it takes no other number.
+    pub fn fixed_batch(&self) -> Option<usize> {
+        let mut sizes = self.inputs.iter().filter_map(|port| port.shape.first());
+        let first = (*sizes.next()?)?;
+        sizes.all(|size| *size == Some(first)).then_some(first)
+    }
+}
+
 /// What is known about the samples of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum References {
@@ -159,6 +168,7 @@ impl DataSet {
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
         let task = options.task(&target)?;
+        let options = &Data { batch_size: options.batch_size.or(target.fixed_batch()), ..options.clone() };
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
             (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),

@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 
 use super::{Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
-use crate::ir::Graph;
+use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, ModelFile, OPSETS, Precision, Rewritten, Slot, Style, WeightOnly, draft, file};
@@ -75,8 +75,11 @@ struct Prepared {
 impl Onnx {
     fn prepare(&self, model: &Model, run: &RunState) -> Result<Prepared> {
         let graph = model.graph()?;
+        let opaque = graph.nodes().iter().any(|node| matches!(node.op, Op::Opaque(_)));
+        // What is written as it stands in a file keeps to its operators, or newer ones.
+        let least = model.onnx.as_ref().filter(|_| opaque).and_then(|file| u32::try_from(file.opset()).ok()).unwrap_or(0);
         let mut style = Style {
-            opset: self.opset,
+            opset: self.opset.max(least),
             precision: self.precision,
             signed: self.activations == Integers::Int8 || (self.activations == Integers::Auto && model.signed_activations),
             weight_only: self.weight_only,
@@ -91,7 +94,8 @@ impl Onnx {
                 };
             }
         }
-        let draft = draft(&graph, &style, &metadata(model, run))?;
+        let mut draft = draft(&graph, &style, &metadata(model, run))?;
+        model.onnx.iter().for_each(|file| draft.described_as(&file.model));
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
         let layout = file::layout_as(file_name(run), &draft, file::LARGEST)?;
         Ok(Prepared { graph, draft, items, layout })

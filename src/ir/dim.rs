@@ -197,6 +197,21 @@ impl Dim {
         }
     }
 
+    /// Appends the names that it is made of, those that are not there yet.
+    pub fn names<'d>(&'d self, names: &mut Vec<&'d str>) {
+        match self {
+            Dim::Fixed(_) => {}
+            Dim::Named(name) if names.contains(&name.as_str()) => {}
+            Dim::Named(name) => names.push(name),
+            Dim::Window { of, .. } => of.names(names),
+            Dim::Sum(terms) => terms.iter().flat_map(|(_, product)| product).for_each(|size| size.names(names)),
+            Dim::Quotient(a, b) | Dim::Broadcast(a, b) => {
+                a.names(names);
+                b.names(names);
+            }
+        }
+    }
+
     /// The number, given the named sizes.
     pub fn evaluate(&self, bindings: &Bindings) -> Option<usize> {
         match self {

@@ -134,6 +134,20 @@ pub(super) struct Varints {
     pub name: String,
 }
 
+/// Elements of numbers that are stored in as many bytes as each needs.
+pub(super) fn numbers(stored: &RawTensor, ty: DataType, count: u64) -> Result<Vec<u8>, String> {
+    let dtype = dtype(ty).ok_or_else(|| format!("has no elements of type {ty:?}"))?;
+    let count = usize::try_from(count).map_err(|e| e.to_string())?;
+    let mut bytes = Vec::new();
+    let source = Varints { stored: stored.clone(), dtype, count, name: String::new() };
+    let mut take = |block: Block| {
+        bytes.extend_from_slice(block.now.values);
+        Ok(())
+    };
+    source.visit(1, &mut take).map_err(|e| e.to_string())?;
+    Ok(bytes)
+}
+
 /// Bytes that are read at a time.
 const READ: usize = 64 << 10;
 

@@ -1,24 +1,30 @@
 //! A file's operators as typed ops.
 //!
-//! A file is lifted whole or not at all: where one node has no typed form, the model still opens, and is run by ONNX Runtime. Each operator is
-//! a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`).
+//! Each operator is a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`). Nodes
+//! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`).
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod numbers;
+mod opaque;
 mod rules;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::check::{self, label};
 use super::model_file::ModelFile;
-use super::proto::{DataType, Dimension, DimensionProto, NodeProto, ValueInfoProto};
+use super::piece;
+use super::proto::{Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
 use crate::error::{Error, Result};
 use crate::ir::ops::Linear;
-use crate::ir::{Builder, Dim, Element, Graph, Kind, Op, TensorType, ValueId, rebuild};
+use crate::ir::{Builder, Dim, Graph, Kind, Op, TensorType, ValueId, rebuild};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
+pub(super) use opaque::Pieces;
+
+/// Operators that make whole numbers, which are computed again where they are needed.
+const SHAPES: [&str; 9] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range"];
 
 /// Reasons that are told of nodes without a typed form.
 const TOLD: usize = 3;
@@ -33,6 +39,10 @@ enum Known {
     /// A constant: a weight, or something that only an attribute can be.
     Constant,
     /// It comes from a node that has no typed form.
+    Untyped,
+    /// The same, of constants alone.
+    Folded,
+    /// It comes from an input that cannot be given.
     Nothing,
 }
 
@@ -50,46 +60,92 @@ pub(super) struct Lift<'f> {
     builder: Builder<'f>,
     known: BTreeMap<&'f str, Known>,
     opset: i64,
+    /// Nodes by what they compute, with their places in the order in which they run.
+    makers: BTreeMap<&'f str, (usize, &'f NodeProto)>,
+    initializers: BTreeMap<&'f str, &'f TensorProto>,
+    /// How many nodes read a value.
+    readers: BTreeMap<&'f str, usize>,
+    /// Element types as ONNX numbers them, of values that are neither floats nor integers of 64 bits.
+    numbers: BTreeMap<ValueId, i32>,
+    /// Open sizes that are numbers of samples.
+    batches: BTreeSet<String>,
+    /// Values that are none of the graph, and why.
+    refused: BTreeMap<&'f str, String>,
+    /// Values that ONNX Runtime does not compute by themselves either, and why.
+    broken: BTreeMap<&'f str, String>,
     /// Nodes without a typed form, and why.
     left: Vec<String>,
+    /// What cannot be run either.
+    failed: Vec<String>,
 }
 
 impl ModelFile {
-    /// The graph of typed ops that the file is, over its weights as they are by now.
+    /// The graph of typed ops that the file is, over its weights as they are by now. What has no typed form is run by ONNX Runtime.
     ///
     /// # Errors
-    /// An operator, an input or a weight has no typed form; the first ones by name.
+    /// An input has no typed form, or nodes have none, and there is no ONNX Runtime or it cannot run them by themselves; the first ones by name.
     pub fn lift(&self, weights: &Weights) -> Result<Graph> {
-        let lift = Lift { file: self, weights, builder: Builder::new(weights), known: BTreeMap::new(), opset: self.opset(), left: Vec::new() };
-        lift.whole()
+        let nodes = self.model.graph.as_ref().map_or(&[][..], |graph| &graph.node);
+        let order = check::order(nodes);
+        let ordered: Vec<&NodeProto> = order.into_iter().filter_map(|number| nodes.get(number)).collect();
+        let mut readers: BTreeMap<&str, usize> = BTreeMap::new();
+        for name in ordered.iter().flat_map(|node| check::reads(node)) {
+            let count = readers.entry(name).or_default();
+            *count = count.saturating_add(1);
+        }
+        let outputs = ordered.iter().enumerate().flat_map(|(place, node)| node.output.iter().map(move |name| (name.as_str(), (place, *node))));
+        let lift = Lift {
+            file: self,
+            weights,
+            builder: Builder::new(weights),
+            known: BTreeMap::new(),
+            opset: self.opset(),
+            makers: outputs.filter(|(name, _)| !name.is_empty()).collect(),
+            initializers: self.model.graph.iter().flat_map(|graph| &graph.initializer).map(|tensor| (tensor.name(), tensor)).collect(),
+            readers,
+            numbers: BTreeMap::new(),
+            batches: BTreeSet::new(),
+            refused: BTreeMap::new(),
+            broken: BTreeMap::new(),
+            left: Vec::new(),
+            failed: Vec::new(),
+        };
+        lift.whole(&ordered)
     }
 }
 
 impl<'f> Lift<'f> {
-    fn whole(mut self) -> Result<Graph> {
+    fn whole(mut self, ordered: &[&'f NodeProto]) -> Result<Graph> {
         let file = self.file;
         let Some(graph) = &file.model.graph else { return Err(self.refused(&["it has no graph".to_owned()])) };
         for input in graph.input.iter().filter(|input| !file.weights_as_inputs.contains(input.name())) {
             match ty(input) {
-                Ok(ty) => {
-                    let id = self.builder.input(input.name(), ty)?;
+                Ok((ty, number)) => {
+                    let (id, ty_of) = (self.builder.input(input.name(), ty.clone())?, ty);
+                    self.numbers.insert(id, number);
+                    if let (Some(Dim::Named(name)), 2..) = (ty_of.shape.first(), ty_of.shape.len()) {
+                        self.batches.insert(name.clone());
+                    }
                     self.known.insert(input.name(), Known::Value(id));
                 }
                 Err(reason) => {
                     self.known.insert(input.name(), Known::Nothing);
-                    self.left.push(format!("input `{}` {reason}", input.name()));
+                    self.failed.push(format!("input `{}` {reason}", input.name()));
                 }
             }
         }
-        check::order(&graph.node).into_iter().filter_map(|number| graph.node.get(number)).for_each(|node| self.take(node));
+        ordered.iter().for_each(|node| self.take(node));
         for output in &graph.output {
             match self.known.get(output.name()) {
-                Some(Known::Value(id)) => self.builder.output(output.name(), *id),
                 Some(Known::Nothing) => {}
-                _ => self.left.push(format!("output `{}` is a constant", output.name())),
+                _ => match self.opaque(output.name()) {
+                    Ok(id) => self.builder.output(output.name(), id),
+                    Err(reason) => self.failed.push(format!("output `{}`: {reason}", output.name())),
+                },
             }
         }
-        if !self.left.is_empty() {
+        if !self.failed.is_empty() {
+            self.left.append(&mut self.failed);
             return Err(self.refused(&self.left));
         }
         with_biases(&self.builder.finish()?, self.weights)
@@ -105,23 +161,31 @@ impl<'f> Lift<'f> {
                 self.file.path.display(),
                 reasons.len()
             ),
-            hint: "ONNX Runtime runs it; passes over weights take it".into(),
+            hint: "ONNX Runtime runs it, and what has no form needs it (`compress doctor --fetch`); passes over weights take it".into(),
         }
     }
 
     /// Takes a node, or notes why it has no typed form.
     fn take(&mut self, node: &'f NodeProto) {
-        let nothing = |lift: &Self| node.input.iter().any(|name| matches!(lift.known.get(name.as_str()), Some(Known::Nothing)));
-        let found = if nothing(self) { Ok(Known::Nothing) } else { self.one(node) };
+        let nothing = check::reads(node).into_iter().any(|name| matches!(self.known.get(name), Some(Known::Nothing)));
+        let found = if nothing { Ok(Known::Nothing) } else { self.one(node) };
+        let others = if nothing { Known::Nothing } else { Known::Untyped };
         let found = found.unwrap_or_else(|reason| {
             self.left.push(format!("{}: {reason}", label(node)));
-            Known::Nothing
+            Known::Untyped
         });
-        let mut outputs = node.output.iter().map(String::as_str).filter(|name| !name.is_empty());
-        if let Some(first) = outputs.next() {
+        let untyped = matches!(found, Known::Untyped);
+        let outputs: Vec<&'f str> = node.output.iter().map(String::as_str).collect();
+        outputs.iter().skip(1).filter(|name| !name.is_empty()).for_each(|other| drop(self.known.insert(other, others.clone())));
+        if let Some(first) = outputs.first().filter(|name| !name.is_empty()) {
             self.known.insert(first, found);
         }
-        outputs.for_each(|other| drop(self.known.insert(other, Known::Nothing)));
+        // What several nodes read is computed once.
+        for name in outputs.into_iter().filter(|_| untyped) {
+            if !SHAPES.contains(&node.op_type()) && self.readers.get(name).is_some_and(|count| *count > 1) {
+                drop(self.opaque(name));
+            }
+        }
     }
 
     fn one(&mut self, node: &'f NodeProto) -> Result<Known, String> {
@@ -135,7 +199,15 @@ impl<'f> Lift<'f> {
         if node.op_type() == "Constant" {
             return Ok(Known::Constant);
         }
+        if let Some(found) = self.folded(node) {
+            return Ok(found);
+        }
         let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not known")?;
+        for name in &node.input {
+            if matches!(self.known.get(name.as_str()), Some(Known::Untyped | Known::Folded)) {
+                self.opaque(name)?;
+            }
+        }
         let made = rule(&At { lift: self, node })?;
         let Some(Made { op, inputs }) = made else { return self.same(node) };
         let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
@@ -196,21 +268,19 @@ fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
     rebuild(&with, weights, &mut |step| step.keep())
 }
 
-/// The type of an input.
-fn ty(input: &ValueInfoProto) -> Result<TensorType, String> {
+/// The type of an input, and what its elements are as ONNX numbers them.
+fn ty(input: &ValueInfoProto) -> Result<(TensorType, i32), String> {
     let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()).ok_or("is no tensor")?;
-    let element = match tensor.elem_type() {
-        DataType::Float => Element::Float,
-        DataType::Int64 => Element::Int,
-        other => return Err(format!("is {other:?}, the executor takes 32-bit floats and 64-bit integers")),
-    };
+    let number = tensor.elem_type.unwrap_or(0);
+    let wrong = || format!("is {:?}, the executor takes 32-bit floats, integers of up to 64 bits, and truth values", tensor.elem_type());
+    let element = piece::element(number).ok_or_else(wrong)?;
     let shape = tensor.shape.as_ref().ok_or("has no number of axes")?;
     let size = |(axis, dim): (usize, &DimensionProto)| match &dim.value {
         Some(Dimension::DimValue(size)) if *size > 0 => usize::try_from(*size).map_or_else(|_| open(input.name(), axis), Dim::Fixed),
         Some(Dimension::DimParam(name)) if !name.is_empty() => Dim::Named(plain(name)),
         _ => open(input.name(), axis),
     };
-    Ok(TensorType { element, shape: shape.dim.iter().enumerate().map(size).collect() })
+    Ok((TensorType { element, shape: shape.dim.iter().enumerate().map(size).collect() }, number))
 }
 
 /// A size that nothing is known about.
@@ -219,7 +289,7 @@ fn open(input: &str, axis: usize) -> Dim {
 }
 
 /// A name of a size without what means something in formulas of sizes.
-fn plain(name: &str) -> String {
+pub(super) fn plain(name: &str) -> String {
     let letters: String = name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect();
     if letters.starts_with(|c: char| c.is_ascii_digit()) { format!("size_{letters}") } else { letters }
 }

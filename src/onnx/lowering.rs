@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::place::Slot;
-use super::proto::{AttributeProto, DataType, NodeProto, TensorProto};
+use super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::style::{Precision, Style};
 use crate::error::{Error, Result};
 use crate::ir::{Element, Graph, Node, Op, TensorType, ValueId};
@@ -23,6 +23,8 @@ pub(super) struct Lowering<'g> {
     pub places: BTreeMap<usize, Vec<Slot>>,
     pub nodes: Vec<NodeProto>,
     pub constants: Vec<TensorProto>,
+    /// Versions of operators of other domains, where one was asked for.
+    pub imports: BTreeMap<String, i64>,
     /// The nodes that read each value, by position.
     readers: Vec<Vec<&'g Op>>,
     shared: BTreeMap<String, Vec<String>>,
@@ -46,6 +48,7 @@ impl<'g> Lowering<'g> {
             places,
             nodes: Vec::new(),
             constants: Vec::new(),
+            imports: BTreeMap::new(),
             readers,
             shared: BTreeMap::new(),
             scope: String::new(),
@@ -126,7 +129,8 @@ impl<'g> Lowering<'g> {
         Error::option(format!("graph node `{}`", self.scope), reason)
     }
 
-    fn fresh(&mut self, wanted: String) -> String {
+    /// A name that nobody has taken.
+    pub fn fresh(&mut self, wanted: String) -> String {
         super::fresh(&mut self.taken, wanted)
     }
 
@@ -196,8 +200,13 @@ impl<'g> Lowering<'g> {
         }
     }
 
+    /// Keeps the names of a body for it.
+    pub fn reserve(&mut self, body: &GraphProto) {
+        super::check::names(body, &mut self.taken);
+    }
+
     /// Name of the current node's value.
-    fn output(&self) -> String {
+    pub fn output(&self) -> String {
         self.node.map_or(String::new(), |node| self.names[node.output.index()].clone())
     }
 

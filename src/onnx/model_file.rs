@@ -6,13 +6,14 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 use prost::Message;
 
 use super::check::{self, bodies};
 use super::elements::{self, Varints, belongs, dtype, in_memory, raw_bytes};
 use super::external::{Beside, Place};
+use super::lift::Pieces;
 use super::proto::{DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto};
 use super::skeleton::{Run, Skeleton};
 use super::uses::{self, Use};
@@ -42,6 +43,8 @@ pub struct ModelFile {
     pub(super) skeleton: Vec<u8>,
     /// Tensors by their number.
     pub(super) tensors: Vec<Held>,
+    /// Pieces without typed form, as far as they were asked for.
+    pub(super) pieces: Mutex<Pieces>,
 }
 
 /// A tensor of the file.
@@ -101,6 +104,7 @@ impl ModelFile {
             weights_as_inputs: weights_as_inputs(&model),
             tensors: skeleton.runs.into_iter().map(|run| Held { away: run.map(away), ..Held::default() }).collect(),
             skeleton: skeleton.bytes,
+            pieces: Mutex::default(),
             model: ModelProto::default(),
         };
         opened.find_weights(&model)?;

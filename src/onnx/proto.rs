@@ -329,6 +329,11 @@ impl AttributeProto {
         Self { i: Some(value), ..Self::of(name, AttributeType::Int) }
     }
 
+    /// A tensor.
+    pub fn tensor(name: &str, value: TensorProto) -> Self {
+        Self { t: Some(value), ..Self::of(name, AttributeType::Tensor) }
+    }
+
     /// Text.
     pub fn text(name: &str, value: &str) -> Self {
         Self { s: Some(value.as_bytes().to_vec()), ..Self::of(name, AttributeType::String) }

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::check::is_own;
 use super::lower::{lower, palette};
 use super::lowering::Lowering;
 use super::place::{Slot, places};
@@ -27,6 +28,34 @@ impl Draft {
     pub fn tensors(&self) -> usize {
         self.weights.iter().map(|slot| slot.tensors.len()).sum()
     }
+
+    /// Says of itself, its inputs and its outputs what another model does that takes and gives the same.
+    pub fn described_as(&mut self, other: &ModelProto) {
+        let (Some(graph), Some(theirs)) = (&mut self.model.graph, &other.graph) else { return };
+        for (ports, known) in [(&mut graph.input, &theirs.input), (&mut graph.output, &theirs.output)] {
+            for port in ports {
+                if let Some(known) = known.iter().find(|known| known.name == port.name && is_like(known, port)) {
+                    port.clone_from(known);
+                }
+            }
+        }
+        graph.name.clone_from(&theirs.name);
+        graph.doc_string.clone_from(&theirs.doc_string);
+        self.model.doc_string.clone_from(&other.doc_string);
+        self.model.domain.clone_from(&other.domain);
+        self.model.model_version = other.model_version;
+    }
+}
+
+/// Whether sizes that both know are the same; what one leaves open, it may.
+fn is_like(one: &ValueInfoProto, other: &ValueInfoProto) -> bool {
+    let shape = |value: &ValueInfoProto| Some(value.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?.dim.clone());
+    let (Some(one), Some(other)) = (shape(one), shape(other)) else { return true };
+    let differ = |(one, other): (&DimensionProto, &DimensionProto)| match (&one.value, &other.value) {
+        (Some(Dimension::DimValue(one)), Some(Dimension::DimValue(other))) => *one > 0 && one != other,
+        _ => false,
+    };
+    one.len() == other.len() && !one.iter().zip(&other).any(differ)
 }
 
 /// Spells a graph in the operators of an opset.
@@ -56,10 +85,13 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     for (public, value) in aliases {
         lowering.alias(value, &public);
     }
-    let Lowering { places, nodes, constants, .. } = lowering;
-    let domains: BTreeSet<String> = nodes.iter().filter_map(|node| node.domain.clone()).collect();
+    let Lowering { places, nodes, constants, imports, .. } = lowering;
+    let domains: BTreeSet<String> = nodes.iter().filter_map(|node| node.domain.clone()).filter(|domain| !is_own(domain)).collect();
     let own = OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) };
-    let others = domains.into_iter().map(|domain| OperatorSetIdProto { domain: Some(domain), version: Some(1) });
+    let others = domains.into_iter().map(|domain| {
+        let version = Some(imports.get(&domain).copied().unwrap_or(1));
+        OperatorSetIdProto { domain: Some(domain), version }
+    });
     let weights = places.into_values().flatten().collect();
     let body = GraphProto {
         node: nodes,

@@ -81,6 +81,27 @@ pub(super) fn port(outlet: &Outlet) -> Option<Port> {
     Some(Port { name: outlet.name().to_owned(), element, shape: shape.iter().map(|size| usize::try_from(*size).ok()).collect() })
 }
 
+/// The element type of an input or output, as ONNX numbers them; nothing for what is no tensor of numbers.
+pub(super) fn number(outlet: &Outlet) -> Option<i32> {
+    let ValueType::Tensor { ty, .. } = outlet.dtype() else { return None };
+    Some(match ty {
+        TensorElementType::Float32 => 1,
+        TensorElementType::Uint8 => 2,
+        TensorElementType::Int8 => 3,
+        TensorElementType::Uint16 => 4,
+        TensorElementType::Int16 => 5,
+        TensorElementType::Int32 => 6,
+        TensorElementType::Int64 => 7,
+        TensorElementType::Bool => 9,
+        TensorElementType::Float16 => 10,
+        TensorElementType::Float64 => 11,
+        TensorElementType::Uint32 => 12,
+        TensorElementType::Uint64 => 13,
+        TensorElementType::Bfloat16 => 16,
+        _ => return None,
+    })
+}
+
 /// A tensor as the input that it is given to.
 pub(super) fn given(tensor: &Tensor, outlet: &Outlet) -> Result<DynValue> {
     let ValueType::Tensor { ty, .. } = outlet.dtype() else { return Err("is no tensor".into()) };
@@ -101,8 +122,9 @@ pub(super) fn taken(value: &ValueRef) -> Result<Option<Tensor>> {
 }
 
 fn floats<F: WithDType + PrimitiveTensorElementType + std::fmt::Debug + 'static>(tensor: &Tensor) -> Result<DynValue> {
-    let given = tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()?;
     let values = tensor.flatten_all()?.to_dtype(F::DTYPE)?.to_vec1::<F>()?;
+    let narrower = matches!(F::DTYPE, DType::F16 | DType::BF16);
+    let given = if narrower { tensor.flatten_all()?.to_dtype(DType::F32)?.to_vec1::<f32>()? } else { Vec::new() };
     if let Some((given, _)) = given.iter().zip(&values).find(|(given, value)| given.is_finite() && !value.to_f64().is_finite()) {
         return Err(format!("holds {given}, past the end of {}", F::DTYPE.as_str()).into());
     }

@@ -50,6 +50,18 @@ impl Session {
             let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or leave out `--runtime onnxruntime`";
             return Err(Error::run(path.display(), "no such file", hint));
         }
+        Session::load(path, None, options)
+    }
+
+    /// Loads a model from its bytes; errors call it by a path.
+    ///
+    /// # Errors
+    /// As [`open`](Session::open).
+    pub fn of(bytes: &[u8], path: &Path, options: Options) -> Result<Session> {
+        Session::load(path, Some(bytes), options)
+    }
+
+    fn load(path: &Path, bytes: Option<&[u8]>, options: Options) -> Result<Session> {
         let refused = |e: ort::Error| Error::malformed(path, format!("ONNX Runtime refuses the model: {e}"));
         let builder = ort::session::Session::builder(environment()?).map_err(refused)?;
         let builder = builder.with_intra_threads(options.threads).map_err(|e| refused(e.into()))?;
@@ -57,7 +69,11 @@ impl Session {
         let builder = builder.with_log_level(ort::logging::LogLevel::Fatal).map_err(|e| refused(e.into()))?;
         let builder = builder.with_config_entry(EXACT_SUMS, "1").map_err(|e| refused(e.into()))?;
         let mut builder = builder.with_config_entry(EXACT_PRODUCTS, "1").map_err(|e| refused(e.into()))?;
-        let inner = builder.commit_from_file(path).map_err(refused)?;
+        let inner = match bytes {
+            None => builder.commit_from_file(path),
+            Some(bytes) => builder.commit_from_memory(bytes),
+        };
+        let inner = inner.map_err(refused)?;
         let other = |outlet: &&Outlet| element::port(outlet).is_none();
         let strange = inner.inputs().iter().find(other).map(|input| ("input", input));
         let strange =
@@ -75,6 +91,11 @@ impl Session {
     pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
         let ports = |outlets: &[Outlet]| outlets.iter().filter_map(element::port).collect();
         (ports(self.inner.inputs()), ports(self.inner.outputs()))
+    }
+
+    /// The element type of each output, by ONNX's number; nothing for those that are no tensors of numbers.
+    pub fn output_types(&self) -> Vec<Option<i32>> {
+        self.inner.outputs().iter().map(element::number).collect()
     }
 
     /// Names of the inputs.
@@ -107,6 +128,22 @@ impl Session {
         }
         Ok(results)
     }
+}
+
+/// Whole numbers of an answer.
+///
+/// # Errors
+/// They are floats.
+pub fn integers(answer: &Tensor) -> candle_core::Result<Vec<i64>> {
+    answer.flatten_all()?.to_vec1()
+}
+
+/// An answer where another tensor is.
+///
+/// # Errors
+/// The device runs out of memory.
+pub fn beside(answer: &Tensor, like: &Tensor) -> candle_core::Result<Tensor> {
+    answer.to_device(like.device())
 }
 
 #[cfg(test)]

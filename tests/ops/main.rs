@@ -38,7 +38,8 @@ fn largest(tensor: &Tensor) -> f32 {
 #[test]
 fn every_op_has_a_case() {
     let held: Vec<&str> = cases().iter().map(|c| c.op.name()).collect();
-    for name in OPS {
+    // What an opaque op computes is said elsewhere: `tests/onnx_opaque.rs`.
+    for name in OPS.iter().filter(|name| **name != "Opaque") {
         assert!(held.contains(name), "{name} has no case");
     }
 }

@@ -22,6 +22,7 @@ mod linear;
 mod masked_mean;
 mod matmul;
 mod normalize;
+mod opaque;
 mod pad;
 mod patchify;
 mod places;
@@ -76,6 +77,7 @@ pub use linear::Linear;
 pub use masked_mean::MaskedMean;
 pub use matmul::MatMul;
 pub use normalize::Normalize;
+pub use opaque::{Function, Opaque};
 pub use pad::{Pad, PadMode};
 pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
@@ -227,6 +229,7 @@ ops! {
     MaskedMean, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
+    Opaque,
 }
 
 impl Op {

@@ -44,6 +44,16 @@ pub(super) struct Numbers {
 }
 
 impl Numbers {
+    /// Numbers that are known; nothing for more than are followed.
+    pub fn new(values: &[i64], vector: bool) -> Option<Self> {
+        (values.len() <= MOST).then(|| Numbers { values: values.iter().copied().map(Number::Known).collect(), vector })
+    }
+
+    /// All of them, where all are known, and whether they are a vector.
+    pub fn known(&self) -> Option<(Vec<i64>, bool)> {
+        Some((self.all()?, self.vector))
+    }
+
     /// Each of them.
     pub fn each(&self) -> Vec<Number> {
         self.values.clone()

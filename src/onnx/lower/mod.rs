@@ -20,6 +20,7 @@ mod image;
 mod integer;
 mod layer;
 mod norm;
+mod opaque;
 pub(super) mod palette;
 mod recurrent;
 mod rotary;
@@ -87,6 +88,7 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Power(op) => arithmetic::power(op.exponent, n),
         Op::Scale(op) => arithmetic::scale(op.factor, n),
         Op::Mish(_) => arithmetic::mish(n),
+        Op::Opaque(op) => opaque::opaque(op, n),
         // ONNX has operators of these names.
         Op::Abs(_)
         | Op::Cos(_)

@@ -26,7 +26,7 @@ pub(super) struct Prepared {
     pub notes: Vec<String>,
 }
 
-const RULE: &str = "weights of linear layers and convolutions of the graph, but no output head, router or embedding";
+const RULE: &str = "weights of linear layers and convolutions of the graph, but no output head, router, embedding, or kernel of several convolutions";
 
 /// Chooses the layers and brings the model into the form in which they are quantized.
 pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore: &[Pattern]) -> Result<Prepared> {
@@ -34,7 +34,9 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
     let candidates: BTreeSet<&str> =
         graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))).map(|node| weight_input(&graph, node)).collect();
     let weights = model.weights.clone();
-    let eligible = |name: &str, weight: &crate::store::Weight| candidates.contains(name) && model::is_prunable(name, weight);
+    // ONNX Runtime refuses files in which several convolutions of bytes read one kernel.
+    let convolutions = |name: &str| graph.nodes().iter().filter(|node| matches!(node.op, Op::Conv(_)) && weight_input(&graph, node) == name).count();
+    let eligible = |name: &str, weight: &crate::store::Weight| candidates.contains(name) && model::is_prunable(name, weight) && convolutions(name) < 2;
     let Chosen { names, rule } = targets::choose(pass, &weights, targets, ignore, RULE, eligible)?;
     let layers: BTreeSet<String> = names.into_iter().map(str::to_owned).collect();
     for name in &layers {
@@ -44,8 +46,12 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
         }
     }
     let mut described = model.changed_graph.is_none() && model.onnx.is_none() && !model.path.join(GraphFile::NAME).is_file();
-    let (graph, Folded { count, left }) = fold::fold(&mut model, graph)?;
     let mut notes = Vec::new();
+    let shared: Vec<&&str> = candidates.iter().filter(|name| convolutions(name) > 1 && !layers.contains(**name)).collect();
+    if let Some(first) = shared.first() {
+        notes.push(format!("{} kernels stay in floats: several convolutions share each of them (the first: `{first}`)", shared.len()));
+    }
+    let (graph, Folded { count, left }) = fold::fold(&mut model, graph)?;
     if count > 0 {
         notes.push(format!("{count} batch normalisations are folded into adjacent layers"));
         described = false;

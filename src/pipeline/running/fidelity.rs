@@ -139,19 +139,10 @@ impl Run<'_> {
     /// The samples: those that no pass has used, else random ones.
     fn samples(&self, graph: &Graph) -> Result<(SamplesFrom, Option<String>, Vec<Batch>)> {
         let budget = self.budget();
-        let sets = &self.pipeline.running.data;
-        for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
-            let Some(set) = set else { continue };
-            let used = self.pipeline.steps.iter().any(|step| step.pass().runs_on() == Some(kind));
-            let used = if used { set.samples } else { Some(0) };
-            let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
-            if let Some(used) = used {
-                let subject = Subject::of(self.before.clone())?;
-                sets.for_each_beyond(set, used, subject.target(), |sample| found.take(sample))?;
-            }
-            if !found.samples.is_empty() {
-                return Ok((SamplesFrom::HeldOut, set.paths().next().map(|path| path.display().to_string()), found.samples));
-            }
+        let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
+        let path = self.held_out(&mut |sample| found.take(sample))?;
+        if !found.samples.is_empty() {
+            return Ok((SamplesFrom::HeldOut, path, found.samples));
         }
         let mut found = Found { graph, budget, spent: 0, samples: Vec::new() };
         let sizes = found.affordable();
@@ -161,6 +152,28 @@ impl Run<'_> {
             }
         }
         Ok((SamplesFrom::Synthetic, None, found.samples))
+    }
+
+    /// Hands over samples that no pass has used until they are enough; answers where they are from.
+    pub(super) fn held_out(&self, take: &mut dyn FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<Option<String>> {
+        let sets = &self.pipeline.running.data;
+        for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
+            let Some(set) = set else { continue };
+            let used = self.pipeline.steps.iter().any(|step| step.pass().runs_on() == Some(kind));
+            let used = if used { set.samples } else { Some(0) };
+            let mut any = false;
+            if let Some(used) = used {
+                let subject = Subject::of(self.before.clone())?;
+                sets.for_each_beyond(set, used, subject.target(), |sample| {
+                    any = true;
+                    take(sample)
+                })?;
+            }
+            if any {
+                return Ok(set.paths().next().map(|path| path.display().to_string()));
+            }
+        }
+        Ok(None)
     }
 
     /// What may be spent, so that measuring takes at most a fifth of the run.

@@ -1,5 +1,7 @@
 //! Measuring what a run made of an ONNX file: both files run in ONNX Runtime, whatever operators they have.
 
+use std::ops::ControlFlow;
+
 use candle_core::Device;
 
 use super::evaluate::{Run, is_large};
@@ -11,6 +13,8 @@ use crate::pipeline::run::Measured;
 
 /// Samples that are made up.
 const SAMPLES: u64 = 4;
+/// Samples that no pass has used, at most.
+const HELD_OUT: usize = 16;
 
 impl Run<'_> {
     /// Evaluates both files on data where some is named, else on samples that are made up.
@@ -49,6 +53,19 @@ impl Run<'_> {
             (0..SAMPLES).map(|number| data::synthetic_for(&inputs, self.pipeline.seed.wrapping_add(number), kind)).collect::<Result<Vec<Batch>>>()
         };
         let (mut ours, mut theirs) = (before.load(&Device::Cpu, &self.work)?, after.load(&Device::Cpu, &self.work)?);
+        let mut held_out = Vec::new();
+        let data = self.held_out(&mut |sample| {
+            held_out.push(sample);
+            Ok(if held_out.len() < HELD_OUT { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
+        })?;
+        if !held_out.is_empty() {
+            let mut sums = FidelitySums::default();
+            for sample in &held_out {
+                self.work.cancel.check()?;
+                sums.add(sample, &ours.run(&sample.inputs)?, &theirs.run(&sample.inputs)?)?;
+            }
+            return Ok(MeasuredFidelity { samples_from: SamplesFrom::HeldOut, samples: held_out.len(), data, fidelity: sums.finish() });
+        }
         let mut refused = None;
         // What sizes and numbers a file takes, it does not say.
         for kind in 0..data::KINDS {

@@ -1,0 +1,93 @@
+//! What no op describes: a function that somebody else knows.
+
+use std::any::Any;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use candle_core::Tensor;
+use serde::{Deserialize, Serialize};
+
+use super::{Backward, OpSpec};
+use crate::ir::{Dim, TensorType};
+
+/// A function of tensors.
+pub trait Function: fmt::Debug + Send + Sync {
+    /// Sizes of the output, of inputs of these sizes.
+    ///
+    /// # Errors
+    /// It cannot be said, or the inputs do not fit.
+    fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String>;
+    /// The output.
+    ///
+    /// # Errors
+    /// The inputs do not fit, or it cannot be computed.
+    fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor>;
+    /// What it is, for whoever made it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A function that is known by running it alone. A graph that was written as text has lost it: its types are still known.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Opaque {
+    /// What it is, for people.
+    pub label: String,
+    /// Types of the inputs.
+    pub inputs: Vec<TensorType>,
+    /// The type of the output of such inputs.
+    pub output: Option<TensorType>,
+    /// The function.
+    #[serde(skip)]
+    pub function: Option<Arc<dyn Function>>,
+}
+
+impl PartialEq for Opaque {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.label, &self.inputs, &self.output) == (&other.label, &other.inputs, &other.output)
+    }
+}
+
+impl Opaque {
+    fn lost<T>(&self) -> Result<T, String> {
+        Err(format!("what {} computes is known in the .onnx file alone", self.label))
+    }
+}
+
+impl OpSpec for Opaque {
+    fn arity(&self) -> Range<usize> {
+        self.inputs.len()..self.inputs.len().saturating_add(1)
+    }
+
+    fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
+        let Some(output) = &self.output else { return self.lost() };
+        let alike = |(given, known): (&&TensorType, &TensorType)| given.element == known.element && given.shape.len() == known.shape.len();
+        if let Some((given, known)) = inputs.iter().zip(&self.inputs).find(|(given, known)| !alike((given, known))) {
+            return Err(format!("it takes {known}, and is given {given}"));
+        }
+        let sizes: Option<Vec<Vec<usize>>> = inputs.iter().map(|ty| ty.shape.iter().map(Dim::fixed).collect()).collect();
+        match (sizes, &self.function) {
+            _ if inputs.iter().zip(&self.inputs).all(|(given, known)| **given == *known) => Ok(output.clone()),
+            (Some(sizes), Some(function)) => Ok(TensorType { element: output.element, shape: function.shape(&sizes)?.into_iter().map(Dim::Fixed).collect() }),
+            (Some(_), None) => self.lost(),
+            (None, _) => Ok(output.clone()),
+        }
+    }
+
+    fn axes(&self, inputs: &[&TensorType]) -> String {
+        let held = |rank: usize| vec!["_"; rank].join(" ");
+        let inputs: Vec<String> = inputs.iter().map(|ty| held(ty.shape.len())).collect();
+        format!("{} -> {}", inputs.join(", "), held(self.output.as_ref().map_or(0, |ty| ty.shape.len())))
+    }
+
+    fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
+        match &self.function {
+            Some(function) => function.run(inputs),
+            None => self.lost().map_err(super::unfit),
+        }
+    }
+
+    fn backward(&self, _backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
+        candle_core::bail!("{} has no gradient: nothing before it can be trained", self.label)
+    }
+}

@@ -1,0 +1,266 @@
+//! Nodes without a typed form, as pieces that ONNX Runtime runs.
+//!
+//! A piece is what a value is computed with, back to values of the graph, to its inputs, and to weights: a function of one result. So nodes that
+//! belong together stay together, and what several nodes read is computed once.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, PoisonError};
+
+use super::super::check::{self, bodies, label};
+use super::super::elements;
+use super::super::piece::{self, Parts, Piece};
+use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
+use super::super::wire::data;
+use super::numbers::Numbers;
+use super::{Known, Lift};
+use crate::ir::ops::Opaque;
+use crate::ir::{Element, TensorType, ValueId};
+use crate::store::{DType, Weight};
+
+/// Pieces that a file was found to have, by what they compute and read.
+pub(in super::super) type Pieces = BTreeMap<(String, Vec<String>), Result<Arc<Piece>, String>>;
+
+/// Operators that compute something else each time.
+const RANDOM: [&str; 4] = ["RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"];
+
+/// What a piece is made of, while it is gathered.
+#[derive(Default)]
+struct Cone<'f> {
+    /// Nodes by their place in the order in which they run.
+    nodes: BTreeMap<usize, &'f NodeProto>,
+    /// Values of the graph that it reads, by the file's name.
+    values: BTreeMap<&'f str, ValueId>,
+    /// Weights that it reads.
+    weights: BTreeSet<&'f str>,
+    constants: BTreeMap<&'f str, &'f TensorProto>,
+    /// Numbers that are known beforehand.
+    numbers: BTreeMap<&'f str, (Vec<i64>, bool)>,
+}
+
+impl<'f> Lift<'f> {
+    /// A value whose node has no typed form, as one of the graph.
+    pub(super) fn opaque(&mut self, name: &'f str) -> Result<ValueId, String> {
+        if let Some(Known::Value(id)) = self.known.get(name) {
+            return Ok(*id);
+        }
+        if let Some(reason) = self.refused.get(name) {
+            return Err(reason.clone());
+        }
+        let found = self.piece(name);
+        match &found {
+            Ok(id) => drop(self.known.insert(name, Known::Value(*id))),
+            Err(reason) => drop(self.refused.insert(name, reason.clone())),
+        }
+        found
+    }
+
+    fn piece(&mut self, name: &'f str) -> Result<ValueId, String> {
+        let cone = self.cone(name, false)?;
+        let (mut ids, mut inputs, mut types, mut turned) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        for (inner, id) in &cone.values {
+            let ty = self.builder.ty(*id).clone();
+            let number = self.numbers.get(id).copied().unwrap_or(if ty.element == Element::Float { DataType::Float } else { DataType::Int64 } as i32);
+            inputs.push(((*inner).to_owned(), number));
+            ids.push(*id);
+            types.push(ty);
+        }
+        for weight in &cone.weights {
+            let shape = self.weight(weight).ok_or_else(|| format!("`{weight}` is gone"))?.shape.clone();
+            let id = self.builder.param(weight, &shape).map_err(|e| e.to_string())?;
+            let flipped = self.file.tensors.iter().any(|held| held.flipped && held.weight.as_deref() == Some(*weight));
+            let inner = if flipped { format!("{weight}/rows") } else { (*weight).to_owned() };
+            if flipped {
+                turned.push(NodeProto {
+                    op_type: Some("Transpose".into()),
+                    input: vec![inner.clone()],
+                    output: vec![(*weight).to_owned()],
+                    attribute: vec![AttributeProto::ints("perm", [1, 0])],
+                    ..NodeProto::default()
+                });
+            }
+            inputs.push((inner, DataType::Float as i32));
+            ids.push(id);
+            types.push(TensorType::float(shape));
+        }
+        let piece = self.loaded(&cone, turned, inputs, &types, name).inspect_err(|reason| drop(self.broken.insert(name, reason.clone())))?;
+        let batches = &self.batches;
+        let output = piece.learn(&types, &|size| batches.contains(size)).inspect_err(|reason| {
+            if piece::element(piece.element).is_some() {
+                self.broken.insert(name, reason.clone());
+            }
+        })?;
+        let more = cone.nodes.len().saturating_sub(1);
+        let last = cone.nodes.values().next_back().map_or_else(|| format!("`{name}`"), |node| label(node));
+        let label = if more > 0 { format!("{last} and {more} more") } else { last };
+        let number = piece.element;
+        let op = Opaque { label, inputs: types, output: Some(output), function: Some(piece) };
+        let id = self.builder.node(name, op, &ids).map_err(|e| e.to_string())?;
+        self.numbers.insert(id, number);
+        Ok(id)
+    }
+
+    /// A piece, loaded once for a file.
+    fn loaded(&self, cone: &Cone<'f>, turned: Vec<NodeProto>, inputs: Vec<(String, i32)>, types: &[TensorType], name: &str) -> Result<Arc<Piece>, String> {
+        let key = (name.to_owned(), inputs.iter().map(|(inner, _)| inner.clone()).collect());
+        let pieces = || self.file.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(held) = pieces().get(&key) {
+            return held.clone();
+        }
+        let ranks: Vec<usize> = types.iter().map(|ty| ty.shape.len()).collect();
+        let made = self.gathered(cone, turned, inputs, name).and_then(|parts| Piece::load(parts, &ranks, &self.file.path)).map(Arc::new);
+        pieces().insert(key, made.clone());
+        made
+    }
+
+    /// What a node makes of constants alone: ONNX Runtime computes it where it is a few whole numbers.
+    pub(super) fn folded(&self, node: &'f NodeProto) -> Option<Known> {
+        let [name] = node.output.as_slice() else { return None };
+        let constant = |name: &&str| match self.known.get(name) {
+            Some(Known::Numbers(numbers)) => numbers.all().is_some(),
+            Some(Known::Constant | Known::Folded) => !self.is_parameter(name),
+            Some(_) => false,
+            None => self.initializers.contains_key(name) && !self.is_parameter(name),
+        };
+        let reads = check::reads(node);
+        if reads.is_empty() || !reads.iter().all(constant) || RANDOM.contains(&node.op_type()) {
+            return None;
+        }
+        let cone = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty())?;
+        let piece = self.loaded(&cone, Vec::new(), Vec::new(), &[], name).ok()?;
+        Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers))
+    }
+
+    fn weight(&self, name: &str) -> Option<&'f Weight> {
+        self.weights.by_name.get(name)
+    }
+
+    /// Everything that a value is computed with, back to what the graph has; back to numbers that are known, too, where they are `trusted` to be
+    /// of 64 bits.
+    fn cone(&self, name: &'f str, trusted: bool) -> Result<Cone<'f>, String> {
+        let mut cone = Cone::default();
+        let mut open = vec![name];
+        let mut seen = BTreeSet::new();
+        while let Some(inner) = open.pop() {
+            if !seen.insert(inner) {
+                continue;
+            }
+            // What could not be run cannot be run as a part of more.
+            if let Some(reason) = self.broken.get(inner) {
+                return Err(reason.clone());
+            }
+            // Whole numbers are computed again, as far as they follow from sizes: a piece that reads them could not be tried without.
+            let passed = |id: ValueId| self.builder.ty(id).element == Element::Float || !self.makers.contains_key(inner);
+            if let Some(Known::Value(id)) = self.known.get(inner).filter(|known| !matches!(known, Known::Value(id) if !passed(*id))) {
+                cone.values.insert(inner, *id);
+            } else if let (true, Some(Known::Numbers(numbers))) = (trusted, self.known.get(inner))
+                && let Some(known) = numbers.known()
+            {
+                cone.numbers.insert(inner, known);
+            } else if self.is_parameter(inner) {
+                cone.weights.insert(inner);
+            } else if let Some(tensor) = self.initializers.get(inner) {
+                self.require_untouched(inner)?;
+                cone.constants.insert(inner, tensor);
+            } else if let Some((place, node)) = self.makers.get(inner) {
+                if cone.nodes.insert(*place, node).is_none() {
+                    open.extend(check::reads(node));
+                    bodies(node).try_for_each(|body| self.of_body(body, &mut cone))?;
+                }
+            } else {
+                return Err(format!("`{inner}` cannot be given to ONNX Runtime"));
+            }
+        }
+        Ok(cone)
+    }
+
+    /// Weights in bodies are given from outside, so that passes may change them.
+    fn of_body(&self, body: &'f GraphProto, cone: &mut Cone<'f>) -> Result<(), String> {
+        let constants = body.node.iter().filter(|node| node.op_type() == "Constant").filter_map(|node| node.output.first().map(String::as_str));
+        for name in body.initializer.iter().map(|tensor| tensor.name()).chain(constants) {
+            if self.is_parameter(name) {
+                cone.weights.insert(name);
+            } else {
+                self.require_untouched(name)?;
+            }
+        }
+        body.node.iter().flat_map(bodies).try_for_each(|body| self.of_body(body, cone))
+    }
+
+    fn is_parameter(&self, name: &str) -> bool {
+        self.weight(name).is_some_and(|weight| weight.dtype == DType::F32)
+    }
+
+    /// What is taken over as it stands in the file must be what it was.
+    fn require_untouched(&self, name: &str) -> Result<(), String> {
+        match (self.weight(name), self.file.weights.get(name)) {
+            (Some(now), Some(before)) if !Arc::ptr_eq(&now.source(), &before.source()) => {
+                Err(format!("`{name}` was changed, is {} and read by a node without typed form", now.dtype))
+            }
+            (None, Some(_)) => Err(format!("`{name}` is gone")),
+            _ => Ok(()),
+        }
+    }
+
+    fn gathered(&self, cone: &Cone<'f>, mut nodes: Vec<NodeProto>, inputs: Vec<(String, i32)>, output: &str) -> Result<Parts, String> {
+        let model = &self.file.model;
+        let own = |node: &&NodeProto| model.functions.iter().any(|of| of.name() == node.op_type() && of.domain() == node.domain());
+        if let Some(node) = cone.nodes.values().find(|node| own(node)) {
+            return Err(format!("{} is a function of the file", label(node)));
+        }
+        for node in cone.nodes.values() {
+            let mut node = (*node).clone();
+            self.fill(&mut node, cone)?;
+            nodes.push(node);
+        }
+        let mut constants = cone.constants.values().map(|tensor| self.filled(tensor)).collect::<Result<Vec<_>, _>>()?;
+        constants.extend(cone.numbers.iter().map(|(name, (values, vector))| TensorProto {
+            name: Some((*name).to_owned()),
+            data_type: Some(DataType::Int64 as i32),
+            dims: vector.then(|| i64::try_from(values.len()).unwrap_or(i64::MAX)).into_iter().collect(),
+            raw_data: Some(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
+            ..TensorProto::default()
+        }));
+        Ok(Parts { nodes, constants, inputs, output: output.to_owned(), opsets: model.opset_import.clone(), ir_version: model.ir_version })
+    }
+
+    /// Puts elements back into a node, and takes weights out of its bodies.
+    fn fill(&self, node: &mut NodeProto, cone: &Cone<'f>) -> Result<(), String> {
+        for attribute in &mut node.attribute {
+            for tensor in attribute.t.iter_mut().chain(&mut attribute.tensors) {
+                *tensor = self.filled(tensor)?;
+            }
+            if attribute.sparse_tensor.is_some() || !attribute.sparse_tensors.is_empty() {
+                return Err("it has a sparse tensor".into());
+            }
+            for body in attribute.g.iter_mut().chain(&mut attribute.graphs) {
+                body.initializer.retain(|tensor| !cone.weights.contains(tensor.name()));
+                body.node.retain(|node| node.op_type() != "Constant" || !node.output.first().is_some_and(|name| cone.weights.contains(name.as_str())));
+                for tensor in &mut body.initializer {
+                    *tensor = self.filled(tensor)?;
+                }
+                body.node.iter_mut().try_for_each(|node| self.fill(node, cone))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A tensor with its elements.
+    fn filled(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
+        let mut whole = TensorProto { mark: None, ..tensor.clone() };
+        let held = tensor.mark.and_then(|mark| self.file.tensors.get(usize::try_from(mark).ok()?));
+        let Some(away) = held.and_then(|held| held.away.as_ref()) else { return Ok(whole) };
+        let bytes = if away.field.is_some_and(data::is_varints) {
+            elements::numbers(&away.bytes, tensor.data_type(), elements::shape(tensor)?.1)?
+        } else {
+            let mut bytes = vec![0; usize::try_from(away.bytes.bytes()).map_err(|e| e.to_string())?];
+            away.bytes.read_at(0, &mut bytes).map_err(|e| e.to_string())?;
+            bytes
+        };
+        (whole.raw_data, whole.data_location) = (Some(bytes), None);
+        whole.external_data.clear();
+        Ok(whole)
+    }
+}

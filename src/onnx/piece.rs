@@ -1,0 +1,194 @@
+//! A piece of a file without typed form: its nodes as they stand, run by ONNX Runtime.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+
+use candle_core::{DType, Device, Tensor};
+use prost::Message;
+
+use super::proto::{
+    DataType, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
+};
+use crate::error::Result;
+use crate::ir::ops::Function;
+use crate::ir::{Bindings, Dim, Element, TensorType};
+use crate::runtime::{self, Session};
+
+/// Sizes for open axes that a piece is tried with, as a step and a first size: it may take none that are too large, or multiples alone.
+const TRIALS: [(usize, usize); 4] = [(1, 5), (8, 16), (32, 64), (32, 256)];
+/// The same for numbers of samples; some models take one alone.
+const SAMPLES: [(usize, usize); 2] = [(1, 2), (0, 1)];
+
+/// What a piece is made of.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Parts {
+    /// In an order in which they can run.
+    pub nodes: Vec<NodeProto>,
+    /// Constants.
+    pub constants: Vec<TensorProto>,
+    /// Names of what it reads, and element types as ONNX numbers them.
+    pub inputs: Vec<(String, i32)>,
+    /// Name of what it computes.
+    pub output: String,
+    /// The sets of operators that it uses.
+    pub opsets: Vec<OperatorSetIdProto>,
+    /// Version of the file format.
+    pub ir_version: Option<i64>,
+}
+
+/// A piece, loaded.
+#[derive(Debug)]
+pub(super) struct Piece {
+    pub parts: Parts,
+    /// Its element type as ONNX numbers it.
+    pub element: i32,
+    session: Mutex<Session>,
+    /// Sizes of the output by those of the inputs, as far as they were asked for.
+    sizes: Mutex<BTreeMap<Vec<Vec<usize>>, Vec<usize>>>,
+}
+
+/// What stands for elements of such a type here; nothing for types that the executor's graphs do not have.
+pub(super) fn element(number: i32) -> Option<Element> {
+    match DataType::try_from(number).ok()? {
+        DataType::Float => Some(Element::Float),
+        DataType::Int64 | DataType::Int32 | DataType::Int16 | DataType::Int8 | DataType::Uint8 | DataType::Uint16 | DataType::Bool => Some(Element::Int),
+        _ => None,
+    }
+}
+
+impl Piece {
+    /// Loads a piece of the file at a path, whose inputs have so many axes.
+    ///
+    /// # Errors
+    /// There is no ONNX Runtime, it refuses the piece, or the output is no tensor of numbers.
+    pub fn load(parts: Parts, ranks: &[usize], path: &Path) -> Result<Piece, String> {
+        let session = Session::of(&parts.model(ranks).encode_to_vec(), path, runtime::Options::default()).map_err(|e| e.to_string())?;
+        let element = session.output_types().first().copied().flatten().ok_or_else(|| format!("`{}` is no tensor of numbers", parts.output))?;
+        Ok(Piece { parts, element, session: Mutex::new(session), sizes: Mutex::default() })
+    }
+
+    /// The type of the output: found by running it on inputs of several sizes, where some are open; those that are numbers of samples stay small.
+    ///
+    /// # Errors
+    /// The output's elements are none that graphs have, or it runs on none of the inputs that were tried.
+    pub fn learn(&self, inputs: &[TensorType], batch: &dyn Fn(&str) -> bool) -> Result<TensorType, String> {
+        let element = element(self.element).ok_or_else(|| format!("`{}` is of a type that the built-in executor does not have", self.parts.output))?;
+        let mut names: Vec<&str> = Vec::new();
+        inputs.iter().flat_map(|ty| &ty.shape).for_each(|size| size.names(&mut names));
+        let mut reason = String::new();
+        for ((step, first), samples) in SAMPLES.iter().flat_map(|samples| TRIALS.iter().map(move |trial| (*trial, *samples))) {
+            let tried = [0usize, 1].map(|round| {
+                let size = |(at, name): (usize, &&str)| {
+                    let (step, first) = if batch(name) { samples } else { (step, first) };
+                    ((*name).to_owned(), first.saturating_add(step.saturating_mul(at.saturating_add(round.saturating_mul(names.len())))))
+                };
+                let sizes: Bindings = names.iter().enumerate().map(size).collect();
+                let shapes = inputs.iter().map(|ty| ty.shape.iter().map(|size| size.evaluate(&sizes)).collect::<Option<Vec<_>>>()).collect::<Option<Vec<_>>>();
+                let shapes = shapes.ok_or_else(|| "sizes do not come out even".to_owned())?;
+                Ok::<_, String>((self.shape(&shapes)?, sizes))
+            });
+            match tried {
+                [Ok((sizes, _)), _] | [_, Ok((sizes, _))] if sizes.contains(&0) => {
+                    reason = format!("`{}` has no elements where all that is read is zero: its sizes depend on values", self.parts.output);
+                }
+                [Ok(one), Ok(other)] => return Ok(TensorType { element, shape: self.formulas(inputs, &one, &other) }),
+                [Err(e), _] | [_, Err(e)] => reason = e,
+            }
+        }
+        Err(reason)
+    }
+
+    /// Sizes as formulas of those of the inputs, from two runs; a name of its own for what follows from none of them.
+    fn formulas(&self, inputs: &[TensorType], one: &(Vec<usize>, Bindings), other: &(Vec<usize>, Bindings)) -> Vec<Dim> {
+        let open: Vec<&Dim> = inputs.iter().flat_map(|ty| &ty.shape).filter(|size| size.fixed().is_none()).collect();
+        let both = |size: &Dim| Some((size.evaluate(&one.1)?, size.evaluate(&other.1)?));
+        let found = |wanted: (usize, usize)| {
+            let same = |size: &Dim| both(size) == Some(wanted);
+            let moved = |size: &&Dim| {
+                let (a, b) = both(size)?;
+                let by = |of: usize, wanted: usize| i64::try_from(wanted).ok()?.checked_sub(i64::try_from(of).ok()?);
+                by(a, wanted.0).filter(|some| Some(*some) == by(b, wanted.1)).and_then(|by| size.moved(by))
+            };
+            let times = |size: &&Dim| size.times(&Dim::Fixed(wanted.0.checked_div(both(size)?.0)?)).filter(same);
+            let product = |a: &&Dim| open.iter().find_map(|b| a.times(b).filter(same));
+            let of_one = open.iter().find(|size| same(size)).map(|size| (*size).clone());
+            of_one.or_else(|| open.iter().find_map(times)).or_else(|| open.iter().find_map(moved)).or_else(|| open.iter().find_map(product))
+        };
+        let rank = one.0.len().max(other.0.len());
+        let size = |axis: usize| match (one.0.get(axis), other.0.get(axis)) {
+            (Some(a), Some(b)) if a == b => Dim::Fixed(*a),
+            (Some(a), Some(b)) => found((*a, *b)).unwrap_or_else(|| Dim::Named(super::lift::plain(&format!("{}_{axis}", self.parts.output)))),
+            _ => Dim::Named(super::lift::plain(&format!("{}_{axis}", self.parts.output))),
+        };
+        (0..rank).map(size).collect()
+    }
+
+    /// What a piece that reads nothing computes, if that is a whole number or a vector of them.
+    pub fn numbers(&self) -> Option<(Vec<i64>, bool)> {
+        let answer = self.answer(&[]).ok().filter(|answer| answer.rank() < 2 && element(self.element) == Some(Element::Int))?;
+        Some((runtime::integers(&answer).ok()?, answer.rank() == 1))
+    }
+
+    fn answer(&self, inputs: &[Tensor]) -> Result<Tensor, String> {
+        let given = self.parts.inputs.iter().map(|(name, _)| name.clone()).zip(inputs.iter().cloned()).collect();
+        let answers = self.session.lock().unwrap_or_else(PoisonError::into_inner).run(&given).map_err(|e| e.to_string())?;
+        answers.into_values().next().ok_or_else(|| format!("`{}` is no tensor of numbers", self.parts.output))
+    }
+}
+
+impl Function for Piece {
+    fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String> {
+        if let Some(known) = self.sizes.lock().unwrap_or_else(PoisonError::into_inner).get(inputs) {
+            return Ok(known.clone());
+        }
+        // Ones are tokens, marks of what is no padding, and truth.
+        let given = |((_, number), sizes): (&(String, i32), &Vec<usize>)| match element(*number) {
+            Some(Element::Int) => Tensor::ones(sizes.as_slice(), DType::I64, &Device::Cpu),
+            _ => Tensor::zeros(sizes.as_slice(), DType::F32, &Device::Cpu),
+        };
+        let given = self.parts.inputs.iter().zip(inputs).map(given).collect::<candle_core::Result<Vec<_>>>().map_err(|e| e.to_string())?;
+        let sizes = self.answer(&given)?.dims().to_vec();
+        self.sizes.lock().unwrap_or_else(PoisonError::into_inner).insert(inputs.to_vec(), sizes.clone());
+        Ok(sizes)
+    }
+
+    fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
+        let answer = self.answer(inputs).map_err(candle_core::Error::Msg)?;
+        let sizes: Vec<Vec<usize>> = inputs.iter().map(|input| input.dims().to_vec()).collect();
+        let wanted = self.shape(&sizes).map_err(candle_core::Error::Msg)?;
+        if answer.dims() != wanted {
+            candle_core::bail!("has sizes {:?}, which depend on more than the sizes of what it reads: the built-in executor cannot go on", answer.dims());
+        }
+        inputs.first().map_or(Ok(answer.clone()), |like| runtime::beside(&answer, like))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Parts {
+    /// The piece as a model whose inputs have so many axes.
+    fn model(&self, ranks: &[usize]) -> ModelProto {
+        let open = |rank: &usize| Some(TensorShapeProto { dim: vec![DimensionProto::default(); *rank] });
+        let port = |((name, element), rank): (&(String, i32), &usize)| {
+            let tensor = TensorTypeProto { elem_type: Some(*element), shape: open(rank) };
+            let ty = TypeProto { tensor_type: Some(tensor), ..TypeProto::default() };
+            ValueInfoProto { name: Some(name.clone()), r#type: Some(ty), ..ValueInfoProto::default() }
+        };
+        let graph = GraphProto {
+            name: Some("piece".into()),
+            node: self.nodes.clone(),
+            initializer: self.constants.clone(),
+            input: self.inputs.iter().zip(ranks).map(port).collect(),
+            output: vec![ValueInfoProto { name: Some(self.output.clone()), ..ValueInfoProto::default() }],
+            ..GraphProto::default()
+        };
+        ModelProto { ir_version: self.ir_version.max(Some(4)), graph: Some(graph), opset_import: self.opsets.clone(), ..ModelProto::default() }
+    }
+}

@@ -1,0 +1,190 @@
+//! Nodes of ONNX files without a typed form: run as pieces, quantized around, and written again.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use candle_core::{Device, Tensor};
+use compress::data::{Data, DataSets};
+use compress::evaluation::Subject;
+use compress::ir::Op;
+use compress::onnx::proto::{AttributeProto, DataType, Dimension, GraphProto, ModelProto, NodeProto, TensorProto};
+use compress::pass::{Context, Pass, QuantizeStatic, Step};
+use compress::run_state::RunState;
+use compress::runtime;
+use compress::work::{Cancel, MemoryLimit, Silent, Work};
+use compress::{Model, Pipeline};
+use prost::Message;
+
+#[path = "common/nodes.rs"]
+mod nodes;
+
+use nodes::{close, executed, floats, in_runtime, ints, model, node, numbers, sample, value};
+
+/// An attribute that is a body.
+fn body(name: &str, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>, output: &str) -> AttributeProto {
+    let output = vec![value(output, DataType::Float, None)];
+    let graph = GraphProto { name: Some(name.into()), node: nodes, initializer, output, ..GraphProto::default() };
+    AttributeProto { g: Some(graph), i: None, r#type: Some(5), ..AttributeProto::int(name, 0) }
+}
+
+/// Models of layers with something between them that has no typed form, and how many pieces that is.
+fn cases() -> Vec<(&'static str, usize, ModelProto)> {
+    let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
+    let layer = |x: &str, weight: &str, y: &str| node("MatMul", &[x, weight], y, vec![]);
+    let weights = || vec![floats("first", &[4, 6]), floats("second", &[6, 4])];
+    let split = NodeProto { output: vec!["left".into(), "right".into()], ..node("Split", &["a"], "", vec![AttributeProto::int("axis", 1)]) };
+    let positive = vec![
+        node("ReduceMax", &["x"], "largest", vec![AttributeProto::int("keepdims", 0)]),
+        node("Less", &["largest", "limit"], "small", vec![]),
+        layer("x", "first", "a"),
+        node(
+            "If",
+            &["small"],
+            "b",
+            vec![
+                body("then_branch", vec![node("Add", &["a", "within"], "t", vec![])], vec![floats("within", &[6])], "t"),
+                body("else_branch", vec![layer("x", "turned", "e")], vec![], "e"),
+            ],
+        ),
+        layer("b", "second", "y"),
+    ];
+    let limit = TensorProto { dims: vec![], ..nodes::given("limit", &[], &[100.0]) };
+    let shaped = vec![
+        layer("x", "first", "a"),
+        node("Shape", &["a"], "sizes", vec![]),
+        node("ConstantOfShape", &["sizes"], "zeros", vec![]),
+        node("Cos", &["zeros"], "ones", vec![]),
+        node("Add", &["a", "ones"], "b", vec![]),
+        layer("b", "second", "y"),
+    ];
+    vec![
+        ("one node", 1, model(13, &[0, 4], vec![layer("x", "first", "a"), node("Cos", &["a"], "b", vec![]), layer("b", "second", "y")], weights())),
+        (
+            "a chain whose attributes become inputs",
+            1,
+            model(
+                11,
+                &[0, 4],
+                vec![
+                    layer("x", "first", "a"),
+                    node("Sign", &["a"], "b", vec![]),
+                    node("CumSum", &["b", "axis"], "c", vec![]),
+                    node("Unsqueeze", &["c"], "d", vec![list("axes", &[0])]),
+                    node("Squeeze", &["d"], "e", vec![list("axes", &[0])]),
+                    layer("e", "second", "y"),
+                ],
+                [weights(), vec![TensorProto { dims: vec![], ..ints("axis", &[1]) }]].concat(),
+            ),
+        ),
+        (
+            "two results",
+            2,
+            model(
+                11,
+                &[0, 4],
+                vec![layer("x", "first", "a"), split, node("Mul", &["left", "right"], "b", vec![]), layer("b", "third", "y")],
+                vec![floats("first", &[4, 6]), floats("third", &[3, 4])],
+            ),
+        ),
+        ("bodies that read weights around and within", 1, model(11, &[0, 4], positive, [weights(), vec![floats("turned", &[4, 6]), limit]].concat())),
+        ("what follows from sizes alone", 1, model(13, &[0, 4], shaped, weights())),
+    ]
+}
+
+fn pieces(model: &Model) -> usize {
+    model.graph().unwrap().nodes().iter().filter(|node| matches!(node.op, Op::Opaque(_))).count()
+}
+
+#[test]
+fn pieces_compute_what_the_file_computes_and_come_back_from_what_is_written() {
+    if runtime::library().is_err() {
+        return;
+    }
+    for (what, count, model) in cases() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, out, samples) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("samples.safetensors"));
+        std::fs::write(&path, model.encode_to_vec()).unwrap();
+        let opened = Model::open(&path).unwrap();
+        assert_eq!(pieces(&opened), count, "{what}: {}", opened.graph().unwrap());
+        let inputs = sample(&[0, 4]);
+        close(what, &executed(opened.clone(), &inputs).unwrap(), &in_runtime(&path, &inputs));
+
+        // Quantized, simulated and as ONNX Runtime computes it.
+        let many = Tensor::from_vec(numbers(64 * 4, 0.7), (64, 4), &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&[("x".to_owned(), many.clone())].into(), &samples).unwrap();
+        let calibration = Data { arrays: Some(samples.clone()), samples: Some(64), ..Data::default() };
+        let data = DataSets { calibration: Some(calibration.clone()), ..DataSets::default() };
+        let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+        let context =
+            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, workplace: None, resume: false };
+        let pass = QuantizeStatic::default();
+        let simulated = pass.apply(opened.clone(), &mut RunState::default(), Some(&context)).unwrap();
+        let built = Pipeline::builder().pass(Step::from(pass)).calibration(calibration).threads(1).build().unwrap();
+        let report = built.run(opened.clone(), &out).unwrap();
+        assert!(report.notes.iter().any(|note| note.contains("Opaque stay in floats")), "{what}: {:?}", report.notes);
+        let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), many.narrow(0, 0, 5).unwrap())].into();
+        let mut subject = Subject::of(simulated).unwrap();
+        let ours = subject.load(&Device::Cpu, &work).unwrap().run(&inputs).unwrap().remove("y").unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let (theirs, float) = (in_runtime(&out, &inputs).1, in_runtime(&path, &inputs).1);
+        let largest = float.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+        let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).sum::<f32>() / (a.len() as f32 * largest);
+        assert!(distance(&ours, &theirs) < 0.002, "{what}: {ours:?} simulated, {theirs:?} in ONNX Runtime");
+        assert!(distance(&theirs, &float) < 0.03, "{what}: {theirs:?} quantized, {float:?} in floats");
+
+        let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
+        let graph = written.graph.unwrap();
+        let operators: BTreeSet<&str> = graph.node.iter().map(|node| node.op_type()).collect();
+        assert!(operators.contains("QuantizeLinear") && operators.contains("DequantizeLinear"), "{what}: {operators:?}");
+        let rows = graph.input[0].r#type.as_ref().unwrap().tensor_type.as_ref().unwrap().shape.as_ref().unwrap().dim[0].value.clone();
+        assert_eq!(rows, Some(Dimension::DimParam("n".into())), "{what}");
+    }
+}
+
+/// What a pass makes of a weight that only a body reads is what the body computes with.
+#[test]
+fn weights_in_bodies_are_those_of_the_model() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let (_, _, model) = cases().into_iter().find(|(what, ..)| what.starts_with("bodies")).unwrap();
+    std::fs::write(&path, model.encode_to_vec()).unwrap();
+    let mut opened = Model::open(&path).unwrap();
+    let inputs = sample(&[0, 4]);
+    let before = executed(opened.clone(), &inputs).unwrap();
+    let zero = opened.weights.by_name["first"].clone();
+    assert!(opened.graph().unwrap().params().any(|(_, value)| value.name == "within"));
+    opened.weights.by_name.insert("within".into(), flat(&zero));
+    let after = executed(opened, &inputs).unwrap();
+    assert!(before.1.iter().zip(&after.1).any(|(a, b)| (a - b).abs() > 1e-3));
+}
+
+/// The first six numbers of a weight.
+fn flat(weight: &compress::store::Weight) -> compress::store::Weight {
+    let bytes: Vec<u8> = weight.floats("first").unwrap().iter().take(6).flat_map(|value| value.to_le_bytes()).collect();
+    let source = compress::store::Bytes { dtype: compress::store::DType::F32, bytes };
+    compress::store::Weight::new(compress::store::DType::F32, vec![6], compress::store::Encoding::Dense, std::sync::Arc::new(source))
+}
+
+/// A file that takes four samples at a time is calibrated and measured by four, of rows that no part is left of.
+#[test]
+fn a_fixed_number_of_samples_is_given_at_a_time() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out, samples) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("samples.safetensors"));
+    let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), node("Relu", &["a"], "b", vec![]), node("MatMul", &["b", "second"], "y", vec![])];
+    std::fs::write(&path, model(13, &[4, 4], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]).encode_to_vec()).unwrap();
+    let many = Tensor::from_vec(numbers(12 * 4, 0.7), (12, 4), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), many)].into(), &samples).unwrap();
+    let calibration = Data { arrays: Some(samples), ..Data::default() };
+    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration).threads(1).build().unwrap();
+    let report = built.run(Model::open(&path).unwrap(), &out).unwrap();
+    let measured = report.fidelity.unwrap();
+    assert_eq!(measured.samples_from, compress::evaluation::SamplesFrom::HeldOut);
+    assert!(measured.fidelity.cosine > 0.99, "{}", measured.fidelity.cosine);
+    assert!(report.notes.iter().any(|note| note.contains("the first 8 calibration samples")), "{:?}", report.notes);
+}
