@@ -61,10 +61,15 @@ struct Said {
 
 /// Whether a file says by its first bytes that it is PyTorch's: a zip archive, or a pickle of protocol 2 or later.
 pub(super) fn begins(path: &Path) -> bool {
-    let mut start = [0; 2];
+    let mut start = Vec::new();
     // A pipe without a writer would wait forever.
-    let read = path.is_file() && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok();
-    read && (start == *b"PK" || (start[0] == 0x80 && (2..=5).contains(&start[1])))
+    let read = path.is_file() && File::open(path).and_then(|file| file.take(9).read_to_end(&mut start)).is_ok();
+    read && match start.as_slice() {
+        [b'P', b'K', ..] => true,
+        // The length of a safetensors header may begin with these two bytes as well; its JSON begins behind eight.
+        [0x80, 2..=5, rest @ ..] => !matches!(rest, [_, _, 0, 0, 0, 0, b'{', ..]),
+        _ => false,
+    }
 }
 
 /// Opens a file without reading its tensors.
@@ -318,6 +323,19 @@ mod tests {
         assert_eq!(notes("archive.pt"), "");
         assert!(notes("parallel.pt").contains("torch.nn.DataParallel"));
         assert!(notes("training.pt").contains("`epoch`, `optimizer`, `arguments`"), "{}", notes("training.pt"));
+    }
+
+    #[test]
+    fn headers_of_safetensors_are_no_pickles() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        for (size, pickle) in [(640u64, false), (0x0002_0380, false), (641, false)] {
+            std::fs::write(file.path(), [&size.to_le_bytes()[..], b"{\"a\":"].concat()).unwrap();
+            assert_eq!(begins(file.path()), pickle, "{size}");
+        }
+        for start in [b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9".as_slice(), b"\x80\x02}", b"PK"] {
+            std::fs::write(file.path(), start).unwrap();
+            assert!(begins(file.path()));
+        }
     }
 
     #[test]
