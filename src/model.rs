@@ -145,18 +145,24 @@ impl Model {
 
 /// Leaves out tensors that are others of the same file, where the configuration ties them: loaders tie them again. Others are told.
 fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
-    let place = |name: &str| checkpoint.tensors.get(name).map(|tensor| (tensor.place(), &tensor.shape));
-    let tied = config.tied_names(|name| checkpoint.tensors.contains_key(name));
-    let once: Vec<&str> = tied.into_iter().filter(|(alias, original)| place(alias) == place(original)).map(|(alias, _)| alias).collect();
-    once.into_iter().for_each(|alias| drop(checkpoint.tensors.remove(alias)));
-    let mut places: Vec<_> = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.bytes() > 0).map(|(name, tensor)| (tensor.place(), name)).collect();
-    places.sort();
-    let note = |pair: &[(_, &String)]| match pair {
-        [(a, first), (b, second)] if a == b => Some(format!("`{first}` and `{second}` share their elements in the input; each is stored by itself")),
-        _ => None,
+    let sharing = |checkpoint: &Checkpoint| {
+        let mut places: Vec<_> = checkpoint.tensors.iter().filter(|(_, tensor)| tensor.bytes() > 0).map(|(name, tensor)| (tensor.place(), name)).collect();
+        places.sort();
+        let pairs = places
+            .windows(2)
+            .filter_map(|pair| if let [(a, first), (b, second)] = pair { (a == b).then(|| [first, second].map(|name| (*name).clone())) } else { None });
+        pairs.collect::<Vec<_>>()
     };
-    let notes: Vec<String> = places.windows(2).filter_map(note).collect();
-    checkpoint.notes.extend(notes);
+    for [first, second] in sharing(checkpoint) {
+        for (alias, original) in [(&first, &second), (&second, &first)] {
+            let ties = config.tied_names(|name| name != alias && checkpoint.tensors.contains_key(name));
+            if ties.contains(&(alias.as_str(), original.as_str())) {
+                checkpoint.tensors.remove(alias);
+            }
+        }
+    }
+    let told = sharing(checkpoint);
+    checkpoint.notes.extend(told.iter().map(|[first, second]| format!("`{first}` and `{second}` share their elements in the input; each is stored by itself")));
 }
 
 /// The ONNX file that a path stands for: itself, or the only one of a folder without safetensors.

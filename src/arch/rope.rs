@@ -23,6 +23,15 @@ impl Default for RopeDefaults {
 
 /// The embedding of heads of this width.
 pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
+    if let (Some(new), Some(old)) = (s.get("rope_parameters"), s.get("rope_scaling"))
+        && old.as_object().is_some_and(|old| !old.is_empty())
+        && new != old
+    {
+        return Err(Error::Unsupported {
+            what: "config.json: `rope_parameters` and `rope_scaling` that say different things".into(),
+            hint: "put what is meant into one of them, and remove the other".into(),
+        });
+    }
     let base = s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()).unwrap_or(*s);
     let theta = base.number_or("rope_theta", defaults.theta)?;
     scaled(s, s.group("rope_parameters").or(s.group("rope_scaling")), theta, head_dim, defaults)

@@ -40,17 +40,21 @@ impl DataSets {
     pub fn for_each_beyond(&self, options: &Data, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
         let set = self.open(&Data { samples: None, ..options.clone() }, target)?;
         let batch = target.fixed_batch().unwrap_or(1).max(1);
+        let folder = options.images.as_ref().is_some_and(|path| path.is_dir());
+        // Batches of neighbours hold samples that are used: those that are used lie all over a folder.
+        if folder && batch > 1 {
+            return Ok(());
+        }
         let used = used.div_ceil(batch);
         let works = set.source.works(Order { batch: Some(batch), ..SINGLE })?.enumerate();
         // Of a folder, `samples` are spread over all classes; of anything else they are the first.
-        let left: Box<dyn Iterator<Item = Result<Pending>>> =
-            if let (Some(true), Some(all)) = (options.images.as_ref().map(|path| path.is_dir()), set.samples()) {
-                let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
-                left.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-                Box::new(left.into_iter().map(|(_, pending)| pending))
-            } else {
-                Box::new(works.skip(used).map(|(_, pending)| pending))
-            };
+        let left: Box<dyn Iterator<Item = Result<Pending>>> = if let (true, Some(all)) = (folder, set.samples()) {
+            let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
+            left.sort_by_key(|(index, _)| index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+            Box::new(left.into_iter().map(|(_, pending)| pending))
+        } else {
+            Box::new(works.skip(used).map(|(_, pending)| pending))
+        };
         for pending in left.take(MOST) {
             if consume(pending?()?)?.is_break() {
                 break;

@@ -21,6 +21,8 @@ use crate::runtime::{self, Session};
 
 /// Sizes for open axes that a piece is tried with, as a step and a first size: it may take none that are too large, or multiples alone.
 const TRIALS: [(usize, usize); 4] = [(1, 5), (8, 16), (32, 64), (32, 256)];
+/// Steps to a third size, far off the others.
+const FAR: usize = 7;
 /// The same for numbers of samples; some models take one alone.
 const SAMPLES: [(usize, usize); 2] = [(1, 2), (0, 1)];
 
@@ -82,7 +84,7 @@ impl Piece {
         inputs.iter().flat_map(|ty| &ty.shape).for_each(|size| size.names(&mut names));
         let mut reason = String::new();
         for ((step, first), samples) in SAMPLES.iter().flat_map(|samples| TRIALS.iter().map(move |trial| (*trial, *samples))) {
-            let tried = [0usize, 1].map(|round| {
+            let tried = [0usize, 1, FAR].map(|round| {
                 let size = |(at, name): (usize, &&str)| {
                     let (step, first) = if batch(name) { samples } else { (step, first) };
                     ((*name).to_owned(), first.saturating_add(step.saturating_mul(at.saturating_add(round.saturating_mul(names.len())))))
@@ -93,14 +95,28 @@ impl Piece {
                 Ok::<_, String>((self.shape(&shapes)?, sizes))
             });
             match tried {
-                [Ok((sizes, _)), _] | [_, Ok((sizes, _))] if sizes.contains(&0) => {
+                [Ok((sizes, _)), ..] | [_, Ok((sizes, _)), _] if sizes.contains(&0) => {
                     reason = format!("`{}` has no elements where all that is read is zero: its sizes depend on values", self.parts.output);
                 }
-                [Ok(one), Ok(other)] => return Ok(TensorType { element, shape: self.formulas(inputs, &one, &other) }),
-                [Err(e), _] | [_, Err(e)] => reason = e,
+                [Ok(one), Ok(other), Ok((sizes, bindings))] => {
+                    let mut shape = self.formulas(inputs, &one, &other);
+                    // What holds by chance for two sizes close to each other does not for one far off.
+                    for (axis, size) in shape.iter_mut().enumerate() {
+                        if size.evaluate(&bindings) != sizes.get(axis).copied() {
+                            *size = self.unknown(axis);
+                        }
+                    }
+                    return Ok(TensorType { element, shape });
+                }
+                [Err(e), ..] | [_, Err(e), _] | [.., Err(e)] => reason = e,
             }
         }
         Err(reason)
+    }
+
+    /// A size that is known by running alone.
+    fn unknown(&self, axis: usize) -> Dim {
+        Dim::Named(super::lift::plain(&format!("{}_{axis}", self.parts.output)))
     }
 
     /// Sizes as formulas of those of the inputs, from two runs; a name of its own for what follows from none of them.
@@ -122,8 +138,8 @@ impl Piece {
         let rank = one.0.len().max(other.0.len());
         let size = |axis: usize| match (one.0.get(axis), other.0.get(axis)) {
             (Some(a), Some(b)) if a == b => Dim::Fixed(*a),
-            (Some(a), Some(b)) => found((*a, *b)).unwrap_or_else(|| Dim::Named(super::lift::plain(&format!("{}_{axis}", self.parts.output)))),
-            _ => Dim::Named(super::lift::plain(&format!("{}_{axis}", self.parts.output))),
+            (Some(a), Some(b)) => found((*a, *b)).unwrap_or_else(|| self.unknown(axis)),
+            _ => self.unknown(axis),
         };
         (0..rank).map(size).collect()
     }

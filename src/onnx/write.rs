@@ -86,7 +86,8 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         lowering.alias(value, &public);
     }
     let Lowering { places, nodes, constants, imports, .. } = lowering;
-    let domains: BTreeSet<String> = nodes.iter().filter_map(|node| node.domain.clone()).filter(|domain| !is_own(domain)).collect();
+    let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
+    let domains: BTreeSet<String> = all.filter(|domain| !is_own(domain)).collect();
     let own = OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) };
     let others = domains.into_iter().map(|domain| {
         let version = Some(imports.get(&domain).copied().unwrap_or(1));

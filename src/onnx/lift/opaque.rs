@@ -165,6 +165,7 @@ impl<'f> Lift<'f> {
                 self.require_untouched(inner)?;
                 cone.constants.insert(inner, tensor);
             } else if let Some((place, node)) = self.makers.get(inner) {
+                self.require_untouched(inner)?;
                 if cone.nodes.insert(*place, node).is_none() {
                     open.extend(check::reads(node));
                     bodies(node).try_for_each(|body| self.of_body(body, &mut cone))?;

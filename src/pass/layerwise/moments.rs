@@ -1,6 +1,6 @@
 //! What is remembered of what layers read.
 
-use candle_core::{Device, Tensor};
+use candle_core::{D, Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
@@ -80,7 +80,9 @@ impl Moments {
     /// # Errors
     /// One is not finite, or memory runs out.
     pub fn add_original(&mut self, name: &str, original: &Tensor, rows: &Tensor) -> Result<()> {
-        let differences = (original - rows).map_err(computed)?;
+        // A row of zeros is a token that this expert has not seen: the original model says nothing about what it would answer.
+        let seen = |rows: &Tensor| rows.abs()?.max_keepdim(D::Minus1)?.gt(0.0)?.to_dtype(rows.dtype());
+        let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&seen(original)?)).map_err(computed)?;
         if matches!(rows.device(), Device::Cpu) {
             let sums = &mut self.differences;
             let mut add = |left: &[f32], right: &[f32]| {

@@ -18,6 +18,14 @@ pub(super) type Scores = Vec<Vec<f64>>;
 /// A weight is not of floats, reading fails, or the work is cancelled.
 pub(super) fn by_weights(groups: &[&Group], model: &Model, importance: Importance, work: &Work) -> Result<Scores> {
     let counts = |member: &&Member| member.role != Role::Goes;
+    if let Some(group) = groups.iter().find(|group| !group.members.iter().any(|member| counts(&member))) {
+        let name = group.members.first().map_or("", |member| member.param.as_str());
+        return Err(Error::tensor(
+            name,
+            "its units cannot be ranked: layers read it in parts or another form, as experts that are stored in one tensor",
+            "leave that part of the model out of `dims`, or store a tensor for each expert",
+        ));
+    }
     let mut axes: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for member in groups.iter().flat_map(|group| &group.members).filter(counts) {
         let axes = axes.entry(member.param.as_str()).or_default();

@@ -64,7 +64,12 @@ impl Run<'_> {
                 self.work.cancel.check()?;
                 sums.add(sample, &ours.run(&sample.inputs)?, &theirs.run(&sample.inputs)?)?;
             }
-            return Ok(MeasuredFidelity { samples_from: SamplesFrom::HeldOut, samples: held_out.len(), data, fidelity: sums.finish() });
+            return Ok(MeasuredFidelity {
+                samples_from: SamplesFrom::HeldOut,
+                samples: held_out.iter().map(|sample| sample.samples).sum(),
+                data,
+                fidelity: sums.finish(),
+            });
         }
         let mut refused = None;
         // What sizes and numbers a file takes, it does not say.

@@ -58,6 +58,7 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
         return Err(wrong(format!("its numbers are stored in the byte order `{}`, those of little endian are read", String::from_utf8_lossy(&order))));
     }
     let pickle = Pickle::read(&text("data.pkl", LONGEST)?.unwrap_or_default()).map_err(|reason| wrong(format!("its pickle: {reason}")))?;
+    let length = file.metadata().map_err(Error::io("open", path))?.len();
     let mut storages = BTreeMap::new();
     for index in 0..archive.len() {
         let entry = archive.by_index_raw(index).map_err(zip)?;
@@ -67,6 +68,9 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
             return Err(wrong(format!("`{name}` of the archive is compressed, which torch.save does not do: unpack it and save it again")));
         }
         let begin = entry.data_start().ok_or_else(|| wrong(format!("`{name}` of the archive has no place")))?;
+        if begin.checked_add(entry.size()).is_none_or(|end| end > length) || entry.compressed_size() != entry.size() {
+            return Err(wrong(format!("`{name}` of the archive says that it has {} bytes, which are not there (is the file truncated?)", entry.size())));
+        }
         if storages.insert(key.to_owned(), Storage { begin, bytes: entry.size() }).is_some() {
             return Err(wrong(format!("`{name}` is in the archive twice")));
         }

@@ -35,6 +35,10 @@ pub const EXTENSIONS: [&str; 4] = ["bin", "pt", "pth", "ckpt"];
 const WRAPPERS: [&str; 5] = ["state_dict", "model_state_dict", "model", "module", "net"];
 /// Deepest dictionaries in each other.
 const DEEPEST: usize = 16;
+/// Most axes of a tensor, as PyTorch has them.
+const MOST_AXES: usize = 64;
+/// Longest name of a tensor.
+const LONGEST_NAME: usize = 4096;
 /// What `torch.nn.DataParallel` puts before every name.
 const PARALLEL: &str = "module.";
 /// Entries that are told by name.
@@ -65,9 +69,9 @@ pub(super) fn begins(path: &Path) -> bool {
     // A pipe without a writer would wait forever.
     let read = path.is_file() && File::open(path).and_then(|file| file.take(9).read_to_end(&mut start)).is_ok();
     read && match start.as_slice() {
-        [b'P', b'K', ..] => true,
-        // The length of a safetensors header may begin with these two bytes as well; its JSON begins behind eight.
-        [0x80, 2..=5, rest @ ..] => !matches!(rest, [_, _, 0, 0, 0, 0, b'{', ..]),
+        // The length of a safetensors header may begin with these bytes as well; its JSON begins behind eight.
+        [_, _, _, _, 0, 0, 0, 0, b'{', ..] => false,
+        [b'P', b'K', 3, 4, ..] | [0x80, 2..=5, ..] => true,
         _ => false,
     }
 }
@@ -142,15 +146,17 @@ impl Found<'_> {
         }
         for (key, value) in pairs {
             let key = match self.pickle.get(*key) {
-                Value::Text(text) => text.clone(),
+                Value::Text(text) if text.len() <= LONGEST_NAME => text.clone(),
                 Value::Int(number) => number.to_string(),
-                _ => return Err(format!("`{prefix}` has a key that is no text")),
+                _ => return Err(format!("`{prefix}` has a key that is no text, or longer than {LONGEST_NAME} bytes")),
             };
+            if prefix.len().saturating_add(key.len()) > LONGEST_NAME {
+                return Err(format!("a name has more than {LONGEST_NAME} bytes"));
+            }
             let name = if prefix.is_empty() { key } else { format!("{prefix}.{key}") };
             match self.pickle.get(*value) {
                 Value::Dict(_) => self.collect(*value, &name, depth.saturating_add(1))?,
                 _ if tensor(self.pickle, *value).is_some() => {
-                    // A name that is set again replaces the first, as in Python; one that two dictionaries spell alike is two tensors.
                     if self.tensors.insert(name.clone(), *value).is_some() {
                         return Err(format!("tensor `{name}` is in the file twice"));
                     }
@@ -165,16 +171,19 @@ impl Found<'_> {
         let more = self.others.len().saturating_sub(TOLD);
         let shown: Vec<String> = self.others.iter().take(TOLD).map(|name| format!("`{name}`")).collect();
         let more = if more > 0 { format!(" and {more} more") } else { String::new() };
-        let note = || format!("not carried over from {}: {}{more} (no weights of the model)", path.display(), shown.join(", "));
+        let note = || format!("not carried over from {}: {}{more} (no tensors by name)", path.display(), shown.join(", "));
         if shown.is_empty() { Vec::new() } else { vec![note()] }
     }
 }
 
 /// The function that makes a tensor and its arguments, of whatever kind it is.
 fn tensor(pickle: &Pickle, id: Id) -> Option<(&str, &[Id])> {
-    let (function, arguments) = pickle.call(id)?;
+    let (mut function, mut arguments) = pickle.call(id)?;
+    // A parameter is a tensor, and no parameter of a parameter.
+    if let "torch._utils _rebuild_parameter" | "torch._utils _rebuild_parameter_with_state" = function {
+        (function, arguments) = pickle.call(*arguments.first()?)?;
+    }
     match function.strip_prefix("torch._utils _rebuild_").or(function.strip_prefix("torch._tensor _rebuild_"))? {
-        "parameter" | "parameter_with_state" => tensor(pickle, *arguments.first()?),
         // A subclass of tensors: (function, class, arguments, state).
         "from_type_v2" => match (pickle.global(*arguments.get(1)?)?, pickle.global(*arguments.first()?)?, pickle.list(*arguments.get(2)?)?) {
             ("torch.nn.parameter Parameter" | "torch.nn.parameter Buffer" | "torch Tensor", function, arguments) => {
@@ -230,6 +239,9 @@ fn said(pickle: &Pickle, id: Id) -> Result<Said, String> {
         return Err("has sizes that are no numbers, or negative".into());
     };
     let shape = shape.into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>().map_err(|_| "is larger than any memory")?;
+    if shape.len() > MOST_AXES {
+        return Err(format!("has {} axes", shape.len()));
+    }
     if shape.len() != strides.len() { Err("has another number of sizes than of strides".into()) } else { Ok(Said { key, dtype, offset, shape, strides }) }
 }
 
@@ -245,7 +257,8 @@ fn place(name: &str, said: &Said, storage: Storage, file: &Arc<DataFile>, all: &
         None if elements == 0 => {}
         _ => return Err(format!("of shape {:?} reaches past the end of its storage, which has {} bytes", said.shape, storage.bytes)),
     }
-    if elements.checked_mul(width).is_none_or(|bytes| bytes > storage.bytes) {
+    let stays = said.shape.iter().zip(&said.strides).any(|(size, stride)| *size > 1 && *stride == 0);
+    if stays || elements.checked_mul(width).is_none_or(|bytes| bytes > storage.bytes) {
         return Err(format!("of shape {:?} repeats elements of its storage, which has {} bytes: save a copy (`.contiguous()`)", said.shape, storage.bytes));
     }
     let begin = storage.begin.saturating_add(said.offset.saturating_mul(width));
@@ -328,11 +341,11 @@ mod tests {
     #[test]
     fn headers_of_safetensors_are_no_pickles() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        for (size, pickle) in [(640u64, false), (0x0002_0380, false), (641, false)] {
+        for (size, pickle) in [(640u64, false), (0x0002_0380, false), (641, false), (0x4b50, false), (0x0403_4b50, false)] {
             std::fs::write(file.path(), [&size.to_le_bytes()[..], b"{\"a\":"].concat()).unwrap();
             assert_eq!(begins(file.path()), pickle, "{size}");
         }
-        for start in [b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9".as_slice(), b"\x80\x02}", b"PK"] {
+        for start in [b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9".as_slice(), b"\x80\x02}", b"PK\x03\x04"] {
             std::fs::write(file.path(), start).unwrap();
             assert!(begins(file.path()));
         }
@@ -370,6 +383,21 @@ mod tests {
         refused(archive(b"K\x00K\x02K\x02\x86K\x02\x85", 16).path(), "another number of sizes");
         refused(archive(b"K\x00\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86K\x00K\x00\x86", 16).path(), "larger than any memory");
         refused(archive(b"K\x00J\xff\xff\xff\x7fJ\xff\xff\xff\x7f\x86K\x00K\x00\x86", 16).path(), "repeats elements");
+        refused(archive(b"K\x00K\x02K\x02\x86K\x01K\x00\x86", 64).path(), "repeats elements");
+        refused(archive(&[b"K\x00(".as_slice(), &b"K\x01".repeat(65), b"t(", &b"K\x01".repeat(65), b"t"].concat(), 16).path(), "has 65 axes");
+        // Elements that lie far from each other.
+        let apart = archive(b"K\x00K\x02\x85M\xe8\x03\x85", 4004);
+        assert_eq!(bytes(weights(apart.path()).unwrap().get("w").unwrap(), 1), [0; 8]);
+    }
+
+    #[test]
+    fn a_parameter_of_itself_is_no_tensor() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut zip = zip::ZipWriter::new(file.reopen().unwrap());
+        zip.start_file("a/data.pkl", zip::write::SimpleFileOptions::default().compression_method(CompressionMethod::Stored)).unwrap();
+        zip.write_all(b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_parameter\n]q\x00Rq\x01h\x00h\x01a0s.").unwrap();
+        zip.finish().unwrap();
+        refused(file.path(), "`_rebuild_parameter`");
     }
 
     /// Every beginning of the files, and every byte changed: an error or tensors that can be read, and no panic.

@@ -1,8 +1,8 @@
 //! Python's pickles, as data. A pickle is a program for a stack machine that may call anything; here, calls are written down and nothing is
 //! called (<https://docs.python.org/3/library/pickletools.html>, protocols 2 to 5).
 //!
-//! Values lie in one list and name each other by their places. So no value is copied, none lies inside another in memory, and a pickle of
-//! `n` bytes makes at most `n` of them.
+//! Values lie in one list and name each other by their places. So none lies inside another in memory, and a pickle of `n` bytes makes at most `n`
+//! of them, and copies no more pairs of dictionaries.
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
@@ -51,7 +51,7 @@ impl Pickle {
     /// # Errors
     /// What is wrong with it, or not read.
     pub fn read(bytes: &[u8]) -> Result<Pickle, String> {
-        let mut machine = Machine { bytes, at: 0, pickle: Pickle::default(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new() };
+        let mut machine = Machine { bytes, at: 0, pickle: Pickle::default(), stack: Vec::new(), marks: Vec::new(), memo: HashMap::new(), copied: 0 };
         while machine.step()? {}
         machine.pickle.root = machine.pop()?;
         machine.pickle.length = machine.at;
@@ -95,6 +95,9 @@ impl Pickle {
     }
 }
 
+/// Longest name of a class.
+const LONGEST_NAME: usize = 4096;
+
 /// Classes whose objects are dictionaries.
 const DICTS: [&str; 5] = ["collections OrderedDict", "collections defaultdict", "collections Counter", "builtins dict", "__builtin__ dict"];
 
@@ -105,6 +108,8 @@ struct Machine<'b> {
     stack: Vec<Id>,
     marks: Vec<usize>,
     memo: HashMap<u64, Id>,
+    /// Pairs of dictionaries that were made of lists.
+    copied: usize,
 }
 
 impl<'b> Machine<'b> {
@@ -190,7 +195,14 @@ impl<'b> Machine<'b> {
     fn call(&mut self) -> Result<(), String> {
         let (arguments, function) = (self.pop()?, self.pop()?);
         let made = match self.pickle.global(function) {
-            Some(name) if DICTS.contains(&name) => Value::Dict(self.pairs(arguments)),
+            Some(name) if DICTS.contains(&name) => {
+                let pairs = self.pairs(arguments);
+                self.copied = self.copied.saturating_add(pairs.len());
+                if self.copied > self.bytes.len() {
+                    return Err("it makes dictionaries of one list again and again".into());
+                }
+                Value::Dict(pairs)
+            }
             _ => Value::Call { function, arguments },
         };
         self.push(made);
@@ -298,6 +310,9 @@ impl<'b> Machine<'b> {
             0x93 => {
                 let (name, module) = (self.pop()?, self.pop()?);
                 let (Some(module), Some(name)) = (self.pickle.text(module), self.pickle.text(name)) else { return Err("a class has no name".into()) };
+                if module.len().saturating_add(name.len()) > LONGEST_NAME {
+                    return Err("a class has a name without end".into());
+                }
                 let global = Value::Global(format!("{module} {name}"));
                 self.push(global);
             }

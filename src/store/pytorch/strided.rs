@@ -60,6 +60,11 @@ impl Strided {
         // Where little lies between them, all elements are read at once.
         let at_once = all <= block.len().saturating_mul(SPARSEST);
         let byte = |element: u64| self.begin.saturating_add(element.saturating_mul(width as u64));
+        // Where much lies between those of a run, each is read by itself.
+        let (count, one, step, outer) = match at_once || one <= count.saturating_mul(width).saturating_mul(SPARSEST) {
+            true => (count, one, step, outer),
+            false => (1, width, 1, axes.as_slice()),
+        };
         read.resize(if at_once { all } else { one }, 0);
         if at_once {
             self.file.read(byte(first), read)?;

@@ -13,13 +13,16 @@ use crate::pass::calibrate::{column_moments, computed, numbers};
 const RIDGE: f64 = 1e-3;
 
 /// Weights of rows `[n, 1]` with which every row counts the same, however large its values are: a few tokens with huge values would
-/// decide everything otherwise, and the normalisation behind the layer removes the size again.
+/// decide everything otherwise, and the normalisation behind the layer removes the size again. Rows of zeros count nothing: they are
+/// tokens that an expert does not see, and say nothing about what it would answer.
 pub(super) fn row_weights(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
-        let mean = transfer::number(&squares.mean_all()?, Cause::Statistics)? as f32;
+        let seen = squares.gt(0.0)?.to_dtype(squares.dtype())?;
+        let count = transfer::number(&seen.sum_all()?, Cause::Statistics)?.max(1.0);
+        let mean = (transfer::number(&squares.sum_all()?, Cause::Statistics)? / count) as f32;
         let mean = f64::from(mean).max(f64::from(f32::MIN_POSITIVE));
-        (squares + 0.1 * mean)?.recip()? * mean
+        ((squares + 0.1 * mean)?.recip()? * mean)? * seen
     };
     weights().map_err(computed)
 }
