@@ -62,6 +62,11 @@ def older() -> Path:
     return prepare("transformers-4", OLDER, "100 MB", reference())
 
 
+def nncf() -> Path:
+    """The python that has NNCF, which reads ONNX without PyTorch."""
+    return prepare("nncf", ["nncf==3.4.0", "onnx==1.22.0", "onnxruntime==1.31.1", "numpy==2.4.6"], "1 GB")
+
+
 def enter(environment=reference, name="reference") -> None:
     """Continue in an environment: build it when it is missing, then run this script again inside."""
     if Path(sys.prefix) == cache() / f"venv-{name}":

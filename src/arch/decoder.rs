@@ -29,6 +29,9 @@ pub(super) type Norms = [Option<&'static str>; 4];
 /// Of most families: each half of a layer reads the normalised stream.
 pub(super) const NORMS_BEFORE: Norms = [Some("input_layernorm"), None, Some("post_attention_layernorm"), None];
 
+/// Names of gate, up and down of most families.
+pub(super) const PARTS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
 /// What queries and keys are normalised over, beside the values' nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum HeadNorms {
@@ -220,7 +223,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
     fn network(&self, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
         match self.experts.as_ref().filter(|experts| experts.are_in(at.index)) {
             Some(experts) => experts.build(self, b, at, x),
-            None => self.gated(b, at, "mlp", x, self.s.size("intermediate_size")?),
+            None => self.gated(b, at, ("mlp", PARTS), x, self.s.size("intermediate_size")?, self.mlp_bias),
         }
     }
 
@@ -229,19 +232,27 @@ impl<'s, 'c> Decoder<'s, 'c> {
         b.node(&at.node(&format!("{network}.act")), self.activation.clone(), &[gate])
     }
 
-    /// A gated network of this name, with so many neurons.
-    pub(super) fn gated(&self, b: &mut Builder, at: &Place, network: &str, x: ValueId, wide: usize) -> Result<ValueId> {
+    /// A gated network of this name, whose parts have these, with so many neurons.
+    pub(super) fn gated(
+        &self,
+        b: &mut Builder,
+        at: &Place,
+        (network, [gate, up, down]): (&str, [&str; 3]),
+        x: ValueId,
+        wide: usize,
+        bias: bool,
+    ) -> Result<ValueId> {
         let name = |part: &str| format!("{network}.{part}");
         let [gate, up] = if self.fused {
-            let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), self.mlp_bias)?;
+            let both = self.linear(b, at, &name("gate_up_proj"), x, wide.saturating_mul(2), bias)?;
             let [gate, up] = slices(b, ["gate", "up"].map(|part| at.node(&name(part))), both, [wide; 2])?;
             [self.act(b, at, network, gate)?, up]
         } else {
-            let gate = self.linear(b, at, &name("gate_proj"), x, wide, self.mlp_bias)?;
-            [self.act(b, at, network, gate)?, self.linear(b, at, &name("up_proj"), x, wide, self.mlp_bias)?]
+            let gate = self.linear(b, at, &name(gate), x, wide, bias)?;
+            [self.act(b, at, network, gate)?, self.linear(b, at, &name(up), x, wide, bias)?]
         };
         let gated = b.node(&at.node(&name("gated")), Mul {}, &[gate, up])?;
-        self.linear(b, at, &name("down_proj"), gated, self.s.size("hidden_size")?, self.mlp_bias)
+        self.linear(b, at, &name(down), gated, self.s.size("hidden_size")?, bias)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Mixtral, Qwen2-MoE and Qwen3-MoE: networks of experts, of which a few see each token.
 
-use super::decoder::{self, Decoder, HeadNorms, Place, every_layer, slides};
+use super::decoder::{self, Decoder, HeadNorms, PARTS, Place, every_layer, slides};
 use super::llama;
 use super::parts::{linear_of, slices};
 use super::resize::Sizes;
@@ -96,7 +96,7 @@ fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
         route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)? },
         inner: s.size_or("moe_intermediate_size", inner)?,
         block: "mlp",
-        parts: ["gate_proj", "up_proj", "down_proj"],
+        parts: PARTS,
         shared: None,
         plain: plain_layers(s)?,
         step: s.size_or("decoder_sparse_step", 1)?,
@@ -126,26 +126,18 @@ impl Experts {
         let mut said = vec![weights];
         for expert in 0..self.count {
             let seen = b.node(&at.node(&name(&format!("experts.{expert}"))), Dispatch { expert }, &[x, weights])?;
-            said.push(if fused { self.slice(decoder, b, at, expert, seen)? } else { self.expert(decoder, b, at, expert, seen)? });
+            said.push(match fused {
+                true => self.slice(decoder, b, at, expert, seen)?,
+                false => decoder.gated(b, at, (&name(&format!("experts.{expert}")), self.parts), seen, self.inner, false)?,
+            });
         }
         let sum = b.node(&at.node(&name("experts")), Combine {}, &said)?;
         let Some(wide) = self.shared else { return Ok(sum) };
-        let shared = decoder.gated(b, at, &name("shared_expert"), x, wide)?;
+        let shared = decoder.gated(b, at, (&name("shared_expert"), PARTS), x, wide, decoder.mlp_bias)?;
         let gate = decoder.linear(b, at, &name("shared_expert_gate"), x, 1, false)?;
         let gate = b.node(&at.node(&name("shared_expert_gate.sigmoid")), Sigmoid {}, &[gate])?;
         let shared = b.node(&at.node(&name("shared_expert.weighted")), Mul {}, &[gate, shared])?;
         b.node(&at.node(&name("sum")), Add {}, &[sum, shared])
-    }
-
-    /// An expert with a tensor for each projection.
-    fn expert(&self, decoder: &Decoder, b: &mut Builder, at: &Place, expert: usize, x: ValueId) -> Result<ValueId> {
-        let [gate, up, down] = self.parts.map(|part| format!("{}.experts.{expert}.{part}", self.block));
-        let width = b.width(x)?;
-        let first = decoder.linear(b, at, &gate, x, self.inner, false)?;
-        let first = decoder.act(b, at, &format!("{}.experts.{expert}", self.block), first)?;
-        let second = decoder.linear(b, at, &up, x, self.inner, false)?;
-        let gated = b.node(&at.node(&format!("{}.experts.{expert}.gated", self.block)), Mul {}, &[first, second])?;
-        decoder.linear(b, at, &down, gated, width, false)
     }
 
     /// An expert whose projections are slices of tensors that hold those of all.

@@ -2,7 +2,7 @@
 
 use super::parts::{activation, language_head, layer_norm, linear, linear_with, slices, text_inputs};
 use super::resize::Sizes;
-use super::rope::{RopeDefaults, scaled};
+use super::rope::{RopeDefaults, parameters, scaled};
 use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::Builder;
@@ -38,13 +38,12 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let (width, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-5)?);
     let (head_dim, bias) = (s.head_dim("hidden_size", "num_attention_heads")?, s.flag_or("attention_bias", true)?);
     // What other families call `rope_theta` has its own name, beside which that one means nothing.
-    let parameters = s.group("rope_parameters");
-    let theta = match parameters.filter(|p| p.get("rope_theta").is_some()) {
+    let theta = match s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()) {
         Some(p) => p.number("rope_theta")?,
         None => s.number_or("rotary_emb_base", 10_000.0)?,
     };
     let rope = RopeDefaults { partial: Some(("rotary_pct", 0.25)), ..RopeDefaults::default() };
-    let rotary = scaled(s, parameters.or(s.group("rope_scaling")), theta, head_dim, rope)?;
+    let rotary = scaled(s, parameters(s)?, theta, head_dim, rope)?;
     let parallel = s.flag_or("use_parallel_residual", true)?;
     let attention = Attention { scale: 1.0 / (head_dim as f64).sqrt(), causal: s.flag_or("is_causal", true)?, ..Attention::default() };
     let (tokens, mask) = text_inputs(b)?;

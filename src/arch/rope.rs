@@ -21,8 +21,8 @@ impl Default for RopeDefaults {
     }
 }
 
-/// The embedding of heads of this width.
-pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
+/// What the configuration says of positions, under the name of transformers 5 or the one before.
+pub(super) fn parameters<'c>(s: &Settings<'c>) -> Result<Option<Settings<'c>>> {
     if let (Some(new), Some(old)) = (s.get("rope_parameters"), s.get("rope_scaling"))
         && old.as_object().is_some_and(|old| !old.is_empty())
         && new != old
@@ -32,9 +32,14 @@ pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> R
             hint: "put what is meant into one of them, and remove the other".into(),
         });
     }
+    Ok(s.group("rope_parameters").or(s.group("rope_scaling")))
+}
+
+/// The embedding of heads of this width.
+pub(super) fn rotary(s: &Settings, head_dim: usize, defaults: RopeDefaults) -> Result<Rotary> {
     let base = s.group("rope_parameters").filter(|p| p.get("rope_theta").is_some()).unwrap_or(*s);
     let theta = base.number_or("rope_theta", defaults.theta)?;
-    scaled(s, s.group("rope_parameters").or(s.group("rope_scaling")), theta, head_dim, defaults)
+    scaled(s, parameters(s)?, theta, head_dim, defaults)
 }
 
 /// The embedding with this base and the scaling that a group of parameters asks for.

@@ -10,9 +10,6 @@ const PART: usize = 10;
 /// Samples that are kept at most.
 const MOST: usize = 64;
 
-/// Samples one by one; as many at a time as a model takes that takes no other number.
-const SINGLE: Order = Order { batch: Some(1), shuffle: None, skip: 0, part: (0, 1), drop_single: false };
-
 impl DataSets {
     /// A set of them with `samples` set so that some are left to measure on: a tenth of a set that would be used as a whole, at most 64.
     /// Sets of fewer than ten samples stay as they are, and so do those that hold more than they are asked for.
@@ -26,7 +23,7 @@ impl DataSets {
             return Ok(set.clone());
         }
         // Those that are left, and those that are used, fill batches where their size is fixed.
-        let batch = target.fixed_batch().unwrap_or(1).max(1);
+        let batch = batch_of(target);
         let used = there.saturating_sub(there.div_euclid(PART).min(MOST));
         let used = used.saturating_sub(used.checked_rem(batch).unwrap_or(0));
         Ok(if used == 0 { set.clone() } else { Data { samples: Some(used), ..set.clone() } })
@@ -39,14 +36,14 @@ impl DataSets {
     /// The data cannot be read, does not fit the model, or `consume` fails.
     pub fn for_each_beyond(&self, options: &Data, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
         let set = self.open(&Data { samples: None, ..options.clone() }, target)?;
-        let batch = target.fixed_batch().unwrap_or(1).max(1);
+        let batch = batch_of(target);
         let folder = options.images.as_ref().is_some_and(|path| path.is_dir());
         // Batches of neighbours hold samples that are used: those that are used lie all over a folder.
         if folder && batch > 1 {
             return Ok(());
         }
         let used = used.div_ceil(batch);
-        let works = set.source.works(Order { batch: Some(batch), ..SINGLE })?.enumerate();
+        let works = set.source.works(Order { batch: Some(batch), shuffle: None, skip: 0, part: (0, 1), drop_single: false })?.enumerate();
         // Of a folder, `samples` are spread over all classes; of anything else they are the first.
         let left: Box<dyn Iterator<Item = Result<Pending>>> = if let (true, Some(all)) = (folder, set.samples()) {
             let mut left: Vec<_> = works.filter(|(index, _)| !is_spread(*index, all, used)).collect();
@@ -62,6 +59,11 @@ impl DataSets {
         }
         Ok(())
     }
+}
+
+/// How many samples are taken at a time: one, or as many as the model takes that takes no other number.
+fn batch_of(target: Target) -> usize {
+    target.fixed_batch().unwrap_or(1).max(1)
 }
 
 /// Whether a position is among so many that are spread evenly over all: `all * n / count` of some `n`.

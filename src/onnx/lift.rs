@@ -121,11 +121,11 @@ impl<'f> Lift<'f> {
         for input in graph.input.iter().filter(|input| !file.weights_as_inputs.contains(input.name())) {
             match ty(input) {
                 Ok((ty, number)) => {
-                    let (id, ty_of) = (self.builder.input(input.name(), ty.clone())?, ty);
-                    self.numbers.insert(id, number);
-                    if let (Some(Dim::Named(name)), 2..) = (ty_of.shape.first(), ty_of.shape.len()) {
+                    if let (Some(Dim::Named(name)), 2..) = (ty.shape.first(), ty.shape.len()) {
                         self.batches.insert(name.clone());
                     }
+                    let id = self.builder.input(input.name(), ty)?;
+                    self.numbers.insert(id, number);
                     self.known.insert(input.name(), Known::Value(id));
                 }
                 Err(reason) => {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor};
 
 use crate::calibration::{Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};
 use crate::data::{Batch, DataSet, Padding, Target};
@@ -51,6 +51,14 @@ pub(in crate::pass) fn observe(
     let executor = Executor::new(graph, parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let observation = executor.observation(wanted);
     data.for_each_batch("Observing", &context.work, |batch| executor.run_observed(&observation, &batch.inputs, &mut |name, value| see(&batch, name, value)))
+}
+
+/// One for each of rows `[n, size]` that is not all zeros, which are tokens that an expert does not see; `[n, 1]`.
+///
+/// # Errors
+/// The device runs out of memory.
+pub(super) fn seen(rows: &Tensor) -> candle_core::Result<Tensor> {
+    rows.abs()?.max_keepdim(D::Minus1)?.gt(0.0)?.to_dtype(rows.dtype())
 }
 
 /// What is seen of the values that are asked for, with all parameters in memory, or block by block where they do not fit.

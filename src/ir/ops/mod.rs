@@ -316,6 +316,11 @@ fn axis_of(axis: i64, rank: usize) -> Result<usize, String> {
     found.ok_or_else(|| format!("there is no axis {axis} among {rank}"))
 }
 
+/// Whether an attribute need not be written.
+fn is_zero<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
+}
+
 /// Whether an axis is the last one, as attributes write it that are left out.
 fn is_last(axis: &i64) -> bool {
     *axis == -1

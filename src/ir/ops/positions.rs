@@ -16,12 +16,8 @@ pub struct Positions {
     /// The padding token.
     pub padding: Option<i64>,
     /// Added to every position.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "super::is_zero")]
     pub offset: i64,
-}
-
-fn is_zero(offset: &i64) -> bool {
-    *offset == 0
 }
 
 impl Positions {

@@ -16,12 +16,8 @@ pub struct RmsNorm {
     /// Added to the mean square.
     pub epsilon: f64,
     /// Added to the weight: Gemma stores how far it is from one.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "super::is_zero")]
     pub offset: f64,
-}
-
-fn is_zero(offset: &f64) -> bool {
-    *offset == 0.0
 }
 
 impl RmsNorm {

@@ -18,7 +18,7 @@ pub struct Slice {
     /// How many; none for as many as there are up to `rest`.
     pub length: Option<usize>,
     /// Elements at the end that no slice without a length reaches.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "super::is_zero")]
     pub rest: usize,
     /// Distance of neighbours, negative to go backwards. A slice with a step other than one has a length.
     #[serde(skip_serializing_if = "is_one")]
@@ -26,10 +26,6 @@ pub struct Slice {
     /// The axis; negative numbers count from behind.
     #[serde(skip_serializing_if = "super::is_last")]
     pub axis: i64,
-}
-
-fn is_zero(rest: &usize) -> bool {
-    *rest == 0
 }
 
 fn is_one(step: &i64) -> bool {

@@ -72,8 +72,7 @@ pub(super) fn known(lift: &Lift, name: &str) -> Option<Numbers> {
         Some(_) => return None,
         None => {}
     }
-    let graph = lift.file.model.graph.as_ref()?;
-    constant(graph.initializer.iter().find(|tensor| tensor.name() == name)?)
+    constant(lift.initializers.get(name)?)
 }
 
 /// What a tensor in the messages holds, if these are a few whole numbers.

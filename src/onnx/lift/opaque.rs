@@ -153,7 +153,9 @@ impl<'f> Lift<'f> {
             }
             // Whole numbers are computed again, as far as they follow from sizes: a piece that reads them could not be tried without.
             let passed = |id: ValueId| self.builder.ty(id).element == Element::Float || !self.makers.contains_key(inner);
-            if let Some(Known::Value(id)) = self.known.get(inner).filter(|known| !matches!(known, Known::Value(id) if !passed(*id))) {
+            if let Some(Known::Value(id)) = self.known.get(inner)
+                && passed(*id)
+            {
                 cone.values.insert(inner, *id);
             } else if let (true, Some(Known::Numbers(numbers))) = (trusted, self.known.get(inner))
                 && let Some(known) = numbers.known()

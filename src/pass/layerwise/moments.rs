@@ -1,12 +1,12 @@
 //! What is remembered of what layers read.
 
-use candle_core::{D, Device, Tensor};
+use candle_core::{Device, Tensor};
 
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
 use crate::exec::{floats_on_host, read};
 use crate::kernel::{columns, gram};
-use crate::pass::calibrate::{computed, numbers};
+use crate::pass::calibrate::{computed, numbers, seen};
 
 /// What is to be seen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -81,7 +81,6 @@ impl Moments {
     /// One is not finite, or memory runs out.
     pub fn add_original(&mut self, name: &str, original: &Tensor, rows: &Tensor) -> Result<()> {
         // A row of zeros is a token that this expert has not seen: the original model says nothing about what it would answer.
-        let seen = |rows: &Tensor| rows.abs()?.max_keepdim(D::Minus1)?.gt(0.0)?.to_dtype(rows.dtype());
         let differences = (original - rows).and_then(|differences| differences.broadcast_mul(&seen(original)?)).map_err(computed)?;
         if matches!(rows.device(), Device::Cpu) {
             let sums = &mut self.differences;

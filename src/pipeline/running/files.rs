@@ -58,29 +58,24 @@ impl Run<'_> {
             held_out.push(sample);
             Ok(if held_out.len() < HELD_OUT { ControlFlow::Continue(()) } else { ControlFlow::Break(()) })
         })?;
-        if !held_out.is_empty() {
+        let mut compare = |samples: &[Batch]| {
             let mut sums = FidelitySums::default();
-            for sample in &held_out {
+            for sample in samples {
                 self.work.cancel.check()?;
                 sums.add(sample, &ours.run(&sample.inputs)?, &theirs.run(&sample.inputs)?)?;
             }
-            return Ok(MeasuredFidelity {
-                samples_from: SamplesFrom::HeldOut,
-                samples: held_out.iter().map(|sample| sample.samples).sum(),
-                data,
-                fidelity: sums.finish(),
-            });
+            Ok(sums.finish())
+        };
+        if !held_out.is_empty() {
+            let samples = held_out.iter().map(|sample| sample.samples).sum();
+            return Ok(MeasuredFidelity { samples_from: SamplesFrom::HeldOut, samples, data, fidelity: compare(&held_out)? });
         }
         let mut refused = None;
         // What sizes and numbers a file takes, it does not say.
         for kind in 0..data::KINDS {
-            let (mut sums, samples) = (FidelitySums::default(), batches(kind)?);
-            let run = |sums: &mut FidelitySums, batch: &Batch, ours: &mut dyn crate::evaluation::Runner, theirs: &mut dyn crate::evaluation::Runner| {
-                self.work.cancel.check()?;
-                sums.add(batch, &ours.run(&batch.inputs)?, &theirs.run(&batch.inputs)?)
-            };
-            match samples.iter().try_for_each(|batch| run(&mut sums, batch, &mut *ours, &mut *theirs)) {
-                Ok(()) => return Ok(MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: samples.len(), data: None, fidelity: sums.finish() }),
+            let samples = batches(kind)?;
+            match compare(&samples) {
+                Ok(fidelity) => return Ok(MeasuredFidelity { samples_from: SamplesFrom::Synthetic, samples: samples.len(), data: None, fidelity }),
                 Err(Error::Cancelled) => return Err(Error::Cancelled),
                 Err(e) => refused = refused.or(Some(e)),
             }

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::transposed_product;
 use crate::kernel::solve::Factor;
-use crate::pass::calibrate::{column_moments, computed, numbers};
+use crate::pass::calibrate::{column_moments, computed, numbers, seen};
 
 /// What is added to squares at least, in parts of their mean: keeps weights near what they were where data says little. With
 /// few rows it is features by rows.
@@ -18,9 +18,8 @@ const RIDGE: f64 = 1e-3;
 pub(super) fn row_weights(rows: &Tensor) -> Result<Tensor> {
     let weights = || {
         let squares = rows.sqr()?.sum_keepdim(D::Minus1)?;
-        let seen = squares.gt(0.0)?.to_dtype(squares.dtype())?;
-        let count = transfer::number(&seen.sum_all()?, Cause::Statistics)?.max(1.0);
-        let mean = (transfer::number(&squares.sum_all()?, Cause::Statistics)? / count) as f32;
+        let seen = seen(rows)?;
+        let mean = transfer::number(&(squares.sum_all()? / seen.sum_all()?.maximum(1.0)?)?, Cause::Statistics)? as f32;
         let mean = f64::from(mean).max(f64::from(f32::MIN_POSITIVE));
         ((squares + 0.1 * mean)?.recip()? * mean)? * seen
     };
