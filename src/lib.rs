@@ -28,6 +28,7 @@ mod running {
     pub mod calibration;
     pub mod data;
     pub mod exec;
+    pub mod generation;
     pub mod ir;
     pub mod onnx;
     pub mod runtime;

@@ -11,7 +11,7 @@ const LAYERS: [&[&str]; 11] = [
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
     &["train"],
-    &["evaluation", "calibration"],
+    &["evaluation", "calibration", "generation"],
     &["analysis", "exec", "data"],
     &["model", "arch", "onnx"],
     &["runtime"],

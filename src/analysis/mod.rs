@@ -8,6 +8,7 @@ mod group_text;
 mod groups;
 mod layers;
 mod live;
+mod sequence;
 
 pub use atoms::Place;
 pub use blocks::{Block, blocks, uncut, weights_of_layers};
@@ -15,3 +16,4 @@ pub use cost::{cost, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number};
 pub use live::{dead_after, node_by_node};
+pub use sequence::SequenceAxes;

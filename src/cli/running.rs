@@ -4,6 +4,7 @@ mod analyze;
 mod cache;
 mod computation;
 mod eval;
+mod generate;
 mod graph;
 mod init;
 mod machine;
@@ -30,6 +31,8 @@ pub(super) enum Command {
     Init(init::Args),
     /// Measure a model's quality: accuracy, perplexity, fidelity to another model
     Eval(Box<eval::Args>),
+    /// Continue prompts with a language model, beside another model where one is named
+    Generate(Box<generate::Args>),
     /// Measure how sensitive the model is to quantizing each layer, and write a mixed recipe
     Analyze(analyze::Args),
     /// Show or clear cached results of earlier runs
@@ -41,10 +44,16 @@ impl Command {
         match self {
             Command::Init(args) => args.run(global),
             Command::Eval(args) => args.run(global),
+            Command::Generate(args) => args.run(global),
             Command::Analyze(args) => args.run(global),
             Command::Cache(args) => args.run(global),
         }
     }
+}
+
+/// Columns of the terminal that stdout is, if it is one.
+fn columns() -> Option<u16> {
+    rustix::termios::tcgetwinsize(std::io::stdout()).ok().map(|size| size.ws_col).filter(|columns| *columns > 0)
 }
 
 /// Has models run on so many threads.

@@ -21,14 +21,14 @@ const NO_LIMIT: u64 = 1 << 24;
 
 /// A text as the model takes it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Tokens {
+pub(crate) struct Tokens {
     pub ids: Vec<i64>,
     /// Which text of a pair each token belongs to.
     pub types: Vec<i64>,
 }
 
 /// A model's tokenizer.
-pub(super) struct Tokenizer {
+pub(crate) struct Tokenizer {
     inner: tokenizers::Tokenizer,
     /// The same, for texts that are cut by others.
     uncut: OnceLock<tokenizers::Tokenizer>,
@@ -99,14 +99,35 @@ impl Tokenizer {
 
     /// The tokens of a text of any length, nothing around them.
     pub fn plain(&self, text: &str) -> Result<Vec<i64>> {
+        self.uncut(text, false)
+    }
+
+    /// The tokens of a text of any length, with special tokens around them or without.
+    pub fn uncut(&self, text: &str, special: bool) -> Result<Vec<i64>> {
         let uncut = self.uncut.get_or_init(|| {
             let mut uncut = self.inner.clone();
             // Taking a limit away cannot fail.
             let _ = uncut.with_truncation(None);
             uncut
         });
-        let encoding = uncut.encode_fast(self.cased(text), false).map_err(|e| Error::malformed(&self.path, e))?;
+        let encoding = uncut.encode_fast(self.cased(text), special).map_err(|e| Error::malformed(&self.path, e))?;
         Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
+    }
+
+    /// The text of tokens, without special ones.
+    pub fn decode(&self, tokens: &[i64]) -> Result<String> {
+        let ids: Vec<u32> = tokens.iter().filter_map(|token| u32::try_from(*token).ok()).collect();
+        self.inner.decode(&ids, true).map_err(|e| Error::malformed(&self.path, e))
+    }
+
+    /// A token as it stands in the vocabulary.
+    pub fn token(&self, token: i64) -> Option<String> {
+        self.inner.id_to_token(u32::try_from(token).ok()?)
+    }
+
+    /// All tokens, with their numbers.
+    pub fn vocabulary(&self) -> BTreeMap<String, u32> {
+        self.inner.get_vocab(true).into_iter().collect()
     }
 
     /// The token that the tokenizer puts before every text, if it is one alone.

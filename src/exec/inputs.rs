@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 use super::Inputs;
 use super::transfer::{self, Cause};
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Kind, Node, Op, OpSpec, Value, ValueId, given};
+use crate::ir::{Element, Graph, Kind, Node, Op, Value, ValueId, given};
 
 /// An input in the precision of the computation, on the host and on the device.
 pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DType) -> Result<(Tensor, Tensor)> {
@@ -28,15 +28,16 @@ pub(super) fn take(value: &Value, inputs: &Inputs, device: &Device, compute: DTy
     Ok((host, there))
 }
 
-/// Holds the indices of embeddings to the rows of their tables. They come from the host, as positions do that follow from them.
-pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)]) -> Result<()> {
+/// Holds the indices of embeddings to the rows of their tables. They come from the host, as positions do that follow from them and from
+/// how many tokens stand before.
+pub(super) fn require_rows(graph: &Graph, inputs: &[(ValueId, Tensor)], tokens: usize) -> Result<()> {
     let mut known: BTreeMap<ValueId, Tensor> = inputs.iter().filter(|(_, tensor)| tensor.dtype() == DType::I64).cloned().collect();
     for node in graph.nodes() {
         let Some(indices) = node.inputs.first().and_then(|id| known.get(id)) else { continue };
         let failed = |e: candle_core::Error| Error::run(format!("graph node `{}`", graph.value(node.output).name), e, "");
         match &node.op {
             Op::Positions(op) => {
-                let positions = op.eval(std::slice::from_ref(indices)).map_err(failed)?;
+                let positions = op.at_most(indices, tokens).map_err(failed)?;
                 known.insert(node.output, positions);
             }
             Op::Embedding(_) => {

@@ -10,7 +10,7 @@ use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
 use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Fused, Op, PreparedOp};
+use crate::ir::ops::{Fused, Op, Past, PreparedOp};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Values for the graph's inputs, by name.
@@ -60,6 +60,11 @@ impl<'g> Executor<'g> {
     /// Where it runs.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What is computed together, in order.
+    pub(super) fn steps(&self) -> &[FusedNodes] {
+        &self.steps
     }
 
     /// Its parameters.
@@ -130,11 +135,22 @@ impl<'g> Executor<'g> {
     /// # Errors
     /// As [`run`](Executor::run), for the inputs.
     pub fn start(&self, inputs: &Inputs) -> Result<PartialRun> {
-        let mut run = PartialRun { values: vec![None; self.graph.values().len()], done: 0, account: self.accounts.as_ref().map(Accounts::begin) };
-        for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, self.parameters.compute())? {
+        self.start_behind(inputs, 0, None)
+    }
+
+    /// The same behind so many tokens of a sequence, of which ops have kept this, by node.
+    pub(super) fn start_behind(&self, inputs: &Inputs, tokens: usize, past: Option<Vec<Past>>) -> Result<PartialRun> {
+        let mut run = self.nothing();
+        run.past = past;
+        for (id, tensor) in self.sizes.take(self.graph, inputs, tokens, &self.device, self.parameters.compute())? {
             run.keep(id, tensor);
         }
         Ok(run)
+    }
+
+    /// A run that has computed nothing.
+    fn nothing(&self) -> PartialRun {
+        PartialRun { values: vec![None; self.graph.values().len()], done: 0, past: None, account: self.accounts.as_ref().map(Accounts::begin) }
     }
 
     /// Goes on with a run until a wanted value is computed, which is the answer, contiguous. All calls for one run take the same
@@ -172,7 +188,7 @@ impl<'g> Executor<'g> {
 
     /// A run that goes on where another one was.
     pub(super) fn resume(&self, snapshot: &Snapshot) -> PartialRun {
-        let mut run = PartialRun { values: vec![None; snapshot.values.len()], done: snapshot.done, account: self.accounts.as_ref().map(Accounts::begin) };
+        let mut run = PartialRun { done: snapshot.done, ..self.nothing() };
         for (id, tensor) in self.graph.ids().zip(&snapshot.values) {
             tensor.iter().for_each(|tensor| run.keep(id, tensor.clone()));
         }
@@ -184,7 +200,7 @@ impl<'g> Executor<'g> {
     }
 
     /// Computes the value of a step's last node.
-    fn step(&self, step: &FusedNodes, run: &mut PartialRun) -> Result<()> {
+    pub(super) fn step(&self, step: &FusedNodes, run: &mut PartialRun) -> Result<()> {
         if let Some(result) = self.together(step, run)? {
             run.keep(self.last(step).output, result);
             return Ok(());
@@ -223,10 +239,13 @@ impl<'g> Executor<'g> {
         Ok(operands)
     }
 
-    fn alone(&self, index: usize, run: &PartialRun) -> Result<Tensor> {
+    fn alone(&self, index: usize, run: &mut PartialRun) -> Result<Tensor> {
         let node = &self.graph.nodes()[index];
         let operands = self.operands(node, &node.inputs, run)?;
-        let result = self.prepared[index].forward(&operands);
+        let result = match run.past.as_mut().and_then(|past| past.get_mut(index)) {
+            Some(past) => self.prepared[index].follow(&operands, past),
+            None => self.prepared[index].forward(&operands),
+        };
         let compute = self.parameters.compute();
         result.and_then(|t| if t.dtype().is_float() { t.to_dtype(compute) } else { Ok(t) }).map_err(failed(self.name(node)))
     }
@@ -278,6 +297,8 @@ pub struct PartialRun {
     pub(super) values: Vec<Option<Tensor>>,
     /// Steps of an observation that are done.
     pub(super) done: usize,
+    /// What ops have kept of tokens before, by node.
+    pub(super) past: Option<Vec<Past>>,
     account: Option<Account>,
 }
 
@@ -306,11 +327,19 @@ impl PartialRun {
         self.values[id.index()] = Some(result);
     }
 
-    fn forget(&mut self, step: &FusedNodes) {
-        for id in &step.dead {
-            self.values[id.index()] = None;
-            self.account.iter_mut().for_each(|account| account.give(id.index()));
-        }
+    pub(super) fn forget(&mut self, step: &FusedNodes) {
+        step.dead.iter().for_each(|id| self.drop_value(*id));
+    }
+
+    fn drop_value(&mut self, id: ValueId) {
+        self.values[id.index()] = None;
+        self.account.iter_mut().for_each(|account| account.give(id.index()));
+    }
+
+    /// Puts a value in the place of another one.
+    pub(super) fn replace(&mut self, id: ValueId, value: Tensor) {
+        self.drop_value(id);
+        self.keep(id, value);
     }
 
     fn get(&self, graph: &Graph, id: ValueId) -> Result<Tensor> {

@@ -17,8 +17,8 @@ const MOST: usize = 1 << 34;
 pub(super) struct Sizes(Mutex<Option<Vec<Vec<usize>>>>);
 
 impl Sizes {
-    /// All inputs, on the device and in the precision of the computation.
-    pub fn take(&self, graph: &Graph, inputs: &Inputs, device: &Device, compute: DType) -> Result<Vec<(ValueId, Tensor)>> {
+    /// All inputs, on the device and in the precision of the computation, behind so many tokens of a sequence.
+    pub fn take(&self, graph: &Graph, inputs: &Inputs, tokens: usize, device: &Device, compute: DType) -> Result<Vec<(ValueId, Tensor)>> {
         let (mut hosts, mut taken) = (Vec::new(), Vec::new());
         for (id, value) in graph.inputs() {
             let (host, there) = inputs::take(value, inputs, device, compute)?;
@@ -31,7 +31,7 @@ impl Sizes {
             require(graph, &taken)?;
             *fitting = Some(sizes);
         }
-        inputs::require_rows(graph, &hosts)?;
+        inputs::require_rows(graph, &hosts, tokens)?;
         Ok(taken)
     }
 }

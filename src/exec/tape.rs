@@ -167,7 +167,7 @@ impl<'g> Tape<'g> {
     pub fn forward(&self, parameters: &Parameters, inputs: &Inputs, memory_tracker: &MemoryTracker, mut watch: Option<Watch>) -> Result<Forward> {
         let count = self.graph.values().len();
         let mut forward = Forward { values: vec![None; count], dims: vec![Vec::new(); count], taps: BTreeMap::new() };
-        for (id, tensor) in self.sizes.take(self.graph, inputs, &self.device, parameters.compute())? {
+        for (id, tensor) in self.sizes.take(self.graph, inputs, 0, &self.device, parameters.compute())? {
             if self.taps.contains(&id) {
                 forward.taps.insert(id, tensor.clone());
             }

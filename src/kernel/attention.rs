@@ -45,7 +45,7 @@ pub struct Attention<'a> {
     pub heads: usize,
     /// Key heads.
     pub groups: usize,
-    /// Queries.
+    /// Queries; where order counts, those of the last keys.
     pub sequence: usize,
     /// Keys.
     pub keys: usize,
@@ -68,6 +68,9 @@ pub struct Attention<'a> {
 impl Attention<'_> {
     /// Writes `[batch, heads, sequence, out]`, contiguous.
     pub fn run(&self, queries: Heads, keys: Heads, values: Heads, output: &mut [f32]) {
+        if self.is_single() {
+            return self.run_single(queries, keys, values, output);
+        }
         output.par_chunks_mut((self.sequence * self.out).max(1)).enumerate().for_each(|(job, output)| {
             let (batch, head) = (job / self.heads, job % self.heads);
             let group = head / (self.heads / self.groups);
@@ -91,12 +94,17 @@ impl Attention<'_> {
         });
     }
 
+    /// How many keys stand before the one of the first query.
+    fn past(&self) -> usize {
+        if self.causal { self.keys.saturating_sub(self.sequence) } else { 0 }
+    }
+
     /// Keys that a query sees as far as order goes.
-    fn visible(&self, query: usize) -> Range<usize> {
+    pub(super) fn visible(&self, query: usize) -> Range<usize> {
         if !self.causal {
             return 0..self.keys;
         }
-        let end = (query + 1).min(self.keys);
+        let end = (self.past() + query + 1).min(self.keys);
         self.window.map_or(0, |w| end.saturating_sub(w))..end
     }
 
@@ -107,7 +115,7 @@ impl Attention<'_> {
         let Some(padding) = padding else { return order };
         let real = padding.iter().position(|padding| !padding).zip(padding.iter().rposition(|padding| !padding));
         match real {
-            Some((from, to)) if !self.causal || (self.window.is_none() && from <= first) => order.start..order.end.min(to + 1),
+            Some((from, to)) if !self.causal || (self.window.is_none() && from <= self.past() + first) => order.start..order.end.min(to + 1),
             _ => 0..self.keys,
         }
     }
@@ -129,6 +137,7 @@ impl Attention<'_> {
         if let Some(cap) = self.soft_cap {
             soft_capped(products, cap);
         }
+        let first = self.past() + first;
         for (key, products) in seen.zip(products) {
             if padding.is_some_and(|padding| padding[key]) {
                 *products = [f32::MIN; PANEL];

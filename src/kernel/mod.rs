@@ -29,6 +29,7 @@ mod running {
     pub mod activation_gradient;
     pub mod attention;
     pub mod attention_gradient;
+    mod attention_single;
     pub mod bins;
     pub mod channels;
     pub mod choices;
@@ -46,6 +47,7 @@ mod running {
     pub mod low_rank;
     pub mod matmul;
     pub mod matmul_gradient;
+    pub mod one_row;
     pub mod rows;
     pub mod rows_gradient;
     pub(crate) mod scratch;

@@ -2,6 +2,8 @@
 
 #[cfg(feature = "run")]
 pub mod evaluation;
+#[cfg(feature = "run")]
+mod generation;
 mod help;
 mod passes;
 mod reading;
@@ -10,12 +12,13 @@ mod reports;
 mod streams;
 
 /// Everything that can stand after `compress`.
-const COMMANDS: [&str; 19] = [
+const COMMANDS: [&str; 20] = [
     "init",
     "run",
     "chain",
     "plan",
     "eval",
+    "generate",
     "inspect",
     "diff",
     "report",

@@ -1,7 +1,5 @@
 //! What a model computes, for `compress inspect`.
 
-use std::io;
-
 use serde_json::json;
 
 use super::args::Global;
@@ -52,13 +50,8 @@ fn show_groups(model: &Model, global: &Global) -> Result<()> {
     if global.json {
         return output::json(&json!({ "groups": found.groups, "held": found.held }));
     }
-    let Some(columns) = columns() else { return output::print(&found.to_string()) };
+    let Some(columns) = super::columns() else { return output::print(&found.to_string()) };
     let groups = found.groups.iter().map(|group| [group.unit.to_string(), group.size.to_string(), group.name.clone(), group.carriers()]);
     let held = found.held.iter().map(|held| ["held".to_owned(), held.size.to_string(), format!("{}[{}]", held.param, held.axis), held.reason.to_string()]);
     output::print(&format!("{}\n", wrapped(&["unit", "size", "first", "carried by, or held by"], groups.chain(held), columns)))
-}
-
-/// Columns of the terminal that stdout is, if it is one.
-fn columns() -> Option<u16> {
-    rustix::termios::tcgetwinsize(io::stdout()).ok().map(|size| size.ws_col).filter(|columns| *columns > 0)
 }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
 use super::gradient::wide;
+use super::past::{Forward, Past, Sequential};
 use super::softmax::{back, softmax};
 use super::{Backward, OpSpec, Saved, elements, require, require_floats};
 use crate::ir::{Bindings, Element, TensorType};
@@ -15,7 +16,8 @@ use crate::ir::{Bindings, Element, TensorType};
 ///
 /// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`, and
 /// optionally a mask `[batch, keys]` of whole numbers, zero for keys that are padding. Query head `i` reads
-/// key head `i / (heads / groups)`.
+/// key head `i / (heads / groups)`. Where order counts and there are more keys than queries, as where a sequence goes on, the last
+/// query stands at the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Attention {
@@ -47,6 +49,8 @@ const ROWS: usize = 64;
 struct Block {
     queries: Range<usize>,
     keys: Range<usize>,
+    /// Keys before the one at which the first query of all stands.
+    past: usize,
 }
 
 impl Block {
@@ -76,20 +80,21 @@ impl Attention {
         let ((batch, heads, sequence, _), keys) = (q.dims4()?, k.dim(2)?);
         let rows = (PRODUCTS / (batch * heads * keys).max(1)).clamp(ROWS, sequence.max(ROWS));
         let (causal, window) = (self.causal, self.window);
+        let past = if causal { keys.saturating_sub(sequence) } else { 0 };
         Ok((0..sequence).step_by(rows).map(move |first| {
             let queries = first..(first + rows).min(sequence);
             // A query that sees nothing but padding looks at all keys.
-            let end = if causal && !padded { queries.end.min(keys) } else { keys };
-            let start = window.filter(|_| causal && !padded).map_or(0, |window| (first + 1).saturating_sub(window).min(end));
-            Block { queries, keys: start..end }
+            let end = if causal && !padded { (past + queries.end).min(keys) } else { keys };
+            let start = window.filter(|_| causal && !padded).map_or(0, |window| (past + first + 1).saturating_sub(window).min(end));
+            Block { queries, keys: start..end, past }
         }))
     }
 
     /// [`HIDDEN`] where a query of a block may not look, else 0, `[queries, keys]`.
     fn order(&self, block: &Block, device: &Device) -> Computed<Tensor> {
-        let count = block.queries.end.max(block.keys.end).next_multiple_of(1024);
+        let count = (block.past + block.queries.end).max(block.keys.end).next_multiple_of(1024);
         let positions = constant(format!("positions {count}"), device, |device| Tensor::arange(0f32, count as f32, device))?;
-        let query = positions.narrow(0, block.queries.start, block.queries.len())?.unsqueeze(1)?;
+        let query = positions.narrow(0, block.past + block.queries.start, block.queries.len())?.unsqueeze(1)?;
         let key = positions.narrow(0, block.keys.start, block.keys.len())?.unsqueeze(0)?;
         let mut hidden = key.broadcast_gt(&query)?;
         if let Some(window) = self.window {
@@ -191,6 +196,10 @@ impl OpSpec for Attention {
         self.attend(inputs, softmax)
     }
 
+    fn sequential(&self) -> Option<&dyn Sequential> {
+        Some(self)
+    }
+
     fn backward(&self, backward: &Backward) -> Computed<Vec<Option<Tensor>>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
         let mask = backward.inputs.get(3).map(Saved::tensor).transpose()?;
@@ -226,6 +235,26 @@ impl OpSpec for Attention {
     fn macs(&self, inputs: &[&TensorType], output: &TensorType, bindings: &Bindings) -> u64 {
         let keys = inputs[1].shape[2].evaluate(bindings).unwrap_or(0) as u64;
         elements(inputs[0], bindings).saturating_add(elements(output, bindings)).saturating_mul(keys)
+    }
+}
+
+impl Sequential for Attention {
+    fn axis(&self, input: usize) -> usize {
+        if input < 3 { 2 } else { 1 }
+    }
+
+    fn looks_ahead(&self) -> Option<&'static str> {
+        (!self.causal).then_some("tokens see those behind them")
+    }
+
+    /// Keys and values are kept, those alone that later queries see, and with them which of them are padding.
+    fn follow(&self, inputs: &[Tensor], past: &mut Past, forward: &Forward) -> Computed<Tensor> {
+        let seen = self.window.map_or(usize::MAX, |window| window.saturating_sub(1));
+        let mut all = vec![inputs[0].clone()];
+        for (input, new) in inputs.iter().enumerate().skip(1) {
+            all.push(past.rows(input - 1).push(new, self.axis(input), seen)?);
+        }
+        forward(&all)
     }
 }
 

@@ -24,6 +24,7 @@ mod matmul;
 mod normalize;
 mod opaque;
 mod pad;
+mod past;
 mod patchify;
 mod places;
 mod pool;
@@ -79,6 +80,7 @@ pub use matmul::MatMul;
 pub use normalize::Normalize;
 pub use opaque::{Function, Opaque};
 pub use pad::{Pad, PadMode};
+pub use past::{Forward, Past, Sequential};
 pub use patchify::Patchify;
 pub use pool::{AveragePool, GlobalAveragePool, MaxPool};
 pub use positions::Positions;
@@ -139,6 +141,10 @@ pub trait OpSpec: fmt::Debug {
     /// Whether [`backward`](OpSpec::backward) reads the elements of the output.
     fn reads_output(&self) -> bool {
         false
+    }
+    /// How the op goes on where a sequence goes on, if tokens are not all alike to it.
+    fn sequential(&self) -> Option<&dyn Sequential> {
+        None
     }
     /// Whether `eval` takes this input in 16 bits beside others in 32, and converts no more of it than it needs.
     fn reads_stored(&self, _input: usize) -> bool {

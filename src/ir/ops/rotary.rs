@@ -6,7 +6,8 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::{Backward, OpSpec, require_floats};
+use super::past::{Forward, Past, Sequential};
+use super::{Backward, OpSpec, on_host, require_floats};
 use crate::ir::TensorType;
 
 /// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
@@ -147,28 +148,28 @@ impl Rotary {
         if from == width { Ok(turned) } else { Tensor::cat(&[turned, x.narrow(3, from, width - from)?], 3) }
     }
 
-    /// Cosines and sines `[sequence, width / 2]` of this many turned elements.
+    /// Cosines and sines `[positions, width / 2]` of this many turned elements; the last position is that of the last token.
     ///
     /// # Errors
     /// The device runs out of memory.
-    pub fn tables(&self, width: usize, sequence: usize, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
-        let tables = constant(format!("{self:?} {width} {sequence}"), device, |device| {
-            let (frequencies, factor) = self.frequencies(width, sequence);
+    pub fn tables(&self, width: usize, positions: Range<usize>, device: &Device) -> candle_core::Result<(Tensor, Tensor)> {
+        let tables = constant(format!("{self:?} {width} {positions:?}"), device, |device| {
+            let (frequencies, factor) = self.frequencies(width, positions.end);
             // Angles are products of f32 numbers in the models' own code; in f64 they would differ at long positions.
-            let angles = || (0..sequence).flat_map(|p| frequencies.iter().map(move |f| p as f32 * *f as f32));
+            let angles = || positions.clone().flat_map(|p| frequencies.iter().map(move |f| p as f32 * *f as f32));
             let values: Vec<f32> = angles().map(f32::cos).chain(angles().map(f32::sin)).map(|x| x * factor as f32).collect();
-            Tensor::from_vec(values, (2, sequence, width / 2), device)
+            Tensor::from_vec(values, (2, positions.len(), width / 2), device)
         })?;
         Ok((tables.get(0)?, tables.get(1)?))
     }
 }
 
 impl Rotary {
-    /// Turned forwards, or backwards where the sign is negative.
-    fn rotated(&self, x: &Tensor, sign: f64) -> candle_core::Result<Tensor> {
+    /// Turned forwards, or backwards where the sign is negative; so many tokens stand before the first row.
+    fn rotated(&self, x: &Tensor, sign: f64, past: usize) -> candle_core::Result<Tensor> {
         let (_, _, sequence, width) = x.dims4()?;
         let turned = self.turned(width);
-        let (cos, sin) = self.tables(turned, sequence, x.device())?;
+        let (cos, sin) = self.tables(turned, past..past + sequence, x.device())?;
         self.with_rest(rotated(&x.narrow(3, 0, turned)?, &cos, &(sin * sign)?)?, x)
     }
 }
@@ -197,15 +198,36 @@ impl OpSpec for Rotary {
     }
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
-        self.rotated(&inputs[0], 1.0)
+        self.rotated(&inputs[0], 1.0, 0)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
-        Ok(vec![backward.of(0, || self.rotated(backward.gradient, -1.0))?])
+        Ok(vec![backward.of(0, || self.rotated(backward.gradient, -1.0, 0))?])
     }
 
     fn reads_input(&self, _input: usize) -> bool {
         false
+    }
+
+    fn sequential(&self) -> Option<&dyn Sequential> {
+        Some(self)
+    }
+}
+
+impl Sequential for Rotary {
+    fn axis(&self, _input: usize) -> usize {
+        2
+    }
+
+    fn is_stable(&self, width: usize, before: usize, after: usize) -> bool {
+        let follows_length = matches!(self.scaling, RotaryScaling::Dynamic { .. } | RotaryScaling::LongRope { .. });
+        !follows_length || self.frequencies(self.turned(width), before) == self.frequencies(self.turned(width), after)
+    }
+
+    fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {
+        let (x, tokens) = (&inputs[0], past.tokens());
+        let found = if on_host(x.device()) { self.rotated_heads(x, false, tokens)? } else { None };
+        found.map_or_else(|| self.rotated(x, 1.0, tokens), Ok)
     }
 }
 

@@ -80,21 +80,22 @@ impl Kernel for Attention {
 
 impl Kernel for Rotary {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
-        self.rotated_heads(&inputs[0], false)
+        self.rotated_heads(&inputs[0], false, 0)
     }
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         if !backward.wants(0) {
             return Ok(Some(vec![None]));
         }
-        Ok(self.rotated_heads(backward.gradient, true)?.map(|gradient| vec![Some(gradient)]))
+        Ok(self.rotated_heads(backward.gradient, true, 0)?.map(|gradient| vec![Some(gradient)]))
     }
 }
 
 impl Rotary {
-    fn rotated_heads(&self, x: &Tensor, backwards: bool) -> Result<Option<Tensor>> {
+    /// Turned by the angles of tokens that stand behind so many others; `None` where the kernel does not take them.
+    pub(in super::super) fn rotated_heads(&self, x: &Tensor, backwards: bool, past: usize) -> Result<Option<Tensor>> {
         let (_, count, sequence, width) = x.dims4()?;
-        let (cos, sin) = self.tables(self.turned(width), sequence, x.device())?;
+        let (cos, sin) = self.tables(self.turned(width), past..past + sequence, x.device())?;
         let sin = if backwards { sin.neg()? } else { sin };
         let compute = || {
             let ([host, cos, sin], angles) = ([Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?], cos.elem_count());

@@ -33,7 +33,7 @@ impl Kernel for Fused {
             Op::Rotary(op) => {
                 let (_, _, sequence, width) = x.dims4()?;
                 let turned = op.turned(width);
-                let (cos, sin) = op.tables(turned, sequence, x.device())?;
+                let (cos, sin) = op.tables(turned, 0..sequence, x.device())?;
                 let turned = rope(&x.narrow(3, 0, turned)?.contiguous()?, &cos.to_dtype(x.dtype())?, &sin.to_dtype(x.dtype())?)?;
                 op.with_rest(turned, &x)
             }

@@ -10,9 +10,9 @@ use super::host::{Host, column_sums, readable, steps};
 use super::{Fused, Gradients, Kernel};
 use crate::kernel::activation::activate;
 use crate::kernel::epilogue::Epilogue;
-use crate::kernel::few_rows;
 use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
+use crate::kernel::{few_rows, one_row};
 
 impl Kernel for Linear {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
@@ -88,6 +88,8 @@ impl Linear {
         let epilogue = Epilogue::of(steps);
         let columns = Columns { values: weight, count: out, stride: inner };
         match self.input_major {
+            true if rows == 1 => one_row::product_by_rows(&x[..inner], &Rows { values: weight, count: out, stride: out }, epilogue, &mut y),
+            false if rows == 1 => one_row::product(&x[..inner], &columns, epilogue, &mut y),
             true => product(&Left::pack(x, rows, inner, inner), &Rows { values: weight, count: out, stride: out }, out, epilogue, &mut y),
             false if rows <= few_rows::MOST => few_rows::product(x, rows, &columns, inner, epilogue, &mut y),
             false => product(&Left::pack(x, rows, inner, inner), &columns, out, epilogue, &mut y),

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Result, Tensor};
 
-use super::{Backward, Op};
+use super::{Backward, Op, Past};
 pub use crate::kernel::epilogue::Fused;
 
 /// Gradients by input.
@@ -128,6 +128,17 @@ impl PreparedOp {
     pub fn forward(&self, inputs: &[Tensor]) -> Result<Tensor> {
         let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward(inputs))?;
         found.map_or_else(|| self.op.spec().eval(inputs), Ok)
+    }
+
+    /// The output for tokens that follow those which `past` knows.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    pub fn follow(&self, inputs: &[Tensor], past: &mut Past) -> Result<Tensor> {
+        match self.op.spec().sequential() {
+            Some(op) => op.follow(inputs, past, &|inputs| self.forward(inputs)),
+            None => self.forward(inputs),
+        }
     }
 
     /// The output after these steps, where a kernel does them.

@@ -1,0 +1,144 @@
+//! Products of one row with the weight of a linear layer, as of a text that is continued token by token: what they take is reading the
+//! weight, so nothing is packed, and several rows or columns are read side by side. Sums run in a fixed number of lanes and are not fused,
+//! so that they are the same on every processor.
+
+use rayon::prelude::*;
+
+use super::epilogue::Epilogue;
+use super::matmul::{Columns, Rows, StoredFloat};
+
+/// Elements along the inner axis that are summed apart from each other.
+const LANES: usize = 16;
+/// Columns of a result that are summed side by side.
+const COLUMNS: usize = 4;
+/// Columns of a result that are summed together where the weight lies row by row.
+const STRIPE: usize = 64;
+/// Elements of a weight that a job reads, about.
+const JOB: usize = 1 << 16;
+
+/// Finishes what `multiply` writes of columns from a first one on, by all threads where that is worth it.
+fn by_columns(inner: usize, unit: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, &mut [f32]) + Sync) {
+    let width = out.len();
+    let columns = (JOB / inner.max(1)).next_multiple_of(unit);
+    let job = |(index, out): (usize, &mut [f32])| {
+        let mut sums = vec![0f32; out.len()];
+        multiply(index * columns, &mut sums);
+        store(epilogue, &mut sums, index * columns, width, out);
+    };
+    if width <= columns { out.chunks_mut(columns).enumerate().for_each(job) } else { out.par_chunks_mut(columns).enumerate().for_each(job) }
+}
+
+simd! {
+    fn store(epilogue: Epilogue, sums: &mut [f32], column: usize, width: usize, out: &mut [f32]) {
+        epilogue.store(sums, [0, column, width], out);
+    }
+}
+
+/// `x Wᵀ` of one row, with a weight whose rows are the columns of the result.
+pub fn product<T: StoredFloat>(x: &[f32], weight: &Columns<T>, epilogue: Epilogue, out: &mut [f32]) {
+    by_columns(x.len(), COLUMNS, epilogue, out, |first, sums| {
+        let last = first + sums.len() - 1;
+        for (index, sums) in sums.chunks_mut(COLUMNS).enumerate() {
+            // Columns beyond the last are never looked at.
+            let columns = std::array::from_fn(|column| &weight.values[(first + index * COLUMNS + column).min(last) * weight.stride..][..x.len()]);
+            sums.copy_from_slice(&dots(&columns, x)[..sums.len()]);
+        }
+    });
+}
+
+/// `x W` of one row.
+pub fn product_by_rows<T: StoredFloat>(x: &[f32], weight: &Rows<T>, epilogue: Epilogue, out: &mut [f32]) {
+    by_columns(x.len(), STRIPE, epilogue, out, |first, sums| {
+        for (index, sums) in sums.chunks_mut(STRIPE).enumerate() {
+            stripe(x, weight.values, [first + index * STRIPE, weight.stride], sums);
+        }
+    });
+}
+
+simd! {
+    // Stands alone, so that the sums stay in registers.
+    #[inline(never)]
+    fn dots[T: StoredFloat](columns: &[&[T]; COLUMNS], x: &[f32]) -> [f32; COLUMNS] {
+        let mut sums = [[0f32; LANES]; COLUMNS];
+        let (runs, rest) = x.as_chunks::<LANES>();
+        let chunks = [columns[0].as_chunks::<LANES>(), columns[1].as_chunks::<LANES>(), columns[2].as_chunks::<LANES>(), columns[3].as_chunks::<LANES>()];
+        for (at, x) in runs.iter().enumerate() {
+            let weights = [&chunks[0].0[at], &chunks[1].0[at], &chunks[2].0[at], &chunks[3].0[at]];
+            for column in 0..COLUMNS {
+                for lane in 0..LANES {
+                    sums[column][lane] += weights[column][lane].value() * x[lane];
+                }
+            }
+        }
+        for (sums, (_, tail)) in sums.iter_mut().zip(&chunks) {
+            for ((sum, weight), x) in sums.iter_mut().zip(*tail).zip(rest) {
+                *sum += weight.value() * x;
+            }
+        }
+        sums.map(|lanes| lanes.iter().sum())
+    }
+}
+
+simd! {
+    /// Sums of a few columns that lie beside each other.
+    #[inline(never)]
+    fn stripe[T: StoredFloat](x: &[f32], values: &[T], place: [usize; 2], out: &mut [f32]) {
+        let [first, stride] = place;
+        if let Some(out) = out.first_chunk_mut::<STRIPE>() {
+            let mut sums = [0f32; STRIPE];
+            for (row, x) in x.iter().enumerate() {
+                let Some(weights) = values[row * stride + first..].first_chunk::<STRIPE>() else { break };
+                for column in 0..STRIPE {
+                    sums[column] += weights[column].value() * x;
+                }
+            }
+            *out = sums;
+            return;
+        }
+        for (row, x) in x.iter().enumerate() {
+            for (sum, weight) in out.iter_mut().zip(&values[row * stride + first..]) {
+                *sum += weight.value() * x;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::super::activation::ActivationFunction;
+    use super::super::epilogue::Fused;
+    use super::super::matmul::{self, Left};
+    use super::*;
+
+    #[test]
+    fn one_row_is_multiplied_as_many_are() {
+        let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
+        for (inner, width) in [(1, 1), (576, 70), (7, 33), (64, 100), (131, 5), (0, 3), (1536, 300), (20, 128)] {
+            let (x, w, c) = (numbers(inner, 1), numbers(width * inner, 2), numbers(width, 3));
+            let half: Vec<bf16> = w.iter().map(|w| bf16::from_f32(*w)).collect();
+            let rounded: Vec<f32> = half.iter().map(|w| w.to_f32()).collect();
+            let transposed: Vec<f32> = (0..inner * width).map(|i| w[(i % width) * inner + i / width]).collect();
+            let steps = [Fused::AddToColumns(&c[..]), Fused::Activate(ActivationFunction::Silu), Fused::Add(&c)];
+            let close = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| (a - b).abs() < 1e-5 * (1.0 + b.abs()) * (inner.max(1) as f32).sqrt());
+            for accumulate in [false, true] {
+                let epilogue = Epilogue { steps: &steps, accumulate };
+                let want = |weight: &[f32]| {
+                    let mut out = c.clone();
+                    matmul::product(&Left::pack(&x, 1, inner, inner), &Columns { values: weight, count: width, stride: inner }, width, epilogue, &mut out);
+                    out
+                };
+                let mut have = c.clone();
+                product(&x, &Columns { values: &w, count: width, stride: inner }, epilogue, &mut have);
+                assert!(close(&have, &want(&w)), "{inner} {width}");
+                let mut have = c.clone();
+                product(&x, &Columns { values: &half, count: width, stride: inner }, epilogue, &mut have);
+                assert!(close(&have, &want(&rounded)), "{inner} {width} of bf16");
+                let mut have = c.clone();
+                product_by_rows(&x, &Rows { values: &transposed, count: width, stride: width }, epilogue, &mut have);
+                assert!(close(&have, &want(&w)), "{inner} {width} by rows");
+            }
+        }
+    }
+}

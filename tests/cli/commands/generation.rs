@@ -1,0 +1,102 @@
+//! `generate`, on a tiny Llama whose tokens are letters.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::support::{compress, data, golden_model, ok, read_json};
+
+fn prepared() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    golden_model(folder.path(), "llama", &[("characters.json", "tokenizer.json")]);
+    folder
+}
+
+/// Changes keys of a JSON file.
+fn set(path: &Path, keys: Value) {
+    let mut values = if path.is_file() { read_json(path) } else { json!({}) };
+    values.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+    fs::write(path, values.to_string()).unwrap();
+}
+
+#[test]
+fn prompts_are_continued() {
+    let folder = prepared();
+    set(&folder.path().join("in/config.json"), json!({ "eos_token_id": null }));
+    let run = ok(folder.path(), "generate in --prompt ab --prompt c --tokens 5");
+    assert!(run.stdout.starts_with("in: the likeliest token each time, 5 tokens at most\n\n> ab\n"), "{}", run.stdout);
+    for part in ["\n> c\n", "in, 5 tokens", "tokens per second", "note: neither generation_config.json nor config.json names an `eos_token_id`"] {
+        assert!(run.stdout.contains(part), "{part}:\n{}", run.stdout);
+    }
+    let found = data(folder.path(), "generate in --prompt ab --prompt c --tokens 5 --json");
+    let [one, other] = [0, 1].map(|index| found["prompts"][index].clone());
+    // The tokenizer puts `<s>` and a blank before texts.
+    assert_eq!((&one["prompt"], &one["prompt_tokens"], &other["prompt_tokens"]), (&json!("ab"), &json!([1, 3, 4, 5]), &json!([1, 3, 6])));
+    assert_eq!((one["continuation"]["tokens"].as_array().unwrap().len(), &one["continuation"]["end"], &one["against"]), (5, &json!("tokens"), &Value::Null));
+    assert!(found["speed"]["prefill"].as_f64().unwrap() > 0.0 && found["speed"]["decode"].as_f64().unwrap() > 0.0);
+    // Draws are those of the seed.
+    let drawn =
+        |seed: &str| data(folder.path(), &format!("generate in --prompt ab --tokens 8 --temperature 2 --top-k 30 --seed {seed} --json"))["prompts"].clone();
+    assert_eq!(drawn("3"), drawn("3"));
+    assert_ne!(drawn("3"), drawn("4"));
+    // A text ends with its own token.
+    let first = one["continuation"]["tokens"][0].clone();
+    set(&folder.path().join("in/generation_config.json"), json!({ "eos_token_id": [first], "repetition_penalty": 1.3 }));
+    let ended = data(folder.path(), "generate in --prompt ab --json");
+    assert_eq!((&ended["prompts"][0]["continuation"]["end"], &ended["prompts"][0]["continuation"]["tokens"]), (&json!("eos"), &json!([first])));
+    assert_eq!(ended["notes"], json!(["generation_config.json: `repetition_penalty` of 1.3 is not used"]));
+}
+
+#[test]
+fn models_are_shown_side_by_side() {
+    let folder = prepared();
+    for (name, pass) in [("int8", "quantize-dynamic in"), ("int4", "quantize in --scheme W4A16 --group-size 16"), ("half", "cast in --to bf16")] {
+        ok(folder.path(), &format!("{pass} -o {name} --no-measure"));
+        let found = data(folder.path(), &format!("generate {name} --against in --prompt abc --tokens 6 --json"));
+        let (alone, before) = (
+            data(folder.path(), &format!("generate {name} --prompt abc --tokens 6 --json")),
+            data(folder.path(), "generate in --prompt abc --tokens 6 --json"),
+        );
+        let prompt = &found["prompts"][0];
+        assert_eq!((&prompt["continuation"], &prompt["against"]), (&alone["prompts"][0]["continuation"], &before["prompts"][0]["continuation"]), "{name}");
+        let tokens = |side: &str| prompt[side]["tokens"].as_array().unwrap().clone();
+        let (own, other) = (tokens("continuation"), tokens("against"));
+        let same = own.iter().zip(&other).take_while(|(a, b)| a == b).count();
+        assert_eq!(prompt["first_difference"], if own == other { Value::Null } else { json!(same) }, "{name}");
+    }
+    let run = ok(folder.path(), "generate int4 --against in --prompt abc --tokens 6");
+    assert!(run.stdout.contains("in, ") && run.stdout.contains("int4, "), "{}", run.stdout);
+    assert!(run.stdout.contains("are the same") || run.stdout.contains("they differ from token"), "{}", run.stdout);
+}
+
+#[test]
+fn what_cannot_be_generated_is_said_before_anything_is_loaded() {
+    let folder = prepared();
+    let refused = |args: &str, code: i32, part: &str| {
+        let run = compress(folder.path(), args);
+        assert!(run.code == code && run.stderr.contains(part), "{args}: {} {}", run.code, run.stderr);
+    };
+    refused("generate in", 2, "--prompt <TEXT>");
+    refused("generate in --prompt a --seed 3", 2, "add --temperature, --top-k or --top-p");
+    refused("generate in --prompt a --tokens 0", 2, "tokens: is 0");
+    refused("generate in --prompt a --top-p 2", 2, "top-p: is 2");
+    refused("generate in --prompt aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 2, "prompt 1: has 34 tokens, and the model's texts end at 32");
+    refused("generate in --prompt a --memory 1KB", 1, "of memory");
+    // Of this tokenizer, an empty text is one token, which stands before every text.
+    assert_eq!(compress(folder.path(), "generate in --prompt= --tokens 1").code, 0);
+    let mut tokenizer = read_json(&folder.path().join("in/tokenizer.json"));
+    tokenizer["post_processor"] = Value::Null;
+    fs::write(folder.path().join("in/tokenizer.json"), tokenizer.to_string()).unwrap();
+    refused("generate in --prompt= --tokens 1", 2, "prompt 1: has no token");
+    golden_model(&folder.path().join("other"), "llama", &[("word-pieces.json", "tokenizer.json")]);
+    refused("generate in --against other/in --prompt a", 2, "continuations cannot be compared");
+    fs::remove_file(folder.path().join("in/tokenizer.json")).unwrap();
+    refused("generate in --prompt a", 1, "text without tokenizer.json");
+    refused("generate in/model.safetensors --prompt a", 1, "error");
+    for encoder in ["bert", "vit"] {
+        let at = folder.path().join(encoder);
+        golden_model(&at, encoder, &[("word-pieces.json", "tokenizer.json")]);
+        refused(&format!("generate {encoder}/in --prompt a"), 1, &format!("`{encoder}` is no decoder"));
+    }
+}

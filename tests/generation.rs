@@ -1,0 +1,202 @@
+//! Continuing texts: token by token, models answer as if they had seen the whole at once, and greedy texts are those of transformers
+//! (`scripts/goldens-generate`).
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use candle_core::{DType, Device, Tensor};
+use common::work;
+use compress::Model;
+use compress::exec::{Answers, Executor, Inputs, Parameters, Residence, SequenceCache};
+use compress::generation::{End, Generate, LanguageModel, Sampling};
+use compress::ir::{Graph, Op};
+use compress::work::MemoryLimit;
+use serde_json::{Value, json};
+
+const TOLERANCE: f32 = 2e-5;
+
+fn golden() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+fn executor<'g>(model: &Model, graph: &'g Graph) -> Executor<'g> {
+    let parameters = work(|work| Parameters::load(graph, &model.weights, &Device::Cpu, DType::F32, Residence::Stored, work)).unwrap();
+    Executor::new(graph, parameters, Device::Cpu)
+}
+
+/// Some columns of all inputs.
+fn columns(inputs: &Inputs, from: usize, to: usize) -> Inputs {
+    inputs.iter().map(|(name, tensor)| (name.clone(), tensor.narrow(1, from, to - from).unwrap().contiguous().unwrap())).collect()
+}
+
+/// The largest difference of the last tokens of outputs that are not padding.
+fn distance(whole: &Tensor, last: &Tensor, mask: &Tensor) -> f32 {
+    let (length, count) = (whole.dim(1).unwrap(), last.dim(1).unwrap());
+    let difference = (whole.narrow(1, length - count, count).unwrap() - last).unwrap().abs().unwrap();
+    let mask = mask.narrow(1, length - count, count).unwrap().to_dtype(DType::F32).unwrap().unsqueeze(2).unwrap();
+    difference.broadcast_mul(&mask).unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap()
+}
+
+/// Every decoder of the golden set, with padding, grouped keys, windows, caps and experts; rotary angles that depend on the length begin
+/// again where they change.
+#[test]
+fn tokens_that_follow_are_answered_as_in_the_whole() {
+    let mut families = Vec::new();
+    for entry in std::fs::read_dir(golden().join("models")).unwrap() {
+        let path = entry.unwrap().path();
+        let model = Model::open(&path).unwrap();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        let graph = model.graph().unwrap();
+        let Ok(mut cache) = SequenceCache::new(&graph) else { continue };
+        families.push(name.clone());
+        let executor = executor(&model, &graph);
+        let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
+        let inputs: Inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), stored[&format!("in/{name}")].clone())).into();
+        let mask = &inputs["attention_mask"];
+        let length = mask.dim(1).unwrap();
+        let wholes: Vec<BTreeMap<String, Tensor>> = (1..=length).map(|end| executor.run(&columns(&inputs, 0, end)).unwrap()).collect();
+        for pieces in [vec![length], vec![1; length], vec![4, 3, 1, length - 8], vec![length - 2, 1, 1]] {
+            for answers in [Answers::All, Answers::Last] {
+                cache.clear();
+                let mut seen = 0;
+                for piece in &pieces {
+                    if !SequenceCache::is_stable(&graph, seen, seen + piece) {
+                        cache.clear();
+                    }
+                    let end = seen + piece;
+                    let outputs = executor.run_next(&columns(&inputs, cache.tokens(), end), &mut cache, answers).unwrap();
+                    assert_eq!(cache.tokens(), end);
+                    for (output, whole) in &wholes[end - 1] {
+                        let last = &outputs[output];
+                        assert!(answers == Answers::All || last.dim(1).unwrap() == 1);
+                        let apart = distance(whole, last, &mask.narrow(1, 0, end).unwrap())
+                            / whole.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap().max(1.0);
+                        assert!(apart < TOLERANCE, "{name}: {output} of {piece} tokens behind {seen} of {pieces:?}: {apart:e}");
+                    }
+                    seen = end;
+                }
+            }
+        }
+    }
+    assert!(families.len() > 30, "{families:?}");
+    for family in
+        ["gemma2", "gemma3", "gpt2", "gpt-neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3-longrope", "qwen2-moe-fused", "qwen3-moe", "smollm3"]
+    {
+        assert!(families.iter().any(|name| name == family), "{family} is not among {families:?}");
+    }
+}
+
+#[test]
+fn windows_bound_what_is_kept() {
+    let kept = |name: &str, tokens: usize| {
+        let model = Model::open(golden().join("models").join(name)).unwrap();
+        let graph = model.graph().unwrap();
+        let (executor, mut cache) = (executor(&model, &graph), SequenceCache::new(&graph).unwrap());
+        let one = |value: i64| Tensor::new(&[[value]], &Device::Cpu).unwrap();
+        for token in 0..tokens as i64 {
+            let inputs: Inputs = [("input_ids".to_owned(), one(3 + token % 40)), ("attention_mask".to_owned(), one(1))].into();
+            executor.run_next(&inputs, &mut cache, Answers::Last).unwrap();
+        }
+        assert!(graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_))));
+        cache.bytes()
+    };
+    assert_eq!(kept("mistral", 60), kept("mistral", 400));
+    assert!(kept("mistral-no-window", 400) > 3 * kept("mistral", 400));
+}
+
+fn generated(path: &Path, prompts: &[Vec<i64>], options: &Generate) -> compress::Result<Vec<compress::generation::Continuation>> {
+    let model = LanguageModel::of(Model::open(path)?)?;
+    work(|work| model.generate(prompts, options, &Device::Cpu, MemoryLimit::default(), work))
+}
+
+/// A golden model with another configuration.
+fn changed(name: &str, keys: Value) -> tempfile::TempDir {
+    let (from, folder) = (golden().join("models").join(name), tempfile::tempdir().unwrap());
+    std::fs::copy(from.join("model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+    let mut config: Value = serde_json::from_str(&std::fs::read_to_string(from.join("config.json")).unwrap()).unwrap();
+    config.as_object_mut().unwrap().extend(keys.as_object().unwrap().clone());
+    std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
+    folder
+}
+
+#[test]
+fn greedy_texts_are_those_of_transformers() {
+    let table: BTreeMap<String, Vec<BTreeMap<String, Vec<i64>>>> =
+        serde_json::from_str(&std::fs::read_to_string(golden().join("generation.json")).unwrap()).unwrap();
+    assert!(table.len() > 8);
+    for (name, rows) in table {
+        let folder = changed(&name, json!({ "eos_token_id": null }));
+        let prompts: Vec<Vec<i64>> = rows.iter().map(|row| row["prompt"].clone()).collect();
+        let options = Generate { tokens: rows[0]["tokens"].len(), sampling: None };
+        for (found, row) in generated(folder.path(), &prompts, &options).unwrap().iter().zip(&rows) {
+            assert_eq!((&found.tokens, found.end), (&row["tokens"], End::Tokens), "{name}, {:?}", row["prompt"]);
+        }
+    }
+}
+
+#[test]
+fn texts_end_where_the_model_says() {
+    let options = Generate { tokens: 20, sampling: None };
+    let prompt = vec![vec![5, 6, 7]];
+    let all = generated(changed("gpt2", json!({ "eos_token_id": null })).path(), &prompt, &options).unwrap().remove(0);
+    // 16 positions.
+    assert_eq!((all.tokens.len(), all.end), (13, End::Positions));
+    let at = (1..all.tokens.len()).find(|at| !all.tokens[..*at].contains(&all.tokens[*at])).expect("a second token");
+    let ended = |folder: &tempfile::TempDir| {
+        let found = generated(folder.path(), &prompt, &options).unwrap().remove(0);
+        assert_eq!(found.end, End::Eos);
+        found.tokens
+    };
+    let listed = changed("gpt2", json!({ "eos_token_id": [47, all.tokens[at]] }));
+    assert_eq!(ended(&listed), all.tokens[..=at]);
+    // What generation_config.json says counts before config.json.
+    std::fs::write(listed.path().join("generation_config.json"), json!({ "eos_token_id": all.tokens[0] }).to_string()).unwrap();
+    assert_eq!(ended(&listed), all.tokens[..1]);
+    std::fs::write(listed.path().join("generation_config.json"), json!({ "eos_token_id": "x", "repetition_penalty": 1.2 }).to_string()).unwrap();
+    assert!(generated(listed.path(), &prompt, &options).unwrap_err().to_string().contains("eos_token_id"));
+}
+
+#[test]
+fn draws_repeat_and_prompts_do_not_depend_on_each_other() {
+    let folder = changed("llama", json!({ "eos_token_id": null }));
+    let options = |seed: u64| Generate { tokens: 12, sampling: Some(Sampling { temperature: 1.5, top_k: Some(20), seed, ..Sampling::default() }) };
+    let (one, other) = (vec![5, 6, 7], vec![9, 4]);
+    let tokens =
+        |prompts: &[Vec<i64>], seed: u64| generated(folder.path(), prompts, &options(seed)).unwrap().into_iter().map(|found| found.tokens).collect::<Vec<_>>();
+    assert_eq!(tokens(&[one.clone(), other.clone()], 3), tokens(&[one.clone(), other.clone()], 3));
+    assert_eq!(tokens(&[one.clone(), other.clone()], 3)[0], tokens(&[one.clone()], 3)[0]);
+    assert_ne!(tokens(&[one.clone()], 3), tokens(&[one], 4));
+}
+
+#[test]
+fn what_cannot_be_continued_is_refused_by_name() {
+    let refused = |path: &Path, prompt: &[i64], options: &Generate| generated(path, &[prompt.to_vec()], options).unwrap_err().to_string();
+    let models = golden().join("models");
+    let usual = Generate::default();
+    for (name, reason) in [("bert", "`bert` is no decoder"), ("vit", "`vit` is no decoder"), ("sentence-mean", "is no decoder")] {
+        let found = refused(&models.join(name), &[3], &usual);
+        assert!(found.contains(reason), "{name}: {found}");
+    }
+    let bidirectional = refused(changed("llama", json!({ "is_causal": false })).path(), &[3], &usual);
+    assert!(bidirectional.contains("graph node `layers.0.self_attn.context_heads`") && bidirectional.contains("behind them"), "{bidirectional}");
+    let llama = models.join("llama");
+    assert!(refused(&llama, &[], &usual).contains("prompt 1: has no token"));
+    assert!(refused(&llama, &[3; 32], &usual).contains("has 32 tokens, and the model's texts end at 32"));
+    assert!(refused(&llama, &[48], &usual).contains("`input_ids`: holds 48"));
+    assert!(refused(&llama, &[3], &Generate { tokens: 0, sampling: None }).contains("tokens: is 0"));
+    for sampling in [
+        Sampling { temperature: 0.0, ..Sampling::default() },
+        Sampling { top_p: Some(1.5), ..Sampling::default() },
+        Sampling { top_k: Some(0), ..Sampling::default() },
+    ] {
+        assert!(refused(&llama, &[3], &Generate { tokens: 3, sampling: Some(sampling) }).contains("expected"), "{sampling:?}");
+    }
+    let model = LanguageModel::of(Model::open(&llama).unwrap()).unwrap();
+    let memory = MemoryLimit { bytes: Some(1000), asked: true };
+    let found = work(|work| model.generate(&[vec![3]], &usual, &Device::Cpu, memory, work)).unwrap_err().to_string();
+    assert!(found.contains("of memory"), "{found}");
+}
