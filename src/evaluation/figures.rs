@@ -91,6 +91,19 @@ impl MeasuredFidelity {
     }
 }
 
+/// A text that both models have continued, with the likeliest token each time.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Continued {
+    /// The text that was given.
+    pub prompt: String,
+    /// What the input makes of it.
+    pub before: String,
+    /// What the output makes of it.
+    pub after: String,
+    /// The first token that differs, from 0 on; none where all are the same.
+    pub first_difference: Option<usize>,
+}
+
 /// Median, and what 95 of 100 runs stay below, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Quantiles {

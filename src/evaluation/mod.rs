@@ -5,7 +5,7 @@
 mod figures;
 mod options;
 
-pub use figures::{Accuracy, Compute, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
+pub use figures::{Accuracy, Compute, Continued, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
 pub use options::Evaluate;
 
 #[cfg(feature = "run")]

@@ -3,6 +3,7 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod chat;
 mod options;
 mod sampling;
 mod vocabulary;
@@ -14,6 +15,7 @@ use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
+pub use chat::{ChatTemplate, Message};
 pub use options::{Generate, Sampling};
 pub use vocabulary::Vocabulary;
 
@@ -160,6 +162,14 @@ impl LanguageModel {
     /// There is none, or it cannot be read.
     pub fn vocabulary(&self) -> Result<Vocabulary> {
         Vocabulary::open(&self.model, &self.graph)
+    }
+
+    /// Its template of chats.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be read.
+    pub fn chat_template(&self) -> Result<ChatTemplate> {
+        ChatTemplate::open(&self.model.path)
     }
 
     /// Continues prompts, one after the other.

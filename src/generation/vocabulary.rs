@@ -26,6 +26,14 @@ impl Vocabulary {
         self.tokenizer.uncut(text, true)
     }
 
+    /// The tokens of a text that a chat template has made, which holds the special ones.
+    ///
+    /// # Errors
+    /// The tokenizer does not take it.
+    pub fn encode_chat(&self, text: &str) -> Result<Vec<i64>> {
+        self.tokenizer.uncut(text, false)
+    }
+
     /// The text of a continuation, which depends on what stands before: a blank may belong to its first token. Special tokens are left out.
     ///
     /// # Errors
@@ -37,6 +45,14 @@ impl Vocabulary {
             // The last character of the prompt is made of tokens of both.
             None => self.tokenizer.decode(tokens),
         }
+    }
+
+    /// The text of tokens, without special ones.
+    ///
+    /// # Errors
+    /// The tokenizer does not take them.
+    pub fn decode(&self, tokens: &[i64]) -> Result<String> {
+        self.tokenizer.decode(tokens)
     }
 
     /// A token by name.

@@ -10,7 +10,7 @@ use super::further::compress_further;
 use super::running::write_graph;
 use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
+use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
 use crate::model::Model;
 use crate::output::{Staging, Workplace};
@@ -29,6 +29,7 @@ pub(super) struct Measured {
     pub compute: Option<Compute>,
     pub accuracy: Option<Accuracy>,
     pub fidelity: Option<MeasuredFidelity>,
+    pub continuations: Vec<Continued>,
     pub latency: Option<Latency>,
     pub notes: Vec<String>,
 }
@@ -103,6 +104,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Resul
         compute: measured.compute,
         accuracy: measured.accuracy,
         fidelity: measured.fidelity,
+        continuations: measured.continuations,
         latency: measured.latency,
         layers: layers(&model, &after, first),
         histograms: Vec::new(),

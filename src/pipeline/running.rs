@@ -1,6 +1,7 @@
 //! The half of a pipeline that runs models: data, a device, how to measure, and where results are kept.
 
 mod cached_results;
+mod continuations;
 mod evaluate;
 mod fidelity;
 mod files;

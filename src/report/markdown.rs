@@ -46,6 +46,12 @@ fn write(report: &Report, out: &mut String) -> std::fmt::Result {
         }
         table(out, &["", "before", "after"], &measured)?;
     }
+    if !report.continuations.is_empty() {
+        writeln!(out, "## Continuations\n")?;
+        let line = |text: &String| text.split_whitespace().collect::<Vec<_>>().join(" ");
+        let rows: Vec<[String; 3]> = report.continuations.iter().map(|text| [&text.prompt, &text.before, &text.after].map(line)).collect();
+        table(out, &["text", "before", "after"], &rows)?;
+    }
     writeln!(out, "## Passes\n")?;
     let passes: Vec<_> = report
         .passes

@@ -25,7 +25,7 @@ pub(crate) use environment::Peak;
 pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 
 use crate::error::{Error, Result};
-use crate::evaluation::{Accuracy, Compute, Latency, MeasuredFidelity};
+use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
 
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
@@ -62,6 +62,9 @@ pub struct Report {
     /// How close the output's answers are to the input's, where the model could be run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fidelity: Option<MeasuredFidelity>,
+    /// Texts as they go on before and after, of language models that were measured on texts.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub continuations: Vec<Continued>,
     /// How long one batch takes, when it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub latency: Option<Latency>,

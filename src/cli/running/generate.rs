@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result};
-use crate::generation::{Continuation, End, Generate, LanguageModel, Sampling, Speed, Vocabulary, first_difference};
+use crate::generation::{Continuation, End, Generate, LanguageModel, Message, Sampling, Speed, Vocabulary, first_difference};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::terminal::{table, wrapped};
@@ -16,6 +16,7 @@ use crate::report::terminal::{table, wrapped};
 #[command(after_help = "Examples:
   compress generate ./smollm2 --prompt 'The capital of France is'
   compress generate out/smollm2-w4a16 --against ./smollm2 --prompt 'Once upon a time' --prompt 'Water boils at'
+  compress generate ./smollm2-instruct --chat --prompt 'Why is the sky blue?'
   compress generate ./smollm2 --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95 --seed 7
 
 Without --temperature, --top-k and --top-p, the likeliest token comes each time, as with `do_sample=False` in transformers. Texts end at
@@ -26,6 +27,9 @@ pub(in crate::cli) struct Args {
     /// A text to continue; may be given several times
     #[arg(long = "prompt", value_name = "TEXT", required = true, allow_hyphen_values = true)]
     prompts: Vec<String>,
+    /// Take each prompt as what a user says in a chat, by the model's own template, and continue with the answer
+    #[arg(long)]
+    chat: bool,
     /// Tokens of a continuation at most
     #[arg(long, value_name = "N", default_value_t = 64)]
     tokens: usize,
@@ -73,7 +77,12 @@ impl Args {
         let memory = memory_limit(global.models.memory, &device);
         let mut told = Vec::with_capacity(models.len());
         for (path, model, vocabulary) in models {
-            let prompts = self.prompts.iter().map(|text| vocabulary.encode(text)).collect::<Result<Vec<_>>>()?;
+            let template = self.chat.then(|| model.chat_template()).transpose()?;
+            let encode = |text: &String| match &template {
+                Some(template) => vocabulary.encode_chat(&template.render(&[Message { role: "user".into(), content: text.clone() }])?),
+                None => vocabulary.encode(text),
+            };
+            let prompts = self.prompts.iter().map(encode).collect::<Result<Vec<_>>>()?;
             let continuations = global.work(|work| model.generate(&prompts, &options, &device, memory, work))?;
             let texts = prompts.iter().zip(&continuations).map(|(prompt, found)| vocabulary.continuation(prompt, &found.tokens)).collect::<Result<_>>()?;
             told.push(Told { path, vocabulary, notes: model.notes().to_vec(), prompts, continuations, texts });
@@ -111,6 +120,7 @@ impl Args {
             "model": last.path.to_string_lossy(),
             "against": before.map(|before| before.path.to_string_lossy()),
             "options": options,
+            "chat": self.chat,
             "prompts": self.prompts.iter().enumerate().map(prompt).collect::<Vec<_>>(),
             "speed": last.speed(),
             "speed_against": before.map(Told::speed),

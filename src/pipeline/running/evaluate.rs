@@ -110,6 +110,11 @@ impl Run<'_> {
             let (fidelity, note) = self.fidelity(graph, exports)?;
             measured.fidelity = fidelity;
             measured.notes.extend(note);
+            if measured.fidelity.as_ref().is_some_and(|measured| measured.samples_from == SamplesFrom::HeldOut) {
+                let (continuations, note) = self.continuations()?;
+                measured.continuations = continuations;
+                measured.notes.extend(note);
+            }
         }
         if asked.is_none() && !onnx {
             return Ok(measured);

@@ -32,6 +32,7 @@ pub(super) fn render(report: &Report) -> String {
             (summary::notes(&report.notes))
             (summary::parts(report))
             (quality::accuracy(report))
+            (quality::continuations(report))
             (quality::latency(report))
             (layers::section(report))
             (values::section(report))

@@ -46,6 +46,16 @@ fn fidelity(report: &Report) -> Markup {
     section("fidelity", "Fidelity", &lead, &table(&["", "before", "after"], &cells(measured::fidelity_rows(&measured.fidelity))))
 }
 
+/// Texts as they go on before and after.
+pub(super) fn continuations(report: &Report) -> Markup {
+    if report.continuations.is_empty() {
+        return html! {};
+    }
+    let rows: Vec<Vec<Markup>> =
+        report.continuations.iter().map(|text| [&text.prompt, &text.before, &text.after].map(|part| html! { (part) }).to_vec()).collect();
+    section("continuations", "Continuations", "Texts that no pass has used, with the likeliest token each time.", &table(&["text", "before", "after"], &rows))
+}
+
 fn cells(rows: Vec<[String; 3]>) -> Vec<Vec<Markup>> {
     rows.into_iter().map(|row| row.into_iter().map(|cell| super::prose(&cell)).collect()).collect()
 }

@@ -49,6 +49,23 @@ fn prompts_are_continued() {
 }
 
 #[test]
+fn chats_are_rendered_by_the_model_s_own_template() {
+    let folder = prepared();
+    let refused = compress(folder.path(), "generate in --chat --prompt ab");
+    assert!(refused.code == 1 && refused.stderr.contains("a chat without chat_template.jinja"), "{}", refused.stderr);
+    let template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}c{% endif %}";
+    set(&folder.path().join("in/tokenizer_config.json"), json!({ "bos_token": "<s>", "chat_template": template }));
+    let found = data(folder.path(), "generate in --chat --prompt ab --tokens 2 --json");
+    // The text holds the token that begins it, which stands for itself in a tokenizer that has it as a special one; this one spells it.
+    let plain = data(folder.path(), "generate in --prompt abc --tokens 2 --json");
+    assert!(found["chat"] == json!(true) && found["prompts"][0]["prompt_tokens"].as_array().unwrap().ends_with(&[json!(4), json!(5), json!(6)]), "{found}");
+    assert_eq!(plain["prompts"][0]["prompt_tokens"], json!([1, 3, 4, 5, 6]));
+    // A file of its own counts before.
+    fs::write(folder.path().join("in/chat_template.jinja"), "{{ messages[0].content.upper().lower() }}").unwrap();
+    assert_eq!(data(folder.path(), "generate in --chat --prompt ab --tokens 2 --json")["prompts"][0]["prompt_tokens"], json!([3, 4, 5]));
+}
+
+#[test]
 fn models_are_shown_side_by_side() {
     let folder = prepared();
     for (name, pass) in [("int8", "quantize-dynamic in"), ("int4", "quantize in --scheme W4A16 --group-size 16"), ("half", "cast in --to bf16")] {
@@ -99,4 +116,34 @@ fn what_cannot_be_generated_is_said_before_anything_is_loaded() {
         golden_model(&at, encoder, &[("word-pieces.json", "tokenizer.json")]);
         refused(&format!("generate {encoder}/in --prompt a"), 1, &format!("`{encoder}` is no decoder"));
     }
+}
+
+const RECIPE: &str = "
+model: in
+data: { calibration: { text: book.txt, max_length: 24, samples: 4 } }
+passes: [{ quantize: { scheme: W4A16, group_size: 16, method: gptq } }]
+output: out
+";
+
+#[test]
+fn reports_show_texts_before_and_after() {
+    let folder = prepared();
+    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/book.txt"), folder.path().join("book.txt")).unwrap();
+    fs::write(folder.path().join("recipe.yaml"), RECIPE).unwrap();
+    ok(folder.path(), "run recipe.yaml");
+    let report = read_json(&folder.path().join("out/report.json"));
+    let texts = report["continuations"].as_array().unwrap();
+    assert_eq!((texts.len(), &report["fidelity"]["samples_from"]), (3, &json!("held-out")));
+    for text in texts {
+        assert!(!text["prompt"].as_str().unwrap().is_empty() && text["before"].is_string() && text["after"].is_string(), "{text}");
+        assert!(text["first_difference"].is_null() || text["first_difference"].as_u64().unwrap() < 16, "{text}");
+    }
+    for file in ["report.html", "report.md"] {
+        assert!(fs::read_to_string(folder.path().join("out").join(file)).unwrap().contains("Continuations"), "{file}");
+    }
+    ok(folder.path(), "run recipe.yaml --force --set measure=false");
+    assert!(read_json(&folder.path().join("out/report.json")).get("continuations").is_none());
+    // Without text there is nothing to continue.
+    ok(folder.path(), "quantize-dynamic in -o plain");
+    assert!(read_json(&folder.path().join("plain/report.json")).get("continuations").is_none());
 }
