@@ -41,7 +41,9 @@ pub fn product<T: StoredFloat>(x: &[f32], weight: &Columns<T>, epilogue: Epilogu
         for (index, sums) in sums.chunks_mut(COLUMNS).enumerate() {
             // Columns beyond the last are never looked at.
             let columns = std::array::from_fn(|column| &weight.values[(first + index * COLUMNS + column).min(last) * weight.stride..][..x.len()]);
-            sums.copy_from_slice(&dots(&columns, x)[..sums.len()]);
+            let mut found = [0f32; COLUMNS];
+            dots(&columns, x, &mut found);
+            sums.copy_from_slice(&found[..sums.len()]);
         }
     });
 }
@@ -55,27 +57,43 @@ pub fn product_by_rows<T: StoredFloat>(x: &[f32], weight: &Rows<T>, epilogue: Ep
     });
 }
 
+/// Plain loops over arrays of known length: only these become one instruction for all lanes.
+#[inline(always)]
+fn add<T: StoredFloat>(sums: &mut [f32; LANES], weights: &[T; LANES], x: &[f32; LANES]) {
+    for lane in 0..LANES {
+        sums[lane] += weights[lane].value() * x[lane];
+    }
+}
+
+#[inline(always)]
+fn total(mut lanes: [f32; LANES]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+    }
+    lanes[0]
+}
+
 simd! {
     // Stands alone, so that the sums stay in registers.
     #[inline(never)]
-    fn dots[T: StoredFloat](columns: &[&[T]; COLUMNS], x: &[f32]) -> [f32; COLUMNS] {
-        let mut sums = [[0f32; LANES]; COLUMNS];
+    fn dots[T: StoredFloat](columns: &[&[T]; COLUMNS], x: &[f32], out: &mut [f32; COLUMNS]) {
+        let [mut a, mut b, mut c, mut d] = [[0f32; LANES]; COLUMNS];
         let (runs, rest) = x.as_chunks::<LANES>();
-        let chunks = [columns[0].as_chunks::<LANES>(), columns[1].as_chunks::<LANES>(), columns[2].as_chunks::<LANES>(), columns[3].as_chunks::<LANES>()];
-        for (at, x) in runs.iter().enumerate() {
-            let weights = [&chunks[0].0[at], &chunks[1].0[at], &chunks[2].0[at], &chunks[3].0[at]];
-            for column in 0..COLUMNS {
-                for lane in 0..LANES {
-                    sums[column][lane] += weights[column][lane].value() * x[lane];
-                }
-            }
+        let of = |column: usize| columns[column].as_chunks::<LANES>().0;
+        for ((((x, first), second), third), fourth) in runs.iter().zip(of(0)).zip(of(1)).zip(of(2)).zip(of(3)) {
+            add(&mut a, first, x);
+            add(&mut b, second, x);
+            add(&mut c, third, x);
+            add(&mut d, fourth, x);
         }
-        for (sums, (_, tail)) in sums.iter_mut().zip(&chunks) {
-            for ((sum, weight), x) in sums.iter_mut().zip(*tail).zip(rest) {
+        for (sums, column) in [&mut a, &mut b, &mut c, &mut d].into_iter().zip(columns) {
+            for ((sum, weight), x) in sums.iter_mut().zip(column.as_chunks::<LANES>().1).zip(rest) {
                 *sum += weight.value() * x;
             }
         }
-        sums.map(|lanes| lanes.iter().sum())
+        *out = [total(a), total(b), total(c), total(d)];
     }
 }
 
