@@ -10,7 +10,7 @@ use super::measure::{Measure, ValueHistogram};
 use super::part_writer::PartWriter;
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
-use super::{Block, StorageFormat, StoredTensor, View, Weight, checkpoint};
+use super::{Block, RawTensor, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
 use crate::work::Work;
@@ -39,8 +39,19 @@ pub struct WeightMeasurement {
     pub input_hash: Option<blake3::Hash>,
     /// Bytes that the weight takes in the output.
     pub bytes: u64,
+    /// How many elements are stored, where it is stored sparse.
+    pub kept: Option<u64>,
     /// How its values lie, when they changed.
     pub histogram: Option<ValueHistogram>,
+}
+
+/// Items that other processes have made: the tensors that they are stored as, and what was seen of each.
+#[derive(Debug, Default)]
+pub struct Made {
+    /// By the names in the files.
+    pub tensors: BTreeMap<String, RawTensor>,
+    /// By the name of the item.
+    pub items: BTreeMap<String, WeightMeasurement>,
 }
 
 /// A written file.
@@ -167,8 +178,8 @@ fn write_known(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Re
     writer.finish(name)
 }
 
-/// Makes every item and writes its parts to their places.
-fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], work: &Work) -> Result<Vec<WeightMeasurement>> {
+/// Makes every item, or takes what was made of it, and writes its parts to their places.
+fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], made: Option<&Made>, work: &Work) -> Result<Vec<WeightMeasurement>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
     work.run(
         "Writing",
@@ -176,7 +187,10 @@ fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], wo
         |(item, _)| item.weight.stored_bytes.max(1),
         |(item, places)| {
             let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
-            let seen = write_item(item, &mut writers, work)?;
+            let seen = match made {
+                None => write_item(item, &mut writers, work)?,
+                Some(made) => copy_item(item, made, places, &mut writers, work)?,
+            };
             for (writer, place) in writers.into_iter().zip(*places) {
                 writer.finish(place.name)?;
             }
@@ -214,7 +228,7 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(&targets, items, &places, work)?;
+    let seen = write_items(&targets, items, &places, None, work)?;
     let mut written = Vec::with_capacity(files.len());
     for (target, (name, _)) in targets.into_iter().zip(files) {
         written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish()? });
@@ -222,11 +236,11 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
     Ok((written, seen))
 }
 
-/// Writes the items into a folder and reads everything back.
+/// Writes the items into a folder and reads everything back. What was made of them before is copied.
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
     let mut by_name = BTreeMap::new();
     for (file, (name, header)) in layout.files.iter().enumerate() {
@@ -247,7 +261,7 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, work: &Work) ->
         }
         places.push(placed);
     }
-    let seen = write_items(&targets, items, &places, work)?;
+    let seen = write_items(&targets, items, &places, made, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.join(checkpoint::INDEX);
@@ -303,7 +317,31 @@ fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<We
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
     work.advance(total - told)?;
     seen.bytes = writers.iter().map(|w| w.length).sum();
+    seen.kept = if let StorageFormat::Sparse { kept } = item.storage_format { Some(kept) } else { None };
     Ok(seen)
+}
+
+/// Bytes that are copied at once.
+const COPIED: u64 = 256 << 10;
+
+fn copy_item(item: &Item, made: &Made, places: &[Place], writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
+    let missing = |name: &str, reason: &str| Error::tensor(name, reason, "run the part again that has it");
+    let total = item.weight.stored_bytes.max(1);
+    let mut buffer = Vec::new();
+    for (place, writer) in places.iter().zip(writers) {
+        let tensor = made.tensors.get(place.name).ok_or_else(|| missing(place.name, "is in no part"))?;
+        if tensor.bytes() != place.length {
+            return Err(missing(place.name, &format!("has {} bytes in its part, and {} are meant", tensor.bytes(), place.length)));
+        }
+        for start in (0..place.length).step_by(COPIED as usize) {
+            buffer.resize(COPIED.min(place.length - start) as usize, 0);
+            tensor.read_at(start, &mut buffer)?;
+            writer.write(&buffer)?;
+            work.cancel.check()?;
+        }
+    }
+    work.advance(total)?;
+    made.items.get(&item.name).cloned().ok_or_else(|| missing(&item.name, "was seen by no part"))
 }
 
 /// What there is to see of a weight whose bytes are written without going through it.
@@ -343,7 +381,7 @@ mod tests {
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        write(folder, &items, &layout, &work).unwrap().0
+        write(folder, &items, &layout, None, &work).unwrap().0
     }
 
     #[test]
