@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use compress::Model;
@@ -35,7 +36,7 @@ fn in_parts(steps: &str, model: &Path, output: &Path, count: usize) -> usize {
 
 fn merged(model: &Path, output: &Path) -> compress::Result<Report> {
     let recipe = recipe_of_parts(output)?;
-    Pipeline::builder().recipe(&recipe).build()?.merge(Model::open(model)?, output, true)
+    Pipeline::builder().recipe(&recipe).build()?.merge(Model::open(model)?, output, false)
 }
 
 /// What is in a folder, but for the reports.
@@ -69,7 +70,15 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
             let output = folder.path().join(format!("out-{count}"));
             let rounds = in_parts(steps, &model, &output, count);
             assert!(rounds <= most, "{steps}: {rounds} rounds");
+            let inodes = |folder: &Path| -> Vec<u64> {
+                let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+                files.filter(|file| file.path().extension().is_some_and(|e| e == "safetensors")).map(|file| file.metadata().unwrap().ino()).collect()
+            };
+            let made: Vec<u64> = std::fs::read_dir(parts_folder(&output)).unwrap().flat_map(|part| inodes(&part.unwrap().path())).collect();
             let after = merged(&model, &output).unwrap();
+            // Whole files are taken over as they are, where there are as many as parts.
+            let whole_files = inodes(&output).len() >= count && !steps.contains("sparse");
+            assert_eq!(inodes(&output).iter().all(|inode| made.contains(inode)), whole_files, "{steps} in {count} parts");
             assert_eq!(files(&whole).keys().collect::<Vec<_>>(), files(&output).keys().collect::<Vec<_>>());
             for (name, bytes) in files(&whole) {
                 assert!(files(&output)[&name] == bytes, "{steps} in {count} parts: {name}");
@@ -150,5 +159,6 @@ fn what_cannot_be_done_in_parts_is_refused_by_name() {
     };
     assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose works on the whole model"));
     assert!(refused("passes: [cast: { to: bf16 }]\nexport: [onnx]").contains("`onnx` is one file"));
+    assert!(refused("passes: []\nexport: [safetensors, onnx]").contains("several formats"));
     assert!(!folder.path().join("out.parts").exists());
 }

@@ -76,9 +76,13 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// Reading, making or writing tensors fails, or the files do not read back as meant.
     fn write(&self, model: &Model, run: &RunState, folder: &Path, made: Option<&Made>, work: &Work) -> Result<Exported>;
 
-    /// Whether parts of it can be written by processes of their own, and joined.
-    fn has_parts(&self) -> bool {
-        false
+    /// The weights of each file, in the order of their names, where processes can write parts of a model that are joined; nothing where they
+    /// cannot.
+    ///
+    /// # Errors
+    /// The format cannot express the model, by name.
+    fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<String>>>> {
+        Ok(None)
     }
 }
 

@@ -326,8 +326,9 @@ impl Format for Safetensors {
         Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })
     }
 
-    fn has_parts(&self) -> bool {
-        true
+    fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<String>>>> {
+        let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
+        Ok(Some(self.layout_of(&items, model)?.items_by_file(&items)))
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Path, made: Option<&Made>, work: &Work) -> Result<Exported> {

@@ -24,8 +24,9 @@ use crate::output::{Staging, check_place};
 use crate::recipe::Recipe;
 use crate::report::{Report, Tool};
 use crate::run_state::{Part, Share};
+use crate::store::checkpoint::DataFile;
 use crate::store::hash::hash_of;
-use crate::store::writer::{Made, WeightMeasurement};
+use crate::store::writer::{Made, MadeFile, WeightMeasurement};
 use crate::store::{Checkpoint, ContentKey, ValueHistogram};
 
 /// What became of a part.
@@ -177,14 +178,20 @@ impl Pipeline {
         }
         let (pipeline, after, mut state) = self.settled(&model)?;
         let counts = parts_folder(output).join(format!("counts-{}", key.get(..16).unwrap_or_default()));
-        state.part = Some(Arc::new(Part::new(share, model.weights.by_name.iter().map(|(name, weight)| (name, weight.stored_bytes)), counts)));
+        let [export] = pipeline.export.as_slice() else {
+            return Err(Error::option("--part", "several formats cannot be written in parts: name safetensors alone"));
+        };
+        let Some(files) = export.format().weights_by_file(&after, &state)? else {
+            return Err(Error::option("--part", format!("`{}` is one file, and cannot be written in parts", export.format().name())));
+        };
+        let bytes = |name: &str| after.weights.by_name.get(name).map_or(1, |weight| weight.stored_bytes);
+        state.part = Some(Arc::new(Part::new(share, &files, &bytes, counts)));
         let work = pipeline.work();
         if !state.prepare(&work)? {
             return Ok(PartOutcome::Counted);
         }
         let staging = Staging::new(&folder, self.force, &model.path)?;
         let place = staging.path();
-        let [export] = pipeline.export.as_slice() else { return Err(Error::option("export", "nothing to write")) };
         let forecast: SizeForecast = export.format().forecast(&after, &state)?;
         require_space(&place, staging.target(), &[forecast], 0)?;
         let mut peak = self.watch()?;
@@ -226,12 +233,17 @@ impl Pipeline {
             for (name, bytes, blake3) in &told.files {
                 let file = path.join(name);
                 let length = std::fs::metadata(&file).map_err(Error::io("open", &file))?.len();
-                if length != *bytes || hash_of(&file, &work)?.to_string() != *blake3 {
+                let hash = hash_of(&file, &work)?;
+                if length != *bytes || hash.to_string() != *blake3 {
                     let part = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
                     return Err(Error::Verification {
                         path: file,
                         reason: format!("was changed or damaged: remove the folder {part}, and run its part again"),
                     });
+                }
+                // Parts that are kept share nothing with the output.
+                if !keep && name.ends_with(".safetensors") {
+                    made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, blake3: hash });
                 }
             }
             seconds.resize(told.seconds.len(), 0.0);
@@ -296,10 +308,7 @@ impl Pipeline {
         if model.onnx.is_some() {
             return Err(Error::option("--part", "an .onnx file is one piece: parts are for folders of safetensors"));
         }
-        match self.export.iter().find(|export| !export.format().has_parts()) {
-            Some(export) => Err(Error::option("--part", format!("`{}` is one file, and cannot be written in parts", export.format().name()))),
-            None => Ok(()),
-        }
+        Ok(())
     }
 
     /// Names everything that parts of one run have in common. Of the weights, their headers and samples: reading all of them for each part

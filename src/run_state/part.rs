@@ -98,18 +98,23 @@ pub struct Part {
 }
 
 impl Part {
-    /// Deals weights out, in the order of their names, by the bytes that they take.
-    pub fn new<'w>(share: Share, weights: impl Iterator<Item = (&'w String, u64)> + Clone, folder: PathBuf) -> Part {
-        let total = weights.clone().map(|(_, bytes)| u128::from(bytes)).sum::<u128>().max(1);
-        let mut before = 0u128;
-        let owner = |(name, bytes): (&String, u64)| {
-            // A weight belongs to the part that its middle lies in.
-            let middle = before.saturating_mul(2).saturating_add(bytes.into());
-            before = before.saturating_add(bytes.into());
+    /// Deals weights out, in the order of their names, by bytes: whole files, where there are as many as parts, so that parts are joined
+    /// without copying.
+    pub fn new(share: Share, files: &[Vec<String>], bytes: &dyn Fn(&str) -> u64, folder: PathBuf) -> Part {
+        let single = |names: &Vec<String>| names.iter().map(|name| vec![name.clone()]).collect::<Vec<_>>();
+        let units = if files.len() < share.count { files.iter().flat_map(single).collect() } else { files.to_vec() };
+        let sizes: Vec<u128> = units.iter().map(|names| names.iter().map(|name| u128::from(bytes(name))).sum()).collect();
+        let total = sizes.iter().sum::<u128>().max(1);
+        let (mut before, mut owners) = (0u128, Vec::new());
+        for (names, size) in units.into_iter().zip(sizes) {
+            // A unit belongs to the part that its middle lies in.
+            let middle = before.saturating_mul(2).saturating_add(size);
+            before = before.saturating_add(size);
             let part = middle.saturating_mul(share.count as u128).checked_div(total.saturating_mul(2)).unwrap_or(0);
-            (name.clone(), usize::try_from(part).unwrap_or(usize::MAX).min(share.count.saturating_sub(1)).saturating_add(1))
-        };
-        Part { share, owners: weights.map(owner).collect(), folder }
+            let owner = usize::try_from(part).unwrap_or(usize::MAX).min(share.count.saturating_sub(1)).saturating_add(1);
+            owners.extend(names.into_iter().map(|name| (name, owner)));
+        }
+        Part { share, owners, folder }
     }
 
     /// Which part it is.
@@ -179,12 +184,16 @@ mod tests {
     fn every_weight_is_of_one_part_and_parts_are_alike() {
         let weights: Vec<(String, u64)> = (0..100).map(|i| (format!("w{i:03}"), 100 + i)).collect();
         for count in [1, 3, 16, 150] {
-            let parts: Vec<Part> = Share { number: 1, count }.all().map(|s| Part::new(s, weights.iter().map(|(n, b)| (n, *b)), "x".into())).collect();
+            let size = |name: &str| weights.iter().find(|(own, _)| own == name).unwrap().1;
+            let files: Vec<Vec<String>> = weights.chunks(5).map(|file| file.iter().map(|(name, _)| name.clone()).collect()).collect();
+            let parts: Vec<Part> = Share { number: 1, count }.all().map(|share| Part::new(share, &files, &size, "x".into())).collect();
             let bytes = |part: &Part| weights.iter().filter(|(name, _)| part.owns(name)).map(|(_, bytes)| bytes).sum::<u64>();
             let sizes: Vec<u64> = parts.iter().map(bytes).collect();
             assert_eq!(sizes.iter().sum::<u64>(), weights.iter().map(|(_, bytes)| bytes).sum::<u64>());
             let fair = sizes.iter().sum::<u64>() / count as u64;
-            assert!(sizes.iter().all(|size| size.abs_diff(fair) <= 200), "{count}: {sizes:?}");
+            assert!(sizes.iter().all(|size| size.abs_diff(fair) <= 1000), "{count}: {sizes:?}");
+            let whole = |part: &Part| files.iter().all(|file| [0, file.len()].contains(&file.iter().filter(|name| part.owns(name)).count()));
+            assert_eq!(parts.iter().all(whole), count <= files.len(), "{count}");
             assert_eq!(parts.iter().filter(|part| part.owns("w050_scale")).count(), 1);
             assert_eq!(parts.iter().filter(|part| part.owns("a")).count(), 1);
         }

@@ -3,7 +3,7 @@
 //! What is meant to be in the file is hashed as it is made; every segment of the file is read again once it is written, and held to it.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::header::Header;
 use super::measure::{Measure, ValueHistogram};
@@ -52,6 +52,27 @@ pub struct Made {
     pub tensors: BTreeMap<String, RawTensor>,
     /// By the name of the item.
     pub items: BTreeMap<String, WeightMeasurement>,
+    /// Files that can become files of the whole where these have the same header: linked, and not copied.
+    pub files: Vec<MadeFile>,
+}
+
+/// A file of items that other processes have made.
+#[derive(Debug)]
+pub struct MadeFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What is in it.
+    pub header: Header,
+    /// Hash of the file, as it was read just now.
+    pub blake3: blake3::Hash,
+}
+
+impl Made {
+    /// The hash of a file that was made with this header, which has this name now; nothing where there is none, or the file system has no links.
+    fn link(&self, header: &Header, name: &Path) -> Option<blake3::Hash> {
+        let file = self.files.iter().find(|file| file.header == *header)?;
+        std::fs::hard_link(&file.path, name).ok().map(|()| file.blake3)
+    }
 }
 
 /// A written file.
@@ -109,6 +130,18 @@ impl FileLayout {
         }
         let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
         Ok(FileLayout { files, index, parts })
+    }
+
+    /// Names of the items in each file.
+    pub fn items_by_file(&self, items: &[Item]) -> Vec<Vec<String>> {
+        let places = self.files.iter().enumerate().flat_map(|(file, (_, header))| header.tensors.iter().map(move |tensor| (tensor.name.as_str(), file)));
+        let places: BTreeMap<&str, usize> = places.collect();
+        let mut found = vec![Vec::new(); self.files.len()];
+        for (item, parts) in items.iter().zip(&self.parts) {
+            let file = parts.first().and_then(|part| found.get_mut(*places.get(part.name.as_str())?));
+            file.into_iter().for_each(|names| names.push(item.name.clone()));
+        }
+        found
     }
 
     /// Bytes of all files, headers included.
@@ -242,22 +275,27 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
 pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
-    let mut by_name = BTreeMap::new();
-    for (file, (name, header)) in layout.files.iter().enumerate() {
+    let (mut by_name, mut linked) = (BTreeMap::new(), BTreeMap::new());
+    for (name, header) in &layout.files {
         let bytes = header.to_bytes();
+        if let Some(hash) = made.and_then(|made| made.link(header, &folder.join(name))) {
+            linked.insert(name, hash);
+            by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), None)));
+            continue;
+        }
         let target = VerifiedFile::create(folder.join(name), bytes.len() as u64 + header.data_bytes())?;
         write_known(&target, name, 0, &bytes)?;
+        by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
         targets.push(target);
-        for t in &header.tensors {
-            by_name.insert(t.name.as_str(), (file, bytes.len() as u64 + t.begin, t.end - t.begin));
-        }
     }
     let mut places = Vec::with_capacity(items.len());
     for parts in &layout.parts {
         let mut placed = Vec::with_capacity(parts.len());
         for part in parts {
-            let &(file, offset, length) = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-            placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
+            let place = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+            if let Some((file, offset, length)) = *place {
+                placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
+            }
         }
         places.push(placed);
     }
@@ -272,9 +310,13 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&M
         }
         files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
     }
-    for (target, (name, header)) in targets.into_iter().zip(&layout.files) {
-        let (path, bytes) = (target.path().to_owned(), target.length());
-        files.push(Written { name: name.clone(), bytes, blake3: target.finish()? });
+    let mut targets = targets.into_iter();
+    for (name, header) in &layout.files {
+        let path = folder.join(name);
+        let bytes = header.to_bytes().len() as u64 + header.data_bytes();
+        let written = || targets.next().ok_or_else(|| Error::Verification { path: path.clone(), reason: "was not written".into() })?.finish();
+        let blake3 = linked.get(name).copied().map_or_else(written, Ok)?;
+        files.push(Written { name: name.clone(), bytes, blake3 });
         let (_, back) = checkpoint::DataFile::open(&path)?;
         if back != *header {
             return Err(Error::Verification { path, reason: "the header reads back differently".into() });
