@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
 use super::past::{Forward, Past, Sequential};
-use super::{Backward, OpSpec, on_host, require_floats};
+use super::{Backward, OpSpec, require_floats};
 use crate::ir::TensorType;
 
 /// Turns pairs of elements `(i, i + d/2)` of each head by an angle that grows with the position (Su et al., 2021).
@@ -225,9 +225,7 @@ impl Sequential for Rotary {
     }
 
     fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {
-        let (x, tokens) = (&inputs[0], past.tokens());
-        let found = if on_host(x.device()) { self.rotated_heads(x, false, tokens)? } else { None };
-        found.map_or_else(|| self.rotated(x, 1.0, tokens), Ok)
+        self.rotated(&inputs[0], 1.0, past.tokens())
     }
 }
 

@@ -83,6 +83,10 @@ impl Kernel for Rotary {
         self.rotated_heads(&inputs[0], false, 0)
     }
 
+    fn forward_behind(&self, tokens: usize, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        self.rotated_heads(&inputs[0], false, tokens)
+    }
+
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         if !backward.wants(0) {
             return Ok(Some(vec![None]));
@@ -93,7 +97,7 @@ impl Kernel for Rotary {
 
 impl Rotary {
     /// Turned by the angles of tokens that stand behind so many others; `None` where the kernel does not take them.
-    pub(in super::super) fn rotated_heads(&self, x: &Tensor, backwards: bool, past: usize) -> Result<Option<Tensor>> {
+    fn rotated_heads(&self, x: &Tensor, backwards: bool, past: usize) -> Result<Option<Tensor>> {
         let (_, count, sequence, width) = x.dims4()?;
         let (cos, sin) = self.tables(self.turned(width), past..past + sequence, x.device())?;
         let sin = if backwards { sin.neg()? } else { sin };

@@ -34,6 +34,15 @@ pub trait Kernel: Send + Sync + std::fmt::Debug {
         Ok(None)
     }
 
+    /// The output for tokens that stand behind so many others, of an op that keeps nothing of those; `None` where the kernel does not take
+    /// these tensors.
+    ///
+    /// # Errors
+    /// The device runs out of memory.
+    fn forward_behind(&self, _tokens: usize, _inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
+
     /// The output after these steps; `None` where the kernel does not take these tensors or steps.
     ///
     /// # Errors
@@ -135,10 +144,9 @@ impl PreparedOp {
     /// # Errors
     /// The device runs out of memory.
     pub fn follow(&self, inputs: &[Tensor], past: &mut Past) -> Result<Tensor> {
-        match self.op.spec().sequential() {
-            Some(op) => op.follow(inputs, past, &|inputs| self.forward(inputs)),
-            None => self.forward(inputs),
-        }
+        let Some(op) = self.op.spec().sequential() else { return self.forward(inputs) };
+        let found = self.kernel.as_ref().map_or(Ok(None), |kernel| kernel.forward_behind(past.tokens(), inputs))?;
+        found.map_or_else(|| op.follow(inputs, past, &|inputs| self.forward(inputs)), Ok)
     }
 
     /// The output after these steps, where a kernel does them.
