@@ -37,7 +37,7 @@ pub use options::{Column, Data, DataSets, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
 pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
-pub(crate) use tokens::Tokenizer;
+pub(crate) use tokens::{Tokenizer, special_tokens, token_text};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

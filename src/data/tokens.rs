@@ -2,13 +2,13 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use candle_core::{Device, Tensor};
 use serde_json::{Map, Value};
 use tokenizers::normalizers::{BertNormalizer, NormalizerWrapper};
-use tokenizers::{PostProcessor, TruncationParams, TruncationStrategy};
+use tokenizers::{AddedToken, PostProcessor, TruncationParams, TruncationStrategy};
 
 use super::sentences::Sentences;
 use super::{Target, shaped};
@@ -55,6 +55,7 @@ impl Tokenizer {
         let settings = Config::open(&target.folder.join("tokenizer_config.json"))?;
         let pad = pad(&inner, settings.values(), target.config);
         normalize(&mut inner, settings.values());
+        add_named(&mut inner, target.folder, settings.values())?;
         let sentences = Sentences::open(target.folder)?;
         let limit = limit(target, settings.values(), sentences.max_length);
         if let (Some(wanted), Some(limit)) = (max_length, limit)
@@ -155,6 +156,39 @@ impl Tokenizer {
     }
 }
 
+/// The special tokens that `tokenizer_config.json` names, or `special_tokens_map.json` of files from before the former named all.
+pub(crate) fn special_tokens(folder: &Path, settings: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let older = Config::open(&folder.join("special_tokens_map.json"))?;
+    let older = Some(older.values()).filter(|_| !settings.contains_key("added_tokens_decoder"));
+    let named = settings.iter().chain(older.into_iter().flatten().filter(|(name, _)| !settings.contains_key(*name)));
+    Ok(named.filter(|(name, value)| name.ends_with("_token") && token_text(value).is_some()).map(|(name, value)| (name.clone(), value.clone())).collect())
+}
+
+/// The text of a token that a file names, as such or with what else is to be known of it.
+pub(crate) fn token_text(token: &Value) -> Option<&str> {
+    token.as_str().or_else(|| token.get("content")?.as_str())
+}
+
+/// Tokens that are named beside `tokenizer.json` and are in its vocabulary are whole wherever they stand in a text, as in transformers.
+fn add_named(tokenizer: &mut tokenizers::Tokenizer, folder: &Path, settings: &Map<String, Value>) -> Result<()> {
+    let named = special_tokens(folder, settings)?;
+    let lists = ["additional_special_tokens", "extra_special_tokens"].into_iter().filter_map(|key| settings.get(key)?.as_array()).flatten();
+    let decoder = settings.get("added_tokens_decoder").and_then(Value::as_object);
+    let known = |text: &str| tokenizer.get_added_vocabulary().get_vocab().contains_key(text) || tokenizer.token_to_id(text).is_none();
+    let flag = |token: &Value, key: &str, missing: bool| token.get(key).and_then(Value::as_bool).unwrap_or(missing);
+    let added = |(token, special): (&Value, bool)| {
+        let text = token_text(token).filter(|text| !text.is_empty() && !known(text))?;
+        let special = flag(token, "special", special);
+        let made = AddedToken::from(text, special).lstrip(flag(token, "lstrip", false)).rstrip(flag(token, "rstrip", false));
+        Some(made.single_word(flag(token, "single_word", false)).normalized(flag(token, "normalized", !special)))
+    };
+    let all = named.values().chain(lists).map(|token| (token, true)).chain(decoder.into_iter().flat_map(Map::values).map(|token| (token, false)));
+    let (special, others): (Vec<AddedToken>, Vec<AddedToken>) = all.filter_map(added).partition(|token| token.special);
+    let wrong = |e: tokenizers::Error| Error::malformed(&folder.join("tokenizer_config.json"), e);
+    tokenizer.add_special_tokens(special).map_err(wrong)?;
+    tokenizer.add_tokens(others).map(drop).map_err(wrong)
+}
+
 /// What `tokenizer_config.json` says of a BERT's words counts more than `tokenizer.json`, but for the class that knows nothing of it.
 fn normalize(tokenizer: &mut tokenizers::Tokenizer, settings: &Map<String, Value>) {
     let class = settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or("");
@@ -181,7 +215,7 @@ fn require_room(longest: Option<usize>, around: usize) -> Result<()> {
 
 /// The token that fills rows up: what the tokenizer says, then the configuration, then 0.
 fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config: &Map<String, Value>) -> i64 {
-    let named = settings.get("pad_token").and_then(|token| token.as_str().or_else(|| token.get("content")?.as_str()));
+    let named = settings.get("pad_token").and_then(token_text);
     tokenizer
         .get_padding()
         .map(|padding| i64::from(padding.pad_id))

@@ -98,17 +98,18 @@ impl Executor<'_> {
         let mut run = self.start_behind(inputs, before, Some(cache.take()))?;
         let count = self.graph().inputs().find_map(|(id, _)| run.values[id.index()].as_ref()?.dim(cache.axes.axis(id)?).ok()).unwrap_or(0);
         let nodes = self.graph().nodes();
-        let last = self.steps().iter().rposition(|step| step.nodes.iter().any(|node| is_sequential(&nodes[*node])));
+        // Steps that need all tokens; where no node looks at several, the first one needs the last token alone.
+        let all = self.steps().iter().rposition(|step| step.nodes.iter().any(|node| is_sequential(&nodes[*node]))).map_or(0, |last| last + 1);
         for (index, step) in self.steps().iter().enumerate() {
-            self.step(step, &mut run)?;
-            run.forget(step);
-            if answers == Answers::Last && last == Some(index) && count > 1 {
+            if answers == Answers::Last && index == all && count > 1 {
                 for id in self.graph().ids() {
                     let Some((axis, tensor)) = cache.axes.axis(id).zip(run.values[id.index()].clone()) else { continue };
                     let row = tensor.narrow(axis, count - 1, 1).and_then(|row| row.contiguous()).map_err(failed(&self.graph().value(id).name))?;
                     run.replace(id, row);
                 }
             }
+            self.step(step, &mut run)?;
+            run.forget(step);
         }
         let outputs = self.outputs(&run)?;
         cache.ops = run.past.take().unwrap_or_default();

@@ -1,14 +1,17 @@
 //! Messages of a chat as the text that a model has been trained on, by the template that it comes with.
 
+use std::io::Write;
 use std::path::Path;
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
+use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error as Fault, ErrorKind, Value as Said};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
+use crate::data::{special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::model::Config;
 
@@ -59,11 +62,9 @@ impl ChatTemplate {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
             hint: "continue the text itself, without --chat".into(),
         })?;
-        let token = |(name, value): (&String, &Value)| {
-            let content = value.as_str().or_else(|| value.get("content")?.as_str())?;
-            name.ends_with("_token").then(|| (name.clone(), json!(content)))
-        };
-        Ok(ChatTemplate { text, tokens: settings.values().iter().filter_map(token).collect(), folder: folder.display().to_string() })
+        let tokens = special_tokens(folder, settings.values())?;
+        let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
+        Ok(ChatTemplate { text: without_generation_blocks(&text), tokens, folder: folder.display().to_string() })
     }
 
     /// The text of messages, with the beginning of an answer.
@@ -71,19 +72,75 @@ impl ChatTemplate {
     /// # Errors
     /// The template is broken, takes too long, or refuses the messages.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
-        let failed = |e: Fault| Error::run(format!("{}: the chat template", self.folder), e, "");
+        let failed = |e: Fault| {
+            let dated = e.to_string().contains("strftime_now");
+            let hint = if dated { "the template asks for the date, with which answers change from day to day: put a date into its text" } else { "" };
+            Error::run(format!("{}: the chat template", self.folder), e, hint)
+        };
         let mut environment = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         environment.set_syntax(syntax.map_err(failed)?);
         environment.set_fuel(Some(FUEL));
         environment.set_unknown_method_callback(unknown_method_callback);
         environment.add_function("raise_exception", |reason: String| Err::<Said, _>(Fault::new(ErrorKind::InvalidOperation, reason)));
-        environment.add_filter("tojson", |value: Said| serde_json::to_string(&value).map_err(|e| Fault::new(ErrorKind::BadSerialization, e.to_string())));
+        environment.add_filter("tojson", |value: Said, options: Kwargs| {
+            let indent: Option<usize> = options.get("indent")?;
+            options.assert_all_used()?;
+            as_python(&value, indent).map_err(|e| Fault::new(ErrorKind::BadSerialization, e.to_string()))
+        });
         let mut context = self.tokens.clone();
         context.insert("messages".into(), json!(messages));
         context.insert("add_generation_prompt".into(), json!(true));
+        // transformers passes them always.
+        ["tools", "documents"].into_iter().for_each(|name| drop(context.insert(name.into(), Value::Null)));
         environment.render_str(&self.text, Serde(context)).map_err(failed)
     }
+}
+
+/// A template without the marks of what an assistant has said, which transformers trains by: `{% generation %}` to `{% endgeneration %}`.
+fn without_generation_blocks(text: &str) -> String {
+    let mut rest = text;
+    let mut out = String::with_capacity(text.len());
+    while let Some((before, inside, after)) =
+        rest.split_once("{%").and_then(|(before, rest)| rest.split_once("%}").map(|(inside, after)| (before, inside, after)))
+    {
+        let name = inside.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
+        let inside = match name {
+            "generation" => inside.replace(name, "if true"),
+            "endgeneration" => inside.replace(name, "endif"),
+            _ => inside.to_owned(),
+        };
+        out.extend([before, "{%", &inside, "%}"]);
+        rest = after;
+    }
+    out + rest
+}
+
+/// JSON as Python's `json.dumps` spells it.
+fn as_python(value: &Said, indent: Option<usize>) -> serde_json::Result<String> {
+    struct Spaced;
+    impl Formatter for Spaced {
+        fn begin_array_value<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+            if first { Ok(()) } else { writer.write_all(b", ") }
+        }
+
+        fn begin_object_key<W: ?Sized + Write>(&mut self, writer: &mut W, first: bool) -> std::io::Result<()> {
+            if first { Ok(()) } else { writer.write_all(b", ") }
+        }
+
+        fn begin_object_value<W: ?Sized + Write>(&mut self, writer: &mut W) -> std::io::Result<()> {
+            writer.write_all(b": ")
+        }
+    }
+    let mut bytes = Vec::new();
+    match indent {
+        None => value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, Spaced))?,
+        Some(width) => {
+            let blanks = vec![b' '; width.min(16)];
+            value.serialize(&mut serde_json::Serializer::with_formatter(&mut bytes, PrettyFormatter::with_indent(&blanks)))?;
+        }
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 #[cfg(test)]
@@ -103,6 +160,20 @@ mod tests {
         let template = "{{ bos_token }}{% for message in messages %}\n    {%- if message['role'] == 'user' %}\n[U] {{ message['content'].strip() | tojson }}\n    {% else %}\n[A] {{ message.content }}{{ eos_token }}\n    {% endif %}\n{% endfor %}\n{% if add_generation_prompt %}\n[A]{% endif %}";
         let settings = json!({ "bos_token": { "content": "<s>" }, "eos_token": "</s>", "chat_template": [{ "name": "default", "template": template }] });
         assert_eq!(rendered(&settings).unwrap(), "<s>[U] \"Who <b> are you?\"\n[A] ä</s>\n[A]");
+    }
+
+    #[test]
+    fn what_transformers_passes_and_trains_by_is_known() {
+        let rendered = |template: &str| rendered(&json!({ "chat_template": template })).unwrap();
+        assert_eq!(rendered("{% if tools is not none %}tools{% endif %}{% if documents %}documents{% endif %}x"), "x");
+        assert_eq!(rendered("{%- generation -%} a {%- endgeneration %}\nb{% generation %}c{% endgeneration %}"), "ab c".replace(' ', ""));
+        assert_eq!(rendered("{{ {'a': [1, 'ä'], 'b': none} | tojson }}"), "{\"a\": [1, \"ä\"], \"b\": null}");
+        assert_eq!(rendered("{{ {'a': [1]} | tojson(indent=2) }}"), "{\n  \"a\": [\n    1\n  ]\n}");
+        // As old files of transformers say it.
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
+        std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();
+        assert_eq!(ChatTemplate::open(folder.path()).unwrap().render(&[]).unwrap(), "be");
     }
 
     #[test]

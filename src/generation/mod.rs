@@ -25,7 +25,7 @@ use crate::error::{Error, Result};
 use crate::exec::transfer::{Cause, values};
 use crate::exec::{Answers, Executor, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
 use crate::ir::ops::{Rotary, RotaryScaling};
-use crate::ir::{Element, Graph, Node, Op};
+use crate::ir::{Dim, Element, Graph, Node, Op};
 use crate::model::{Config, Model};
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 use sampling::Sampler;
@@ -35,7 +35,7 @@ const PIECE: usize = 512;
 /// The output that next tokens are chosen by.
 const LOGITS: &str = "logits";
 /// Keys of `generation_config.json` that change which token is the likeliest one, and what they do at rest.
-const CHANGING: [(&str, f64); 8] = [
+const CHANGING: [(&str, f64); 14] = [
     ("repetition_penalty", 1.0),
     ("no_repeat_ngram_size", 0.0),
     ("min_length", 0.0),
@@ -44,6 +44,12 @@ const CHANGING: [(&str, f64); 8] = [
     ("suppress_tokens", f64::NAN),
     ("begin_suppress_tokens", f64::NAN),
     ("bad_words_ids", f64::NAN),
+    ("forced_bos_token_id", f64::NAN),
+    ("forced_eos_token_id", f64::NAN),
+    ("sequence_bias", f64::NAN),
+    ("guidance_scale", 1.0),
+    ("exponential_decay_length_penalty", f64::NAN),
+    ("stop_strings", f64::NAN),
 ];
 
 /// What made a continuation end.
@@ -142,9 +148,13 @@ impl LanguageModel {
         })?;
         let positions = ["max_position_embeddings", "n_positions"].into_iter().find_map(|key| model.config.get(key)?.as_u64());
         // Angles that grow with the length are there to go beyond.
-        let grows = |node: &Node| matches!(&node.op, Op::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. }, .. }));
+        let grows = |node: &Node| matches!(&node.op, Op::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. } | RotaryScaling::Yarn { .. }, .. }));
         let positions = positions.filter(|_| !graph.nodes().iter().any(grows)).map(|count| usize::try_from(count).unwrap_or(usize::MAX));
-        let mut notes = changing(settings.values());
+        // Where there is no file for generation, transformers takes what config.json says.
+        let mut notes = match settings.values().is_empty() {
+            true => changing("config.json", model.config.values()),
+            false => changing("generation_config.json", settings.values()),
+        };
         if ends.is_empty() {
             notes.push("neither generation_config.json nor config.json names an `eos_token_id`: texts end with the number of tokens alone".into());
         }
@@ -204,7 +214,7 @@ impl LanguageModel {
             return Err(Error::option(format!("prompt {number}"), "has no token: there is nothing to continue"));
         }
         match self.positions {
-            Some(positions) if prompt.len() >= positions => Err(Error::option(
+            Some(positions) if prompt.len() > positions => Err(Error::option(
                 format!("prompt {number}"),
                 format!("has {} tokens, and the model's texts end at {positions} (`max_position_embeddings`)", prompt.len()),
             )),
@@ -215,10 +225,15 @@ impl LanguageModel {
     /// Refuses what does not fit: parameters are all read for each token.
     fn require_memory(&self, prompts: &[Vec<i64>], options: &Generate, memory: MemoryLimit) -> Result<()> {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
+        let total = longest.saturating_add(options.tokens).min(self.positions.unwrap_or(usize::MAX).max(longest));
+        let piece = if SequenceCache::is_stable(&self.graph, 1, total) { longest.min(PIECE) } else { total };
         let mut sizes = usual_sizes(&self.graph);
-        sizes.insert("sequence".into(), longest.min(PIECE));
+        let tokens = self.graph.inputs().find(|(_, value)| value.name == "input_ids").and_then(|(_, value)| value.ty.shape.get(1));
+        if let Some(Dim::Named(name)) = tokens {
+            sizes.insert(name.clone(), piece);
+        }
         let mut need = MemoryNeed::of(&self.graph, &self.model.weights, DType::F32, Residence::Stored, &sizes);
-        need.activations = need.activations.saturating_add(SequenceCache::bytes_of(&self.graph, longest.saturating_add(options.tokens)));
+        need.activations = need.activations.saturating_add(SequenceCache::bytes_of(&self.graph, total));
         match memory.schedule(&[(self.model.config.model_type(), need.clone())])? {
             Schedule::Whole => Ok(()),
             Schedule::Blockwise { .. } => Err(Error::run(
@@ -244,7 +259,7 @@ impl Run<'_, '_> {
         let (mut end, mut prefill_seconds) = (End::Tokens, 0.0);
         let mut found = 0usize;
         while found < options.tokens {
-            if self.model.positions.is_some_and(|positions| all.len() >= positions) {
+            if self.model.positions.is_some_and(|positions| all.len() > positions) {
                 end = End::Positions;
                 break;
             }
@@ -285,7 +300,9 @@ impl Run<'_, '_> {
             let outputs = self.executor.run_next(&inputs, self.cache, Answers::Last)?;
             if piece == all.len() {
                 let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
-                return values(logits, Cause::Answers).map_err(computed);
+                let values = values(logits, Cause::Answers).map_err(computed)?;
+                let width = logits.dims().last().copied().unwrap_or(0);
+                return if values.len() == width { Ok(values) } else { Err(Error::graph(LOGITS, "are not those of the last token alone")) };
             }
         }
     }
@@ -304,11 +321,10 @@ fn numbers(value: &Value) -> Option<BTreeSet<i64>> {
 }
 
 /// Settings of the model that would change what is the likeliest token, each with a word.
-fn changing(settings: &Map<String, Value>) -> Vec<String> {
+fn changing(file: &str, settings: &Map<String, Value>) -> Vec<String> {
     let changes = |(key, rest): &(&str, f64)| {
         let value = settings.get(*key).filter(|value| !value.is_null())?;
-        (value.as_f64() != Some(*rest) && value.as_array().is_none_or(|list| !list.is_empty()))
-            .then(|| format!("generation_config.json: `{key}` of {value} is not used"))
+        (value.as_f64() != Some(*rest) && value.as_array().is_none_or(|list| !list.is_empty())).then(|| format!("{file}: `{key}` of {value} is not used"))
     };
     CHANGING.iter().filter_map(changes).collect()
 }
@@ -327,7 +343,7 @@ mod tests {
 
     #[test]
     fn settings_that_are_not_used_are_told() {
-        let settings = |text: &str| changing(serde_json::from_str::<Value>(text).unwrap().as_object().unwrap());
+        let settings = |text: &str| changing("generation_config.json", serde_json::from_str::<Value>(text).unwrap().as_object().unwrap());
         assert!(settings(r#"{"repetition_penalty": 1.0, "temperature": 0.6, "do_sample": true, "num_beams": 1, "suppress_tokens": []}"#).is_empty());
         let told = settings(r#"{"repetition_penalty": 1.1, "bad_words_ids": [[3]]}"#);
         assert!(told.len() == 2 && told[0].contains("`repetition_penalty` of 1.1"), "{told:?}");

@@ -14,8 +14,9 @@ impl Sampler {
 
     /// The next token by the logits of all.
     pub fn next(&mut self, logits: &[f32]) -> Result<i64> {
-        let broken = logits.iter().filter(|logit| logit.is_nan()).count();
-        if broken > 0 || logits.is_empty() {
+        // A token may be out of the question, but not all of them.
+        let broken = logits.iter().filter(|logit| logit.is_nan() || **logit == f32::INFINITY).count();
+        if broken > 0 || logits.iter().all(|logit| *logit == f32::NEG_INFINITY) {
             return Err(Error::run(
                 "generation",
                 format!("{broken} of {} logits are not numbers", logits.len()),
@@ -48,9 +49,11 @@ fn ordered(logits: &[f32], count: usize) -> Vec<usize> {
 /// The token at a point between 0 and 1 of those that are kept, side by side.
 fn drawn(logits: &[f32], sampling: &Sampling, point: f64) -> Option<usize> {
     let tokens = ordered(logits, sampling.top_k.unwrap_or(logits.len()));
-    let logit = |token: &usize| logits.get(*token).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit) / sampling.temperature);
+    let logit = |token: &usize| logits.get(*token).map_or(f64::NEG_INFINITY, |logit| f64::from(*logit));
     let most = tokens.first().map_or(0.0, logit);
-    let parts: Vec<f64> = tokens.iter().map(|token| (logit(token) - most).exp()).collect();
+    // Equal ones stay so, however cold it is.
+    let part = |token: &usize| if logit(token) == most { 1.0 } else { ((logit(token) - most) / sampling.temperature).exp() };
+    let parts: Vec<f64> = tokens.iter().map(part).collect();
     let wanted = sampling.top_p.unwrap_or(1.0) * parts.iter().sum::<f64>();
     let (mut kept, mut sum) = (0usize, 0.0);
     for part in &parts {
@@ -79,6 +82,9 @@ mod tests {
         assert_eq!(Sampler::new(None, 0).next(&LOGITS).unwrap(), 1);
         let broken = Sampler::new(None, 0).next(&[1.0, f32::NAN]).unwrap_err().to_string();
         assert!(broken.contains("1 of 2 logits"), "{broken}");
+        assert!(Sampler::new(None, 0).next(&[1.0, f32::INFINITY]).is_err());
+        assert!(Sampler::new(None, 0).next(&[f32::NEG_INFINITY; 2]).is_err());
+        assert_eq!(Sampler::new(None, 0).next(&[f32::NEG_INFINITY, 1.0]).unwrap(), 1);
     }
 
     #[test]
@@ -92,6 +98,7 @@ mod tests {
         assert_eq!(at(Sampling { top_p: Some(0.7), ..all }, 0.999), 3);
         assert_eq!(at(Sampling { top_p: Some(0.9), ..all }, 0.999), 2);
         assert_eq!(at(Sampling { temperature: 1e-3, ..all }, 0.999), 3);
+        assert_eq!(at(Sampling { temperature: 1e-320, ..all }, 0.1), 1);
         // Far apart, the likeliest alone has any probability at all.
         assert_eq!(drawn(&[0.0, 2000.0, 0.0], &all, 0.999), Some(1));
     }

@@ -19,7 +19,7 @@ const JOB: usize = 1 << 16;
 /// Finishes what `multiply` writes of columns from a first one on, by all threads where that is worth it.
 fn by_columns(inner: usize, unit: usize, epilogue: Epilogue, out: &mut [f32], multiply: impl Fn(usize, &mut [f32]) + Sync) {
     let width = out.len();
-    let columns = (JOB / inner.max(1)).next_multiple_of(unit);
+    let columns = (JOB / inner.max(1)).max(1).next_multiple_of(unit);
     let job = |(index, out): (usize, &mut [f32])| {
         let mut sums = vec![0f32; out.len()];
         multiply(index * columns, &mut sums);
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn one_row_is_multiplied_as_many_are() {
         let numbers = |count: usize, seed: usize| (0..count).map(|i| (((i + seed) * 7919 % 4093) as f32 - 2046.0) / 1021.0).collect::<Vec<f32>>();
-        for (inner, width) in [(1, 1), (576, 70), (7, 33), (64, 100), (131, 5), (0, 3), (1536, 300), (20, 128)] {
+        for (inner, width) in [(1, 1), (576, 70), (7, 33), (64, 100), (131, 5), (0, 3), (1536, 300), (20, 128), (70_000, 5)] {
             let (x, w, c) = (numbers(inner, 1), numbers(width * inner, 2), numbers(width, 3));
             let half: Vec<bf16> = w.iter().map(|w| bf16::from_f32(*w)).collect();
             let rounded: Vec<f32> = half.iter().map(|w| w.to_f32()).collect();

@@ -125,6 +125,7 @@ impl Args {
             "speed": last.speed(),
             "speed_against": before.map(Told::speed),
             "notes": last.notes,
+            "notes_against": before.map(|before| &before.notes),
         })
     }
 
@@ -155,8 +156,10 @@ impl Args {
         let number = |value: Option<f64>| value.map_or("-".into(), |value| format!("{value:.1}"));
         let row = |told: &Told| vec![told.path.display().to_string(), number(told.speed().prefill), number(told.speed().decode)];
         out += &format!("\n{}\n", table(&["tokens per second", "prompt", "continuation"], before.into_iter().chain([last]).map(row)));
-        for note in &last.notes {
-            out += &format!(" note: {note}\n");
+        for told in before.into_iter().chain([last]) {
+            for note in &told.notes {
+                out += &format!(" note: {}: {note}\n", told.path.display());
+            }
         }
         out
     }
