@@ -144,7 +144,7 @@ fn texts_end_where_the_model_says() {
     let prompt = vec![vec![5, 6, 7]];
     let all = generated(changed("gpt2", json!({ "eos_token_id": null })).path(), &prompt, &options).unwrap().remove(0);
     // 16 positions.
-    assert_eq!((all.tokens.len(), all.end), (13, End::Positions));
+    assert_eq!((all.tokens.len(), all.end), (14, End::Positions));
     let at = (1..all.tokens.len()).find(|at| !all.tokens[..*at].contains(&all.tokens[*at])).expect("a second token");
     let ended = |folder: &tempfile::TempDir| {
         let found = generated(folder.path(), &prompt, &options).unwrap().remove(0);
@@ -186,7 +186,7 @@ fn what_cannot_be_continued_is_refused_by_name() {
     assert!(bidirectional.contains("graph node `layers.0.self_attn.context_heads`") && bidirectional.contains("behind them"), "{bidirectional}");
     let llama = models.join("llama");
     assert!(refused(&llama, &[], &usual).contains("prompt 1: has no token"));
-    assert!(refused(&llama, &[3; 32], &usual).contains("has 32 tokens, and the model's texts end at 32"));
+    assert!(refused(&llama, &[3; 33], &usual).contains("has 33 tokens, and the model's texts end at 32"));
     assert!(refused(&llama, &[48], &usual).contains("`input_ids`: holds 48"));
     assert!(refused(&llama, &[3], &Generate { tokens: 0, sampling: None }).contains("tokens: is 0"));
     for sampling in [

@@ -26,7 +26,7 @@ fn prompts_are_continued() {
     set(&folder.path().join("in/config.json"), json!({ "eos_token_id": null }));
     let run = ok(folder.path(), "generate in --prompt ab --prompt c --tokens 5");
     assert!(run.stdout.starts_with("in: the likeliest token each time, 5 tokens at most\n\n> ab\n"), "{}", run.stdout);
-    for part in ["\n> c\n", "in, 5 tokens", "tokens per second", "note: neither generation_config.json nor config.json names an `eos_token_id`"] {
+    for part in ["\n> c\n", "in, 5 tokens", "tokens per second", "note: in: neither generation_config.json nor config.json names an `eos_token_id`"] {
         assert!(run.stdout.contains(part), "{part}:\n{}", run.stdout);
     }
     let found = data(folder.path(), "generate in --prompt ab --prompt c --tokens 5 --json");
