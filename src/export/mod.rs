@@ -1,5 +1,6 @@
 //! Formats that a model is written in, one a file. Nothing counts as written before it was read back.
 
+mod gguf;
 #[cfg(feature = "run")]
 mod onnx;
 mod safetensors;
@@ -10,6 +11,7 @@ use std::path::Path;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
+pub use self::gguf::{FileType, Gguf};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
@@ -111,6 +113,7 @@ macro_rules! formats {
 
 crate::entry::gather! { formats []
     "safetensors" => Safetensors,
+    "gguf" => Gguf,
     "onnx" => Onnx if runs,
 }
 

@@ -142,6 +142,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Resul
 /// A file takes nothing along that lies around a model: a note says so.
 fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
     let beside = std::mem::take(&mut model.beside.files);
+    if file.is_some() {
+        model.beside.made.clear();
+    }
     match (file, beside.first()) {
         (Some(file), Some(first)) => Some(format!(
             "{} files of the input's folder are not carried over, since {file} is a file and no folder (the first: {})",
