@@ -111,7 +111,7 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
         ("tensors", stored),
         ("size", format!("{} in {} file{}", bytes(model.stored_bytes()), model.weight_files.len(), if model.weight_files.len() == 1 { "" } else { "s" })),
         ("caches", cache),
-        ("beside them", model.beside.in_weight_files.join("\n")),
+        ("notes", model.beside.in_weight_files.join("\n")),
         ("takes", inputs),
         ("gives", outputs),
         ("cannot be run", cannot_run.map_or(String::new(), |reason| format!("{reason}; passes over weights take it"))),

@@ -13,9 +13,9 @@ use crate::kernel::ggml::{BlockType, LARGE};
 use crate::model::Model;
 use crate::model::gguf::{Described, Family, describe, vocabulary};
 use crate::run_state::RunState;
-use crate::store::gguf::{Arranged, GgufFile, Kind, Value, header};
+use crate::store::gguf::{Arranged, Kind, Value, header};
 use crate::store::writer::{self, Item, Piece};
-use crate::store::{ActivationScheme, Bytes, DType, Encoding, Weight};
+use crate::store::{ActivationScheme, Bytes, DType, Encoding, Weight, Weights};
 use crate::work::Work;
 
 /// What matrices of a file are made of, by the names that llama.cpp has for it.
@@ -66,6 +66,7 @@ pub struct Gguf {
 const FILE: &str = "model.gguf";
 
 struct Prepared {
+    family: &'static Family,
     items: Vec<Item>,
     kinds: Vec<Kind>,
     /// Names of the weights in the model.
@@ -82,8 +83,9 @@ fn keeps_more(layer: usize, layers: usize) -> bool {
 }
 
 impl Gguf {
-    /// What a matrix is made of, as llama.cpp's quantizer chooses; `head` says whether it gives the logits.
-    fn wanted(self, name: &str, head: bool, layers: usize) -> Kind {
+    /// What a matrix is made of, as llama.cpp's quantizer chooses; `head` says whether it gives the logits, `few_keys`
+    /// whether several heads of queries share one of keys.
+    fn wanted(self, name: &str, head: bool, layers: usize, few_keys: bool) -> Kind {
         let layer = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse().ok()).unwrap_or(0);
         let is = |module: &str| name.ends_with(&format!(".{module}.weight"));
         Kind::Blocks(match self.file_type {
@@ -95,7 +97,7 @@ impl Gguf {
             FileType::Q4_0 => BlockType::Q4_0,
             FileType::Q4_K_M if (is("attn_v") || is("ffn_down")) && keeps_more(layer, layers) => BlockType::Q6K,
             // Few heads of keys for many queries: values weigh more.
-            FileType::Q4_K_M if is("attn_v") && layers == 80 => BlockType::Q5K,
+            FileType::Q4_K_M if is("attn_v") && few_keys && layers == 80 => BlockType::Q5K,
             FileType::Q4_K_M => BlockType::Q4K,
         })
     }
@@ -141,7 +143,7 @@ impl Gguf {
             }
             let head = there == "output.weight" || (there == "token_embd.weight" && !head_stored);
             let matrix = weight.shape.len() > 1 && weight.is_float();
-            let wanted = if matrix { self.wanted(&there, head, layers) } else { Kind::Plain(DType::F32) };
+            let wanted = if matrix { self.wanted(&there, head, layers, groups < heads) } else { Kind::Plain(DType::F32) };
             let turned = match there.rsplit('.').nth(1) {
                 Some("attn_q") if family.neighbours => Some(heads),
                 Some("attn_k") if family.neighbours => Some(groups),
@@ -179,7 +181,7 @@ impl Gguf {
             names.push(name);
             moved.extend(elsewhere.then_some(index));
         }
-        Ok(Prepared { items, kinds, names, moved, pieces, notes })
+        Ok(Prepared { family, items, kinds, names, moved, pieces, notes })
     }
 
     /// What is said of values and activations that the file cannot say.
@@ -242,27 +244,64 @@ impl Format for Gguf {
     }
 
     fn write(&self, model: &Model, _run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
-        let Prepared { items, kinds, names, moved, pieces, notes } = self.prepare(model)?;
+        let Prepared { family, items, kinds, names, moved, pieces, notes } = self.prepare(model)?;
         let (files, mut seen) = writer::write_pieces(folder, &[(FILE.to_owned(), pieces)], &items, work)?;
         // What was read lies in another order than in the input: its hash is another one.
         for index in moved {
             seen[index].input_hash = None;
         }
         let path = folder.join(FILE);
-        let back = GgufFile::open(&path)?;
-        let same = |item: &Item| back.tensors.get(&item.name).is_some_and(|weight| weight.shape == item.weight.shape);
-        if back.tensors.len() != items.len() || !items.iter().all(same) {
-            return Err(Error::Verification { path, reason: "its tensors read back differently".into() });
+        let mut back = Model::open(&path)?.weights.by_name;
+        let mut by_name = BTreeMap::new();
+        for (name, item) in names.iter().zip(&items) {
+            let Some(there) = family.to_checkpoint(&item.name) else { continue };
+            let weight = back.remove(&there).filter(|weight| weight.shape == item.weight.shape);
+            let reason = format!("`{name}` reads back in another shape");
+            by_name.insert(name.clone(), weight.ok_or_else(|| Error::Verification { path: path.clone(), reason })?);
         }
         Ok(Exported {
             files,
-            how: "read back: the header is parsed strictly, the bytes of every tensor are equal to what was computed".into(),
+            how: "read back: the bytes of every tensor are equal to what was computed, and the file opens as the model that it was made from".into(),
             max_abs_error: 0.0,
             tensors: items.len(),
             encodings: kinds.into_iter().map(|kind| kind_name(kind).to_lowercase()).collect(),
+            held: Some(Weights { by_name, ..Weights::default() }),
             config: None,
             notes,
             weights: names.into_iter().zip(seen).collect(),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The mixture of llama.cpp's `llama_tensor_get_type`.
+    #[test]
+    fn types_are_those_of_the_mixture() {
+        let kept = |layers: usize| (0..layers).filter(|layer| keeps_more(*layer, layers)).count();
+        assert_eq!([32, 28, 30, 1].map(kept), [16, 14, 14, 1]);
+        let of = |file_type: FileType, name: &str, head: bool, layers: usize| match (Gguf { file_type }).wanted(name, head, layers, true) {
+            Kind::Blocks(kind) => kind.name(),
+            Kind::Plain(_) => "plain",
+        };
+        assert_eq!(of(FileType::Q4_K_M, "blk.0.attn_v.weight", false, 32), "Q6_K");
+        assert_eq!(of(FileType::Q4_K_M, "blk.4.ffn_down.weight", false, 32), "Q4_K");
+        assert_eq!(of(FileType::Q4_K_M, "blk.6.ffn_down.weight", false, 32), "Q6_K");
+        assert_eq!(of(FileType::Q4_K_M, "blk.0.attn_q.weight", false, 32), "Q4_K");
+        assert_eq!(of(FileType::Q4_K_M, "blk.11.attn_v.weight", false, 80), "Q5_K");
+        assert_eq!(of(FileType::Q4_K_M, "token_embd.weight", true, 32), "Q6_K");
+        assert_eq!(of(FileType::Q4_K_M, "token_embd.weight", false, 32), "Q4_K");
+        assert_eq!(of(FileType::Q4_0, "output.weight", true, 32), "Q6_K");
+        assert_eq!(of(FileType::Q4_0, "blk.0.attn_v.weight", false, 32), "Q4_0");
+        assert_eq!(of(FileType::Q8_0, "output.weight", true, 32), "Q8_0");
+        let fits = |kind: BlockType, row: usize| kind_name(Gguf::fitting(Kind::Blocks(kind), row));
+        assert_eq!(fits(BlockType::Q4K, 896), "Q5_0");
+        assert_eq!(fits(BlockType::Q6K, 896), "Q8_0");
+        assert_eq!(fits(BlockType::Q5K, 896), "Q5_1");
+        assert_eq!(fits(BlockType::Q4_0, 896), "Q4_0");
+        assert_eq!(fits(BlockType::Q4K, 1024), "Q4_K");
+        assert_eq!([fits(BlockType::Q6K, 90), fits(BlockType::Q8_0, 90)], ["F16", "F16"]);
     }
 }

@@ -20,6 +20,7 @@ pub use crate::store::ByteSize;
 use crate::error::Result;
 use crate::model::{Config, Model};
 use crate::run_state::RunState;
+use crate::store::Weights;
 use crate::store::writer::{WeightMeasurement, Written};
 use crate::work::Work;
 
@@ -51,6 +52,8 @@ pub struct Exported {
     pub tensors: usize,
     /// How each weight is stored, in the order of `weights`.
     pub encodings: Vec<String>,
+    /// The weights as the files hold them, where the format rounds what passes have made: what is measured are these.
+    pub held: Option<Weights>,
     /// The configuration that goes with the files; without one, the model's own is carried over.
     pub config: Option<Config>,
     /// Plain words for the report.

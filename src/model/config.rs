@@ -44,7 +44,7 @@ impl Config {
     pub fn open(path: &Path) -> Result<Config> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Config::default()),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(Config::default()),
             Err(e) => return Err(Error::io("read", path)(e)),
         };
         Config::parse(path, text)

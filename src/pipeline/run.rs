@@ -70,7 +70,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Resul
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, &folder, &work)?;
     let left_out = write_graph(&after, &folder)?;
-    let measured = pipeline.measure([&model, &after], &folder, state.file.as_deref(), &mut exports, start)?;
+    // What a format has rounded is measured as it is in the file.
+    let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| Model { weights, ..after.clone() });
+    let measured = pipeline.measure([&model, held.as_ref().unwrap_or(&after)], &folder, state.file.as_deref(), &mut exports, start)?;
     let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let mut sizes = sizes(&model, &after, first)?;

@@ -105,7 +105,7 @@ fn with_minimum<const N: usize>(values: &[f32; N], weights: &[f32; N], most: f32
     if high == low {
         return Fit { codes: [0; N], scale: 0.0, minimum: -low };
     }
-    let codes_by = |inverse: f32| values.map(|value| (inverse * (value - low)).round_ties_even().clamp(0.0, most));
+    let codes_by = |inverse: f32, low: f32| values.map(|value| (inverse * (value - low)).round_ties_even().clamp(0.0, most));
     let error = |codes: &[f32; N], scale: f32, minimum: f32| {
         sum::<N>(|i| {
             let difference = scale * codes[i] + minimum - values[i];
@@ -114,10 +114,11 @@ fn with_minimum<const N: usize>(values: &[f32; N], weights: &[f32; N], most: f32
     };
     let (sum_w, sum_x) = (sum::<N>(|i| weights[i]), sum::<N>(|i| weights[i] * values[i]));
     let inverse = most / (high - low);
-    let (mut best, mut scale, mut minimum) = (codes_by(inverse), 1.0 / inverse, low);
+    let (mut best, mut scale, mut minimum) = (codes_by(inverse, low), 1.0 / inverse, low);
     let mut least = error(&best, scale, minimum);
     for step in 0..=steps {
-        let codes = codes_by((first + 0.1 * step as f32 + most) / (high - low));
+        // From the best minimum so far, as the reference has it.
+        let codes = codes_by((first + 0.1 * step as f32 + most) / (high - minimum), minimum);
         let (sum_l, sum_l2) = (sum::<N>(|i| weights[i] * codes[i]), sum::<N>(|i| weights[i] * codes[i] * codes[i]));
         let sum_xl = sum::<N>(|i| weights[i] * codes[i] * values[i]);
         let determinant = sum_w * sum_l2 - sum_l * sum_l;

@@ -65,7 +65,7 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
         set("rope_scaling", scaling);
     }
     if let Windows::AllBut(every) = family.windows {
-        let window = values.size(&values.own("attention.sliding_window"))?.filter(|window| *window > 0);
+        let window = values.size(&values.own("attention.sliding_window"))?.or((every == 2).then_some(4096)).filter(|window| *window > 0);
         set("sliding_window", json!(window.ok_or_else(|| values.wrong(format!("`{}` is missing", values.own("attention.sliding_window"))))?));
         let pattern = values.own("attention.sliding_window_pattern");
         if let Some(said) = values.take(&pattern) {

@@ -115,7 +115,7 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
         for (here, default) in [("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)] {
             let default = (family.architecture == "gemma2" && !model.config.get(here).is_some_and(Json::is_null)).then_some(default);
             match reader.number(here)?.or(default) {
-                Some(cap) if family.architecture == "gemma2" => own.push((here, Value::Float(cap))),
+                Some(cap) if family.architecture == "gemma2" || here == "final_logit_softcapping" => own.push((here, Value::Float(cap))),
                 None if family.architecture != "gemma2" => {}
                 other => {
                     let said = other.map_or("null".into(), |cap| cap.to_string());
@@ -134,7 +134,12 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
     let told = metadata.iter().filter(|(key, _)| key.starts_with("general."));
     values.extend(told.map(|(key, text)| {
         let list = ["general.tags", "general.languages"].contains(&key.as_str());
-        (key.clone(), if list { Value::Texts(text.split(", ").map(str::to_owned).collect()) } else { Value::Text(text.clone()) })
+        let value = match text.parse() {
+            _ if list => Value::Texts(text.split(", ").map(str::to_owned).collect()),
+            Ok(number) if key.ends_with(".count") => Value::Unsigned(number),
+            _ => Value::Text(text.clone()),
+        };
+        (key.clone(), value)
     }));
     values.extend(own.into_iter().map(|(key, value)| (format!("{}.{key}", family.architecture), value)));
     Ok(Described { family, values, factors, notes })

@@ -43,10 +43,14 @@ pub(crate) fn vocabulary(model: &Model, rows: usize) -> Result<(Vec<(String, Val
         .flatten()
         .filter_map(|token| Some((token["content"].as_str()?, token["id"].as_u64()?, token["special"].as_bool().unwrap_or(false))))
         .collect();
+    let mut beyond = 0usize;
     for (token, id) in entries.chain(added.iter().map(|(token, id, _)| (*token, *id))) {
-        let id = usize::try_from(id).ok().filter(|id| *id < rows);
-        by_id.insert(id.ok_or_else(|| refused(format!("token `{token}`, whose number is beyond the {rows} rows of the embedding,")))?, token);
+        match usize::try_from(id).ok().filter(|id| *id < rows) {
+            Some(id) => drop(by_id.insert(id, token)),
+            None => beyond += 1,
+        }
     }
+    let note = (beyond > 0).then(|| format!("{beyond} tokens of tokenizer.json are left out: their numbers are beyond the {rows} rows of the embedding"));
     let bytes = of_model["byte_fallback"] == true;
     let unknown = of_model["unk_token"].as_str();
     let special: HashMap<&str, bool> = added.iter().map(|(token, _, special)| (*token, *special)).collect();
@@ -73,6 +77,9 @@ pub(crate) fn vocabulary(model: &Model, rows: usize) -> Result<(Vec<(String, Val
                 file["pre_tokenizer"].to_string().chars().take(120).collect::<String>()
             ))
         })?;
+        if !file["normalizer"].is_null() && file["normalizer"]["type"] != "NFC" {
+            return Err(refused(format!("a normalizer ({}), which a byte-level vocabulary of llama.cpp has none of", file["normalizer"]["type"])));
+        }
         let names = words.names.first().copied().unwrap_or_default();
         values.extend([(key("model"), Value::Text("gpt2".into())), (key("pre"), Value::Text(names.into()))]);
         values.push((key("merges"), Value::Texts(merges.iter().map(|[left, right]| format!("{left} {right}")).collect())));
@@ -99,7 +106,7 @@ pub(crate) fn vocabulary(model: &Model, rows: usize) -> Result<(Vec<(String, Val
     if let Some(template) = template.map_or_else(|| text_beside(&model.path, &model.beside.made, "chat_template.jinja"), |text| Ok(Some(text)))? {
         values.push(("tokenizer.chat_template".into(), Value::Text(template)));
     }
-    Ok((values, None))
+    Ok((values, note))
 }
 
 /// Whether a token stands for a byte: `<0x0A>`.

@@ -21,17 +21,17 @@ pub(super) struct Words {
 }
 
 const WORDS: [Words; 5] = [
-    Words { names: &["gpt-2", "phi-2", "olmo", "mpt", "jina-es", "jina-de", "gigachat"], ..GPT2 },
+    Words { names: &["gpt-2", "phi-2", "olmo", "mpt", "jais", "exaone4", "gigachat", "mellum"], ..GPT2 },
     Words { names: &["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"], digits: true, ..GPT2 },
     Words {
-        names: &["llama-bpe", "llama3", "llama-v3", "falcon3"],
+        names: &["llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2"],
         pattern: Some(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         ignore_merges: true,
         first: true,
         ..GPT2
     },
     Words {
-        names: &["qwen2", "stablelm2", "deepseek-r1-qwen"],
+        names: &["qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "kormo"],
         pattern: Some(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"),
         composed: true,
         ..GPT2
