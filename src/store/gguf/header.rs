@@ -153,7 +153,7 @@ impl Header {
         }
         let version = reader.u32("the version")?;
         if version & 0xFFFF == 0 {
-            return Err("its numbers are big endian, those of little endian are read: convert it with `gguf_convert_endian.py` of llama.cpp".into());
+            return Err("its numbers are big endian, those of little endian are read: convert it with `gguf_convert_endian.py`".into());
         }
         if ![2, 3].contains(&version) {
             return Err(format!("is of version {version}, and versions 2 and 3 are read: convert the model again"));
