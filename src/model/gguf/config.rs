@@ -137,16 +137,12 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64) 
         (Some("none"), _) | (None, None | Some(1.0)) => None,
         (Some("linear") | None, factor) => Some(json!({ "rope_type": "linear", "factor": required(values, factor)? })),
         (Some("yarn"), factor) => {
-            let mut scaling = json!({ "rope_type": "yarn", "factor": required(values, factor)? });
-            if let Some(original) = original {
-                scaling["original_max_position_embeddings"] = json!(original);
-            }
+            let mut scaling = Map::from_iter([("rope_type".to_owned(), json!("yarn")), ("factor".to_owned(), json!(required(values, factor)?))]);
+            scaling.extend(original.map(|original| ("original_max_position_embeddings".to_owned(), json!(original))));
             for (name, end) in [("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")] {
-                if let Some(number) = values.number(&key(values, end))? {
-                    scaling[name] = json!(number);
-                }
+                scaling.extend(values.number(&key(values, end))?.map(|number| (name.to_owned(), json!(number))));
             }
-            Some(scaling)
+            Some(Json::Object(scaling))
         }
         (Some(other), _) => {
             return Err(Error::Unsupported {

@@ -8,10 +8,13 @@ use crate::error::{Error, Result};
 use crate::model::Model;
 use crate::store::gguf::Value;
 
+/// Keys and values of a file, in order.
+pub(crate) type Keys = Vec<(String, Value)>;
+
 /// What a file says of a model, but for its vocabulary.
 pub(crate) struct Described {
     pub family: &'static Family,
-    pub values: Vec<(String, Value)>,
+    pub values: Keys,
     /// Factors on rotary frequencies, as `rope_freqs.weight`.
     pub factors: Option<(&'static str, Vec<f32>)>,
     pub notes: Vec<String>,
@@ -87,13 +90,14 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
     own.push(("attention.head_count_kv", Value::Unsigned(reader.size("num_key_value_heads")?.unwrap_or(heads))));
     own.push(("attention.layer_norm_rms_epsilon", Value::Float(reader.number("rms_norm_eps")?.unwrap_or(1e-6))));
+    let by_stream = hidden.checked_div(heads).unwrap_or(hidden);
     let usual = match family.architecture {
         "qwen3" => 128,
         _ if family.own_head_dim => 256,
-        _ => hidden / heads,
+        _ => by_stream,
     };
     let head_dim = reader.size("head_dim")?.unwrap_or(usual);
-    if family.own_head_dim || head_dim != hidden / heads {
+    if family.own_head_dim || head_dim != by_stream {
         own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
     }
     if family.neighbours {
@@ -162,7 +166,7 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let layers = reader.required("num_hidden_layers")?;
     let slides = |layer: u64| match family.windows {
         Windows::None => false,
-        Windows::AllBut(every) => !(layer + 1).is_multiple_of(every as u64),
+        Windows::AllBut(every) => !layer.saturating_add(1).is_multiple_of(every as u64),
     };
     if let Some(types) = reader.get("layer_types").and_then(Json::as_array) {
         let other = |(layer, kind): (u64, &Json)| kind.as_str() != Some(if slides(layer) { "sliding_attention" } else { "full_attention" });
@@ -184,7 +188,7 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     }
     if let Windows::AllBut(_) = family.windows {
         let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
-        let implied = if family.scale_by_stream == Some(layers) { hidden / heads } else { reader.size("head_dim")?.unwrap_or(256) };
+        let implied = if family.scale_by_stream == Some(layers) { hidden.checked_div(heads).unwrap_or(0) } else { reader.size("head_dim")?.unwrap_or(256) };
         let scalar = reader.number("query_pre_attn_scalar")?.unwrap_or(256.0);
         if scalar != implied as f64 {
             return Err(reader.refused(&format!("`query_pre_attn_scalar` of {scalar}"), format!("llama.cpp takes {implied} for this model")));

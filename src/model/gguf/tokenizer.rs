@@ -97,19 +97,22 @@ pub(super) fn tokenizer(values: &mut Values, config: &Map<String, Json>) -> Resu
         Ok(json) => found.files.push(("tokenizer.json", json)),
         Err(reason) => found.missing = Some(format!("no tokenizer.json is made: {reason}; put that of the original model beside the result")),
     }
-    let mut settings = json!({ "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": false });
+    let mut settings = Map::new();
+    let mut set = |key: &str, value: Json| drop(settings.insert(key.to_owned(), value));
+    set("tokenizer_class", json!("PreTrainedTokenizerFast"));
+    set("clean_up_tokenization_spaces", json!(false));
     for (here, there) in NAMED {
         if let Some(token) = id(here).and_then(|id| vocabulary.token(id)).filter(|_| !there.is_empty()) {
-            settings[there] = json!(token);
+            set(there, json!(token));
         }
     }
     if let Some(length) = config.get("max_position_embeddings") {
-        settings["model_max_length"] = length.clone();
+        set("model_max_length", length.clone());
     }
     if let Some(template) = template {
-        settings["chat_template"] = json!(template);
+        set("chat_template", json!(template));
     }
-    found.files.push(("tokenizer_config.json", settings));
+    found.files.push(("tokenizer_config.json", Json::Object(settings)));
     let mut generation = Map::new();
     for (key, value) in ["bos_token_id", "eos_token_id", "pad_token_id"].into_iter().filter_map(|key| Some((key, config.get(key)?))) {
         let several = id("eot").filter(|turn| key == "eos_token_id" && value.as_u64() != Some(*turn));

@@ -4,6 +4,8 @@
 
 use serde_json::{Value, json};
 
+use super::vocabulary::at;
+
 /// A way to cut.
 pub(super) struct Words {
     /// The names; the first is written.
@@ -62,19 +64,19 @@ impl Words {
 
     /// The way that a `tokenizer.json` says, if it is known.
     pub fn cutting(said: &Value) -> Option<&'static Words> {
-        let steps: Vec<&Value> = match said["pretokenizers"].as_array() {
+        let steps: Vec<&Value> = match at(said, "/pretokenizers").as_array() {
             Some(steps) => steps.iter().collect(),
             None => vec![said],
         };
         let plain = |step: &Value, pattern: bool| {
-            step["type"] == "ByteLevel" && step["add_prefix_space"] != true && step["use_regex"].as_bool().unwrap_or(true) == pattern
+            at(step, "/type") == "ByteLevel" && at(step, "/add_prefix_space") != true && at(step, "/use_regex").as_bool().unwrap_or(true) == pattern
         };
         WORDS.iter().find(|words| match (steps.as_slice(), words.pattern) {
             ([bytes], None) => !words.digits && plain(bytes, true),
-            ([digits, bytes], None) => words.digits && digits["type"] == "Digits" && digits["individual_digits"] == true && plain(bytes, true),
+            ([digits, bytes], None) => words.digits && at(digits, "/type") == "Digits" && at(digits, "/individual_digits") == true && plain(bytes, true),
             ([split, bytes], Some(pattern)) => {
-                let isolated = split["type"] == "Split" && split["behavior"] == "Isolated" && split["invert"] != true;
-                isolated && split["pattern"]["Regex"] == pattern && plain(bytes, false)
+                let isolated = at(split, "/type") == "Split" && at(split, "/behavior") == "Isolated" && at(split, "/invert") != true;
+                isolated && at(split, "/pattern/Regex") == pattern && plain(bytes, false)
             }
             _ => false,
         })

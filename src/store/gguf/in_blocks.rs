@@ -39,8 +39,8 @@ impl WeightSource for InBlocks {
         self.upstream.visit(least_common_multiple(unit, self.kind.elements()), &mut |block| {
             let count = block.now.elements();
             values.resize(count, 0f32);
-            blocks.resize(count / self.kind.elements() * self.kind.bytes(), 0);
-            bytes.resize(4 * count, 0);
+            blocks.resize(count.checked_div(self.kind.elements()).unwrap_or(0).saturating_mul(self.kind.bytes()), 0);
+            bytes.resize(count.saturating_mul(4), 0);
             let wrong = |reason: String| Error::tensor(&self.name, reason, "write it as F16, BF16 or F32");
             if !block.now.decode(0, &mut values) || !count.is_multiple_of(self.kind.elements()) {
                 return Err(wrong(format!("cannot become blocks of {}", self.kind.name())));

@@ -22,7 +22,7 @@ pub fn header(values: &[(String, Value)], tensors: &[(String, Kind, Vec<usize>)]
         bytes.extend(begin.to_le_bytes());
         let length = kind.byte_count(shape)?;
         let padded = length.checked_next_multiple_of(ALIGNMENT)?;
-        padding.push(padded - length);
+        padding.push(padded.saturating_sub(length));
         begin = begin.checked_add(padded)?;
     }
     bytes.resize(bytes.len().next_multiple_of(ALIGNMENT as usize), 0);
