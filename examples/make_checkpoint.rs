@@ -32,6 +32,9 @@ struct Args {
     /// Shape of the model
     #[arg(long, value_enum)]
     size: Size,
+    /// How many layers, where not all of the shape's
+    #[arg(long)]
+    layers: Option<usize>,
     /// Format of the weights
     #[arg(long, value_enum, default_value = "bf16")]
     dtype: Format,
@@ -195,7 +198,8 @@ impl WeightSource for Random {
 }
 
 fn make(args: &Args) -> Result<u64> {
-    let (shape, (dtype, dtype_name)) = (args.size.shape(), args.dtype.names());
+    let (whole, (dtype, dtype_name)) = (args.size.shape(), args.dtype.names());
+    let shape = Shape { layers: args.layers.unwrap_or(whole.layers), ..whole };
     let mut seeds = Xoshiro256PlusPlus::seed_from_u64(args.seed);
     let items: Vec<Item> = shape
         .tensors()
@@ -212,7 +216,7 @@ fn make(args: &Args) -> Result<u64> {
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    writer::write(folder, &items, &layout, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
+    writer::write(folder, &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
     Ok(layout.bytes())
 }
 

@@ -8,6 +8,7 @@ mod further;
 #[cfg(not(feature = "zstd"))]
 #[path = "pipeline/no_further.rs"]
 mod further;
+mod parts;
 mod plan;
 mod run;
 #[cfg(feature = "run")]
@@ -20,6 +21,7 @@ mod verify;
 
 pub use builder::{Builder, Pipeline};
 pub use cached::Cached;
+pub use parts::{PartOutcome, parts_folder, recipe_of_parts};
 pub use plan::{ModelMemory, PassPlan, Plan};
 #[cfg(feature = "run")]
 pub use running::{CachedResult, ResultCache, memory_limit, starter};

@@ -1,9 +1,13 @@
 //! The state of a run: the passes that were applied to a model, what is left to do before writing, and what the report will say.
 
+mod part;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde_json::Value;
+
+pub use self::part::{Part, Share};
 
 use crate::error::Result;
 use crate::work::{Meter, Work};
@@ -12,11 +16,12 @@ use crate::work::{Meter, Work};
 pub trait Prepare: Send + Sync {
     /// Input bytes that it reads, all readings together.
     fn bytes(&self) -> u64;
-    /// Does it; afterwards it need not be done again.
+    /// Does it; afterwards it need not be done again. In a run of several parts, each does its own, under a name that all give it, and
+    /// says whether the others have done theirs.
     ///
     /// # Errors
     /// Reading fails, or the work is cancelled.
-    fn prepare(&self, work: &Work) -> Result<()>;
+    fn prepare(&self, work: &Work, part: Option<(&Part, &str)>) -> Result<bool>;
 }
 
 /// A pass that was applied.
@@ -79,16 +84,29 @@ pub struct RunState {
     pub attached: BTreeMap<String, Arc<Vec<u8>>>,
     /// Plain words for the report.
     pub notes: Vec<String>,
+    /// What this process makes, where several share the run.
+    pub part: Option<Arc<Part>>,
     /// Name of the model file, where the output is one and no folder.
     pub file: Option<String>,
 }
 
 impl RunState {
-    /// Does what the passes left to be done before writing.
+    /// Whether this process makes what is stored under a name.
+    pub fn makes(&self, name: &str) -> bool {
+        self.part.as_ref().is_none_or(|part| part.owns(name))
+    }
+
+    /// Does what the passes left to be done before writing; whether all of it is done, for which parts of a run wait for one another.
     ///
     /// # Errors
     /// Reading fails, or the work is cancelled.
-    pub fn prepare(&mut self, work: &Work) -> Result<()> {
-        std::mem::take(&mut self.preparations).into_iter().try_for_each(|preparation| preparation.prepare(work))
+    pub fn prepare(&mut self, work: &Work) -> Result<bool> {
+        for (number, preparation) in std::mem::take(&mut self.preparations).into_iter().enumerate() {
+            let name = format!("preparation-{number}");
+            if !preparation.prepare(work, self.part.as_deref().map(|part| (part, name.as_str())))? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 }

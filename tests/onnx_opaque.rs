@@ -49,6 +49,22 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ),
         layer("b", "second", "y"),
     ];
+    // The graph has a weight `first` too.
+    let shadowed = vec![
+        positive[0].clone(),
+        positive[1].clone(),
+        positive[2].clone(),
+        node(
+            "If",
+            &["small"],
+            "b",
+            vec![
+                body("then_branch", vec![node("Add", &["a", "first"], "b", vec![])], vec![floats("first", &[6])], "b"),
+                body("else_branch", vec![node("Cos", &["a"], "t", vec![])], vec![], "t"),
+            ],
+        ),
+        layer("b", "second", "y"),
+    ];
     let limit = TensorProto { dims: vec![], ..nodes::given("limit", &[], &[100.0]) };
     let shaped = vec![
         layer("x", "first", "a"),
@@ -87,6 +103,7 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
                 vec![floats("first", &[4, 6]), floats("third", &[3, 4])],
             ),
         ),
+        ("a body with a tensor called as a weight of the graph", 1, model(11, &[0, 4], shadowed, [weights(), vec![limit.clone()]].concat())),
         ("bodies that read weights around and within", 1, model(11, &[0, 4], positive, [weights(), vec![floats("turned", &[4, 6]), limit]].concat())),
         ("what follows from sizes alone", 1, model(13, &[0, 4], shaped, weights())),
     ]
@@ -149,7 +166,7 @@ fn weights_in_bodies_are_those_of_the_model() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
-    let (_, _, model) = cases().into_iter().find(|(what, ..)| what.starts_with("bodies")).unwrap();
+    let (_, _, model) = cases().into_iter().find(|(what, ..)| what.starts_with("bodies that read")).unwrap();
     std::fs::write(&path, model.encode_to_vec()).unwrap();
     let mut opened = Model::open(&path).unwrap();
     let inputs = sample(&[0, 4]);

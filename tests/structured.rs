@@ -98,6 +98,9 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("gemma2", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
         ("smollm3", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("mixtral", vec![PrunedPart::Mlp], vec![("intermediate_size", 6)]),
+        ("qwen2-moe", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("shared_expert_intermediate_size", 10)]),
+        ("qwen3-moe", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("intermediate_size", 12)]),
+        ("opt-narrow-embeddings", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
         ("qwen3-moe", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&dims)));
@@ -108,6 +111,14 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         assert!(done.macs() < 0.95, "{name} {dims:?}: {}", done.macs());
         outputs(&done.model(), &Model::open(golden(name)).unwrap());
     }
+}
+
+/// transformers asks some families for heads that divide the stream, even where heads have a width of their own.
+#[test]
+fn heads_that_transformers_refuses_are_named() {
+    let pass = || PruneStructured { amount: Some(Amounts::All(Amount::Count(2))), ..half(&[PrunedPart::Hidden]) };
+    let refused = |name: &str| run(name, Pipeline::builder().pass(pass())).report.notes.iter().any(|note| note.contains("`num_attention_heads` 4, which"));
+    assert!(refused("llama-grouped-tied") && !refused("qwen3"));
 }
 
 #[test]

@@ -19,7 +19,8 @@ pub(super) const SIZES: Sizes = Sizes {
     groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Alone)),
     head_dim: Some("head_dim"),
     own_head_dim: false,
-    inner: ("intermediate_size", "layers.0.mlp.down_proj.weight", 1),
+    heads_divide: false,
+    others: &[("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
     layers: "num_hidden_layers",
 };
 

@@ -23,7 +23,8 @@ pub(super) const SIZES: Sizes = Sizes {
     groups: None,
     head_dim: None,
     own_head_dim: false,
-    inner: ("hidden_dim", "transformer.layer.0.ffn.lin1.weight", 0),
+    heads_divide: false,
+    others: &[("hidden_dim", "transformer.layer.0.ffn.lin1.weight", 0)],
     layers: "n_layers",
 };
 

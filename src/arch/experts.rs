@@ -26,9 +26,16 @@ pub(super) const KEYS: Keys = Keys {
     neutral: llama::KEYS.neutral,
 };
 
-pub(super) const MIXTRAL_SIZES: Sizes = Sizes { inner: ("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1), ..decoder::SIZES };
+pub(super) const MIXTRAL_SIZES: Sizes = Sizes { others: &[("intermediate_size", "layers.0.block_sparse_moe.experts.0.w2.weight", 1)], ..decoder::SIZES };
 
-pub(super) const QWEN_SIZES: Sizes = Sizes { inner: ("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ..decoder::SIZES };
+pub(super) const QWEN_SIZES: Sizes = Sizes {
+    others: &[
+        ("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1),
+        ("shared_expert_intermediate_size", "layers.0.mlp.shared_expert.down_proj.weight", 1),
+        ("intermediate_size", "layers.0.mlp.down_proj.weight", 1),
+    ],
+    ..decoder::SIZES
+};
 
 /// Experts of a layer, and which layers have them.
 pub(super) struct Experts {

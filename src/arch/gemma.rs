@@ -29,7 +29,7 @@ pub(super) const KEYS_3: Keys = Keys {
 };
 
 /// Heads have a width of their own where nothing is said.
-pub(super) const SIZES: Sizes = Sizes { own_head_dim: true, ..decoder::SIZES };
+pub(super) const SIZES: Sizes = Sizes { own_head_dim: true, heads_divide: true, ..decoder::SIZES };
 
 const NORMS: decoder::Norms =
     [Some("input_layernorm"), Some("post_attention_layernorm"), Some("pre_feedforward_layernorm"), Some("post_feedforward_layernorm")];
@@ -103,6 +103,15 @@ fn rotary_of(s: &Settings, layers: &'static str, head_dim: usize) -> Result<Rota
     let parameters = s.group("rope_scaling").filter(|_| is_global);
     if parameters.is_some_and(|p| p.get("rope_type").is_none()) {
         return Err(Error::graph("config.json", "`rope_scaling` has no `rope_type`"));
+    }
+    let plain = |own: Settings| own.text_or("rope_type", "default").is_ok_and(|kind| kind == "default");
+    if let (Some(_), Some(own)) = (parameters, own)
+        && !plain(own)
+    {
+        return Err(Error::Unsupported {
+            what: "config.json: `rope_scaling` beside `rope_parameters` that scale too".into(),
+            hint: "put what is meant into one of them, and remove the other".into(),
+        });
     }
     let parameters = parameters.or(own);
     scaled(s, parameters, theta, head_dim, RopeDefaults::default())

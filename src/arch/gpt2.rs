@@ -30,7 +30,8 @@ pub(super) const SIZES: Sizes = Sizes {
     groups: None,
     head_dim: None,
     own_head_dim: false,
-    inner: ("n_inner", "h.0.mlp.c_fc.weight", 1),
+    heads_divide: false,
+    others: &[("n_inner", "h.0.mlp.c_fc.weight", 1)],
     layers: "n_layer",
 };
 

@@ -29,7 +29,8 @@ pub(super) const SIZES: Sizes = Sizes {
     groups: None,
     head_dim: None,
     own_head_dim: false,
-    inner: ("intermediate_size", "layers.0.mlp.dense_h_to_4h.weight", 0),
+    heads_divide: true,
+    others: &[("intermediate_size", "layers.0.mlp.dense_h_to_4h.weight", 0)],
     layers: "num_hidden_layers",
 };
 

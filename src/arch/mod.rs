@@ -30,7 +30,7 @@ mod vit;
 
 pub use config::{ReadKeys, Settings};
 pub use keys::Keys;
-pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, resized};
+pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
 pub use sentence::Pooling;
 
 use crate::error::{Error, Result};
@@ -73,7 +73,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "gpt2", kind: ModelKind::Decoder, build: gpt2::build, keys: gpt2::KEYS, sizes: Some(&gpt2::SIZES) },
     Architecture { model_type: "gpt_neox", kind: ModelKind::Decoder, build: gpt_neox::build, keys: gpt_neox::KEYS, sizes: Some(&gpt_neox::SIZES) },
     Architecture { model_type: "opt", kind: ModelKind::Decoder, build: opt::build, keys: opt::KEYS, sizes: Some(&opt::SIZES) },
-    Architecture { model_type: "llama", kind: ModelKind::Decoder, build: llama::build, keys: llama::KEYS, sizes: Some(&decoder::SIZES) },
+    Architecture { model_type: "llama", kind: ModelKind::Decoder, build: llama::build, keys: llama::KEYS, sizes: Some(&llama::SIZES) },
     Architecture { model_type: "mistral", kind: ModelKind::Decoder, build: llama::build_mistral, keys: llama::KEYS, sizes: Some(&decoder::SIZES) },
     Architecture { model_type: "qwen2", kind: ModelKind::Decoder, build: llama::build_qwen2, keys: llama::KEYS, sizes: Some(&decoder::SIZES) },
     Architecture { model_type: "qwen3", kind: ModelKind::Decoder, build: llama::build_qwen3, keys: llama::KEYS, sizes: Some(&llama::QWEN3_SIZES) },

@@ -17,7 +17,8 @@ pub(super) const SIZES: Sizes = Sizes {
     groups: None,
     head_dim: None,
     own_head_dim: false,
-    inner: ("ffn_dim", "layers.0.fc1.weight", 0),
+    heads_divide: false,
+    others: &[("ffn_dim", "layers.0.fc1.weight", 0), ("word_embed_proj_dim", "embed_tokens.weight", 1)],
     layers: "num_hidden_layers",
 };
 

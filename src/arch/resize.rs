@@ -26,6 +26,16 @@ pub fn layers_key(model_type: &str) -> Option<&'static str> {
     sizes(model_type).map(|sizes| sizes.layers)
 }
 
+/// Why transformers does not open a configuration of these heads, if so.
+pub fn refused_heads(config: &Map<String, Value>) -> Option<String> {
+    let settings = Settings::new(config);
+    let sizes = sizes(settings.text("model_type").ok()?).filter(|sizes| sizes.heads_divide)?;
+    let (width, heads) = (settings.size(sizes.hidden.0).ok()?, settings.size(sizes.heads.0).ok()?);
+    (!width.is_multiple_of(heads)).then(|| {
+        format!("transformers refuses `{}` {heads}, which does not divide `{}` {width}: choose an amount that leaves a divisor", sizes.heads.0, sizes.hidden.0)
+    })
+}
+
 /// Names of keys, and of the tensors and their axes that tell their values.
 #[derive(Debug, Clone, Copy)]
 pub struct Sizes {
@@ -41,8 +51,10 @@ pub struct Sizes {
     pub(super) head_dim: Option<&'static str>,
     /// Whether it is another one where nothing is said.
     pub(super) own_head_dim: bool,
-    /// Neurons of a layer.
-    pub(super) inner: (&'static str, &'static str, usize),
+    /// Whether transformers takes only a number of heads that divides the stream, however wide heads are.
+    pub(super) heads_divide: bool,
+    /// Neurons of a layer, and other widths.
+    pub(super) others: &'static [(&'static str, &'static str, usize)],
     /// How many layers there are.
     pub(super) layers: &'static str,
 }
@@ -71,10 +83,11 @@ pub fn resized(config: &Map<String, Value>, head_dim: Option<usize>, shapes: Sha
 
 impl Sizes {
     fn resized(&self, settings: &Settings, head_dim: Option<usize>, shapes: Shapes) -> Vec<(&'static str, Value)> {
-        let size = |name: &str, axis: usize| {
-            let shape = self.prefixes.iter().find_map(|prefix| shapes(&format!("{prefix}{name}")))?;
-            shape.get(axis).copied()
-        };
+        let shape = |name: &str| self.prefixes.iter().find_map(|prefix| shapes(&format!("{prefix}{name}")));
+        // Not every layer has every part.
+        let layers = settings.size(self.layers).unwrap_or(1);
+        let first = |name: &str| shape(name).or_else(|| (1..layers).find_map(|layer| shape(&name.replacen("layers.0.", &format!("layers.{layer}."), 1))));
+        let size = |name: &str, axis: usize| first(name)?.get(axis).copied();
         let mut found = Vec::new();
         let mut say = |key: &'static str, value: Option<usize>| {
             if let Some(value) = value
@@ -84,7 +97,9 @@ impl Sizes {
             }
         };
         say(self.hidden.0, size(self.hidden.1, self.hidden.2));
-        say(self.inner.0, size(self.inner.1, self.inner.2));
+        for (key, name, axis) in self.others {
+            say(key, size(name, *axis));
+        }
         if let Some(width) = head_dim.filter(|width| *width > 0) {
             let heads = size(self.heads.1, self.heads.2).and_then(|wide| wide.checked_div(width));
             let groups = self.groups.and_then(|(key, name, held)| {

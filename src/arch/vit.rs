@@ -20,7 +20,8 @@ pub(super) const SIZES: Sizes = Sizes {
     groups: None,
     head_dim: None,
     own_head_dim: false,
-    inner: ("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0),
+    heads_divide: false,
+    others: &[("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0)],
     layers: "num_hidden_layers",
 };
 

@@ -39,6 +39,6 @@ impl Args {
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
             builder = builder.note("every weight was dense already: the files hold the same values in the same types");
         }
-        output::run(&builder.build()?, &model, &self.output, global)
+        output::run(&builder.build()?, &model, &self.output, None, global)
     }
 }

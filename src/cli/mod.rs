@@ -11,6 +11,7 @@ mod diff;
 mod doctor;
 mod inspect;
 mod man;
+mod merge;
 mod output;
 mod pass;
 mod plan;
@@ -67,6 +68,8 @@ enum Command {
     Chain(Box<chain::Args>),
     /// Show what a recipe would do: matched weights, memory, predicted size
     Plan(plan::Args),
+    /// Join the parts of a run: verify them, write the output folder and the report of the whole
+    Merge(merge::Args),
     #[cfg(feature = "run")]
     #[command(flatten)]
     Running(running::Command),
@@ -138,6 +141,7 @@ fn dispatch(matches: &ArgMatches, segments: Vec<Vec<OsString>>, global: &Global)
         Command::Run(args) => args.run(global),
         Command::Chain(args) => args.run(segments, global),
         Command::Plan(args) => args.run(global),
+        Command::Merge(args) => args.run(global),
         #[cfg(feature = "run")]
         Command::Running(command) => command.run(global),
         Command::Inspect(args) => args.run(global),

@@ -13,10 +13,11 @@ use serde_json::json;
 use super::args::{Global, LogFormat};
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::pipeline::{ModelMemory, Pipeline, Plan};
+use crate::pipeline::{ModelMemory, PartOutcome, Pipeline, Plan, parts_folder};
 use crate::report::Report;
 use crate::report::format::{bytes, count, natural};
 use crate::report::terminal::table;
+use crate::run_state::Share;
 
 /// Writes data to stdout. A reader that has gone away (`| head`) is no error.
 pub(super) fn print(text: &str) -> Result<()> {
@@ -91,8 +92,11 @@ pub(super) fn begins(name: &str, global: &Global) {
     let _ = io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Runs a pipeline and shows its report. Of several processes that work together the first writes, and the others say so.
-pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, global: &Global) -> Result<()> {
+/// Runs a pipeline, or a part of it, and shows its report. Of several processes that work together the first writes, and the others say so.
+pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, part: Option<Share>, global: &Global) -> Result<()> {
+    if let Some(share) = part {
+        return made_part(pipeline.run_part(model.clone(), folder, share)?, share, folder, global);
+    }
     if pipeline.leads()? {
         return report(&pipeline.run(model.clone(), folder)?, folder, global);
     }
@@ -104,6 +108,21 @@ pub(super) fn run(pipeline: &Pipeline, model: &Model, folder: &Path, global: &Gl
     };
     let _ = io::stderr().lock().write_all(text.as_bytes());
     Ok(())
+}
+
+/// Says what became of a part, and what is next.
+fn made_part(outcome: PartOutcome, share: Share, folder: &Path, global: &Global) -> Result<()> {
+    if global.json {
+        return json(&json!({ "part": share.number, "parts": share.count, "outcome": outcome, "folder": parts_folder(folder).join(share.name()) }));
+    }
+    let next = format!("when all parts are written, join them: compress merge {}", folder.display());
+    print(&match outcome {
+        PartOutcome::Written => format!("{share} is written and verified; {next}\n"),
+        PartOutcome::Found => format!("{share} was written before; {next}\n"),
+        PartOutcome::Counted => {
+            format!("{share} has counted its weights for the threshold over all of them, and is not written yet: run it again when all parts have counted\n")
+        }
+    })
 }
 
 pub(super) fn report(report: &Report, folder: &Path, global: &Global) -> Result<()> {

@@ -7,6 +7,7 @@ use super::output;
 use crate::error::Result;
 use crate::model::Model;
 use crate::pass::Step;
+use crate::run_state::Share;
 
 #[derive(Debug, clap::Args)]
 #[group(skip)]
@@ -18,6 +19,10 @@ pub(super) struct Args {
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]
     writing: Writing,
+    /// Make only a part of the weights, into OUT.parts: `2/16`, or `auto` in a job array of Slurm, `auto/16` in one of Kubernetes; `compress
+    /// merge` joins the parts
+    #[arg(long, value_name = "I/N", help_heading = "Output")]
+    part: Option<Share>,
     #[command(flatten)]
     samples: super::running::Samples,
 }
@@ -31,6 +36,6 @@ impl Args {
         }
         let builder = self.samples.tell(builder);
         let pipeline = builder.build()?;
-        output::run(&pipeline, &Model::open(&self.model)?, &self.output, global)
+        output::run(&pipeline, &Model::open(&self.model)?, &self.output, self.part, global)
     }
 }

@@ -11,6 +11,7 @@ use crate::model::Model;
 use crate::pipeline::{Pipeline, Plan};
 use crate::recipe::{Recipe, Variant};
 use crate::report::Comparison;
+use crate::run_state::Share;
 
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:
@@ -44,6 +45,10 @@ pub(super) struct Args {
     /// Do not measure how close the answers are to the input's where no evaluation data is named
     #[arg(long)]
     no_measure: bool,
+    /// Make only a part of the weights, into OUT.parts: `2/16`, or `auto` in a job array of Slurm, `auto/16` in one of Kubernetes; `compress
+    /// merge` joins the parts
+    #[arg(long, value_name = "I/N", conflicts_with_all = ["sweep", "dry_run", "resume"])]
+    part: Option<Share>,
     /// Only show what would be done
     #[arg(long)]
     dry_run: bool,
@@ -76,8 +81,9 @@ impl Args {
             return output::plans(&self.foreseen(&jobs)?, global);
         }
         match jobs.as_slice() {
-            [job] if job.name.is_empty() => output::run(&job.pipeline, &job.model, &job.output, global),
-            [job, ..] if !job.pipeline.leads()? => jobs.iter().try_for_each(|job| output::run(&job.pipeline, &job.model, &job.output, global)),
+            [job] if job.name.is_empty() => output::run(&job.pipeline, &job.model, &job.output, self.part, global),
+            _ if self.part.is_some() => Err(Error::option("--part", "a sweep is several runs: name one of its values with --set")),
+            [job, ..] if !job.pipeline.leads()? => jobs.iter().try_for_each(|job| output::run(&job.pipeline, &job.model, &job.output, None, global)),
             _ => self.compared(jobs, global),
         }
     }

@@ -14,7 +14,7 @@ use crate::model::Model;
 use crate::model::gguf::{Described, Family, describe, vocabulary};
 use crate::run_state::RunState;
 use crate::store::gguf::{Arranged, Kind, Value, header};
-use crate::store::writer::{self, Item, Piece};
+use crate::store::writer::{self, Item, Made, Piece};
 use crate::store::{ActivationScheme, Bytes, DType, Encoding, Weight, Weights};
 use crate::work::Work;
 
@@ -243,7 +243,7 @@ impl Format for Gguf {
         Ok(SizeForecast { files: vec![FILE.to_owned()], bytes, exact: !run.estimated, tensors: prepared.items.len() })
     }
 
-    fn write(&self, model: &Model, _run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
+    fn write(&self, model: &Model, _run: &RunState, folder: &Path, _made: Option<&Made>, work: &Work) -> Result<Exported> {
         let Prepared { family, items, kinds, names, moved, pieces, notes } = self.prepare(model)?;
         let (files, mut seen) = writer::write_pieces(folder, &[(FILE.to_owned(), pieces)], &items, work)?;
         // What was read lies in another order than in the input: its hash is another one.

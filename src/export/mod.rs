@@ -21,7 +21,7 @@ use crate::error::Result;
 use crate::model::{Config, Model};
 use crate::run_state::RunState;
 use crate::store::Weights;
-use crate::store::writer::{WeightMeasurement, Written};
+use crate::store::writer::{Made, WeightMeasurement, Written};
 use crate::work::Work;
 
 /// What a format would write, known before any byte is read.
@@ -74,11 +74,21 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// The format cannot express the model, by name.
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast>;
 
-    /// Writes into a folder, and reads back.
+    /// Writes into a folder, and reads back. Of a run of several parts, only what is this part's is written. A format that can takes what
+    /// parts have `made` instead of making it again.
     ///
     /// # Errors
     /// Reading, making or writing tensors fails, or the files do not read back as meant.
-    fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported>;
+    fn write(&self, model: &Model, run: &RunState, folder: &Path, made: Option<&Made>, work: &Work) -> Result<Exported>;
+
+    /// The weights of each file, in the order of their names, where processes can write parts of a model that are joined; nothing where they
+    /// cannot.
+    ///
+    /// # Errors
+    /// The format cannot express the model, by name.
+    fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<String>>>> {
+        Ok(None)
+    }
 }
 
 /// Writes the table of formats.

@@ -19,7 +19,7 @@ use crate::model::Model;
 use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, ModelFile, OPSETS, Precision, Rewritten, Slot, Style, WeightOnly, draft, file};
 use crate::run_state::RunState;
-use crate::store::writer::{self, Item};
+use crate::store::writer::{self, Item, Made};
 use crate::store::{Affine, Bias, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
@@ -256,7 +256,7 @@ impl Format for Onnx {
         })
     }
 
-    fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
+    fn write(&self, model: &Model, run: &RunState, folder: &Path, _made: Option<&Made>, work: &Work) -> Result<Exported> {
         if let Some(file) = unchanged(model) {
             return self.write_again(file, model, run, folder, work);
         }

@@ -10,6 +10,7 @@
 
 mod quantization;
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -20,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::run_state::RunState;
-use crate::store::writer::{self, Item};
+use crate::store::writer::{self, Item, Made};
 use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
 use crate::work::Work;
 
@@ -63,7 +64,7 @@ impl Safetensors {
         Self { layout, ..Self::default() }
     }
 
-    fn items(&self, model: &Model, mut kept: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
+    fn items(&self, model: &Model, run: &RunState, mut kept: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
         let item = |(name, weight): (&String, &Weight)| {
             let (weight, storage_format) = match self.layout {
                 Layout::Dense => (weight.dense(name), StorageFormat::Plain),
@@ -93,6 +94,7 @@ impl Safetensors {
         if self.layout != Layout::Dense {
             items.extend(input_scales(model));
         }
+        items.retain(|item| run.makes(&item.name));
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
     }
@@ -319,15 +321,22 @@ impl Format for Safetensors {
                 hint: "leave `export` out, or write `onnx`".into(),
             });
         }
-        let items = self.items(model, |_, weight| Ok(weight.elements() as u64))?;
+        let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
         let layout = self.layout_of(&items, model)?;
         Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })
     }
 
-    fn write(&self, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
-        let mut kept = std::collections::BTreeMap::new();
-        if self.layout == Layout::Sparse {
-            let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(_, w)| eligible_for_sparse(w)).collect();
+    fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<String>>>> {
+        let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
+        Ok(Some(self.layout_of(&items, model)?.items_by_file(&items)))
+    }
+
+    fn write(&self, model: &Model, run: &RunState, folder: &Path, made: Option<&Made>, work: &Work) -> Result<Exported> {
+        let mut kept: BTreeMap<&str, u64> = BTreeMap::new();
+        if let Some(made) = made {
+            kept = made.items.iter().filter_map(|(name, seen)| Some((name.as_str(), seen.kept?))).collect();
+        } else if self.layout == Layout::Sparse {
+            let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, w)| run.makes(name) && eligible_for_sparse(w)).collect();
             let counts = work.run(
                 "Counting zeros",
                 &jobs,
@@ -343,9 +352,9 @@ impl Format for Safetensors {
             )?;
             kept = jobs.into_iter().map(|(name, _)| name.as_str()).zip(counts).collect();
         }
-        let items = self.items(model, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;
+        let items = self.items(model, run, |name, weight| Ok(kept.get(name).copied().unwrap_or(weight.elements() as u64)))?;
         let layout = self.layout_of(&items, model)?;
-        let (files, seen) = writer::write(folder, &items, &layout, work)?;
+        let (files, seen) = writer::write(folder, &items, &layout, made, work)?;
         Ok(Exported {
             files,
             how: "read back: the header is parsed strictly and equal, the bytes of every tensor are equal to what was computed".into(),

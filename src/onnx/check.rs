@@ -59,6 +59,21 @@ fn given(graph: &GraphProto) -> impl Iterator<Item = &str> {
     graph.initializer.iter().chain(sparse).map(|tensor| tensor.name())
 }
 
+/// Names that a graph gives to its values, those of its bodies left out.
+pub(super) fn own_names(graph: &GraphProto) -> impl Iterator<Item = &str> {
+    let computed = graph.node.iter().flat_map(|node| node.output.iter().map(String::as_str));
+    graph.input.iter().map(|input| input.name()).chain(given(graph)).chain(computed)
+}
+
+/// How often each name is given, in a graph and its bodies. A body may give a name that stands for something else around it.
+pub(super) fn given_times<'g>(graph: &'g GraphProto, times: &mut BTreeMap<&'g str, usize>) {
+    for name in own_names(graph) {
+        let times = times.entry(name).or_default();
+        *times = times.saturating_add(1);
+    }
+    graph.node.iter().flat_map(bodies).for_each(|body| given_times(body, times));
+}
+
 /// Every name in a graph and its bodies.
 pub(super) fn names(graph: &GraphProto, found: &mut BTreeSet<String>) {
     let ports = graph.input.iter().chain(&graph.output).map(|port| port.name());
@@ -71,9 +86,7 @@ pub(super) fn names(graph: &GraphProto, found: &mut BTreeSet<String>) {
 pub(super) fn reads(node: &NodeProto) -> BTreeSet<&str> {
     let mut names: BTreeSet<&str> = node.input.iter().map(String::as_str).filter(|name| !name.is_empty()).collect();
     for body in bodies(node) {
-        let inputs = body.input.iter().map(|input| input.name());
-        let computed = body.node.iter().flat_map(|node| node.output.iter().map(String::as_str));
-        let own: BTreeSet<&str> = inputs.chain(given(body)).chain(computed).collect();
+        let own: BTreeSet<&str> = own_names(body).collect();
         let taken = body.node.iter().flat_map(reads).chain(body.output.iter().map(|output| output.name()));
         names.extend(taken.filter(|name| !own.contains(name)));
     }

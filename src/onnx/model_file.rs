@@ -77,7 +77,8 @@ impl std::fmt::Debug for ModelFile {
 struct Candidate<'m> {
     tensor: &'m TensorProto,
     name: Option<&'m str>,
-    /// Whether it is an initializer of the graph itself: its name stands, whatever bodies call theirs.
+    /// Whether it is an initializer of the graph itself: its name stands, whatever bodies call theirs. Those of bodies have a name where no other
+    /// value has the same.
     top: bool,
 }
 
@@ -138,16 +139,12 @@ impl ModelFile {
 
     fn find_weights(&mut self, model: &ModelProto) -> Result<()> {
         let candidates = candidates(model);
-        let mut times: BTreeMap<&str, usize> = BTreeMap::new();
-        let tops: BTreeSet<&str> = candidates.iter().filter(|c| c.top).filter_map(|c| c.name).collect();
-        for name in candidates.iter().filter(|c| !c.top).filter_map(|c| c.name) {
-            let times = times.entry(name).or_default();
-            *times = times.saturating_add(1);
-        }
+        let mut times = BTreeMap::new();
+        model.graph.iter().for_each(|graph| check::given_times(graph, &mut times));
         let (mut beside, uses) = (Beside::of(&self.path), uses::uses(model));
         for candidate in &candidates {
             let tensor = candidate.tensor;
-            let named = candidate.name.filter(|name| !name.is_empty() && (candidate.top || (!tops.contains(name) && times.get(name) == Some(&1))));
+            let named = candidate.name.filter(|name| !name.is_empty() && (candidate.top || times.get(name) == Some(&1)));
             let said = candidate.name.or(tensor.name.as_deref()).unwrap_or("");
             let wrong = |reason: String| Error::malformed(&self.path, format!("tensor `{said}`: {reason}"));
             let number = tensor.mark.and_then(|mark| usize::try_from(mark).ok());

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use crate::error::{Error, Result};
 use crate::kernel::histogram::{MagnitudeHistogram, Window};
 use crate::kernel::{Float, convert, with_float};
-use crate::run_state::Prepare;
+use crate::run_state::{Part, Prepare};
 use crate::store::{DType, Weight};
 use crate::work::{Work, lock};
 
@@ -23,7 +23,8 @@ pub struct Pool {
     members: Vec<(String, Weight)>,
     count: u64,
     key: DType,
-    cuts: Mutex<Option<Arc<Vec<Cut>>>>,
+    /// Nothing for the weights of other parts of a run.
+    cuts: Mutex<Option<Arc<Vec<Option<Cut>>>>>,
 }
 
 impl Pool {
@@ -64,9 +65,10 @@ impl Pool {
         let mut cuts = lock(&self.cuts);
         let cuts = match &*cuts {
             Some(found) => found.clone(),
-            None => cuts.insert(Arc::new(self.solve(None)?)).clone(),
+            None => cuts.insert(Arc::new(self.solve(None, None)?.unwrap_or_default())).clone(),
         };
-        Ok(cuts[index])
+        let found = cuts.get(index).copied().flatten();
+        found.ok_or_else(|| Error::tensor(self.members.get(index).map_or("", |(name, _)| name), "belongs to another part of the run", ""))
     }
 
     fn readings(&self) -> u64 {
@@ -77,43 +79,68 @@ impl Pool {
         }
     }
 
-    fn solve(&self, work: Option<&Work>) -> Result<Vec<Cut>> {
-        with_float!(self.key, F => self.solve_as::<F>(work), else Err(Error::option("prune-unstructured", "weights that are not floats")))
+    /// Where each is cut, as far as it is this part's; nothing while other parts have not counted.
+    fn solve(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Vec<Option<Cut>>>> {
+        let wrong = || Error::option("prune-unstructured", "weights that are not floats");
+        with_float!(self.key, F => self.solve_as::<F>(work, part), else Err(wrong()))
     }
 
-    fn solve_as<F: Float>(&self, work: Option<&Work>) -> Result<Vec<Cut>> {
+    fn solve_as<F: Float>(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Vec<Option<Cut>>>> {
+        let own: Vec<&(String, Weight)> = self.members.iter().filter(|(name, _)| part.is_none_or(|(part, _)| part.owns(name))).collect();
         let mut wanted = self.count;
         let mut window = Window::leading(F::BITS);
+        let mut round = 0;
         loop {
-            let counts = match work {
-                None => self.members.iter().map(|(_, w)| count::<F>(w, window, &|_| Ok(()))).collect::<Result<Vec<_>>>()?,
-                Some(work) => work.run("Ranking", &self.members, |(_, w)| w.stored_bytes, |(_, w)| count::<F>(w, window, &|bytes| work.advance(bytes)))?,
+            let count_own = || match work {
+                None => own.iter().map(|(_, w)| count::<F>(w, window, &|_| Ok(()))).collect::<Result<Vec<_>>>(),
+                Some(work) => work.run("Ranking", &own, |(_, w)| w.stored_bytes, |(_, w)| count::<F>(w, window, &|bytes| work.advance(bytes))),
             };
-            let mut totals = vec![0u64; 1 << window.width];
-            for (bin, n) in counts.iter().flatten() {
-                totals[usize::from(*bin)] += n;
-            }
+            let mut counts = None;
+            let mut count_here = || Ok(totals(counts.insert(count_own()?), window));
+            let by_part = match part {
+                None => vec![count_here()?],
+                Some((part, name)) => match part.counts(&format!("{name}-{round}"), &mut count_here)? {
+                    None => return Ok(None),
+                    Some(by_part) => by_part,
+                },
+            };
+            let total = |bin: usize| by_part.iter().filter_map(|totals| totals.get(bin)).sum::<u64>();
             // The last bin that starts before the wanted count is passed; 0 wanted cuts below everything.
             let mut bin = 0;
-            while bin + 1 < totals.len() && totals[bin] < wanted {
-                wanted -= totals[bin];
+            while bin + 1 < 1 << window.width && total(bin) < wanted {
+                wanted -= total(bin);
                 bin += 1;
             }
             if let Some(inside) = window.inside(bin as u64) {
-                window = inside;
+                (window, round) = (inside, round + 1);
                 continue;
             }
             let threshold = window.key(bin as u64);
-            let mut cuts = Vec::with_capacity(self.members.len());
-            for ((_, weight), counts) in self.members.iter().zip(&counts) {
-                let equal = counts.iter().find(|(b, _)| usize::from(*b) == bin).map_or(0, |(_, n)| *n);
-                let ties = equal.min(wanted);
-                wanted -= ties;
-                cuts.push(own_cut(self.key, weight.dtype, threshold, ties));
-            }
-            return Ok(cuts);
+            let counts = counts.map_or_else(count_own, Ok)?;
+            // Ties go in the order of names, which is that of parts.
+            let before = part.map_or(0, |(part, _)| part.share().number - 1);
+            let mut wanted = by_part.iter().take(before).filter_map(|totals| totals.get(bin)).fold(wanted, |wanted, ties| wanted.saturating_sub(*ties));
+            let mut counts = counts.iter();
+            let cuts = self.members.iter().map(|(name, weight)| {
+                part.is_none_or(|(part, _)| part.owns(name)).then(|| {
+                    let equal = counts.next().and_then(|counts| counts.iter().find(|(b, _)| usize::from(*b) == bin)).map_or(0, |(_, n)| *n);
+                    let ties = equal.min(wanted);
+                    wanted -= ties;
+                    own_cut(self.key, weight.dtype, threshold, ties)
+                })
+            });
+            return Ok(Some(cuts.collect()));
         }
     }
+}
+
+/// How many magnitudes of all weights lie in each bin.
+fn totals(counts: &[Vec<(u16, u64)>], window: Window) -> Vec<u64> {
+    let mut totals = vec![0u64; 1 << window.width];
+    for (bin, n) in counts.iter().flatten() {
+        totals[usize::from(*bin)] += n;
+    }
+    totals
 }
 
 /// Counts one weight's magnitudes in the format of the pool.
@@ -160,10 +187,11 @@ impl Prepare for Pool {
         self.readings() * self.members.iter().map(|(_, w)| w.stored_bytes).sum::<u64>()
     }
 
-    fn prepare(&self, work: &Work) -> Result<()> {
-        let cuts = Arc::new(self.solve(Some(work))?);
-        *lock(&self.cuts) = Some(cuts);
-        Ok(())
+    fn prepare(&self, work: &Work, part: Option<(&Part, &str)>) -> Result<bool> {
+        let cuts = self.solve(Some(work), part)?;
+        let found = cuts.is_some();
+        *lock(&self.cuts) = cuts.map(Arc::new);
+        Ok(found)
     }
 }
 

@@ -104,7 +104,7 @@ impl Pipeline {
     /// # Errors
     /// Anything that goes wrong; then nothing is left behind.
     pub fn run(&self, model: Model, output: impl AsRef<Path>) -> Result<Report> {
-        run::run(self, model, output.as_ref())
+        run::run(self, model, output.as_ref(), None)
     }
 
     /// The pipeline with what its options leave to the model and to the data written out, and the model after its passes as far as can be

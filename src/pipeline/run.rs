@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::carry::{self, carry_over, write_text};
 use super::further::compress_further;
@@ -16,7 +16,7 @@ use crate::model::Model;
 use crate::output::{Staging, Workplace};
 use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::run_state::RunState;
-use crate::store::writer::{WeightMeasurement, input_hash};
+use crate::store::writer::{Made, WeightMeasurement, input_hash};
 use crate::store::{Affine, Encoding, Origin, Weight};
 use crate::work::Work;
 
@@ -33,7 +33,8 @@ pub(super) struct Measured {
     pub notes: Vec<String>,
 }
 
-pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Result<Report> {
+/// Runs a pipeline; what parts have `made`, with the time of each pass, is not made again.
+pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Option<(&Made, &[Duration])>) -> Result<Report> {
     let start = Instant::now();
     let mut peak = pipeline.watch()?;
     let (pipeline, file) = pipeline.writing(output)?;
@@ -59,10 +60,13 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path) -> Resul
         (after, state) = done;
         state.file = file;
     }
-    state.prepare(&work)?;
+    match made {
+        Some((_, times)) => state.history.iter().zip(times).for_each(|(applied, time)| applied.meter.add(*time)),
+        None => drop(state.prepare(&work)?),
+    }
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
-        let exported = export.format().write(&after, &state, &folder, &work)?;
+        let exported = export.format().write(&after, &state, &folder, made.map(|(made, _)| made), &work)?;
         require_finite(pipeline, &after, &exported)?;
         exports.push((export.format().name(), exported));
     }
@@ -162,7 +166,7 @@ fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
 }
 
 /// Refuses before the first byte what cannot fit.
-fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64) -> Result<()> {
+pub(super) fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64) -> Result<()> {
     let needed = carried + forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
     let Ok(space) = rustix::fs::statvfs(folder) else { return Ok(()) };
     let free = space.f_bavail.saturating_mul(space.f_frsize);
@@ -177,7 +181,7 @@ fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carri
     })
 }
 
-fn require_finite(pipeline: &Pipeline, after: &Model, exported: &Exported) -> Result<()> {
+pub(super) fn require_finite(pipeline: &Pipeline, after: &Model, exported: &Exported) -> Result<()> {
     if pipeline.allow_nonfinite {
         return Ok(());
     }

@@ -3,14 +3,14 @@
 //! What is meant to be in the file is hashed as it is made; every segment of the file is read again once it is written, and held to it.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::header::Header;
 use super::measure::{Measure, ValueHistogram};
 use super::part_writer::PartWriter;
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
-use super::{Block, StorageFormat, StoredTensor, View, Weight, checkpoint};
+use super::{Block, RawTensor, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::kernel::compare::Difference;
 use crate::work::Work;
@@ -39,8 +39,40 @@ pub struct WeightMeasurement {
     pub input_hash: Option<blake3::Hash>,
     /// Bytes that the weight takes in the output.
     pub bytes: u64,
+    /// How many elements are stored, where it is stored sparse.
+    pub kept: Option<u64>,
     /// How its values lie, when they changed.
     pub histogram: Option<ValueHistogram>,
+}
+
+/// Items that other processes have made: the tensors that they are stored as, and what was seen of each.
+#[derive(Debug, Default)]
+pub struct Made {
+    /// By the names in the files.
+    pub tensors: BTreeMap<String, RawTensor>,
+    /// By the name of the item.
+    pub items: BTreeMap<String, WeightMeasurement>,
+    /// Files that can become files of the whole where these have the same header: linked, and not copied.
+    pub files: Vec<MadeFile>,
+}
+
+/// A file of items that other processes have made.
+#[derive(Debug)]
+pub struct MadeFile {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What is in it.
+    pub header: Header,
+    /// Hash of the file, as it was read just now.
+    pub blake3: blake3::Hash,
+}
+
+impl Made {
+    /// The hash of a file that was made with this header, which has this name now; nothing where there is none, or the file system has no links.
+    fn link(&self, header: &Header, name: &Path) -> Option<blake3::Hash> {
+        let file = self.files.iter().find(|file| file.header == *header)?;
+        std::fs::hard_link(&file.path, name).ok().map(|()| file.blake3)
+    }
 }
 
 /// A written file.
@@ -98,6 +130,18 @@ impl FileLayout {
         }
         let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
         Ok(FileLayout { files, index, parts })
+    }
+
+    /// Names of the items in each file.
+    pub fn items_by_file(&self, items: &[Item]) -> Vec<Vec<String>> {
+        let places = self.files.iter().enumerate().flat_map(|(file, (_, header))| header.tensors.iter().map(move |tensor| (tensor.name.as_str(), file)));
+        let places: BTreeMap<&str, usize> = places.collect();
+        let mut found = vec![Vec::new(); self.files.len()];
+        for (item, parts) in items.iter().zip(&self.parts) {
+            let file = parts.first().and_then(|part| found.get_mut(*places.get(part.name.as_str())?));
+            file.into_iter().for_each(|names| names.push(item.name.clone()));
+        }
+        found
     }
 
     /// Bytes of all files, headers included.
@@ -167,8 +211,8 @@ fn write_known(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Re
     writer.finish(name)
 }
 
-/// Makes every item and writes its parts to their places.
-fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], work: &Work) -> Result<Vec<WeightMeasurement>> {
+/// Makes every item, or takes what was made of it, and writes its parts to their places.
+fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], made: Option<&Made>, work: &Work) -> Result<Vec<WeightMeasurement>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
     work.run(
         "Writing",
@@ -176,7 +220,10 @@ fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], wo
         |(item, _)| item.weight.stored_bytes.max(1),
         |(item, places)| {
             let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
-            let seen = write_item(item, &mut writers, work)?;
+            let seen = match made {
+                None => write_item(item, &mut writers, work)?,
+                Some(made) => copy_item(item, made, places, &mut writers, work)?,
+            };
             for (writer, place) in writers.into_iter().zip(*places) {
                 writer.finish(place.name)?;
             }
@@ -214,7 +261,7 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(&targets, items, &places, work)?;
+    let seen = write_items(&targets, items, &places, None, work)?;
     let mut written = Vec::with_capacity(files.len());
     for (target, (name, _)) in targets.into_iter().zip(files) {
         written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish()? });
@@ -222,32 +269,37 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
     Ok((written, seen))
 }
 
-/// Writes the items into a folder and reads everything back.
+/// Writes the items into a folder and reads everything back. What was made of them before is copied.
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(layout.files.len());
-    let mut by_name = BTreeMap::new();
-    for (file, (name, header)) in layout.files.iter().enumerate() {
+    let (mut by_name, mut linked) = (BTreeMap::new(), BTreeMap::new());
+    for (name, header) in &layout.files {
         let bytes = header.to_bytes();
+        if let Some(hash) = made.and_then(|made| made.link(header, &folder.join(name))) {
+            linked.insert(name, hash);
+            by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), None)));
+            continue;
+        }
         let target = VerifiedFile::create(folder.join(name), bytes.len() as u64 + header.data_bytes())?;
         write_known(&target, name, 0, &bytes)?;
+        by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
         targets.push(target);
-        for t in &header.tensors {
-            by_name.insert(t.name.as_str(), (file, bytes.len() as u64 + t.begin, t.end - t.begin));
-        }
     }
     let mut places = Vec::with_capacity(items.len());
     for parts in &layout.parts {
         let mut placed = Vec::with_capacity(parts.len());
         for part in parts {
-            let &(file, offset, length) = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
-            placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
+            let place = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+            if let Some((file, offset, length)) = *place {
+                placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
+            }
         }
         places.push(placed);
     }
-    let seen = write_items(&targets, items, &places, work)?;
+    let seen = write_items(&targets, items, &places, made, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
         let path = folder.join(checkpoint::INDEX);
@@ -258,9 +310,13 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, work: &Work) ->
         }
         files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
     }
-    for (target, (name, header)) in targets.into_iter().zip(&layout.files) {
-        let (path, bytes) = (target.path().to_owned(), target.length());
-        files.push(Written { name: name.clone(), bytes, blake3: target.finish()? });
+    let mut targets = targets.into_iter();
+    for (name, header) in &layout.files {
+        let path = folder.join(name);
+        let bytes = header.to_bytes().len() as u64 + header.data_bytes();
+        let written = || targets.next().ok_or_else(|| Error::Verification { path: path.clone(), reason: "was not written".into() })?.finish();
+        let blake3 = linked.get(name).copied().map_or_else(written, Ok)?;
+        files.push(Written { name: name.clone(), bytes, blake3 });
         let (_, back) = checkpoint::DataFile::open(&path)?;
         if back != *header {
             return Err(Error::Verification { path, reason: "the header reads back differently".into() });
@@ -303,7 +359,31 @@ fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<We
     emitter.finish(&mut |part, bytes| writers[part].write(bytes))?;
     work.advance(total - told)?;
     seen.bytes = writers.iter().map(|w| w.length).sum();
+    seen.kept = if let StorageFormat::Sparse { kept } = item.storage_format { Some(kept) } else { None };
     Ok(seen)
+}
+
+/// Bytes that are copied at once.
+const COPIED: u64 = 256 << 10;
+
+fn copy_item(item: &Item, made: &Made, places: &[Place], writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
+    let missing = |name: &str, reason: &str| Error::tensor(name, reason, "run the part again that has it");
+    let total = item.weight.stored_bytes.max(1);
+    let mut buffer = Vec::new();
+    for (place, writer) in places.iter().zip(writers) {
+        let tensor = made.tensors.get(place.name).ok_or_else(|| missing(place.name, "is in no part"))?;
+        if tensor.bytes() != place.length {
+            return Err(missing(place.name, &format!("has {} bytes in its part, and {} are meant", tensor.bytes(), place.length)));
+        }
+        for start in (0..place.length).step_by(COPIED as usize) {
+            buffer.resize(COPIED.min(place.length - start) as usize, 0);
+            tensor.read_at(start, &mut buffer)?;
+            writer.write(&buffer)?;
+            work.cancel.check()?;
+        }
+    }
+    work.advance(total)?;
+    made.items.get(&item.name).cloned().ok_or_else(|| missing(&item.name, "was seen by no part"))
 }
 
 /// What there is to see of a weight whose bytes are written without going through it.
@@ -343,7 +423,7 @@ mod tests {
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        write(folder, &items, &layout, &work).unwrap().0
+        write(folder, &items, &layout, None, &work).unwrap().0
     }
 
     #[test]

@@ -5,6 +5,8 @@
 #[cfg(all(feature = "run", target_os = "linux"))]
 mod abuse;
 mod bad_input;
+#[cfg(feature = "run")]
+mod cluster;
 mod commands;
 #[cfg(target_os = "linux")]
 mod crash;

@@ -26,6 +26,12 @@ pub(in super::super) type Pieces = BTreeMap<(String, Vec<String>), Result<Arc<Pi
 /// Operators that compute something else each time.
 const RANDOM: [&str; 4] = ["RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"];
 
+/// The tensor that a node gives as it stands.
+fn constant(node: &NodeProto) -> Option<&TensorProto> {
+    let attribute = node.attribute.iter().find(|attribute| node.op_type() == "Constant" && attribute.name() == "value")?;
+    attribute.t.as_ref()
+}
+
 /// What a piece is made of, while it is gathered.
 #[derive(Default)]
 struct Cone<'f> {
@@ -181,8 +187,8 @@ impl<'f> Lift<'f> {
 
     /// Weights in bodies are given from outside, so that passes may change them.
     fn of_body(&self, body: &'f GraphProto, cone: &mut Cone<'f>) -> Result<(), String> {
-        let constants = body.node.iter().filter(|node| node.op_type() == "Constant").filter_map(|node| node.output.first().map(String::as_str));
-        for name in body.initializer.iter().map(|tensor| tensor.name()).chain(constants) {
+        let constants = body.node.iter().filter_map(constant);
+        for name in body.initializer.iter().chain(constants).filter_map(|tensor| self.weight_of(tensor)) {
             if self.is_parameter(name) {
                 cone.weights.insert(name);
             } else {
@@ -190,6 +196,12 @@ impl<'f> Lift<'f> {
             }
         }
         body.node.iter().flat_map(bodies).try_for_each(|body| self.of_body(body, cone))
+    }
+
+    /// The weight that a tensor of the file is. Its name alone does not tell: a body may call something else as the graph calls a weight.
+    fn weight_of(&self, tensor: &TensorProto) -> Option<&'f str> {
+        let mark = tensor.mark.and_then(|mark| usize::try_from(mark).ok())?;
+        self.file.tensors.get(mark)?.weight.as_deref()
     }
 
     fn is_parameter(&self, name: &str) -> bool {
@@ -239,8 +251,9 @@ impl<'f> Lift<'f> {
                 return Err("it has a sparse tensor".into());
             }
             for body in attribute.g.iter_mut().chain(&mut attribute.graphs) {
-                body.initializer.retain(|tensor| !cone.weights.contains(tensor.name()));
-                body.node.retain(|node| node.op_type() != "Constant" || !node.output.first().is_some_and(|name| cone.weights.contains(name.as_str())));
+                let given = |tensor: &TensorProto| self.weight_of(tensor).is_some_and(|name| cone.weights.contains(name));
+                body.initializer.retain(|tensor| !given(tensor));
+                body.node.retain(|node| !constant(node).is_some_and(given));
                 for tensor in &mut body.initializer {
                     *tensor = self.filled(tensor)?;
                 }

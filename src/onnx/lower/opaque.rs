@@ -1,6 +1,6 @@
 //! Pieces of the file that a model was opened from, written as they stood there.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::super::check;
 use super::super::piece::Piece;
@@ -56,14 +56,16 @@ fn rename<'n>(names: &Renamed, of: impl Iterator<Item = &'n mut String>) {
     of.for_each(|name| names.get(name).into_iter().for_each(|new| name.clone_from(new)));
 }
 
-/// A body may not give a name that is there around it, so that names mean the same inside.
 fn rename_node(names: &Renamed, node: &mut NodeProto) {
     rename(names, node.input.iter_mut().chain(&mut node.output));
     let bodies = node.attribute.iter_mut().flat_map(|attribute| attribute.g.iter_mut().chain(&mut attribute.graphs));
     bodies.for_each(|body| rename_body(names, body));
 }
 
+/// What a body calls by a name of its own is something else than what the name stands for around it.
 fn rename_body(names: &Renamed, body: &mut GraphProto) {
+    let own: BTreeSet<&str> = check::own_names(body).collect();
+    let names = &names.iter().filter(|(name, _)| !own.contains(name.as_str())).map(|(name, new)| (name.clone(), new.clone())).collect();
     body.node.iter_mut().for_each(|node| rename_node(names, node));
     rename(names, body.output.iter_mut().filter_map(|output| output.name.as_mut()));
 }

@@ -111,13 +111,15 @@ impl Moments {
         if self.wanted.products && products {
             gram::add(values, self.size, &mut self.products);
         }
-        for part in 0..self.wanted.rows.min(count) {
+        // A row of zeros is padding, or a token that an expert has not seen.
+        let told: Vec<&[f32]> = values.chunks_exact(self.size.max(1)).filter(|row| row.iter().any(|value| *value != 0.0)).collect();
+        let taken = self.wanted.rows.min(told.len());
+        for part in 0..taken {
             // Other places in each batch.
-            let at = (part * count / self.wanted.rows.min(count) + self.batches * 7919) % count;
-            self.rows.extend_from_slice(&values[at * self.size..][..self.size]);
+            self.rows.extend_from_slice(told[(part * told.len() / taken + self.batches * 7919) % told.len()]);
         }
         self.count += count;
-        self.seen += values.chunks_exact(self.size.max(1)).filter(|row| row.iter().any(|value| *value != 0.0)).count();
+        self.seen += told.len();
         self.batches += 1;
         Some(())
     }

@@ -100,6 +100,10 @@ impl Rescale {
             let rows = ROWS.div_ceil(blocks.batches().max(1));
             let mut moments = Moments::new(size, Wanted { rows, ..Wanted::default() });
             work.observe(&site.value, &mut moments, blocks, None)?;
+            // An expert that no token has come to.
+            if moments.rows.is_empty() {
+                continue;
+            }
             let rows = tensor(&moments.rows, &[moments.rows.len() / size.max(1), size], work.context)?;
             let mut readers = Vec::with_capacity(chain.sinks.len());
             for sink in &chain.sinks {

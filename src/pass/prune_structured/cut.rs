@@ -81,10 +81,8 @@ pub(super) fn settle(model: &mut Model, graph: Graph, more: Vec<(String, Value)>
     values.iter().for_each(|(key, value)| model.config.set(key, value.clone()));
     model.changed_graph = Some(Arc::new(graph));
     if model.graph_file()?.is_none() {
-        return Ok(match keys.is_empty() {
-            true => Vec::new(),
-            false => vec![format!("config.json describes the result: {}", keys.join(", "))],
-        });
+        let said = (!keys.is_empty()).then(|| format!("config.json describes the result: {}", keys.join(", ")));
+        return Ok(said.into_iter().chain(arch::refused_heads(model.config.values())).collect());
     }
     model.config = before;
     Ok(vec![format!("config.json cannot describe the result, {} does: `compress` and its ONNX export read it, transformers does not", GraphFile::NAME)])

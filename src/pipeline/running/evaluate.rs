@@ -196,7 +196,7 @@ impl Run<'_> {
         if let (true, Some(onnx)) = (written, self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &RunState::default(), &folder, &self.work)?;
+            onnx.format().write(self.before, &RunState::default(), &folder, None, &self.work)?;
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);

@@ -1,0 +1,360 @@
+//! A run in parts, by processes that know of each other only what lies in a folder: each makes the weights of its part, and one joins them.
+//!
+//! `OUT.parts` has a folder for each part, which appears whole or not at all, and what parts count before thresholds over all weights are known.
+
+// What is read here, other processes have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::Pipeline;
+use super::run::{require_finite, require_space, run};
+use crate::error::{Error, Result};
+use crate::export::SizeForecast;
+use crate::kernel::compare::Difference;
+use crate::model::Model;
+use crate::output::{Staging, check_place};
+use crate::recipe::Recipe;
+use crate::report::{Report, Tool};
+use crate::run_state::{Part, Share};
+use crate::store::checkpoint::DataFile;
+use crate::store::hash::hash_of;
+use crate::store::writer::{Made, MadeFile, WeightMeasurement};
+use crate::store::{Checkpoint, ContentKey, ValueHistogram};
+
+/// What became of a part.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PartOutcome {
+    /// It is written.
+    Written,
+    /// It was there already.
+    Found,
+    /// It has counted what thresholds over all weights need, and other parts have not.
+    Counted,
+}
+
+/// What a part tells about itself.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Told {
+    /// Of everything that must be the same for all parts.
+    key: String,
+    version: String,
+    part: usize,
+    parts: usize,
+    /// As YAML.
+    recipe: String,
+    /// Seconds of each pass.
+    seconds: Vec<f64>,
+    /// The most memory that was resident.
+    peak_rss_bytes: Option<u64>,
+    /// Names, sizes and BLAKE3 of the files.
+    files: Vec<(String, u64, String)>,
+    weights: Vec<Seen>,
+}
+
+/// What was seen of a weight. Numbers are kept as their bits: text has no infinities.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Seen {
+    name: String,
+    /// Signal, other, noise and product.
+    sums: [u64; 4],
+    max: u32,
+    zeros: [u64; 2],
+    changed: bool,
+    nonfinite: u64,
+    input_hash: Option<String>,
+    bytes: u64,
+    kept: Option<u64>,
+    histogram: Option<([u32; 2], [Vec<u32>; 2])>,
+}
+
+impl Seen {
+    fn of(name: &str, seen: &WeightMeasurement) -> Seen {
+        let Difference { signal, other, noise, dot, max, zeros_before, zeros_after } = seen.difference;
+        let histogram = seen.histogram.as_ref().map(|h| ([h.low, h.high].map(f32::to_bits), [h.before.clone(), h.after.clone()]));
+        Seen {
+            name: name.to_owned(),
+            sums: [signal, other, noise, dot].map(f64::to_bits),
+            max: max.to_bits(),
+            zeros: [zeros_before, zeros_after],
+            changed: seen.changed,
+            nonfinite: seen.nonfinite,
+            input_hash: seen.input_hash.map(|hash| hash.to_string()),
+            bytes: seen.bytes,
+            kept: seen.kept,
+            histogram,
+        }
+    }
+
+    fn measurement(self) -> Option<(String, WeightMeasurement)> {
+        let ([signal, other, noise, dot], [zeros_before, zeros_after]) = (self.sums.map(f64::from_bits), self.zeros);
+        let histogram = self.histogram.map(|(ends, [before, after])| {
+            let [low, high] = ends.map(f32::from_bits);
+            ValueHistogram { low, high, before, after }
+        });
+        let seen = WeightMeasurement {
+            difference: Difference { signal, other, noise, dot, max: f32::from_bits(self.max), zeros_before, zeros_after },
+            changed: self.changed,
+            nonfinite: self.nonfinite,
+            input_hash: self.input_hash.map(|hash| blake3::Hash::from_hex(hash).ok()).map_or(Some(None), |hash| hash.map(Some))?,
+            bytes: self.bytes,
+            kept: self.kept,
+            histogram,
+        };
+        Some((self.name, seen))
+    }
+}
+
+/// The file in which a part tells about itself.
+const TOLD: &str = "part.json";
+
+/// The folder of the parts of an output.
+pub fn parts_folder(output: &Path) -> PathBuf {
+    let mut name = output.file_name().unwrap_or_default().to_owned();
+    name.push(".parts");
+    output.with_file_name(name)
+}
+
+fn opened(folder: &Path) -> Result<Told> {
+    let path = folder.join(TOLD);
+    let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
+    serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not written by this version of compress: {e}")))
+}
+
+/// Folders of the parts that there are.
+fn there(output: &Path) -> Result<BTreeMap<Share, PathBuf>> {
+    let folder = parts_folder(output);
+    let entries = crate::store::content_key::entries(&folder)?;
+    let share = |path: &PathBuf| {
+        let (number, count) = path.file_name()?.to_str()?.split_once("-of-")?;
+        let share = Share::new(number.parse().ok()?, count.parse().ok()?).ok()?;
+        (path.join(TOLD).is_file()).then_some(share)
+    };
+    Ok(entries.into_iter().filter_map(|path| Some((share(&path)?, path))).collect())
+}
+
+/// The recipe whose parts lie beside an output.
+///
+/// # Errors
+/// There are none, or what they say cannot be read.
+pub fn recipe_of_parts(output: &Path) -> Result<Recipe> {
+    let folder = parts_folder(output);
+    let Some((_, first)) = there(output)?.into_iter().next() else {
+        return Err(Error::Output {
+            path: folder,
+            reason: "has no finished part".into(),
+            hint: "run every part first, with `--part 1/N` to `--part N/N` and the same output".into(),
+        });
+    };
+    Recipe::parse(&opened(&first)?.recipe, &first.join(TOLD))
+}
+
+impl Pipeline {
+    /// Makes one part of a run: `OUT.parts/00002-of-00016`. A part that is there already is left alone. Where thresholds are over all
+    /// weights, parts count first, and are run again when all have.
+    ///
+    /// # Errors
+    /// As [`run`](Pipeline::run); a pass runs the model, the output is not safetensors, or the part that is there is another run's.
+    pub fn run_part(&self, mut model: Model, output: impl AsRef<Path>, share: Share) -> Result<PartOutcome> {
+        let output = output.as_ref();
+        self.require_parts(&model)?;
+        model.require_own_files()?;
+        model.beside.files.clear();
+        check_place(output, self.force, &model.path)?;
+        let key = self.part_key(&model, share.count)?;
+        let folder = parts_folder(output).join(share.name());
+        if folder.exists() && !self.force {
+            return self.found_part(&folder, &key);
+        }
+        let (pipeline, after, mut state) = self.settled(&model)?;
+        let counts = parts_folder(output).join(format!("counts-{}", key.get(..16).unwrap_or_default()));
+        let [export] = pipeline.export.as_slice() else {
+            return Err(Error::option("--part", "several formats cannot be written in parts: name safetensors alone"));
+        };
+        let Some(files) = export.format().weights_by_file(&after, &state)? else {
+            return Err(Error::option("--part", format!("`{}` is one file, and cannot be written in parts", export.format().name())));
+        };
+        let bytes = |name: &str| after.weights.by_name.get(name).map_or(1, |weight| weight.stored_bytes);
+        state.part = Some(Arc::new(Part::new(share, &files, &bytes, counts)));
+        let work = pipeline.work();
+        if !state.prepare(&work)? {
+            return Ok(PartOutcome::Counted);
+        }
+        let staging = Staging::new(&folder, self.force, &model.path)?;
+        let place = staging.path();
+        let forecast: SizeForecast = export.format().forecast(&after, &state)?;
+        require_space(&place, staging.target(), &[forecast], 0)?;
+        let mut peak = self.watch()?;
+        let exported = export.format().write(&after, &state, &place, None, &work)?;
+        require_finite(&pipeline, &after, &exported)?;
+        let told = Told {
+            key,
+            version: Tool::default().version,
+            part: share.number,
+            parts: share.count,
+            recipe: self.recipe(&model).to_yaml(),
+            seconds: state.history.iter().map(|applied| applied.meter.total().as_secs_f64()).collect(),
+            peak_rss_bytes: peak.highest().rss_bytes,
+            files: exported.files.iter().map(|file| (file.name.clone(), file.bytes, file.blake3.to_string())).collect(),
+            weights: exported.weights.iter().map(|(name, seen)| Seen::of(name, seen)).collect(),
+        };
+        let path = place.join(TOLD);
+        std::fs::write(&path, serde_json::to_string(&told).map_err(|e| Error::malformed(&path, e))?).map_err(Error::io("write", &path))?;
+        work.cancel.check()?;
+        staging.commit()?;
+        Ok(PartOutcome::Written)
+    }
+
+    /// Joins the parts of a run, whose bytes are then those of a run by one process, verifies them, and writes the report of the whole.
+    /// `OUT.parts` is removed, unless it is to be kept.
+    ///
+    /// # Errors
+    /// A part is missing, damaged, or of another recipe, model or version; or as [`run`](Pipeline::run).
+    pub fn merge(&self, model: Model, output: impl AsRef<Path>, keep: bool) -> Result<Report> {
+        let output = output.as_ref();
+        let folder = parts_folder(output);
+        check_place(output, self.force, &model.path)?;
+        self.require_parts(&model)?;
+        let (count, parts) = self.all_parts(&model, output)?;
+        let work = self.work();
+        let mut made = Made::default();
+        let mut seconds: Vec<f64> = Vec::new();
+        for (path, told) in parts {
+            for (name, bytes, blake3) in &told.files {
+                let file = path.join(name);
+                let length = std::fs::metadata(&file).map_err(Error::io("open", &file))?.len();
+                let hash = hash_of(&file, &work)?;
+                if length != *bytes || hash.to_string() != *blake3 {
+                    let part = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                    return Err(Error::Verification {
+                        path: file,
+                        reason: format!("was changed or damaged: remove the folder {part}, and run its part again"),
+                    });
+                }
+                // Parts that are kept share nothing with the output.
+                if !keep && name.ends_with(".safetensors") {
+                    made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, blake3: hash });
+                }
+            }
+            seconds.resize(told.seconds.len(), 0.0);
+            seconds.iter_mut().zip(&told.seconds).for_each(|(sum, seconds)| *sum += seconds);
+            made.tensors.append(&mut Checkpoint::open(&path)?.tensors);
+            for seen in told.weights {
+                let name = seen.name.clone();
+                let found = seen.measurement().ok_or_else(|| Error::malformed(&path.join(TOLD), format!("no hash of `{name}`")))?;
+                made.items.insert(found.0, found.1);
+            }
+        }
+        let mut pipeline = self.clone();
+        pipeline.start.notes.push(format!("made in {count} parts, and joined; the time of a pass is that of all its parts, on all their threads"));
+        let seconds: Vec<Duration> = seconds.into_iter().map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()).collect();
+        let report = run(&pipeline, model, output, Some((&made, &seconds)))?;
+        if !keep {
+            std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
+        }
+        Ok(report)
+    }
+
+    /// All parts of one run of this pipeline, with what they tell.
+    fn all_parts(&self, model: &Model, output: &Path) -> Result<(usize, Vec<(PathBuf, Told)>)> {
+        let refuse = |reason: String, hint: &str| Error::Output { path: parts_folder(output), reason, hint: hint.into() };
+        let there = there(output)?;
+        let counts: std::collections::BTreeSet<usize> = there.keys().map(|share| share.count).collect();
+        let (Some(count), None) = (counts.first(), counts.iter().nth(1)) else {
+            let found: Vec<String> = counts.iter().map(usize::to_string).collect();
+            return Err(refuse(format!("has parts of runs in {} parts", found.join(" and ")), "remove those that are not meant"));
+        };
+        let missing: Vec<String> = Share { number: 1, count: *count }.all().filter(|s| !there.contains_key(s)).map(|s| s.number.to_string()).collect();
+        if let [first, ..] = missing.as_slice() {
+            let some = missing.iter().take(10).cloned().collect::<Vec<_>>().join(", ");
+            let reason = format!("{} of {count} parts are missing: {some}{}", missing.len(), if missing.len() > 10 { ", …" } else { "" });
+            return Err(refuse(reason, &format!("run them with the same recipe and output, like `--part {first}/{count}`")));
+        }
+        let key = self.part_key(model, *count)?;
+        let told = there.into_values().map(|path| opened(&path).map(|told| (path, told))).collect::<Result<Vec<_>>>()?;
+        match told.iter().find(|(_, told)| told.key != key) {
+            None => Ok((*count, told)),
+            Some((path, told)) => Err(other_run(path, &told.version)),
+        }
+    }
+
+    fn found_part(&self, folder: &Path, key: &str) -> Result<PartOutcome> {
+        let told = opened(folder)?;
+        let whole = |(name, bytes, _): &(String, u64, String)| std::fs::metadata(folder.join(name)).is_ok_and(|found| found.len() == *bytes);
+        match told.key == key && told.files.iter().all(whole) {
+            true => Ok(PartOutcome::Found),
+            false => Err(other_run(folder, &told.version)),
+        }
+    }
+
+    /// Refuses what cannot be made in parts.
+    fn require_parts(&self, model: &Model) -> Result<()> {
+        if let Some(step) = self.steps.iter().find(|step| step.pass().runs_on().is_some()) {
+            return Err(Error::option(
+                "--part",
+                format!("{} works on the whole model, and cannot be done in parts: passes over weights can", step.pass().name()),
+            ));
+        }
+        if model.onnx.is_some() {
+            return Err(Error::option("--part", "an .onnx file is one piece: parts are for folders of safetensors"));
+        }
+        Ok(())
+    }
+
+    /// Names everything that parts of one run have in common. Of the weights, their headers and samples: reading all of them for each part
+    /// would cost more than the parts do.
+    fn part_key(&self, model: &Model, count: usize) -> Result<String> {
+        let mut recipe = self.recipe(model);
+        recipe.model.clear();
+        let work = self.work();
+        let mut key = ContentKey::new(&work);
+        let tool = Tool::default();
+        key.line(&format!("{} {:?} {count}", tool.version, tool.commit));
+        key.line(&serde_json::to_string(&recipe).unwrap_or_default());
+        key.line(&serde_json::to_string(model.config.values()).unwrap_or_default());
+        for (name, weight) in &model.weights.by_name {
+            key.line(&format!("{name} {} {:?} {}", weight.describe(), weight.shape, weight.stored_bytes));
+        }
+        for path in &model.weight_files {
+            key.line(&sampled(path)?);
+        }
+        Ok(key.name())
+    }
+}
+
+/// Samples of a file that tell it from another.
+const SAMPLES: u64 = 16;
+/// Bytes of a sample.
+const SAMPLE: usize = 4096;
+
+fn sampled(path: &Path) -> Result<String> {
+    let file = File::open(path).map_err(Error::io("open", path))?;
+    let length = file.metadata().map_err(Error::io("open", path))?.len();
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&length.to_le_bytes());
+    let mut buffer = vec![0; SAMPLE];
+    for number in 0..SAMPLES {
+        let place = u128::from(length).saturating_mul(number.into()).checked_div(SAMPLES.into()).and_then(|place| u64::try_from(place).ok());
+        let read = file.read_at(&mut buffer, place.unwrap_or(0)).map_err(Error::io("read", path))?;
+        hasher.update(buffer.get(..read).unwrap_or_default());
+    }
+    Ok(hasher.finalize().to_string())
+}
+
+fn other_run(folder: &Path, version: &str) -> Error {
+    Error::Output {
+        path: folder.to_owned(),
+        reason: format!("is a part of another run (another recipe, model or number of parts, or compress {version} where this is {})", Tool::default().version),
+        hint: "make it again with --force, remove it, or choose another output folder with -o".into(),
+    }
+}

@@ -1,0 +1,164 @@
+//! Runs in parts: the bytes are those of a run by one process, and what does not belong together is not joined.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::collections::BTreeMap;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use compress::Model;
+use compress::pipeline::{Builder, PartOutcome, Pipeline, parts_folder, recipe_of_parts};
+use compress::recipe::Recipe;
+use compress::report::Report;
+use compress::run_state::Share;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name)
+}
+
+fn builder(steps: &str) -> Builder {
+    let recipe = Recipe::parse(&format!("model: x\nmeasure: false\n{steps}"), Path::new("recipe.yaml")).unwrap();
+    Pipeline::builder().threads(2).recipe(&recipe)
+}
+
+/// Runs all parts until each is written; how many rounds that took.
+fn in_parts(steps: &str, model: &Path, output: &Path, count: usize) -> usize {
+    let pipeline = builder(steps).build().unwrap();
+    for round in 1..=6 {
+        // The last one first: no part needs those before it.
+        let shares = Share { number: 1, count }.all().collect::<Vec<_>>().into_iter().rev();
+        let outcomes: Vec<PartOutcome> = shares.map(|share| pipeline.run_part(Model::open(model).unwrap(), output, share).unwrap()).collect();
+        if !outcomes.contains(&PartOutcome::Counted) {
+            return round;
+        }
+    }
+    panic!("parts wait for ever")
+}
+
+fn merged(model: &Path, output: &Path) -> compress::Result<Report> {
+    let recipe = recipe_of_parts(output)?;
+    Pipeline::builder().recipe(&recipe).build()?.merge(Model::open(model)?, output, false)
+}
+
+/// What is in a folder, but for the reports.
+fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let named = entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(&path).unwrap()));
+    named.filter(|(name, _)| !name.starts_with("report.")).collect()
+}
+
+#[test]
+fn parts_have_the_bytes_of_a_run_by_one_process() {
+    let sharded = "export: [{ safetensors: { shard_size: 10KB } }]";
+    let cases = [
+        ("llama", "passes: [{ prune-unstructured: { amount: 0.5 } }]", 1),
+        ("llama", "passes: [{ prune-unstructured: { amount: 0.5, scope: global } }]", 3),
+        ("llama", "passes: [{ cast: { to: bf16 } }, { prune-unstructured: { amount: 0.3, scope: global } }, quantize-dynamic]", 2),
+        ("llama", "passes: [{ prune-unstructured: { amount: 0.2, scope: global } }, { prune-unstructured: { amount: 0.4, scope: global } }]", 5),
+        ("bert", "passes: [{ prune-unstructured: { pattern: '2:4' } }, quantize-dynamic]", 1),
+        ("llama-grouped-tied", "passes: [{ quantize: { scheme: W4A16, group_size: 8 } }]", 1),
+        ("llama", "passes: [{ palettize: { bits: 4 } }]", 1),
+        ("gpt2", "passes: [{ prune-unstructured: { amount: 0.7 } }]\nexport: [{ safetensors: { layout: sparse } }]", 1),
+        ("bert", "passes: []", 1),
+    ];
+    for (model, steps, most) in cases {
+        let steps = &if steps.contains("export") { steps.to_owned() } else { format!("{steps}\n{sharded}") };
+        let folder = tempfile::tempdir().unwrap();
+        let model = golden(model);
+        let whole = folder.path().join("whole");
+        let before = builder(steps).build().unwrap().run(Model::open(&model).unwrap(), &whole).unwrap();
+        for count in if steps.contains("bf16") { vec![1, 3, 16] } else { vec![3] } {
+            let output = folder.path().join(format!("out-{count}"));
+            let rounds = in_parts(steps, &model, &output, count);
+            assert!(rounds <= most, "{steps}: {rounds} rounds");
+            let inodes = |folder: &Path| -> Vec<u64> {
+                let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap());
+                files.filter(|file| file.path().extension().is_some_and(|e| e == "safetensors")).map(|file| file.metadata().unwrap().ino()).collect()
+            };
+            let made: Vec<u64> = std::fs::read_dir(parts_folder(&output)).unwrap().flat_map(|part| inodes(&part.unwrap().path())).collect();
+            let after = merged(&model, &output).unwrap();
+            // Whole files are taken over as they are, where there are as many as parts.
+            let whole_files = inodes(&output).len() >= count && !steps.contains("sparse");
+            assert_eq!(inodes(&output).iter().all(|inode| made.contains(inode)), whole_files, "{steps} in {count} parts");
+            assert_eq!(files(&whole).keys().collect::<Vec<_>>(), files(&output).keys().collect::<Vec<_>>());
+            for (name, bytes) in files(&whole) {
+                assert!(files(&output)[&name] == bytes, "{steps} in {count} parts: {name}");
+            }
+            assert_eq!((&after.layers, &after.histograms, &after.size), (&before.layers, &before.histograms, &before.size), "{steps} in {count} parts");
+            assert_eq!((&after.model.blake3, &after.outputs), (&before.model.blake3, &before.outputs), "{steps} in {count} parts");
+        }
+    }
+}
+
+#[test]
+fn a_part_is_made_once_and_again_where_it_is_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, output, steps) = (golden("llama"), folder.path().join("out"), "passes: [quantize-dynamic]");
+    in_parts(steps, &model, &output, 3);
+    let pipeline = builder(steps).build().unwrap();
+    let part = |number| pipeline.run_part(Model::open(&model).unwrap(), &output, Share { number, count: 3 });
+    assert_eq!(part(2).unwrap(), PartOutcome::Found);
+    let second = parts_folder(&output).join("00002-of-00003");
+    std::fs::remove_dir_all(&second).unwrap();
+    let error = merged(&model, &output).unwrap_err();
+    assert!(error.to_string().contains("1 of 3 parts are missing: 2") && error.hint().unwrap().contains("--part 2/3"), "{error}");
+    assert_eq!(part(2).unwrap(), PartOutcome::Written);
+    // One bit.
+    let file = second.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&file, &bytes).unwrap();
+    let error = merged(&model, &output).unwrap_err().to_string();
+    assert!(error.contains("model.safetensors") && error.contains("damaged") && error.contains("00002-of-00003"), "{error}");
+    assert!(!output.exists());
+    std::fs::remove_dir_all(&second).unwrap();
+    part(2).unwrap();
+    merged(&model, &output).unwrap();
+}
+
+#[test]
+fn what_does_not_belong_together_is_not_joined() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, output) = (golden("llama"), folder.path().join("out"));
+    assert!(recipe_of_parts(&output).unwrap_err().to_string().contains("no finished part"));
+    let part = |steps: &str, name: &str, number, count| {
+        builder(steps).build().unwrap().run_part(Model::open(golden(name)).unwrap(), &output, Share { number, count }).map_err(|error| error.to_string())
+    };
+    let (int8, half) = ("passes: [quantize-dynamic]", "passes: [prune-unstructured]");
+    part(int8, "llama", 1, 2).unwrap();
+    assert!(part(half, "llama", 1, 2).unwrap_err().contains("another run"));
+    assert!(part(int8, "llama-biases", 1, 2).unwrap_err().contains("another run"));
+    part(half, "llama", 2, 2).unwrap();
+    let error = merged(&model, &output).unwrap_err().to_string();
+    assert!(error.contains("00002-of-00002") && error.contains("another run"), "{error}");
+    part(int8, "llama", 1, 3).unwrap();
+    assert!(merged(&model, &output).unwrap_err().to_string().contains("parts of runs in 2 and 3 parts"));
+    assert!(!output.exists());
+    std::fs::write(parts_folder(&output).join("00001-of-00002/part.json"), "{").unwrap();
+    assert!(part(int8, "llama", 1, 2).unwrap_err().contains("part.json"));
+    // Weights that have changed under the same names.
+    let changed = folder.path().join("changed");
+    std::fs::create_dir(&changed).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(model.join(name), changed.join(name)).unwrap();
+    }
+    let output = folder.path().join("other");
+    in_parts(int8, &changed, &output, 2);
+    let mut bytes = std::fs::read(changed.join("model.safetensors")).unwrap();
+    bytes.iter_mut().rev().step_by(2).take(2000).for_each(|byte| *byte ^= 1);
+    std::fs::write(changed.join("model.safetensors"), bytes).unwrap();
+    assert!(merged(&changed, &output).unwrap_err().to_string().contains("another run"));
+}
+
+#[test]
+#[cfg(feature = "run")]
+fn what_cannot_be_done_in_parts_is_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |steps: &str| {
+        let pipeline = builder(steps).build().unwrap();
+        pipeline.run_part(Model::open(golden("llama")).unwrap(), folder.path().join("out"), Share { number: 1, count: 2 }).unwrap_err().to_string()
+    };
+    assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose works on the whole model"));
+    assert!(refused("passes: [cast: { to: bf16 }]\nexport: [onnx]").contains("`onnx` is one file"));
+    assert!(refused("passes: []\nexport: [safetensors, onnx]").contains("several formats"));
+    assert!(!folder.path().join("out.parts").exists());
+}
