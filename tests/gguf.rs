@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use compress::export::{FileType, Gguf};
 use compress::model::text_beside;
-use compress::pass::QuantizeDynamic;
+use compress::pass::{Cast, QuantizeDynamic};
 use compress::store::Weight;
 use compress::{Model, Pipeline};
 use serde_json::Value;
@@ -120,6 +120,30 @@ fn a_pass_writes_a_folder() {
     assert!(Model::open(&alone).err().unwrap().to_string().contains("2 .gguf files and no safetensors"));
 }
 
+/// The command line, which reads the same from the file and from the folder that was made of it.
+#[cfg(feature = "cli")]
+#[test]
+fn files_are_evaluated_and_inspected() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_compress")).arg("--json").args(args).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    fs::copy(golden("gguf/tokenizer-llama-bpe.gguf"), folder.path().join("model.gguf")).unwrap();
+    fs::write(folder.path().join("texts.txt"), "Hello world, it's 12345 o'clock!\nhttp://example.org/a/b//c?x=1\n").unwrap();
+    run(&["densify", "model.gguf", "-o", "folder"]);
+    let score = |model: &str| run(&["eval", model, "--text", "texts.txt", "--task", "language-modelling"])["score"].clone();
+    assert!(score("model.gguf")["value"].as_f64().unwrap() > 1.0);
+    assert_eq!(score("model.gguf"), score("folder"));
+    let seen = run(&["inspect", "model.gguf"]);
+    assert_eq!((&seen["cannot_run"], &seen["architecture"]), (&Value::Null, &Value::from("llama")));
+    assert_eq!(seen["metadata"]["general.name"], "A tiny model");
+    let report = run(&["chain", "folder", "-o", "again", "--export", "gguf: {type: Q8_0}", "--", "cast", "--to", "bf16"]);
+    assert_eq!(report["fidelity"]["samples_from"], "synthetic");
+    assert!(run(&["verify", "again"]).to_string().contains("opens with 11 weights"));
+}
+
 /// Writes a model as GGUF, and opens what was written.
 fn written(model: Model, file_type: FileType) -> (tempfile::TempDir, Model, compress::Report) {
     let folder = tempfile::tempdir().unwrap();
@@ -173,6 +197,21 @@ fn types_are_those_that_were_asked_for() {
     let note = report.notes.iter().find(|note| note.contains("no whole blocks")).expect("a note");
     assert!(note.contains("Q4_K with rows of 8 are F16") && note.contains("bits per weight"), "{note}");
     assert!(report.layers.iter().all(|layer| layer.encoding == if layer.shape.len() == 1 { "f32" } else { "f16" }));
+    let folder = tempfile::tempdir().unwrap();
+    let half = Cast::default();
+    let run = |file_type| {
+        Pipeline::builder()
+            .pass(half.clone())
+            .export(Gguf { file_type })
+            .measure(false)
+            .force(true)
+            .build()
+            .unwrap()
+            .run(model(), folder.path().join("out"))
+            .unwrap()
+    };
+    assert!(run(FileType::F16).notes.iter().any(|note| note.contains("8 matrices of BF16 become F16")));
+    assert!(!run(FileType::BF16).notes.iter().any(|note| note.contains("become F16")));
     let wrong = golden("models/gpt2");
     let refused =
         Pipeline::builder().export(Gguf::default()).build().unwrap().run(Model::open(wrong).unwrap(), std::env::temp_dir().join("never")).err().unwrap();

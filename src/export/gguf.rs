@@ -190,6 +190,10 @@ impl Gguf {
         let quantized = weights.clone().filter(|weight| weight.encoding != Encoding::Dense).count();
         let activations = weights.filter(|weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations != ActivationScheme::None)).count();
         let mut notes = Vec::new();
+        let rounded = model.weights.by_name.values().filter(|weight| weight.dtype == DType::BF16 && weight.shape.len() > 1).count();
+        if rounded > 0 && self.file_type == FileType::F16 {
+            notes.push(format!("{FILE}: {rounded} matrices of BF16 become F16, which holds small values less closely: `type: BF16` keeps them"));
+        }
         if quantized > 0 {
             notes.push(format!("{FILE}: {quantized} quantized weights are written as the floats that they stand for, in the types of the file"));
         }
