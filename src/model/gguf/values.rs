@@ -16,7 +16,7 @@ const LIMIT: u64 = 1 << 32;
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
 
 /// Keys that change what is computed, with the value that does not.
-const NEUTRAL: [(&str, Value); 10] = [
+const NEUTRAL: [(&str, Value); 11] = [
     ("attention.causal", Value::Bool(true)),
     ("attention.clamp_kqv", Value::Float(0.0)),
     ("attention.max_alibi_bias", Value::Float(0.0)),
@@ -26,6 +26,7 @@ const NEUTRAL: [(&str, Value); 10] = [
     ("logit_scale", Value::Float(1.0)),
     ("pooling_type", Value::Unsigned(0)),
     ("rope.scaling.attn_factor", Value::Float(1.0)),
+    ("rope.scaling.yarn_attn_factor", Value::Float(1.0)),
     ("use_parallel_residual", Value::Bool(false)),
 ];
 
