@@ -6,6 +6,7 @@
 mod config;
 mod diff;
 mod files;
+pub(crate) mod gguf;
 #[cfg(feature = "run")]
 mod graph;
 #[cfg(not(feature = "run"))]
@@ -19,15 +20,16 @@ use std::sync::Arc;
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
-pub use files::{Beside, Reason};
+pub use files::{Beside, Made, Reason, text_beside};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
 use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
+use crate::store::gguf::is_gguf;
 use crate::store::{Checkpoint, Encoding, Weights, pytorch};
 
-/// A model folder, or a single file of safetensors, PyTorch or ONNX, opened but not read.
+/// A model folder, or a single file of safetensors, PyTorch, GGUF or ONNX, opened but not read.
 #[derive(Clone)]
 pub struct Model {
     /// Where it was opened.
@@ -52,15 +54,18 @@ impl Model {
     /// Name of the file in which a cached run keeps the hash of what it was made from.
     pub const KEY: &str = "inputs.blake3";
 
-    /// Opens a folder, a `.safetensors` file, a file of PyTorch or an `.onnx` file. Headers, messages and `config.json` are read, tensors are
-    /// not. Of a folder without safetensors and without `pytorch_model.bin`, an ONNX file is opened.
+    /// Opens a folder, a `.safetensors` file, a file of PyTorch, a `.gguf` file or an `.onnx` file. Headers, messages and `config.json` are
+    /// read, tensors are not. Of a folder without safetensors and without `pytorch_model.bin`, an ONNX file is opened, or one of GGUF.
     ///
     /// # Errors
     /// Anything about the folder that is missing, malformed or not supported, by name.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
-        if let Some(file) = onnx_file(path)? {
+        if let Some(file) = only_file(path, "onnx", |path| ends(path, "onnx"))? {
             return Model::open_onnx(path, &file);
+        }
+        if let Some(file) = only_file(path, "gguf", is_gguf)? {
+            return Model::open_gguf(path, &file);
         }
         let mut checkpoint = Checkpoint::open(path)?;
         let weight_files = checkpoint.files.clone();
@@ -165,24 +170,29 @@ fn store_tied_once(config: &Config, checkpoint: &mut Checkpoint) {
     checkpoint.notes.extend(told.iter().map(|[first, second]| format!("`{first}` and `{second}` share their elements in the input; each is stored by itself")));
 }
 
-/// The ONNX file that a path stands for: itself, or the only one of a folder without safetensors.
-fn onnx_file(path: &Path) -> Result<Option<PathBuf>> {
-    let is = |path: &Path, extension: &str| path.extension().is_some_and(|e| e == extension);
+fn ends(path: &Path, extension: &str) -> bool {
+    path.extension().is_some_and(|e| e == extension)
+}
+
+/// The file of another format that a path stands for: itself, or the only one of a folder without safetensors.
+fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
     if !path.is_dir() {
-        return Ok(is(path, "onnx").then(|| path.to_owned()));
+        return Ok(is(path).then(|| path.to_owned()));
     }
     let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
     let mut files: Vec<PathBuf> = entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).filter(|path| path.is_file()).collect();
     files.sort();
     let of_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
-    if files.iter().any(|file| is(file, "safetensors") || file.ends_with(INDEX) || of_pytorch(file)) {
+    if files.iter().any(|file| ends(file, "safetensors") || file.ends_with(INDEX) || of_pytorch(file)) {
         return Ok(None);
     }
-    let found: Vec<&PathBuf> = files.iter().filter(|file| is(file, "onnx")).collect();
+    let found: Vec<&PathBuf> = files.iter().filter(|file| ends(file, extension)).collect();
     match found.as_slice() {
         [] => Ok(None),
         [file] => Ok(Some((*file).clone())),
-        [first, ..] => Err(Error::malformed(path, format!("{} .onnx files and no safetensors: name the file to open, like {}", found.len(), first.display()))),
+        [first, ..] => {
+            Err(Error::malformed(path, format!("{} .{extension} files and no safetensors: name the file to open, like {}", found.len(), first.display())))
+        }
     }
 }
 

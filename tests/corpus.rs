@@ -88,6 +88,14 @@ fn seeds_are_read_or_refused() {
             Err(e) => assert!(name == "seed-external" && e.to_string().contains("`weights`"), "{name}: {e}"),
         }
     }
+    for (name, bytes) in seeds("gguf") {
+        let path = folder.path().join(format!("{name}.gguf"));
+        std::fs::write(&path, bytes).unwrap();
+        match Model::open(&path) {
+            Ok(model) => assert!(model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()), "{name}"),
+            Err(e) => assert!(name == "seed-blocks" && e.to_string().contains("the architecture `none`"), "{name}: {e}"),
+        }
+    }
     for (name, bytes) in seeds("pytorch") {
         let path = folder.path().join(format!("{name}.pt"));
         std::fs::write(&path, bytes).unwrap();

@@ -67,6 +67,11 @@ def nncf() -> Path:
     return prepare("nncf", ["nncf==3.4.0", "onnx==1.22.0", "onnxruntime==1.31.1", "numpy==2.4.6"], "1 GB")
 
 
+def gguf() -> Path:
+    """The python that reads and writes GGUF files beside the reference implementations."""
+    return prepare("gguf", ["gguf==0.19.0"], "1 MB", reference())
+
+
 def enter(environment=reference, name="reference") -> None:
     """Continue in an environment: build it when it is missing, then run this script again inside."""
     if Path(sys.prefix) == cache() / f"venv-{name}":

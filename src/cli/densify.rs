@@ -11,7 +11,7 @@ use crate::store::Encoding;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, or .bin, .pt or .pth of PyTorch
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch
     model: PathBuf,
     /// Output folder, or an .onnx file
     #[arg(long, short, value_name = "DIR")]
@@ -36,7 +36,7 @@ impl Args {
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
         let mut builder = global.builder().export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
         let model = Model::open(&self.model)?;
-        if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1) {
+        if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
             builder = builder.note("every weight was dense already: the files hold the same values in the same types");
         }
         output::run(&builder.build()?, &model, &self.output, None, global)

@@ -16,7 +16,7 @@ use crate::store::Weight;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, or .bin, .pt or .pth of PyTorch
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch
     path: PathBuf,
     /// Read headers only, without counting zeros
     #[arg(long)]
@@ -54,17 +54,17 @@ impl Args {
             let tensors: Vec<_> = weights
                 .iter()
                 .zip(&zeros)
-                .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
+                .map(|((name, w), zeros)| json!({ "name": name, "dtype": w.dtype, "shape": w.shape, "parameters": w.elements(), "encoding": w.describe_stored(), "bytes": w.stored_bytes, "zeros": zeros, "stored_as": w.stored_as }))
                 .collect();
             return output::json(
-                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
+                &json!({ "path": model.path.to_string_lossy(), "architecture": model.config.model_type(), "parameters": model.weights.parameters(), "bytes": model.stored_bytes(), "metadata": model.weights.metadata, "notes": model.beside.in_weight_files, "kv_cache_scheme": model.config.carried_quantization().get("kv_cache_scheme"), "inputs": inputs, "outputs": outputs, "cannot_run": cannot_run, "unused": unused, "tensors": tensors }),
             );
         }
         let rows = weights.iter().zip(&zeros).map(|((name, w), zeros)| {
             vec![
                 (*name).clone(),
                 shape(&w.shape),
-                w.describe(),
+                w.describe_stored(),
                 count(w.elements() as u64),
                 bytes(w.stored_bytes),
                 zeros.map_or("-".into(), |z| percent(z, w.elements() as u64)),
@@ -93,7 +93,7 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
     let linear: u64 = weights.by_name.iter().filter(|(name, w)| is_linear(name, w)).map(|(_, w)| w.elements() as u64).sum();
     let mut encodings: BTreeMap<String, (usize, u64)> = BTreeMap::new();
     for weight in weights.by_name.values() {
-        let of = encodings.entry(weight.describe()).or_default();
+        let of = encodings.entry(weight.describe_stored()).or_default();
         *of = (of.0 + 1, of.1 + weight.stored_bytes);
     }
     let stored = encodings.iter().map(|(encoding, (tensors, size))| format!("{tensors} {encoding} ({})", bytes(*size))).collect::<Vec<_>>().join(", ");
@@ -111,6 +111,7 @@ fn summary(model: &Model, zeros: Option<u64>, [inputs, outputs]: [String; 2], ca
         ("tensors", stored),
         ("size", format!("{} in {} file{}", bytes(model.stored_bytes()), model.weight_files.len(), if model.weight_files.len() == 1 { "" } else { "s" })),
         ("caches", cache),
+        ("notes", model.beside.in_weight_files.join("\n")),
         ("takes", inputs),
         ("gives", outputs),
         ("cannot be run", cannot_run.map_or(String::new(), |reason| format!("{reason}; passes over weights take it"))),

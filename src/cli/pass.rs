@@ -12,7 +12,7 @@ use crate::run_state::Share;
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, or .bin, .pt or .pth of PyTorch
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch
     model: PathBuf,
     /// Output folder, or an .onnx file
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]

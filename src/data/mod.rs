@@ -41,6 +41,7 @@ pub(crate) use tokens::{Tokenizer, special_tokens, token_text};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
+use crate::model::Made;
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Keys of a folder's files about samples that are not known and change nothing here, each behind its file's name.
@@ -61,6 +62,8 @@ const LARGEST: u64 = i32::MAX as u64;
 pub struct Target<'m> {
     /// Folder that holds the tokenizer or the image processor.
     pub folder: &'m Path,
+    /// Files that would lie there, and that the file of weights holds.
+    pub made: &'m Made,
     /// Values of `config.json`.
     pub config: &'m Map<String, Value>,
     /// What the model takes.

@@ -78,7 +78,8 @@ mod tests {
         let graph: crate::ir::Graph = "input x: float[batch, 2]\noutput y = x\n".parse().unwrap();
         let (inputs, outputs) = Port::of(&graph);
         let (config, other) = (Map::new(), Map::from_iter([("a".to_owned(), Value::Null)]));
-        let target = |config| Target { folder: folder.path(), config, inputs: &inputs, outputs: &outputs };
+        let made = crate::model::Made::new();
+        let target = |config| Target { folder: folder.path(), made: &made, config, inputs: &inputs, outputs: &outputs };
         let sets = DataSets::default();
         let all = Data { arrays: Some(path), ..Data::default() };
         let first = sets.open(&all, target(&config)).unwrap();

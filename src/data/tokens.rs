@@ -13,9 +13,10 @@ use tokenizers::{AddedToken, PostProcessor, TruncationParams, TruncationStrategy
 use super::sentences::Sentences;
 use super::{Target, shaped};
 use crate::error::{Error, Result};
-use crate::model::Config;
+use crate::model::{Config, text_beside};
 
 const FILE: &str = "tokenizer.json";
+const SETTINGS: &str = "tokenizer_config.json";
 /// `model_max_length` above this stands for "no limit".
 const NO_LIMIT: u64 = 1 << 24;
 
@@ -45,14 +46,15 @@ impl Tokenizer {
     /// Opens the tokenizer of a model; texts are cut at `max_length` tokens, or where the model ends.
     pub fn open(target: &Target, max_length: Option<usize>) -> Result<Tokenizer> {
         let path = target.folder.join(FILE);
-        if !path.is_file() {
+        let Some(text) = text_beside(target.folder, target.made, FILE)? else {
             return Err(Error::Unsupported {
                 what: format!("{}: text without {FILE}", target.folder.display()),
                 hint: "save the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)` in transformers, which writes this file".into(),
             });
-        }
-        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|e| Error::malformed(&path, e))?;
-        let settings = Config::open(&target.folder.join("tokenizer_config.json"))?;
+        };
+        let mut inner = text.parse::<tokenizers::Tokenizer>().map_err(|e| Error::malformed(&path, e))?;
+        let settings = text_beside(target.folder, target.made, SETTINGS)?.map(|text| Config::parse(&target.folder.join(SETTINGS), text));
+        let settings = settings.transpose()?.unwrap_or_default();
         let pad = pad(&inner, settings.values(), target.config);
         normalize(&mut inner, settings.values());
         add_named(&mut inner, target.folder, settings.values())?;

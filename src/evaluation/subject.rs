@@ -11,7 +11,7 @@ use crate::data::Target;
 use crate::error::{Error, Result};
 use crate::exec::{Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
-use crate::model::{Config, Model};
+use crate::model::{Config, Made, Model};
 use crate::work::{MemoryLimit, Work};
 
 /// Loads models that are run side by side: whole where they fit into memory with a batch like this one, else those of the built-in
@@ -40,6 +40,7 @@ pub fn load<'s>(
 /// A model, opened.
 pub struct Subject {
     folder: PathBuf,
+    made: Made,
     config: Map<String, Value>,
     inputs: Vec<Port>,
     outputs: Vec<Port>,
@@ -97,8 +98,8 @@ impl Subject {
             (graph, _) => graph?,
         };
         let (inputs, outputs) = Port::of(&graph);
-        let (folder, config) = (model.path.clone(), model.config.values().clone());
-        Ok(Subject { folder, config, inputs, outputs, rounding: Rounding::Token, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })
+        let (folder, made, config) = (model.path.clone(), model.beside.made.clone(), model.config.values().clone());
+        Ok(Subject { folder, made, config, inputs, outputs, rounding: Rounding::Token, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })
     }
 
     /// An ONNX file with a configuration and a folder for the tokenizer from elsewhere.
@@ -108,7 +109,7 @@ impl Subject {
     pub fn onnx(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
         let session = OnnxRuntime::open(path, threads)?;
         let (inputs, outputs) = session.ports();
-        Ok(Subject { folder: folder.to_owned(), config, inputs, outputs, rounding: Rounding::Tensor, what: What::Onnx(Some(session)) })
+        Ok(Subject { folder: folder.to_owned(), made: Made::new(), config, inputs, outputs, rounding: Rounding::Tensor, what: What::Onnx(Some(session)) })
     }
 
     /// Has the built-in executor round inputs of int8 layers in another way than for each token.
@@ -135,7 +136,7 @@ impl Subject {
 
     /// What data must fit.
     pub fn target(&self) -> Target<'_> {
-        Target { folder: &self.folder, config: &self.config, inputs: &self.inputs, outputs: &self.outputs }
+        Target { folder: &self.folder, made: &self.made, config: &self.config, inputs: &self.inputs, outputs: &self.outputs }
     }
 
     /// What running it takes, of inputs of these sizes, or of one sample of usual size; known of folders only.

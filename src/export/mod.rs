@@ -1,5 +1,6 @@
 //! Formats that a model is written in, one a file. Nothing counts as written before it was read back.
 
+mod gguf;
 #[cfg(feature = "run")]
 mod onnx;
 mod safetensors;
@@ -10,6 +11,7 @@ use std::path::Path;
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
 
+pub use self::gguf::{FileType, Gguf};
 #[cfg(feature = "run")]
 pub use self::onnx::Onnx;
 pub use self::safetensors::{Layout, Safetensors};
@@ -18,6 +20,7 @@ pub use crate::store::ByteSize;
 use crate::error::Result;
 use crate::model::{Config, Model};
 use crate::run_state::RunState;
+use crate::store::Weights;
 use crate::store::writer::{Made, WeightMeasurement, Written};
 use crate::work::Work;
 
@@ -49,6 +52,8 @@ pub struct Exported {
     pub tensors: usize,
     /// How each weight is stored, in the order of `weights`.
     pub encodings: Vec<String>,
+    /// The weights as the files hold them, where the format rounds what passes have made: what is measured are these.
+    pub held: Option<Weights>,
     /// The configuration that goes with the files; without one, the model's own is carried over.
     pub config: Option<Config>,
     /// Plain words for the report.
@@ -121,6 +126,7 @@ macro_rules! formats {
 
 crate::entry::gather! { formats []
     "safetensors" => Safetensors,
+    "gguf" => Gguf,
     "onnx" => Onnx if runs,
 }
 

@@ -361,6 +361,7 @@ impl Format for Safetensors {
             max_abs_error: 0.0,
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),
+            held: None,
             config: Some(self.config(model, run, &items)),
             notes: self.notes(model, run, &items, &seen),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),

@@ -12,6 +12,7 @@ pub mod cache;
 pub mod compare;
 pub mod convert;
 mod float;
+pub mod ggml;
 pub mod histogram;
 pub mod mask;
 pub mod narrow;

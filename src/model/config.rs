@@ -44,15 +44,28 @@ impl Config {
     pub fn open(path: &Path) -> Result<Config> {
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Config::default()),
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(Config::default()),
             Err(e) => return Err(Error::io("read", path)(e)),
         };
+        Config::parse(path, text)
+    }
+
+    /// Reads the text of such a file.
+    ///
+    /// # Errors
+    /// It is not a JSON object.
+    pub fn parse(path: &Path, text: String) -> Result<Config> {
         let values = serde_json::from_str(&text).map_err(|e| Error::malformed(path, format!("not a JSON object: {e}")))?;
         let mut config = Config { text: Some(text), values, carried: Map::new() };
         if let Some(own) = config.model_type().strip_prefix(OWN_TYPE).map(str::to_owned) {
             config.set("model_type", json!(own));
         }
         Ok(config)
+    }
+
+    /// A configuration of these values.
+    pub fn of(values: Map<String, Value>) -> Config {
+        Config { text: None, values, carried: Map::new() }
     }
 
     /// Marks a folder that other libraries must not open.

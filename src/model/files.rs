@@ -1,18 +1,40 @@
 //! What lies around the weights of a model folder: all of it goes over to the output, or is said to stay behind.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::Model;
 use crate::error::{Error, Result};
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::pytorch;
 
+/// Texts that belong beside the weights and that their file holds, by the names of files.
+pub type Made = BTreeMap<PathBuf, Arc<String>>;
+
+/// A file of a model's folder, or one that the file of weights holds; nothing where there is neither.
+///
+/// # Errors
+/// It is there but cannot be read.
+pub fn text_beside(folder: &Path, made: &Made, name: &str) -> Result<Option<String>> {
+    let path = folder.join(name);
+    if let Some(text) = made.get(Path::new(name)) {
+        return Ok(Some(text.to_string()));
+    }
+    if !path.is_file() {
+        return Ok(None);
+    }
+    fs::read_to_string(&path).map(Some).map_err(Error::io("read", &path))
+}
+
 /// What a folder holds beside the weights that were opened, relative to the folder, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Beside {
     /// Files that go over to the output unchanged, those of modules in folders of their own among them.
     pub files: Vec<PathBuf>,
+    /// Files that go over and that the file of weights holds in another form.
+    pub made: Made,
     /// Empty folders, which go over too.
     pub empty: Vec<PathBuf>,
     /// What stays behind, and why.

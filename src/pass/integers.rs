@@ -294,6 +294,7 @@ impl Integers {
                 scales: &out.scale_bytes,
                 zero_points,
                 global_scale,
+                blocks: &[],
             }))
         })
     }

@@ -290,7 +290,15 @@ impl WeightSource for Palettized {
                 }
                 Ok(())
             })?;
-            sink(block.becomes(View { dtype, values: &places, affine: Some((&self.affine, row)), scales: &palettes, zero_points: &[], global_scale: 1.0 }))
+            sink(block.becomes(View {
+                dtype,
+                values: &places,
+                affine: Some((&self.affine, row)),
+                scales: &palettes,
+                zero_points: &[],
+                global_scale: 1.0,
+                blocks: &[],
+            }))
         })
     }
 }

@@ -23,6 +23,9 @@ pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, work: &W
         fs::copy(&from, &to).map_err(Error::io("copy", &from))?;
         work.cancel.check()?;
     }
+    for (name, text) in &model.beside.made {
+        write_text(&folder.join(name), text)?;
+    }
     match config.render() {
         Some(text) => write_text(&folder.join("config.json"), &text),
         None => Ok(()),
@@ -35,7 +38,8 @@ pub(super) fn size(model: &Model) -> Result<u64> {
         let path = model.path.join(file);
         fs::metadata(&path).map(|file| file.len()).map_err(Error::io("open", &path))
     };
-    model.beside.files.iter().map(size).sum()
+    let made: u64 = model.beside.made.values().map(|text| text.len() as u64).sum();
+    model.beside.files.iter().map(size).sum::<Result<u64>>().map(|copied| copied.saturating_add(made))
 }
 
 /// All files of an unfinished folder that are neither outputs of a format nor the report, read back: those that were copied are what
@@ -52,7 +56,8 @@ pub(super) fn list(folder: &Path, model: &Model, outputs: &[OutputFile], written
         let bytes = fs::metadata(&path).map_err(Error::io("open", &path))?.len();
         let hash = hash_of(&path, &work.quiet())?;
         let copied = !written(name) && model.beside.files.iter().any(|file| file == Path::new(name));
-        if copied && hash_of(&from, &work.quiet())? != hash {
+        let other_than_made = || model.beside.made.get(Path::new(name)).is_some_and(|text| !written(name) && blake3::hash(text.as_bytes()) != hash);
+        if (copied && hash_of(&from, &work.quiet())? != hash) || other_than_made() {
             let reason = format!("does not hold what {} holds: that was changed meanwhile, or a disk is faulty", from.display());
             return Err(Error::Verification { path, reason });
         }

@@ -77,7 +77,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     carry_over(&model, config, &folder, &work)?;
     let left_out = write_graph(&after, &folder)?;
-    let measured = pipeline.measure([&model, &after], &folder, state.file.as_deref(), &mut exports, start)?;
+    // What a format has rounded is measured as it is in the file.
+    let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| Model { weights, ..after.clone() });
+    let measured = pipeline.measure([&model, held.as_ref().unwrap_or(&after)], &folder, state.file.as_deref(), &mut exports, start)?;
     let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let mut sizes = sizes(&model, &after, first)?;
@@ -150,6 +152,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
 /// A file takes nothing along that lies around a model: a note says so.
 fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
     let beside = std::mem::take(&mut model.beside.files);
+    if file.is_some() {
+        model.beside.made.clear();
+    }
     match (file, beside.first()) {
         (Some(file), Some(first)) => Some(format!(
             "{} files of the input's folder are not carried over, since {file} is a file and no folder (the first: {})",

@@ -44,6 +44,13 @@ pub fn verify(output: &Path, work: &Work) -> Result<Vec<Check>> {
         };
         checks.push(Check { path: path.clone(), ok, finding });
     }
+    for file in report.outputs.iter().filter(|output| output.path.ends_with(".gguf")) {
+        let (ok, finding) = match Model::open(folder.join(&file.path)) {
+            Ok(model) => (true, format!("opens with {} weights", model.weights.by_name.len())),
+            Err(error) => (false, error.to_string()),
+        };
+        checks.push(Check { path: file.path.clone(), ok, finding });
+    }
     let safetensors = report.outputs.iter().any(|output| output.path.ends_with(".safetensors"));
     if !safetensors && !from_onnx(&report) {
         return Ok(checks);

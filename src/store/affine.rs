@@ -257,7 +257,7 @@ impl WeightSource for IntegerFile {
             };
             let (scales, zero_points) = parameters.next(values.len())?;
             let global_scale = self.global_scale;
-            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points, global_scale }))?;
+            sink(Block::untouched(View { dtype: self.dtype, values, affine: Some((&self.affine, row)), scales, zero_points, global_scale, blocks: &[] }))?;
         }
         Ok(())
     }

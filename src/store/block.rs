@@ -71,12 +71,14 @@ pub struct View<'a> {
     pub zero_points: &'a [u8],
     /// What scales are in steps of one over (NVFP4); else 1.
     pub global_scale: f32,
+    /// The same elements as blocks of a GGUF file, where they are to be written; else nothing.
+    pub blocks: &'a [u8],
 }
 
 impl<'a> View<'a> {
     /// Plain elements.
     pub fn dense(dtype: DType, values: &'a [u8]) -> Self {
-        Self { dtype, values, affine: None, scales: &[], zero_points: &[], global_scale: 1.0 }
+        Self { dtype, values, affine: None, scales: &[], zero_points: &[], global_scale: 1.0, blocks: &[] }
     }
 
     /// Number of elements (of bytes, for types narrower than a byte).

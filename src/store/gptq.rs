@@ -256,6 +256,7 @@ impl WeightSource for WordsFile {
                     scales: &scales,
                     zero_points: if self.affine.symmetric { &[] } else { &zero_points },
                     global_scale: 1.0,
+                    blocks: &[],
                 }))?;
             }
         }

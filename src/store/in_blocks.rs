@@ -152,7 +152,7 @@ mod tests {
         let emit = |affine: &Affine, row: usize, values: &[u8], scales: &[f32], zero_points: &[u8]| {
             let scales: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
             let mut parts = vec![Vec::new(); 3];
-            let view = View { dtype: DType::F32, values, affine: Some((affine, row)), scales: &scales, zero_points, global_scale: 1.0 };
+            let view = View { dtype: DType::F32, values, affine: Some((affine, row)), scales: &scales, zero_points, global_scale: 1.0, blocks: &[] };
             let blocks = Blocks::of(affine.codes.bits(), affine.granularity, row).unwrap();
             let mut put = |part: usize, bytes: &[u8]| {
                 parts[part].extend_from_slice(bytes);

@@ -69,6 +69,7 @@ impl WeightSource for InMemoryIntegers {
                 scales: &self.scales[from * size..to * size],
                 zero_points,
                 global_scale: self.global_scale,
+                blocks: &[],
             }))
         })
     }

@@ -12,6 +12,7 @@ pub mod checkpoint;
 pub mod compressed;
 pub(crate) mod content_key;
 mod convert;
+pub mod gguf;
 mod gptq;
 pub mod hash;
 pub mod header;

@@ -20,6 +20,7 @@
 use super::in_blocks::{Blocks, Halves};
 use super::{Codes, DType, Encoding, Granularity, View, Weight};
 use crate::error::{Error, Result};
+use crate::kernel::ggml::BlockType;
 use crate::kernel::{bitmask, packing};
 
 /// One tensor of a file.
@@ -54,6 +55,8 @@ pub enum StorageFormat {
     },
     /// Rows in blocks with a scale each: `store/in_blocks.rs`.
     Blocks(Blocks),
+    /// Blocks of a GGUF file, which a weight of [`InBlocks`](super::gguf::InBlocks) has.
+    Gguf(BlockType),
 }
 
 impl StorageFormat {
@@ -74,6 +77,7 @@ impl StorageFormat {
         let shape = weight.shape.clone();
         let mut parts = match self {
             StorageFormat::Blocks(blocks) => return blocks.parts(name, weight),
+            StorageFormat::Gguf(kind) => return vec![part("", DType::U8, vec![weight.elements().div_ceil(kind.elements()).saturating_mul(kind.bytes())])],
             StorageFormat::Plain => vec![part("", dtype, shape)],
             StorageFormat::Halves { .. } => vec![part("", DType::U8, vec![weight.elements().div_ceil(2)])],
             StorageFormat::Transposed => vec![part("", dtype, shape.into_iter().rev().collect())],
@@ -119,7 +123,7 @@ impl StorageFormat {
 
     fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
-            StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves { .. } | StorageFormat::Blocks(_) => 1,
+            StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves { .. } | StorageFormat::Blocks(_) | StorageFormat::Gguf(_) => 1,
             StorageFormat::Packed if codes == Some(Codes::E2m1) => 1,
             StorageFormat::Packed => 2,
             StorageFormat::Sparse { .. } => 3,
@@ -196,6 +200,7 @@ impl Emitter {
         match self.storage_format {
             StorageFormat::Plain => sink(0, view.values)?,
             StorageFormat::Blocks(blocks) => return blocks.emit(view, self.row, sink),
+            StorageFormat::Gguf(_) => return sink(0, view.blocks),
             StorageFormat::Transposed | StorageFormat::Halves { transposed: true } => self.pending.extend_from_slice(view.values),
             StorageFormat::Halves { transposed: false } => sink(0, self.halves[0].put(view.values))?,
             StorageFormat::Packed if self.codes == Some(Codes::E2m1) => {

@@ -58,6 +58,8 @@ pub struct Weight {
     pub stored_bytes: u64,
     /// The tensors of the file that it was opened from.
     pub stored_as: Vec<String>,
+    /// The type of the blocks that the file holds it in, where values are dense and the file is smaller than they are.
+    pub stored_type: Option<&'static str>,
     /// What its values are to those of the file.
     pub origin: Origin,
     /// What it is for; names say where this does not.
@@ -76,12 +78,23 @@ impl std::fmt::Debug for Weight {
 impl Weight {
     /// A weight with a source; meant for readers of formats and for tests.
     pub fn new(dtype: DType, shape: Vec<usize>, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
-        Weight { dtype, shape, encoding, stored_bytes: 0, stored_as: Vec::new(), origin: Origin::File, role: None, readers: Vec::new(), source }
+        Weight {
+            dtype,
+            shape,
+            encoding,
+            stored_bytes: 0,
+            stored_as: Vec::new(),
+            stored_type: None,
+            origin: Origin::File,
+            role: None,
+            readers: Vec::new(),
+            source,
+        }
     }
 
     /// The same weight after a stage that changes what its bytes are; where it came from is kept.
     pub fn then(&self, dtype: DType, encoding: Encoding, source: Arc<dyn WeightSource>) -> Weight {
-        Weight { dtype, encoding, source, ..self.clone() }
+        Weight { dtype, encoding, source, stored_type: None, ..self.clone() }
     }
 
     /// The same weight, of another origin.
@@ -176,6 +189,11 @@ impl Weight {
             Encoding::Dense => 8,
             Encoding::Affine(affine) => affine.codes.bits(),
         }
+    }
+
+    /// The encoding in the file in a few words, where it has not changed since.
+    pub fn describe_stored(&self) -> String {
+        self.stored_type.map_or_else(|| self.describe(), str::to_owned)
     }
 
     /// The encoding in a few words: `bf16`, `int8 channel`, `int4 group 128 asymmetric`.

@@ -9,6 +9,8 @@
 //! | an array whose header claims rows or a header of gigabytes | a row is at most 2 GiB and grows as it is read; a header is short |
 //! | arrays without rows, images without pixels, whose other sizes overflow | samples that are nothing are refused |
 //! | a pickle of PyTorch that calls a program, is packed to swell, or nests without end | calls are written down and not made; it is bounded, and values lie in a list (`store/pytorch`) |
+//! | a GGUF file that claims texts, lists, keys or tensors of 2^63, tensors that overlap or lie behind the file | every number is held to what is left of the file (`store/gguf`) |
+//! | a GGUF model of a billion layers, of heads that rows do not have, of tokens that there are not | layers are counted in tensors; numbers of tokens are held to the vocabulary |
 //! | texts cut at fewer tokens than the special ones, windows of 2^62 tokens | limits are held to the special tokens; sums saturate |
 //! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
 //! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
@@ -175,6 +177,62 @@ fn pickles_that_do_harm() {
     refused(folder.path(), "inspect evil.pt", "`data.pkl` of the archive has more than");
     zipped(&path, "evil/data.pkl", &[vec![b']'; 6 << 20], vec![b'a'; (6 << 20) - 1], vec![b'.']].concat(), 0);
     refused(folder.path(), "inspect evil.pt", "it holds something else, not tensors by name");
+}
+
+/// A key of a GGUF file, as it is stored: the key, the type and the value.
+fn key(name: &str, kind: u32, value: &[u8]) -> Vec<u8> {
+    [&(name.len() as u64).to_le_bytes(), name.as_bytes(), &kind.to_le_bytes(), value].concat()
+}
+
+#[test]
+fn gguf_files_that_do_harm() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("evil.gguf");
+    let whole = fs::read(golden("gguf/llama.gguf")).unwrap();
+    let vocabulary = fs::read(golden("gguf/tokenizer-smollm.gguf")).unwrap();
+    let huge = (1u64 << 63).to_le_bytes();
+    let behind = |at: usize, bytes: &[u8]| [&whole[..at], bytes, &whole[at + bytes.len()..]].concat();
+    let find = |whole: &[u8], name: &str| whole.windows(name.len()).position(|window| window == name.as_bytes()).unwrap() + name.len();
+    // The value of a key, behind its type.
+    let with = |whole: &[u8], name: &str, bytes: &[u8]| {
+        let at = find(whole, name) + 4;
+        [&whole[..at], bytes, &whole[at + bytes.len()..]].concat()
+    };
+    for (bytes, words) in [
+        (whole[..whole.len() - 1].to_vec(), "ends behind the file"),
+        (whole[..200].to_vec(), "is it truncated?"),
+        (behind(8, &huge), "tensors: it claims 9223372036854775808"),
+        (behind(16, &huge), "keys: it claims 9223372036854775808"),
+        (behind(24, &huge), "key 0: it claims a text of 9223372036854775808 bytes"),
+        (with(&whole, "llama.block_count", &u32::MAX.to_le_bytes()), "says that it has 4294967295 layers"),
+        (with(&whole, "llama.attention.head_count", &7u32.to_le_bytes()), "`llama.rope.dimension_count` of 8 with heads of 2"),
+        (with(&whole, "llama.attention.head_count_kv", &3u32.to_le_bytes()), "whole heads"),
+        (with(&whole, "llama.embedding_length", &0u32.to_le_bytes()), "`llama.embedding_length` is missing, or zero"),
+        (with(&whole, "general.architecture", &[5, 0, 0, 0, 0, 0, 0, 0, b'h', b'a', b'r', b'm', b'!']), "the architecture `harm!`"),
+        (with(&vocabulary, "bos_token_id", &u32::MAX.to_le_bytes()), "`tokenizer.ggml.bos_token_id`"),
+        (with(&vocabulary, "tokenizer.ggml.tokens", &[8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 64]), "key `tokenizer.ggml.tokens`: it claims"),
+    ] {
+        fs::write(&path, bytes).unwrap();
+        refused(folder.path(), "inspect evil.gguf", words);
+    }
+    // Keys that change what is computed, and one of another type.
+    let start = 24;
+    for (extra, words) in [
+        (key("llama.expert_count", 4, &8u32.to_le_bytes()), "`llama.expert_count`, which is 8"),
+        (key("llama.surprise", 7, &[1]), "`llama.surprise`, which is true"),
+        (key("llama.rope.scaling.type", 8, &[&3u64.to_le_bytes()[..], b"odd"].concat()), "rope scaling `odd`"),
+        (key("split.count", 2, &3u16.to_le_bytes()), "one file of a model in several"),
+        (key("tokenizer.ggml.tokens", 4, &3u32.to_le_bytes()), "`tokenizer.ggml.tokens` is 3, expected a list of texts"),
+        (key("a", 9, &[&9u32.to_le_bytes()[..], &1u64.to_le_bytes()].concat()), "is a list of lists"),
+    ] {
+        let keys = u64::from_le_bytes(whole[16..24].try_into().unwrap()) + 1;
+        // The data must begin where it did, up to a multiple of 32.
+        let filler = (32 - (extra.len() + 21) % 32) % 32;
+        let text = key("b", 8, &[&(filler as u64).to_le_bytes()[..], &vec![b' '; filler]].concat());
+        let bytes = [&whole[..16], &(keys + 1).to_le_bytes(), &extra, &text, &whole[start..]].concat();
+        fs::write(&path, bytes).unwrap();
+        refused(folder.path(), "inspect evil.gguf", words);
+    }
 }
 
 /// Sizes that the model leaves open, and sizes beside a 0, are held to nothing but memory.

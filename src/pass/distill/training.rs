@@ -59,7 +59,7 @@ fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value,
     let graph = model.graph()?;
     let their_graph = teacher.map(Model::graph).transpose()?;
     if let Some(teacher) = teacher {
-        vocabulary::require_same(&model.path, &teacher.path)?;
+        vocabulary::require_same(&model, teacher)?;
     }
     let objective =
         Objective::new(&training.losses, &graph, their_graph.as_ref(), if answers_by_token(&graph) { Task::LanguageModelling } else { Task::Classification })?;
@@ -140,7 +140,7 @@ fn trained(
         let mut graph = model.graph()?;
         let their_graph = teacher.map(Model::graph).transpose()?;
         if let Some(teacher) = teacher {
-            vocabulary::require_same(&model.path, &teacher.path)?;
+            vocabulary::require_same(&model, teacher)?;
         }
         let data = context.data.train.as_ref().ok_or_else(|| Error::option(name, "needs samples to learn from: `data: { train: ... }`"))?;
         let subject = Subject::of(model.clone())?;

@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::error::{Error, Result};
+use crate::model::{Model, text_beside};
 
 const FILE: &str = "tokenizer.json";
 
@@ -13,12 +14,14 @@ const FILE: &str = "tokenizer.json";
 ///
 /// # Errors
 /// The tokenizers differ, by the first token that does; or one cannot be read.
-pub(super) fn require_same(student: &Path, teacher: &Path) -> Result<()> {
-    let (ours, theirs) = (student.join(FILE), teacher.join(FILE));
-    if student == teacher || !ours.is_file() || !theirs.is_file() {
+pub(super) fn require_same(student: &Model, teacher: &Model) -> Result<()> {
+    let (ours, theirs) = (student.path.join(FILE), teacher.path.join(FILE));
+    let text = |model: &Model| text_beside(&model.path, &model.beside.made, FILE);
+    let (Some(a), Some(b)) = (text(student)?, text(teacher)?) else { return Ok(()) };
+    if student.path == teacher.path {
         return Ok(());
     }
-    let (a, b) = (tokens(&ours)?, tokens(&theirs)?);
+    let (a, b) = (tokens(&ours, &a)?, tokens(&theirs, &b)?);
     let Some((token, one, other)) = difference(&a, &b) else { return Ok(()) };
     let place = |number: Option<&u64>| number.map_or("is missing".to_owned(), |number| format!("is number {number}"));
     Err(Error::option(
@@ -40,9 +43,8 @@ fn difference<'t>(a: &'t Tokens, b: &'t Tokens) -> Option<(&'t str, Option<&'t u
 }
 
 /// Tokens and their numbers: of the model, and those that were added.
-fn tokens(path: &Path) -> Result<Tokens> {
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
-    let file: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))?;
+fn tokens(path: &Path, text: &str) -> Result<Tokens> {
+    let file: Value = serde_json::from_str(text).map_err(|e| Error::malformed(path, e))?;
     let mut tokens = Tokens::new();
     match file.pointer("/model/vocab") {
         Some(Value::Object(vocabulary)) => tokens.extend(vocabulary.iter().filter_map(|(token, number)| Some((token.clone(), number.as_u64()?)))),
@@ -63,11 +65,17 @@ fn tokens(path: &Path) -> Result<Tokens> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::DType;
 
     #[test]
     fn other_tokens_are_named() {
         let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         let write = |folder: &Path, text: &str| std::fs::write(folder.join(FILE), text).unwrap();
+        let weights = safetensors::serialize([("w", safetensors::tensor::TensorView::new(DType::U8, vec![1], &[0]).unwrap())], None).unwrap();
+        for folder in [&one, &other] {
+            std::fs::write(folder.path().join("model.safetensors"), &weights).unwrap();
+        }
+        let require_same = |one: &Path, other: &Path| require_same(&Model::open(one).unwrap(), &Model::open(other).unwrap());
         require_same(one.path(), other.path()).unwrap();
         write(one.path(), r#"{ "model": { "vocab": { "a": 0, "b": 1 } }, "added_tokens": [{ "id": 2, "content": "c" }] }"#);
         require_same(one.path(), other.path()).unwrap();

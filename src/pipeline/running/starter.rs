@@ -65,7 +65,7 @@ impl Facts<'_> {
     }
 
     fn has_file(&self, name: &str) -> bool {
-        self.model.beside.files.iter().any(|file| file == Path::new(name))
+        self.model.beside.files.iter().chain(self.model.beside.made.keys()).any(|file| file == Path::new(name))
     }
 
     fn architecture(&self) -> &str {

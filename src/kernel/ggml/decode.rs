@@ -1,0 +1,137 @@
+//! From blocks to values.
+
+use half::f16;
+
+fn half(bytes: &[u8], at: usize) -> f32 {
+    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
+}
+
+simd! {
+    /// `d`, 16 bytes: the element `j` in the low half of byte `j`, `j + 16` in the high one; `d · (code − 8)`.
+    pub(super) fn q4_0(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<18>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+            let d = half(block, 0);
+            for j in 0..16 {
+                values[j] = d * (f32::from(block[2 + j] & 15) - 8.0);
+                values[j + 16] = d * (f32::from(block[2 + j] >> 4) - 8.0);
+            }
+        }
+    }
+}
+
+simd! {
+    /// `d`, `m`, 16 bytes as in Q4_0; `d · code + m`.
+    pub(super) fn q4_1(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<20>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+            let (d, m) = (half(block, 0), half(block, 2));
+            for j in 0..16 {
+                values[j] = d * f32::from(block[4 + j] & 15) + m;
+                values[j + 16] = d * f32::from(block[4 + j] >> 4) + m;
+            }
+        }
+    }
+}
+
+/// The fifth bit of an element, in its place.
+fn fifth(bits: u32, element: usize) -> u8 {
+    ((bits >> element & 1) << 4) as u8
+}
+
+simd! {
+    /// `d`, 32 bits, the fifth of each code, 16 bytes as in Q4_0; `d · (code − 16)`.
+    pub(super) fn q5_0(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<22>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+            let (d, bits) = (half(block, 0), u32::from_le_bytes([block[2], block[3], block[4], block[5]]));
+            for j in 0..16 {
+                values[j] = d * (f32::from(block[6 + j] & 15 | fifth(bits, j)) - 16.0);
+                values[j + 16] = d * (f32::from(block[6 + j] >> 4 | fifth(bits, j + 16)) - 16.0);
+            }
+        }
+    }
+}
+
+simd! {
+    /// `d`, `m`, 32 bits, 16 bytes; `d · code + m`.
+    pub(super) fn q5_1(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<24>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+            let (d, m, bits) = (half(block, 0), half(block, 2), u32::from_le_bytes([block[4], block[5], block[6], block[7]]));
+            for j in 0..16 {
+                values[j] = d * f32::from(block[8 + j] & 15 | fifth(bits, j)) + m;
+                values[j + 16] = d * f32::from(block[8 + j] >> 4 | fifth(bits, j + 16)) + m;
+            }
+        }
+    }
+}
+
+simd! {
+    /// `d`, 32 integers; `d · code`.
+    pub(super) fn q8_0(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<34>().0.iter().zip(values.as_chunks_mut::<32>().0) {
+            let d = half(block, 0);
+            for (value, code) in values.iter_mut().zip(&block[2..]) {
+                *value = f32::from(*code as i8) * d;
+            }
+        }
+    }
+}
+
+/// Scale and minimum of sub-block `j`, six bits each, of the twelve bytes that hold those of eight.
+pub(super) fn scale_and_minimum(bytes: &[u8], j: usize) -> (u8, u8) {
+    if j < 4 { (bytes[j] & 63, bytes[j + 4] & 63) } else { (bytes[j + 4] & 15 | bytes[j - 4] >> 6 << 4, bytes[j + 4] >> 4 | bytes[j] >> 6 << 4) }
+}
+
+simd! {
+    /// `d`, `dmin`, scales and minima of eight sub-blocks of 32, 128 bytes: of each 32 bytes, low halves are one sub-block and high ones the
+    /// next; `d · scale · code − dmin · minimum`.
+    pub(super) fn q4_k(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<144>().0.iter().zip(values.as_chunks_mut::<256>().0) {
+            let (d, dmin) = (half(block, 0), half(block, 2));
+            for (j, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+                let (scale, minimum) = scale_and_minimum(&block[4..16], j);
+                let (scale, minimum, shift) = (d * f32::from(scale), dmin * f32::from(minimum), 4 * (j % 2));
+                for (value, code) in values.iter_mut().zip(&block[16 + j / 2 * 32..]) {
+                    *value = scale * f32::from(code >> shift & 15) - minimum;
+                }
+            }
+        }
+    }
+}
+
+simd! {
+    /// As Q4_K, and before the 128 bytes 32 more: bit `j` of byte `l` is the fifth of element `l` of sub-block `j`.
+    pub(super) fn q5_k(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<176>().0.iter().zip(values.as_chunks_mut::<256>().0) {
+            let (d, dmin) = (half(block, 0), half(block, 2));
+            for (j, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+                let (scale, minimum) = scale_and_minimum(&block[4..16], j);
+                let (scale, minimum, shift) = (d * f32::from(scale), dmin * f32::from(minimum), 4 * (j % 2));
+                for ((value, code), high) in values.iter_mut().zip(&block[48 + j / 2 * 32..]).zip(&block[16..48]) {
+                    *value = scale * f32::from(code >> shift & 15 | (high >> j & 1) << 4) - minimum;
+                }
+            }
+        }
+    }
+}
+
+simd! {
+    /// 128 bytes, the low four bits of codes; 64 bytes, the two above; 16 scales of eight bits; `d`; `d · scale · (code − 32)`. Of each 128
+    /// elements, the first 64 are in the low halves of 64 bytes and the others in the high ones, and four share a byte of higher bits.
+    pub(super) fn q6_k(blocks: &[u8], values: &mut [f32]) {
+        for (block, values) in blocks.as_chunks::<210>().0.iter().zip(values.as_chunks_mut::<256>().0) {
+            let d = half(block, 208);
+            for (row, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
+                let (part, row) = (row / 4, row % 4);
+                let low = &block[64 * part + row % 2 * 32..][..32];
+                let high = &block[128 + 32 * part..][..32];
+                let scales = &block[192 + 8 * part + 2 * row..][..2];
+                for (values, (from, scale)) in values.as_chunks_mut::<16>().0.iter_mut().zip([0, 16].into_iter().zip(scales)) {
+                    let scale = d * f32::from(*scale as i8);
+                    for ((value, low), high) in values.iter_mut().zip(&low[from..]).zip(&high[from..]) {
+                        let code = low >> (row / 2 * 4) & 15 | (high >> (2 * row) & 3) << 4;
+                        *value = scale * (f32::from(code) - 32.0);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,169 @@
+//! Blocks of numbers as GGUF files hold them: codes of a few bits, and scales for 32 or 256 of them.
+//!
+//! Layouts and arithmetic are those of `ggml-common.h` and `ggml-quants.c` of llama.cpp, in the order of operations that gives the same
+//! bits as its source does with one rounding for each operation. What is told as `d`, `m` and so on there are scales of binary16.
+
+mod decode;
+mod encode;
+
+/// Types of blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[allow(missing_docs)]
+pub enum BlockType {
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4K,
+    Q5K,
+    Q6K,
+}
+
+/// Elements of the larger blocks.
+pub const LARGE: usize = 256;
+/// Elements of the smaller ones.
+pub const SMALL: usize = 32;
+
+impl BlockType {
+    /// All of them.
+    pub const ALL: [BlockType; 8] = {
+        use BlockType::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0};
+        [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4K, Q5K, Q6K]
+    };
+
+    /// The number of the type in files, its name, the elements of a block and its bytes.
+    const fn facts(self) -> (u32, &'static str, usize, usize) {
+        match self {
+            BlockType::Q4_0 => (2, "Q4_0", SMALL, 18),
+            BlockType::Q4_1 => (3, "Q4_1", SMALL, 20),
+            BlockType::Q5_0 => (6, "Q5_0", SMALL, 22),
+            BlockType::Q5_1 => (7, "Q5_1", SMALL, 24),
+            BlockType::Q8_0 => (8, "Q8_0", SMALL, 34),
+            BlockType::Q4K => (12, "Q4_K", LARGE, 144),
+            BlockType::Q5K => (13, "Q5_K", LARGE, 176),
+            BlockType::Q6K => (14, "Q6_K", LARGE, 210),
+        }
+    }
+
+    /// The type of a number in files.
+    pub fn of_id(id: u32) -> Option<BlockType> {
+        Self::ALL.into_iter().find(|kind| kind.id() == id)
+    }
+
+    /// Its number in files.
+    pub fn id(self) -> u32 {
+        self.facts().0
+    }
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        self.facts().1
+    }
+
+    /// Elements of a block.
+    pub fn elements(self) -> usize {
+        self.facts().2
+    }
+
+    /// Bytes of a block.
+    pub fn bytes(self) -> usize {
+        self.facts().3
+    }
+
+    /// The values of whole blocks.
+    pub fn decode(self, blocks: &[u8], values: &mut [f32]) {
+        match self {
+            BlockType::Q4_0 => decode::q4_0(blocks, values),
+            BlockType::Q4_1 => decode::q4_1(blocks, values),
+            BlockType::Q5_0 => decode::q5_0(blocks, values),
+            BlockType::Q5_1 => decode::q5_1(blocks, values),
+            BlockType::Q8_0 => decode::q8_0(blocks, values),
+            BlockType::Q4K => decode::q4_k(blocks, values),
+            BlockType::Q5K => decode::q5_k(blocks, values),
+            BlockType::Q6K => decode::q6_k(blocks, values),
+        }
+    }
+
+    /// Blocks of values, as close to them as the reference finds them. Nothing where the type is not written.
+    #[must_use]
+    pub fn encode(self, values: &[f32], blocks: &mut [u8]) -> bool {
+        match self {
+            BlockType::Q4_0 => encode::q4_0(values, blocks),
+            BlockType::Q5_0 => encode::q5_0(values, blocks),
+            BlockType::Q5_1 => encode::q5_1(values, blocks),
+            BlockType::Q8_0 => encode::q8_0(values, blocks),
+            BlockType::Q4K => encode::q4_k(values, blocks),
+            BlockType::Q5K => encode::q5_k(values, blocks),
+            BlockType::Q6K => encode::q6_k(values, blocks),
+            BlockType::Q4_1 => return false,
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use safetensors::SafeTensors;
+
+    use super::*;
+
+    fn floats(bytes: &[u8]) -> Vec<f32> {
+        bytes.as_chunks::<4>().0.iter().map(|value| f32::from_le_bytes(*value)).collect()
+    }
+
+    fn encoded(kind: BlockType, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let mut blocks = vec![0; values.len() / kind.elements() * kind.bytes()];
+        assert!(kind.encode(values, &mut blocks));
+        let mut back = vec![0f32; values.len()];
+        kind.decode(&blocks, &mut back);
+        (blocks, back)
+    }
+
+    #[test]
+    fn blocks_are_those_that_the_reference_makes() {
+        let file = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/gguf/quantized.safetensors")).unwrap();
+        let golden = SafeTensors::deserialize(&file).unwrap();
+        let values = floats(golden.tensor("values").unwrap().data());
+        for kind in BlockType::ALL.into_iter().filter(|kind| *kind != BlockType::Q4_1) {
+            let expected = golden.tensor(kind.name()).unwrap().data().to_vec();
+            let (blocks, _) = encoded(kind, &values);
+            for (index, (ours, theirs)) in blocks.chunks(kind.bytes()).zip(expected.chunks(kind.bytes())).enumerate() {
+                assert_eq!(ours, theirs, "{} block {index}", kind.name());
+            }
+        }
+    }
+
+    #[test]
+    fn scales_of_six_bits_lie_as_they_do() {
+        let bytes = [0x81, 0x82, 0x83, 0xC4, 0x80, 0x81, 0xC2, 0xC3, 0x01, 0x12, 0xE3, 0xFF];
+        let found: Vec<_> = (0..8).map(|j| decode::scale_and_minimum(&bytes, j)).collect();
+        assert_eq!(found, [(1, 0), (2, 1), (3, 2), (4, 3), (33, 32), (34, 33), (35, 62), (63, 63)]);
+    }
+
+    /// Values that blocks can hold come back, and others come closer with more bits.
+    #[test]
+    fn large_blocks_hold_what_they_can() {
+        let mut state = 1u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        let values: Vec<f32> = (0..1024).map(|_| (0..6).map(|_| random()).sum::<f32>() * 0.02).collect();
+        let error = |kind| encoded(kind, &values).1.iter().zip(&values).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        let power = values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>();
+        let decibels = [BlockType::Q4_0, BlockType::Q4K, BlockType::Q5K, BlockType::Q6K, BlockType::Q8_0].map(|kind| 10.0 * (power / error(kind)).log10());
+        assert!(decibels.is_sorted() && decibels[1] > 21.0 && decibels[2] > 27.0 && decibels[3] > 33.0, "{decibels:?}");
+        for kind in [BlockType::Q4K, BlockType::Q5K, BlockType::Q6K] {
+            assert!(encoded(kind, &[0.0; 512]).1.iter().all(|value| *value == 0.0), "{}", kind.name());
+        }
+        // Steps of one scale from the lowest code to the highest, in every part of sixteen.
+        let steps: Vec<f32> = (0..256).map(|element| ((element % 16) as f32 * 63.0 / 15.0).floor() / 64.0 - 0.5).collect();
+        assert_eq!(encoded(BlockType::Q6K, &steps).1, steps);
+        let nibbles: Vec<f32> = (0..256).map(|element| (element % 16) as f32 * 0.25).collect();
+        let (_, back) = encoded(BlockType::Q4K, &nibbles);
+        assert!(back.iter().zip(&nibbles).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
+        let mut q4_1 = [0; 20];
+        assert!(!BlockType::Q4_1.encode(&[0.0; 32], &mut q4_1));
+    }
+}

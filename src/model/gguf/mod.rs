@@ -1,0 +1,116 @@
+//! Models in GGUF files: weights under the names of Hugging Face, `config.json` and the tokenizer from what the file says.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+mod config;
+mod describe;
+mod family;
+mod tokenizer;
+mod values;
+mod vocabulary;
+mod words;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value as Json};
+
+pub(crate) use self::describe::{Described, describe};
+use self::family::FAMILIES;
+pub(crate) use self::family::Family;
+use self::values::Values;
+pub(crate) use self::vocabulary::vocabulary;
+use super::files::Reason;
+use super::{Beside, Config, Model};
+use crate::error::{Error, Result};
+use crate::store::gguf::{Arranged, GgufFile};
+use crate::store::{Weight, Weights};
+
+impl Model {
+    /// Opens a GGUF file; `path` is the file itself or its folder.
+    pub(super) fn open_gguf(path: &Path, file: &Path) -> Result<Model> {
+        let GgufFile { values, tensors, .. } = GgufFile::open(file)?;
+        let mut values = Values::new(file, values)?;
+        let Some(family) = Family::of_architecture(&values.architecture) else {
+            let known = FAMILIES.iter().map(|family| family.architecture).collect::<Vec<_>>().join(", ");
+            return Err(Error::Unsupported {
+                what: format!("{}: the architecture `{}`", file.display(), values.architecture),
+                hint: format!("known: {known}"),
+            });
+        };
+        let config = config::config(family, &mut values, &tensors)?;
+        let tokenizer = tokenizer::tokenizer(&mut values, &config)?;
+        let (metadata, named) = values.rest()?;
+        let by_name = weights(family, file, tensors, &config)?;
+        let mut beside = if path.is_dir() { Beside::of(path, &[file.to_owned()])? } else { Beside::default() };
+        for (name, json) in tokenizer.files {
+            // What lies in the folder was written by the model's authors.
+            if !beside.files.iter().any(|other| other == Path::new(name)) {
+                beside.made.insert(PathBuf::from(name), Arc::new(format!("{json:#}\n")));
+            }
+        }
+        if path.join("config.json").is_file() {
+            beside.left.push((PathBuf::from("config.json"), Reason::Described));
+        }
+        let here = file.display();
+        beside
+            .in_weight_files
+            .extend(tokenizer.missing.filter(|_| !beside.files.iter().any(|file| file == Path::new("tokenizer.json"))).map(|why| format!("{here}: {why}")));
+        if !named.is_empty() {
+            beside.in_weight_files.push(format!("not carried over from {here}: {}", named.join(", ")));
+        }
+        Ok(Model {
+            path: path.to_owned(),
+            config: Config::of(config),
+            weights: Weights { by_name, metadata },
+            weight_files: vec![file.to_owned()],
+            beside,
+            changed_graph: None,
+            onnx: None,
+            signed_activations: false,
+        })
+    }
+}
+
+/// The weights of a family, by the names of checkpoints.
+fn weights(family: &Family, file: &Path, tensors: BTreeMap<String, Weight>, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+    let size = |key: &str| config.get(key).and_then(Json::as_u64).and_then(|size| usize::try_from(size).ok());
+    let heads = |key: &str| size(key).filter(|count| *count > 0);
+    let mut weights = BTreeMap::new();
+    let mut layers = BTreeSet::new();
+    for (name, weight) in tensors {
+        if name == config::FACTORS {
+            continue;
+        }
+        let Some(there) = family.to_checkpoint(&name) else {
+            let what = format!("{}: tensor `{name}`", file.display());
+            return Err(Error::Unsupported { what, hint: format!("it belongs to no module of the architecture `{}` that is known here", family.architecture) });
+        };
+        if let Some(layer) = there.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next()) {
+            layers.insert(layer.to_owned());
+        }
+        let added = if family.norms_from_zero && Family::is_norm(&there) { -1.0 } else { 0.0 };
+        let count = match there.rsplit('.').nth(1) {
+            Some("q_proj") => heads("num_attention_heads"),
+            Some("k_proj") => heads("num_key_value_heads"),
+            _ => None,
+        };
+        let order = count.filter(|_| family.neighbours).map(|count| {
+            let rows = weight.shape.first().copied().unwrap_or(0);
+            rows.checked_div(count).filter(|head| head.is_multiple_of(2) && head.checked_mul(count) == Some(rows) && *head > 0)
+        });
+        let weight = match order {
+            Some(None) => return Err(Error::tensor(&name, "has rows that are no whole heads with two halves", "the file does not hold what it says")),
+            None if added == 0.0 => weight,
+            order => Arranged { upstream: weight, order: order.flatten().map(Arranged::apart), added, name: name.clone() }.weight()?,
+        };
+        weights.insert(there, weight);
+    }
+    if size("num_hidden_layers") != Some(layers.len()) {
+        let said = size("num_hidden_layers").unwrap_or(0);
+        return Err(Error::malformed(file, format!("says that it has {said} layers, and holds tensors of {}", layers.len())));
+    }
+    Ok(weights)
+}

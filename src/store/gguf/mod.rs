@@ -1,0 +1,250 @@
+//! GGUF files: values by key, and tensors, of which many are blocks of small integers with scales.
+//!
+//! The format is that of `docs/gguf.md` in the ggml project, versions 2 and 3, little endian. What keys and names mean is said elsewhere.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+mod arranged;
+mod header;
+mod in_blocks;
+mod write;
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use self::arranged::Arranged;
+pub use self::header::{Kind, Value};
+pub use self::in_blocks::InBlocks;
+pub use self::write::header;
+use super::checkpoint::DataFile;
+use super::{Block, BlockSink, DType, Encoding, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};
+use crate::error::{Error, Result};
+use crate::kernel::ggml::BlockType;
+
+/// How such files end.
+pub const EXTENSION: &str = "gguf";
+/// What they begin with.
+pub const MARK: &[u8; 4] = b"GGUF";
+
+/// A file, opened.
+pub struct GgufFile {
+    /// Where it lies.
+    pub path: PathBuf,
+    /// What it says, by key.
+    pub values: BTreeMap<String, Value>,
+    /// Its tensors, by the names in it.
+    pub tensors: BTreeMap<String, Weight>,
+}
+
+/// Whether a file is one of GGUF, by how it ends or begins.
+pub fn is_gguf(path: &Path) -> bool {
+    let mut start = [0; 4];
+    // A pipe without a writer would wait forever.
+    let mut begins = || path.is_file() && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *MARK;
+    path.extension().is_some_and(|e| e == EXTENSION) || begins()
+}
+
+impl GgufFile {
+    /// Opens a file without reading its tensors.
+    ///
+    /// # Errors
+    /// The file is malformed, or holds a tensor of a type that is not read, by name.
+    pub fn open(path: &Path) -> Result<GgufFile> {
+        if !std::fs::metadata(path).map_err(Error::io("open", path))?.is_file() {
+            return Err(Error::malformed(path, "not a regular file"));
+        }
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let length = file.metadata().map_err(Error::io("open", path))?.len();
+        let header = self::header::Header::read(&file, length).map_err(|reason| Error::malformed(path, reason))?;
+        let file = DataFile::of(path, file);
+        let mut tensors = BTreeMap::new();
+        for tensor in header.tensors {
+            let (dtype, shape) = (tensor.kind.dtype(), tensor.shape);
+            let source: Arc<dyn WeightSource> = match tensor.kind {
+                Kind::Plain(dtype) => Arc::new(RawTensor::within(&file, dtype, shape.clone(), tensor.begin, tensor.bytes)),
+                Kind::Blocks(kind) => {
+                    let stored = usize::try_from(tensor.bytes).map_err(|_| Error::tensor(&tensor.name, "is larger than any memory", ""))?;
+                    Arc::new(Blocked { stored: RawTensor::within(&file, DType::U8, vec![stored], tensor.begin, tensor.bytes), kind })
+                }
+            };
+            let mut weight = Weight::new(dtype, shape, Encoding::Dense, source);
+            weight.stored_bytes = tensor.bytes;
+            weight.stored_as = vec![tensor.name.clone()];
+            weight.stored_type = if let Kind::Blocks(kind) = tensor.kind { Some(kind.name()) } else { None };
+            tensors.insert(tensor.name, weight);
+        }
+        Ok(GgufFile { path: path.to_owned(), values: header.values, tensors })
+    }
+}
+
+/// Blocks of a file as the floats that they stand for.
+struct Blocked {
+    stored: RawTensor,
+    kind: BlockType,
+}
+
+impl WeightSource for Blocked {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        let (size, width) = (self.kind.bytes(), self.kind.elements());
+        let count = usize::try_from(self.stored.bytes()).unwrap_or(usize::MAX).checked_div(size).unwrap_or(0);
+        // Whole units, and whole blocks.
+        let step = block_elements(least_common_multiple(unit, width)).checked_div(width).unwrap_or(1).max(1).min(count.max(1));
+        let mut blocks = vec![0; step.saturating_mul(size)];
+        let mut values = vec![0f32; step.saturating_mul(width)];
+        let mut bytes = vec![0; values.len().saturating_mul(4)];
+        for start in (0..count).step_by(step) {
+            let here = step.min(count.saturating_sub(start));
+            blocks.truncate(here.saturating_mul(size));
+            values.truncate(here.saturating_mul(width));
+            bytes.truncate(here.saturating_mul(width).saturating_mul(4));
+            self.stored.read_at((start as u64).saturating_mul(size as u64), &mut blocks)?;
+            self.kind.decode(&blocks, &mut values);
+            crate::kernel::convert::f32_bytes(&values, &mut bytes);
+            sink(Block::untouched(View::dense(DType::F32, &bytes)))?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Checkpoint, Weights};
+
+    fn golden(name: &str) -> PathBuf {
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf").join(name)
+    }
+
+    fn opened(bytes: &[u8]) -> Result<GgufFile, String> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), bytes).unwrap();
+        GgufFile::open(file.path()).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn values_are_those_that_the_reference_makes_of_blocks() {
+        let expected = Weights::from_checkpoint(Checkpoint::open(&golden("blocks.safetensors")).unwrap()).unwrap();
+        let found = GgufFile::open(&golden("blocks.gguf")).unwrap();
+        assert!(found.tensors.keys().eq(expected.by_name.keys()));
+        for (name, weight) in &found.tensors {
+            let values = weight.floats(name).unwrap();
+            let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+            let expected = expected.get(name).unwrap().floats(name).unwrap();
+            assert!(values.len() == expected.len() && values.iter().zip(&expected).all(same), "{name}");
+            for unit in [1, 96, 1000] {
+                let (mut bytes, mut ragged) = (0, false);
+                weight
+                    .visit(unit, &mut |block| {
+                        assert!(!ragged, "{name}: a block that is no multiple of {unit} elements, and not the last");
+                        ragged = !block.now.elements().is_multiple_of(unit);
+                        bytes += block.now.values.len();
+                        Ok(())
+                    })
+                    .unwrap();
+                assert_eq!(bytes, weight.elements() * weight.dtype.bitsize() / 8);
+            }
+        }
+        let stored: Vec<_> = found.tensors.values().map(|weight| weight.describe_stored()).collect();
+        assert_eq!(stored[..3], ["bf16", "f16", "f32"]);
+        assert!(found.tensors.values().all(|weight| weight.stored_type.is_none() || weight.describe_stored() == weight.stored_as[0]));
+    }
+
+    #[test]
+    fn rows_of_heads_come_and_go() {
+        assert_eq!(*Arranged::apart(6), [0, 2, 4, 1, 3, 5]);
+        assert_eq!(*Arranged::beside_each_other(6), [0, 3, 1, 4, 2, 5]);
+        let found = GgufFile::open(&golden("blocks.gguf")).unwrap();
+        let rows = |weight: &Weight| weight.floats("a").unwrap().chunks(3 * weight.row() / 3).map(<[f32]>::to_vec).collect::<Vec<_>>();
+        let weight = &found.tensors["Q4_1"];
+        let turned = Arranged { upstream: weight.clone(), order: Some(Arc::new(vec![2, 0, 1])), added: 1.5, name: "a".into() }.weight().unwrap();
+        let (before, now) = (rows(weight), rows(&turned));
+        for (row, from) in now.iter().zip([2, 0, 1]) {
+            assert!(row.iter().zip(&before[from]).all(|(now, before)| *now == *before + 1.5 || before.is_nan()));
+        }
+        let torn = Arranged { upstream: weight.clone(), order: Some(Arc::new(vec![0, 1])), added: 0.0, name: "a".into() };
+        assert!(torn.weight().unwrap_err().to_string().contains("no whole heads"));
+    }
+
+    /// A file of these keys and tensors, with so many bytes behind them.
+    fn file(version: u32, keys: &[(&str, u32, Vec<u8>)], tensors: &[(&str, &[u64], u32, u64)], data: usize) -> Vec<u8> {
+        let text = |text: &str| [&(text.len() as u64).to_le_bytes()[..], text.as_bytes()].concat();
+        let mut bytes = [&MARK[..], &version.to_le_bytes(), &(tensors.len() as u64).to_le_bytes(), &(keys.len() as u64).to_le_bytes()].concat();
+        for (key, kind, value) in keys {
+            bytes.extend([text(key), kind.to_le_bytes().to_vec(), value.clone()].concat());
+        }
+        for (name, sizes, kind, begin) in tensors {
+            bytes.extend([text(name), (sizes.len() as u32).to_le_bytes().to_vec()].concat());
+            sizes.iter().for_each(|size| bytes.extend(size.to_le_bytes()));
+            bytes.extend([&kind.to_le_bytes()[..], &begin.to_le_bytes()].concat());
+        }
+        bytes.resize(bytes.len().next_multiple_of(32) + data, 0);
+        bytes
+    }
+
+    #[test]
+    fn what_a_header_says_is_held_to_the_file() {
+        let number = |number: u32| number.to_le_bytes().to_vec();
+        let whole = |keys: &[(&str, u32, Vec<u8>)], tensors: &[(&str, &[u64], u32, u64)]| file(3, keys, tensors, 64);
+        let says = |bytes: &[u8], words: &str| {
+            let message = opened(bytes).err().unwrap_or_default();
+            assert!(message.contains(words), "`{message}` does not say `{words}`");
+        };
+        assert_eq!(opened(&whole(&[], &[("a", &[8, 2], 0, 0)])).unwrap().tensors["a"].shape, [2, 8]);
+        assert_eq!(opened(&file(2, &[], &[("a", &[32], 8, 0)], 34)).unwrap().tensors["a"].shape, [32]);
+        says(b"", "the mark");
+        says(b"version https://git-lfs", "it does not begin with `GGUF`");
+        says(&file(3 << 24, &[], &[], 0), "big endian");
+        says(&file(1, &[], &[], 0), "is of version 1");
+        says(&[&MARK[..], &3u32.to_le_bytes(), &(1u64 << 63).to_le_bytes(), &0u64.to_le_bytes()].concat(), "tensors: it claims 9223372036854775808");
+        says(&[&MARK[..], &3u32.to_le_bytes(), &0u64.to_le_bytes(), &(1u64 << 60).to_le_bytes()].concat(), "keys: it claims");
+        says(&whole(&[("a", 8, (1u64 << 63).to_le_bytes().to_vec())], &[]), "key `a`: it claims a text of 9223372036854775808 bytes");
+        says(&whole(&[("a", 8, [&1u64.to_le_bytes()[..], b"\xff"].concat())], &[]), "not UTF-8");
+        says(&whole(&[("a", 9, [&number(4)[..], &(1u64 << 62).to_le_bytes()].concat())], &[]), "key `a`: it claims 4611686018427387904 of at least 4");
+        says(&whole(&[("a", 9, [&number(9)[..], &1u64.to_le_bytes()].concat())], &[]), "key `a` is a list of lists");
+        says(&whole(&[("a", 13, Vec::new())], &[]), "key `a` has a value of type 13");
+        says(&whole(&[("a", 7, vec![2])], &[]), "key `a`: 2 where yes or no");
+        says(&whole(&[("a", 4, number(1)), ("a", 4, number(1))], &[]), "key `a` is in the file twice");
+        for (kind, value) in [(4, number(0)), (4, number(48)), (4, number(1 << 31)), (5, number(32)), (8, vec![0; 8])] {
+            says(&whole(&[("general.alignment", kind, value)], &[]), "`general.alignment` is");
+        }
+        says(&whole(&[], &[("a", &[1], 0, 0), ("a", &[1], 0, 32)]), "tensor `a` is in the file twice");
+        says(&whole(&[], &[("a", &[8, 2], 0, 0), ("b", &[1], 0, 32)]), "tensors `a` and `b` overlap");
+        says(&whole(&[], &[("a", &[1], 0, 4)]), "tensor `a` begins at 4");
+        says(&whole(&[], &[("a", &[17], 0, 0)]), "tensor `a` of 68 bytes at 0 of the data ends behind the file");
+        says(&whole(&[], &[("a", &[1], 0, u64::MAX - 31)]), "ends behind the file");
+        says(&whole(&[], &[("a", &[1 << 62, 1 << 62], 0, 0)]), "more elements than any memory");
+        says(&whole(&[], &[("a", &[33], 2, 0)]), "rows that are no whole blocks of 32");
+        says(&whole(&[], &[("a", &[1; 5], 0, 0)]), "tensor `a` has 5 axes");
+        says(&whole(&[], &[("a", &[256], 10, 0)]), "tensor `a` is of type Q2_K");
+        says(&whole(&[], &[("a", &[1], 777, 0)]), "tensor `a` is of type number 777");
+        let empty = opened(&whole(&[], &[("a", &[0, 3], 0, 0), ("b", &[1], 0, 0)])).unwrap();
+        assert!(empty.tensors["a"].visit(3, &mut |_| Ok(())).is_ok());
+    }
+
+    /// Every beginning of a file, and every byte changed: an error or tensors that can be read, and no panic.
+    #[test]
+    fn damaged_files_are_errors_or_are_read() {
+        let whole = std::fs::read(golden("blocks.gguf")).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("damaged.gguf");
+        let cut = (0..900).step_by(3).map(|length| whole[..length].to_vec());
+        let changed = (0..900).map(|at| {
+            let mut bytes = whole.clone();
+            bytes[at] ^= 1 << (at % 8);
+            bytes
+        });
+        let mut errors = 0;
+        for bytes in cut.chain(changed) {
+            std::fs::write(&path, bytes).unwrap();
+            match GgufFile::open(&path) {
+                Ok(file) => file.tensors.values().filter(|weight| weight.elements() < 1 << 20).for_each(|weight| weight.visit(5, &mut |_| Ok(())).unwrap()),
+                Err(_) => errors += 1,
+            }
+        }
+        assert!(errors > 400, "{errors}");
+    }
+}

@@ -1,0 +1,90 @@
+//! What stands before the tensors of a GGUF file that is written.
+
+use super::MARK;
+use super::header::{ALIGNMENT, Kind, Value};
+
+/// The bytes of a file before its tensors, padding included, and how many bytes of padding stand behind each tensor.
+///
+/// Numbers without a sign are written with 32 bits where these are enough, numbers with a fraction with 32 bits. Nothing where a tensor's
+/// type has no number, or its size overflows.
+pub fn header(values: &[(String, Value)], tensors: &[(String, Kind, Vec<usize>)]) -> Option<(Vec<u8>, Vec<u64>)> {
+    let mut bytes = [&MARK[..], &3u32.to_le_bytes(), &(tensors.len() as u64).to_le_bytes(), &(values.len() as u64).to_le_bytes()].concat();
+    for (key, value) in values {
+        text(&mut bytes, key);
+        put(&mut bytes, value);
+    }
+    let (mut begin, mut padding) = (0u64, Vec::with_capacity(tensors.len()));
+    for (name, kind, shape) in tensors {
+        text(&mut bytes, name);
+        bytes.extend((shape.len() as u32).to_le_bytes());
+        shape.iter().rev().for_each(|size| bytes.extend((*size as u64).to_le_bytes()));
+        bytes.extend(kind.id()?.to_le_bytes());
+        bytes.extend(begin.to_le_bytes());
+        let length = kind.byte_count(shape)?;
+        let padded = length.checked_next_multiple_of(ALIGNMENT)?;
+        padding.push(padded.saturating_sub(length));
+        begin = begin.checked_add(padded)?;
+    }
+    bytes.resize(bytes.len().next_multiple_of(ALIGNMENT as usize), 0);
+    Some((bytes, padding))
+}
+
+fn text(bytes: &mut Vec<u8>, text: &str) {
+    bytes.extend((text.len() as u64).to_le_bytes());
+    bytes.extend(text.as_bytes());
+}
+
+fn put(bytes: &mut Vec<u8>, value: &Value) {
+    let mut kind = |kind: u32| bytes.extend(kind.to_le_bytes());
+    match value {
+        Value::Unsigned(number) => match u32::try_from(*number) {
+            Ok(number) => {
+                kind(4);
+                bytes.extend(number.to_le_bytes());
+            }
+            Err(_) => {
+                kind(10);
+                bytes.extend(number.to_le_bytes());
+            }
+        },
+        Value::Signed(number) => {
+            kind(11);
+            bytes.extend(number.to_le_bytes());
+        }
+        Value::Float(number) => {
+            kind(6);
+            bytes.extend((*number as f32).to_le_bytes());
+        }
+        Value::Bool(answer) => {
+            kind(7);
+            bytes.push(u8::from(*answer));
+        }
+        Value::Text(value) => {
+            kind(8);
+            text(bytes, value);
+        }
+        Value::Integers(list) => {
+            begin(bytes, 5, list.len());
+            list.iter().for_each(|number| bytes.extend((*number as i32).to_le_bytes()));
+        }
+        Value::Floats(list) => {
+            begin(bytes, 6, list.len());
+            list.iter().for_each(|number| bytes.extend((*number as f32).to_le_bytes()));
+        }
+        Value::Bools(list) => {
+            begin(bytes, 7, list.len());
+            bytes.extend(list.iter().map(|answer| u8::from(*answer)));
+        }
+        Value::Texts(list) => {
+            begin(bytes, 8, list.len());
+            list.iter().for_each(|value| text(bytes, value));
+        }
+    }
+}
+
+/// The start of a list.
+fn begin(bytes: &mut Vec<u8>, kind: u32, count: usize) {
+    bytes.extend(9u32.to_le_bytes());
+    bytes.extend(kind.to_le_bytes());
+    bytes.extend((count as u64).to_le_bytes());
+}

@@ -1,0 +1,219 @@
+//! Models in GGUF files against those that they were made from, on files that `scripts/goldens-gguf` made with llama.cpp's own package.
+#![cfg(feature = "run")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use compress::export::{FileType, Gguf};
+use compress::model::text_beside;
+use compress::pass::{Cast, QuantizeDynamic};
+use compress::store::Weight;
+use compress::{Model, Pipeline};
+use serde_json::Value;
+
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
+const FAMILIES: [&str; 11] = [
+    "gemma2",
+    "gemma3",
+    "llama",
+    "llama-biases",
+    "llama-grouped-tied",
+    "llama-head-dim",
+    "llama-rope-linear",
+    "llama-rope-llama3",
+    "llama-rope-yarn",
+    "qwen2",
+    "qwen3",
+];
+
+/// The model that a golden was made from, with the configuration that it says.
+fn source(name: &str) -> (tempfile::TempDir, Model) {
+    let folder = tempfile::tempdir().unwrap();
+    fs::copy(golden(&format!("gguf/{name}.json")), folder.path().join("config.json")).unwrap();
+    fs::copy(golden(&format!("models/{name}/model.safetensors")), folder.path().join("model.safetensors")).unwrap();
+    let model = Model::open(folder.path()).unwrap();
+    (folder, model)
+}
+
+/// Every weight of one model in the other, as far apart as adding and taking one away leaves the weights of norms.
+fn same_weights(found: &Model, expected: &Model, what: &str) {
+    assert!(found.weights.by_name.keys().eq(expected.weights.by_name.keys()), "{what}: {:?}", found.weights.by_name.keys());
+    for (name, weight) in &expected.weights.by_name {
+        let other: &Weight = found.weights.get(name).unwrap();
+        assert_eq!((other.dtype, &other.shape), (weight.dtype, &weight.shape), "{what}: {name}");
+        let least = if what.starts_with("gemma") && name.ends_with("norm.weight") { 1.2e-7 } else { 0.0 };
+        let (a, b) = (other.floats(name).unwrap(), weight.floats(name).unwrap());
+        assert!(a.iter().zip(&b).all(|(a, b)| (a - b).abs() <= least), "{what}: {name}");
+    }
+}
+
+#[test]
+fn families_are_those_that_they_were_made_from() {
+    for name in FAMILIES {
+        let (_folder, expected) = source(name);
+        let found = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
+        same_weights(&found, &expected, name);
+        assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
+        for key in ["model_type", "architectures", "vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"] {
+            let said = |model: &Model| model.config.get(key).filter(|value| !value.is_null()).cloned();
+            assert_eq!(said(&found), said(&expected), "{name}: {key}");
+        }
+        assert_eq!(found.weights.metadata["general.license"], "apache-2.0");
+        assert_eq!(found.stored_bytes(), found.weights.parameters() * 4, "{name}");
+    }
+}
+
+fn tokenizer(model: &Model) -> tokenizers::Tokenizer {
+    text_beside(&model.path, &model.beside.made, "tokenizer.json").unwrap().unwrap().parse().unwrap()
+}
+
+/// The tokens of the golden's texts.
+fn tokens(model: &Model, texts: &Value) -> Value {
+    let tokenizer = tokenizer(model);
+    texts.as_array().unwrap().iter().map(|text| Value::from(tokenizer.encode_fast(text.as_str().unwrap(), true).unwrap().get_ids())).collect()
+}
+
+#[test]
+fn tokenizers_give_the_tokens_that_they_gave() {
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    for (name, ids) in expected["tokens"].as_object().unwrap() {
+        let model = Model::open(golden(&format!("gguf/tokenizer-{name}.gguf"))).unwrap();
+        assert_eq!(tokens(&model, &expected["texts"]), *ids, "{name}");
+        let made = |file: &str| serde_json::from_str::<Value>(&model.beside.made[Path::new(file)]).unwrap();
+        assert_eq!(made("tokenizer_config.json")["chat_template"], "{{ messages }}");
+        assert_eq!(made("generation_config.json")["eos_token_id"], *model.config.get("eos_token_id").unwrap(), "{name}");
+    }
+}
+
+#[test]
+fn a_pass_writes_a_folder() {
+    let folder = tempfile::tempdir().unwrap();
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    let input = golden("gguf/tokenizer-qwen2.gguf");
+    let out = folder.path().join("out");
+    let report = Pipeline::builder().pass(QuantizeDynamic::default()).build().unwrap().run(Model::open(&input).unwrap(), &out).unwrap();
+    assert_eq!(report.size.before.bytes, fs::metadata(&input).unwrap().len());
+    let written = Model::open(&out).unwrap();
+    assert_eq!(tokens(&written, &expected["texts"]), expected["tokens"]["qwen2"]);
+    assert!(report.fidelity.is_some_and(|fidelity| fidelity.fidelity.cosine > 0.99));
+    let carried: Vec<&str> = report.carried.iter().map(|file| file.path.as_str()).collect();
+    for name in ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"] {
+        assert!(carried.contains(&name), "{name}: {carried:?}");
+    }
+    // The file alone in a folder, beside a tokenizer of its own.
+    let alone = folder.path().join("in");
+    fs::create_dir(&alone).unwrap();
+    fs::copy(&input, alone.join("any.gguf")).unwrap();
+    fs::write(alone.join("tokenizer.json"), "{}").unwrap();
+    fs::write(alone.join("config.json"), "{}").unwrap();
+    let model = Model::open(&alone).unwrap();
+    assert_eq!(model.beside.files, [Path::new("tokenizer.json")]);
+    assert!(!model.beside.made.contains_key(Path::new("tokenizer.json")));
+    assert!(model.beside.notes(&alone).iter().any(|note| note.contains("config.json (they describe the weights as they were)")));
+    Pipeline::builder().build().unwrap().run(model, folder.path().join("copy")).unwrap();
+    same_weights(&Model::open(folder.path().join("copy")).unwrap(), &Model::open(&input).unwrap(), "copy");
+    fs::copy(&input, alone.join("other.gguf")).unwrap();
+    assert!(Model::open(&alone).err().unwrap().to_string().contains("2 .gguf files and no safetensors"));
+}
+
+/// The command line, which reads the same from the file and from the folder that was made of it.
+#[cfg(feature = "cli")]
+#[test]
+fn files_are_evaluated_and_inspected() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |args: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_compress")).arg("--json").args(args).current_dir(folder.path()).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        serde_json::from_slice::<Value>(&output.stdout).unwrap()
+    };
+    fs::copy(golden("gguf/tokenizer-llama-bpe.gguf"), folder.path().join("model.gguf")).unwrap();
+    fs::write(folder.path().join("texts.txt"), "Hello world, it's 12345 o'clock!\nhttp://example.org/a/b//c?x=1\n").unwrap();
+    run(&["densify", "model.gguf", "-o", "folder"]);
+    let score = |model: &str| run(&["eval", model, "--text", "texts.txt", "--task", "language-modelling"])["score"].clone();
+    assert!(score("model.gguf")["value"].as_f64().unwrap() > 1.0);
+    assert_eq!(score("model.gguf"), score("folder"));
+    let seen = run(&["inspect", "model.gguf"]);
+    assert_eq!((&seen["cannot_run"], &seen["architecture"]), (&Value::Null, &Value::from("llama")));
+    assert_eq!(seen["metadata"]["general.name"], "A tiny model");
+    let report = run(&["chain", "folder", "-o", "again", "--export", "gguf: {type: Q8_0}", "--", "cast", "--to", "bf16"]);
+    assert_eq!(report["fidelity"]["samples_from"], "synthetic");
+    assert!(run(&["verify", "again"]).to_string().contains("opens with 11 weights"));
+}
+
+/// Writes a model as GGUF, and opens what was written.
+fn written(model: Model, file_type: FileType) -> (tempfile::TempDir, Model, compress::Report) {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let report = Pipeline::builder().export(Gguf { file_type }).measure(false).build().unwrap().run(model, &out).unwrap();
+    let back = Model::open(out.join("model.gguf")).unwrap();
+    (folder, back, report)
+}
+
+#[test]
+fn what_is_written_is_what_was_read() {
+    for name in FAMILIES {
+        let (_source, expected) = source(name);
+        let (folder, found, report) = written(expected.clone(), FileType::F32);
+        same_weights(&found, &expected, name);
+        assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
+        assert!(report.notes.iter().any(|note| note.contains("no tokenizer.json")), "{:?}", report.notes);
+        // What the file of the reference says, and where.
+        let theirs = compress::store::gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+        let ours = compress::store::gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
+        assert!(ours.tensors.keys().eq(theirs.tensors.keys()), "{name}: {:?}", ours.tensors.keys());
+        for (tensor, weight) in &theirs.tensors {
+            assert_eq!(ours.tensors[tensor].floats(tensor).unwrap(), weight.floats(tensor).unwrap(), "{name}: {tensor}");
+        }
+        let own: Vec<_> = theirs.values.iter().filter(|(key, _)| !key.starts_with("general.") && !key.starts_with("tokenizer.")).collect();
+        own.iter().for_each(|(key, value)| assert_eq!(ours.values.get(*key), Some(*value), "{name}: {key}"));
+    }
+}
+
+#[test]
+fn vocabularies_are_written_as_they_were_read() {
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    for (name, ids) in expected["tokens"].as_object().unwrap() {
+        let input = golden(&format!("gguf/tokenizer-{name}.gguf"));
+        let (folder, found, _) = written(Model::open(&input).unwrap(), FileType::F16);
+        assert_eq!(tokens(&found, &expected["texts"]), *ids, "{name}");
+        let [theirs, ours] = [input, folder.path().join("out/model.gguf")].map(|path| compress::store::gguf::GgufFile::open(&path).unwrap().values);
+        let pieces = ["scores", "add_space_prefix", "add_bos_token", "add_eos_token"];
+        for (key, value) in theirs.iter().filter(|(key, _)| !pieces.iter().any(|end| key.ends_with(end))) {
+            let other = ["general.file_type", "general.name"].contains(&key.as_str());
+            assert!(other || ours.get(key) == Some(value), "{name}: {key}");
+        }
+    }
+}
+
+#[test]
+fn types_are_those_that_were_asked_for() {
+    let model = || Model::open(golden("gguf/tokenizer-smollm.gguf")).unwrap();
+    // Rows of 8 are no whole blocks.
+    let (_folder, _, report) = written(model(), FileType::Q4_K_M);
+    let note = report.notes.iter().find(|note| note.contains("no whole blocks")).expect("a note");
+    assert!(note.contains("Q4_K with rows of 8 are F16") && note.contains("bits per weight"), "{note}");
+    assert!(report.layers.iter().all(|layer| layer.encoding == if layer.shape.len() == 1 { "f32" } else { "f16" }));
+    let folder = tempfile::tempdir().unwrap();
+    let half = Cast::default();
+    let run = |file_type| {
+        Pipeline::builder()
+            .pass(half.clone())
+            .export(Gguf { file_type })
+            .measure(false)
+            .force(true)
+            .build()
+            .unwrap()
+            .run(model(), folder.path().join("out"))
+            .unwrap()
+    };
+    assert!(run(FileType::F16).notes.iter().any(|note| note.contains("8 matrices of BF16 become F16")));
+    assert!(!run(FileType::BF16).notes.iter().any(|note| note.contains("become F16")));
+    let wrong = golden("models/gpt2");
+    let refused =
+        Pipeline::builder().export(Gguf::default()).build().unwrap().run(Model::open(wrong).unwrap(), std::env::temp_dir().join("never")).err().unwrap();
+    assert!(refused.to_string().contains("gguf: model_type `gpt2`"), "{refused}");
+}
