@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
-pub use files::{Beside, Made, Reason, text_beside};
+pub use files::{Beside, Made, Reason, config_beside, text_beside};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};

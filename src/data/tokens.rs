@@ -13,7 +13,7 @@ use tokenizers::{AddedToken, PostProcessor, TruncationParams, TruncationStrategy
 use super::sentences::Sentences;
 use super::{Target, shaped};
 use crate::error::{Error, Result};
-use crate::model::{Config, text_beside};
+use crate::model::{Made, config_beside, text_beside};
 
 const FILE: &str = "tokenizer.json";
 const SETTINGS: &str = "tokenizer_config.json";
@@ -53,11 +53,10 @@ impl Tokenizer {
             });
         };
         let mut inner = text.parse::<tokenizers::Tokenizer>().map_err(|e| Error::malformed(&path, e))?;
-        let settings = text_beside(target.folder, target.made, SETTINGS)?.map(|text| Config::parse(&target.folder.join(SETTINGS), text));
-        let settings = settings.transpose()?.unwrap_or_default();
+        let settings = config_beside(target.folder, target.made, SETTINGS)?;
         let pad = pad(&inner, settings.values(), target.config);
         normalize(&mut inner, settings.values());
-        add_named(&mut inner, target.folder, settings.values())?;
+        add_named(&mut inner, target, settings.values())?;
         let sentences = Sentences::open(target.folder)?;
         let limit = limit(target, settings.values(), sentences.max_length);
         if let (Some(wanted), Some(limit)) = (max_length, limit)
@@ -159,8 +158,8 @@ impl Tokenizer {
 }
 
 /// The special tokens that `tokenizer_config.json` names, or `special_tokens_map.json` of files from before the former named all.
-pub(crate) fn special_tokens(folder: &Path, settings: &Map<String, Value>) -> Result<Map<String, Value>> {
-    let older = Config::open(&folder.join("special_tokens_map.json"))?;
+pub(crate) fn special_tokens(folder: &Path, made: &Made, settings: &Map<String, Value>) -> Result<Map<String, Value>> {
+    let older = config_beside(folder, made, "special_tokens_map.json")?;
     let older = Some(older.values()).filter(|_| !settings.contains_key("added_tokens_decoder"));
     let named = settings.iter().chain(older.into_iter().flatten().filter(|(name, _)| !settings.contains_key(*name)));
     Ok(named.filter(|(name, value)| name.ends_with("_token") && token_text(value).is_some()).map(|(name, value)| (name.clone(), value.clone())).collect())
@@ -172,8 +171,8 @@ pub(crate) fn token_text(token: &Value) -> Option<&str> {
 }
 
 /// Tokens that are named beside `tokenizer.json` and are in its vocabulary are whole wherever they stand in a text, as in transformers.
-fn add_named(tokenizer: &mut tokenizers::Tokenizer, folder: &Path, settings: &Map<String, Value>) -> Result<()> {
-    let named = special_tokens(folder, settings)?;
+fn add_named(tokenizer: &mut tokenizers::Tokenizer, target: &Target, settings: &Map<String, Value>) -> Result<()> {
+    let named = special_tokens(target.folder, target.made, settings)?;
     let lists = ["additional_special_tokens", "extra_special_tokens"].into_iter().filter_map(|key| settings.get(key)?.as_array()).flatten();
     let decoder = settings.get("added_tokens_decoder").and_then(Value::as_object);
     let known = |text: &str| tokenizer.get_added_vocabulary().get_vocab().contains_key(text) || tokenizer.token_to_id(text).is_none();
@@ -186,7 +185,7 @@ fn add_named(tokenizer: &mut tokenizers::Tokenizer, folder: &Path, settings: &Ma
     };
     let all = named.values().chain(lists).map(|token| (token, true)).chain(decoder.into_iter().flat_map(Map::values).map(|token| (token, false)));
     let (special, others): (Vec<AddedToken>, Vec<AddedToken>) = all.filter_map(added).partition(|token| token.special);
-    let wrong = |e: tokenizers::Error| Error::malformed(&folder.join("tokenizer_config.json"), e);
+    let wrong = |e: tokenizers::Error| Error::malformed(&target.folder.join(SETTINGS), e);
     tokenizer.add_special_tokens(special).map_err(wrong)?;
     tokenizer.add_tokens(others).map(drop).map_err(wrong)
 }

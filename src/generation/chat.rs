@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 
 use crate::data::{special_tokens, token_text};
 use crate::error::{Error, Result};
-use crate::model::Config;
+use crate::model::{Made, config_beside, text_beside};
 
 /// The file of a template.
 const FILE: &str = "chat_template.jinja";
@@ -39,17 +39,13 @@ pub struct ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// The template of a folder: a file of its own, or what `tokenizer_config.json` holds.
+    /// The template of a folder, or of what a file of weights holds of one (`made`): a file of its own, or what `tokenizer_config.json` holds.
     ///
     /// # Errors
     /// There is none, or a file cannot be read.
-    pub fn open(folder: &Path) -> Result<ChatTemplate> {
-        let settings = Config::open(&folder.join(SETTINGS))?;
-        let own = match std::fs::read_to_string(folder.join(FILE)) {
-            Ok(text) => Some(text),
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => None,
-            Err(e) => return Err(Error::io("read", &folder.join(FILE))(e)),
-        };
+    pub fn open(folder: &Path, made: &Made) -> Result<ChatTemplate> {
+        let settings = config_beside(folder, made, SETTINGS)?;
+        let own = text_beside(folder, made, FILE)?;
         let stored = || match settings.get("chat_template")? {
             Value::String(text) => Some(text.clone()),
             Value::Array(named) => {
@@ -62,7 +58,7 @@ impl ChatTemplate {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
             hint: "continue the text itself, without --chat".into(),
         })?;
-        let tokens = special_tokens(folder, settings.values())?;
+        let tokens = special_tokens(folder, made, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
         Ok(ChatTemplate { text: without_generation_blocks(&text), tokens, folder: folder.display().to_string() })
     }
@@ -151,7 +147,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), settings.to_string()).unwrap();
         let said = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
-        ChatTemplate::open(folder.path())?.render(&[said("user", "  Who <b> are you? "), said("assistant", "ä")])
+        ChatTemplate::open(folder.path(), &Made::new())?.render(&[said("user", "  Who <b> are you? "), said("assistant", "ä")])
     }
 
     /// What `apply_chat_template` of transformers gives.
@@ -173,7 +169,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();
         std::fs::write(folder.path().join("special_tokens_map.json"), json!({ "bos_token": { "content": "b" }, "eos_token": "other" }).to_string()).unwrap();
-        assert_eq!(ChatTemplate::open(folder.path()).unwrap().render(&[]).unwrap(), "be");
+        assert_eq!(ChatTemplate::open(folder.path(), &Made::new()).unwrap().render(&[]).unwrap(), "be");
     }
 
     #[test]

@@ -26,7 +26,7 @@ use crate::exec::transfer::{Cause, values};
 use crate::exec::{Answers, Executor, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
 use crate::ir::ops::{Rotary, RotaryScaling};
 use crate::ir::{Dim, Element, Graph, Node, Op};
-use crate::model::{Config, Model};
+use crate::model::{Model, config_beside};
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 use sampling::Sampler;
 
@@ -141,7 +141,7 @@ impl LanguageModel {
             Some((_, id)) if graph.value(*id).ty.shape.len() == 3 => {}
             _ => return Err(Error::graph("this model", "has no `logits` for each token: without a language head it does not continue texts")),
         }
-        let settings = Config::open(&model.path.join("generation_config.json"))?;
+        let settings = config_beside(&model.path, &model.beside.made, "generation_config.json")?;
         let ends = [settings.values(), model.config.values()].into_iter().find_map(|values| Some(values.get("eos_token_id")?).filter(|value| !value.is_null()));
         let ends = ends.map_or(Ok(BTreeSet::new()), |value| {
             numbers(value).ok_or_else(|| Error::graph("eos_token_id", format!("is {value}, expected a token or a list of them")))
@@ -179,7 +179,7 @@ impl LanguageModel {
     /// # Errors
     /// There is none, or it cannot be read.
     pub fn chat_template(&self) -> Result<ChatTemplate> {
-        ChatTemplate::open(&self.model.path)
+        ChatTemplate::open(&self.model.path, &self.model.beside.made)
     }
 
     /// Continues prompts, one after the other.

@@ -14,7 +14,7 @@ pub struct Vocabulary {
 impl Vocabulary {
     pub(super) fn open(model: &Model, graph: &Graph) -> Result<Vocabulary> {
         let (inputs, outputs) = Port::of(graph);
-        let target = Target { folder: &model.path, config: model.config.values(), inputs: &inputs, outputs: &outputs };
+        let target = Target { folder: &model.path, made: &model.beside.made, config: model.config.values(), inputs: &inputs, outputs: &outputs };
         Ok(Vocabulary { tokenizer: Tokenizer::open(&target, None)?, folder: model.path.display().to_string() })
     }
 
@@ -88,7 +88,7 @@ mod tests {
     fn opened(tokenizer: &serde_json::Value) -> Vocabulary {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
-        let target = Target { folder: folder.path(), config: &Map::new(), inputs: &[], outputs: &[] };
+        let target = Target { folder: folder.path(), made: &crate::model::Made::new(), config: &Map::new(), inputs: &[], outputs: &[] };
         Vocabulary { tokenizer: Tokenizer::open(&target, None).unwrap(), folder: "here".into() }
     }
 

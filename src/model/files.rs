@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::Model;
+use super::{Config, Model};
 use crate::error::{Error, Result};
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::pytorch;
@@ -26,6 +26,14 @@ pub fn text_beside(folder: &Path, made: &Made, name: &str) -> Result<Option<Stri
         return Ok(None);
     }
     fs::read_to_string(&path).map(Some).map_err(Error::io("read", &path))
+}
+
+/// A file of settings, as [`text_beside`]; without settings where there is none.
+///
+/// # Errors
+/// It cannot be read, or is no JSON object.
+pub fn config_beside(folder: &Path, made: &Made, name: &str) -> Result<Config> {
+    text_beside(folder, made, name)?.map_or_else(|| Ok(Config::default()), |text| Config::parse(&folder.join(name), text))
 }
 
 /// What a folder holds beside the weights that were opened, relative to the folder, in order.
