@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use compress::export::{FileType, Gguf};
 use compress::model::text_beside;
 use compress::pass::{Cast, QuantizeDynamic};
-use compress::store::Weight;
+use compress::store::gguf::Kind;
+use compress::store::{Bytes, DType, Encoding, Weight};
 use compress::{Model, Pipeline};
 use serde_json::Value;
 
@@ -216,4 +217,135 @@ fn types_are_those_that_were_asked_for() {
     let refused =
         Pipeline::builder().export(Gguf::default()).build().unwrap().run(Model::open(wrong).unwrap(), std::env::temp_dir().join("never")).err().unwrap();
     assert!(refused.to_string().contains("gguf: model_type `gpt2`"), "{refused}");
+}
+
+/// A model with its configuration changed, or that of a vocabulary with the files that it brings.
+fn changed(name: &str, file: &str, change: impl Fn(&mut Value)) -> (tempfile::TempDir, Model) {
+    let folder = tempfile::tempdir().unwrap();
+    if name.starts_with("tokenizer-") {
+        let model = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
+        Pipeline::builder().measure(false).force(true).build().unwrap().run(model, folder.path().join("in")).unwrap();
+    } else {
+        fs::create_dir(folder.path().join("in")).unwrap();
+        fs::copy(golden(&format!("gguf/{name}.json")), folder.path().join("in/config.json")).unwrap();
+        fs::copy(golden(&format!("models/{name}/model.safetensors")), folder.path().join("in/model.safetensors")).unwrap();
+    }
+    let path = folder.path().join("in").join(file);
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    change(&mut json);
+    fs::write(&path, json.to_string()).unwrap();
+    let model = Model::open(folder.path().join("in")).unwrap();
+    (folder, model)
+}
+
+fn export(model: Model, folder: &Path, file_type: FileType) -> Result<compress::Report, compress::Error> {
+    Pipeline::builder().export(Gguf { file_type }).measure(false).build().unwrap().run(model, folder.join("out"))
+}
+
+#[test]
+fn what_a_file_cannot_say_is_refused_by_name() {
+    type Change = fn(&mut Value);
+    let cases: [(&str, &str, Change, &str); 12] = [
+        ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
+        (
+            "qwen2",
+            "config.json",
+            |json| json["rope_scaling"] = serde_json::json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192 }),
+            "rope scaling `llama3`",
+        ),
+        ("qwen3", "config.json", |json| json["head_dim"] = (1u64 << 40).into(), "heads of 1099511627776"),
+        ("tokenizer-pieces", "tokenizer.json", |json| json["normalizer"] = serde_json::json!({ "type": "NFKC" }), "NFKC"),
+        ("tokenizer-pieces", "tokenizer.json", |json| json["pre_tokenizer"] = serde_json::json!({ "type": "Whitespace" }), "Whitespace"),
+        ("tokenizer-llama-bpe", "tokenizer.json", |json| json["model"]["ignore_merges"] = false.into(), "`model.ignore_merges` is false"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["ignore_merges"] = true.into(), "`model.ignore_merges` is true"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["post_processor"] = serde_json::json!({ "type": "BertProcessing" }), "BertProcessing"),
+        (
+            "tokenizer-pieces",
+            "tokenizer.json",
+            |json| json["post_processor"]["single"].as_array_mut().unwrap().insert(0, serde_json::json!({ "SpecialToken": { "id": "</s>", "type_id": 0 } })),
+            "`</s>`, `<s>` before every text",
+        ),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["added_tokens"][0]["content"] = "Ġ".into(), "`Ġ`"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
+        ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list of something else"),
+    ];
+    for (name, file, change, words) in cases {
+        let (folder, model) = changed(name, file, change);
+        let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(words), "{name}: `{error}` does not say `{words}`");
+    }
+}
+
+#[test]
+fn what_changes_nothing_is_accepted() {
+    let values = |folder: &Path| compress::store::gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;
+    let (folder, model) = changed("llama-rope-yarn", "config.json", |json| {
+        json["rope_scaling"]["beta_fast"] = 32.into();
+        json["rope_scaling"]["beta_slow"] = 1.0.into();
+    });
+    let report = export(model, folder.path(), FileType::F32).unwrap();
+    assert!(values(folder.path()).keys().all(|key| !key.contains("beta")));
+    assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+    // Tokens that texts name as they are have spaces, and what stands around texts without a processor is said elsewhere.
+    let (folder, _) = changed("tokenizer-pieces", "tokenizer.json", |json| {
+        json["post_processor"] = Value::Null;
+        let id = json["model"]["vocab"].as_object().unwrap().len() - 1;
+        let added = serde_json::json!({ "id": id, "content": "\u{2581}\u{2581}!", "special": false });
+        json["model"]["vocab"].as_object_mut().unwrap().retain(|_, number| *number != id);
+        json["model"]["merges"].as_array_mut().unwrap().clear();
+        json["added_tokens"].as_array_mut().unwrap().push(added);
+    });
+    let settings = folder.path().join("in/tokenizer_config.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&settings).unwrap()).unwrap();
+    json["add_bos_token"] = true.into();
+    json["chat_template"] = serde_json::json!([{ "name": "default", "template": "a" }, { "name": "tool_use", "template": "b" }]);
+    fs::write(&settings, json.to_string()).unwrap();
+    export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
+    let said = values(folder.path());
+    assert!(matches!(&said["tokenizer.ggml.tokens"], compress::store::gguf::Value::Texts(tokens) if tokens.iter().any(|token| token == "  !")));
+    assert_eq!(said["tokenizer.ggml.add_bos_token"], compress::store::gguf::Value::Bool(true));
+    assert_eq!(said["tokenizer.ggml.add_eos_token"], compress::store::gguf::Value::Bool(false));
+    let back = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    let settings: Value = serde_json::from_str(&back.beside.made[Path::new("tokenizer_config.json")]).unwrap();
+    assert_eq!(settings["chat_template"], json["chat_template"]);
+}
+
+#[test]
+fn a_head_that_is_the_embedding_is_stored_once() {
+    let (_source, mut model) = source("gemma2");
+    let embedding = model.weights.by_name["model.embed_tokens.weight"].clone();
+    model.weights.by_name.insert("lm_head.weight".into(), embedding);
+    let folder = tempfile::tempdir().unwrap();
+    export(model.clone(), folder.path(), FileType::F32).unwrap();
+    assert!(!compress::store::gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors.contains_key("output.weight"));
+    let bytes = std::sync::Arc::new(Bytes { dtype: DType::I32, bytes: vec![0; 64] });
+    model.weights.by_name.insert("model.norm.weight".into(), Weight::new(DType::I32, vec![16], Encoding::Dense, bytes));
+    let folder = tempfile::tempdir().unwrap();
+    let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("where `output_norm.weight` holds floats"), "{error}");
+}
+
+#[test]
+fn blocks_hold_finite_values() {
+    let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0xFF; 64 * 4] });
+    let weight = Weight::new(DType::F32, vec![2, 32], Encoding::Dense, bytes);
+    let (blocks, _) = weight.in_gguf(Kind::Blocks(compress::kernel::ggml::BlockType::Q8_0), "embedding");
+    let error = blocks.visit(1, &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("`embedding`: holds values that are not finite"), "{error}");
+}
+
+/// Beside a file that is written nothing is put, and texts are still read by the tokenizer that the input brings.
+#[test]
+fn texts_are_read_where_a_file_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let texts = folder.path().join("texts.txt");
+    fs::write(&texts, "Hello world, it's 12345 o'clock!\n".repeat(20)).unwrap();
+    let input = golden("gguf/tokenizer-llama-bpe.gguf");
+    let recipe = format!("model: {}\ndata:\n  evaluation: {{ text: {}, task: language-modelling }}\noutput: out\n", input.display(), texts.display());
+    let recipe = compress::Recipe::parse(&recipe, Path::new("recipe.yaml")).unwrap();
+    let model = Model::open(&input).unwrap();
+    let out = folder.path().join("out/model.onnx");
+    let report = Pipeline::builder().recipe(&recipe).build().unwrap().run(model, &out).unwrap();
+    assert!(report.accuracy.is_some());
+    assert!(out.is_file() && !folder.path().join("out/tokenizer.json").exists());
 }
