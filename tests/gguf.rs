@@ -2,13 +2,14 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use compress::export::{FileType, Gguf};
 use compress::model::text_beside;
 use compress::pass::{Cast, QuantizeDynamic};
-use compress::store::gguf::Kind;
+use compress::store::gguf::{self, Kind};
 use compress::store::{Bytes, DType, Encoding, Weight};
 use compress::{Model, Pipeline};
 use serde_json::Value;
@@ -163,8 +164,8 @@ fn what_is_written_is_what_was_read() {
         assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
         assert!(report.notes.iter().any(|note| note.contains("no tokenizer.json")), "{:?}", report.notes);
         // What the file of the reference says, and where.
-        let theirs = compress::store::gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
-        let ours = compress::store::gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
+        let theirs = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+        let ours = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
         assert!(ours.tensors.keys().eq(theirs.tensors.keys()), "{name}: {:?}", ours.tensors.keys());
         for (tensor, weight) in &theirs.tensors {
             assert_eq!(ours.tensors[tensor].floats(tensor).unwrap(), weight.floats(tensor).unwrap(), "{name}: {tensor}");
@@ -181,7 +182,7 @@ fn vocabularies_are_written_as_they_were_read() {
         let input = golden(&format!("gguf/tokenizer-{name}.gguf"));
         let (folder, found, _) = written(Model::open(&input).unwrap(), FileType::F16);
         assert_eq!(tokens(&found, &expected["texts"]), *ids, "{name}");
-        let [theirs, ours] = [input, folder.path().join("out/model.gguf")].map(|path| compress::store::gguf::GgufFile::open(&path).unwrap().values);
+        let [theirs, ours] = [input, folder.path().join("out/model.gguf")].map(|path| gguf::GgufFile::open(&path).unwrap().values);
         let pieces = ["scores", "add_space_prefix", "add_bos_token", "add_eos_token"];
         for (key, value) in theirs.iter().filter(|(key, _)| !pieces.iter().any(|end| key.ends_with(end))) {
             let other = ["general.file_type", "general.name"].contains(&key.as_str());
@@ -278,7 +279,7 @@ fn what_a_file_cannot_say_is_refused_by_name() {
 
 #[test]
 fn what_changes_nothing_is_accepted() {
-    let values = |folder: &Path| compress::store::gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;
+    let values = |folder: &Path| gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;
     let (folder, model) = changed("llama-rope-yarn", "config.json", |json| {
         json["rope_scaling"]["beta_fast"] = 32.into();
         json["rope_scaling"]["beta_slow"] = 1.0.into();
@@ -302,9 +303,9 @@ fn what_changes_nothing_is_accepted() {
     fs::write(&settings, json.to_string()).unwrap();
     export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
     let said = values(folder.path());
-    assert!(matches!(&said["tokenizer.ggml.tokens"], compress::store::gguf::Value::Texts(tokens) if tokens.iter().any(|token| token == "  !")));
-    assert_eq!(said["tokenizer.ggml.add_bos_token"], compress::store::gguf::Value::Bool(true));
-    assert_eq!(said["tokenizer.ggml.add_eos_token"], compress::store::gguf::Value::Bool(false));
+    assert!(matches!(&said["tokenizer.ggml.tokens"], gguf::Value::Texts(tokens) if tokens.iter().any(|token| token == "  !")));
+    assert_eq!(said["tokenizer.ggml.add_bos_token"], gguf::Value::Bool(true));
+    assert_eq!(said["tokenizer.ggml.add_eos_token"], gguf::Value::Bool(false));
     let back = Model::open(folder.path().join("out/model.gguf")).unwrap();
     let settings: Value = serde_json::from_str(&back.beside.made[Path::new("tokenizer_config.json")]).unwrap();
     assert_eq!(settings["chat_template"], json["chat_template"]);
@@ -317,7 +318,7 @@ fn a_head_that_is_the_embedding_is_stored_once() {
     model.weights.by_name.insert("lm_head.weight".into(), embedding);
     let folder = tempfile::tempdir().unwrap();
     export(model.clone(), folder.path(), FileType::F32).unwrap();
-    assert!(!compress::store::gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors.contains_key("output.weight"));
+    assert!(!gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors.contains_key("output.weight"));
     let bytes = std::sync::Arc::new(Bytes { dtype: DType::I32, bytes: vec![0; 64] });
     model.weights.by_name.insert("model.norm.weight".into(), Weight::new(DType::I32, vec![16], Encoding::Dense, bytes));
     let folder = tempfile::tempdir().unwrap();
@@ -348,4 +349,60 @@ fn texts_are_read_where_a_file_is_written() {
     let report = Pipeline::builder().recipe(&recipe).build().unwrap().run(model, &out).unwrap();
     assert!(report.accuracy.is_some());
     assert!(out.is_file() && !folder.path().join("out/tokenizer.json").exists());
+}
+
+/// A golden with other keys and tensors, opened.
+fn rewritten(
+    name: &str,
+    change: impl Fn(&mut BTreeMap<String, gguf::Value>, &mut BTreeMap<String, Weight>),
+) -> (tempfile::TempDir, Result<Model, compress::Error>) {
+    let file = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+    let (mut values, mut tensors) = (file.values, file.tensors);
+    change(&mut values, &mut tensors);
+    let planned: Vec<_> = tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F32), weight.shape.clone())).collect();
+    let (mut bytes, padding) = gguf::header(&values.into_iter().collect::<Vec<_>>(), &planned).unwrap();
+    for ((name, weight), padding) in tensors.iter().zip(padding) {
+        bytes.extend(weight.floats(name).unwrap().iter().flat_map(|value| value.to_le_bytes()));
+        bytes.resize(bytes.len() + padding as usize, 0);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    fs::write(&path, bytes).unwrap();
+    let model = Model::open(&path);
+    (folder, model)
+}
+
+#[test]
+fn vocabularies_of_pieces_have_defaults_and_need_scores() {
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    let named = ["bos_token_id", "eos_token_id", "unknown_token_id", "add_bos_token"];
+    let (_folder, model) = rewritten("tokenizer-pieces", |values, _| values.retain(|key, _| !named.iter().any(|end| key.ends_with(end))));
+    let model = model.unwrap();
+    assert_eq!(tokens(&model, &expected["texts"]), expected["tokens"]["pieces"]);
+    assert_eq!((&model.config.get("bos_token_id").unwrap(), &model.config.get("eos_token_id").unwrap()), (&&1.into(), &&2.into()));
+    let (_folder, model) = rewritten("tokenizer-pieces", |values, _| match values.get_mut("tokenizer.ggml.scores") {
+        Some(gguf::Value::Floats(scores)) => scores.fill(-1000.0),
+        _ => panic!("no scores"),
+    });
+    let model = model.unwrap();
+    assert!(!model.beside.made.contains_key(Path::new("tokenizer.json")));
+    assert!(model.beside.in_weight_files.iter().any(|note| note.contains("its scores are all equal (-1000)")), "{:?}", model.beside.in_weight_files);
+    let long = "x".repeat(600);
+    let (_folder, model) = rewritten("tokenizer-pieces", |values, _| match values.get_mut("tokenizer.ggml.tokens") {
+        Some(gguf::Value::Texts(tokens)) => tokens[300].clone_from(&long),
+        _ => panic!("no tokens"),
+    });
+    assert!(model.unwrap().beside.in_weight_files.iter().any(|note| note.contains("a token of 600 bytes")));
+}
+
+#[test]
+fn factors_on_frequencies_are_as_many_as_there_are() {
+    let cut = |_: &mut BTreeMap<String, gguf::Value>, tensors: &mut BTreeMap<String, Weight>| {
+        let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4] });
+        tensors.insert("rope_freqs.weight".into(), Weight::new(DType::F32, vec![1], Encoding::Dense, bytes));
+    };
+    let (_folder, model) = rewritten("llama-rope-llama3", cut);
+    assert!(model.err().unwrap().to_string().contains("has the shape [1], where heads of"));
+    let (_folder, model) = rewritten("qwen2", cut);
+    assert!(model.err().unwrap().to_string().contains("which only models of the architecture `llama` have"));
 }
