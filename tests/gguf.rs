@@ -243,10 +243,17 @@ fn export(model: Model, folder: &Path, file_type: FileType) -> Result<compress::
     Pipeline::builder().export(Gguf { file_type }).measure(false).build().unwrap().run(model, folder.join("out"))
 }
 
+/// Gemma 1, with weights of a Llama.
+fn gemma(json: &mut Value, activation: &str) {
+    json["model_type"] = "gemma".into();
+    json["head_dim"] = (json["hidden_size"].as_u64().unwrap() / json["num_attention_heads"].as_u64().unwrap()).into();
+    json["hidden_act"] = activation.into();
+}
+
 #[test]
 fn what_a_file_cannot_say_is_refused_by_name() {
     type Change = fn(&mut Value);
-    let cases: [(&str, &str, Change, &str); 12] = [
+    let cases: [(&str, &str, Change, &str); 14] = [
         ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
         (
             "qwen2",
@@ -269,6 +276,8 @@ fn what_a_file_cannot_say_is_refused_by_name() {
         ("tokenizer-qwen2", "tokenizer.json", |json| json["added_tokens"][0]["content"] = "Ġ".into(), "`Ġ`"),
         ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
         ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list of something else"),
+        ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
+        ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
     ];
     for (name, file, change, words) in cases {
         let (folder, model) = changed(name, file, change);
@@ -287,6 +296,10 @@ fn what_changes_nothing_is_accepted() {
     let report = export(model, folder.path(), FileType::F32).unwrap();
     assert!(values(folder.path()).keys().all(|key| !key.contains("beta")));
     assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+    // As many tokens as there are rows.
+    let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
+    export(model, folder.path(), FileType::F32).unwrap();
+    assert_eq!(values(folder.path())["llama.vocab_size"], gguf::Value::Unsigned(48));
     // Tokens that texts name as they are have spaces, and what stands around texts without a processor is said elsewhere.
     let (folder, _) = changed("tokenizer-pieces", "tokenizer.json", |json| {
         json["post_processor"] = Value::Null;
