@@ -96,6 +96,12 @@ fn seeds_are_read_or_refused() {
             Err(e) => assert!(name == "seed-blocks" && e.to_string().contains("the architecture `none`"), "{name}: {e}"),
         }
     }
+    for (name, bytes) in seeds("pytorch") {
+        let path = folder.path().join(format!("{name}.pt"));
+        std::fs::write(&path, bytes).unwrap();
+        let opened = Model::open(&path).map(|model| model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()));
+        assert_eq!(opened.unwrap_or(false), !["seed-object", "seed-repeated", "seed-sparse"].contains(&name.as_str()), "{name}");
+    }
     let graphs = seeds("graph");
     assert!(graphs.len() > 5);
     for (name, bytes) in graphs {

@@ -150,6 +150,22 @@ fn what_does_not_belong_together_is_not_joined() {
 }
 
 #[test]
+fn forced_parts_of_another_run_are_gone_before_they_are_made_and_foreign_files_stay() {
+    let folder = tempfile::tempdir().unwrap();
+    let (model, output) = (golden("llama"), folder.path().join("out"));
+    in_parts("passes: [quantize-dynamic]", &model, &output, 2);
+    std::fs::write(parts_folder(&output).join("notes.txt"), "mine").unwrap();
+    let global = builder("passes: [{ prune-unstructured: { scope: global } }]").force(true).build().unwrap();
+    let outcome = |number| global.run_part(Model::open(&model).unwrap(), &output, Share { number, count: 2 }).unwrap();
+    assert_eq!([outcome(1), outcome(2)], [PartOutcome::Counted; 2]);
+    assert!(merged(&model, &output).unwrap_err().to_string().contains("no finished part"));
+    while [outcome(1), outcome(2)].contains(&PartOutcome::Counted) {}
+    merged(&model, &output).unwrap();
+    let left: Vec<PathBuf> = std::fs::read_dir(parts_folder(&output)).unwrap().map(|entry| entry.unwrap().path()).collect();
+    assert_eq!(left, [parts_folder(&output).join("notes.txt")]);
+}
+
+#[test]
 #[cfg(feature = "run")]
 fn what_cannot_be_done_in_parts_is_refused_by_name() {
     let folder = tempfile::tempdir().unwrap();
@@ -160,5 +176,11 @@ fn what_cannot_be_done_in_parts_is_refused_by_name() {
     assert!(refused("passes: [{ decompose: { rank: 4 } }]").contains("decompose works on the whole model"));
     assert!(refused("passes: [cast: { to: bf16 }]\nexport: [onnx]").contains("`onnx` is one file"));
     assert!(refused("passes: []\nexport: [safetensors, onnx]").contains("several formats"));
+    // Its importance follows from the data.
+    let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/evaluation/book.txt");
+    let weighted = format!("passes: [palettize: {{ bits: 4 }}]\ndata: {{ calibration: {{ text: {} }} }}", book.display());
+    assert!(refused(&weighted).contains("palettize works on the whole model"));
+    let file = builder("passes: []").build().unwrap().run_part(Model::open(golden("llama")).unwrap(), "out.onnx", Share { number: 1, count: 2 });
+    assert!(file.unwrap_err().to_string().contains("out.onnx is a file"));
     assert!(!folder.path().join("out.parts").exists());
 }

@@ -13,9 +13,9 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[("layer_types", "[]"), ("partial_rotary_factor", "1.0")],
 };
 
-/// Heads of Qwen3 have a width of their own where nothing is said.
 pub(super) const SIZES: Sizes = Sizes { heads_divide: true, ..decoder::SIZES };
 
+/// Heads of Qwen3 have a width of their own where nothing is said.
 pub(super) const QWEN3_SIZES: Sizes = Sizes { own_head_dim: true, ..decoder::SIZES };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {

@@ -68,7 +68,13 @@ impl Pool {
             None => cuts.insert(Arc::new(self.solve(None, None)?.unwrap_or_default())).clone(),
         };
         let found = cuts.get(index).copied().flatten();
-        found.ok_or_else(|| Error::tensor(self.members.get(index).map_or("", |(name, _)| name), "belongs to another part of the run", ""))
+        found.ok_or_else(|| {
+            Error::tensor(
+                self.members.get(index).map_or("", |(name, _)| name),
+                "belongs to another part of the run, and a weight of this one reads it",
+                "NVFP4 and tied embeddings behind a threshold over all weights need a run in one process",
+            )
+        })
     }
 
     fn readings(&self) -> u64 {
@@ -97,18 +103,17 @@ impl Pool {
             };
             let mut counts = None;
             let mut count_here = || Ok(totals(counts.insert(count_own()?), window));
-            let by_part = match part {
-                None => vec![count_here()?],
-                Some((part, name)) => match part.counts(&format!("{name}-{round}"), &mut count_here)? {
+            let [all, before] = match part {
+                None => [count_here()?, Vec::new()],
+                Some((part, name)) => match part.counts(&format!("{name}-{round}"), 1 << window.width, &mut count_here)? {
                     None => return Ok(None),
-                    Some(by_part) => by_part,
+                    Some(counts) => counts,
                 },
             };
-            let total = |bin: usize| by_part.iter().filter_map(|totals| totals.get(bin)).sum::<u64>();
             // The last bin that starts before the wanted count is passed; 0 wanted cuts below everything.
             let mut bin = 0;
-            while bin + 1 < 1 << window.width && total(bin) < wanted {
-                wanted -= total(bin);
+            while bin + 1 < all.len() && all[bin] < wanted {
+                wanted -= all[bin];
                 bin += 1;
             }
             if let Some(inside) = window.inside(bin as u64) {
@@ -118,8 +123,7 @@ impl Pool {
             let threshold = window.key(bin as u64);
             let counts = counts.map_or_else(count_own, Ok)?;
             // Ties go in the order of names, which is that of parts.
-            let before = part.map_or(0, |(part, _)| part.share().number - 1);
-            let mut wanted = by_part.iter().take(before).filter_map(|totals| totals.get(bin)).fold(wanted, |wanted, ties| wanted.saturating_sub(*ties));
+            let mut wanted = wanted.saturating_sub(before.get(bin).copied().unwrap_or(0));
             let mut counts = counts.iter();
             let cuts = self.members.iter().map(|(name, weight)| {
                 part.is_none_or(|(part, _)| part.owns(name)).then(|| {

@@ -167,17 +167,25 @@ impl Pipeline {
     /// As [`run`](Pipeline::run); a pass runs the model, the output is not safetensors, or the part that is there is another run's.
     pub fn run_part(&self, mut model: Model, output: impl AsRef<Path>, share: Share) -> Result<PartOutcome> {
         let output = output.as_ref();
-        self.require_parts(&model)?;
         model.require_own_files()?;
         model.beside.files.clear();
+        let (mut pipeline, after, mut state) = self.settled(&model)?;
+        pipeline.require_parts(&model, output)?;
         check_place(output, self.force, &model.path)?;
-        let key = self.part_key(&model, share.count)?;
+        let key = pipeline.part_key(&model, share.count)?;
         let folder = parts_folder(output).join(share.name());
-        if folder.exists() && !self.force {
-            return self.found_part(&folder, &key);
+        if folder.exists() {
+            match found_part(&folder, &key) {
+                found if !self.force => return found.map(|()| PartOutcome::Found),
+                Ok(()) => {}
+                // Until this part is written, nobody is to take it for one of this run.
+                Err(_) => std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?,
+            }
         }
-        let (pipeline, after, mut state) = self.settled(&model)?;
-        let counts = parts_folder(output).join(format!("counts-{}", key.get(..16).unwrap_or_default()));
+        // What cannot be evaluated is said before the join.
+        pipeline.open_samples(&model)?;
+        let pipeline = &pipeline;
+        let counts = parts_folder(output).join(counts_name(&key));
         let [export] = pipeline.export.as_slice() else {
             return Err(Error::option("--part", "several formats cannot be written in parts: name safetensors alone"));
         };
@@ -193,16 +201,16 @@ impl Pipeline {
         let staging = Staging::new(&folder, self.force, &model.path)?;
         let place = staging.path();
         let forecast: SizeForecast = export.format().forecast(&after, &state)?;
-        require_space(&place, staging.target(), &[forecast], 0)?;
+        require_space(&place, staging.target(), &[forecast], 0, 0)?;
         let mut peak = self.watch()?;
         let exported = export.format().write(&after, &state, &place, None, &work)?;
-        require_finite(&pipeline, &after, &exported)?;
+        require_finite(pipeline, &after, &exported)?;
         let told = Told {
             key,
             version: Tool::default().version,
             part: share.number,
             parts: share.count,
-            recipe: self.recipe(&model).to_yaml(),
+            recipe: pipeline.recipe(&model).to_yaml(),
             seconds: state.history.iter().map(|applied| applied.meter.total().as_secs_f64()).collect(),
             peak_rss_bytes: peak.highest().rss_bytes,
             files: exported.files.iter().map(|file| (file.name.clone(), file.bytes, file.blake3.to_string())).collect(),
@@ -224,8 +232,10 @@ impl Pipeline {
         let output = output.as_ref();
         let folder = parts_folder(output);
         check_place(output, self.force, &model.path)?;
-        self.require_parts(&model)?;
-        let (count, parts) = self.all_parts(&model, output)?;
+        let (pipeline, ..) = self.settled(&model)?;
+        pipeline.require_parts(&model, output)?;
+        let (key, parts) = pipeline.all_parts(&model, output)?;
+        let (count, mut joined, mut most) = (parts.len(), vec![folder.join(counts_name(&key))], 0);
         let work = self.work();
         let mut made = Made::default();
         let mut seconds: Vec<f64> = Vec::new();
@@ -246,6 +256,7 @@ impl Pipeline {
                     made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, blake3: hash });
                 }
             }
+            most = most.max(told.peak_rss_bytes.unwrap_or(0));
             seconds.resize(told.seconds.len(), 0.0);
             seconds.iter_mut().zip(&told.seconds).for_each(|(sum, seconds)| *sum += seconds);
             made.tensors.append(&mut Checkpoint::open(&path)?.tensors);
@@ -254,19 +265,27 @@ impl Pipeline {
                 let found = seen.measurement().ok_or_else(|| Error::malformed(&path.join(TOLD), format!("no hash of `{name}`")))?;
                 made.items.insert(found.0, found.1);
             }
+            joined.push(path);
         }
         let mut pipeline = self.clone();
-        pipeline.start.notes.push(format!("made in {count} parts, and joined; the time of a pass is that of all its parts, on all their threads"));
+        pipeline.start.notes.push(format!(
+            "made in {count} parts, each in {} of memory at most, and joined; the time of a pass is that of all parts, on all their threads",
+            crate::report::format::bytes(most)
+        ));
         let seconds: Vec<Duration> = seconds.into_iter().map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()).collect();
         let report = run(&pipeline, model, output, Some((&made, &seconds)))?;
         if !keep {
-            std::fs::remove_dir_all(&folder).map_err(Error::io("remove", &folder))?;
+            for path in joined.iter().filter(|path| path.exists()) {
+                std::fs::remove_dir_all(path).map_err(Error::io("remove", path))?;
+            }
+            // Unless something else lies there.
+            let _ = std::fs::remove_dir(&folder);
         }
         Ok(report)
     }
 
-    /// All parts of one run of this pipeline, with what they tell.
-    fn all_parts(&self, model: &Model, output: &Path) -> Result<(usize, Vec<(PathBuf, Told)>)> {
+    /// The key of a run of this pipeline, and all its parts, with what they tell.
+    fn all_parts(&self, model: &Model, output: &Path) -> Result<(String, Vec<(PathBuf, Told)>)> {
         let refuse = |reason: String, hint: &str| Error::Output { path: parts_folder(output), reason, hint: hint.into() };
         let there = there(output)?;
         let counts: std::collections::BTreeSet<usize> = there.keys().map(|share| share.count).collect();
@@ -283,22 +302,16 @@ impl Pipeline {
         let key = self.part_key(model, *count)?;
         let told = there.into_values().map(|path| opened(&path).map(|told| (path, told))).collect::<Result<Vec<_>>>()?;
         match told.iter().find(|(_, told)| told.key != key) {
-            None => Ok((*count, told)),
+            None => Ok((key, told)),
             Some((path, told)) => Err(other_run(path, &told.version)),
         }
     }
 
-    fn found_part(&self, folder: &Path, key: &str) -> Result<PartOutcome> {
-        let told = opened(folder)?;
-        let whole = |(name, bytes, _): &(String, u64, String)| std::fs::metadata(folder.join(name)).is_ok_and(|found| found.len() == *bytes);
-        match told.key == key && told.files.iter().all(whole) {
-            true => Ok(PartOutcome::Found),
-            false => Err(other_run(folder, &told.version)),
-        }
-    }
-
     /// Refuses what cannot be made in parts.
-    fn require_parts(&self, model: &Model) -> Result<()> {
+    fn require_parts(&self, model: &Model, output: &Path) -> Result<()> {
+        if crate::output::file_name(output).is_some() {
+            return Err(Error::option("--part", format!("{} is a file, and parts are joined to a folder: name one with -o", output.display())));
+        }
         if let Some(step) = self.steps.iter().find(|step| step.pass().runs_on().is_some()) {
             return Err(Error::option(
                 "--part",
@@ -316,6 +329,7 @@ impl Pipeline {
     fn part_key(&self, model: &Model, count: usize) -> Result<String> {
         let mut recipe = self.recipe(model);
         recipe.model.clear();
+        recipe.memory = None;
         let work = self.work();
         let mut key = ContentKey::new(&work);
         let tool = Tool::default();
@@ -332,8 +346,22 @@ impl Pipeline {
     }
 }
 
-/// Samples of a file that tell it from another.
+/// Whether a folder holds a part of a run, whole by the sizes of its files.
+fn found_part(folder: &Path, key: &str) -> Result<()> {
+    let told = opened(folder)?;
+    let whole = |(name, bytes, _): &(String, u64, String)| std::fs::metadata(folder.join(name)).is_ok_and(|found| found.len() == *bytes);
+    if told.key == key && told.files.iter().all(whole) { Ok(()) } else { Err(other_run(folder, &told.version)) }
+}
+
+/// Name of the folder of what the parts of a run have counted.
+fn counts_name(key: &str) -> String {
+    format!("counts-{}", key.get(..16).unwrap_or_default())
+}
+
+/// Samples of a file at least.
 const SAMPLES: u64 = 16;
+/// Bytes from one sample to the next at most.
+const STRIDE: u64 = 16 << 20;
 /// Bytes of a sample.
 const SAMPLE: usize = 4096;
 
@@ -342,11 +370,12 @@ fn sampled(path: &Path) -> Result<String> {
     let length = file.metadata().map_err(Error::io("open", path))?.len();
     let mut hasher = blake3::Hasher::new();
     hasher.update(&length.to_le_bytes());
+    let stride = STRIDE.min(length.div_ceil(SAMPLES)).max(1);
     let mut buffer = vec![0; SAMPLE];
-    for number in 0..SAMPLES {
-        let place = u128::from(length).saturating_mul(number.into()).checked_div(SAMPLES.into()).and_then(|place| u64::try_from(place).ok());
-        let read = file.read_at(&mut buffer, place.unwrap_or(0)).map_err(Error::io("read", path))?;
-        hasher.update(buffer.get(..read).unwrap_or_default());
+    for place in (0..length).step_by(usize::try_from(stride).unwrap_or(usize::MAX)) {
+        buffer.resize(usize::try_from(length.saturating_sub(place)).unwrap_or(SAMPLE).min(SAMPLE), 0);
+        file.read_exact_at(&mut buffer, place).map_err(Error::io("read", path))?;
+        hasher.update(&buffer);
     }
     Ok(hasher.finalize().to_string())
 }

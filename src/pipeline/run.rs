@@ -54,7 +54,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let folder = staging.path();
     // What an interrupted run has kept is there already.
     let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
-    require_space(&folder, staging.target(), &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept))?;
+    // Files of parts are linked.
+    let linked = made.map_or(0, |(made, _)| made.files.iter().map(|file| file.header.data_bytes()).sum());
+    require_space(&folder, staging.target(), &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
@@ -163,8 +165,9 @@ fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
 }
 
 /// Refuses before the first byte what cannot fit.
-pub(super) fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64) -> Result<()> {
-    let needed = carried + forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
+pub(super) fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64, linked: u64) -> Result<()> {
+    let written = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
+    let needed = carried + written.saturating_sub(linked);
     let Ok(space) = rustix::fs::statvfs(folder) else { return Ok(()) };
     let free = space.f_bavail.saturating_mul(space.f_frsize);
     if needed <= free {

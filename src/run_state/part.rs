@@ -40,10 +40,14 @@ impl Share {
             text.trim().parse().map(Some).map_err(|_| format!("{name} is `{text}`, no whole number"))
         };
         if let Some(id) = number("SLURM_ARRAY_TASK_ID")? {
+            // Slurm tells the least number of what was submitted now: of a part that is made again alone, its own.
+            if let Some(count) = count {
+                return Share::new(id, count).map_err(|reason| format!("SLURM_ARRAY_TASK_ID: {reason}, as in --array=1-{count}"));
+            }
             let (least, step) = (number("SLURM_ARRAY_TASK_MIN")?.unwrap_or(1), number("SLURM_ARRAY_TASK_STEP")?.unwrap_or(1));
-            let told = number("SLURM_ARRAY_TASK_COUNT")?.or(count).ok_or("SLURM_ARRAY_TASK_COUNT is not set: say how many parts there are, as in auto/16")?;
+            let told = number("SLURM_ARRAY_TASK_COUNT")?.ok_or("SLURM_ARRAY_TASK_COUNT is not set: say how many parts there are, as in auto/16")?;
             let place = id.checked_sub(least).and_then(|place| place.checked_div(step)).and_then(|place| place.checked_add(1));
-            return Share::new(place.ok_or_else(|| format!("SLURM_ARRAY_TASK_ID {id} is below SLURM_ARRAY_TASK_MIN {least}"))?, count.unwrap_or(told));
+            return Share::new(place.ok_or_else(|| format!("SLURM_ARRAY_TASK_ID {id} is below SLURM_ARRAY_TASK_MIN {least}"))?, told);
         }
         if let Some(index) = number("JOB_COMPLETION_INDEX")? {
             let count = count
@@ -128,34 +132,45 @@ impl Part {
         self.owners.get(place).map_or(1, |(_, owner)| *owner) == self.share.number
     }
 
-    /// What all parts have counted in a round, in their order; nothing while one has not. What this part has counted is written where
-    /// the others find it.
+    /// What all parts have counted in a round, and what those before this one have, added up; nothing while one has not. What this part has
+    /// counted, `length` numbers, is written where the others find it.
     ///
     /// # Errors
-    /// Counting, reading or writing fails.
-    pub fn counts(&self, round: &str, own: &mut dyn FnMut() -> Result<Vec<u64>>) -> Result<Option<Vec<Vec<u64>>>> {
+    /// Counting, reading or writing fails, or another part has written something else.
+    pub fn counts(&self, round: &str, length: usize, own: &mut dyn FnMut() -> Result<Vec<u64>>) -> Result<Option<[Vec<u64>; 2]>> {
         let place = |share: Share| self.folder.join(format!("{round}-{}.json", share.name()));
         let path = place(self.share);
         if !path.exists() {
             let text = serde_json::to_string(&own()?).map_err(|e| Error::malformed(&path, e))?;
             std::fs::create_dir_all(&self.folder).map_err(Error::io("create", &self.folder))?;
-            // Others read it as soon as it has its name.
-            let new = self.folder.join(format!(".{round}-{}.{}", self.share.name(), std::process::id()));
+            // Others read it as soon as it has its name; containers each have a process 1.
+            let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_nanos());
+            let new = self.folder.join(format!(".{round}-{}.{}-{now}", self.share.name(), std::process::id()));
             std::fs::write(&new, text).map_err(Error::io("write", &new))?;
             std::fs::rename(&new, &path).map_err(Error::io("move", &path))?;
         }
-        self.share.all().map(|share| counts_of(&place(share))).collect()
+        let [mut all, mut before] = [vec![0u64; length], vec![0u64; length]];
+        let add = |sums: &mut [u64], counts: &[u64]| sums.iter_mut().zip(counts).for_each(|(sum, count)| *sum = sum.saturating_add(*count));
+        for share in self.share.all() {
+            let Some(counts) = counts_of(&place(share), length)? else { return Ok(None) };
+            add(&mut all, &counts);
+            if share.number < self.share.number {
+                add(&mut before, &counts);
+            }
+        }
+        Ok(Some([all, before]))
     }
 }
 
-fn counts_of(path: &Path) -> Result<Option<Vec<u64>>> {
-    match std::fs::read_to_string(path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Error::io("read", path)(error)),
-        Ok(text) => {
-            serde_json::from_str(&text).map(Some).map_err(|e| Error::malformed(path, format!("no list of counts: {e}; remove it and run its part again")))
-        }
-    }
+fn counts_of(path: &Path, length: usize) -> Result<Option<Vec<u64>>> {
+    let wrong = |reason: &dyn fmt::Display| Error::malformed(path, format!("no list of {length} counts ({reason}): remove it, and run its part again"));
+    let text = match std::fs::read_to_string(path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::io("read", path)(error)),
+        Ok(text) => text,
+    };
+    let counts: Vec<u64> = serde_json::from_str(&text).map_err(|e| wrong(&e))?;
+    if counts.len() == length { Ok(Some(counts)) } else { Err(wrong(&format!("has {}", counts.len()))) }
 }
 
 #[cfg(test)]
@@ -173,7 +188,12 @@ mod tests {
         let slurm = &[("SLURM_ARRAY_TASK_ID", "14"), ("SLURM_ARRAY_TASK_COUNT", "4"), ("SLURM_ARRAY_TASK_MIN", "10"), ("SLURM_ARRAY_TASK_STEP", "2")];
         assert_eq!(found(None, slurm), Ok(Share { number: 3, count: 4 }));
         // A part alone, done again.
-        assert_eq!(found(Some(16), &[("SLURM_ARRAY_TASK_ID", "7"), ("SLURM_ARRAY_TASK_COUNT", "1")]), Ok(Share { number: 7, count: 16 }));
+        assert_eq!(
+            found(Some(16), &[("SLURM_ARRAY_TASK_ID", "7"), ("SLURM_ARRAY_TASK_COUNT", "1"), ("SLURM_ARRAY_TASK_MIN", "7")]),
+            Ok(Share { number: 7, count: 16 })
+        );
+        assert!(found(Some(16), &[("SLURM_ARRAY_TASK_ID", "0")]).unwrap_err().contains("--array=1-16"));
+        assert!(found(Some(1), &[("SLURM_ARRAY_TASK_ID", "7")]).unwrap_err().contains("no part 7 of 1"));
         assert_eq!(found(Some(16), &[("JOB_COMPLETION_INDEX", "0")]), Ok(Share { number: 1, count: 16 }));
         assert!(found(None, &[("JOB_COMPLETION_INDEX", "0")]).unwrap_err().contains("auto/16"));
         assert!(found(None, &[]).unwrap_err().contains("no job of an array"));
