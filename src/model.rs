@@ -127,7 +127,7 @@ impl Model {
             if a == b {
                 continue;
             }
-            if !same_bytes(input, alias, original)? {
+            if !input.same_bytes(alias, original)? {
                 return Err(Error::tensor(
                     alias,
                     format!("config.json ties it to `{original}`, both are stored with different values, and a pass changes only one of them"),
@@ -145,6 +145,20 @@ impl Model {
             notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
         }
         Ok(notes)
+    }
+
+    /// Whether two weights hold the same values in the same format.
+    pub(crate) fn same_bytes(&self, a: &str, b: &str) -> Result<bool> {
+        let hash = |name: &str| -> Result<_> {
+            let weight = self.weights.get(name)?.dense(name);
+            let mut hasher = blake3::Hasher::new();
+            weight.visit(1, &mut |block| {
+                hasher.update(block.now.values);
+                Ok(())
+            })?;
+            Ok((weight.dtype, weight.shape.clone(), hasher.finalize()))
+        };
+        Ok(hash(a)? == hash(b)?)
     }
 }
 
@@ -194,17 +208,4 @@ fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool) -> Result
             Err(Error::malformed(path, format!("{} .{extension} files and no safetensors: name the file to open, like {}", found.len(), first.display())))
         }
     }
-}
-
-fn same_bytes(model: &Model, a: &str, b: &str) -> Result<bool> {
-    let hash = |name: &str| -> Result<_> {
-        let weight = model.weights.get(name)?;
-        let mut hasher = blake3::Hasher::new();
-        weight.visit(1, &mut |block| {
-            hasher.update(block.now.values);
-            Ok(())
-        })?;
-        Ok((weight.dtype, weight.shape.clone(), hasher.finalize()))
-    };
-    Ok(hash(a)? == hash(b)?)
 }

@@ -2,13 +2,15 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use compress::export::{FileType, Gguf};
 use compress::model::text_beside;
 use compress::pass::{Cast, QuantizeDynamic};
-use compress::store::Weight;
+use compress::store::gguf::{self, Kind};
+use compress::store::{Bytes, DType, Encoding, Weight};
 use compress::{Model, Pipeline};
 use serde_json::Value;
 
@@ -162,8 +164,8 @@ fn what_is_written_is_what_was_read() {
         assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string(), "{name}: {}", found.graph().unwrap());
         assert!(report.notes.iter().any(|note| note.contains("no tokenizer.json")), "{:?}", report.notes);
         // What the file of the reference says, and where.
-        let theirs = compress::store::gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
-        let ours = compress::store::gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
+        let theirs = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+        let ours = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
         assert!(ours.tensors.keys().eq(theirs.tensors.keys()), "{name}: {:?}", ours.tensors.keys());
         for (tensor, weight) in &theirs.tensors {
             assert_eq!(ours.tensors[tensor].floats(tensor).unwrap(), weight.floats(tensor).unwrap(), "{name}: {tensor}");
@@ -180,7 +182,7 @@ fn vocabularies_are_written_as_they_were_read() {
         let input = golden(&format!("gguf/tokenizer-{name}.gguf"));
         let (folder, found, _) = written(Model::open(&input).unwrap(), FileType::F16);
         assert_eq!(tokens(&found, &expected["texts"]), *ids, "{name}");
-        let [theirs, ours] = [input, folder.path().join("out/model.gguf")].map(|path| compress::store::gguf::GgufFile::open(&path).unwrap().values);
+        let [theirs, ours] = [input, folder.path().join("out/model.gguf")].map(|path| gguf::GgufFile::open(&path).unwrap().values);
         let pieces = ["scores", "add_space_prefix", "add_bos_token", "add_eos_token"];
         for (key, value) in theirs.iter().filter(|(key, _)| !pieces.iter().any(|end| key.ends_with(end))) {
             let other = ["general.file_type", "general.name"].contains(&key.as_str());
@@ -216,4 +218,204 @@ fn types_are_those_that_were_asked_for() {
     let refused =
         Pipeline::builder().export(Gguf::default()).build().unwrap().run(Model::open(wrong).unwrap(), std::env::temp_dir().join("never")).err().unwrap();
     assert!(refused.to_string().contains("gguf: model_type `gpt2`"), "{refused}");
+}
+
+/// A model with its configuration changed, or that of a vocabulary with the files that it brings.
+fn changed(name: &str, file: &str, change: impl Fn(&mut Value)) -> (tempfile::TempDir, Model) {
+    let folder = tempfile::tempdir().unwrap();
+    if name.starts_with("tokenizer-") {
+        let model = Model::open(golden(&format!("gguf/{name}.gguf"))).unwrap();
+        Pipeline::builder().measure(false).force(true).build().unwrap().run(model, folder.path().join("in")).unwrap();
+    } else {
+        fs::create_dir(folder.path().join("in")).unwrap();
+        fs::copy(golden(&format!("gguf/{name}.json")), folder.path().join("in/config.json")).unwrap();
+        fs::copy(golden(&format!("models/{name}/model.safetensors")), folder.path().join("in/model.safetensors")).unwrap();
+    }
+    let path = folder.path().join("in").join(file);
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    change(&mut json);
+    fs::write(&path, json.to_string()).unwrap();
+    let model = Model::open(folder.path().join("in")).unwrap();
+    (folder, model)
+}
+
+fn export(model: Model, folder: &Path, file_type: FileType) -> Result<compress::Report, compress::Error> {
+    Pipeline::builder().export(Gguf { file_type }).measure(false).build().unwrap().run(model, folder.join("out"))
+}
+
+/// Gemma 1, with weights of a Llama.
+fn gemma(json: &mut Value, activation: &str) {
+    json["model_type"] = "gemma".into();
+    json["head_dim"] = (json["hidden_size"].as_u64().unwrap() / json["num_attention_heads"].as_u64().unwrap()).into();
+    json["hidden_act"] = activation.into();
+}
+
+#[test]
+fn what_a_file_cannot_say_is_refused_by_name() {
+    type Change = fn(&mut Value);
+    let cases: [(&str, &str, Change, &str); 14] = [
+        ("llama-rope-yarn", "config.json", |json| json["rope_scaling"]["beta_fast"] = 16.into(), "`beta_fast` of 16"),
+        (
+            "qwen2",
+            "config.json",
+            |json| json["rope_scaling"] = serde_json::json!({ "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192 }),
+            "rope scaling `llama3`",
+        ),
+        ("qwen3", "config.json", |json| json["head_dim"] = (1u64 << 40).into(), "heads of 1099511627776"),
+        ("tokenizer-pieces", "tokenizer.json", |json| json["normalizer"] = serde_json::json!({ "type": "NFKC" }), "NFKC"),
+        ("tokenizer-pieces", "tokenizer.json", |json| json["pre_tokenizer"] = serde_json::json!({ "type": "Whitespace" }), "Whitespace"),
+        ("tokenizer-llama-bpe", "tokenizer.json", |json| json["model"]["ignore_merges"] = false.into(), "`model.ignore_merges` is false"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["ignore_merges"] = true.into(), "`model.ignore_merges` is true"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["post_processor"] = serde_json::json!({ "type": "BertProcessing" }), "BertProcessing"),
+        (
+            "tokenizer-pieces",
+            "tokenizer.json",
+            |json| json["post_processor"]["single"].as_array_mut().unwrap().insert(0, serde_json::json!({ "SpecialToken": { "id": "</s>", "type_id": 0 } })),
+            "`</s>`, `<s>` before every text",
+        ),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["added_tokens"][0]["content"] = "Ġ".into(), "`Ġ`"),
+        ("tokenizer-qwen2", "tokenizer.json", |json| json["model"]["end_of_word_suffix"] = "</w>".into(), "`</w>`"),
+        ("tokenizer-qwen2", "tokenizer_config.json", |json| json["chat_template"] = serde_json::json!([1]), "a list of something else"),
+        ("llama", "config.json", |json| gemma(json, "relu"), "`hidden_act` of \"relu\""),
+        ("llama", "config.json", |json| gemma(json, "gelu"), "`lm_head.weight`: differs from the embedding"),
+    ];
+    for (name, file, change, words) in cases {
+        let (folder, model) = changed(name, file, change);
+        let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(words), "{name}: `{error}` does not say `{words}`");
+    }
+}
+
+#[test]
+fn what_changes_nothing_is_accepted() {
+    let values = |folder: &Path| gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;
+    let (folder, model) = changed("llama-rope-yarn", "config.json", |json| {
+        json["rope_scaling"]["beta_fast"] = 32.into();
+        json["rope_scaling"]["beta_slow"] = 1.0.into();
+    });
+    let report = export(model, folder.path(), FileType::F32).unwrap();
+    assert!(values(folder.path()).keys().all(|key| !key.contains("beta")));
+    assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+    // As many tokens as there are rows.
+    let (folder, model) = changed("llama", "config.json", |json| json["vocab_size"] = 40.into());
+    export(model, folder.path(), FileType::F32).unwrap();
+    assert_eq!(values(folder.path())["llama.vocab_size"], gguf::Value::Unsigned(48));
+    // Tokens that texts name as they are have spaces, and what stands around texts without a processor is said elsewhere.
+    let (folder, _) = changed("tokenizer-pieces", "tokenizer.json", |json| {
+        json["post_processor"] = Value::Null;
+        let id = json["model"]["vocab"].as_object().unwrap().len() - 1;
+        let added = serde_json::json!({ "id": id, "content": "\u{2581}\u{2581}!", "special": false });
+        json["model"]["vocab"].as_object_mut().unwrap().retain(|_, number| *number != id);
+        json["model"]["merges"].as_array_mut().unwrap().clear();
+        json["added_tokens"].as_array_mut().unwrap().push(added);
+    });
+    let settings = folder.path().join("in/tokenizer_config.json");
+    let mut json: Value = serde_json::from_str(&fs::read_to_string(&settings).unwrap()).unwrap();
+    json["add_bos_token"] = true.into();
+    json["chat_template"] = serde_json::json!([{ "name": "default", "template": "a" }, { "name": "tool_use", "template": "b" }]);
+    fs::write(&settings, json.to_string()).unwrap();
+    export(Model::open(folder.path().join("in")).unwrap(), folder.path(), FileType::F16).unwrap();
+    let said = values(folder.path());
+    assert!(matches!(&said["tokenizer.ggml.tokens"], gguf::Value::Texts(tokens) if tokens.iter().any(|token| token == "  !")));
+    assert_eq!(said["tokenizer.ggml.add_bos_token"], gguf::Value::Bool(true));
+    assert_eq!(said["tokenizer.ggml.add_eos_token"], gguf::Value::Bool(false));
+    let back = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    let settings: Value = serde_json::from_str(&back.beside.made[Path::new("tokenizer_config.json")]).unwrap();
+    assert_eq!(settings["chat_template"], json["chat_template"]);
+}
+
+#[test]
+fn a_head_that_is_the_embedding_is_stored_once() {
+    let (_source, mut model) = source("gemma2");
+    let embedding = model.weights.by_name["model.embed_tokens.weight"].clone();
+    model.weights.by_name.insert("lm_head.weight".into(), embedding);
+    let folder = tempfile::tempdir().unwrap();
+    export(model.clone(), folder.path(), FileType::F32).unwrap();
+    assert!(!gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap().tensors.contains_key("output.weight"));
+    let bytes = std::sync::Arc::new(Bytes { dtype: DType::I32, bytes: vec![0; 64] });
+    model.weights.by_name.insert("model.norm.weight".into(), Weight::new(DType::I32, vec![16], Encoding::Dense, bytes));
+    let folder = tempfile::tempdir().unwrap();
+    let error = export(model, folder.path(), FileType::F32).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains("where `output_norm.weight` holds floats"), "{error}");
+}
+
+#[test]
+fn blocks_hold_finite_values() {
+    let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0xFF; 64 * 4] });
+    let weight = Weight::new(DType::F32, vec![2, 32], Encoding::Dense, bytes);
+    let (blocks, _) = weight.in_gguf(Kind::Blocks(compress::kernel::ggml::BlockType::Q8_0), "embedding");
+    let error = blocks.visit(1, &mut |_| Ok(())).unwrap_err().to_string();
+    assert!(error.contains("`embedding`: holds values that are not finite"), "{error}");
+}
+
+/// Beside a file that is written nothing is put, and texts are still read by the tokenizer that the input brings.
+#[test]
+fn texts_are_read_where_a_file_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let texts = folder.path().join("texts.txt");
+    fs::write(&texts, "Hello world, it's 12345 o'clock!\n".repeat(20)).unwrap();
+    let input = golden("gguf/tokenizer-llama-bpe.gguf");
+    let recipe = format!("model: {}\ndata:\n  evaluation: {{ text: {}, task: language-modelling }}\noutput: out\n", input.display(), texts.display());
+    let recipe = compress::Recipe::parse(&recipe, Path::new("recipe.yaml")).unwrap();
+    let model = Model::open(&input).unwrap();
+    let out = folder.path().join("out/model.onnx");
+    let report = Pipeline::builder().recipe(&recipe).build().unwrap().run(model, &out).unwrap();
+    assert!(report.accuracy.is_some());
+    assert!(out.is_file() && !folder.path().join("out/tokenizer.json").exists());
+}
+
+/// A golden with other keys and tensors, opened.
+fn rewritten(
+    name: &str,
+    change: impl Fn(&mut BTreeMap<String, gguf::Value>, &mut BTreeMap<String, Weight>),
+) -> (tempfile::TempDir, Result<Model, compress::Error>) {
+    let file = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
+    let (mut values, mut tensors) = (file.values, file.tensors);
+    change(&mut values, &mut tensors);
+    let planned: Vec<_> = tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F32), weight.shape.clone())).collect();
+    let (mut bytes, padding) = gguf::header(&values.into_iter().collect::<Vec<_>>(), &planned).unwrap();
+    for ((name, weight), padding) in tensors.iter().zip(padding) {
+        bytes.extend(weight.floats(name).unwrap().iter().flat_map(|value| value.to_le_bytes()));
+        bytes.resize(bytes.len() + padding as usize, 0);
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    fs::write(&path, bytes).unwrap();
+    let model = Model::open(&path);
+    (folder, model)
+}
+
+#[test]
+fn vocabularies_of_pieces_have_defaults_and_need_scores() {
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    let named = ["bos_token_id", "eos_token_id", "unknown_token_id", "add_bos_token"];
+    let (_folder, model) = rewritten("tokenizer-pieces", |values, _| values.retain(|key, _| !named.iter().any(|end| key.ends_with(end))));
+    let model = model.unwrap();
+    assert_eq!(tokens(&model, &expected["texts"]), expected["tokens"]["pieces"]);
+    assert_eq!((&model.config.get("bos_token_id").unwrap(), &model.config.get("eos_token_id").unwrap()), (&&1.into(), &&2.into()));
+    let (_folder, model) = rewritten("tokenizer-pieces", |values, _| match values.get_mut("tokenizer.ggml.scores") {
+        Some(gguf::Value::Floats(scores)) => scores.fill(-1000.0),
+        _ => panic!("no scores"),
+    });
+    let model = model.unwrap();
+    assert!(!model.beside.made.contains_key(Path::new("tokenizer.json")));
+    assert!(model.beside.in_weight_files.iter().any(|note| note.contains("its scores are all equal (-1000)")), "{:?}", model.beside.in_weight_files);
+    let long = "x".repeat(600);
+    let (_folder, model) = rewritten("tokenizer-pieces", |values, _| match values.get_mut("tokenizer.ggml.tokens") {
+        Some(gguf::Value::Texts(tokens)) => tokens[300].clone_from(&long),
+        _ => panic!("no tokens"),
+    });
+    assert!(model.unwrap().beside.in_weight_files.iter().any(|note| note.contains("a token of 600 bytes")));
+}
+
+#[test]
+fn factors_on_frequencies_are_as_many_as_there_are() {
+    let cut = |_: &mut BTreeMap<String, gguf::Value>, tensors: &mut BTreeMap<String, Weight>| {
+        let bytes = std::sync::Arc::new(Bytes { dtype: DType::F32, bytes: vec![0; 4] });
+        tensors.insert("rope_freqs.weight".into(), Weight::new(DType::F32, vec![1], Encoding::Dense, bytes));
+    };
+    let (_folder, model) = rewritten("llama-rope-llama3", cut);
+    assert!(model.err().unwrap().to_string().contains("has the shape [1], where heads of"));
+    let (_folder, model) = rewritten("qwen2", cut);
+    assert!(model.err().unwrap().to_string().contains("which only models of the architecture `llama` have"));
 }

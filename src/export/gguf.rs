@@ -75,7 +75,15 @@ struct Prepared {
     moved: Vec<usize>,
     pieces: Vec<Piece>,
     notes: Vec<String>,
+    /// Whether the file has a vocabulary.
+    words: bool,
+    /// Whether it says all that `config.json` says of what is computed.
+    whole: bool,
 }
+
+/// The head, and the embedding that it may be tied to.
+const HEAD: &str = "lm_head.weight";
+const EMBEDDING: &str = "model.embed_tokens.weight";
 
 /// Layers that keep more bits: the first and the last eighth, and every third between.
 fn keeps_more(layer: usize, layers: usize) -> bool {
@@ -131,12 +139,12 @@ impl Gguf {
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
-        let head_stored = model.weights.by_name.contains_key("lm_head.weight");
-        if !head_stored && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
+        let head_stored = stores_head(model, family)?;
+        if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
             return Err(refused("no lm_head.weight, and config.json does not tie it", "the checkpoint is not complete"));
         }
         let (mut all, mut rows) = (Vec::new(), 0);
-        for (name, weight) in &model.weights.by_name {
+        for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
             let there = family.to_file(name).ok_or_else(|| Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), ""))?;
             if there == "token_embd.weight" {
                 rows = weight.shape.first().copied().unwrap_or(0);
@@ -152,10 +160,21 @@ impl Gguf {
             let order = turned.map(|count| Arranged::beside_each_other(weight.shape.first().copied().unwrap_or(0).checked_div(count).unwrap_or(0)));
             let added = if family.norms_from_zero && Family::is_norm(name) { 1.0 } else { 0.0 };
             let dense = weight.dense(name);
+            if !dense.is_float() {
+                return Err(Error::tensor(name, format!("is {}, where `{there}` holds floats", dense.describe()), ""));
+            }
             let moved = order.is_some() || added != 0.0;
             let arranged = if moved { Arranged { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
             all.push((name.clone(), there, arranged, wanted, Gguf::fitting(wanted, weight.row()), moved));
         }
+        if rows == 0 {
+            return Err(refused("no embedding of tokens", "the checkpoint is not complete"));
+        }
+        // As many as there are rows, with or without a vocabulary.
+        let size_key = format!("{}.vocab_size", family.architecture);
+        values.iter_mut().filter(|(key, _)| *key == size_key).for_each(|(_, value)| *value = Value::Unsigned(rows as u64));
+        let rounds = model.config.cache().ok().flatten().is_some() || quantized_inputs(model) > 0;
+        let whole = notes.is_empty() && factors.is_none() && head_stored == model.weights.by_name.contains_key(HEAD) && !rounds;
         if let Some((name, factors)) = factors {
             let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
             let weight = Weight::new(DType::F32, vec![factors.len()], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
@@ -165,6 +184,7 @@ impl Gguf {
         let (words, without) = vocabulary(model, rows)?;
         notes.extend(without);
         values.push(("general.file_type".into(), Value::Unsigned(self.file_type.id())));
+        let has_words = words.iter().any(|(key, _)| key == "tokenizer.ggml.tokens");
         values.extend(words);
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
         notes.extend(self.lost(model));
@@ -181,14 +201,14 @@ impl Gguf {
             names.push(name);
             moved.extend(elsewhere.then_some(index));
         }
-        Ok(Prepared { family, items, kinds, names, moved, pieces, notes })
+        Ok(Prepared { family, items, kinds, names, moved, pieces, notes, words: has_words, whole })
     }
 
     /// What is said of values and activations that the file cannot say.
     fn lost(self, model: &Model) -> Vec<String> {
         let weights = model.weights.by_name.values();
-        let quantized = weights.clone().filter(|weight| weight.encoding != Encoding::Dense).count();
-        let activations = weights.filter(|weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations != ActivationScheme::None)).count();
+        let quantized = weights.filter(|weight| weight.encoding != Encoding::Dense).count();
+        let activations = quantized_inputs(model);
         let mut notes = Vec::new();
         let rounded = model.weights.by_name.values().filter(|weight| weight.dtype == DType::BF16 && weight.shape.len() > 1).count();
         if rounded > 0 && self.file_type == FileType::F16 {
@@ -204,6 +224,25 @@ impl Gguf {
         }
         notes
     }
+}
+
+/// Whether the head is a tensor of its own in the file.
+fn stores_head(model: &Model, family: &Family) -> Result<bool> {
+    let stored = model.weights.by_name.contains_key(HEAD);
+    // These two have none in llama.cpp.
+    if !stored || !["gemma", "gemma2"].contains(&family.architecture) {
+        return Ok(stored);
+    }
+    if model.tied_names().contains(&(HEAD, EMBEDDING)) || model.same_bytes(HEAD, EMBEDDING)? {
+        return Ok(false);
+    }
+    Err(Error::tensor(HEAD, "differs from the embedding", format!("llama.cpp takes the embedding for the head of `{}`", family.architecture)))
+}
+
+/// Layers whose inputs the recipe quantizes.
+fn quantized_inputs(model: &Model) -> usize {
+    let quantized = |weight: &&Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations != ActivationScheme::None);
+    model.weights.by_name.values().filter(quantized).count()
 }
 
 type Planned = (String, String, Weight, Kind, Kind, bool);
@@ -248,24 +287,41 @@ impl Format for Gguf {
     }
 
     fn write(&self, model: &Model, _run: &RunState, folder: &Path, _made: Option<&Made>, work: &Work) -> Result<Exported> {
-        let Prepared { family, items, kinds, names, moved, pieces, notes } = self.prepare(model)?;
+        let Prepared { family, items, kinds, names, moved, pieces, notes, words, whole } = self.prepare(model)?;
         let (files, mut seen) = writer::write_pieces(folder, &[(FILE.to_owned(), pieces)], &items, work)?;
         // What was read lies in another order than in the input: its hash is another one.
         for index in moved {
             seen[index].input_hash = None;
         }
         let path = folder.join(FILE);
-        let mut back = Model::open(&path)?.weights.by_name;
+        let wrong = |reason: String| Error::Verification { path: path.clone(), reason };
+        let opened = Model::open(&path)?;
+        if words && !opened.beside.made.contains_key(Path::new("tokenizer.json")) {
+            return Err(wrong(format!("the vocabulary does not read back: {}", opened.beside.in_weight_files.join("; "))));
+        }
+        let computes = model.computes_as(&opened);
+        if whole && computes == Some(false) {
+            return Err(wrong("reads back as a model that computes something else".into()));
+        }
+        let opens = match computes {
+            Some(true) => "as a model that computes what the one computes that it was made from",
+            _ => "with all weights in their shapes",
+        };
+        let mut back = opened.weights.by_name;
         let mut by_name = BTreeMap::new();
         for (name, item) in names.iter().zip(&items) {
             let Some(there) = family.to_checkpoint(&item.name) else { continue };
             let weight = back.remove(&there).filter(|weight| weight.shape == item.weight.shape);
             let reason = format!("`{name}` reads back in another shape");
-            by_name.insert(name.clone(), weight.ok_or_else(|| Error::Verification { path: path.clone(), reason })?);
+            by_name.insert(name.clone(), weight.ok_or_else(|| wrong(reason))?);
+        }
+        // The head that is tied in the file.
+        if let (true, Some(embedding)) = (model.weights.by_name.contains_key(HEAD) && !by_name.contains_key(HEAD), by_name.get(EMBEDDING)) {
+            by_name.insert(HEAD.to_owned(), embedding.clone());
         }
         Ok(Exported {
             files,
-            how: "read back: the bytes of every tensor are equal to what was computed, and the file opens as the model that it was made from".into(),
+            how: format!("read back: the bytes of every tensor are equal to what was computed, and the file opens {opens}"),
             max_abs_error: 0.0,
             tensors: items.len(),
             encodings: kinds.into_iter().map(|kind| kind_name(kind).to_lowercase()).collect(),

@@ -80,6 +80,12 @@ impl Model {
         Ok((!described).then(|| GraphFile::from(&**graph)))
     }
 
+    /// Whether another model with weights of these names computes the same; nothing where no graph tells.
+    pub(crate) fn computes_as(&self, other: &Model) -> Option<bool> {
+        let (Ok(one), Ok(other)) = (self.graph(), other.graph()) else { return None };
+        Some(same(&one, &other, &self.weights))
+    }
+
     /// Whether `graph.json` has to be written.
     pub(crate) fn needs_graph_file(&self) -> bool {
         self.graph_file().is_ok_and(|file| file.is_some())

@@ -25,6 +25,10 @@ impl Model {
         false
     }
 
+    pub(crate) fn computes_as(&self, _other: &Model) -> Option<bool> {
+        None
+    }
+
     pub(crate) fn needs_graph_file(&self) -> bool {
         false
     }

@@ -9,8 +9,9 @@ use crate::report::{self, CarriedFile, OutputFile};
 use crate::store::hash::hash_of;
 use crate::work::Work;
 
-/// Copies everything that lies around the weights, and writes the configuration.
-pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, work: &Work) -> Result<()> {
+/// Copies everything that lies around the weights, and writes the configuration. What the file of weights holds is written beside no file
+/// that is `alone`.
+pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, alone: bool, work: &Work) -> Result<()> {
     for empty in &model.beside.empty {
         let to = folder.join(empty);
         fs::create_dir_all(&to).map_err(Error::io("create", &to))?;
@@ -23,7 +24,7 @@ pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, work: &W
         fs::copy(&from, &to).map_err(Error::io("copy", &from))?;
         work.cancel.check()?;
     }
-    for (name, text) in &model.beside.made {
+    for (name, text) in model.beside.made.iter().filter(|_| !alone) {
         write_text(&folder.join(name), text)?;
     }
     match config.render() {
@@ -33,12 +34,12 @@ pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, work: &W
 }
 
 /// Bytes that [`carry_over`] copies.
-pub(super) fn size(model: &Model) -> Result<u64> {
+pub(super) fn size(model: &Model, alone: bool) -> Result<u64> {
     let size = |file: &PathBuf| {
         let path = model.path.join(file);
         fs::metadata(&path).map(|file| file.len()).map_err(Error::io("open", &path))
     };
-    let made: u64 = model.beside.made.values().map(|text| text.len() as u64).sum();
+    let made: u64 = model.beside.made.values().filter(|_| !alone).map(|text| text.len() as u64).sum();
     model.beside.files.iter().map(size).sum::<Result<u64>>().map(|copied| copied.saturating_add(made))
 }
 

@@ -57,7 +57,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
     // Files of parts are linked.
     let linked = made.map_or(0, |(made, _)| made.files.iter().map(|file| file.header.data_bytes()).sum());
-    require_space(&folder, staging.target(), &forecasts, carry::size(&model)?.saturating_add(kept), linked)?;
+    require_space(&folder, staging.target(), &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
@@ -75,7 +75,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
-    carry_over(&model, config, &folder, &work)?;
+    carry_over(&model, config, &folder, state.file.is_some(), &work)?;
     let left_out = write_graph(&after, &folder)?;
     // What a format has rounded is measured as it is in the file.
     let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| Model { weights, ..after.clone() });
@@ -152,9 +152,6 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
 /// A file takes nothing along that lies around a model: a note says so.
 fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
     let beside = std::mem::take(&mut model.beside.files);
-    if file.is_some() {
-        model.beside.made.clear();
-    }
     match (file, beside.first()) {
         (Some(file), Some(first)) => Some(format!(
             "{} files of the input's folder are not carried over, since {file} is a file and no folder (the first: {})",

@@ -61,7 +61,10 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
     set("rms_norm_eps", json!(values.number(&epsilon)?.ok_or_else(|| values.wrong(format!("`{epsilon}` is missing")))?));
     let theta = values.number(&values.own("rope.freq_base"))?.unwrap_or(10_000.0);
     set("rope_theta", json!(theta));
-    if let Some(scaling) = scaling(values, tensors, theta)? {
+    if tensors.contains_key(FACTORS) && !family.neighbours {
+        return Err(values.wrong(format!("has `{FACTORS}`, which only models of the architecture `llama` have")));
+    }
+    if let Some(scaling) = scaling(values, tensors, theta, head_dim)? {
         set("rope_scaling", scaling);
     }
     if let Windows::AllBut(every) = family.windows {
@@ -95,8 +98,10 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
         set("mlp_bias", json!(has("blk.0.ffn_gate.bias")));
     }
     set("tie_word_embeddings", json!(!has("output.weight")));
-    for (key, here) in [("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")] {
-        if let Some(id) = values.size(&format!("tokenizer.ggml.{here}_token_id"))? {
+    // What these vocabularies have where nothing is said.
+    let pieces = values.says("tokenizer.ggml.model", "llama");
+    for (key, here, usual) in [("bos_token_id", "bos", Some(1)), ("eos_token_id", "eos", Some(2)), ("pad_token_id", "padding", None)] {
+        if let Some(id) = values.size(&format!("tokenizer.ggml.{here}_token_id"))?.or(usual.filter(|_| pieces)) {
             set(key, json!(id));
         }
     }
@@ -127,7 +132,7 @@ fn layer_types(said: &Value, layers: u64) -> Option<Json> {
 }
 
 /// How positions are scaled.
-fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64) -> Result<Option<Json>> {
+fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64, head_dim: u64) -> Result<Option<Json>> {
     let key = |values: &Values, end: &str| values.own(&format!("rope.scaling.{end}"));
     let kind = values.text(&key(values, "type"))?;
     let factor = values.number(&key(values, "factor"))?.or(values.number(&values.own("rope.scale_linear"))?);
@@ -154,6 +159,9 @@ fn scaling(values: &mut Values, tensors: &BTreeMap<String, Weight>, theta: f64) 
     match (tensors.get(FACTORS), scaling) {
         (None, scaling) => Ok(scaling),
         (Some(_), Some(_)) => Err(values.wrong(format!("has `{FACTORS}` and `{}`, where one says how positions are scaled", key(values, "type")))),
+        (Some(factors), None) if factors.shape != [usize::try_from(head_dim / 2).unwrap_or(0)] => {
+            Err(values.wrong(format!("tensor `{FACTORS}` has the shape {:?}, where heads of {head_dim} have {} frequencies", factors.shape, head_dim / 2)))
+        }
         (Some(factors), None) => factors_as_scaling(values, factors, theta).map(Some),
     }
 }

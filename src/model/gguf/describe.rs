@@ -88,7 +88,8 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
         own.push((here, Value::Unsigned(reader.required(key)?)));
     }
     let (hidden, heads) = (reader.required("hidden_size")?, reader.required("num_attention_heads")?);
-    own.push(("attention.head_count_kv", Value::Unsigned(reader.size("num_key_value_heads")?.unwrap_or(heads))));
+    let groups = reader.size("num_key_value_heads")?.unwrap_or(heads);
+    own.push(("attention.head_count_kv", Value::Unsigned(groups)));
     own.push(("attention.layer_norm_rms_epsilon", Value::Float(reader.number("rms_norm_eps")?.unwrap_or(1e-6))));
     let by_stream = hidden.checked_div(heads).unwrap_or(hidden);
     let usual = match family.architecture {
@@ -97,6 +98,7 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
         _ => by_stream,
     };
     let head_dim = reader.size("head_dim")?.unwrap_or(usual);
+    heads_are_whole(model, [heads, groups], head_dim)?;
     if family.own_head_dim || head_dim != by_stream {
         own.extend(["attention.key_length", "attention.value_length"].map(|key| (key, Value::Unsigned(head_dim))));
     }
@@ -111,6 +113,9 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
             own.extend([("rope.scaling.type", Value::Text(kind.to_owned())), ("rope.scaling.factor", Value::Float(factor))]);
             own.extend(more);
             None
+        }
+        Some(Scaling::Llama3(_)) if !family.neighbours => {
+            return Err(reader.refused("rope scaling `llama3`", format!("llama.cpp reads its factors for `llama`, and not for `{}`", family.architecture)));
         }
         Some(Scaling::Llama3(of)) => Some((FACTORS, llama3_factors(of, theta, (head_dim / 2) as usize))),
     };
@@ -149,6 +154,30 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
     Ok(Described { family, values, factors, notes })
 }
 
+/// Widest heads.
+const WIDEST_HEAD: u64 = 1 << 14;
+
+/// Holds the number and the width of heads to the weights.
+fn heads_are_whole(model: &Model, counts: [u64; 2], width: u64) -> Result<()> {
+    let [heads, groups] = counts;
+    for (name, weight) in &model.weights.by_name {
+        let count = match name.rsplit('.').nth(1) {
+            Some("q_proj") => heads,
+            Some("k_proj" | "v_proj") => groups,
+            _ => continue,
+        };
+        let rows = weight.shape.first().copied().unwrap_or(0);
+        if count.checked_mul(width) != Some(rows as u64) {
+            return Err(Error::tensor(name, format!("has {rows} rows, and config.json says {count} heads of {width}"), "the checkpoint is not what it says"));
+        }
+    }
+    if width > WIDEST_HEAD {
+        let what = format!("gguf: config.json: heads of {width}");
+        return Err(Error::Unsupported { what, hint: format!("at most {WIDEST_HEAD} are written") });
+    }
+    Ok(())
+}
+
 /// Refuses what changes what is computed and has no key.
 fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let family = reader.family;
@@ -160,7 +189,11 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
         }
     }
     let (key, usual) = family.activation;
-    if let Some(other) = reader.get(key).filter(|value| value.as_str() != Some(usual)).filter(|_| key != "hidden_act" || usual == "silu") {
+    // Gemma 1 has had both keys; `gelu` in the older one means the approximation, as transformers reads it.
+    let gemma = family.architecture == "gemma";
+    let said = if gemma { reader.get("hidden_activation").or(reader.get(key)) } else { reader.get(key) };
+    let means = |value: &Json| value.as_str() == Some(usual) || (gemma && reader.get("hidden_activation").is_none() && value.as_str() == Some("gelu"));
+    if let Some(other) = said.filter(|value| !means(value)) {
         return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp computes `{}` with {usual}", family.architecture)));
     }
     let layers = reader.required("num_hidden_layers")?;
@@ -245,11 +278,12 @@ fn positions(reader: &Reader) -> Result<(f64, Option<Scaling>)> {
         "linear" => Scaling::By { kind: "linear", factor: number("factor")?, more: Vec::new() },
         "llama3" => Scaling::Llama3([number("factor")?, number("low_freq_factor")?, number("high_freq_factor")?, number("original_max_position_embeddings")?]),
         _ => {
-            let mut more = vec![original("original_max_position_embeddings")?];
-            for (here, key) in [("rope.scaling.yarn_beta_fast", "beta_fast"), ("rope.scaling.yarn_beta_slow", "beta_slow")] {
-                more.extend(global.get(key).and_then(Json::as_f64).map(|number| (here, Value::Float(number))));
+            for (key, usual) in [("beta_fast", 32.0), ("beta_slow", 1.0)] {
+                if let Some(other) = global.get(key).filter(|value| !value.is_null() && value.as_f64() != Some(usual)) {
+                    return Err(reader.refused(&format!("`{key}` of {other} in rope scaling `yarn`"), format!("llama.cpp takes {usual}")));
+                }
             }
-            Scaling::By { kind: "yarn", factor: number("factor")?, more }
+            Scaling::By { kind: "yarn", factor: number("factor")?, more: vec![original("original_max_position_embeddings")?] }
         }
     };
     Ok((theta, Some(scaling)))

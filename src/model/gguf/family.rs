@@ -123,6 +123,13 @@ pub(crate) const FAMILIES: [Family; 6] = [
     },
 ];
 
+/// The number of a layer, and the module in it; numbers with zeros in front are none.
+fn numbered<'n>(module: &'n str, before: &str) -> Option<(u32, &'n str)> {
+    let (number, module) = module.strip_prefix(before)?.split_once('.')?;
+    let layer: u32 = number.parse().ok()?;
+    (layer.to_string() == number).then_some((layer, module))
+}
+
 impl Family {
     /// The family of an architecture.
     pub fn of_architecture(name: &str) -> Option<&'static Family> {
@@ -135,8 +142,7 @@ impl Family {
         if let Some((_, module)) = WHOLE.iter().find(|(here, _)| *here == module) {
             return Some(format!("{module}.{end}"));
         }
-        let (layer, module) = module.strip_prefix("blk.")?.split_once('.')?;
-        let layer: u32 = layer.parse().ok()?;
+        let (layer, module) = numbered(module, "blk.")?;
         let (_, module) = self.layer.iter().copied().flatten().find(|(here, _)| *here == module)?;
         Some(format!("model.layers.{layer}.{module}.{end}"))
     }
@@ -148,8 +154,7 @@ impl Family {
         if let Some((here, _)) = WHOLE.iter().find(|(_, there)| there.strip_prefix("model.").unwrap_or(there) == module) {
             return Some(format!("{here}.{end}"));
         }
-        let (layer, module) = module.strip_prefix("layers.")?.split_once('.')?;
-        let layer: u32 = layer.parse().ok()?;
+        let (layer, module) = numbered(module, "layers.")?;
         let (here, _) = self.layer.iter().copied().flatten().find(|(_, there)| *there == module)?;
         Some(format!("blk.{layer}.{here}.{end}"))
     }
@@ -157,5 +162,17 @@ impl Family {
     /// Whether a tensor of a checkpoint is the weight of a norm.
     pub fn is_norm(name: &str) -> bool {
         name.strip_suffix(".weight").is_some_and(|module| module.ends_with("norm"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_layer_has_one_name() {
+        assert_eq!(LLAMA.to_checkpoint("blk.7.attn_q.weight").as_deref(), Some("model.layers.7.self_attn.q_proj.weight"));
+        assert_eq!(LLAMA.to_file("model.layers.7.mlp.up_proj.weight").as_deref(), Some("blk.7.ffn_up.weight"));
+        assert_eq!(["blk.07.attn_q.weight", "blk.+7.attn_q.weight"].map(|name| LLAMA.to_checkpoint(name)), [None, None]);
     }
 }

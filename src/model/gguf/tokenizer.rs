@@ -12,7 +12,14 @@ use super::words::Words;
 use crate::error::Result;
 
 /// What stands for a space in SentencePiece's vocabularies.
-const SPACE: &str = "\u{2581}";
+pub(super) const SPACE: &str = "\u{2581}";
+
+/// The key of a chat template, and that of a list of names of others.
+pub(super) const TEMPLATE: &str = "tokenizer.chat_template";
+pub(super) const TEMPLATES: &str = "tokenizer.chat_templates";
+
+/// Longest piece whose parts are looked for, in bytes.
+const LONGEST_PIECE: usize = 512;
 
 /// Types of tokens.
 pub(super) const NORMAL: i64 = 1;
@@ -46,13 +53,14 @@ pub(super) fn tokenizer(values: &mut Values, config: &Map<String, Json>) -> Resu
     let words = values.text(&own("pre"))?;
     let (tokens, kinds) = (values.texts(&own("tokens"))?, values.integers(&own("token_type"))?);
     let (scores, merges) = (values.floats(&own("scores"))?, values.texts(&own("merges"))?);
-    let template = values.text("tokenizer.chat_template")?;
+    let template = template(values)?;
     let [first, last, space] = ["add_bos_token", "add_eos_token", "add_space_prefix"].map(|key| values.flag(&own(key)));
     let (first, last, space) = (first?, last?, space?);
     let mut ids = HashMap::new();
     for (here, _) in NAMED {
         let known = config.get(&format!("{}_token_id", if here == "padding" { "pad" } else { here })).and_then(Json::as_u64);
-        ids.insert(here, known.or(values.size(&own(&format!("{here}_token_id")))?));
+        let said = known.or(values.size(&own(&format!("{here}_token_id")))?);
+        ids.insert(here, said.or((here == "unknown" && model.as_deref() == Some("llama")).then_some(0)));
     }
     let mut found = Tokenizer::default();
     let Some(tokens) = tokens else {
@@ -110,7 +118,7 @@ pub(super) fn tokenizer(values: &mut Values, config: &Map<String, Json>) -> Resu
         set("model_max_length", length.clone());
     }
     if let Some(template) = template {
-        set("chat_template", json!(template));
+        set("chat_template", template);
     }
     found.files.push(("tokenizer_config.json", Json::Object(settings)));
     let mut generation = Map::new();
@@ -122,6 +130,18 @@ pub(super) fn tokenizer(values: &mut Values, config: &Map<String, Json>) -> Resu
         found.files.push(("generation_config.json", Json::Object(generation)));
     }
     Ok(found)
+}
+
+/// The chat template of a file, or a list of them with names.
+fn template(values: &mut Values) -> Result<Option<Json>> {
+    let first = values.text(TEMPLATE)?;
+    let Some(names) = values.texts(TEMPLATES)? else { return Ok(first.map(Json::from)) };
+    let mut list: Vec<Json> = first.map(|text| json!({ "name": "default", "template": text })).into_iter().collect();
+    for name in names {
+        let text = values.text(&format!("{TEMPLATE}.{name}"))?;
+        list.extend(text.map(|text| json!({ "name": name, "template": text })));
+    }
+    Ok(Some(Json::Array(list)))
 }
 
 impl Vocabulary {
@@ -213,17 +233,25 @@ impl Vocabulary {
         let ids = self.ids()?;
         let normal =
             |token: &str| ids.get(token).and_then(Json::as_u64).and_then(|id| self.kinds.get(usize::try_from(id).ok()?)).is_some_and(|kind| *kind == NORMAL);
+        let pieces = || self.tokens.iter().zip(&self.kinds).zip(scores).filter(|((_, kind), _)| **kind == NORMAL);
+        if let Some(((token, _), _)) = pieces().find(|((token, _), _)| token.len() > LONGEST_PIECE) {
+            return Err(format!("a token of {} bytes is longer than any piece", token.len()));
+        }
         let mut merges = Vec::new();
-        for ((token, kind), score) in self.tokens.iter().zip(&self.kinds).zip(scores) {
-            if *kind != NORMAL {
-                continue;
-            }
+        for ((token, _), score) in pieces() {
             for (cut, _) in token.char_indices().skip(1) {
                 let (left, right) = token.split_at(cut);
                 if normal(left) && normal(right) {
                     merges.push((*score, left, right));
                 }
             }
+        }
+        // Unigram models and vocabularies of byte pairs whose order was lost are written so.
+        if let [(first, ..), rest @ ..] = merges.as_slice()
+            && !rest.is_empty()
+            && rest.iter().all(|(score, ..)| score == first)
+        {
+            return Err(format!("its scores are all equal ({first}), and say no order of merges"));
         }
         merges.sort_by(|a, b| b.0.total_cmp(&a.0).then(b.1.len().cmp(&a.1.len())));
         let replace = json!({ "type": "Replace", "pattern": { "String": " " }, "content": SPACE });

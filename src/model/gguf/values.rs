@@ -66,6 +66,11 @@ impl Values {
         self.values.remove(key)
     }
 
+    /// Whether a key has this text; it stays.
+    pub fn says(&self, key: &str, text: &str) -> bool {
+        self.values.get(key) == Some(&Value::Text(text.to_owned()))
+    }
+
     pub fn text(&mut self, key: &str) -> Result<Option<String>> {
         match self.take(key) {
             None => Ok(None),

@@ -19,6 +19,10 @@ const ALIGNMENT_KEY: &str = "general.alignment";
 const LONGEST: u64 = 64 << 20;
 /// Longest key or name.
 const LONGEST_NAME: u64 = 4096;
+/// Most values of one or two bytes in lists, all together: in memory they take eight.
+const MOST_NARROW: u64 = 8 << 20;
+/// Most keys.
+const MOST_KEYS: u64 = 1 << 16;
 /// Most axes of a tensor.
 const MOST_AXES: u32 = 4;
 
@@ -147,7 +151,7 @@ impl Header {
     /// # Errors
     /// A sentence that says what is wrong, without the name of the file.
     pub fn read(file: &File, length: u64) -> Result<Header, String> {
-        let mut reader = Reader { input: BufReader::new(file), at: 0, end: length.min(LONGEST), length };
+        let mut reader = Reader { input: BufReader::new(file), at: 0, end: length.min(LONGEST), length, narrow: 0 };
         if reader.take::<4>("the mark")? != *super::MARK {
             return Err("not a GGUF file: it does not begin with `GGUF` (if it is a pointer of Git LFS, download the file)".into());
         }
@@ -162,6 +166,9 @@ impl Header {
         // The least that a tensor and a key take.
         reader.require("tensors", tensors, 24)?;
         reader.require("keys", values, 13)?;
+        if values > MOST_KEYS {
+            return Err(format!("has {values} keys, at most {MOST_KEYS} are read"));
+        }
         let values = reader.values(values)?;
         let alignment = match values.get(ALIGNMENT_KEY) {
             None => ALIGNMENT,
@@ -226,6 +233,8 @@ struct Reader<'f> {
     at: u64,
     end: u64,
     length: u64,
+    /// Values of one or two bytes in the lists so far.
+    narrow: u64,
 }
 
 impl Reader<'_> {
@@ -307,6 +316,10 @@ impl Reader<'_> {
             _ => return Err(format!("{what} is a list of values of type {kind}, which there is not")),
         };
         self.require(what, count, least)?;
+        self.narrow = self.narrow.saturating_add(if least < 4 { count } else { 0 });
+        if self.narrow > MOST_NARROW {
+            return Err(format!("{what} is a list of {count} values of one or two bytes, at most {MOST_NARROW} are read"));
+        }
         let range = 0..count;
         Ok(match kind {
             6 | 12 => Value::Floats(range.map(|_| self.float(what, kind)).collect::<Result<_, _>>()?),

@@ -45,12 +45,14 @@ impl WeightSource for InBlocks {
             if !block.now.decode(0, &mut values) || !count.is_multiple_of(self.kind.elements()) {
                 return Err(wrong(format!("cannot become blocks of {}", self.kind.name())));
             }
-            let finite = values.iter().all(|value| value.is_finite());
+            if values.iter().any(|value| !value.is_finite()) {
+                return Err(wrong("holds values that are not finite, which blocks cannot hold".into()));
+            }
             if !self.kind.encode(&values, &mut blocks) {
                 return Err(wrong(format!("cannot be written as {}", self.kind.name())));
             }
             self.kind.decode(&blocks, &mut values);
-            if finite && values.iter().any(|value| !value.is_finite()) {
+            if values.iter().any(|value| !value.is_finite()) {
                 return Err(wrong(format!("holds values that scales of {} do not reach", self.kind.name())));
             }
             convert::f32_bytes(&values, &mut bytes);

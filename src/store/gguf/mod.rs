@@ -205,6 +205,7 @@ mod tests {
         says(&whole(&[("a", 8, [&1u64.to_le_bytes()[..], b"\xff"].concat())], &[]), "not UTF-8");
         says(&whole(&[("a", 9, [&number(4)[..], &(1u64 << 62).to_le_bytes()].concat())], &[]), "key `a`: it claims 4611686018427387904 of at least 4");
         says(&whole(&[("a", 9, [&number(9)[..], &1u64.to_le_bytes()].concat())], &[]), "key `a` is a list of lists");
+        says(&whole(&[("a", 9, [&number(0)[..], &(9u64 << 20).to_le_bytes(), &vec![0; 9 << 20]].concat())], &[]), "key `a` is a list of 9437184 values");
         says(&whole(&[("a", 13, Vec::new())], &[]), "key `a` has a value of type 13");
         says(&whole(&[("a", 7, vec![2])], &[]), "key `a`: 2 where yes or no");
         says(&whole(&[("a", 4, number(1)), ("a", 4, number(1))], &[]), "key `a` is in the file twice");
