@@ -37,7 +37,8 @@ fn the_header_length() {
         bytes("huge header", b"\xff\xff\xff\xff\xff\xff\xff\xff{}", "the header claims 18446744073709551615 bytes in a file of 10"),
         bytes("beyond the limit of the format", b"\x01\xe1\xf5\x05\0\0\0\0{}", "the header claims 100000001 bytes…at most 100000000 are allowed"),
         bytes("beyond the file", b"\x03\0\0\0\0\0\0\0{}", "the header claims 3 bytes in a file of 10…truncated"),
-        bytes("another kind of file", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0", "not a safetensors file"),
+        bytes("another kind of file", b"GGML\x03\0\0\0\0\0\0\0\0\0\0\0", "not a safetensors file"),
+        bytes("GGUF under another name", b"GGUF\x03\0\0\0\0\0\0\0\0\0\0\0", "in.safetensors: the number of keys…is it truncated?"),
     ]);
 }
 

@@ -119,7 +119,7 @@ fn flags() {
         ),
         small("an unknown scope", "prune-unstructured in -o out --scope layer", 2, "invalid value 'layer'…possible values: tensor, global", ""),
         small("an unknown float", "cast in -o out --to f8", 2, "invalid value 'f8'…possible values: f32, f16, bf16", ""),
-        small("an unknown format", "cast in -o out --export gguf", 2, "unknown name `gguf`, expected", ""),
+        small("an unknown format", "cast in -o out --export tflite", 2, "unknown name `tflite`, expected", ""),
         small("a format twice", "cast in -o out --export safetensors --export safetensors", 2, "export: `safetensors` is named twice", ""),
         small("no size", "cast in -o out --shard-size 5XB", 2, "`5XB` is not a size like 5GB, 500MB or 2GiB", ""),
         small("a size of nothing", "cast in -o out --shard-size 0", 2, "`0` is not a size", ""),
