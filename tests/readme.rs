@@ -76,7 +76,7 @@ fn the_graph_is_one() {
     check(folder.path(), "compress inspect . --graph");
 }
 
-/// What guides find beside `minilm`: `llama` with `book.txt`, and `network`, whose graph a guide brings, with `images`.
+/// What guides find beside `minilm`: `llama` with `book.txt`, `smollm` without a tokenizer, and `network`, whose graph a guide brings, with `images`.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -88,6 +88,8 @@ fn with_all_models() -> tempfile::TempDir {
     copy("models/llama/config.json", "llama/config.json");
     copy("models/llama/model.safetensors", "llama/model.safetensors");
     copy("evaluation/characters.json", "llama/tokenizer.json");
+    copy("models/llama/config.json", "smollm/config.json");
+    copy("models/llama/model.safetensors", "smollm/model.safetensors");
     copy("evaluation/book.txt", "book.txt");
     copy("evaluation/resnet-basic.json", "network/preprocessor_config.json");
     for n in 0..10 {
