@@ -96,22 +96,21 @@ impl Seen {
         }
     }
 
-    fn measurement(self) -> Option<(String, WeightMeasurement)> {
+    fn measurement(self) -> Option<WeightMeasurement> {
         let ([signal, other, noise, dot], [zeros_before, zeros_after]) = (self.sums.map(f64::from_bits), self.zeros);
         let histogram = self.histogram.map(|(ends, [before, after])| {
             let [low, high] = ends.map(f32::from_bits);
             ValueHistogram { low, high, before, after }
         });
-        let seen = WeightMeasurement {
+        Some(WeightMeasurement {
             difference: Difference { signal, other, noise, dot, max: f32::from_bits(self.max), zeros_before, zeros_after },
             changed: self.changed,
             nonfinite: self.nonfinite,
-            input_hash: self.input_hash.map(|hash| blake3::Hash::from_hex(hash).ok()).map_or(Some(None), |hash| hash.map(Some))?,
+            input_hash: self.input_hash.map(blake3::Hash::from_hex).transpose().ok()?,
             bytes: self.bytes,
             kept: self.kept,
             histogram,
-        };
-        Some((self.name, seen))
+        })
     }
 }
 
@@ -263,7 +262,7 @@ impl Pipeline {
             for seen in told.weights {
                 let name = seen.name.clone();
                 let found = seen.measurement().ok_or_else(|| Error::malformed(&path.join(TOLD), format!("no hash of `{name}`")))?;
-                made.items.insert(found.0, found.1);
+                made.items.insert(name, found);
             }
             joined.push(path);
         }

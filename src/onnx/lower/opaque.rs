@@ -34,9 +34,9 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     for name in parts.constants.iter().map(|tensor| tensor.name().to_owned()).chain(computed.cloned()) {
         names.entry(name).or_insert_with_key(|name| n.fresh(name.clone()));
     }
-    let mut within = BTreeSet::new();
-    parts.nodes.iter().flat_map(check::bodies).for_each(|body| own_of(body, &mut within));
-    if let Some((_, new)) = names.iter().find(|(old, new)| old != new && within.contains(new.as_str())) {
+    let mut within = BTreeMap::new();
+    parts.nodes.iter().flat_map(check::bodies).for_each(|body| check::given_times(body, &mut within));
+    if let Some((_, new)) = names.iter().find(|(old, new)| old != new && within.contains_key(new.as_str())) {
         return Err(
             n.wrong(format!("a body of {} calls something of its own `{new}`, as the graph calls what the body reads: rename it in the file", op.label))
         );
@@ -57,12 +57,6 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Names that a body and those within it give.
-fn own_of<'b>(body: &'b GraphProto, found: &mut BTreeSet<&'b str>) {
-    found.extend(check::own_names(body));
-    body.node.iter().flat_map(check::bodies).for_each(|body| own_of(body, found));
 }
 
 fn rename<'n>(names: &Renamed, of: impl Iterator<Item = &'n mut String>) {
