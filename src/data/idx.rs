@@ -101,7 +101,7 @@ impl Idx {
             _ => return Err(Error::malformed(path, format!("has samples of {:?}, which are no images", images.sizes))),
         };
         let pixels = Pixels::open(options, &target, Pixels::unit())?;
-        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task), classes: Classes::of(options, &target), pixels, port })
+        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task, None), classes: Classes::of(options, &target), pixels, port })
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {

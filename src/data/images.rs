@@ -52,7 +52,7 @@ impl ClassFolders {
             files = (0..wanted).filter_map(|i| files.get(count.checked_mul(i)?.checked_div(wanted)?).cloned()).collect();
         }
         let (channels, ..) = pixels::plane(&port, path)?;
-        Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port, channels })
+        Ok(ClassFolders { files, batch: options.batch(task, None), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port, channels })
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
