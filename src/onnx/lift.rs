@@ -15,16 +15,16 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::check::{self, label};
 use super::model_file::ModelFile;
 use super::piece;
-use super::proto::{Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
+use super::proto::{DataType, Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
 use crate::error::{Error, Result};
-use crate::ir::ops::Linear;
+use crate::ir::ops::{FakeQuantize, Linear};
 use crate::ir::{Builder, Dim, Graph, Kind, Op, TensorType, ValueId, rebuild};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
 pub(super) use opaque::Pieces;
 
-/// Operators that make whole numbers, which are computed again where they are needed.
-const SHAPES: [&str; 9] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range"];
+/// Operators that make whole numbers, which are computed again where they are needed; of quantizers that is seldom.
+const SHAPES: [&str; 10] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range", "QuantizeLinear"];
 
 /// Reasons that are told of nodes without a typed form.
 const TOLD: usize = 3;
@@ -196,11 +196,18 @@ impl<'f> Lift<'f> {
             return Ok(Known::Numbers(numbers));
         }
         let output = node.output.first().ok_or("it computes nothing")?;
-        if node.op_type() == "Constant" {
+        if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
             return Ok(Known::Constant);
         }
         if let Some(found) = self.folded(node) {
             return Ok(found);
+        }
+        if let Some((op, quantizer)) = self.quantizer(node) {
+            if let Some(name) = quantizer.input.first().filter(|name| matches!(self.known.get(name.as_str()), Some(Known::Untyped | Known::Folded))) {
+                self.opaque(name)?;
+            }
+            let value = self.value(quantizer, 0)?;
+            return self.builder.node(output, op, &[value]).map(Known::Value).map_err(|e| e.to_string());
         }
         let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not known")?;
         for name in &node.input {
@@ -213,6 +220,29 @@ impl<'f> Lift<'f> {
         let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
         let id = self.builder.node(output, op, &inputs).map_err(|e| e.to_string())?;
         Ok(Known::Value(id))
+    }
+
+    /// What a node that makes floats of integers does to the input of the node that made these, if it is a rounding to one of 256 values.
+    fn quantizer(&self, node: &'f NodeProto) -> Option<(FakeQuantize, &'f NodeProto)> {
+        let [integers, scale, zero_point @ ..] = node.input.as_slice() else { return None };
+        let (_, maker) = self.makers.get(integers.as_str()).filter(|_| node.op_type() == "DequantizeLinear")?;
+        let own = maker.op_type() == "QuantizeLinear" && check::is_own(maker.domain());
+        let plain = [node, maker].iter().all(|node| super::uses::int(node, "block_size", 0) == 0 && super::uses::int(node, "precision", 0) == 0);
+        let [_, other_scale, other_zero_point @ ..] = maker.input.as_slice() else { return None };
+        let one = |name: &str| self.file.constant(name).filter(|(_, bytes)| !bytes.is_empty());
+        let same = |a: &str, b: &str| a == b || one(a).zip(one(b)).is_some_and(|(a, b)| a == b);
+        let zero_point = match (zero_point, other_zero_point) {
+            ([], []) => Some(-128),
+            ([zero_point, ..], [other, ..]) if same(zero_point, other) => match one(zero_point)? {
+                (DataType::Int8, bytes) => Some(i32::from(i8::from_le_bytes(bytes.try_into().ok()?))),
+                (DataType::Uint8, bytes) => Some(i32::from(u8::from_le_bytes(bytes.try_into().ok()?)).saturating_sub(128)),
+                _ => None,
+            },
+            _ => None,
+        }?;
+        let (DataType::Float, bytes) = one(scale)? else { return None };
+        let value = f32::from_le_bytes(bytes.try_into().ok()?);
+        (own && plain && same(scale, other_scale) && value.is_finite() && value > 0.0).then_some((FakeQuantize { scale: value, zero_point }, *maker))
     }
 
     /// The first input, which the node passes on.

@@ -5,6 +5,7 @@
 
 mod broken;
 mod layers;
+mod quantized;
 mod samples;
 mod weights;
 

@@ -10,10 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::super::check::{self, bodies, label};
-use super::super::elements;
 use super::super::piece::{self, Parts, Piece};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
-use super::super::wire::data;
 use super::numbers::Numbers;
 use super::{Known, Lift};
 use crate::ir::ops::Opaque;
@@ -266,15 +264,8 @@ impl<'f> Lift<'f> {
     /// A tensor with its elements.
     fn filled(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
         let mut whole = TensorProto { mark: None, ..tensor.clone() };
-        let held = tensor.mark.and_then(|mark| self.file.tensors.get(usize::try_from(mark).ok()?));
-        let Some(away) = held.and_then(|held| held.away.as_ref()) else { return Ok(whole) };
-        let bytes = if away.field.is_some_and(data::is_varints) {
-            elements::numbers(&away.bytes, tensor.data_type(), elements::shape(tensor)?.1)?
-        } else {
-            let mut bytes = vec![0; usize::try_from(away.bytes.bytes()).map_err(|e| e.to_string())?];
-            away.bytes.read_at(0, &mut bytes).map_err(|e| e.to_string())?;
-            bytes
-        };
+        let Some(bytes) = self.file.elements_away(tensor) else { return Ok(whole) };
+        let bytes = bytes?;
         (whole.raw_data, whole.data_location) = (Some(bytes), None);
         whole.external_data.clear();
         Ok(whole)
