@@ -1,13 +1,16 @@
 //! A file's operators as typed ops.
 //!
 //! Each operator is a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`). Nodes
-//! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`).
+//! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`). What several nodes are together is put together (`patterns.rs`).
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod folding;
 mod numbers;
 mod opaque;
+mod patterns;
+mod quantizer;
 mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,10 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::check::{self, label};
 use super::model_file::ModelFile;
 use super::piece;
-use super::proto::{DataType, Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
+use super::proto::{Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
 use crate::error::{Error, Result};
-use crate::ir::ops::{FakeQuantize, Linear};
-use crate::ir::{Builder, Dim, Graph, Kind, Op, TensorType, ValueId, rebuild};
+use crate::ir::{Builder, Dim, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
 pub(super) use opaque::Pieces;
@@ -73,6 +75,9 @@ pub(super) struct Lift<'f> {
     refused: BTreeMap<&'f str, String>,
     /// Values that ONNX Runtime does not compute by themselves either, and why.
     broken: BTreeMap<&'f str, String>,
+    /// Sizes of what is made of constants alone, and how many elements that are.
+    folded_sizes: BTreeMap<&'f str, Vec<u64>>,
+    folded_elements: u64,
     /// Nodes without a typed form, and why.
     left: Vec<String>,
     /// What cannot be run either.
@@ -107,6 +112,8 @@ impl ModelFile {
             batches: BTreeSet::new(),
             refused: BTreeMap::new(),
             broken: BTreeMap::new(),
+            folded_sizes: BTreeMap::new(),
+            folded_elements: 0,
             left: Vec::new(),
             failed: Vec::new(),
         };
@@ -148,7 +155,7 @@ impl<'f> Lift<'f> {
             self.left.append(&mut self.failed);
             return Err(self.refused(&self.left));
         }
-        with_biases(&self.builder.finish()?, self.weights)
+        patterns::together(&self.builder.finish()?, self.weights)
     }
 
     fn refused(&self, reasons: &[String]) -> Error {
@@ -199,7 +206,7 @@ impl<'f> Lift<'f> {
         if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
             return Ok(Known::Constant);
         }
-        if let Some(found) = self.folded(node) {
+        if let Some(found) = self.folded(node)? {
             return Ok(found);
         }
         if let Some((op, quantizer)) = self.quantizer(node) {
@@ -222,29 +229,6 @@ impl<'f> Lift<'f> {
         Ok(Known::Value(id))
     }
 
-    /// What a node that makes floats of integers does to the input of the node that made these, if it is a rounding to one of 256 values.
-    fn quantizer(&self, node: &'f NodeProto) -> Option<(FakeQuantize, &'f NodeProto)> {
-        let [integers, scale, zero_point @ ..] = node.input.as_slice() else { return None };
-        let (_, maker) = self.makers.get(integers.as_str()).filter(|_| node.op_type() == "DequantizeLinear")?;
-        let own = maker.op_type() == "QuantizeLinear" && check::is_own(maker.domain());
-        let plain = [node, maker].iter().all(|node| super::uses::int(node, "block_size", 0) == 0 && super::uses::int(node, "precision", 0) == 0);
-        let [_, other_scale, other_zero_point @ ..] = maker.input.as_slice() else { return None };
-        let one = |name: &str| self.file.constant(name).filter(|(_, bytes)| !bytes.is_empty());
-        let same = |a: &str, b: &str| a == b || one(a).zip(one(b)).is_some_and(|(a, b)| a == b);
-        let zero_point = match (zero_point, other_zero_point) {
-            ([], []) => Some(-128),
-            ([zero_point, ..], [other, ..]) if same(zero_point, other) => match one(zero_point)? {
-                (DataType::Int8, bytes) => Some(i32::from(i8::from_le_bytes(bytes.try_into().ok()?))),
-                (DataType::Uint8, bytes) => Some(i32::from(u8::from_le_bytes(bytes.try_into().ok()?)).saturating_sub(128)),
-                _ => None,
-            },
-            _ => None,
-        }?;
-        let (DataType::Float, bytes) = one(scale)? else { return None };
-        let value = f32::from_le_bytes(bytes.try_into().ok()?);
-        (own && plain && same(scale, other_scale) && value.is_finite() && value > 0.0).then_some((FakeQuantize { scale: value, zero_point }, *maker))
-    }
-
     /// The first input, which the node passes on.
     fn same(&mut self, node: &NodeProto) -> Result<Known, String> {
         self.value(node, 0).map(Known::Value)
@@ -264,38 +248,6 @@ impl<'f> Lift<'f> {
             _ => Err(format!("`{name}` is no value of floats or of samples")),
         }
     }
-}
-
-/// Products whose only reader adds a vector take it as their bias.
-fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
-    let mut reads = vec![0usize; graph.values().len()];
-    let all = graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id));
-    all.for_each(|id| reads.get_mut(id.index()).into_iter().for_each(|count| *count = count.saturating_add(1)));
-    let alone = |id: ValueId| reads.get(id.index()) == Some(&1);
-    // What products read, in the graph that is made.
-    let mut products: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
-    let with = rebuild(graph, weights, &mut |step| {
-        let (node, made) = (step.node, step.inputs.clone());
-        match (&node.op, node.inputs.as_slice(), made.as_slice()) {
-            (Op::Linear(_), [_, _], _) if alone(node.output) => drop(products.insert(node.output, made)),
-            (Op::Add(_), [a, b], [new_a, new_b]) => {
-                let side = [(a, b, new_b), (b, a, new_a)].into_iter().find_map(|(product, bias, new)| Some((products.get(product)?, bias, *new)));
-                if let Some(([x, weight], bias, new)) =
-                    side.and_then(|(product, bias, new)| Some((<[ValueId; 2]>::try_from(product.as_slice()).ok()?, bias, new)))
-                    && graph.value(*bias).kind == Kind::Param
-                    && graph.value(*bias).ty.shape.len() == 1
-                    && graph.value(*bias).ty.shape.last() == graph.value(node.output).ty.shape.last()
-                    && graph.value(node.output).ty == graph.value(if bias == b { *a } else { *b }).ty
-                {
-                    return step.builder.node(step.name, Linear { input_major: false }, &[x, weight, new]);
-                }
-            }
-            _ => {}
-        }
-        step.keep()
-    })?;
-    // Products that nobody reads any more go.
-    rebuild(&with, weights, &mut |step| step.keep())
 }
 
 /// The type of an input, and what its elements are as ONNX numbers them.

@@ -47,7 +47,7 @@ fn file(opset: i64, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> Mod
 }
 
 /// Activations, weights and biases as ONNX Runtime's tool writes them.
-fn rounded() -> ModelProto {
+pub fn rounded() -> ModelProto {
     let sums: Vec<u8> = (0..6i32).flat_map(|at| (at * 20_000 - 50_000).to_le_bytes()).collect();
     // Kernels of integers take a bias to be in steps of its product.
     let steps: Vec<u8> = (0..6).flat_map(|at| (STEP * (0.004 + at as f32 * 1e-4)).to_le_bytes()).collect();
@@ -74,7 +74,7 @@ fn rounded() -> ModelProto {
 }
 
 /// Weights alone, in the forms of several opsets: bytes with a zero point, a table, and products with scales.
-fn weights_alone() -> ModelProto {
+pub fn weights_alone() -> ModelProto {
     let to = || vec![AttributeProto::int("to", DataType::Float as i64)];
     file(
         13,
