@@ -153,6 +153,18 @@ fn cases() -> Vec<Case> {
             ],
             vec![ints("first", &[0]), ints("twelve", &[12])],
         ),
+        (
+            "Reshape to some sizes of the input",
+            18,
+            vec![0, 3, 4],
+            vec![
+                node("Shape", &["x"], "b", vec![int("end", 1)]),
+                node("Shape", &["x"], "l", vec![int("start", -1)]),
+                node("Concat", &["b", "rest", "l"], "t", vec![int("axis", 0)]),
+                node("Reshape", &["x", "t"], "y", vec![]),
+            ],
+            vec![ints("rest", &[-1, 1])],
+        ),
         one("ReduceMean, old", 11, &image, node("ReduceMean", &["x"], "y", vec![list("axes", &[2, 3]), int("keepdims", 0)]), vec![]),
         one("ReduceSum", 13, &image, node("ReduceSum", &["x", "axes"], "y", vec![]), vec![ints("axes", &[-1])]),
         one("Identity and Dropout", 13, &[0, 4], node("Relu", &["x"], "y", vec![]), vec![]),
@@ -371,12 +383,15 @@ fn a_lifted_model_loses_channels_and_is_written_under_its_names() {
     let nodes = vec![
         node("Conv", &["x", "w", "b"], "a", vec![AttributeProto::ints("pads", [1; 4])]),
         node("Relu", &["a"], "r", vec![]),
-        node("Conv", &["r", "v"], "c", vec![]),
+        // A number has no axes.
+        node("Mul", &["half", "r"], "h", vec![]),
+        node("Conv", &["h", "v"], "c", vec![]),
         node("GlobalAveragePool", &["c"], "g", vec![]),
         node("Flatten", &["g"], "f", vec![]),
         node("Gemm", &["f", "head"], "y", vec![]),
     ];
-    let weights = vec![floats("w", &[8, 3, 3, 3]), floats("b", &[8]), floats("v", &[8, 8, 3, 3]), floats("head", &[8, 4])];
+    let half = TensorProto { dims: vec![], ..given("half", &[], &[0.5]) };
+    let weights = vec![floats("w", &[8, 3, 3, 3]), floats("b", &[8]), half, floats("v", &[8, 8, 3, 3]), floats("head", &[8, 4])];
     let folder = tempfile::tempdir().unwrap();
     let (path, out) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"));
     let mut whole = model(13, &[0, 3, 9, 8], nodes, weights);
