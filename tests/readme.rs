@@ -83,7 +83,7 @@ fn save_samples(folder: &Path) {
     for run in 0..4u32 {
         let tokens = |value: &dyn Fn(u32) -> i64| candle_core::Tensor::from_iter((0..5 + run).map(value), &candle_core::Device::Cpu).unwrap();
         let row = |tensor: candle_core::Tensor| tensor.unsqueeze(0).unwrap();
-        let inputs = [("input_ids", tokens(&|at| i64::from(at * 7 + run))), ("attention_mask", tokens(&|_| 1)), ("token_type_ids", tokens(&|_| 0))];
+        let inputs = [("input_ids", tokens(&|at| i64::from(at * 5 + run))), ("attention_mask", tokens(&|_| 1)), ("token_type_ids", tokens(&|_| 0))];
         let inputs: HashMap<_, _> = inputs.map(|(name, tensor)| (name.to_owned(), row(tensor))).into();
         candle_core::safetensors::save(&inputs, folder.join(format!("runs/{run}.safetensors"))).unwrap();
     }

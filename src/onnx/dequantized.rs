@@ -107,7 +107,7 @@ impl ModelFile {
         }
         // Scales are said by the weights that they belong to, and by quantizers of activations.
         let of_quantizers = |name: &str| {
-            let reads = |node: &NodeProto| node.input.iter().skip(1).any(|input| input == name) && !node.input.first().is_some_and(|input| input == name);
+            let reads = |node: &NodeProto| node.input.iter().skip(1).any(|input| input == name) && node.input.first().is_none_or(|input| input != name);
             let quantizer = |node: &NodeProto| matches!(node.op_type(), "QuantizeLinear" | "DequantizeLinear") && is_own(node.domain()) && reads(node);
             let quantizer = |reader: &Use| reader.node.and_then(|node| graph.node.get(node)).is_some_and(quantizer);
             uses.get(name).is_some_and(|all| !all.is_empty() && all.iter().all(quantizer))

@@ -152,8 +152,9 @@ impl<'f> Lift<'f> {
             }
         }
         if !self.failed.is_empty() {
-            self.left.append(&mut self.failed);
-            return Err(self.refused(&self.left));
+            // What stands in the way comes first.
+            self.failed.append(&mut self.left);
+            return Err(self.refused(&self.failed));
         }
         patterns::together(&self.builder.finish()?, self.weights)
     }
