@@ -1,6 +1,5 @@
 //! Arrays with a row for each sample: safetensors, or NumPy's .npz.
 
-use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -15,6 +14,7 @@ use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
 use super::{Batch, LARGEST, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
+use crate::files::File;
 use crate::ir::Element;
 use crate::store::header::{byte_count, element_count};
 use crate::store::{Checkpoint, DType, RawTensor};
@@ -98,7 +98,7 @@ fn tensors(path: &Path) -> Result<Vec<Rows>> {
 
 fn numpy(path: &Path) -> Result<Vec<Rows>> {
     let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("not an .npz file: {e}"));
-    let open = || File::open(path).map_err(Error::io("open", path));
+    let open = || File::open(path).map(|file| file.reader()).map_err(Error::io("open", path));
     let mut archive = zip::ZipArchive::new(BufReader::new(open()?)).map_err(|e| wrong(&e))?;
     let mut arrays = Vec::new();
     for index in 0..archive.len() {
