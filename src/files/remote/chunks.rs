@@ -19,17 +19,17 @@ const AHEAD: u64 = 4;
 /// Memory for all chunks, those on their way among them.
 const ROOM: u64 = 160 << 20;
 
-/// An open file of another machine.
+/// A file of another machine, read in ranges.
 #[derive(Clone)]
-pub(in crate::files) struct Open {
+pub(in crate::files) struct Ranges {
     id: u64,
     known: Arc<Known>,
     file: Arc<Found>,
 }
 
-impl std::fmt::Debug for Open {
+impl std::fmt::Debug for Ranges {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("Open").field(&self.file.name).finish()
+        f.debug_tuple("Ranges").field(&self.file.name).finish()
     }
 }
 
@@ -53,7 +53,7 @@ enum Slot {
 struct State {
     slots: BTreeMap<Key, Slot>,
     /// Those that no thread fetches yet.
-    queue: VecDeque<(Key, Open)>,
+    queue: VecDeque<(Key, Ranges)>,
     /// Bytes of all chunks that are here or coming.
     bytes: u64,
     clock: u64,
@@ -85,10 +85,10 @@ fn size(range: &Range<u64>) -> u64 {
     range.end.saturating_sub(range.start)
 }
 
-impl Open {
+impl Ranges {
     /// A file that is not open yet: those that are have the same chunks.
-    pub(super) fn new(known: Arc<Known>, file: Found) -> Open {
-        Open { id: NEXT.fetch_add(1, Ordering::Relaxed), known, file: Arc::new(file) }
+    pub(super) fn new(known: Arc<Known>, file: Found) -> Ranges {
+        Ranges { id: NEXT.fetch_add(1, Ordering::Relaxed), known, file: Arc::new(file) }
     }
 
     fn length(&self) -> u64 {
@@ -100,6 +100,7 @@ impl Open {
         lock(&POOL.state).ahead(0, self);
     }
 
+    /// Fills a buffer from a place on.
     pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
         let (mut at, mut rest) = (at, buffer);
         while !rest.is_empty() {
@@ -156,13 +157,13 @@ impl Open {
 
 impl State {
     /// Asks for a chunk that nobody waits for yet, if there is room without those that are still to be read.
-    fn ahead(&mut self, number: u64, open: &Open) {
+    fn ahead(&mut self, number: u64, open: &Ranges) {
         if !self.slots.contains_key(&(open.id, number)) && size(&range(number, open.length())) > 0 {
             self.ask(number, open, false);
         }
     }
 
-    fn ask(&mut self, number: u64, open: &Open, urgent: bool) {
+    fn ask(&mut self, number: u64, open: &Ranges, urgent: bool) {
         let wanted = size(&range(number, open.length()));
         while self.bytes.saturating_add(wanted) > ROOM {
             let old = |(key, slot): (&Key, &Slot)| match slot {
@@ -200,7 +201,7 @@ impl State {
         }
     }
 
-    fn put(&mut self, key: Key, open: &Open, came: io::Result<Vec<u8>>) {
+    fn put(&mut self, key: Key, open: &Ranges, came: io::Result<Vec<u8>>) {
         self.clock = self.clock.saturating_add(1);
         let slot = match came {
             Ok(bytes) => Slot::Here { bytes: Arc::new(bytes), used: self.clock, done: false },
@@ -279,7 +280,7 @@ mod tests {
         const LENGTH: u64 = 40 << 20;
         let pattern = Arc::new(Pattern { asked: Mutex::default() });
         let known = Arc::new(Known::new(Box::new(pattern.clone())));
-        let open = Open::new(known, Found { name: "file".into(), bytes: LENGTH, version: None, here: None });
+        let open = Ranges::new(known, Found { name: "file".into(), bytes: LENGTH, version: None, here: None });
         std::thread::scope(|scope| {
             for reader in 0..4 {
                 let open = &open;

@@ -17,7 +17,6 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-pub(super) use self::chunks::Open;
 use self::upload::Told;
 pub(super) use self::upload::publish;
 use super::{Entry, File, Kind, WHOLE, remote_name};
@@ -103,7 +102,30 @@ struct Known {
     files: Mutex<BTreeMap<String, Option<Found>>>,
     /// Small files that were read.
     texts: Mutex<BTreeMap<String, Arc<Vec<u8>>>>,
-    open: Mutex<BTreeMap<String, Open>>,
+    open: Mutex<BTreeMap<String, chunks::Ranges>>,
+}
+
+/// An open file.
+#[derive(Debug, Clone)]
+pub(super) enum Open {
+    /// One that was read whole before.
+    Held(Arc<Vec<u8>>),
+    /// One that is read in ranges.
+    Ranges(chunks::Ranges),
+}
+
+impl Open {
+    /// Fills a buffer from a place on, up to which there is as much.
+    pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
+        match self {
+            Open::Ranges(file) => file.read_exact_at(buffer, at),
+            Open::Held(bytes) => {
+                let from = usize::try_from(at).ok().and_then(|at| bytes.get(at..at.checked_add(buffer.len())?));
+                buffer.copy_from_slice(from.ok_or(io::ErrorKind::UnexpectedEof)?);
+                Ok(())
+            }
+        }
+    }
 }
 
 /// Most bytes of small files that are kept.
@@ -139,8 +161,8 @@ impl Known {
     }
 
     /// The file, opened; the same one every time.
-    fn open(self: &Arc<Known>, found: Found) -> Open {
-        lock(&self.open).entry(found.name.clone()).or_insert_with(|| Open::new(self.clone(), found)).clone()
+    fn open(self: &Arc<Known>, found: Found) -> chunks::Ranges {
+        lock(&self.open).entry(found.name.clone()).or_insert_with(|| chunks::Ranges::new(self.clone(), found)).clone()
     }
 
     /// What a folder holds, itself or as part of one that was asked about.
@@ -240,10 +262,12 @@ pub(super) fn kind(name: &str) -> io::Result<Kind> {
 pub(super) fn open(name: &str) -> io::Result<File> {
     let (known, inside) = reach(name)?;
     let found = known.demand(&inside)?;
-    match &found.here {
-        Some(path) => File::open(path),
-        None => Ok(File { length: found.bytes, bytes: super::Bytes::Away(known.open(found)) }),
+    if let Some(path) = &found.here {
+        return File::open(path);
     }
+    let (length, held) = (found.bytes, lock(&known.texts).get(&found.name).cloned());
+    let open = held.map_or_else(|| Open::Ranges(known.open(found)), Open::Held);
+    Ok(File { length, bytes: super::Bytes::Away(open) })
 }
 
 pub(super) fn read(name: &str) -> io::Result<Vec<u8>> {
