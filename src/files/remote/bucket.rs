@@ -27,6 +27,8 @@ use super::{Found, MOST, Place, http};
 
 /// Bytes of a part of an upload; parts of very large files are larger.
 const PART: u64 = 8 << 20;
+/// Memory that is set aside for an answer before it comes.
+const LARGEST_AHEAD: usize = 16 << 20;
 /// Most parts of an upload that every store takes.
 const MOST_PARTS: u64 = 9000;
 
@@ -112,7 +114,7 @@ impl Place for Bucket {
         let options = GetOptions { range: Some(range.into()), if_match: file.version.clone(), ..GetOptions::default() };
         let location = path(&file.name)?;
         let came = wait(async { self.store.get_opts(&location, options).await?.bytes().await })?;
-        came.map(|bytes| bytes.to_vec()).map_err(refused)
+        came.map(Vec::from).map_err(refused)
     }
 
     fn put(&self, name: &str, file: &std::fs::File, bytes: u64, told: Told) -> io::Result<()> {
@@ -223,11 +225,14 @@ impl HttpService for Service {
             if !self.open {
                 http::require_private(&parts.uri.to_string()).map_err(|e| HttpError::new(HttpErrorKind::Unknown, e))?;
             }
+            let head = parts.method == Method::HEAD;
             let bare = body.is_empty() && [Method::GET, Method::HEAD, Method::DELETE].contains(&parts.method);
             let request = ureq::http::Request::from_parts(parts, ());
-            let answer = if bare { http::AGENT.run(request) } else { http::AGENT.run(request.map(|()| body.to_vec())) };
+            let answer = if bare { http::AGENT.run(request) } else { http::AGENT.run(request.map(|()| body.as_ref())) };
             let (parts, body) = answer.map_err(told)?.into_parts();
-            let mut bytes = Vec::new();
+            // As much as is said to come, within reason: what comes beyond grows it.
+            let announced = http::header(&parts.headers, "content-length").and_then(|text| text.parse().ok()).unwrap_or(0);
+            let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(LARGEST_AHEAD) });
             let read = body.into_with_config().limit(u64::MAX).reader().read_to_end(&mut bytes);
             read.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, e))?;
             Ok(Response::from_parts(parts, bytes.into()))

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Place, lock, reach, secrets};
+use super::{Place, chunks, lock, reach, secrets};
 
 /// Is told how many more bytes are done; its error ends the work.
 pub(super) type Told<'t> = &'t (dyn Fn(u64) -> io::Result<()> + Sync);
@@ -32,6 +32,7 @@ fn rank(name: &str) -> u8 {
 /// Puts the files of a folder into a bucket and reads them back; of what goes wrong, nothing is left.
 pub(in crate::files) fn publish(folder: &Path, name: &str, told: Told) -> io::Result<()> {
     let (known, inside) = reach(name)?;
+    chunks::forget();
     let mut files = Vec::new();
     collect(folder, "", &mut files)?;
     files.sort_by(|(a, _), (b, _)| (rank(a), a).cmp(&(rank(b), b)));
