@@ -157,7 +157,7 @@ pub enum Error {
 impl Error {
     /// An I/O error with its path; meant for `map_err`.
     pub fn io(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-        let path = path.to_owned();
+        let path = tellable(path);
         move |source| Error::Io { action, path, source }
     }
 
@@ -221,10 +221,22 @@ impl Error {
             Error::Recipe { .. } => Some("`compress init MODEL` writes a recipe with comments, `compress schema` all keys there are".into()),
             Error::Graph { what, .. } if what == "config.json" => damaged(Path::new(what)).map(Into::into),
             Error::Malformed { path, .. } => damaged(path).map(Into::into),
-            Error::Io { source, .. } => refused(source.kind()).map(Into::into),
+            Error::Io { path, source, .. } => {
+                let remote = path.to_str().is_some_and(|name| name.starts_with("hf:") || name.contains("://"));
+                let advice = if remote { refused_elsewhere(source.kind()) } else { refused(source.kind()) };
+                advice.map(Into::into)
+            }
             _ => None,
         }
     }
+}
+
+/// A name without what names a user or signs an address: messages are kept.
+fn tellable(path: &Path) -> PathBuf {
+    let Some((scheme, rest)) = path.to_str().and_then(|name| name.split_once("://")) else { return path.to_owned() };
+    let plain = rest.split(['?', '#']).next().unwrap_or_default();
+    let (host, inside) = plain.split_at(plain.find('/').unwrap_or(plain.len()));
+    format!("{scheme}://{}{inside}", host.rsplit('@').next().unwrap_or_default()).into()
 }
 
 /// What to do about a file that a model came with.
@@ -236,6 +248,15 @@ fn damaged(path: &Path) -> Option<&'static str> {
         Some("take the file that these weights were saved with")
     } else {
         None
+    }
+}
+
+/// What to do when another machine does not let one.
+fn refused_elsewhere(kind: io::ErrorKind) -> Option<&'static str> {
+    match kind {
+        io::ErrorKind::NotFound => Some("check the name: hf:org/name@revision/file, s3://bucket/key, https://host/file"),
+        io::ErrorKind::PermissionDenied => Some("docs/remote.md says where credentials are looked for"),
+        _ => None,
     }
 }
 

@@ -4,6 +4,7 @@ mod entry;
 pub mod error;
 pub mod evaluation;
 pub mod export;
+pub mod files;
 pub mod kernel;
 pub mod model;
 pub mod output;

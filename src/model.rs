@@ -24,6 +24,7 @@ pub use files::{Beside, Made, Reason, config_beside, text_beside};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
 use crate::error::{Error, Result};
+use crate::files as names;
 use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::is_gguf;
@@ -61,6 +62,7 @@ impl Model {
     /// Anything about the folder that is missing, malformed or not supported, by name.
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
+        names::kind(path).map_err(Error::io("open", path))?;
         if let Some(file) = only_file(path, "onnx", |path| ends(path, "onnx"))? {
             return Model::open_onnx(path, &file);
         }
@@ -69,7 +71,7 @@ impl Model {
         }
         let mut checkpoint = Checkpoint::open(path)?;
         let weight_files = checkpoint.files.clone();
-        let folder = path.is_dir();
+        let folder = names::is_dir(path);
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         store_tied_once(&config, &mut checkpoint);
         let notes = std::mem::take(&mut checkpoint.notes);
@@ -97,7 +99,7 @@ impl Model {
 
     /// Every file that a run reads: weights, configuration, and what is carried over.
     pub fn inputs(&self) -> Vec<PathBuf> {
-        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter().filter(|path| path.is_file());
+        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter().filter(|path| names::is_file(path));
         described.chain(self.weight_files.iter().cloned()).chain(self.beside.files.iter().map(|file| self.path.join(file))).collect()
     }
 
@@ -190,12 +192,10 @@ fn ends(path: &Path, extension: &str) -> bool {
 
 /// The file of another format that a path stands for: itself, or the only one of a folder without safetensors.
 fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
-    if !path.is_dir() {
+    if !names::is_dir(path) {
         return Ok(is(path).then(|| path.to_owned()));
     }
-    let entries = std::fs::read_dir(path).map_err(Error::io("list", path))?;
-    let mut files: Vec<PathBuf> = entries.filter_map(|entry| entry.ok().map(|entry| entry.path())).filter(|path| path.is_file()).collect();
-    files.sort();
+    let files = names::files(path).map_err(Error::io("list", path))?;
     let of_pytorch = |file: &Path| file.ends_with(pytorch::SINGLE) || file.ends_with(pytorch::INDEX);
     if files.iter().any(|file| ends(file, "safetensors") || file.ends_with(INDEX) || of_pytorch(file)) {
         return Ok(None);

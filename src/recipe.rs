@@ -14,6 +14,7 @@ use serde_json::Value;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluate;
 use crate::export::Export;
+use crate::files;
 use crate::pass::Step;
 use crate::store::ByteSize;
 
@@ -153,11 +154,11 @@ impl Recipe {
     /// Paths relative to the folder of the recipe.
     fn resolved(mut self, path: &Path) -> Recipe {
         let folder = path.parent().unwrap_or(Path::new(""));
-        self.model = folder.join(&self.model);
+        self.model = files::resolve(folder, &self.model);
         #[cfg(feature = "run")]
         self.data.resolve(folder);
         self.passes.iter_mut().for_each(|step| step.pass_mut().resolve(folder));
-        self.output = self.output.map(|output| folder.join(output));
+        self.output = self.output.map(|output| files::resolve(folder, &output));
         self
     }
 

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 /// Top to bottom: a line uses the lines below it.
-const LAYERS: [&[&str]; 11] = [
+const LAYERS: [&[&str]; 12] = [
     &["cli", "prelude"],
     &["recipe", "pipeline", "report"],
     &["pass", "export"],
@@ -17,6 +17,7 @@ const LAYERS: [&[&str]; 11] = [
     &["runtime"],
     &["ir", "store", "kernel", "run_state"],
     &["work", "output"],
+    &["files"],
     &["cache", "error", "entry", "program"],
 ];
 

@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use super::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
+use crate::files;
 use crate::ir::Builder;
 use crate::ir::ops::{MaskedMean, Normalize, Select};
 
@@ -47,7 +48,7 @@ impl Pooling {
     pub fn described(folder: &Path) -> Result<(Vec<Pooling>, Vec<String>)> {
         let path = folder.join("modules.json");
         let (mut found, mut unknown) = (Vec::new(), Vec::new());
-        if !path.is_file() {
+        if !files::is_file(&path) {
             return Ok((found, unknown));
         }
         let modules: Value = read(&path)?;
@@ -70,7 +71,7 @@ impl Pooling {
 }
 
 fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
-    let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+    let text = files::read_to_string(path).map_err(Error::io("read", path))?;
     serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
 }
 

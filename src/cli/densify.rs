@@ -11,7 +11,7 @@ use crate::store::Encoding;
 
 #[derive(Debug, clap::Args)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
     /// Output folder, or an .onnx file
     #[arg(long, short, value_name = "DIR")]

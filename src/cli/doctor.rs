@@ -6,6 +6,7 @@ use super::args::Global;
 use super::output;
 use super::running::{Fetch, Runtimes};
 use crate::error::Result;
+use crate::files;
 use crate::report::format::bytes;
 use crate::report::terminal::facts;
 use crate::report::{Environment, Tool};
@@ -28,7 +29,7 @@ impl Args {
             };
             return output::json(&json!({
                 "tool": tool, "environment": machine, "threads": global.threads(),
-                "onnxruntime": library, "hint": complaint, "cache": runtimes.cache,
+                "onnxruntime": library, "hint": complaint, "cache": runtimes.cache, "remote": files::describe(),
             }));
         }
         show(&tool, machine, &runtimes)?;
@@ -59,6 +60,7 @@ fn show(tool: &Tool, machine: Environment, runtimes: &Runtimes) -> Result<()> {
                 .as_ref()
                 .map_or_else(|_| "none: .onnx files are written and read back, but not run".into(), |(version, place)| format!("{version}, {place}")),
         ),
+        ("other machines", files::describe()),
         ("cache", runtimes.cache.clone().unwrap_or_else(|| "none: set COMPRESS_CACHE or HOME".into())),
     ];
     output::print(&format!("{}\n", facts(rows)))

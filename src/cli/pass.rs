@@ -12,9 +12,9 @@ use crate::run_state::Share;
 #[derive(Debug, clap::Args)]
 #[group(skip)]
 pub(super) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx file
+    /// Output folder (s3://bucket/name too), or an .onnx file
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]

@@ -113,6 +113,7 @@ impl Args {
     /// Runs everything, one after another, and shows it side by side.
     fn compared(&self, jobs: Vec<Job>, global: &Global) -> Result<()> {
         self.foreseen(&jobs)?;
+        jobs.iter().try_for_each(|job| crate::output::require_here(&job.output, "runs of a sweep are compared beside their outputs"))?;
         let mut reports = Vec::with_capacity(jobs.len());
         let folder = jobs.first().and_then(|job| job.output.parent()).unwrap_or(Path::new("")).to_owned();
         for job in jobs {

@@ -26,7 +26,7 @@ impl Args {
         match checks.iter().find(|c| !c.ok) {
             None => Ok(()),
             Some(check) => Err(Error::Verification {
-                path: if self.folder.is_dir() { self.folder.join(&check.path) } else { self.folder.with_file_name(&check.path) },
+                path: if crate::files::is_dir(&self.folder) { self.folder.join(&check.path) } else { self.folder.with_file_name(&check.path) },
                 reason: check.finding.clone(),
             }),
         }

@@ -280,7 +280,7 @@ impl Data {
     /// Makes paths relative to a folder.
     pub(crate) fn resolve(&mut self, folder: &Path) {
         for path in [&mut self.text, &mut self.images, &mut self.arrays, &mut self.labels].into_iter().flatten() {
-            *path = folder.join(&*path);
+            *path = crate::files::resolve(folder, path);
         }
     }
 

@@ -1,6 +1,5 @@
 //! Lines of text files: plain, with columns, or JSON objects.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
@@ -9,6 +8,7 @@ use serde_json::{Map, Value};
 use super::labels::Label;
 use super::options::{Column, Data};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// A text with what goes with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -51,7 +51,7 @@ pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
 
 /// Opens a file; `labelled` says that labels must be there.
 pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Records> {
-    let file = File::open(path).map_err(Error::io("open", path))?;
+    let file = files::stream(path).map_err(Error::io("open", path))?;
     match layout(options, path)? {
         TextFormat::Lines => {
             if labelled || options.pair_column.is_some() {
@@ -79,7 +79,7 @@ fn lines(file: impl Read + Send + 'static, path: &Path) -> impl Iterator<Item = 
     })
 }
 
-fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, quoting): (u8, bool)) -> Result<Records> {
+fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool, (delimiter, quoting): (u8, bool)) -> Result<Records> {
     let header = options.header.unwrap_or(true);
     let mut reader = csv::ReaderBuilder::new().has_headers(header).delimiter(delimiter).quoting(quoting).flexible(true).from_reader(file);
     let wrong = |path: &Path, e: csv::Error| {
@@ -134,7 +134,7 @@ fn columns(options: &Data, file: File, path: &Path, labelled: bool, (delimiter, 
 /// Whether the first line ends with a carriage return and a line feed.
 fn ends_as_in_windows(path: &Path) -> bool {
     let mut first = Vec::new();
-    let read = File::open(path).and_then(|file| BufReader::new(file).read_until(b'\n', &mut first));
+    let read = files::stream(path).and_then(|file| BufReader::new(file).read_until(b'\n', &mut first));
     read.is_ok() && first.ends_with(b"\r\n")
 }
 
@@ -155,7 +155,7 @@ fn no_column(path: &Path, name: &str, names: &[String]) -> Error {
     Error::option("data", format!("{} has no column `{name}`; there are {}", path.display(), listed(names)))
 }
 
-fn objects(options: &Data, file: File, path: &Path, labelled: bool) -> Result<Records> {
+fn objects(options: &Data, file: impl Read + Send + 'static, path: &Path, labelled: bool) -> Result<Records> {
     let name = |column: &Option<Column>| match column {
         Some(Column::Index(index)) => Err(Error::option("data", format!("column {index}: values of JSON objects have names"))),
         Some(Column::Name(name)) => Ok(Some(name.clone())),

@@ -1,6 +1,5 @@
 //! Files of arrays: safetensors, and NumPy's .npz and .npy.
 
-use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
@@ -9,6 +8,7 @@ use npyz::{Endianness, NpyHeader, TypeChar};
 
 use super::LARGEST;
 use crate::error::{Error, Result};
+use crate::files::{self, File};
 use crate::store::header::byte_count;
 use crate::store::{Checkpoint, DType, RawTensor};
 
@@ -93,9 +93,8 @@ pub(super) fn open(path: &Path) -> Result<Vec<Rows>> {
 
 /// Files of arrays in a folder, by name.
 pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(folder).map_err(Error::io("open", folder))?;
-    let mut files = entries.map(|entry| entry.map(|entry| entry.path())).collect::<std::io::Result<Vec<_>>>().map_err(Error::io("read", folder))?;
-    files.retain(|file| ["npy", "npz", "safetensors"].contains(&ending(file)) && file.is_file());
+    let mut files = files::files(folder).map_err(Error::io("open", folder))?;
+    files.retain(|file| ["npy", "npz", "safetensors"].contains(&ending(file)));
     files.sort();
     Ok(files)
 }
@@ -122,7 +121,7 @@ fn tensors(path: &Path) -> Result<Vec<Rows>> {
 
 fn archive(path: &Path) -> Result<Vec<Rows>> {
     let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("not an .npz file: {e}"));
-    let open = || File::open(path).map_err(Error::io("open", path));
+    let open = || File::open(path).map(|file| file.reader()).map_err(Error::io("open", path));
     let mut archive = zip::ZipArchive::new(BufReader::new(open()?)).map_err(|e| wrong(&e))?;
     let mut arrays = Vec::new();
     for index in 0..archive.len() {
@@ -145,7 +144,7 @@ fn archive(path: &Path) -> Result<Vec<Rows>> {
 
 fn array(path: &Path) -> Result<Rows> {
     let file = File::open(path).map_err(Error::io("open", path))?;
-    numpy(stem(path), path, Box::new(BufReader::new(file))).map_err(|e| Error::malformed(path, format!("not an .npy file: {e}")))
+    numpy(stem(path), path, Box::new(BufReader::new(file.reader()))).map_err(|e| Error::malformed(path, format!("not an .npy file: {e}")))
 }
 
 /// An array of NumPy at its beginning.

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::Result;
+use crate::files;
 use crate::model::Config;
 
 /// One of these holds the settings; the name is that of the model class of its time.
@@ -34,7 +35,7 @@ impl Sentences {
     /// A file cannot be read, or asks for something that is not supported.
     pub fn open(folder: &Path) -> Result<Sentences> {
         let mut found = Sentences::default();
-        let file = FILES.iter().map(|kind| format!("sentence_{kind}_config.json")).find(|file| folder.join(file).is_file());
+        let file = FILES.iter().map(|kind| format!("sentence_{kind}_config.json")).find(|file| files::is_file(&folder.join(file)));
         if let Some(file) = file {
             let (config, read) = (Config::open(&folder.join(&file))?, ReadKeys::default());
             let settings = Settings::new(config.values()).noting(&read);

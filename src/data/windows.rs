@@ -4,7 +4,6 @@
 //! token that the tokenizer puts first, and start `stride` tokens apart; where they overlap, a token is predicted
 //! in the first window that holds it only.
 
-use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,6 +13,7 @@ use super::records::{self, TextFormat};
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// Window when neither the data nor the model asks for a shorter one.
 const LENGTH: usize = 1024;
@@ -53,7 +53,7 @@ impl Windows {
 
     fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<String>> + Send>> {
         if records::layout(&self.options, &self.path)? == TextFormat::Lines {
-            let file = File::open(&self.path).map_err(Error::io("open", &self.path))?;
+            let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
             return Ok(Box::new(Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE }));
         }
         Ok(Box::new(records::open(&self.options, &self.path, false)?.map(|record| record.map(|r| r.text))))
@@ -128,7 +128,7 @@ impl Cut {
 
 /// A file in pieces that end where a line, or at least a word, ends.
 struct Pieces {
-    file: File,
+    file: Box<dyn Read + Send>,
     path: PathBuf,
     rest: Vec<u8>,
     size: usize,
@@ -192,7 +192,7 @@ mod tests {
         {
             std::fs::write(&path, text).unwrap();
             for size in [8, 9, 10, 11, 12, 40, 100] {
-                let pieces = Pieces { file: File::open(&path).unwrap(), path: path.clone(), rest: Vec::new(), size };
+                let pieces = Pieces { file: files::stream(&path).unwrap(), path: path.clone(), rest: Vec::new(), size };
                 let pieces: Vec<String> = pieces.map(Result::unwrap).collect();
                 assert_eq!(pieces.concat(), text);
                 assert!(pieces.iter().all(|piece| (1..=size).contains(&piece.len())));

@@ -25,6 +25,7 @@ use serde_json::{Map, Value as Json};
 use super::graph::{Graph, Kind, TensorType};
 use super::{Builder, Catalog, Op};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// The file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -52,7 +53,7 @@ impl GraphFile {
     /// # Errors
     /// It cannot be read, or is not of this form.
     pub fn open(path: &Path) -> Result<GraphFile> {
-        let text = std::fs::read_to_string(path).map_err(Error::io("read", path))?;
+        let text = files::read_to_string(path).map_err(Error::io("read", path))?;
         serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
     }
 

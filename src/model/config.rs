@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::files::DESCRIPTIONS;
 use super::quantization;
 use crate::error::{Error, Result};
+use crate::files;
 use crate::kernel::cache::CacheFormat;
 use crate::store::{ActivationScheme, Affine, Codes, Granularity, Pattern, WordsLabel};
 
@@ -42,7 +43,7 @@ impl Config {
     /// # Errors
     /// It is there but cannot be read, or is not a JSON object.
     pub fn open(path: &Path) -> Result<Config> {
-        let text = match std::fs::read_to_string(path) {
+        let text = match files::read_to_string(path) {
             Ok(text) => text,
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(Config::default()),
             Err(e) => return Err(Error::io("read", path)(e)),
@@ -213,10 +214,10 @@ impl Config {
 fn beside(folder: &Path) -> Result<WordsLabel> {
     for (name, method) in DESCRIPTIONS.into_iter().zip(["gptq", "awq"]) {
         let path = folder.join(name);
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(_) => continue,
-        };
+        if !files::is_file(&path) {
+            continue;
+        }
+        let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
         let mut values: Value = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not a JSON object: {e}")))?;
         if let Some(object) = values.as_object_mut() {
             object.insert("quant_method".into(), method.into());

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::{Config, Model};
 use crate::error::{Error, Result};
+use crate::files::{self, Kind};
 use crate::store::checkpoint::{INDEX, SINGLE};
 use crate::store::pytorch;
 
@@ -22,10 +23,10 @@ pub fn text_beside(folder: &Path, made: &Made, name: &str) -> Result<Option<Stri
     if let Some(text) = made.get(Path::new(name)) {
         return Ok(Some(text.to_string()));
     }
-    if !path.is_file() {
+    if !files::is_file(&path) {
         return Ok(None);
     }
-    fs::read_to_string(&path).map(Some).map_err(Error::io("read", &path))
+    files::read_to_string(&path).map(Some).map_err(Error::io("read", &path))
 }
 
 /// A file of settings, as [`text_beside`]; without settings where there is none.
@@ -102,8 +103,8 @@ impl Beside {
         let mut beside = Beside::default();
         let pairs = [(SINGLE, INDEX), (pytorch::SINGLE, pytorch::INDEX)].map(|(single, index)| (folder.join(single), folder.join(index)));
         // The index that named these files, if one did: the first that there is.
-        let there = pairs.iter().find(|(single, index)| single.is_file() || index.is_file());
-        let index = there.filter(|(single, _)| !single.is_file()).map(|(_, index)| index);
+        let there = pairs.iter().find(|(single, index)| files::is_file(single) || files::is_file(index));
+        let index = there.filter(|(single, _)| !files::is_file(single)).map(|(_, index)| index);
         beside.collect(folder, Path::new(""), &|path| weights.iter().any(|file| file == path) || index.is_some_and(|index| path == index))?;
         beside.files.sort();
         beside.empty.sort();
@@ -114,21 +115,19 @@ impl Beside {
     fn collect(&mut self, root: &Path, inside: &Path, read: &dyn Fn(&Path) -> bool) -> Result<()> {
         let (folder, top) = (root.join(inside), inside.as_os_str().is_empty());
         let mut none = true;
-        for entry in fs::read_dir(&folder).map_err(Error::io("list", &folder))? {
-            let entry = entry.map_err(Error::io("list", &folder))?;
-            let kind = entry.file_type().map_err(Error::io("list", &folder))?;
-            let (path, name) = (entry.path(), entry.file_name());
-            let (relative, name) = (inside.join(&name), name.to_string_lossy().into_owned());
+        for files::Entry { path, kind } in files::list(&folder).map_err(Error::io("list", &folder))? {
+            let name = path.file_name().unwrap_or_default();
+            let (relative, name) = (inside.join(name), name.to_string_lossy().into_owned());
             none = false;
             let left = match () {
-                () if kind.is_dir() && name.starts_with('.') => Reason::Hidden,
-                () if kind.is_dir() && top && holds_the_model_again(&name) => Reason::OldWeights,
-                () if kind.is_dir() => {
+                () if kind == Kind::Folder && name.starts_with('.') => Reason::Hidden,
+                () if kind == Kind::Folder && top && holds_the_model_again(&name) => Reason::OldWeights,
+                () if kind == Kind::Folder => {
                     self.collect(root, &relative, read)?;
                     continue;
                 }
-                () if kind.is_symlink() && !path.is_file() => Reason::Link,
-                () if !path.is_file() => Reason::Special,
+                () if kind == Kind::Link => Reason::Link,
+                () if kind == Kind::Special => Reason::Special,
                 () if top && (name == "config.json" || read(&path)) => continue,
                 () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
                 () if top && DESCRIPTIONS.contains(&name.as_str()) => Reason::Described,
@@ -151,7 +150,7 @@ impl Beside {
         let mut reasons: Vec<Reason> = self.left.iter().map(|(_, reason)| *reason).collect();
         reasons.sort_unstable();
         reasons.dedup();
-        let name = |path: &Path| format!("{}{}", path.display(), if folder.join(path).is_dir() { "/" } else { "" });
+        let name = |path: &Path| format!("{}{}", path.display(), if files::is_dir(&folder.join(path)) { "/" } else { "" });
         let names = |reason: Reason| self.left.iter().filter(move |(_, other)| *other == reason).map(|(path, _)| name(path)).collect::<Vec<_>>().join(", ");
         let left = reasons.into_iter().map(|reason| format!("not carried over from the input: {} ({})", names(reason), reason.text()));
         left.chain(self.in_weight_files.iter().cloned()).collect()
@@ -180,6 +179,10 @@ impl Model {
     /// # Errors
     /// There is such a link, or a file cannot be found.
     pub(crate) fn require_own_files(&self) -> Result<()> {
+        // What other machines list are no links.
+        if files::is_remote(&self.path) {
+            return Ok(());
+        }
         let real = |path: &Path| fs::canonicalize(path).map_err(Error::io("open", path));
         let root = real(&self.path)?;
         let places: Vec<PathBuf> = root.ancestors().skip(1).take(2).map(|above| above.join("blobs")).chain([root.clone()]).collect();

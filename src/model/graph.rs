@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::{Beside, Config, Model};
 use crate::arch::{self, Pooling, Settings};
 use crate::error::{Error, Result};
+use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
@@ -29,7 +30,7 @@ impl Model {
     pub(super) fn open_onnx(path: &Path, file: &Path) -> Result<Model> {
         let onnx = ModelFile::open(file)?;
         let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
-        let folder = path.is_dir();
+        let folder = files::is_dir(path);
         let mut beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
         beside.in_weight_files.extend(onnx.quantized_already());
         Ok(Model {
@@ -67,7 +68,7 @@ impl Model {
         match (&self.changed_graph, &self.onnx) {
             (Some(graph), _) => Ok(((**graph).clone(), Vec::new())),
             (None, Some(file)) => Ok((file.lift(&self.weights)?, Vec::new())),
-            (None, None) if file.is_file() => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
+            (None, None) if files::is_file(&file) => Ok((GraphFile::open(&file)?.build(&self.weights)?, Vec::new())),
             (None, None) => self.described(),
         }
     }
@@ -97,7 +98,7 @@ impl Model {
     pub fn is_described(&self) -> bool {
         match &self.changed_graph {
             Some(_) => self.graph_file().is_ok_and(|file| file.is_none()),
-            None => self.onnx.is_none() && !self.path.join(GraphFile::NAME).is_file(),
+            None => self.onnx.is_none() && !files::is_file(&self.path.join(GraphFile::NAME)),
         }
     }
 

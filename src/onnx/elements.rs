@@ -203,7 +203,7 @@ mod tests {
         let mut stored = Vec::new();
         numbers.iter().for_each(|number| varint(*number as u64, &mut stored));
         std::fs::write(&path, &stored).unwrap();
-        let file = DataFile::of(&path, std::fs::File::open(&path).unwrap());
+        let file = DataFile::of(&path, crate::files::File::open(&path).unwrap());
         let source = |count| Varints {
             stored: RawTensor::within(&file, DType::U8, vec![stored.len()], 0, stored.len() as u64),
             dtype: DType::I64,

@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use rustix::fs::{CWD, Mode, OFlags, openat};
 
 use super::proto::{DataLocation, TensorProto};
+use crate::files;
 use crate::store::checkpoint::DataFile;
 
 /// Where in which file a tensor's bytes are.
@@ -66,12 +68,19 @@ impl Beside {
             return Ok((file.clone(), *length));
         }
         let path = self.folder.join(location);
-        let file = self.descend(location)?;
-        let about = file.metadata().map_err(|e| format!("{}: {e}", path.display()))?;
-        if !about.is_file() {
-            return Err(format!("`{location}` is no regular file"));
-        }
-        let opened = (DataFile::of(&path, file), about.len());
+        let cannot = |e: std::io::Error| format!("{}: {e}", path.display());
+        let file = if files::is_remote(&self.folder) {
+            parts(location)?;
+            files::File::open(&path).map_err(cannot)?
+        } else {
+            let file = self.descend(location)?;
+            if !file.metadata().map_err(cannot)?.is_file() {
+                return Err(format!("`{location}` is no regular file"));
+            }
+            files::File::here(file).map_err(cannot)?
+        };
+        let length = file.length();
+        let opened = (DataFile::of(&path, file), length);
         self.files.insert(location.to_owned(), opened.clone());
         Ok(opened)
     }
@@ -84,9 +93,7 @@ impl Beside {
             }
             e => format!("`{location}` beside the model cannot be opened: {}", std::io::Error::from(e)),
         };
-        let parts: Option<Vec<_>> = Path::new(location).components().map(|part| if let Component::Normal(name) = part { Some(name) } else { None }).collect();
-        let parts = parts.filter(|parts| !parts.is_empty() && !location.contains('\0'));
-        let parts = parts.ok_or_else(|| format!("`{location}` is not a path inside the model's folder"))?;
+        let parts = parts(location)?;
         let base = OFlags::RDONLY | OFlags::CLOEXEC;
         let mut at = openat(CWD, &self.folder, base | OFlags::DIRECTORY, Mode::empty()).map_err(refused)?;
         for (number, part) in parts.iter().enumerate() {
@@ -102,6 +109,13 @@ impl Beside {
     pub fn paths(&self) -> Vec<PathBuf> {
         self.files.keys().map(|location| self.folder.join(location)).collect()
     }
+}
+
+/// The names of the folders and the file of a path that leads nowhere else than inside.
+fn parts(location: &str) -> Result<Vec<&OsStr>, String> {
+    let parts: Option<Vec<_>> = Path::new(location).components().map(|part| if let Component::Normal(name) = part { Some(name) } else { None }).collect();
+    let parts = parts.filter(|parts| !parts.is_empty() && !location.contains('\0'));
+    parts.ok_or_else(|| format!("`{location}` is not a path inside the model's folder"))
 }
 
 #[cfg(test)]

@@ -4,7 +4,6 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
@@ -20,6 +19,7 @@ use super::skeleton::{Run, Skeleton};
 use super::uses::{self, Use};
 use super::wire::data;
 use crate::error::{Error, Result};
+use crate::files::File;
 use crate::store::checkpoint::DataFile;
 use crate::store::{DType, Encoding, RawTensor, Transposed, Weight, Weights};
 
@@ -93,9 +93,6 @@ impl ModelFile {
     /// # Errors
     /// It is no model, does not hold together, or a tensor's bytes are not where they should be.
     pub fn open(path: &Path) -> Result<ModelFile> {
-        if !std::fs::metadata(path).map_err(Error::io("open", path))?.is_file() {
-            return Err(Error::malformed(path, "not a regular file"));
-        }
         let file = File::open(path).map_err(Error::io("open", path))?;
         let skeleton = Skeleton::read(path, &file)?;
         let model = ModelProto::decode(skeleton.bytes.as_slice()).map_err(|e| Error::malformed(path, format!("not an ONNX model: {e}")))?;

@@ -6,12 +6,11 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::wire::{self, BYTES, FIXED32, FIXED64, Kind, VARINT, data};
 use crate::error::{Error, Result};
+use crate::files::File;
 
 /// Runs of fewer bytes stay in the message.
 pub(super) const KEPT: u64 = 1024;
@@ -46,7 +45,7 @@ impl Skeleton {
     /// # Errors
     /// It cannot be read, is no message, or is too deep or too large.
     pub fn read(path: &Path, file: &File) -> Result<Skeleton> {
-        let length = file.metadata().map_err(Error::io("open", path))?.len();
+        let length = file.length();
         let mut reader = Reader { path: path.to_owned(), file, length, buffer: Vec::new(), begin: 0, at: 0, kept: 0, runs: Vec::new() };
         let mut bytes = Vec::new();
         reader.message(Kind::Model, length, 0, &mut bytes)?;

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::files;
 
 /// The name of an output that is a file and no folder: those of ONNX are, by their names. What lies beside it begins with its name.
 pub fn file_name(target: &Path) -> Option<String> {
@@ -33,7 +34,11 @@ pub(super) fn beside(file: &Path, more: &str) -> PathBuf {
 /// It exists (without `force`), is not a folder where it should be one, or overlaps the input.
 pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     let target = absolute(target)?;
-    let input = fs::canonicalize(input).map_err(Error::io("open", input))?;
+    if files::is_remote(&target) {
+        return check_remote(&target, force);
+    }
+    // What is on another machine is no part of this one.
+    let input = if files::is_remote(input) { input.to_owned() } else { fs::canonicalize(input).map_err(Error::io("open", input))? };
     let nearest = target.ancestors().find_map(|p| fs::canonicalize(p).ok().map(|real| (p, real)));
     if let Some((parent, real)) = &nearest
         && *parent != target
@@ -45,7 +50,7 @@ pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     if real == input {
         return Err(refuse(&target, "is the input", "choose another folder: the input is never changed"));
     }
-    if input.is_dir() && real.starts_with(&input) {
+    if files::is_dir(&input) && real.starts_with(&input) {
         return Err(refuse(&target, "lies inside the input folder", "choose a folder beside it"));
     }
     if input.starts_with(&real) {
@@ -68,7 +73,36 @@ pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
     }
 }
 
+/// Refuses another machine where something lies beside the output that is worked on.
+///
+/// # Errors
+/// The output is on another machine.
+pub fn require_here(output: &Path, why: &str) -> Result<()> {
+    if files::is_remote(output) { Err(refuse(output, &format!("is on another machine, and {why}"), "name a folder of this machine")) } else { Ok(()) }
+}
+
+/// The same for a place of another machine: a bucket has no step that replaces a folder.
+fn check_remote(target: &Path, force: bool) -> Result<()> {
+    if file_name(target).is_some() {
+        return Err(refuse(target, "is one file, and folders are written to other machines", "name a folder, and the format with --export onnx"));
+    }
+    if !files::remote_name(target).is_some_and(files::writes) {
+        return Err(refuse(target, "cannot be written to", "name a folder, or a bucket: s3://bucket/name, gs://bucket/name, az://container/name"));
+    }
+    match files::kind(target) {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io("open", target)(e)),
+        Ok(_) if force => {
+            Err(refuse(target, "exists, and nothing replaces a folder there in one step", "choose another name, and remove the old one when nobody reads it"))
+        }
+        Ok(_) => Err(refuse(target, "exists", "choose another name with -o")),
+    }
+}
+
 pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
+    if files::is_remote(path) {
+        return Ok(path.to_owned());
+    }
     let path = std::path::absolute(path).map_err(Error::io("resolve", path))?;
     // `..` is resolved by hand: the folder need not exist yet.
     Ok(path.components().fold(PathBuf::new(), |mut clean, part| {

@@ -24,6 +24,7 @@ use rustix::io::Errno;
 use super::lock::{Attempt, Lock};
 use super::place::{DATA, absolute, beside, check_place, exists, file_name, refuse, report_folder};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
 #[derive(Debug)]
@@ -55,6 +56,9 @@ impl Staging {
         let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
         };
+        // What goes to another machine is made on this one first.
+        let remote = files::is_remote(&target).then(std::env::temp_dir);
+        let parent = remote.as_deref().unwrap_or(parent);
         let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
         let prefix = format!(".{}.compress-", name.to_string_lossy());
         let mut notes = remove_left(parent, &prefix, &target);
@@ -63,7 +67,8 @@ impl Staging {
                 if !lock.held {
                     notes.push(format!("{} is on a file system without locks: what a killed run leaves there has to be removed by hand", parent.display()));
                 }
-                let staging = Staging { work, target, force, made, _lock: lock, notes };
+                let made = made.filter(|_| remote.is_none());
+                let staging = Staging { work, target: target.clone(), force, made, _lock: lock, notes };
                 fs::create_dir(staging.path()).map_err(Error::io("create", &staging.path()))?;
                 Ok(staging)
             }
@@ -84,6 +89,14 @@ impl Staging {
         &self.target
     }
 
+    /// Bytes that go to another machine and come back to be compared; none where the folder stays here.
+    ///
+    /// # Errors
+    /// The folder cannot be listed.
+    pub fn uploads(&self) -> Result<u64> {
+        if files::is_remote(&self.target) { bytes(&self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
+    }
+
     /// Notes on what the file system cannot do.
     pub fn notes(&self) -> &[String] {
         &self.notes
@@ -93,7 +106,22 @@ impl Staging {
     ///
     /// # Errors
     /// The place was taken meanwhile, or the move fails; then nothing has changed.
-    pub fn commit(mut self) -> Result<()> {
+    pub fn commit(self) -> Result<()> {
+        self.commit_telling(&|_| true)
+    }
+
+    /// The same, telling of every run of bytes that is done on the way to another machine, [`uploads`](Staging::uploads) in all; the answer is
+    /// whether to go on.
+    ///
+    /// # Errors
+    /// As [`commit`](Staging::commit), or the answer is no.
+    pub fn commit_telling(mut self, told: &(dyn Fn(u64) -> bool + Sync)) -> Result<()> {
+        if files::is_remote(&self.target) {
+            return files::publish(&self.path(), &self.target, told).map_err(|e| match e.kind() {
+                ErrorKind::Interrupted => Error::Cancelled,
+                _ => Error::io("write", &self.target)(e),
+            });
+        }
         sync(&self.path())?;
         match file_name(&self.target) {
             Some(name) => self.put_file(&name)?,
@@ -278,6 +306,16 @@ fn sync(folder: &Path) -> Result<()> {
     }
     sync_folder(folder);
     Ok(())
+}
+
+/// Bytes of all files of a folder.
+fn bytes(folder: &Path) -> Result<u64> {
+    let mut sum = 0u64;
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let path = entry.map_err(Error::io("list", folder))?.path();
+        sum += if path.is_dir() { bytes(&path)? } else { files::length(&path).map_err(Error::io("open", &path))? };
+    }
+    Ok(sum)
 }
 
 /// Names reach the disk; where a folder cannot be synced (some network file systems), it is still whole.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::lock::{Attempt, Lock};
-use super::place::refuse;
+use super::place::{refuse, require_here};
 use crate::error::{Error, Result};
 
 /// The folder, owned until this is dropped. Its files stay for `--resume`; an empty folder is removed.
@@ -30,6 +30,7 @@ impl Workplace {
     /// # Errors
     /// Another run has it, it holds files and neither is asked for, or nothing in it says that compress made it.
     pub fn open(output: &Path, resume: bool, force: bool) -> Result<Workplace> {
+        require_here(output, "unfinished work is kept beside the output")?;
         let path = Workplace::beside(output);
         let marker = path.join(MARKER);
         if !marker.exists() && fs::read_dir(&path).is_ok_and(|mut entries| entries.next().is_some()) {

@@ -1,18 +1,20 @@
 //! What unfinished work belongs to.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use serde_json::Value;
 
 use crate::data::Data;
+use crate::files;
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::run_state::RunState;
 
-/// A file as it is now, by name, size and time.
-fn stamp(path: &Path) -> (std::path::PathBuf, Option<u64>, Option<std::time::SystemTime>) {
-    let file = std::fs::metadata(path).ok();
-    (path.to_owned(), file.as_ref().map(std::fs::Metadata::len), file.and_then(|file| file.modified().ok()))
+/// A file as it is now, by name, size and time, or by its version on another machine.
+fn stamp(path: &Path) -> (PathBuf, Option<u64>, Option<SystemTime>, Option<String>) {
+    let (file, version) = (std::fs::metadata(path).ok(), files::version(path).ok().flatten());
+    (path.to_owned(), file.as_ref().map(std::fs::Metadata::len), file.and_then(|file| file.modified().ok()), version)
 }
 
 /// What is made of a model (and a teacher), on what, and how.

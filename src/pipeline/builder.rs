@@ -155,7 +155,7 @@ impl Pipeline {
 
     /// The recipe of this pipeline for a model.
     pub(super) fn recipe(&self, model: &Model) -> Recipe {
-        let path = std::path::absolute(&model.path).unwrap_or_else(|_| model.path.clone());
+        let path = crate::files::absolute(&model.path);
         let mut recipe = Recipe {
             seed: self.seed,
             allow_nonfinite: self.allow_nonfinite,

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
+use crate::files;
 use crate::model::{Config, Model};
 use crate::report::{self, CarriedFile, OutputFile};
 use crate::store::hash::hash_of;
@@ -21,7 +22,7 @@ pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, alone: b
         if let Some(parent) = to.parent() {
             fs::create_dir_all(parent).map_err(Error::io("create", parent))?;
         }
-        fs::copy(&from, &to).map_err(Error::io("copy", &from))?;
+        files::copy(&from, &to).map_err(Error::io("copy", &from))?;
         work.cancel.check()?;
     }
     for (name, text) in model.beside.made.iter().filter(|_| !alone) {
@@ -37,7 +38,7 @@ pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, alone: b
 pub(super) fn size(model: &Model, alone: bool) -> Result<u64> {
     let size = |file: &PathBuf| {
         let path = model.path.join(file);
-        fs::metadata(&path).map(|file| file.len()).map_err(Error::io("open", &path))
+        files::length(&path).map_err(Error::io("open", &path))
     };
     let made: u64 = model.beside.made.values().filter(|_| !alone).map(|text| text.len() as u64).sum();
     model.beside.files.iter().map(size).sum::<Result<u64>>().map(|copied| copied.saturating_add(made))

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::export::SizeForecast;
 use crate::kernel::compare::Difference;
 use crate::model::Model;
-use crate::output::{Staging, check_place};
+use crate::output::{Staging, check_place, require_here};
 use crate::recipe::Recipe;
 use crate::report::{Report, Tool};
 use crate::run_state::{Part, Share};
@@ -124,6 +124,9 @@ pub fn parts_folder(output: &Path) -> PathBuf {
     output.with_file_name(name)
 }
 
+/// Why parts need a folder of their own.
+const MEET: &str = "parts meet in a folder beside the output";
+
 fn opened(folder: &Path) -> Result<Told> {
     let path = folder.join(TOLD);
     let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
@@ -166,6 +169,7 @@ impl Pipeline {
     /// As [`run`](Pipeline::run); a pass runs the model, the output is not safetensors, or the part that is there is another run's.
     pub fn run_part(&self, mut model: Model, output: impl AsRef<Path>, share: Share) -> Result<PartOutcome> {
         let output = output.as_ref();
+        require_here(output, MEET)?;
         model.require_own_files()?;
         model.beside.files.clear();
         let (mut pipeline, after, mut state) = self.settled(&model)?;
@@ -230,6 +234,7 @@ impl Pipeline {
     pub fn merge(&self, model: Model, output: impl AsRef<Path>, keep: bool) -> Result<Report> {
         let output = output.as_ref();
         let folder = parts_folder(output);
+        require_here(output, MEET)?;
         check_place(output, self.force, &model.path)?;
         let (pipeline, ..) = self.settled(&model)?;
         pipeline.require_parts(&model, output)?;

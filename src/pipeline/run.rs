@@ -12,13 +12,14 @@ use super::{Pipeline, verdict};
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
 use crate::export::{Exported, SizeForecast};
+use crate::files;
 use crate::model::Model;
 use crate::output::{Staging, Workplace};
 use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::run_state::RunState;
 use crate::store::writer::{Made, WeightMeasurement, input_hash};
 use crate::store::{Affine, Encoding, Origin, Weight};
-use crate::work::Work;
+use crate::work::{Event, ProgressUnit, Work};
 
 /// Where the description of what a model computes stands, which a pass may change.
 const GRAPH: &str = "graph.json";
@@ -144,9 +145,21 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     write_text(&folder.join("report.md"), &report.to_markdown())?;
     write_text(&folder.join("report.html"), &report.to_html())?;
     work.cancel.check()?;
-    staging.commit()?;
+    commit(staging, &work)?;
     workplace.map_or(Ok(()), Workplace::remove)?;
     Ok(report)
+}
+
+/// Gives the folder its name, telling how much of it is on its way where that takes time.
+fn commit(staging: Staging, work: &Work) -> Result<()> {
+    let total = staging.uploads()?;
+    if total == 0 {
+        return staging.commit();
+    }
+    work.progress.on(Event::Begin { stage: "Uploading", total, unit: ProgressUnit::Bytes });
+    let done = staging.commit_telling(&|bytes| work.advance(bytes).is_ok());
+    work.progress.on(Event::End);
+    done
 }
 
 /// A file takes nothing along that lies around a model: a note says so.
@@ -166,6 +179,10 @@ fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
     }
 }
 
+/// What to do where a disk is too small.
+const HERE: &str = "free some space, or choose a folder on another disk";
+const ELSEWHERE: &str = "it is made on this machine first: set TMPDIR to a folder on a larger disk";
+
 /// Refuses before the first byte what cannot fit.
 pub(super) fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64, linked: u64) -> Result<()> {
     let written = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
@@ -179,7 +196,7 @@ pub(super) fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForec
     Err(Error::Output {
         path: target.to_owned(),
         reason: format!("needs {needed}, and {free} are free on this disk"),
-        hint: "free some space, or choose a folder on another disk".into(),
+        hint: if files::is_remote(target) { ELSEWHERE } else { HERE }.to_owned(),
     })
 }
 
@@ -198,7 +215,7 @@ pub(super) fn require_finite(pipeline: &Pipeline, after: &Model, exported: &Expo
 fn sizes(model: &Model, after: &Model, exported: &Exported) -> Result<Sizes> {
     let mut bytes_before = 0;
     for path in &model.weight_files {
-        bytes_before += fs::metadata(path).map_err(Error::io("open", path))?.len();
+        bytes_before += files::length(path).map_err(Error::io("open", path))?;
     }
     let zeros = |of: &Model, pick: fn(&WeightMeasurement) -> u64| {
         exported.weights.iter().filter(|(name, _)| of.weights.by_name.contains_key(name)).map(|(_, seen)| pick(seen)).sum::<u64>()

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
+use crate::files;
 use crate::model::Model;
 use crate::report::Report;
 use crate::store::hash::hash_of;
@@ -78,7 +79,7 @@ fn from_onnx(report: &Report) -> bool {
 }
 
 fn check(path: &Path, bytes: u64, blake3: &str, work: &Work) -> Result<(bool, String)> {
-    let length = std::fs::metadata(path).map_err(Error::io("open", path))?.len();
+    let length = files::length(path).map_err(Error::io("open", path))?;
     if length != bytes {
         return Ok((false, format!("has {length} bytes, the report says {bytes}")));
     }

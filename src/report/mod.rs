@@ -26,6 +26,7 @@ pub use sections::{CarriedFile, Layer, ModelId, OutputFile, PassReport, Size, Si
 
 use crate::error::{Error, Result};
 use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity};
+use crate::files;
 
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
@@ -93,7 +94,7 @@ impl Report {
         let of_file = crate::output::file_name(path).map(|_| crate::output::report_folder(path));
         let path = match of_file {
             Some(folder) => folder.join(FILE),
-            None if path.is_dir() => path.join(FILE),
+            None if files::is_dir(path) => path.join(FILE),
             None => path.to_owned(),
         };
         let none = |reason: &str| Error::run(path.display(), reason, "name the output folder of a run, or its report.json");
@@ -101,7 +102,7 @@ impl Report {
             std::io::ErrorKind::NotFound => none("there is no report here"),
             _ => Error::io("read", &path)(e),
         };
-        let text = std::fs::read_to_string(&path).map_err(missing)?;
+        let text = files::read_to_string(&path).map_err(missing)?;
         serde_json::from_str(&text).map_err(|e| none(&format!("not a report of schema {SCHEMA}: {e}")))
     }
 

@@ -10,6 +10,7 @@ use ort::value::Outlet;
 use super::element;
 use super::find::environment;
 use crate::error::{Error, Result};
+use crate::files;
 use crate::ir::{self, Port};
 
 /// Sums of products of bytes are exact on x86 without VNNI too. Without this option, products of uint8 and int8 are added there in
@@ -46,6 +47,9 @@ impl Session {
     /// # Errors
     /// There is no ONNX Runtime, it refuses the model, or an input or all outputs are no tensors of numbers.
     pub fn open(path: &Path, options: Options) -> Result<Session> {
+        if files::is_remote(path) {
+            return Err(Error::run(path.display(), "is on another machine", "ONNX Runtime opens files of this one: download it"));
+        }
         if !path.is_file() {
             let hint = "ONNX Runtime runs exported models: write one with `--export onnx`, or leave out `--runtime onnxruntime`";
             return Err(Error::run(path.display(), "no such file", hint));

@@ -4,9 +4,6 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
-use std::io::Read;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,6 +12,7 @@ use serde::Deserialize;
 use super::header::{Entry, Header, MAX_HEADER};
 use super::{Block, BlockSink, DType, View, Weight, WeightSource, WordsLabel, block_elements, pytorch};
 use crate::error::{Error, Result};
+use crate::files::{self, File, Kind};
 
 /// The only file of an unsharded checkpoint.
 pub const SINGLE: &str = "model.safetensors";
@@ -35,15 +33,11 @@ impl DataFile {
     /// # Errors
     /// The file cannot be read, or its header is not valid.
     pub fn open(path: &Path) -> Result<(Arc<DataFile>, Header)> {
-        // Asked before opening: a pipe without a writer would wait forever.
-        if !std::fs::metadata(path).map_err(Error::io("open", path))?.is_file() {
-            return Err(Error::malformed(path, "not a regular file"));
-        }
-        let mut file = File::open(path).map_err(Error::io("open", path))?;
-        let bytes = file.metadata().map_err(Error::io("open", path))?.len();
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        let bytes = file.length();
         let rest = bytes.checked_sub(8).ok_or_else(|| Error::malformed(path, format!("{bytes} bytes are too few for a safetensors file")))?;
         let mut length = [0; 8];
-        file.read_exact(&mut length).map_err(Error::io("read", path))?;
+        file.read_exact_at(&mut length, 0).map_err(Error::io("read", path))?;
         let length = u64::from_le_bytes(length);
         let after = rest.checked_sub(length).filter(|_| (1..=MAX_HEADER).contains(&length)).ok_or_else(|| {
             Error::malformed(
@@ -52,7 +46,7 @@ impl DataFile {
             )
         })?;
         let mut json = vec![0; length as usize];
-        file.read_exact(&mut json).map_err(Error::io("read", path))?;
+        file.read_exact_at(&mut json, 8).map_err(Error::io("read", path))?;
         let header = Header::parse(&json, after).map_err(|reason| Error::malformed(path, reason))?;
         Ok((Arc::new(DataFile { path: path.to_owned(), file, data: length.saturating_add(8) }), header))
     }
@@ -180,16 +174,15 @@ impl Checkpoint {
     /// # Errors
     /// Nothing to open, a malformed file, or an index that does not agree with its shards.
     pub fn open(path: &Path) -> Result<Checkpoint> {
-        let metadata = std::fs::metadata(path).map_err(Error::io("open", path))?;
         let mut checkpoint = Checkpoint::default();
-        if !metadata.is_dir() {
+        if files::kind(path).map_err(Error::io("open", path))? != Kind::Folder {
             checkpoint.add(path, None)?;
             return Ok(checkpoint);
         }
         for (single, index) in [(SINGLE, INDEX), (pytorch::SINGLE, pytorch::INDEX)].map(|(single, index)| (path.join(single), path.join(index))) {
-            if single.is_file() {
+            if files::is_file(&single) {
                 checkpoint.add(&single, None)?;
-            } else if index.is_file() {
+            } else if files::is_file(&index) {
                 checkpoint.add_shards(path, &index)?;
             } else {
                 continue;
@@ -201,7 +194,7 @@ impl Checkpoint {
     }
 
     fn add_shards(&mut self, folder: &Path, index: &Path) -> Result<()> {
-        let text = std::fs::read_to_string(index).map_err(Error::io("read", index))?;
+        let text = files::read_to_string(index).map_err(Error::io("read", index))?;
         let map: Index = serde_json::from_str(&text).map_err(|e| Error::malformed(index, format!("not an index of shards: {e}")))?;
         let mut shards: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
         for (tensor, shard) in &map.weight_map {
@@ -211,9 +204,10 @@ impl Checkpoint {
             }
             shards.entry(shard).or_default().insert(tensor);
         }
+        shards.keys().for_each(|shard| files::prepare(&folder.join(shard)));
         for (shard, tensors) in &shards {
             let path = folder.join(shard);
-            if !path.is_file() {
+            if !files::is_file(&path) {
                 return Err(Error::malformed(index, format!("names the shard `{shard}`, which is not there (download it again?)")));
             }
             self.add(&path, Some((index, tensors)))?;
@@ -262,9 +256,7 @@ fn ends(path: &Path, extensions: &[&str]) -> bool {
 const NO_WEIGHTS: [&str; 4] = ["optimizer", "rng_state", "scheduler", "training_args"];
 
 fn only_file(folder: &Path) -> Result<PathBuf> {
-    let entries = std::fs::read_dir(folder).map_err(Error::io("list", folder))?;
-    let mut all: Vec<PathBuf> = entries.filter_map(|entry| entry.ok().map(|e| e.path())).filter(|path| path.is_file()).collect();
-    all.sort();
+    let all = files::files(folder).map_err(Error::io("list", folder))?;
     let state = |path: &Path| path.file_name().is_some_and(|name| NO_WEIGHTS.iter().any(|start| name.to_string_lossy().starts_with(start)));
     let of_pytorch = |path: &&PathBuf| ends(path, &pytorch::EXTENSIONS) && !state(path) && pytorch::begins(path);
     let safetensors: Vec<&PathBuf> = all.iter().filter(|path| ends(path, &["safetensors"])).collect();

@@ -1,10 +1,9 @@
 //! What a general compressor would make of files: how much redundancy is left in them.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use crate::error::{Error, Result};
+use crate::files::File;
 use crate::work::Work;
 
 /// Size after zstd, level 3.
@@ -29,7 +28,7 @@ pub fn compressed_size(paths: &[PathBuf], work: &Work) -> Result<Compressed> {
     let mut files = Vec::new();
     for path in paths {
         let file = File::open(path).map_err(Error::io("open", path))?;
-        let length = file.metadata().map_err(Error::io("open", path))?.len();
+        let length = file.length();
         files.push((path, file, length));
     }
     let total: u64 = files.iter().map(|(_, _, length)| length).sum();

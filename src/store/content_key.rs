@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::hash::hash_of;
 use crate::error::{Error, Result};
+use crate::files;
 use crate::work::Work;
 
 /// Folders in folders; links may lead in circles.
@@ -41,15 +42,18 @@ impl<'w> ContentKey<'w> {
     }
 
     fn add(&mut self, path: &Path, root: &Path, depth: usize) -> Result<()> {
-        if !path.is_dir() {
-            let hash = hash_of(path, &self.work)?;
+        if !files::is_dir(path) {
+            // Of a file of another machine, its version stands for the contents, which would have to come here.
+            let version = files::version(path).map_err(Error::io("open", path))?;
+            let hash = version.map_or_else(|| hash_of(path, &self.work).map(|hash| hash.to_string()), Ok)?;
             self.line(&format!("{} {hash}", path.strip_prefix(root).unwrap_or(path).display()));
             return Ok(());
         }
         if depth == 0 {
             return Err(Error::malformed(path, "folders lie too deep in one another"));
         }
-        entries(path)?.iter().try_for_each(|path| self.add(path, root, depth - 1))
+        let entries = files::list(path).map_err(Error::io("read", path))?;
+        entries.iter().try_for_each(|entry| self.add(&entry.path, root, depth - 1))
     }
 }
 

@@ -1,12 +1,11 @@
 //! BLAKE3 of a file, read in parallel; the same value that `b3sum` prints.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
 
 use crate::error::{Error, Result};
+use crate::files::File;
 use crate::work::Work;
 
 /// Bytes that one job hashes: a whole subtree of BLAKE3, so a power of two.
@@ -19,7 +18,7 @@ const BUFFER: usize = 256 << 10;
 /// The file cannot be read.
 pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
     let file = File::open(path).map_err(Error::io("open", path))?;
-    let length = file.metadata().map_err(Error::io("open", path))?.len();
+    let length = file.length();
     let jobs: Vec<u64> = (0..length).step_by(SEGMENT as usize).collect();
     let size = |start: &u64| SEGMENT.min(length - start);
     let values = work.run("Verifying", &jobs, size, |&start| {

@@ -14,4 +14,8 @@ mod crash;
 mod memory;
 #[cfg(target_os = "linux")]
 mod races;
+#[cfg(feature = "remote")]
+mod remote;
+#[cfg(feature = "remote")]
+mod servers;
 mod support;

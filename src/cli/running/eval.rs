@@ -21,7 +21,7 @@ use crate::report::terminal::table;
   compress eval out/minilm-int8/model.onnx --data sentences.txt --against ./minilm
   compress eval ./cnn --images test-images-idx3-ubyte --labels test-labels-idx1-ubyte")]
 pub(in crate::cli) struct Args {
-    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch
+    /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
     /// Data, by file name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
     #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]

@@ -25,6 +25,7 @@ pub(crate) use self::vocabulary::vocabulary;
 use super::files::Reason;
 use super::{Beside, Config, Model};
 use crate::error::{Error, Result};
+use crate::files;
 use crate::store::gguf::{Arranged, GgufFile};
 use crate::store::{Weight, Weights};
 
@@ -44,14 +45,14 @@ impl Model {
         let tokenizer = tokenizer::tokenizer(&mut values, &config)?;
         let (metadata, named) = values.rest()?;
         let by_name = weights(family, file, tensors, &config)?;
-        let mut beside = if path.is_dir() { Beside::of(path, &[file.to_owned()])? } else { Beside::default() };
+        let mut beside = if files::is_dir(path) { Beside::of(path, &[file.to_owned()])? } else { Beside::default() };
         for (name, json) in tokenizer.files {
             // What lies in the folder was written by the model's authors.
             if !beside.files.iter().any(|other| other == Path::new(name)) {
                 beside.made.insert(PathBuf::from(name), Arc::new(format!("{json:#}\n")));
             }
         }
-        if path.join("config.json").is_file() {
+        if files::is_file(&path.join("config.json")) {
             beside.left.push((PathBuf::from("config.json"), Reason::Described));
         }
         let here = file.display();

@@ -98,7 +98,7 @@ impl Pass for Distill {
 
     fn resolve(&mut self, folder: &std::path::Path) {
         let paths = self.teacher.iter_mut().chain(self.teacher_cache.iter_mut()).chain(self.student.as_mut().and_then(Student::path));
-        paths.for_each(|path| *path = folder.join(&*path));
+        paths.for_each(|path| *path = crate::files::resolve(folder, path));
     }
 
     fn reads(&self) -> Vec<std::path::PathBuf> {

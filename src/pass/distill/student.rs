@@ -103,7 +103,7 @@ fn keep(mut model: Model, run: &mut RunState, kept: &[usize]) -> Result<Model> {
 
 /// A model of fresh weights in the place of another, whose tokenizer and other files it keeps.
 fn fresh(mut model: Model, path: &Path, seed: u64) -> Result<Model> {
-    let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
+    let file = if crate::files::is_dir(path) { path.join("config.json") } else { path.to_owned() };
     let config = Config::open(&file)?;
     let pooling = Pooling::open(&model.path)?;
     let graph = arch::build(&Settings::new(config.values()), &pooling, Builder::unchecked())?;

@@ -45,7 +45,7 @@ pub(super) fn prepare(pass: &str, mut model: Model, targets: &[Pattern], ignore:
             return Err(Error::tensor(name, "is not the weight of a linear layer or a convolution of this model", "leave it out of `targets`"));
         }
     }
-    let mut described = model.changed_graph.is_none() && model.onnx.is_none() && !model.path.join(GraphFile::NAME).is_file();
+    let mut described = model.changed_graph.is_none() && model.onnx.is_none() && !crate::files::is_file(&model.path.join(GraphFile::NAME));
     let mut notes = Vec::new();
     let shared: Vec<&&str> = candidates.iter().filter(|name| convolutions(name) > 1 && !layers.contains(**name)).collect();
     if let Some(first) = shared.first() {

@@ -4,9 +4,9 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::{BufReader, Read};
 
+use crate::files::{self, File};
 use crate::kernel::ggml::BlockType;
 use crate::store::DType;
 use crate::store::header::element_count;
@@ -146,12 +146,13 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Reads a file of this length.
+    /// Reads a file.
     ///
     /// # Errors
     /// A sentence that says what is wrong, without the name of the file.
-    pub fn read(file: &File, length: u64) -> Result<Header, String> {
-        let mut reader = Reader { input: BufReader::new(file), at: 0, end: length.min(LONGEST), length, narrow: 0 };
+    pub fn read(file: &File) -> Result<Header, String> {
+        let length = file.length();
+        let mut reader = Reader { input: BufReader::new(file.reader()), at: 0, end: length.min(LONGEST), length, narrow: 0 };
         if reader.take::<4>("the mark")? != *super::MARK {
             return Err("not a GGUF file: it does not begin with `GGUF` (if it is a pointer of Git LFS, download the file)".into());
         }
@@ -228,8 +229,8 @@ fn place(tensors: &mut [Tensor], data: u64, alignment: u64, length: u64) -> Resu
 }
 
 /// Reads from a file that says how much there is of everything.
-struct Reader<'f> {
-    input: BufReader<&'f File>,
+struct Reader {
+    input: BufReader<files::Reader>,
     at: u64,
     end: u64,
     length: u64,
@@ -237,7 +238,7 @@ struct Reader<'f> {
     narrow: u64,
 }
 
-impl Reader<'_> {
+impl Reader {
     /// Refuses more of something than the rest of the file can hold.
     fn require(&self, what: &str, count: u64, least: u64) -> Result<(), String> {
         let left = self.end.saturating_sub(self.at);

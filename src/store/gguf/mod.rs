@@ -11,8 +11,6 @@ mod in_blocks;
 mod write;
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -23,6 +21,7 @@ pub use self::write::header;
 use super::checkpoint::DataFile;
 use super::{Block, BlockSink, DType, Encoding, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};
 use crate::error::{Error, Result};
+use crate::files::{self, File};
 use crate::kernel::ggml::BlockType;
 
 /// How such files end.
@@ -44,7 +43,7 @@ pub struct GgufFile {
 pub fn is_gguf(path: &Path) -> bool {
     let mut start = [0; 4];
     // A pipe without a writer would wait forever.
-    let mut begins = || path.is_file() && File::open(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *MARK;
+    let mut begins = || files::is_file(path) && File::open(path).and_then(|file| file.read_exact_at(&mut start, 0)).is_ok() && start == *MARK;
     path.extension().is_some_and(|e| e == EXTENSION) || begins()
 }
 
@@ -54,12 +53,8 @@ impl GgufFile {
     /// # Errors
     /// The file is malformed, or holds a tensor of a type that is not read, by name.
     pub fn open(path: &Path) -> Result<GgufFile> {
-        if !std::fs::metadata(path).map_err(Error::io("open", path))?.is_file() {
-            return Err(Error::malformed(path, "not a regular file"));
-        }
         let file = File::open(path).map_err(Error::io("open", path))?;
-        let length = file.metadata().map_err(Error::io("open", path))?.len();
-        let header = self::header::Header::read(&file, length).map_err(|reason| Error::malformed(path, reason))?;
+        let header = self::header::Header::read(&file).map_err(|reason| Error::malformed(path, reason))?;
         let file = DataFile::of(path, file);
         let mut tensors = BTreeMap::new();
         for tensor in header.tensors {

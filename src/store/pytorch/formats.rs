@@ -4,15 +4,14 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io::{BufReader, Read};
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use zip::{CompressionMethod, ZipArchive};
 
 use super::pickle::{Id, Pickle, Value};
 use crate::error::{Error, Result};
+use crate::files::File;
 use crate::store::DType;
 
 /// The number that files before PyTorch 1.6 begin with, as it is stored.
@@ -34,7 +33,7 @@ pub(super) type Storages = Box<dyn Fn(&str) -> Result<Storage, String>>;
 pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
     let wrong = |reason: String| Error::malformed(path, reason);
     let zip = |e: zip::result::ZipError| wrong(format!("not a whole archive of PyTorch: {e}"));
-    let mut archive = ZipArchive::new(BufReader::new(file.try_clone().map_err(Error::io("open", path))?)).map_err(zip)?;
+    let mut archive = ZipArchive::new(BufReader::new(file.reader())).map_err(zip)?;
     let names: Vec<String> = archive.file_names().map(|name| name.map(|name| name.into_owned()).map_err(zip)).collect::<Result<_>>()?;
     let root =
         names.iter().find_map(|name| name.strip_suffix("data.pkl").filter(|root| root.is_empty() || (root.ends_with('/') && root.matches('/').count() == 1)));
@@ -58,7 +57,7 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
         return Err(wrong(format!("its numbers are stored in the byte order `{}`, those of little endian are read", String::from_utf8_lossy(&order))));
     }
     let pickle = Pickle::read(&text("data.pkl", LONGEST)?.unwrap_or_default()).map_err(|reason| wrong(format!("its pickle: {reason}")))?;
-    let length = file.metadata().map_err(Error::io("open", path))?.len();
+    let length = file.length();
     let mut storages = BTreeMap::new();
     for index in 0..archive.len() {
         let entry = archive.by_index_raw(index).map_err(zip)?;
@@ -84,7 +83,7 @@ pub(super) fn zipped(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
 pub(super) fn legacy(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
     let wrong = |reason: String| Error::malformed(path, reason);
     let mut bytes = Vec::new();
-    BufReader::new(file.try_clone().map_err(Error::io("open", path))?).take(LONGEST).read_to_end(&mut bytes).map_err(Error::io("read", path))?;
+    BufReader::new(file.reader()).take(LONGEST).read_to_end(&mut bytes).map_err(Error::io("read", path))?;
     let mut at = 0usize;
     let mut next = || {
         let pickle = Pickle::read(bytes.get(at..).unwrap_or_default()).map_err(|reason| wrong(format!("not a whole file of torch.save: {reason}")))?;
@@ -122,7 +121,7 @@ pub(super) fn legacy(path: &Path, file: &File) -> Result<(Pickle, Storages)> {
         place = begin.saturating_add(bytes);
         storages.insert(key, Storage { begin, bytes });
     }
-    if file.metadata().map_err(Error::io("open", path))?.len() < place {
+    if file.length() < place {
         return Err(wrong("it ends before its last storage (is the file truncated?)".into()));
     }
     let find = move |key: &str| storages.get(key).copied().ok_or_else(|| format!("lies in storage `{key}`, which is not in the file"));

@@ -10,9 +10,7 @@ mod pickle;
 mod strided;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::io::Read;
-use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -23,6 +21,7 @@ use super::checkpoint::DataFile;
 use super::header::element_count;
 use super::{DType, RawTensor, Weight};
 use crate::error::{Error, Result};
+use crate::files::{self, File};
 
 /// The only file of a folder of PyTorch, and the index of one of several.
 pub const SINGLE: &str = "pytorch_model.bin";
@@ -67,7 +66,7 @@ struct Said {
 pub(super) fn begins(path: &Path) -> bool {
     let mut start = Vec::new();
     // A pipe without a writer would wait forever.
-    let read = path.is_file() && File::open(path).and_then(|file| file.take(9).read_to_end(&mut start)).is_ok();
+    let read = files::is_file(path) && File::open(path).and_then(|file| file.reader().take(9).read_to_end(&mut start)).is_ok();
     read && match start.as_slice() {
         // The length of a safetensors header may begin with these bytes as well; its JSON begins behind eight.
         [_, _, _, _, 0, 0, 0, 0, b'{', ..] => false,

@@ -1,0 +1,337 @@
+//! Files by their names: those of this machine, and those behind a scheme such as `hf:` or `s3://`.
+//!
+//! Whoever reads what a model may be made of reads it from here. Functions are those of `std::fs`, with the same errors, so that messages
+//! name a file as its user did.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+#[cfg(feature = "remote")]
+mod remote;
+#[cfg(not(feature = "remote"))]
+#[path = "no_remote.rs"]
+mod remote;
+
+use std::fs;
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+pub use remote::{SCHEMES, describe, prepare, writes};
+
+/// What a name stands for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A file, or a link to one.
+    File,
+    /// A folder that is no link.
+    Folder,
+    /// A link to a folder, or to nothing.
+    Link,
+    /// A device, a socket, a pipe.
+    Special,
+}
+
+/// Something in a folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Entry {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What it is.
+    pub kind: Kind,
+}
+
+/// The name of something that is not of this machine: one with a scheme.
+pub fn remote_name(path: &Path) -> Option<&str> {
+    path.to_str().filter(|name| SCHEMES.iter().any(|scheme| name.starts_with(scheme)))
+}
+
+/// Whether something is not of this machine.
+pub fn is_remote(path: &Path) -> bool {
+    remote_name(path).is_some()
+}
+
+/// A path as it is meant in a folder; a name with a scheme means the same everywhere.
+pub fn resolve(folder: &Path, path: &Path) -> PathBuf {
+    if is_remote(path) { path.to_owned() } else { folder.join(path) }
+}
+
+/// An open file, of which any part can be read at any time by any thread.
+#[derive(Debug, Clone)]
+pub struct File {
+    length: u64,
+    bytes: Bytes,
+}
+
+#[derive(Debug, Clone)]
+enum Bytes {
+    Here(Arc<fs::File>),
+    Away(remote::Open),
+}
+
+impl File {
+    /// Opens a regular file.
+    ///
+    /// # Errors
+    /// It is not there, is no regular file, or cannot be reached.
+    pub fn open(path: &Path) -> io::Result<File> {
+        if let Some(name) = remote_name(path) {
+            return remote::open(name);
+        }
+        // Asked before opening: a pipe without a writer would wait forever.
+        let about = fs::metadata(path)?;
+        if about.is_dir() {
+            return Err(io::ErrorKind::IsADirectory.into());
+        }
+        if !about.is_file() {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+        }
+        File::here(fs::File::open(path)?)
+    }
+
+    /// A file that is open already.
+    ///
+    /// # Errors
+    /// Its length cannot be found.
+    pub fn here(file: fs::File) -> io::Result<File> {
+        Ok(File { length: file.metadata()?.len(), bytes: Bytes::Here(Arc::new(file)) })
+    }
+
+    /// Bytes in it.
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Fills a buffer with the bytes from a place on.
+    ///
+    /// # Errors
+    /// They are not there, or cannot be read.
+    pub fn read_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
+        match &self.bytes {
+            Bytes::Here(file) => file.read_exact_at(buffer, at),
+            Bytes::Away(file) => {
+                if at.checked_add(buffer.len() as u64).is_none_or(|end| end > self.length) {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                file.read_exact_at(buffer, at)
+            }
+        }
+    }
+
+    /// Reads it from front to back.
+    pub fn reader(&self) -> Reader {
+        Reader { file: self.clone(), at: 0 }
+    }
+}
+
+/// A place in a file.
+#[derive(Debug)]
+pub struct Reader {
+    file: File,
+    at: u64,
+}
+
+impl Read for Reader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let count = match &self.file.bytes {
+            Bytes::Here(file) => file.read_at(buffer, self.at)?,
+            Bytes::Away(_) => {
+                let left = self.file.length.saturating_sub(self.at);
+                let count = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+                self.file.read_exact_at(buffer.get_mut(..count).unwrap_or_default(), self.at)?;
+                count
+            }
+        };
+        self.at = self.at.saturating_add(count as u64);
+        Ok(count)
+    }
+}
+
+impl Seek for Reader {
+    fn seek(&mut self, to: SeekFrom) -> io::Result<u64> {
+        let to = match to {
+            SeekFrom::Start(at) => Some(at),
+            SeekFrom::End(by) => self.file.length.checked_add_signed(by),
+            SeekFrom::Current(by) => self.at.checked_add_signed(by),
+        };
+        self.at = to.ok_or(io::ErrorKind::InvalidInput)?;
+        Ok(self.at)
+    }
+}
+
+/// A path that holds wherever the process goes.
+pub fn absolute(path: &Path) -> PathBuf {
+    if is_remote(path) { path.to_owned() } else { std::path::absolute(path).unwrap_or_else(|_| path.to_owned()) }
+}
+
+/// What a name stands for.
+///
+/// # Errors
+/// There is nothing of this name, or it cannot be reached.
+pub fn kind(path: &Path) -> io::Result<Kind> {
+    if let Some(name) = remote_name(path) {
+        return remote::kind(name);
+    }
+    let about = fs::metadata(path)?;
+    Ok(match () {
+        () if about.is_dir() => Kind::Folder,
+        () if about.is_file() => Kind::File,
+        () => Kind::Special,
+    })
+}
+
+/// Whether there is a file of this name.
+pub fn is_file(path: &Path) -> bool {
+    if is_remote(path) { matches!(kind(path), Ok(Kind::File)) } else { path.is_file() }
+}
+
+/// Whether there is a folder of this name.
+pub fn is_dir(path: &Path) -> bool {
+    if is_remote(path) { matches!(kind(path), Ok(Kind::Folder)) } else { path.is_dir() }
+}
+
+/// Bytes of a file.
+///
+/// # Errors
+/// It is not there, or cannot be reached.
+pub fn length(path: &Path) -> io::Result<u64> {
+    if is_remote(path) { File::open(path).map(|file| file.length) } else { fs::metadata(path).map(|about| about.len()) }
+}
+
+/// What is known of the contents of a file without reading them: another text for other contents. Nothing where only reading tells.
+///
+/// # Errors
+/// It is not there, or cannot be reached.
+pub fn version(path: &Path) -> io::Result<Option<String>> {
+    remote_name(path).map_or(Ok(None), remote::version)
+}
+
+/// What is in a folder, in the order of names.
+///
+/// # Errors
+/// There is no such folder, or it cannot be read.
+pub fn list(folder: &Path) -> io::Result<Vec<Entry>> {
+    if let Some(name) = remote_name(folder) {
+        return remote::list(name);
+    }
+    let entry = |entry: fs::DirEntry| {
+        let (path, kind) = (entry.path(), entry.file_type()?);
+        let kind = match () {
+            () if kind.is_dir() => Kind::Folder,
+            () if path.is_file() => Kind::File,
+            () if kind.is_symlink() => Kind::Link,
+            () => Kind::Special,
+        };
+        Ok(Entry { path, kind })
+    };
+    let mut entries = fs::read_dir(folder)?.map(|found| found.and_then(entry)).collect::<io::Result<Vec<_>>>()?;
+    entries.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(entries)
+}
+
+/// The files of a folder, in the order of names.
+///
+/// # Errors
+/// As [`list`].
+pub fn files(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    Ok(list(folder)?.into_iter().filter(|entry| entry.kind == Kind::File).map(|entry| entry.path).collect())
+}
+
+/// Reads a file whole.
+///
+/// # Errors
+/// It cannot be read.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    match remote_name(path) {
+        Some(name) => remote::read(name),
+        None => fs::read(path),
+    }
+}
+
+/// Reads a text whole.
+///
+/// # Errors
+/// It cannot be read, or is not UTF-8.
+pub fn read_to_string(path: &Path) -> io::Result<String> {
+    match remote_name(path) {
+        Some(name) => String::from_utf8(remote::read(name)?).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "stream did not contain valid UTF-8")),
+        None => fs::read_to_string(path),
+    }
+}
+
+/// Reads a file from front to back.
+///
+/// # Errors
+/// It is not there, or cannot be reached.
+pub fn stream(path: &Path) -> io::Result<Box<dyn Read + Send>> {
+    if is_remote(path) { Ok(Box::new(File::open(path)?.reader())) } else { Ok(Box::new(fs::File::open(path)?)) }
+}
+
+/// Copies a file to one of this machine.
+///
+/// # Errors
+/// It cannot be read, or the other not written.
+pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    if !is_remote(from) {
+        return fs::copy(from, to).map(drop);
+    }
+    let file = File::open(from)?;
+    // What is small was read whole, and held to its hash where that is known.
+    if file.length <= WHOLE {
+        return fs::write(to, read(from)?);
+    }
+    let mut out = fs::File::create(to)?;
+    io::copy(&mut io::BufReader::with_capacity(1 << 20, file.reader()), &mut out)?;
+    out.flush()
+}
+
+/// Puts all files of a folder where a name with a scheme says, those last that make a model of the others; each is read back. `told` is given the
+/// bytes that are done, twice those of the files in all, and says whether to go on.
+///
+/// # Errors
+/// A file cannot be written or does not read back as it is, or `told` says no. Then nothing is left there.
+pub fn publish(folder: &Path, target: &Path, told: &(dyn Fn(u64) -> bool + Sync)) -> io::Result<()> {
+    let name = remote_name(target).ok_or(io::ErrorKind::InvalidInput)?;
+    remote::publish(folder, name, &|bytes| if told(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) })
+}
+
+/// Files of at most so many bytes are read at once where they are.
+pub const WHOLE: u64 = 32 << 20;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_a_scheme_means_the_same_in_every_folder() {
+        for name in SCHEMES.iter().map(|scheme| format!("{scheme}a/b")) {
+            assert_eq!(resolve(Path::new("/folder"), Path::new(&name)), Path::new(&name));
+            assert!(is_remote(&Path::new(&name).join("config.json")));
+        }
+        assert_eq!(resolve(Path::new("/folder"), Path::new("./hf:a/b")), Path::new("/folder/./hf:a/b"));
+        assert!(!is_remote(Path::new("./hf:a/b")) && !is_remote(Path::new("s3:/a")));
+    }
+
+    #[test]
+    fn what_is_read_from_a_place_is_what_is_read_in_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, b"0123456789").unwrap();
+        fs::create_dir(folder.path().join("a")).unwrap();
+        std::os::unix::fs::symlink(folder.path().join("a"), folder.path().join("link")).unwrap();
+        let file = File::open(&path).unwrap();
+        let mut four = [0; 4];
+        file.read_exact_at(&mut four, 3).unwrap();
+        assert_eq!((&four, file.length()), (b"3456", 10));
+        assert_eq!(file.read_exact_at(&mut four, 7).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        let (mut reader, mut rest) = (file.reader(), String::new());
+        reader.seek(SeekFrom::End(-3)).unwrap();
+        reader.read_to_string(&mut rest).unwrap();
+        assert_eq!(rest, "789");
+        let kinds: Vec<_> = list(folder.path()).unwrap().into_iter().map(|entry| entry.kind).collect();
+        assert_eq!(kinds, [Kind::Folder, Kind::File, Kind::Link]);
+        assert!(kind(&path.join("none")).is_err());
+        assert!(File::open(folder.path()).is_err());
+    }
+}

@@ -1,0 +1,60 @@
+//! In a build that reaches no other machines, names with a scheme are refused.
+
+use std::io;
+
+use super::{Entry, File, Kind};
+
+/// How names begin that other builds understand.
+pub const SCHEMES: [&str; 6] = ["hf:", "https://", "http://", "s3://", "gs://", "az://"];
+
+/// A file of another machine, of which there is none here.
+#[derive(Debug, Clone)]
+pub(super) enum Open {}
+
+impl Open {
+    pub fn read_exact_at(&self, _buffer: &mut [u8], _at: u64) -> io::Result<()> {
+        match *self {}
+    }
+}
+
+fn refused() -> io::Error {
+    io::Error::new(io::ErrorKind::Unsupported, "this build reaches no other machines: build compress with the feature `remote`, or download it")
+}
+
+pub(super) fn open(_name: &str) -> io::Result<File> {
+    let open: io::Result<Open> = Err(refused());
+    open.map(|open| File { length: 0, bytes: super::Bytes::Away(open) })
+}
+
+pub(super) fn kind(_name: &str) -> io::Result<Kind> {
+    Err(refused())
+}
+
+pub(super) fn list(_name: &str) -> io::Result<Vec<Entry>> {
+    Err(refused())
+}
+
+pub(super) fn read(_name: &str) -> io::Result<Vec<u8>> {
+    Err(refused())
+}
+
+pub(super) fn version(_name: &str) -> io::Result<Option<String>> {
+    Err(refused())
+}
+
+pub(super) fn publish(_folder: &std::path::Path, _name: &str, _told: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
+    Err(refused())
+}
+
+/// Whether files can be put where a name says: what opens it answers.
+pub fn writes(_name: &str) -> bool {
+    true
+}
+
+/// What of other machines can be reached, in a few words.
+pub fn describe() -> String {
+    "none: built without the feature `remote`".into()
+}
+
+/// Nothing.
+pub fn prepare(_path: &std::path::Path) {}

@@ -1,0 +1,264 @@
+//! Buckets: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`, by the crate `object_store`. Credentials are those of its environment
+//! variables (`AWS_*`, `GOOGLE_*`, `AZURE_*`) and of the machine's role.
+//!
+//! The crate is asynchronous. What it sends goes through the connections of `http.rs`, which block; each thread drives its own requests, and no
+//! other thread runs.
+
+use std::fmt;
+use std::future::Future;
+use std::io::{self, Read};
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http_body_util::BodyExt;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, Checksum};
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpResponse, HttpService};
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::multipart::{MultipartStore, PartId};
+use object_store::path::Path;
+use object_store::{BackoffConfig, ClientConfigKey, ClientOptions, Error, GetOptions, MultipartId, ObjectMeta, ObjectStore, ObjectStoreExt, RetryConfig};
+use ureq::http::{Method, Response};
+
+use super::upload::{Told, each_part, read_part};
+use super::{Found, MOST, Place, http};
+
+/// Bytes of a part of an upload; parts of very large files are larger.
+const PART: u64 = 8 << 20;
+/// Memory that is set aside for an answer before it comes.
+const LARGEST_AHEAD: usize = 16 << 20;
+/// Most parts of an upload that every store takes.
+const MOST_PARTS: u64 = 9000;
+
+/// What all of these stores are.
+trait Store: ObjectStore + MultipartStore {}
+impl<T: ObjectStore + MultipartStore> Store for T {}
+
+pub(super) fn s3(name: &str) -> io::Result<super::Address> {
+    address(name, "s3://", |bucket| {
+        let mut builder = AmazonS3Builder::from_env();
+        // The store holds every part to it.
+        if builder.get_config_value(&AmazonS3ConfigKey::Checksum).is_none() {
+            builder = builder.with_checksum_algorithm(Checksum::SHA256);
+        }
+        let built = builder.with_bucket_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
+        built.map(|store| Arc::new(store) as Arc<dyn Store>)
+    })
+}
+
+pub(super) fn gs(name: &str) -> io::Result<super::Address> {
+    address(name, "gs://", |bucket| {
+        let built = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
+        built.map(|store| Arc::new(store) as Arc<dyn Store>)
+    })
+}
+
+pub(super) fn az(name: &str) -> io::Result<super::Address> {
+    address(name, "az://", |bucket| {
+        let built = MicrosoftAzureBuilder::from_env().with_container_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
+        built.map(|store| Arc::new(store) as Arc<dyn Store>)
+    })
+}
+
+fn address(name: &str, scheme: &str, build: fn(&str) -> object_store::Result<Arc<dyn Store>>) -> io::Result<super::Address> {
+    let rest = name.strip_prefix(scheme).unwrap_or_default();
+    let (bucket, inside) = rest.split_once('/').unwrap_or((rest, ""));
+    if bucket.is_empty() || bucket.contains(['@', '?', '#']) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("is not of the form {scheme}bucket/key")));
+    }
+    let (place, bucket) = (format!("{scheme}{bucket}"), bucket.to_owned());
+    let open = move || {
+        let store = build(&bucket).map_err(refused)?;
+        Ok(Box::new(Bucket { store }) as Box<dyn Place>)
+    };
+    Ok(super::Address { place, inside: inside.trim_matches('/').to_owned(), open: Box::new(open) })
+}
+
+fn retries() -> RetryConfig {
+    let backoff = BackoffConfig { init_backoff: Duration::from_millis(100), max_backoff: Duration::from_secs(5), base: 2.0 };
+    RetryConfig { backoff, max_retries: 6, retry_timeout: Duration::from_secs(90) }
+}
+
+struct Bucket {
+    store: Arc<dyn Store>,
+}
+
+impl Place for Bucket {
+    fn list(&self, folder: &str) -> io::Result<Vec<Found>> {
+        let (mut folders, mut files) = (vec![path(folder)?], Vec::new());
+        while let Some(folder) = folders.pop() {
+            let prefix = (!folder.as_ref().is_empty()).then_some(&folder);
+            let came = wait(self.store.list_with_delimiter(prefix))?.map_err(refused)?;
+            folders.extend(came.common_prefixes);
+            // Consoles mark folders by files without bytes and without a name.
+            files.extend(came.objects.into_iter().filter(|object| !object.location.as_ref().is_empty()).map(found));
+            if files.len() > MOST {
+                break;
+            }
+        }
+        Ok(files)
+    }
+
+    fn find(&self, name: &str) -> io::Result<Option<Found>> {
+        let options = GetOptions { head: true, ..GetOptions::default() };
+        match wait(self.store.get_opts(&path(name)?, options))? {
+            Ok(came) => Ok(Some(found(came.meta))),
+            Err(Error::NotFound { .. }) => Ok(None),
+            Err(e) => Err(refused(e)),
+        }
+    }
+
+    fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let options = GetOptions { range: Some(range.into()), if_match: file.version.clone(), ..GetOptions::default() };
+        let location = path(&file.name)?;
+        let came = wait(async { self.store.get_opts(&location, options).await?.bytes().await })?;
+        came.map(Vec::from).map_err(refused)
+    }
+
+    fn put(&self, name: &str, file: &std::fs::File, bytes: u64, told: Told) -> io::Result<()> {
+        let location = path(name)?;
+        if bytes <= PART {
+            let whole = read_part(file, 0..bytes)?;
+            wait(self.store.put(&location, whole.into()))?.map_err(refused)?;
+            return told(bytes);
+        }
+        let id = wait(self.store.create_multipart(&location))?.map_err(refused)?;
+        let done =
+            self.put_parts(&location, &id, file, bytes, told).and_then(|parts| wait(self.store.complete_multipart(&location, &id, parts))?.map_err(refused));
+        if done.is_err() {
+            // Parts without an end are kept, and paid for, until somebody says that there is none.
+            let aborted = wait(self.store.abort_multipart(&location, &id)).and_then(|aborted| aborted.map_err(refused));
+            if let (Err(e), Err(left)) = (&done, aborted) {
+                return Err(io::Error::new(e.kind(), format!("{e}; parts of an unfinished upload are left: {left}")));
+            }
+        }
+        done.map(drop)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        let location = path(name)?;
+        match wait(self.store.delete(&location))? {
+            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(e) => Err(refused(e)),
+        }
+    }
+}
+
+impl Bucket {
+    fn put_parts(&self, location: &Path, id: &MultipartId, file: &std::fs::File, bytes: u64, told: Told) -> io::Result<Vec<PartId>> {
+        let size = PART.max(bytes.div_ceil(MOST_PARTS));
+        let mut sent = each_part(bytes, size, &|number, range| {
+            let (count, part) = (range.end.saturating_sub(range.start), read_part(file, range)?);
+            let sent = wait(self.store.put_part(location, id, number, part.into()))?.map_err(refused)?;
+            told(count).map(|()| (number, sent))
+        })?;
+        sent.sort_by_key(|(number, _)| *number);
+        Ok(sent.into_iter().map(|(_, part)| part).collect())
+    }
+}
+
+fn path(name: &str) -> io::Result<Path> {
+    Path::parse(name).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e.to_string()))
+}
+
+fn found(object: ObjectMeta) -> Found {
+    Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, here: None }
+}
+
+/// What a store refuses, in a few words: answers of servers name keys and signatures.
+fn refused(error: Error) -> io::Error {
+    let kind = match &error {
+        Error::NotFound { .. } => io::ErrorKind::NotFound,
+        Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => io::ErrorKind::PermissionDenied,
+        Error::Precondition { .. } => return io::Error::other("was changed while it was read: start again"),
+        Error::AlreadyExists { .. } => io::ErrorKind::AlreadyExists,
+        _ => io::ErrorKind::Other,
+    };
+    let text = error.to_string();
+    let tag = |name: &str| text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>")).map(|(inner, _)| inner.to_owned());
+    let said = match (tag("Code"), tag("Message")) {
+        (Some(code), Some(message)) => format!("the store answers {code}: {message}"),
+        (Some(code), None) => format!("the store answers {code}"),
+        _ => text,
+    };
+    io::Error::new(kind, said.chars().take(400).collect::<String>())
+}
+
+/// Runs a request to its end.
+fn wait<T>(request: impl Future<Output = T>) -> io::Result<T> {
+    // Its clock is what makes it wait between attempts.
+    Ok(tokio::runtime::Builder::new_current_thread().enable_time().build()?.block_on(request))
+}
+
+/// Gives the stores connections.
+#[derive(Debug)]
+struct Connector;
+
+impl HttpConnector for Connector {
+    fn connect(&self, options: &ClientOptions) -> object_store::Result<HttpClient> {
+        let open = options.get_config_value(&ClientConfigKey::AllowHttp).is_some_and(|value| value == "true");
+        Ok(HttpClient::new(Service { open }))
+    }
+}
+
+/// One request at a time of each thread.
+#[derive(Debug)]
+struct Service {
+    /// Whether connections may be unencrypted: the user, or the machine's own service, wants it so.
+    open: bool,
+}
+
+/// What a call gives, as `object_store` wants it.
+type Calling<'c> = Pin<Box<dyn Future<Output = Result<HttpResponse, HttpError>> + Send + 'c>>;
+
+impl HttpService for Service {
+    fn call<'life0, 'async_trait>(&'life0 self, request: HttpRequest) -> Calling<'async_trait>
+    where
+        'life0: 'async_trait,
+        Self: 'async_trait,
+    {
+        Box::pin(async move {
+            let (parts, body) = request.into_parts();
+            let body = body.collect().await?.to_bytes();
+            if !self.open {
+                http::require_private(&parts.uri.to_string()).map_err(|e| HttpError::new(HttpErrorKind::Unknown, e))?;
+            }
+            let head = parts.method == Method::HEAD;
+            let bare = body.is_empty() && [Method::GET, Method::HEAD, Method::DELETE].contains(&parts.method);
+            let request = ureq::http::Request::from_parts(parts, ());
+            let answer = if bare { http::AGENT.run(request) } else { http::AGENT.run(request.map(|()| body.as_ref())) };
+            let (parts, body) = answer.map_err(told)?.into_parts();
+            // As much as is said to come, within reason: what comes beyond grows it.
+            let announced = http::header(&parts.headers, "content-length").and_then(|text| text.parse().ok()).unwrap_or(0);
+            let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(LARGEST_AHEAD) });
+            let read = body.into_with_config().limit(u64::MAX).reader().read_to_end(&mut bytes);
+            read.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, e))?;
+            Ok(Response::from_parts(parts, bytes.into()))
+        })
+    }
+}
+
+fn told(error: ureq::Error) -> HttpError {
+    let kind = match &error {
+        ureq::Error::Timeout(_) => HttpErrorKind::Timeout,
+        ureq::Error::ConnectionFailed | ureq::Error::HostNotFound => HttpErrorKind::Connect,
+        ureq::Error::Io(e) if e.kind() == io::ErrorKind::ConnectionRefused => HttpErrorKind::Connect,
+        ureq::Error::Io(_) | ureq::Error::Protocol(_) => HttpErrorKind::Interrupted,
+        _ => HttpErrorKind::Unknown,
+    };
+    HttpError::new(kind, Plain(error.to_string()))
+}
+
+/// An error that is only a text.
+#[derive(Debug)]
+struct Plain(String);
+
+impl fmt::Display for Plain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Plain {}

@@ -1,0 +1,308 @@
+//! Repositories of models on the Hugging Face Hub, `hf:org/name[@revision][/file]`, by its HTTP interface.
+//!
+//! Settings are those of the package huggingface_hub (its page "Environment variables"): `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`, `HF_HOME`,
+//! `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HF_HUB_DISABLE_IMPLICIT_TOKEN`. What its cache has of the same commit is read from there; nothing is written to it.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use serde_json::Value;
+
+use super::http::{self, Address};
+use super::{Found, Place, lock, secrets};
+
+/// Most bytes of one answer about a repository.
+const LARGEST: u64 = 64 << 20;
+/// Files that are listed at once.
+const PAGE: usize = 1000;
+/// Pages of a list.
+const MOST_PAGES: usize = 100;
+
+/// A model's repository.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Repository {
+    /// `org/name`.
+    id: String,
+    revision: String,
+}
+
+/// A variable that says yes.
+fn says_yes(name: &str) -> bool {
+    std::env::var(name).is_ok_and(|value| ["1", "ON", "YES", "TRUE"].contains(&value.to_ascii_uppercase().as_str()))
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// The folder of the package's settings.
+fn home() -> Option<PathBuf> {
+    let cache = || variable("XDG_CACHE_HOME").map(PathBuf::from).or_else(|| Some(PathBuf::from(variable("HOME")?).join(".cache")));
+    variable("HF_HOME").map(PathBuf::from).or_else(|| Some(cache()?.join("huggingface")))
+}
+
+/// The folder that the cache keeps a repository in.
+fn cached(id: &str) -> Option<PathBuf> {
+    let hub = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")).map(PathBuf::from).or_else(|| Some(home()?.join("hub")))?;
+    Some(hub.join(format!("models--{}", id.replace('/', "--"))))
+}
+
+pub(super) fn token() -> Option<String> {
+    if says_yes("HF_HUB_DISABLE_IMPLICIT_TOKEN") {
+        return None;
+    }
+    let file = || std::fs::read_to_string(variable("HF_TOKEN_PATH").map_or_else(|| home().map(|home| home.join("token")), |path| Some(path.into()))?).ok();
+    let token = variable("HF_TOKEN").or_else(|| variable("HUGGING_FACE_HUB_TOKEN")).or_else(file)?.trim().to_owned();
+    secrets::keep(&token);
+    (!token.is_empty()).then_some(token)
+}
+
+/// Takes such a name apart.
+pub(super) fn address(name: &str) -> io::Result<super::Address> {
+    let (repository, inside) = parse(name).map_err(|reason| io::Error::new(io::ErrorKind::InvalidInput, reason))?;
+    let place = format!("hf:{}@{}", repository.id, repository.revision);
+    Ok(super::Address { place, inside, open: Box::new(move || open(repository)) })
+}
+
+/// Revisions with a `/` in their names.
+const NESTED: [&str; 2] = ["refs/pr/", "refs/convert/"];
+
+fn parse(name: &str) -> Result<(Repository, String), String> {
+    let form = || "is not of the form hf:org/name, hf:org/name@revision or hf:org/name@revision/file".to_owned();
+    let rest = name.strip_prefix("hf:").ok_or_else(form)?;
+    let (org, rest) = rest.split_once('/').ok_or_else(form)?;
+    let slash = rest.find('/').unwrap_or(rest.len());
+    let (name, revision, inside) = match rest.find('@').filter(|at| *at < slash) {
+        None => (rest.get(..slash), "main", rest.get(slash..)),
+        Some(at) => {
+            let behind = rest.get(at.saturating_add(1)..).unwrap_or_default();
+            let nested = NESTED.iter().find(|prefix| behind.starts_with(**prefix)).map_or(0, |prefix| prefix.len());
+            let end = behind.get(nested..).and_then(|rest| rest.find('/')).map_or(behind.len(), |end| end.saturating_add(nested));
+            (rest.get(..at), behind.get(..end).unwrap_or_default(), behind.get(end..))
+        }
+    };
+    let plain = |part: &str| !part.is_empty() && !part.starts_with('.') && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c));
+    let name = name.unwrap_or_default();
+    let sound =
+        revision.split('/').all(|part| !part.is_empty() && part != ".." && !part.contains(['?', '#', '%', '\\']) && !part.contains(char::is_whitespace));
+    if !plain(org) || !plain(name) || !sound {
+        return Err(form());
+    }
+    let inside = inside.unwrap_or_default().trim_matches('/').to_owned();
+    Ok((Repository { id: format!("{org}/{name}"), revision: revision.to_owned() }, inside))
+}
+
+/// A text as part of an address.
+fn escaped(text: &str, keep: &str) -> String {
+    let one = |byte: u8| {
+        let c = char::from(byte);
+        if c.is_ascii_alphanumeric() || "-_.~".contains(c) || keep.contains(c) { c.to_string() } else { format!("%{byte:02X}") }
+    };
+    text.bytes().map(one).collect()
+}
+
+fn open(repository: Repository) -> io::Result<Box<dyn Place>> {
+    let cache = cached(&repository.id);
+    if says_yes("HF_HUB_OFFLINE") {
+        return Ok(Box::new(Snapshot::open(&repository, cache)?));
+    }
+    let endpoint = variable("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into()).trim_end_matches('/').to_owned();
+    http::require_private(&endpoint)?;
+    let token = token();
+    let url = format!("{endpoint}/api/models/{}/revision/{}", repository.id, escaped(&repository.revision, ""));
+    let about = json(&Address::new(url, token.clone()).whole(LARGEST).map_err(|e| advised(e, token.is_some()))?.bytes)?;
+    let commit = about.get("sha").and_then(Value::as_str).filter(|sha| sha.len() == 40 && sha.bytes().all(|b| b.is_ascii_hexdigit()));
+    let commit = commit.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub does not say which commit that is"))?.to_owned();
+    let snapshot = cache.map(|cache| cache.join("snapshots").join(&commit));
+    Ok(Box::new(Hub { endpoint, id: repository.id, commit, token, snapshot, files: Mutex::default() }))
+}
+
+/// What to do about a refusal.
+fn advised(error: io::Error, token: bool) -> io::Error {
+    let advice = match (error.kind(), token) {
+        (io::ErrorKind::PermissionDenied, true) => {
+            "the token of HF_TOKEN, or of the file that `hf auth login` wrote, does not open it: ask for access on its page"
+        }
+        (io::ErrorKind::PermissionDenied, false) => "set HF_TOKEN, or run `hf auth login`; a repository that does not exist is refused in the same way",
+        (io::ErrorKind::NotFound, _) => "check organization, name and revision",
+        (io::ErrorKind::Other, _) => "without a network, HF_HUB_OFFLINE=1 reads what the cache of huggingface_hub has",
+        _ => return error,
+    };
+    io::Error::new(error.kind(), format!("{error}; {advice}"))
+}
+
+fn json(bytes: &[u8]) -> io::Result<Value> {
+    serde_json::from_slice(bytes).map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "the Hub's answer is no JSON"))
+}
+
+/// A repository at a commit.
+struct Hub {
+    endpoint: String,
+    id: String,
+    commit: String,
+    token: Option<String>,
+    /// Where the cache keeps files of this commit.
+    snapshot: Option<PathBuf>,
+    files: Mutex<BTreeMap<String, Arc<Address>>>,
+}
+
+impl Hub {
+    fn address(&self, name: &str) -> Arc<Address> {
+        let new = || {
+            let url = format!("{}/{}/resolve/{}/{}", self.endpoint, self.id, self.commit, escaped(name, "/"));
+            Arc::new(Address::new(url, self.token.clone()))
+        };
+        lock(&self.files).entry(name.to_owned()).or_insert_with(new).clone()
+    }
+
+    fn found(&self, entry: &Value) -> Option<Found> {
+        let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).map(str::to_owned);
+        let (name, bytes) = (text(entry, "path")?, entry.get("size").and_then(Value::as_u64)?);
+        // SHA-256 of large files, and else what git names the contents by.
+        let large = entry
+            .get("lfs")
+            .and_then(|lfs| text(lfs, "oid").or_else(|| text(lfs, "sha256")))
+            .map(|oid| format!("sha256:{}", oid.trim_start_matches("sha256:")));
+        let version = large.or_else(|| text(entry, "oid").map(|oid| format!("git:{oid}")));
+        let here = self.snapshot.as_ref().map(|folder| folder.join(&name)).filter(|path| std::fs::metadata(path).is_ok_and(|about| about.len() == bytes));
+        Some(Found { name, bytes, version, here })
+    }
+}
+
+impl Place for Hub {
+    /// The whole repository, whatever the folder: that is one question.
+    fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
+        let mut url = Some(format!("{}/api/models/{}/tree/{}?recursive=true&limit={PAGE}", self.endpoint, self.id, self.commit));
+        let mut files = Vec::new();
+        for _ in 0..MOST_PAGES {
+            let Some(page) = url.take() else { return Ok(files) };
+            let came = Address::new(page, self.token.clone()).whole(LARGEST).map_err(|e| advised(e, self.token.is_some()))?;
+            let entries = json(&came.bytes)?;
+            let entries = entries.as_array().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files is none"))?;
+            let safe = |name: &str| Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
+            for entry in entries.iter().filter(|entry| entry.get("type").and_then(Value::as_str) == Some("file")) {
+                let found = self.found(entry).filter(|found| safe(&found.name));
+                files.push(found.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files names none"))?);
+            }
+            url = http::header(&came.headers, "link").and_then(next).map(str::to_owned);
+            // The token goes nowhere else.
+            if url.as_ref().is_some_and(|url| !url.starts_with(&format!("{}/", self.endpoint))) {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files goes on elsewhere"));
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files has no end"))
+    }
+
+    fn find(&self, name: &str) -> io::Result<Option<Found>> {
+        Ok(self.list("")?.into_iter().find(|found| found.name == name))
+    }
+
+    fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
+        let came = self.address(&file.name).range(range, Some(file.bytes), None);
+        came.map(|came| came.bytes).map_err(|e| if e.kind() == io::ErrorKind::PermissionDenied { advised(e, self.token.is_some()) } else { e })
+    }
+
+    fn check(&self, file: &Found, bytes: &[u8]) -> Result<(), String> {
+        let Some((how, meant)) = file.version.as_deref().and_then(|version| version.split_once(':')) else { return Ok(()) };
+        let mut hasher = match how {
+            "sha256" => ring::digest::Context::new(&ring::digest::SHA256),
+            _ => {
+                let mut hasher = ring::digest::Context::new(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY);
+                hasher.update(format!("blob {}\0", bytes.len()).as_bytes());
+                hasher
+            }
+        };
+        hasher.update(bytes);
+        let found: String = hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        if found == meant { Ok(()) } else { Err(format!("its hash is {found}, and the Hub says {meant}: it was damaged on the way, read it again")) }
+    }
+}
+
+/// The address of the next page.
+fn next(link: &str) -> Option<&str> {
+    let part = link.split(',').find(|part| part.contains("rel=\"next\""))?;
+    part.split_once('<')?.1.split_once('>').map(|(url, _)| url)
+}
+
+/// A repository of which only the cache is asked.
+struct Snapshot {
+    files: Vec<Found>,
+}
+
+impl Snapshot {
+    fn open(repository: &Repository, cache: Option<PathBuf>) -> io::Result<Snapshot> {
+        let cache = cache.unwrap_or_default();
+        let missing = || {
+            let what = format!("HF_HUB_OFFLINE is set, and the cache in {} does not have it: `hf download {}` fetches it", cache.display(), repository.id);
+            io::Error::new(io::ErrorKind::NotFound, what)
+        };
+        let named = std::fs::read_to_string(cache.join("refs").join(&repository.revision)).map(|commit| commit.trim().to_owned());
+        let folder = cache.join("snapshots").join(named.unwrap_or_else(|_| repository.revision.clone()));
+        let mut files = Vec::new();
+        collect(&folder, "", &mut files, 0).map_err(|_| missing())?;
+        if files.is_empty() { Err(missing()) } else { Ok(Snapshot { files }) }
+    }
+}
+
+/// Folders in folders of a snapshot.
+const DEEPEST: usize = 16;
+
+fn collect(folder: &Path, inside: &str, files: &mut Vec<Found>, depth: usize) -> io::Result<()> {
+    for entry in std::fs::read_dir(folder)? {
+        let path = entry?.path();
+        let Some(name) = path.file_name().and_then(|name| name.to_str()).map(|name| format!("{inside}{name}")) else { continue };
+        let about = std::fs::metadata(&path)?;
+        if about.is_dir() && depth < DEEPEST {
+            collect(&path, &format!("{name}/"), files, depth.saturating_add(1))?;
+        } else if about.is_file() {
+            files.push(Found { name, bytes: about.len(), version: None, here: Some(path) });
+        }
+    }
+    Ok(())
+}
+
+impl Place for Snapshot {
+    fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
+        Ok(self.files.clone())
+    }
+
+    fn find(&self, name: &str) -> io::Result<Option<Found>> {
+        Ok(self.files.iter().find(|found| found.name == name).cloned())
+    }
+
+    fn read(&self, _file: &Found, _range: Range<u64>) -> io::Result<Vec<u8>> {
+        Err(io::Error::other("is read from the cache alone"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_taken_apart() {
+        let check = |name: &str, id: &str, revision: &str, inside: &str| {
+            let expected = (Repository { id: id.into(), revision: revision.into() }, inside.to_owned());
+            assert_eq!(parse(name), Ok(expected), "{name}");
+        };
+        check("hf:a/b", "a/b", "main", "");
+        check("hf:a/b/model.safetensors", "a/b", "main", "model.safetensors");
+        check("hf:a/b-2.5@v1.0/onnx/model@2.onnx", "a/b-2.5", "v1.0", "onnx/model@2.onnx");
+        check("hf:a/b@refs/pr/7/config.json", "a/b", "refs/pr/7", "config.json");
+        check("hf:a/b@refs/pr/7", "a/b", "refs/pr/7", "");
+        for wrong in ["hf:", "hf:a", "hf:a/", "hf:/b", "hf:a/b@", "hf:../b", "hf:a/b@../c", "hf:a b/c", "hf:a/b@x?y"] {
+            assert!(parse(wrong).unwrap_err().contains("hf:org/name"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn pages_lead_to_each_other() {
+        assert_eq!(next("<https://a/x?cursor=1>; rel=\"next\""), Some("https://a/x?cursor=1"));
+        assert_eq!(next("<https://a/x>; rel=\"last\", <https://a/y>; rel=\"next\""), Some("https://a/y"));
+        assert_eq!(next("<https://a/x>; rel=\"last\""), None);
+        assert_eq!(escaped("a b/c#d", "/"), "a%20b/c%23d");
+    }
+}

@@ -1,0 +1,303 @@
+//! Models of other machines, and what goes wrong on the way.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use serde_json::json;
+
+use crate::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3};
+use crate::support::{Run, command, floats, model_of, names, ok, read_json, snapshot};
+
+const TOKEN: &str = "hf_averysecrettoken";
+/// Nothing of these is ever told.
+const SECRETS: [&str; 4] = [TOKEN, "verysecretsignature", "verysecretkey", "secretkeyid"];
+
+/// A model of more than one range, and what one run makes of it where it lies.
+struct Place {
+    folder: tempfile::TempDir,
+    files: Files,
+}
+
+impl Place {
+    fn new() -> Place {
+        let folder = tempfile::tempdir().unwrap();
+        let tensors = [floats("a.weight", &[400, 400]), floats("b.bias", &[64]), floats("c.weight", &[64, 64])];
+        model_of(&folder.path().join("in"), &json!({ "model_type": "bert" }), &tensors);
+        ok(folder.path(), "quantize-dynamic in -o here");
+        let files = files(&folder.path().join("in"));
+        Place { folder, files }
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Runs the binary with an endpoint and a token; nothing of what it says is secret.
+    fn run(&self, args: &str, variables: &[(&str, &str)]) -> Run {
+        let (mut command, temporary) = (command(self.path()), tempfile::tempdir().unwrap());
+        command.args(args.split_whitespace()).env("HF_HOME", self.path().join("home")).env("TMPDIR", temporary.path());
+        for name in ["HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"] {
+            command.env_remove(name);
+        }
+        let run: Run = command.envs(variables.iter().copied()).output().unwrap().into();
+        for secret in SECRETS {
+            assert!(!run.stdout.contains(secret) && !run.stderr.contains(secret), "{secret} is told:\n{}{}", run.stdout, run.stderr);
+        }
+        assert_eq!(names(temporary.path()), Vec::<String>::new(), "something is left on the disk");
+        run
+    }
+
+    /// Holds an output to that of the run over the folder.
+    fn same(&self, output: &str) {
+        for name in ["model.safetensors", "config.json", "tokenizer.json", "1_Pooling/config.json"] {
+            let read = |folder: &str| fs::read(self.path().join(folder).join(name)).unwrap();
+            assert!(read(output) == read("here"), "{name} of {output}");
+        }
+        let report = fs::read_to_string(self.path().join(output).join("report.json")).unwrap();
+        assert!(SECRETS.iter().all(|secret| !report.contains(secret)));
+    }
+}
+
+#[test]
+fn a_model_of_the_hub_is_read_where_it_lies() {
+    let place = Place::new();
+    let (hub, elsewhere) = hub(place.files.clone(), TOKEN, Answer::file);
+    let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
+    let run = place.run("quantize-dynamic hf:org/name -o out", &variables);
+    assert_eq!(run.code, 0, "{}{}", run.stdout, run.stderr);
+    place.same("out");
+    let report = read_json(&place.path().join("out/report.json"));
+    assert_eq!(report["model"]["source"], "hf:org/name");
+    // Weights come in ranges, from a server that is never told the token, and of what is not carried along nothing is asked for.
+    let (asked, weights) = (hub.requests(), elsewhere.requests());
+    assert!(weights.len() >= 2 && weights.iter().all(|request| request.headers.contains_key("range") && !request.headers.contains_key("authorization")));
+    assert!(!asked.iter().any(|request| request.path().ends_with("pytorch_model.bin")));
+    let bytes = place.files["model.safetensors"].len();
+    let read: usize = weights.iter().filter_map(|request| request.range(bytes)).map(|(first, end)| end - first).sum();
+    assert!(read < 2 * bytes, "{read} bytes of {bytes} were read");
+    assert!(!place.path().join("home").exists(), "the cache of others is not written to");
+    // A revision, one file, and what does not exist.
+    let one = place.run("inspect hf:org/name@main/model.safetensors --json", &variables);
+    assert!(one.code == 0 && one.stdout.contains("a.weight"), "{}", one.stderr);
+    let verified = place.run("verify out", &variables);
+    assert_eq!(verified.code, 0, "{}", verified.stdout);
+    let missing = place.run("inspect hf:org/other", &variables);
+    assert!(missing.code == 1 && missing.stderr.contains("hf:org/other") && missing.stderr.contains("404"), "{}", missing.stderr);
+    let form = place.run("inspect hf:name", &variables);
+    assert!(form.code == 1 && form.stderr.contains("hf:org/name"), "{}", form.stderr);
+}
+
+/// What a server does wrong once it has been asked `after` times, `times` times; every range of weights passes here.
+fn faulty(times: usize, fault: impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static) -> impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static {
+    let count = Arc::new(AtomicUsize::new(0));
+    move |request, bytes| {
+        if count.fetch_add(1, Ordering::Relaxed) < times { fault(request, bytes) } else { Answer::file(request, bytes) }
+    }
+}
+
+fn wrong_range(request: &Request, bytes: &[u8]) -> Answer {
+    let (first, end) = request.range(bytes.len()).unwrap();
+    Answer::new(206, &bytes[first..end]).with("Content-Range", format!("bytes {}-{}/{}", first + 1, end, bytes.len()))
+}
+
+#[test]
+fn what_goes_wrong_once_is_tried_again() {
+    let place = Place::new();
+    let cut = |after: usize| move |request: &Request, bytes: &[u8]| Answer { cut: Some(after), ..Answer::file(request, bytes) };
+    type Fault = Box<dyn Fn(&Request, &[u8]) -> Answer + Send + Sync>;
+    let faults: Vec<(&str, usize, Fault)> = vec![
+        ("cut at once", 2, Box::new(cut(0))),
+        ("cut after 1000 bytes", 3, Box::new(cut(1000))),
+        ("busy", 3, Box::new(|_, _| Answer::new(503, "").with("Retry-After", 0))),
+        ("too many requests", 1, Box::new(|_, _| Answer::new(429, ""))),
+        ("another range", 2, Box::new(wrong_range)),
+        ("a signature that has ended", 2, Box::new(|_, _| Answer::new(403, "<Error><Code>ExpiredToken</Code></Error>"))),
+        ("silence", 1, Box::new(|request, bytes| Answer { cut: Some(10), silence: Duration::from_millis(2500), ..Answer::file(request, bytes) })),
+    ];
+    for (index, (name, times, fault)) in faults.into_iter().enumerate() {
+        let (hub, _) = hub(place.files.clone(), TOKEN, faulty(times, fault));
+        let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN), ("HF_HUB_DOWNLOAD_TIMEOUT", "1")];
+        let run = place.run(&format!("quantize-dynamic hf:org/name -o out{index} --no-measure"), &variables);
+        assert_eq!(run.code, 0, "{name}: {}", run.stderr);
+        place.same(&format!("out{index}"));
+    }
+}
+
+#[test]
+fn what_goes_wrong_for_good_is_named_and_leaves_nothing() {
+    let place = Place::new();
+    type Fault = fn(&Request, &[u8]) -> Answer;
+    let faults: [(&str, Fault); 5] = [
+        ("the connection was cut after 0", |request, bytes| Answer { cut: Some(0), ..Answer::file(request, bytes) }),
+        ("503", |_, _| Answer::new(503, "")),
+        ("sends bytes 1 to", wrong_range),
+        ("was changed", |request, bytes| Answer::file(request, &[bytes, b"more"].concat())),
+        ("leads over an unencrypted connection", |_, _| Answer::new(302, "").with("Location", "http://192.0.2.1/x?sig=verysecretsignature")),
+    ];
+    let before = snapshot(place.path());
+    // They wait between attempts.
+    std::thread::scope(|scope| {
+        for (index, (message, fault)) in faults.into_iter().enumerate() {
+            let place = &place;
+            scope.spawn(move || {
+                let (hub, _) = hub(place.files.clone(), TOKEN, faulty(usize::MAX, fault));
+                let run = place.run(&format!("quantize-dynamic hf:org/name -o out{index}"), &[("HF_ENDPOINT", &hub.address), ("HF_TOKEN", TOKEN)]);
+                assert!(run.code == 1 && run.stderr.contains(message) && run.stderr.contains("hf:org/name/model.safetensors"), "{message}: {}", run.stderr);
+            });
+        }
+    });
+    assert_eq!(snapshot(place.path()), before);
+    // Of the repository itself.
+    let (hub, _) = hub(place.files.clone(), "another token", Answer::file);
+    let refused = place.run("quantize-dynamic hf:org/name -o out", &[("HF_ENDPOINT", &hub.address), ("HF_TOKEN", TOKEN)]);
+    assert!(refused.code == 1 && refused.stderr.contains("401") && refused.stderr.contains("HF_TOKEN"), "{}", refused.stderr);
+    let bare = place.run("inspect hf:org/name", &[("HF_ENDPOINT", "http://192.0.2.1")]);
+    assert!(bare.code == 1 && bare.stderr.contains("unencrypted"), "{}", bare.stderr);
+    assert_eq!(snapshot(place.path()), before);
+}
+
+#[test]
+fn a_file_that_was_damaged_on_the_way_is_refused() {
+    let place = Place::new();
+    // Hashes of `{}`: SHA-256 of large files, and those of git.
+    let large =
+        json!({ "type": "file", "path": "config.json", "size": 2, "lfs": { "oid": "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a" } });
+    let small = json!({ "type": "file", "path": "config.json", "size": 2, "oid": "9e26dfeeb6e641a33dae4961196235bdb965b21b" });
+    let weights = [&2u64.to_le_bytes()[..], b"{}"].concat();
+    for (entry, config, damaged) in [(&large, "{}", false), (&small, "{}", false), (&large, "[]", true), (&small, "[]", true)] {
+        let (list, weights) = (json!([entry, { "type": "file", "path": "model.safetensors", "size": weights.len() }]).to_string(), weights.clone());
+        let server = Server::start(move |request| match request.path() {
+            "/api/models/org/name/revision/main" => Answer::new(200, json!({ "sha": COMMIT }).to_string()),
+            path if path.contains("/tree/") => Answer::new(200, list.as_str()),
+            path if path.ends_with("config.json") => Answer::file(request, config.as_bytes()),
+            _ => Answer::file(request, &weights),
+        });
+        let run = place.run("inspect hf:org/name", &[("HF_ENDPOINT", &server.address)]);
+        let told = run.stderr.contains("config.json") && run.stderr.contains("damaged on the way");
+        assert_eq!((run.code, told), (i32::from(damaged), damaged), "{entry}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn without_a_network_the_cache_is_read() {
+    let place = Place::new();
+    let cache = place.path().join("home/hub/models--org--name");
+    fs::create_dir_all(cache.join("refs")).unwrap();
+    fs::write(cache.join("refs/main"), COMMIT).unwrap();
+    for (name, bytes) in &place.files {
+        let path = cache.join("snapshots").join(COMMIT).join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, bytes).unwrap();
+    }
+    let offline = [("HF_HUB_OFFLINE", "1")];
+    let run = place.run("quantize-dynamic hf:org/name -o out", &offline);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    place.same("out");
+    let missing = place.run("inspect hf:org/other", &offline);
+    assert!(missing.code == 1 && missing.stderr.contains("HF_HUB_OFFLINE is set") && missing.stderr.contains("hf download org/other"), "{}", missing.stderr);
+    // What the cache has of the same commit is not fetched again.
+    let (hub, elsewhere) = hub(place.files.clone(), "", Answer::file);
+    let run = place.run("quantize-dynamic hf:org/name -o again", &[("HF_ENDPOINT", &hub.address)]);
+    assert!(run.code == 0 && elsewhere.requests().is_empty(), "{}", run.stderr);
+    place.same("again");
+}
+
+#[test]
+fn files_of_web_servers_are_read_one_at_a_time() {
+    let place = Place::new();
+    let bytes = place.files["model.safetensors"].clone();
+    let server = Server::start(move |request| match request.path() {
+        "/models/a.safetensors" => Answer::file(request, &bytes).with("ETag", "\"one\""),
+        "/moved/a.safetensors" => Answer::new(301, "").with("Location", "/models/a.safetensors"),
+        "/plain/a.safetensors" => Answer::new(200, bytes.as_slice()),
+        _ => Answer::new(404, ""),
+    });
+    let inspect = |path: &str| place.run(&format!("inspect {}/{path} --json", server.address), &[]);
+    for path in ["models/a.safetensors", "moved/a.safetensors"] {
+        let run = inspect(path);
+        assert!(run.code == 0 && run.stdout.contains("a.weight"), "{}", run.stderr);
+    }
+    let run = place.run(&format!("quantize-dynamic {}/plain/a.safetensors -o out", server.address), &[]);
+    assert!(run.code == 1 && run.stderr.contains("sends no ranges"), "{}", run.stderr);
+    for (path, message) in [("none.safetensors", "no such file"), ("models/a.safetensors?sig=verysecretsignature", "a.safetensors: has a `?`")] {
+        let run = place.run(&format!("inspect {}/{path}", server.address), &[]);
+        assert!(run.code == 1 && run.stderr.contains(message), "{path}: {}", run.stderr);
+    }
+    let user = place.run("inspect https://user:verysecretkey@127.0.0.1/a.safetensors", &[]);
+    assert!(user.code == 1 && user.stderr.contains("names a user"), "{}", user.stderr);
+}
+
+/// What a run needs to reach a bucket of this machine.
+fn bucket(server: &Server) -> [(&str, &str); 5] {
+    let keys = [("AWS_ACCESS_KEY_ID", "secretkeyid"), ("AWS_SECRET_ACCESS_KEY", "verysecretkey"), ("AWS_REGION", "us-east-1")];
+    [("AWS_ENDPOINT_URL", server.address.as_str()), ("AWS_ALLOW_HTTP", "true"), keys[0], keys[1], keys[2]]
+}
+
+#[test]
+fn a_bucket_holds_what_a_folder_would() {
+    let place = Place::new();
+    let (server, held) = s3(|_| None);
+    let variables = bucket(&server);
+    let run = place.run("quantize-dynamic in -o s3://bucket/models/out", &variables);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let objects = held.lock().unwrap().objects.clone();
+    for (name, bytes) in files(&place.path().join("here")).iter().filter(|(name, _)| !name.starts_with("report.") && *name != "recipe.yaml") {
+        assert!(objects.get(&format!("models/out/{name}")) == Some(bytes), "{name}");
+    }
+    assert!(objects.keys().all(|name| name.starts_with("models/out/")) && held.lock().unwrap().uploads.is_empty());
+    let written: Vec<_> = server.requests().iter().filter(|request| request.method == "PUT").map(|request| request.path().to_owned()).collect();
+    assert!(written[0].ends_with("/model.safetensors") && written[written.len() - 1].ends_with("/report.json"), "{written:?}");
+    // It is a model, its report holds, and nothing takes its place.
+    let verified = place.run("verify s3://bucket/models/out", &variables);
+    assert!(verified.code == 0 && verified.stdout.contains("opens with 3 weights"), "{}{}", verified.stdout, verified.stderr);
+    let run = place.run("densify s3://bucket/models/out -o dense", &variables);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    ok(place.path(), "densify here -o expected");
+    assert_eq!(files(&place.path().join("dense"))["model.safetensors"], files(&place.path().join("expected"))["model.safetensors"]);
+    for (args, message) in [("", "exists"), (" --force", "in one step")] {
+        let run = place.run(&format!("quantize-dynamic in -o s3://bucket/models/out{args}"), &variables);
+        assert!(run.code == 1 && run.stderr.contains(message), "{}", run.stderr);
+    }
+    for (args, message) in
+        [("quantize-dynamic in -o s3://bucket/parts --part 1/2", "another machine"), ("quantize-dynamic in -o hf:org/name", "cannot be written to")]
+    {
+        let run = place.run(args, &variables);
+        assert!(run.code == 1 && run.stderr.contains(message), "{args}: {}", run.stderr);
+    }
+}
+
+#[test]
+fn an_upload_that_fails_leaves_nothing_behind() {
+    let place = Place::new();
+    // More than a part of an upload.
+    let tensors = [floats("a.weight", &[1300, 1800])];
+    model_of(&place.path().join("large"), &json!({ "model_type": "bert" }), &tensors);
+    let denied = "<Error><Code>AccessDenied</Code><Message>no</Message><AWSAccessKeyId>secretkeyid</AWSAccessKeyId></Error>";
+    type Fault = fn(&Request) -> bool;
+    let faults: [(&str, Fault); 4] = [
+        ("", |_| false),
+        ("model.safetensors: the store answers AccessDenied: no", |request| request.query("partNumber").is_some_and(|number| number == "2")),
+        ("model.safetensors: the store answers AccessDenied: no", |request| request.method == "POST" && request.query("uploadId").is_some()),
+        ("report.json: the store answers AccessDenied: no", |request| request.method == "PUT" && request.path().ends_with("report.json")),
+    ];
+    for (message, fault) in faults {
+        let (server, held) = s3(move |request| fault(request).then(|| Answer::new(403, denied)));
+        let run = place.run("prune-unstructured large --amount 0.5 -o s3://bucket/out --no-measure", &bucket(&server));
+        let held = held.lock().unwrap();
+        assert!(held.uploads.is_empty() && held.parts > 0, "{} parts", held.parts);
+        if message.is_empty() {
+            assert!(run.code == 0 && held.objects.len() > 4, "{}", run.stderr);
+        } else {
+            assert!(run.code == 1 && run.stderr.contains(message) && held.objects.is_empty(), "{message}: {}", run.stderr);
+        }
+    }
+    // What the store gives back is not what was written.
+    let (server, held) =
+        s3(|request| (request.method == "GET" && request.path().ends_with("tokenizer.json")).then(|| Answer::file(request, b"{\"tokens\": ()}")));
+    let run = place.run("quantize-dynamic in -o s3://bucket/out", &bucket(&server));
+    assert!(run.code == 1 && run.stderr.contains("tokenizer.json: bytes 0 to 14 read back differently"), "{}", run.stderr);
+    assert!(held.lock().unwrap().objects.is_empty());
+}
