@@ -2,6 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result};
@@ -13,6 +14,50 @@ pub struct MemoryLimit {
     pub bytes: Option<u64>,
     /// Whether they were asked for, so that what does not fit is refused. A guess refuses nothing.
     pub asked: bool,
+}
+
+/// A figure's largest value since it was asked for last: a thread of its own looks at it again and again.
+#[derive(Debug)]
+pub(crate) struct HighWater<F> {
+    seen: Arc<(F, AtomicU64, AtomicBool)>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<F: Fn() -> Option<u64> + Send + Sync + 'static> HighWater<F> {
+    /// Begins to look, with a pause between two looks. Where the system starts no more threads, only those who ask look.
+    pub fn start(pause: Duration, figure: F) -> HighWater<F> {
+        let seen = Arc::new((figure, AtomicU64::new(0), AtomicBool::new(false)));
+        let watched = seen.clone();
+        let watch = move || {
+            while !watched.2.load(Ordering::Relaxed) {
+                watched.1.fetch_max((watched.0)().unwrap_or(0), Ordering::Relaxed);
+                std::thread::park_timeout(pause);
+            }
+        };
+        HighWater { seen, thread: std::thread::Builder::new().spawn(watch).ok() }
+    }
+
+    /// The largest value since this was asked last, the one of now included.
+    pub fn take(&self) -> u64 {
+        let now = (self.seen.0)().unwrap_or(0);
+        self.seen.1.swap(0, Ordering::Relaxed).max(now)
+    }
+}
+
+impl<F> Drop for HighWater<F> {
+    fn drop(&mut self) {
+        self.seen.2.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+    }
+}
+
+/// What this process has in memory, where the system says it.
+pub(crate) fn resident() -> Option<u64> {
+    let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
+    Some(pages * rustix::param::page_size() as u64)
 }
 
 /// A handle that stops work from another thread or a signal handler.

@@ -328,7 +328,8 @@ fn passes_write_the_same_in_less_memory() {
     assert!(need.blockwise() < need.whole(), "{need:?}");
     let amount = Some(Amounts::All(Amount::fraction(0.5)));
     let prune = PruneStructured { amount, importance: Importance::Activation, repair: Repair::LeastSquares, ..PruneStructured::default() };
-    for pass in [Step::from(prune), Step::from(QuantizeStatic::default())] {
+    let by_gradient = PruneStructured { importance: Importance::Taylor, repair: Repair::None, ..prune.clone() };
+    for pass in [Step::from(prune), Step::from(by_gradient), Step::from(QuantizeStatic::default())] {
         let written = |memory: Option<u64>| {
             let builder = pipeline().calibration(data.clone()).memory(memory).pass(pass.clone());
             desk.run(&model.path, builder).map(|output| common::contents(&output.path))

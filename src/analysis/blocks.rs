@@ -95,6 +95,12 @@ pub fn blocks(graph: &Graph) -> Vec<Block> {
     found
 }
 
+/// The positions of nodes at which one block ends and the next begins.
+pub fn block_ends(graph: &Graph) -> Vec<usize> {
+    let ends = blocks(graph).into_iter().map(|block| block.nodes.end);
+    ends.filter(|end| *end < graph.nodes().len()).collect()
+}
+
 /// Why a graph is one block, if it is.
 pub fn uncut(graph: &Graph) -> Option<String> {
     if blocks(graph).len() > 1 {

@@ -11,7 +11,7 @@ mod live;
 mod sequence;
 
 pub use atoms::Place;
-pub use blocks::{Block, blocks, uncut, weights_of_layers};
+pub use blocks::{Block, block_ends, blocks, uncut, weights_of_layers};
 pub use cost::{cost, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number};

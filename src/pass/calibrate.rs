@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use candle_core::{D, DType, Device, Tensor};
 
+use crate::analysis;
 use crate::calibration::{Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};
 use crate::data::{Batch, DataSet, Padding, Target};
 use crate::error::{Error, Result};
@@ -103,6 +104,30 @@ pub(in crate::pass) fn some_parameters(names: Vec<&String>, model: &Model, conte
 /// Reading fails, or memory runs out.
 pub(in crate::pass) fn parameters(graph: &Graph, model: &Model, context: &Context) -> Result<Parameters> {
     Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Computed, &context.work)
+}
+
+/// The parameters of a graph for differentiation, and the positions of nodes at which blocks begin that are computed again: none where all
+/// parameters are in memory, else those of all blocks, whose parameters come from their files when they are used.
+///
+/// # Errors
+/// As [`parameters`], or memory that was asked for is too small for what blocks hand on.
+pub(in crate::pass) fn parameters_to_differentiate(graph: &Graph, model: &Model, context: &Context) -> Result<(Parameters, Vec<usize>)> {
+    let sizes = sizes_of(graph, &open(model, context)?.first()?.inputs);
+    let need = MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Computed, &sizes);
+    let (kept, count) = (need.state.saturating_mul(need.count.saturating_sub(1) as u64), need.count);
+    let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? else {
+        return Ok((parameters(graph, model, context)?, Vec::new()));
+    };
+    if kept > states && context.memory.asked {
+        return Err(Error::run(
+            "differentiating the model",
+            format!("{count} blocks hand on {kept} bytes, and {states} of the memory given are left for that"),
+            "a smaller `batch_size` or `max_length` of the calibration data needs less, and importance activation no such memory",
+        ));
+    }
+    let names = graph.params().map(|(_, value)| &value.name).collect();
+    let (parameters, _) = Parameters::streamed(names, &model.weights, &context.device, DType::F32, Residence::Computed)?;
+    Ok((parameters, analysis::block_ends(graph)))
 }
 
 /// The rows `[n, features]` of a value that a layer reads, padding left out.

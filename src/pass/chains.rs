@@ -44,15 +44,26 @@ pub(super) struct ScaledLayer {
     pub depthwise: bool,
 }
 
-/// All chains of a graph whose sinks are among the quantized layers, at least one.
+/// All chains of a graph that quantized layers are part of: of the sinks at least one, or a convolution that makes the values and whose
+/// output is quantized.
 pub(super) fn chains(graph: &Graph, layers: &BTreeSet<String>) -> Vec<Chain> {
-    graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| chain.sinks.iter().any(|sink| layers.contains(&sink.weight))).collect()
+    let made = |chain: &Chain| chain.sinks.iter().all(|sink| sink.depthwise) && chain.makers.iter().any(|(name, _)| layers.contains(name));
+    let read = |chain: &Chain| chain.sinks.iter().any(|sink| layers.contains(&sink.weight));
+    graph.nodes().iter().filter_map(|node| chain(graph, node)).filter(|chain| read(chain) || made(chain)).collect()
 }
 
 /// Whether a product is one with a number for each channel.
 pub(super) fn is_factor(graph: &Graph, node: &Node) -> bool {
     let factor = node.inputs.get(1).map(|id| graph.value(*id));
     matches!(node.op, Op::Mul(_)) && factor.is_some_and(|value| value.kind == Kind::Param && value.ty.shape.len() == 1)
+}
+
+/// Whether a node has, as its second input, a number for each channel of a picture.
+fn is_by_channel(graph: &Graph, node: &Node) -> bool {
+    let [value, numbers] = node.inputs.as_slice() else { return false };
+    let (of, numbers) = (&graph.value(*value).ty.shape, graph.value(*numbers));
+    let sizes: Vec<Option<usize>> = numbers.ty.shape.iter().map(|dim| dim.fixed()).collect();
+    numbers.kind == Kind::Param && of.len() == 4 && sizes.len() == 3 && of[1].fixed().is_some() && sizes == [of[1].fixed(), Some(1), Some(1)]
 }
 
 fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
@@ -62,6 +73,7 @@ fn chain(graph: &Graph, node: &Node) -> Option<Chain> {
         Op::RmsNorm(op) if op.offset != 0.0 => return None,
         Op::Linear(_) | Op::LayerNorm(_) | Op::RmsNorm(_) => graph.value(node.output).ty.shape.last()?.fixed()?,
         Op::Mul(_) if is_factor(graph, node) => graph.value(node.output).ty.shape.last()?.fixed()?,
+        Op::Mul(_) if is_by_channel(graph, node) => graph.value(node.output).ty.shape.get(1)?.fixed()?,
         Op::Conv(_) | Op::BatchNorm(_) => graph.value(node.output).ty.shape.get(1)?.fixed()?,
         _ => return None,
     };
@@ -95,6 +107,11 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
         let shape = |id: ValueId| &graph.value(id).ty.shape;
         match (&node.op, at) {
             (Op::Linear(_) | Op::Conv(_), Some(0)) if sole => sink(graph, node, index, chain),
+            (Op::Mul(_), Some(0)) if is_by_channel(graph, node) => sink(graph, node, index, chain),
+            (Op::Add(_), Some(0)) if is_by_channel(graph, node) && only_reader(graph, node.inputs[1]).is_some() => {
+                chain.makers.push((graph.value(node.inputs[1]).name.clone(), false));
+                follow(graph, node.output, index, chain)
+            }
             (Op::Relu(_) | Op::MaxPool(_) | Op::GlobalAveragePool(_) | Op::SplitHeads(_) | Op::MergeHeads(_) | Op::Select(_), Some(0)) => {
                 follow(graph, node.output, index, chain)
             }
@@ -129,7 +146,7 @@ fn follow(graph: &Graph, value: ValueId, index: &[usize], chain: &mut Chain) -> 
 fn sink(graph: &Graph, node: &Node, index: &[usize], chain: &mut Chain) -> bool {
     let weight = weight_input(graph, node).to_owned();
     let own = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
-    let depthwise = is_depthwise(graph, node);
+    let depthwise = is_depthwise(graph, node) || matches!(node.op, Op::Mul(_));
     let first = match &node.op {
         Op::Linear(op) => op.input_major,
         Op::Conv(op) if op.groups > 1 && !depthwise => return false,

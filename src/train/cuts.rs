@@ -26,8 +26,7 @@ fn blocks(graph: &Graph, by_parameters: bool) -> Vec<usize> {
         return layers.layers.iter().filter_map(first).collect();
     }
     if by_parameters {
-        let ends = analysis::blocks(graph).into_iter().map(|block| block.nodes.end);
-        return ends.filter(|end| *end < nodes.len()).collect();
+        return analysis::block_ends(graph);
     }
     // Behind each sum of two branches only the sum is read.
     nodes.iter().enumerate().filter(|(_, node)| matches!(node.op, Op::Add(_))).map(|(index, _)| index + 1).filter(|index| *index < nodes.len()).collect()

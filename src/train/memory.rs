@@ -4,6 +4,8 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use crate::work::resident;
+
 /// Time between two points at least.
 const EVERY: Duration = Duration::from_millis(200);
 /// Points that are kept; then every second one goes.
@@ -76,12 +78,6 @@ impl Timeline {
 
 /// Growth below this is no leak but how allocators work.
 const GROWTH: u64 = 64 << 20;
-
-/// Resident memory of this process, where the system says it.
-fn resident() -> Option<u64> {
-    let pages: u64 = std::fs::read_to_string("/proc/self/statm").ok()?.split(' ').nth(1)?.parse().ok()?;
-    Some(pages * rustix::param::page_size() as u64)
-}
 
 #[cfg(test)]
 mod tests {

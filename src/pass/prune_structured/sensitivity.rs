@@ -85,12 +85,15 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
 /// # Errors
 /// The data does not fit, or memory runs out.
 pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, context: &Context) -> Result<Scores> {
-    let parameters = calibrate::parameters(graph, model, context)?;
-    let writes = |group: &&'_ Group| group.members.iter().filter(|member| member.role == Role::Writes).cloned().collect::<Vec<_>>();
-    let written: BTreeSet<&str> =
-        groups.iter().flat_map(|group| &group.members).filter(|member| member.role == Role::Writes).map(|member| member.param.as_str()).collect();
+    let (parameters, cuts) = calibrate::parameters_to_differentiate(graph, model, context)?;
+    let members = |group: &&'_ Group| group.members.iter().filter(|member| member.role == Role::Writes).cloned().collect::<Vec<_>>();
+    // By parameter: the units that it writes, with the group's position.
+    let mut written: BTreeMap<String, Vec<(usize, Member)>> = BTreeMap::new();
+    for (at, group) in groups.iter().enumerate() {
+        members(group).into_iter().for_each(|member| written.entry(member.param.clone()).or_default().push((at, member)));
+    }
     let outputs: BTreeMap<String, ValueId> = graph.outputs().iter().cloned().collect();
-    let tape = Tape::new(graph, context.device.clone(), outputs.values().copied().collect(), &|name| written.contains(name), &[]);
+    let tape = Tape::new(graph, context.device.clone(), outputs.values().copied().collect(), &|name| written.contains_key(name), &cuts);
     let memory_tracker = context.memory_tracker.clone().unwrap_or_default();
     memory_tracker.set(MemoryCategory::Weights, parameters.bytes())?;
     let mut scores: Scores = groups.iter().map(|group| vec![0.0; group.size]).collect();
@@ -100,22 +103,18 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
         let values = outputs.iter().filter_map(|(name, id)| Some((name.clone(), forward.taps().get(id)?.clone()))).collect();
         let (name, gradient) = gradient_of_loss(&batch, &values).map_err(computed)?;
         let from = outputs.get(&name).map(|id| (*id, gradient)).into_iter().collect();
-        let mut products: BTreeMap<String, Tensor> = BTreeMap::new();
+        // What the loss would change by without each unit.
+        let mut changes: Scores = groups.iter().map(|group| vec![0.0; group.size]).collect();
         tape.backward(forward, from, &parameters, &memory_tracker, &mut |name, gradient| {
             let product = parameters.get(name).and_then(|parameter| gradient * parameter).map_err(computed)?;
-            let sum = products.remove(name).map_or(Ok(product.clone()), |other| other + &product).map_err(computed)?;
-            products.insert(name.to_owned(), sum);
+            for (at, member) in written.get(name).into_iter().flatten() {
+                let units = by_unit(member, groups[*at].size, &over(&product, member.axis)?);
+                changes[*at].iter_mut().zip(units).for_each(|(sum, unit)| *sum += unit);
+            }
             Ok(())
         })?;
-        for (group, scores) in groups.iter().zip(&mut scores) {
-            let mut change = vec![0.0; group.size];
-            for member in writes(group) {
-                let Some(product) = products.get(member.param.as_str()) else { continue };
-                let units = by_unit(&member, group.size, &over(product, member.axis)?);
-                change.iter_mut().zip(units).for_each(|(sum, unit)| *sum += unit);
-            }
-            scores.iter_mut().zip(change).for_each(|(score, change)| *score += change * change);
-        }
+        parameters.enter(&BTreeSet::new(), Some(&memory_tracker))?;
+        scores.iter_mut().flatten().zip(changes.into_iter().flatten()).for_each(|(score, change)| *score += change * change);
         Ok(())
     })?;
     if scores.iter().flatten().all(|score| *score == 0.0) {

@@ -13,6 +13,7 @@
 //! ```
 
 mod ceiling;
+mod constants;
 mod factors;
 mod fit;
 mod fold;
@@ -39,6 +40,7 @@ use crate::model::Model;
 use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use crate::work::Meter;
+use constants::Widened;
 pub use goal::Goal;
 use prepare::Prepared;
 use scaling::Choice;
@@ -209,6 +211,7 @@ impl QuantizeStatic {
     /// Brings the model into shape, runs it over the samples, and moves ranges.
     fn study(&self, model: Model, context: &Context) -> Result<(Prepared, BTreeMap<String, ValueStatistics>, Vec<Choice>)> {
         let mut prepared = prepare::prepare(NAME, model, &self.targets, &self.ignore)?;
+        let widened = if self.smooth == Smooth::None { Widened::new() } else { constants::widen(&mut prepared)? };
         let mut chains = match self.smooth {
             Smooth::None => Vec::new(),
             _ => chains::chains(&prepared.graph, &prepared.layers),
@@ -224,6 +227,7 @@ impl QuantizeStatic {
         if self.smooth == Smooth::Auto {
             factors::remove_idle(&mut prepared, &choices.iter().map(|choice| choice.name.clone()).collect(), &mut seen)?;
         }
+        constants::narrow(&mut prepared, widened)?;
         Ok((prepared, seen, choices))
     }
 
@@ -328,6 +332,26 @@ mod tests {
         Executor::new(graph, parameters, Device::Cpu).run(inputs).unwrap()
     }
 
+    /// Studies a model on samples; its answers as floats stay what they are.
+    fn studied(model: &Model, inputs: &Inputs, smooth: Smooth) -> (Prepared, Vec<Choice>) {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("samples.safetensors");
+        candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
+        let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let context =
+            Context { work, seed: 0, data: &data, device: Device::Cpu, memory: MemoryLimit::default(), memory_tracker: None, workplace: None, resume: false };
+        let before = outputs(&model.graph().unwrap(), model, inputs);
+        let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
+        let after = outputs(&prepared.graph, &prepared.model, inputs);
+        for (name, tensor) in &before {
+            let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
+            let distance: f32 = (tensor - &after[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
+            assert!(distance <= 1e-4 * largest.max(1.0), "{} {name} at {smooth}: {distance}", model.path.display());
+        }
+        (prepared, choices)
+    }
+
     /// Folding, turning and rescaling, at every strength, change no answer of the float model.
     #[test]
     fn preparation_changes_no_answer() {
@@ -337,38 +361,55 @@ mod tests {
             let place = entry.unwrap().path();
             let golden = candle_core::safetensors::load(place.join("golden.safetensors"), &Device::Cpu).unwrap();
             let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
-            let scratch = tempfile::tempdir().unwrap();
-            let path = scratch.path().join("samples.safetensors");
-            candle_core::safetensors::save(&inputs.clone().into_iter().collect(), &path).unwrap();
-            let data = DataSets { calibration: Some(Data { arrays: Some(path), ..Data::default() }), ..DataSets::default() };
             let model = Model::open(&place).unwrap();
-            let before = outputs(&model.graph().unwrap(), &model, &inputs);
             for smooth in [Smooth::Auto, Smooth::Strength(0.5)] {
-                let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-                let context = Context {
-                    work,
-                    seed: 0,
-                    data: &data,
-                    device: Device::Cpu,
-                    memory: MemoryLimit::default(),
-                    memory_tracker: None,
-                    workplace: None,
-                    resume: false,
-                };
-                let (prepared, _, choices) = QuantizeStatic { smooth, ..QuantizeStatic::default() }.study(model.clone(), &context).unwrap();
+                let (prepared, choices) = studied(&model, &inputs, smooth);
                 folded += prepared.notes.len();
                 rescaled += choices.len();
                 let is_cut = |name: &str| prepared.graph.nodes().iter().any(|n| matches!(n.op, Op::Clip(_)) && prepared.graph.value(n.inputs[0]).name == name);
                 past_ceilings += choices.iter().filter(|choice| is_cut(&choice.name)).count();
-                let after = outputs(&prepared.graph, &prepared.model, &inputs);
-                for (name, tensor) in &before {
-                    let largest: f32 = tensor.abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
-                    let distance: f32 = (tensor - &after[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar().unwrap();
-                    assert!(distance <= 1e-4 * largest.max(1.0), "{} {name} at {smooth}: {distance}", place.display());
-                }
             }
         }
         assert!(folded > 10 && rescaled > 30, "{folded} models folded, {rescaled} chains rescaled");
         assert!(past_ceilings > 0, "no chain goes through a ReLU6");
+    }
+
+    /// A constant of one number before a convolution or behind one gets a number for each channel where that is worth it, and only there.
+    #[test]
+    fn constants_take_factors_over() {
+        let network = |uneven: f32| {
+            let text = "input x: float[batch, 8, 6, 6]\nparam a.weight: float[8, 8, 1, 1]\nparam scale: float[1]\nparam shift: float[1]\nparam b.weight: float[8, 1, 3, 3]\n\
+                param gain: float[1]\nparam c.weight: float[4, 8, 1, 1]\n\
+                h = Conv{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}(x, a.weight) -> float[batch, 8, 6, 6]\ng = Sigmoid(h) -> float[batch, 8, 6, 6]\n\
+                k = Mul(g, h) -> float[batch, 8, 6, 6]\nm = Mul(scale, k) -> float[batch, 8, 6, 6]\ns = Add(m, shift) -> float[batch, 8, 6, 6]\n\
+                d = Conv{\"stride\":1,\"padding\":1,\"dilation\":1,\"groups\":8}(s, b.weight) -> float[batch, 8, 6, 6]\nn = Mul(d, gain) -> float[batch, 8, 6, 6]\n\
+                t = Tanh(n) -> float[batch, 8, 6, 6]\ny = Conv{\"stride\":1,\"padding\":0,\"dilation\":1,\"groups\":1}(t, c.weight) -> float[batch, 4, 6, 6]\noutput y = y\n";
+            let graph: Graph = text.parse().unwrap();
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+            std::fs::write(folder.path().join("graph.json"), serde_json::to_string(&crate::ir::GraphFile::from(&graph)).unwrap()).unwrap();
+            let values = |name: &str, shape: &[usize]| {
+                let row = shape[1..].iter().product::<usize>().max(1);
+                let factor = |at: usize| if name == "a.weight" { uneven.powi((at / row) as i32 % 4) } else { 1.0 };
+                let count = shape.iter().product::<usize>();
+                // Without uneven factors all channels are alike.
+                let place = |at: usize| if uneven == 1.0 { at % row } else { at };
+                Tensor::from_vec((0..count).map(|at| factor(at) * ((place(at) * 37 % 23) as f32 / 11.0 - 0.9)).collect(), shape, &Device::Cpu).unwrap()
+            };
+            let tensors = graph.params().map(|(_, value)| {
+                let shape: Vec<usize> = value.ty.shape.iter().map(|dim| dim.fixed().unwrap()).collect();
+                (value.name.clone(), if shape == [1] { Tensor::new(&[0.7f32], &Device::Cpu).unwrap() } else { values(&value.name, &shape) })
+            });
+            candle_core::safetensors::save(&tensors.collect(), folder.path().join("model.safetensors")).unwrap();
+            let inputs = Inputs::from([("x".to_owned(), values("x", &[16, 8, 6, 6]))]);
+            let (prepared, choices) = studied(&Model::open(folder.path()).unwrap(), &inputs, Smooth::Auto);
+            let shape = |name: &str| prepared.model.weights.by_name[name].shape.clone();
+            (["scale", "shift", "gain"].map(shape), choices.into_iter().map(|choice| choice.name).collect::<Vec<_>>())
+        };
+        let (shapes, choices) = network(6.0);
+        assert_eq!(shapes, [[8, 1, 1]; 3], "{choices:?}");
+        assert!(choices.iter().any(|name| name == "m") && choices.iter().any(|name| name == "d"), "{choices:?}");
+        let (shapes, choices) = network(1.0);
+        assert_eq!(shapes, [[1]; 3].map(Vec::from), "{choices:?}");
     }
 }

@@ -1,5 +1,5 @@
-//! Embedding tables with those rows alone that samples look up: most of a small encoder is its vocabulary, and a few samples need
-//! little of it.
+//! Embedding tables with those rows alone that samples look up: most of a small model is its vocabulary, and a few samples need
+//! little of it. A head that is the same weight stays whole.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use candle_core::{Device, Tensor};
 use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::transfer;
-use crate::ir::{Element, Graph, GraphFile, Kind, Op, ValueId};
+use crate::ir::{Element, Graph, Kind, Op, rebuild};
 use crate::store::{Encoding, Weights};
 use crate::work::Meter;
 
 /// A model that samples go through.
 pub(super) type Side<'m> = (&'m Graph, &'m Weights);
 
-/// The rows of tables that are loaded, by name, in rising order.
+/// The rows that an input looks up in a table, by both names, in rising order.
 #[derive(Default)]
-pub(super) struct Rows(BTreeMap<String, Vec<usize>>);
+pub(super) struct Rows(BTreeMap<(String, String), Vec<usize>>);
 
-/// Tables that an input looks up, and nothing else reads.
+/// Tables that an input looks up.
 #[derive(PartialEq)]
 struct Tables {
     names: BTreeSet<String>,
@@ -44,7 +44,7 @@ impl Tables {
                     let name = &graph.value(*table).name;
                     let weight = weights.by_name.get(name).filter(|weight| weight.encoding == Encoding::Dense && weight.dtype.bitsize() >= 8)?;
                     let rows = *weight.shape.first()?;
-                    if !serves_alone(graph, id, *table) || ![0, rows].contains(&tables.rows) {
+                    if graph.value(*table).kind != Kind::Param || ![0, rows].contains(&tables.rows) {
                         return None;
                     }
                     tables.rows = rows;
@@ -58,12 +58,6 @@ impl Tables {
         }
         (!tables.names.is_empty() && tables.fixed <= tables.rows).then_some(tables)
     }
-}
-
-/// Whether a parameter is only a table that this input looks up.
-fn serves_alone(graph: &Graph, input: ValueId, table: ValueId) -> bool {
-    let looked_up = |node: &crate::ir::Node| matches!(node.op, Op::Embedding(_)) && node.inputs == [input, table];
-    graph.value(table).kind == Kind::Param && !graph.is_output(table) && graph.nodes().iter().all(|node| !node.inputs.contains(&table) || looked_up(node))
 }
 
 impl Rows {
@@ -91,7 +85,7 @@ impl Rows {
                 *tensor = Tensor::from_vec(places, tensor.dims(), &Device::Cpu).map_err(shaped)?;
             }
             let rows: Vec<usize> = named.iter().map(|token| *token as usize).collect();
-            found.0.extend(tables.names.into_iter().map(|name| (name, rows.clone())));
+            found.0.extend(tables.names.into_iter().map(|name| ((input.to_owned(), name), rows.clone())));
         }
         Ok(found)
     }
@@ -101,14 +95,30 @@ impl Rows {
     /// # Errors
     /// The model has no such rows.
     pub fn of(&self, (graph, weights): Side) -> Result<(Graph, Weights)> {
-        let mut less = weights.clone();
-        for (name, rows) in &self.0 {
-            let table = less.get(name)?.pick(name, 0, rows, Arc::new(Meter::default()))?;
-            less.by_name.insert(name.clone(), table);
+        if self.0.is_empty() {
+            return Ok((graph.clone(), weights.clone()));
         }
-        let graph = if self.0.is_empty() { graph.clone() } else { GraphFile::from(graph).build(&less)? };
+        let mut less = weights.clone();
+        for ((input, name), rows) in &self.0 {
+            let table = less.get(name)?.pick(name, 0, rows, Arc::new(Meter::default()))?;
+            less.by_name.insert(looked_up(input, name), table);
+        }
+        let graph = rebuild(graph, &less, &mut |mut step| {
+            let [input, table] = step.node.inputs.as_slice() else { return step.keep() };
+            let (input, table) = (&graph.value(*input).name, &graph.value(*table).name);
+            if let (Op::Embedding(_), Some(rows)) = (&step.node.op, self.0.get(&(input.clone(), table.clone()))) {
+                let width = less.get(table)?.row();
+                step.inputs[1] = step.builder.param(&looked_up(input, table), &[rows.len(), width])?;
+            }
+            step.keep()
+        })?;
         Ok((graph, less))
     }
+}
+
+/// The name of the rows that an input looks up in a table.
+fn looked_up(input: &str, table: &str) -> String {
+    format!("{table}, rows of {input}")
 }
 
 fn shaped(e: candle_core::Error) -> Error {
@@ -134,11 +144,11 @@ mod tests {
         outputs.into_iter().map(|(name, tensor)| (name, transfer::read(&tensor).unwrap())).collect()
     }
 
-    /// The models of the golden tests answer the same with a few rows of their tables; those whose head is the table keep all of it.
+    /// The models of the golden tests answer the same with a few rows of their tables; those whose head is the table read all of it there.
     #[test]
     fn answers_need_only_the_rows_that_are_looked_up() {
         let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
-        let (mut smaller, mut padded) = (0, 0);
+        let (mut smaller, mut tied, mut padded) = (0, 0, 0);
         for entry in std::fs::read_dir(golden).unwrap() {
             let model = Model::open(entry.unwrap().path()).unwrap();
             let graph = model.graph().unwrap();
@@ -157,17 +167,22 @@ mod tests {
             let rows = Rows::looked_up([side, side], &mut samples).unwrap();
             let (graph_of_rows, weights) = rows.of(side).unwrap();
             assert_eq!(run((&graph_of_rows, &weights), &samples[0]), run(side, &sample), "{}", model.path.display());
-            for (name, rows) in &rows.0 {
-                assert!(rows.len() * 2 <= model.weights.by_name[name].shape[0] && weights.by_name[name].shape[0] == rows.len(), "{name}");
+            for ((input, name), rows) in &rows.0 {
+                let read = graph_of_rows.params().find(|(_, value)| value.name == looked_up(input, name)).unwrap().1;
+                assert!(rows.len() * 2 <= model.weights.by_name[name].shape[0] && weights.by_name[&read.name].shape[0] == rows.len(), "{name}");
                 smaller += 1;
+                tied += usize::from(graph_of_rows.params().any(|(_, value)| value.name == *name));
                 padded += usize::from(graph.nodes().iter().any(|node| matches!(&node.op, Op::Positions(op) if op.padding.is_some())));
             }
         }
-        assert!(smaller > 5 && padded > 0, "{smaller} tables were made smaller, {padded} of models whose positions depend on padding");
+        assert!(
+            smaller > 5 && tied > 0 && padded > 0,
+            "{smaller} tables were made smaller, {tied} of them are heads too, {padded} of models whose positions depend on padding"
+        );
     }
 
     #[test]
-    fn tables_that_serve_more_stay_whole() {
+    fn rows_of_a_table_are_taken_where_only_tables_read_the_input() {
         let rows = |more: &str, tokens: [i64; 2]| {
             let text = format!("input ids: int[batch, sequence]\nparam t: float[50, 4]\nx = Embedding(ids, t) -> float[batch, sequence, 4]\n{more}");
             let graph: Graph = text.parse().unwrap();
@@ -177,12 +192,12 @@ mod tests {
             let inputs = BTreeMap::from([("ids".to_owned(), Tensor::new(&[tokens], &Device::Cpu).unwrap())]);
             let mut samples = [Batch { inputs, references: References::None, samples: 1 }];
             let rows = Rows::looked_up([(&graph, &weights); 2], &mut samples).unwrap();
-            (rows.0.get("t").cloned(), transfer::read::<i64>(&samples[0].inputs["ids"]).unwrap())
+            (rows.0.into_values().next(), transfer::read::<i64>(&samples[0].inputs["ids"]).unwrap())
         };
         assert_eq!(rows("output x = x\n", [40, 7]), (Some(vec![7, 40]), vec![1, 0]));
         assert_eq!(rows("output x = x\n", [40, 50]), (None, vec![40, 50]), "no such row: the executor says so");
         let tied = "logits = Linear(x, t) -> float[batch, sequence, 50]\noutput logits = logits\n";
-        assert_eq!(rows(tied, [40, 7]), (None, vec![40, 7]));
+        assert_eq!(rows(tied, [40, 7]), (Some(vec![7, 40]), vec![1, 0]));
         assert_eq!(rows("output x = x\noutput ids = ids\n", [40, 7]), (None, vec![40, 7]));
     }
 }
