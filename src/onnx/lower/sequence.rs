@@ -67,10 +67,9 @@ pub(super) fn masked_mean(n: &mut Lowering) -> Result<()> {
 pub(super) fn token_pool(op: &TokenPool, n: &mut Lowering) -> Result<()> {
     let (x, numbers) = (n.wide(&n.input(0))?, n.input(1));
     let column = n.ints(&[2]);
-    let zero = n.int(0);
     let unsqueezed = |n: &mut Lowering, weights: &str| n.emit("Unsqueeze", "column", &[weights, &column], vec![]);
     if op.choice == TokenChoice::Max {
-        let (low, nothing) = (n.float_wide(TokenPool::LOW), n.float_wide(0.0));
+        let (zero, low, nothing) = (n.int(0), n.float_wide(TokenPool::LOW), n.float_wide(0.0));
         let padded = n.emit("Equal", "padded", &[&numbers, &zero], vec![]);
         let hidden = n.emit("Where", "hidden", &[&padded, &low, &nothing], vec![]);
         let hidden = unsqueezed(n, &hidden);
@@ -89,18 +88,17 @@ pub(super) fn token_pool(op: &TokenPool, n: &mut Lowering) -> Result<()> {
 
 /// What each token counts, floats `[batch, sequence]`.
 fn token_weights(choice: TokenChoice, numbers: &str, n: &mut Lowering) -> Result<String> {
-    let (places, sequence) = (n.range(1, 1)?, n.size(1, 1)?);
-    let (zero, one, two) = (n.int(0), n.int(1), n.int(2));
     let is = |n: &mut Lowering, other: &str| {
         let same = n.emit("Equal", "same", &[numbers, other], vec![]);
         n.cast("chosen", &same, DataType::Int64)
     };
     let real = |n: &mut Lowering| {
+        let (zero, one) = (n.int(0), n.int(1));
         let padded = is(n, &zero);
         n.emit("Sub", "real", &[&one, &padded], vec![])
     };
-    let least = n.float_wide(1e-9);
     let normed = |n: &mut Lowering, counted: &str, root: bool| {
+        let least = n.float_wide(1e-9);
         let counted = n.cast("counted", counted, DataType::Float);
         let sum = n.reduce("ReduceSum", "sum", &counted, 1, true);
         let mut sum = n.emit("Clip", "positive", &[&sum, &least], vec![]);
@@ -115,6 +113,7 @@ fn token_weights(choice: TokenChoice, numbers: &str, n: &mut Lowering) -> Result
             return Ok(normed(n, &real, true));
         }
         TokenChoice::WeightedMean => {
+            let (one, places) = (n.int(1), n.range(1, 1)?);
             let (real, counts) = (real(n), n.emit("Add", "counts", &[&places, &one], vec![]));
             let counted = n.emit("Mul", "by_place", &[&real, &counts], vec![]);
             return Ok(normed(n, &counted, false));
@@ -130,7 +129,9 @@ fn token_weights(choice: TokenChoice, numbers: &str, n: &mut Lowering) -> Result
         }
     };
     // The chosen are before all others, and ordered by place.
+    let (places, sequence) = (n.range(1, 1)?, n.size(1, 1)?);
     let order = if late { places } else { n.emit("Sub", "early", &[&sequence, &places], vec![]) };
+    let two = n.int(2);
     let most = n.emit("Mul", "beyond", &[&sequence, &two], vec![]);
     let rank = n.emit("Mul", "before", &[&chosen, &most], vec![]);
     let rank = n.emit("Add", "rank", &[&rank, &order], vec![]);
