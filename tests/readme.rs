@@ -76,7 +76,21 @@ fn the_graph_is_one() {
     check(folder.path(), "compress inspect . --graph");
 }
 
-/// What guides find beside `minilm`: `llama` with `book.txt`, `smollm` without a tokenizer, and `network`, whose graph a guide brings, with `images`.
+/// Arrays for `classifier`, twelve rows, and `runs` of the encoder, a file for each.
+fn save_samples(folder: &Path) {
+    save_weights(&folder.join("samples.safetensors"), &[("pixel_values", &[12, 3, 32, 32])]);
+    std::fs::create_dir(folder.join("runs")).unwrap();
+    for run in 0..4u32 {
+        let tokens = |value: &dyn Fn(u32) -> i64| candle_core::Tensor::from_iter((0..5 + run).map(value), &candle_core::Device::Cpu).unwrap();
+        let row = |tensor: candle_core::Tensor| tensor.unsqueeze(0).unwrap();
+        let inputs = [("input_ids", tokens(&|at| i64::from(at * 5 + run))), ("attention_mask", tokens(&|_| 1)), ("token_type_ids", tokens(&|_| 0))];
+        let inputs: HashMap<_, _> = inputs.map(|(name, tensor)| (name.to_owned(), row(tensor))).into();
+        candle_core::safetensors::save(&inputs, folder.join(format!("runs/{run}.safetensors"))).unwrap();
+    }
+}
+
+/// What guides find beside `minilm`: `llama` with `book.txt`, `smollm` without a tokenizer, `network`, whose graph a guide brings, with `images`,
+/// and `classifier` of such images, with `samples.safetensors` and `runs`.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
     let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
@@ -105,6 +119,9 @@ fn with_all_models() -> tempfile::TempDir {
         ("fc.bias", &[5]),
     ];
     save_weights(&folder.path().join("network/model.safetensors"), &shapes);
+    copy("models/resnet-basic/config.json", "classifier/config.json");
+    copy("models/resnet-basic/model.safetensors", "classifier/model.safetensors");
+    save_samples(folder.path());
     folder
 }
 

@@ -1,5 +1,5 @@
-//! Arbitrary bytes as an `.onnx` file that is opened: what opens is read whole, is written byte for byte where its bytes are as everybody
-//! writes them, and takes a pass over its weights.
+//! Arbitrary bytes as an `.onnx` file that is opened: what opens is read whole, is lifted to typed ops or refused, is written byte for byte where its
+//! bytes are as everybody writes them, and takes passes over its weights.
 
 #![no_main]
 
@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 use compress::Model;
 use compress::onnx::ModelFile;
-use compress::pass::{PruneUnstructured, QuantizeDynamic, Step};
+use compress::pass::{Dequantize, PruneUnstructured, QuantizeDynamic, Step};
 use compress::run_state::RunState;
 use compress::store::writer::{Piece, write_pieces};
 use compress::work::{Cancel, Silent, Work};
@@ -46,6 +46,7 @@ fuzz_target!(|bytes: &[u8]| {
     if model.weights.by_name.values().any(|weight| weight.elements() > MOST) {
         return;
     }
+    let _ = model.graph();
     let whole = model.weights.by_name.values().all(|weight| weight.visit(3, &mut |_| Ok(())).is_ok());
     let Some(again) = written(&model) else { return };
     // What is written opens again, and is written the same.
@@ -56,7 +57,8 @@ fuzz_target!(|bytes: &[u8]| {
     if whole && model.weight_files.len() == 1 {
         assert_eq!(written(&Model::open(&second).expect("what was written opens")).as_deref(), Some(again.as_slice()));
     }
-    for step in [Step::from(PruneUnstructured::default()), QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() }.into()] {
+    let dynamic = QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() };
+    for step in [Step::from(PruneUnstructured::default()), dynamic.into(), Dequantize::default().into()] {
         if let Ok(changed) = step.pass().apply(model.clone(), &mut RunState::default(), None)
             && let Some(bytes) = written(&changed)
         {

@@ -65,7 +65,9 @@ impl Traced {
         // Sizes of letters come from axes that are one letter, those of parts from what is left.
         all().for_each(|(value, axes)| binding.letters(graph, value, axes));
         all().for_each(|(value, axes)| binding.compounds(graph, value, axes));
-        let leading = |(value, axes): (usize, &[Axis])| axes.contains(&Axis::Leading).then(|| (value, graph.values()[value].ty.shape.len() + 1 - axes.len()));
+        let leading = |(value, axes): (usize, &[Axis])| {
+            axes.contains(&Axis::Leading).then(|| (value, (graph.values()[value].ty.shape.len() + 1).saturating_sub(axes.len())))
+        };
         if let Some(output) = leading(output) {
             tensors.iter().filter_map(|tensor| leading(*tensor)).for_each(|input| binding.leading(graph, input, output));
         }

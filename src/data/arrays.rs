@@ -1,165 +1,67 @@
-//! Arrays with a row for each sample: safetensors, or NumPy's .npz.
+//! Arrays with a row for each sample: safetensors, NumPy's .npz, or a folder of .npy.
 
-use std::fs::File;
-use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use flate2::read::DeflateDecoder;
 use half::{bf16, f16};
-use npyz::{Endianness, NpyHeader, TypeChar};
 
 use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
-use super::{Batch, LARGEST, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
+use super::rows::{self, Rows};
+use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
+use crate::store::DType;
 use crate::store::header::{byte_count, element_count};
-use crate::store::{Checkpoint, DType, RawTensor};
 
 const LABELS: [&str; 3] = ["labels", "label", "y"];
 
-/// Bytes of a header at most; NumPy takes no longer ones either.
-const HEADER: u32 = 10_000;
-
-/// An array that is read row by row.
-struct Rows {
-    name: String,
-    path: PathBuf,
-    dtype: DType,
-    shape: Vec<usize>,
-    from: From,
-}
-
-enum From {
-    Tensor { tensor: RawTensor, at: u64 },
-    Stream(Box<dyn Read + Send>),
-}
-
-impl Rows {
-    /// Sizes of a row.
-    fn sizes(&self) -> &[usize] {
-        self.shape.get(1..).unwrap_or(&[])
-    }
-
-    /// Bytes of a row.
-    fn row(&self) -> Result<u64> {
-        let bytes = byte_count(self.dtype, self.sizes()).filter(|bytes| (1..=LARGEST).contains(bytes));
-        bytes.ok_or_else(|| self.wrong(format!("has rows of {:?}, which are empty or larger than memory", self.sizes())))
-    }
-
-    fn wrong(&self, reason: impl std::fmt::Display) -> Error {
-        Error::malformed(&self.path, format!("array `{}` {reason}", self.name))
-    }
-
-    /// The bytes of the next row.
-    fn next(&mut self) -> Result<Vec<u8>> {
-        let row = self.row()?;
-        match &mut self.from {
-            From::Tensor { tensor, at } => {
-                let mut bytes = vec![0; row as usize];
-                tensor.read_at(*at, &mut bytes)?;
-                *at = at.saturating_add(row);
-                Ok(bytes)
-            }
-            From::Stream(rest) => {
-                // The header may claim more than there is.
-                let mut bytes = Vec::new();
-                let read = rest.take(row).read_to_end(&mut bytes);
-                read.map_err(|e| self.wrong(format!("cannot be read: {e}")))?;
-                if bytes.len() as u64 == row { Ok(bytes) } else { Err(self.wrong(format!("ends before its {} rows do", self.count()))) }
-            }
-        }
-    }
-
-    fn count(&self) -> usize {
-        self.shape.first().copied().unwrap_or(0)
-    }
-}
-
-/// The arrays of a file, at their first rows.
-fn open(path: &Path) -> Result<Vec<Rows>> {
-    let arrays = if path.extension().is_some_and(|e| e == "npz") { numpy(path)? } else { tensors(path)? };
-    Ok(arrays.into_iter().filter(|rows| !rows.shape.is_empty()).collect())
-}
-
-fn tensors(path: &Path) -> Result<Vec<Rows>> {
-    let rows = |(name, tensor): (String, RawTensor)| Rows {
-        name,
-        path: path.to_owned(),
-        dtype: tensor.dtype,
-        shape: tensor.shape.clone(),
-        from: From::Tensor { tensor, at: 0 },
-    };
-    Ok(Checkpoint::open(path)?.tensors.into_iter().map(rows).collect())
-}
-
-fn numpy(path: &Path) -> Result<Vec<Rows>> {
-    let wrong = |e: &dyn std::fmt::Display| Error::malformed(path, format!("not an .npz file: {e}"));
-    let open = || File::open(path).map_err(Error::io("open", path));
-    let mut archive = zip::ZipArchive::new(BufReader::new(open()?)).map_err(|e| wrong(&e))?;
-    let mut arrays = Vec::new();
-    for index in 0..archive.len() {
-        let entry = archive.by_index_raw(index).map_err(|e| wrong(&e))?;
-        let Some(name) = entry.name().map_err(|e| wrong(&e))?.strip_suffix(".npy").map(str::to_owned) else { continue };
-        let start = entry.data_start().ok_or_else(|| wrong(&"an array has no place"))?;
-        // A handle of its own, since arrays are read side by side.
-        let mut file = open()?;
-        file.seek(SeekFrom::Start(start)).map_err(Error::io("read", path))?;
-        let stored = BufReader::new(file).take(entry.compressed_size());
-        let mut rest: Box<dyn Read + Send> = match entry.compression() {
-            zip::CompressionMethod::Stored => Box::new(stored),
-            zip::CompressionMethod::Deflated => Box::new(BufReader::new(DeflateDecoder::new(stored))),
-            other => return Err(wrong(&format!("array `{name}` is packed by {other}"))),
-        };
-        let header = header(&mut rest).map_err(|e| wrong(&format!("array `{name}`: {e}")))?;
-        if header.order() != npyz::Order::C {
-            return Err(wrong(&format!("array `{name}` is stored column by column; save it with numpy.ascontiguousarray")));
-        }
-        let dtype = dtype(&header).ok_or_else(|| wrong(&format!("array `{name}` has elements {}, which are not read", header.dtype().descr())))?;
-        let shape: Vec<usize> = header.shape().iter().map(|n| *n as usize).collect();
-        byte_count(dtype, &shape).ok_or_else(|| wrong(&format!("array `{name}` is larger than any memory")))?;
-        arrays.push(Rows { name, path: path.to_owned(), dtype, shape, from: From::Stream(rest) });
-    }
-    Ok(arrays)
-}
-
-fn header(rest: &mut dyn Read) -> std::io::Result<NpyHeader> {
-    let mut start = [0; 12];
-    rest.read_exact(&mut start)?;
-    let [.., version, _, a, b, c, d] = start;
-    let bytes = if version == 1 { u16::from_le_bytes([a, b]).into() } else { u32::from_le_bytes([a, b, c, d]) };
-    if bytes > HEADER {
-        return Err(std::io::Error::other(format!("a header of {bytes} bytes")));
-    }
-    NpyHeader::from_reader(start.as_slice().chain(rest))
-}
-
-fn dtype(header: &NpyHeader) -> Option<DType> {
-    let npyz::DType::Plain(kind) = header.dtype() else { return None };
-    if kind.endianness() == Endianness::Big {
-        return None;
-    }
-    Some(match (kind.type_char(), kind.size_field()) {
-        (TypeChar::Bool, _) | (TypeChar::Uint, 1) => DType::U8,
-        (TypeChar::Int, 1) => DType::I8,
-        (TypeChar::Int, 2) => DType::I16,
-        (TypeChar::Int, 4) => DType::I32,
-        (TypeChar::Int, 8) => DType::I64,
-        (TypeChar::Uint, 2) => DType::U16,
-        (TypeChar::Uint, 4) => DType::U32,
-        (TypeChar::Float, 2) => DType::F16,
-        (TypeChar::Float, 4) => DType::F32,
-        (TypeChar::Float, 8) => DType::F64,
-        _ => return None,
-    })
-}
-
-/// Whether a file has an array of labels by one of the usual names.
+/// Whether a file or folder has an array of labels by one of the usual names.
 pub(super) fn has_labels(path: &Path) -> Result<bool> {
+    if path.is_dir() {
+        return Ok(LABELS.iter().any(|name| path.join(format!("{name}.npy")).is_file()));
+    }
     Ok(open(path)?.iter().any(|rows| LABELS.contains(&rows.name.as_str())))
+}
+
+/// Whether a folder holds arrays.
+pub(super) fn are_in(folder: &Path) -> bool {
+    folder.is_dir() && rows::files(folder).is_ok_and(|files| !files.is_empty())
+}
+
+/// Arrays that have rows.
+fn open(path: &Path) -> Result<Vec<Rows>> {
+    Ok(rows::open(path)?.into_iter().filter(|rows| !rows.shape.is_empty()).collect())
+}
+
+fn names<'r>(arrays: impl IntoIterator<Item = &'r Rows>) -> String {
+    arrays.into_iter().map(|rows| format!("`{}`", rows.name)).collect::<Vec<_>>().join(", ")
+}
+
+/// The array for an input: the one that is named for it, has its name, or is the only one for the only input; nothing where the input need not be given.
+pub(super) fn chosen<'r>(options: &Data, port: &Port, ports: &[Port], arrays: &[&'r Rows], path: &Path) -> Result<Option<&'r Rows>> {
+    let find = |name: &str| arrays.iter().find(|rows| rows.name == name).copied();
+    let there = || names(arrays.iter().copied());
+    if let Some((unknown, _)) = options.inputs.iter().find(|(input, _)| ports.iter().all(|port| port.name != *input)) {
+        let ports = ports.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
+        return Err(Error::option("data", format!("the model has no input `{unknown}`; it takes {ports}")));
+    }
+    if let Some((_, array)) = options.inputs.iter().find(|(input, _)| *input == port.name) {
+        let missing = || Error::option("data", format!("{} has no array `{array}`; there are {}", path.display(), there()));
+        return find(array).map(Some).ok_or_else(missing);
+    }
+    match (find(&port.name), arrays, ports) {
+        (Some(rows), ..) => Ok(Some(rows)),
+        (None, [only], [_]) => Ok(Some(only)),
+        _ if port.name == "token_type_ids" => Ok(None),
+        _ => {
+            let (name, sizes) = (&port.name, port.sizes());
+            let reason = format!("{}: say which array goes to the model's input `{name}` ({sizes}) with `inputs`; there are {}", path.display(), there());
+            Err(Error::option("data", reason))
+        }
+    }
 }
 
 /// Elements as numbers of one kind.
@@ -203,6 +105,16 @@ fn integers(bytes: &[u8], dtype: DType) -> Result<Vec<i64>> {
     Ok(decode!(bytes, dtype, i64))
 }
 
+/// Elements as an input takes them; floats are prepared first.
+pub(super) fn tensor(port: &Port, bytes: &[u8], dtype: DType, shape: Vec<usize>, prepare: &mut dyn FnMut(&mut [f32]) -> Result<()>) -> Result<Tensor> {
+    if port.element == Element::Int {
+        return Tensor::from_vec(integers(bytes, dtype)?, shape, &Device::Cpu).map_err(shaped);
+    }
+    let mut numbers = floats(bytes, dtype)?;
+    prepare(&mut numbers)?;
+    Tensor::from_vec(numbers, shape, &Device::Cpu).map_err(shaped)
+}
+
 /// One row of every array.
 struct Sample {
     index: usize,
@@ -226,7 +138,7 @@ pub(super) struct Arrays {
 impl Arrays {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Arrays> {
         let arrays = open(path)?;
-        let names = || arrays.iter().map(|rows| format!("`{}`", rows.name)).collect::<Vec<_>>().join(", ");
+        let names = || names(&arrays);
         let find = |name: &str| {
             arrays
                 .iter()
@@ -249,31 +161,8 @@ impl Arrays {
         let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name)).collect();
         let mut inputs = Vec::new();
         for port in target.inputs {
-            let rows = match options.inputs.iter().find(|(input, _)| *input == port.name) {
-                Some((_, array)) => find(array)?,
-                None => match (others.iter().find(|rows| rows.name == port.name), others.as_slice(), target.inputs) {
-                    (Some(rows), ..) => rows,
-                    (None, [only], [_]) => only,
-                    _ if port.name == "token_type_ids" => continue,
-                    _ => {
-                        return Err(Error::option(
-                            "data",
-                            format!(
-                                "{}: say which array goes to the model's input `{}` ({}) with `inputs`; there are {}",
-                                path.display(),
-                                port.name,
-                                port.sizes(),
-                                names()
-                            ),
-                        ));
-                    }
-                },
-            };
+            let Some(rows) = chosen(options, port, target.inputs, &others, path)? else { continue };
             inputs.push((port.clone(), rows.name.clone(), sample(port, rows, path)?));
-        }
-        if let Some((unknown, _)) = options.inputs.iter().find(|(input, _)| target.inputs.iter().all(|port| port.name != *input)) {
-            let ports = target.inputs.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
-            return Err(Error::option("data", format!("the model has no input `{unknown}`; it takes {ports}")));
         }
         let used = inputs.iter().map(|(_, name, _)| name).chain(labels.iter().map(|rows| &rows.name));
         let counts: Vec<(&String, usize)> =
@@ -282,12 +171,13 @@ impl Arrays {
         if let Some((name, other)) = counts.iter().find(|(_, other)| *other != count) {
             return Err(Error::malformed(path, format!("array `{name}` has {other} rows, `{first}` has {count}")));
         }
+        let tokens = inputs.iter().find_map(|(port, _, shape)| if port.element == Element::Int { shape.first().copied() } else { None });
         Ok(Arrays {
             path: path.to_owned(),
             labels: labels.map(|rows| rows.name.clone()),
             inputs,
             count: count.min(options.samples.unwrap_or(usize::MAX)),
-            batch: options.batch(task),
+            batch: options.batch(task, tokens),
             classes: Classes::of(options, &target),
             pixels: Pixels::plain(options),
             next_tokens: task == Task::LanguageModelling,
@@ -319,17 +209,11 @@ impl Arrays {
             let dtype = rows().next().map_or(DType::F32, |(dtype, _)| *dtype);
             let bytes: Vec<u8> = rows().flat_map(|(_, row)| row).copied().collect();
             let shape: Vec<usize> = [count].iter().chain(sample).copied().collect();
-            let tensor = if port.element == Element::Int {
-                Tensor::from_vec(integers(&bytes, dtype)?, shape, &Device::Cpu)
-            } else {
-                let mut numbers = floats(&bytes, dtype)?;
+            let tensor = tensor(port, &bytes, dtype, shape, &mut |numbers| {
                 let channels = if let [channels, _, _] = **sample { channels } else { 1 };
-                for row in numbers.chunks_mut(sample.iter().product::<usize>().max(1)) {
-                    self.pixels.normalize(row, channels)?;
-                }
-                Tensor::from_vec(numbers, shape, &Device::Cpu)
-            };
-            named.insert(port.name.clone(), tensor.map_err(shaped)?);
+                numbers.chunks_mut(sample.iter().product::<usize>().max(1)).try_for_each(|row| self.pixels.normalize(row, channels))
+            })?;
+            named.insert(port.name.clone(), tensor);
         }
         let mut labels = Vec::new();
         for sample in samples {
@@ -349,6 +233,10 @@ impl Arrays {
 /// The shape in which rows go to an input.
 fn sample(port: &Port, rows: &Rows, path: &Path) -> Result<Vec<usize>> {
     rows.row()?;
+    if port.shape.is_empty() {
+        let reason = format!("the model's input `{}` is one number and has no rows: give a folder with one file of arrays for each run", port.name);
+        return Err(Error::option("data", format!("{}: {reason}", path.display())));
+    }
     let own = rows.sizes();
     let wanted = port.shape.get(1..).unwrap_or(&[]);
     if own.len() == wanted.len() && own.iter().zip(wanted).all(|(have, want)| want.is_none_or(|want| want == *have)) {

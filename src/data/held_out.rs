@@ -2,7 +2,7 @@
 
 use std::ops::ControlFlow;
 
-use super::{Batch, Data, DataSets, Order, Pending, Target};
+use super::{Batch, Data, DataSet, DataSets, Order, Pending, Target};
 use crate::error::Result;
 
 /// One of so many samples is kept from passes that would use all of them.
@@ -18,12 +18,13 @@ impl DataSets {
     /// The data cannot be read, or does not fit the model.
     pub fn holding_out(&self, set: &Data, target: Target) -> Result<Data> {
         let one_more = set.samples.map(|wanted| wanted.saturating_add(1));
-        let there = self.open(&Data { samples: one_more, ..set.clone() }, target)?.count()?;
+        let all = self.open(&Data { samples: one_more, ..set.clone() }, target)?;
+        let there = all.count()?;
         if set.samples.is_some_and(|wanted| there > wanted) || there < PART {
             return Ok(set.clone());
         }
         // Those that are left, and those that are used, fill batches where their size is fixed.
-        let batch = batch_of(target);
+        let batch = batch_of(&all, target);
         let used = there.saturating_sub(there.div_euclid(PART).min(MOST));
         let used = used.saturating_sub(used.checked_rem(batch).unwrap_or(0));
         Ok(if used == 0 { set.clone() } else { Data { samples: Some(used), ..set.clone() } })
@@ -36,7 +37,7 @@ impl DataSets {
     /// The data cannot be read, does not fit the model, or `consume` fails.
     pub fn for_each_beyond(&self, options: &Data, used: usize, target: Target, mut consume: impl FnMut(Batch) -> Result<ControlFlow<()>>) -> Result<()> {
         let set = self.open(&Data { samples: None, ..options.clone() }, target)?;
-        let batch = batch_of(target);
+        let batch = batch_of(&set, target);
         let folder = options.images.as_ref().is_some_and(|path| path.is_dir());
         // Batches of neighbours hold samples that are used: those that are used lie all over a folder.
         if folder && batch > 1 {
@@ -62,8 +63,8 @@ impl DataSets {
 }
 
 /// How many samples are taken at a time: one, or as many as the model takes that takes no other number.
-fn batch_of(target: Target) -> usize {
-    target.fixed_batch().unwrap_or(1).max(1)
+fn batch_of(set: &DataSet, target: Target) -> usize {
+    if set.source.runs_alone() { 1 } else { target.fixed_batch().unwrap_or(1).max(1) }
 }
 
 /// Whether a position is among so many that are spread evenly over all: `all * n / count` of some `n`.

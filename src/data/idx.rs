@@ -4,14 +4,13 @@ use std::fs::File;
 use std::io::{BufReader, Read};
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
 use flate2::read::GzDecoder;
 
-use super::images::{image_port, shape};
 use super::labels::Classes;
 use super::options::{Data, Task};
-use super::pixels::{self, Pixels};
-use super::{Batch, LARGEST, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
+use super::pixels::Pixels;
+use super::plane::Plane;
+use super::{Batch, LARGEST, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
 use crate::store::DType;
 use crate::store::header::byte_count;
@@ -77,12 +76,12 @@ pub(super) struct Idx {
     batch: usize,
     classes: Classes,
     pixels: Pixels,
-    port: Port,
+    plane: Plane,
 }
 
 impl Idx {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Idx> {
-        let port = image_port(&target, path)?;
+        let mut plane = Plane::of(options, &target, path)?;
         let images = Reader::open(path, 3..=4)?;
         let labels = if task == Task::Classification {
             let labels = options.labels.as_ref().ok_or_else(|| Error::option("data", format!("{}: name the file of `labels`", path.display())))?;
@@ -100,8 +99,12 @@ impl Idx {
             [channels, height, width] => (channels, height, width),
             _ => return Err(Error::malformed(path, format!("has samples of {:?}, which are no images", images.sizes))),
         };
-        let pixels = Pixels::open(options, &target, Pixels::unit())?;
-        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task), classes: Classes::of(options, &target), pixels, port })
+        plane.take_channels(sizes.0, path)?;
+        let pixels = Pixels::open(options, &target, &plane)?;
+        if pixels.resizes() && !matches!(sizes.0, 1 | 3) {
+            return Err(Error::malformed(path, format!("has images of {} channels, which are not resized: leave `resize` and `crop` out", sizes.0)));
+        }
+        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task, None), classes: Classes::of(options, &target), pixels, plane })
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
@@ -109,24 +112,29 @@ impl Idx {
         let (channels, height, width) = self.sizes;
         let mut numbers = Vec::new();
         let (mut high, mut wide) = (height, width);
+        let no_size = || Error::malformed(&self.images, "its samples have no size");
         for image in samples.iter().map(|sample| &sample.pixels) {
-            if channels == 1 {
-                let image = image::GrayImage::from_raw(width as u32, height as u32, image.to_vec())
-                    .ok_or_else(|| Error::malformed(&self.images, "its samples have no size"))?;
-                let (mut pixels, h, w) = self.pixels.numbers(&image.into(), 1, &self.images)?;
-                (high, wide) = (h, w);
-                numbers.append(&mut pixels);
-            } else {
-                let mut pixels: Vec<f32> = image.iter().map(|b| f32::from(*b)).collect();
-                self.pixels.normalize(&mut pixels, channels)?;
-                numbers.append(&mut pixels);
-            }
+            let pixels = height.saturating_mul(width);
+            let picture: image::DynamicImage = match channels {
+                1 => image::GrayImage::from_raw(width as u32, height as u32, image.to_vec()).ok_or_else(no_size)?.into(),
+                3 => {
+                    let bytes = (0..pixels).flat_map(|at| image.iter().skip(at).step_by(pixels)).copied().collect();
+                    image::RgbImage::from_raw(width as u32, height as u32, bytes).ok_or_else(no_size)?.into()
+                }
+                _ => {
+                    numbers.append(&mut self.pixels.finished(image.iter().map(|byte| f32::from(*byte)).collect(), &self.plane)?);
+                    continue;
+                }
+            };
+            let (mut pixels, h, w) = self.pixels.numbers(&picture, &self.plane, &self.images)?;
+            (high, wide) = (h, w);
+            numbers.append(&mut pixels);
         }
-        pixels::require_size(&self.port, (channels, high, wide), &self.images)?;
-        let tensor = Tensor::from_vec(numbers, shape(&self.port, count, channels, high, wide), &Device::Cpu).map_err(shaped)?;
+        self.plane.require_size(high, wide, &self.images)?;
+        let input = self.plane.batch(numbers, count, high, wide)?;
         let labels = || samples.iter().filter_map(|sample| Some((sample.index, i64::from(sample.label?))));
         let references = self.labels.as_ref().map_or(Ok(References::None), |path| self.classes.references(labels(), path))?;
-        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), references, samples: count })
+        Ok(Batch { inputs: [input].into(), references, samples: count })
     }
 }
 

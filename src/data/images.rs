@@ -1,13 +1,12 @@
-//! A folder with one folder of images for each class.
+//! A folder of images, or with one folder of them for each class.
 
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
-
 use super::labels::Classes;
 use super::options::{Data, Task};
-use super::pixels::{self, Pixels};
-use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
+use super::pixels::Pixels;
+use super::plane::Plane;
+use super::{Batch, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
 
 const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
@@ -17,13 +16,17 @@ pub(super) struct ClassFolders {
     batch: usize,
     labelled: bool,
     pixels: Pixels,
-    port: Port,
-    channels: usize,
+    plane: Plane,
+}
+
+/// Whether there is a folder in a folder: that of a class.
+pub(super) fn has_classes(path: &Path) -> Result<bool> {
+    Ok(path.is_dir() && entries(path)?.iter().any(|entry| entry.is_dir()))
 }
 
 impl ClassFolders {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<ClassFolders> {
-        let port = image_port(&target, path)?;
+        let plane = Plane::of(options, &target, path)?;
         let mut names: Vec<String> = Vec::new();
         for entry in entries(path)? {
             if entry.is_dir() {
@@ -44,35 +47,36 @@ impl ClassFolders {
             }
         }
         if files.is_empty() {
-            return Err(Error::malformed(path, format!("holds no images; there must be a folder for each class, with files {}", ENDINGS.join(", "))));
+            return Err(Error::malformed(
+                path,
+                format!("holds no images; there must be files {}, in a folder for each class where they have classes", ENDINGS.join(", ")),
+            ));
         }
         if let Some(wanted) = options.samples.filter(|wanted| *wanted < files.len()) {
             // Spread over all classes, always the same ones.
             let count = files.len();
             files = (0..wanted).filter_map(|i| files.get(count.checked_mul(i)?.checked_div(wanted)?).cloned()).collect();
         }
-        let (channels, ..) = pixels::plane(&port, path)?;
-        Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, Pixels::unit())?, port, channels })
+        Ok(ClassFolders { files, batch: options.batch(task, None), labelled, pixels: Pixels::open(options, &target, &plane)?, plane })
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
-        let channels = self.channels;
         let mut numbers = Vec::new();
         let mut first = None;
         for (file, _) in files {
             let image = image::ImageReader::open(file).map_err(Error::io("open", file))?;
             let image = image.with_guessed_format().map_err(Error::io("read", file))?.decode().map_err(|e| unreadable(file, &e))?;
-            let (mut pixels, height, width) = self.pixels.numbers(&image, channels, file)?;
-            pixels::require_size(&self.port, (channels, height, width), file)?;
+            let (mut pixels, height, width) = self.pixels.numbers(&image, &self.plane, file)?;
+            self.plane.require_size(height, width, file)?;
             if *first.get_or_insert((height, width)) != (height, width) {
                 return Err(Error::malformed(file, "differs in size from images before it: choose `resize`, or `batch_size: 1`"));
             }
             numbers.append(&mut pixels);
         }
         let (height, width) = first.unwrap_or_default();
-        let tensor = Tensor::from_vec(numbers, shape(&self.port, files.len(), channels, height, width), &Device::Cpu).map_err(shaped)?;
+        let input = self.plane.batch(numbers, files.len(), height, width)?;
         let references = if self.labelled { References::Classes(files.iter().map(|(_, class)| *class).collect()) } else { References::None };
-        Ok(Batch { inputs: [(self.port.name.clone(), tensor)].into(), references, samples: files.len() })
+        Ok(Batch { inputs: [input].into(), references, samples: files.len() })
     }
 }
 
@@ -90,26 +94,6 @@ impl SampleSource for ClassFolders {
 
     fn count(&self) -> Result<usize> {
         Ok(self.files.len())
-    }
-}
-
-/// The input that takes images: the only one.
-pub(super) fn image_port(target: &Target, path: &Path) -> Result<Port> {
-    match target.inputs {
-        [port] => pixels::plane(port, path).map(|_| port.clone()),
-        ports => Err(Error::option(
-            "data",
-            format!("{}: the model takes {}, not images alone", path.display(), ports.iter().map(|p| format!("`{}`", p.name)).collect::<Vec<_>>().join(", ")),
-        )),
-    }
-}
-
-/// The shape of a batch as the input wants it.
-pub(super) fn shape(port: &Port, count: usize, channels: usize, height: usize, width: usize) -> Vec<usize> {
-    match port.shape.len() {
-        2 => vec![count, channels.saturating_mul(height).saturating_mul(width)],
-        3 => vec![count, height, width],
-        _ => vec![count, channels, height, width],
     }
 }
 

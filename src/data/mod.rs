@@ -17,7 +17,10 @@ mod options;
 mod order;
 mod padding;
 mod pixels;
+mod plane;
 mod records;
+mod rows;
+mod runs;
 mod sentences;
 mod synthetic;
 mod text;
@@ -33,7 +36,7 @@ use candle_core::Tensor;
 use serde_json::{Map, Value};
 
 pub use opened::OpenedSets;
-pub use options::{Column, Data, DataSets, LabelKind, Task};
+pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
 pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
@@ -109,11 +112,11 @@ impl Batch {
     /// The first tokens of texts, without what is known of them.
     ///
     /// # Errors
-    /// An input has no tokens.
+    /// Memory runs out.
     pub fn shortened(self, length: usize) -> Result<Batch> {
-        let first = |(name, tensor): (String, Tensor)| {
-            let tokens = tensor.dims().get(1).map_or(0, |tokens| length.min(*tokens));
-            Ok((name, tensor.narrow(1, 0, tokens)?))
+        let first = |(name, tensor): (String, Tensor)| match tensor.dims().get(1) {
+            Some(tokens) => Ok((name, tensor.narrow(1, 0, length.min(*tokens))?)),
+            None => Ok((name, tensor)),
         };
         let inputs = self.inputs.into_iter().map(first).collect::<candle_core::Result<_>>().map_err(shaped)?;
         Ok(Batch { inputs, references: References::None, ..self })
@@ -124,6 +127,9 @@ impl Batch {
     /// # Errors
     /// There are not so many.
     pub fn narrow(&self, from: usize, count: usize) -> Result<Batch> {
+        if from == 0 && count == self.samples {
+            return Ok(self.clone());
+        }
         let inputs = self.inputs.iter().map(|(name, tensor)| Ok((name.clone(), tensor.narrow(0, from, count)?))).collect::<candle_core::Result<_>>();
         let some = from..from.saturating_add(count);
         let references = match &self.references {
@@ -149,6 +155,10 @@ trait SampleSource: Send + Sync {
     fn works(&self, order: Order) -> Result<PendingBatches<'_>>;
     /// How many samples `works` hands out: the cap, what is left out and where records end are taken into account.
     fn count(&self) -> Result<usize>;
+    /// Whether each sample is a batch.
+    fn runs_alone(&self) -> bool {
+        false
+    }
     /// Whether counting takes as long as tokenizing everything.
     fn counts_by_tokens(&self) -> bool {
         false
@@ -172,12 +182,14 @@ impl DataSet {
     pub fn open(options: &Data, target: Target) -> Result<DataSet> {
         options.check()?;
         let task = options.task(&target)?;
-        let options = &Data { batch_size: options.batch_size.or(target.fixed_batch()), ..options.clone() };
+        let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::are_in(options, path, &target))?;
+        let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
             (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
             (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),
             (None, Some(path), None) => (Box::new(idx::Idx::open(options, path, task, target)?), path),
+            (None, None, Some(path)) if runs => (Box::new(runs::Runs::open(options, path, task, target)?), path),
             (None, None, Some(path)) => (Box::new(arrays::Arrays::open(options, path, task, target)?), path),
             _ => return Err(Error::option("data", "needs exactly one of `text`, `images` and `arrays`")),
         };

@@ -4,7 +4,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 use super::{OpenedSets, Target};
@@ -90,8 +90,8 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub images: Option<PathBuf>,
-    /// Arrays with one row per sample: .safetensors or .npz
-    #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
+    /// Arrays with one row per sample: .safetensors, .npz, or a folder with one .npy for each input; or a folder with one of these for each run
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PATH", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrays: Option<PathBuf>,
     /// Task [default: chosen from the data and the model's outputs]
@@ -147,19 +147,33 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Samples that run together [default: 32; 4 windows for perplexity]
+    /// Samples that run together [default: 32, or 4 windows of a text; fewer where they have more than 2048 tokens]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
-    /// Height and width that images are resized to [default: as preprocessor_config.json says]
-    #[cfg_attr(feature = "cli", arg(long, num_args = 2, value_names = ["HEIGHT", "WIDTH"], help_heading = "Data"))]
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Height and width that images are resized to, or the length of their shorter side [default: as preprocessor_config.json says]
+    #[cfg_attr(feature = "cli", arg(long, num_args = 1..=2, value_names = ["HEIGHT", "WIDTH"], help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "sides")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Sides>"))]
     pub resize: Option<Vec<usize>>,
-    /// Factor on pixels [default: as preprocessor_config.json says, else 1/255 for images and 1 for arrays]
-    #[cfg_attr(feature = "cli", arg(long, value_name = "FACTOR", help_heading = "Data"))]
+    /// Height and width of the middle that is kept of images, once they are resized, or the side of a square
+    #[cfg_attr(feature = "cli", arg(long, num_args = 1..=2, value_names = ["HEIGHT", "WIDTH"], help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "sides")]
+    #[cfg_attr(feature = "cli", schemars(with = "Option<Sides>"))]
+    pub crop: Option<Vec<usize>>,
+    /// Order of axes in which the model takes images [default: as the sizes of its input say]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub layout: Option<ImageLayout>,
+    /// Order of channels in which the model takes images [default: rgb]
+    #[cfg_attr(feature = "cli", arg(long, value_enum, help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub channels: Option<ChannelOrder>,
+    /// Factor on pixels [default: as preprocessor_config.json says, else 1 for arrays and where the model takes whole numbers, 1/255 for images]
+    #[cfg_attr(feature = "cli", arg(long, alias = "scale", value_name = "FACTOR", help_heading = "Data"))]
+    #[serde(skip_serializing_if = "Option::is_none", alias = "scale")]
     pub rescale: Option<f64>,
-    /// Mean to subtract from each channel, after the factor
+    /// Mean to subtract from each channel, in the model's order of channels, after the factor
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mean: Vec<f64>,
@@ -167,6 +181,47 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_delimiter = ',', value_name = "NUMBERS", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub std: Vec<f64>,
+}
+
+/// Order of axes of images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ImageLayout {
+    /// Samples, channels, height, width, as of PyTorch
+    Nchw,
+    /// Samples, height, width, channels, as of TensorFlow
+    Nhwc,
+}
+
+/// Order of channels of images.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ChannelOrder {
+    /// Red first
+    Rgb,
+    /// Blue first, as of Caffe and OpenCV
+    Bgr,
+}
+
+/// Sides of an image.
+#[derive(Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "a number, or a height and a width")]
+enum Sides {
+    /// One number
+    One(usize),
+    /// Height and width
+    Both(Vec<usize>),
+}
+
+fn sides<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Option<Vec<usize>>, D::Error> {
+    let sides = |sides| match sides {
+        Sides::One(side) => vec![side],
+        Sides::Both(sides) => sides,
+    };
+    Ok(Option::<Sides>::deserialize(deserializer)?.map(sides))
 }
 
 /// Pairs as a map.
@@ -186,8 +241,10 @@ mod pairs {
 
 /// Samples that run together when nothing is said.
 const BATCH: usize = 32;
-/// Windows that run together when nothing is said.
+/// Windows that run together when nothing is said, at most.
 const WINDOWS: usize = 4;
+/// Tokens that they have together then: more are no faster, and take more memory.
+const TOKENS: usize = 2048;
 
 /// Values of the command line.
 #[cfg(feature = "cli")]
@@ -214,7 +271,8 @@ impl Data {
         let path = Some(path.to_owned());
         match ending.as_str() {
             "txt" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
-            "safetensors" | "npz" => Data { arrays: path, ..Data::default() },
+            "safetensors" | "npz" | "npy" => Data { arrays: path, ..Data::default() },
+            _ if super::arrays::are_in(path.as_deref().unwrap_or(Path::new(""))) => Data { arrays: path, ..Data::default() },
             _ => Data { images: path, ..Data::default() },
         }
     }
@@ -245,8 +303,19 @@ impl Data {
                 return Err(Error::option("data", format!("`{name}` must be at least 1")));
             }
         }
-        if self.resize.as_ref().is_some_and(|size| size.len() != 2 || size.contains(&0)) {
-            return Err(Error::option("data", "`resize` must be a height and a width"));
+        for (name, sides) in [("resize", &self.resize), ("crop", &self.crop)] {
+            if sides.as_ref().is_some_and(|sides| !(1..=2).contains(&sides.len()) || sides.contains(&0)) {
+                return Err(Error::option("data", format!("`{name}` must be a height and a width, or one number")));
+            }
+        }
+        let of_images =
+            [("resize", self.resize.is_some()), ("crop", self.crop.is_some()), ("layout", self.layout.is_some()), ("channels", self.channels.is_some())];
+        let of_pixels = [("rescale", self.rescale.is_some()), ("mean", !self.mean.is_empty()), ("std", !self.std.is_empty())];
+        let known = [(self.images.is_none(), &of_images[..], "images"), (self.text.is_some(), &of_pixels[..], "images and arrays")];
+        for (_, options, of) in known.into_iter().filter(|(unused, ..)| *unused) {
+            if let Some((name, _)) = options.iter().find(|(_, given)| *given) {
+                return Err(Error::option("data", format!("`{name}` says how {of} become what the model takes, and there are none: leave it out")));
+            }
         }
         if self.std.iter().chain(&self.rescale).any(|v| !v.is_normal()) || self.mean.iter().any(|v| !v.is_finite()) {
             return Err(Error::option("data", "`rescale`, `mean` and `std` must be numbers, the first and the last not 0"));
@@ -254,9 +323,11 @@ impl Data {
         Ok(())
     }
 
-    /// Samples that run together.
-    pub(super) fn batch(&self, task: Task) -> usize {
-        self.batch_size.unwrap_or(if task == Task::LanguageModelling { WINDOWS } else { BATCH })
+    /// Samples that run together, of so many tokens each where that is known.
+    pub(super) fn batch(&self, task: Task, tokens: Option<usize>) -> usize {
+        let most = if task == Task::LanguageModelling { WINDOWS } else { BATCH };
+        let together = tokens.and_then(|tokens| TOKENS.checked_div(tokens)).unwrap_or(most).clamp(1, most);
+        self.batch_size.unwrap_or(together)
     }
 
     /// What is asked, said or suggested.
@@ -268,7 +339,8 @@ impl Data {
             return Ok(if self.pair_column.is_some() && !gives_logits(target) { Task::Embedding } else { Task::Classification });
         }
         if let Some(images) = &self.images {
-            return Ok(if images.is_dir() || self.labels.is_some() { Task::Classification } else { Task::Fidelity });
+            let labelled = self.labels.is_some() || super::images::has_classes(images)?;
+            return Ok(if labelled { Task::Classification } else { Task::Fidelity });
         }
         if let Some(arrays) = &self.arrays {
             return Ok(if super::arrays::has_labels(arrays)? { Task::Classification } else { Task::Fidelity });
@@ -320,6 +392,13 @@ impl DataSets {
         }
     }
 
+    /// Labels of what passes calibrate on are not looked at: folders of images may be called anything.
+    pub(crate) fn ignore_labels(&mut self) {
+        for data in self.calibration.iter_mut().filter(|data| data.images.is_some()) {
+            data.task.get_or_insert(Task::Fidelity);
+        }
+    }
+
     /// The same with paths that hold wherever the recipe is.
     pub(crate) fn absolute(&self) -> DataSets {
         let mut sets = self.clone();
@@ -339,7 +418,12 @@ mod tests {
         assert!(check("{}").unwrap_err().contains("exactly one of"));
         assert!(check("{ text: a, images: b }").unwrap_err().contains("exactly one of"));
         assert!(check("{ text: a, samples: 0 }").unwrap_err().contains("`samples`"));
-        assert!(check("{ images: a, resize: [3] }").unwrap_err().contains("`resize`"));
+        assert!(check("{ images: a, resize: [3, 4], crop: 3, layout: nhwc, channels: bgr, scale: 1 }").is_ok());
+        assert!(check("{ images: a, resize: [3, 4, 5] }").unwrap_err().contains("`resize`"));
+        assert!(check("{ images: a, crop: 0 }").unwrap_err().contains("`crop`"));
+        assert!(check("{ images: a, crop: wide }").unwrap_err().contains("a number, or a height and a width"));
+        assert!(check("{ arrays: a.npz, layout: nhwc }").unwrap_err().contains("`layout` says how images"));
+        assert!(check("{ text: a, mean: [0.5] }").unwrap_err().contains("`mean` says how images and arrays"));
         assert!(check("{ images: a, std: [0.0] }").unwrap_err().contains("`std`"));
         assert!(check("{ text: a, colour: b }").unwrap_err().contains("colour"));
     }

@@ -1,4 +1,4 @@
-//! From an image to the numbers that a model takes, as `preprocessor_config.json` says.
+//! From an image to the numbers that a model takes, as `preprocessor_config.json` and the recipe say.
 
 use std::path::Path;
 
@@ -7,10 +7,12 @@ use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer
 use image::DynamicImage;
 use serde_json::{Map, Value};
 
-use super::options::Data;
-use super::{Port, Target};
+use super::Target;
+use super::options::{ChannelOrder, Data, ImageLayout};
+use super::plane::Plane;
 use crate::arch::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
+use crate::ir::Element;
 use crate::model::Config;
 
 const FILE: &str = "preprocessor_config.json";
@@ -68,6 +70,25 @@ enum Size {
     Shorter(usize),
 }
 
+impl Size {
+    /// As a recipe says it: a height and a width, or the shorter side.
+    fn of(sides: &[usize]) -> Option<Size> {
+        match *sides {
+            [shorter] => Some(Size::Shorter(shorter)),
+            [height, width] => Some(Size::Exactly(height, width)),
+            _ => None,
+        }
+    }
+
+    /// The part that is kept of this size.
+    fn part(self) -> (usize, usize) {
+        match self {
+            Size::Exactly(height, width) => (height, width),
+            Size::Shorter(side) => (side, side),
+        }
+    }
+}
+
 /// What is done to pixels.
 #[derive(Debug, Clone)]
 pub(super) struct Pixels {
@@ -75,38 +96,42 @@ pub(super) struct Pixels {
     /// Height and width of the middle that is kept.
     crop: Option<(usize, usize)>,
     rescale: f64,
+    /// Whether the model takes blue first.
+    reversed: bool,
     mean: Vec<f64>,
     std: Vec<f64>,
 }
 
 impl Pixels {
-    /// What the data and the model's folder say; `rescale` is the factor when neither says one.
-    pub fn open(options: &Data, target: &Target, rescale: f64) -> Result<Pixels> {
+    /// What the data and the model's folder say.
+    pub fn open(options: &Data, target: &Target, plane: &Plane) -> Result<Pixels> {
         let path = target.folder.join(FILE);
         let mut pixels = if path.is_file() {
             Pixels::parse(Config::open(&path)?.values(), &path)?.0
         } else {
-            Pixels { size: None, crop: None, rescale, mean: vec![], std: vec![] }
+            let rescale = if plane.port.element == Element::Int { 1.0 } else { UNIT };
+            Pixels { rescale, ..Pixels::plain(&Data::default()) }
         };
-        if let Some([height, width]) = options.resize.as_deref() {
+        if let Some(size) = options.resize.as_deref().and_then(Size::of) {
             let filter = pixels.size.map_or(ResizeAlg::Convolution(FilterType::Bilinear), |(_, filter)| filter);
-            (pixels.size, pixels.crop) = (Some((Size::Exactly(*height, *width), filter)), None);
+            (pixels.size, pixels.crop) = (Some((size, filter)), None);
         }
+        pixels.crop = options.crop.as_deref().and_then(Size::of).map(Size::part).or(pixels.crop);
         pixels.rescale = options.rescale.unwrap_or(pixels.rescale);
         if !options.mean.is_empty() || !options.std.is_empty() {
             (pixels.mean, pixels.std) = (options.mean.clone(), options.std.clone());
+        }
+        pixels.reversed = options.channels == Some(ChannelOrder::Bgr);
+        if pixels.reversed && plane.channels != 3 {
+            return Err(Error::option("data", format!("`channels: bgr` is for models of 3 channels, this one has {}", plane.channels)));
         }
         Ok(pixels)
     }
 
     /// As [`open`](Pixels::open) for numbers that are no images: only what the data says.
     pub fn plain(options: &Data) -> Pixels {
-        Pixels { size: None, crop: None, rescale: options.rescale.unwrap_or(1.0), mean: options.mean.clone(), std: options.std.clone() }
-    }
-
-    /// For whole numbers from 0 to 255.
-    pub fn unit() -> f64 {
-        UNIT
+        let rescale = options.rescale.unwrap_or(1.0);
+        Pixels { size: None, crop: None, rescale, mean: options.mean.clone(), std: options.std.clone(), reversed: false }
     }
 
     /// What a file says, and its keys that are not known.
@@ -156,10 +181,7 @@ impl Pixels {
                 (Some(Size::Exactly(edge, edge)), None)
             };
         }
-        let crop = crop.map(|crop| match crop {
-            Size::Exactly(height, width) => (height, width),
-            Size::Shorter(edge) => (edge, edge),
-        });
+        let crop = crop.map(Size::part);
         let rescale = if on("do_rescale") == Some(false) { 1.0 } else { values.get("rescale_factor").and_then(Value::as_f64).unwrap_or(UNIT) };
         let normalize = on("do_normalize") != Some(false);
         let (mean, std) = if normalize { (numbers("image_mean")?, numbers("image_std")?) } else { (vec![], vec![]) };
@@ -167,11 +189,12 @@ impl Pixels {
             return Err(wrong("image_std"));
         }
         let unknown = KEYS.sort(&values, FILE)?;
-        Ok((Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std }, unknown))
+        Ok((Pixels { size: size.map(|size| (size, filter)), crop, rescale, mean, std, reversed: false }, unknown))
     }
 
-    /// The image's numbers, channel by channel, with height and width.
-    pub fn numbers(&self, image: &DynamicImage, channels: usize, path: &Path) -> Result<(Vec<f32>, usize, usize)> {
+    /// The image's numbers as a model takes them, with height and width.
+    pub fn numbers(&self, image: &DynamicImage, plane: &Plane, path: &Path) -> Result<(Vec<f32>, usize, usize)> {
+        let channels = plane.channels;
         let (mut height, mut width) = (image.height() as usize, image.width() as usize);
         let mut bytes = match channels {
             1 => image.to_luma8().into_raw(),
@@ -190,7 +213,10 @@ impl Pixels {
         }
         if let Some((high, wide)) = self.crop {
             let (Some(above), Some(beside)) = (height.checked_sub(high), width.checked_sub(wide)) else {
-                return Err(Error::malformed(path, format!("is {height} x {width}, less than the {high} x {wide} that {FILE} keeps of it")));
+                return Err(Error::malformed(
+                    path,
+                    format!("is {height} x {width}, less than the {high} x {wide} that are kept of it: choose a larger `resize`, or a smaller `crop`"),
+                ));
             };
             let [all, left, kept] = [width, beside / 2, wide].map(|pixels| pixels.saturating_mul(channels));
             let rows = bytes.chunks_exact(all).skip(above / 2).take(high);
@@ -201,8 +227,32 @@ impl Pixels {
         for channel in 0..channels {
             numbers.extend(bytes.iter().skip(channel).step_by(channels).map(|value| f32::from(*value)));
         }
-        self.normalize(&mut numbers, channels)?;
-        Ok((numbers, height, width))
+        Ok((self.finished(numbers, plane)?, height, width))
+    }
+
+    /// The factor on pixels.
+    #[cfg(test)]
+    pub fn rescale(&self) -> f64 {
+        self.rescale
+    }
+
+    /// Whether pictures become others in size.
+    pub fn resizes(&self) -> bool {
+        self.size.is_some() || self.crop.is_some()
+    }
+
+    /// Numbers that stand channel by channel, as a model takes them.
+    pub fn finished(&self, mut numbers: Vec<f32>, plane: &Plane) -> Result<Vec<f32>> {
+        let (channels, count) = (plane.channels.max(1), numbers.len());
+        let pixels = count.checked_div(channels).unwrap_or(0).max(1);
+        if self.reversed {
+            numbers = numbers.chunks(pixels).rev().flatten().copied().collect();
+        }
+        self.normalize(&mut numbers, plane.channels)?;
+        if plane.layout == ImageLayout::Nhwc && channels > 1 {
+            numbers = (0..pixels).flat_map(|pixel| numbers.iter().skip(pixel).step_by(pixels)).copied().collect();
+        }
+        Ok(numbers)
     }
 
     /// Applies factor, mean and deviation to numbers that stand channel by channel.
@@ -247,36 +297,10 @@ fn stretch(bytes: &[u8], from: (usize, usize), to: (usize, usize), channels: usi
     Ok(resized.into_vec().chunks_exact(4).map(byte).collect())
 }
 
-/// Channels, height and width of a model's input for images; heights and widths may be open.
-pub(super) fn plane(port: &Port, path: &Path) -> Result<(usize, Option<usize>, Option<usize>)> {
-    match port.shape.as_slice() {
-        [_, Some(channels), height, width] => Ok((*channels, *height, *width)),
-        [_, height, width] => Ok((1, *height, *width)),
-        // Rows of pixels: the images must have as many.
-        [_, Some(_)] => Ok((1, None, None)),
-        _ => Err(Error::option("data", format!("{}: the model's input `{}` is {}, which takes no images", path.display(), port.name, port.sizes()))),
-    }
-}
-
-/// Holds an image to the model's input.
-pub(super) fn require_size(port: &Port, (channels, height, width): (usize, usize, usize), path: &Path) -> Result<()> {
-    let fits = match port.shape.as_slice() {
-        [_, Some(count)] => channels.checked_mul(height).and_then(|count| count.checked_mul(width)) == Some(*count),
-        [.., high, wide] => high.is_none_or(|h| h == height) && wide.is_none_or(|w| w == width),
-        _ => false,
-    };
-    if fits {
-        return Ok(());
-    }
-    Err(Error::malformed(
-        path,
-        format!("is {height} x {width}, the model's input `{}` is {}: choose `resize`, or add a {FILE} to the model", port.name, port.sizes()),
-    ))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ir::Port;
 
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
@@ -319,9 +343,18 @@ mod tests {
         for (x, y, pixel) in picture.enumerate_pixels_mut() {
             *pixel = image::Rgb([x as u8, 10 + y as u8, 100]);
         }
-        let pixels = Pixels { size: None, crop: Some((2, 2)), rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0] };
-        let (numbers, height, width) = pixels.numbers(&DynamicImage::ImageRgb8(picture), 3, Path::new("p")).unwrap();
+        let picture = DynamicImage::ImageRgb8(picture);
+        let pixels = Pixels { size: None, crop: Some((2, 2)), rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], reversed: false };
+        let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4] };
+        let plane = |channels, layout| Plane { port: port.clone(), channels, layout };
+        let (numbers, height, width) = pixels.numbers(&picture, &plane(3, ImageLayout::Nchw), Path::new("p")).unwrap();
         assert_eq!((height, width), (2, 2));
         assert_eq!(numbers, [1.0, 2.0, 1.0, 2.0, 0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0]);
+        let last = pixels.numbers(&picture, &plane(3, ImageLayout::Nhwc), Path::new("p")).unwrap().0;
+        assert_eq!(last, [1.0, 0.0, 2.0, 2.0, 0.0, 2.0, 1.0, 1.0, 2.0, 2.0, 1.0, 2.0]);
+        // Means are in the model's order, blue first.
+        let reversed = Pixels { reversed: true, mean: vec![100.0, 10.0, 1.0], std: vec![], ..pixels };
+        let first = reversed.numbers(&picture, &plane(3, ImageLayout::Nhwc), Path::new("p")).unwrap().0;
+        assert_eq!(first, [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]);
     }
 }

@@ -318,7 +318,7 @@ impl Format for Safetensors {
         if model.onnx.is_some() {
             return Err(Error::Unsupported {
                 what: format!("{}: writing an .onnx model as safetensors, which hold no operators,", model.path.display()),
-                hint: "leave `export` out, or write `onnx`".into(),
+                hint: "leave `export` out, or write `onnx`; the pass `dequantize` makes floats of quantized weights".into(),
             });
         }
         let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;

@@ -30,11 +30,13 @@ impl Model {
         let onnx = ModelFile::open(file)?;
         let weight_files: Vec<_> = std::iter::once(file.to_owned()).chain(onnx.data_files.iter().cloned()).collect();
         let folder = path.is_dir();
+        let mut beside = if folder { Beside::of(path, &weight_files)? } else { Beside::default() };
+        beside.in_weight_files.extend(onnx.quantized_already());
         Ok(Model {
             path: path.to_owned(),
             config: if folder { Config::open(&path.join("config.json"))? } else { Config::default() },
             weights: onnx.all_weights(),
-            beside: if folder { Beside::of(path, &weight_files)? } else { Beside::default() },
+            beside,
             weight_files,
             changed_graph: None,
             onnx: Some(Arc::new(onnx)),

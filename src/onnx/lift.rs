@@ -1,13 +1,16 @@
 //! A file's operators as typed ops.
 //!
 //! Each operator is a row of the table in `rules.rs`. Whole numbers that shapes are computed with are followed as numbers (`numbers.rs`). Nodes
-//! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`).
+//! without a typed form become pieces that ONNX Runtime runs (`opaque.rs`). What several nodes are together is put together (`patterns.rs`).
 
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod folding;
 mod numbers;
 mod opaque;
+mod patterns;
+mod quantizer;
 mod rules;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -17,14 +20,13 @@ use super::model_file::ModelFile;
 use super::piece;
 use super::proto::{Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
 use crate::error::{Error, Result};
-use crate::ir::ops::Linear;
-use crate::ir::{Builder, Dim, Graph, Kind, Op, TensorType, ValueId, rebuild};
+use crate::ir::{Builder, Dim, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
 use numbers::{Number, Numbers};
 pub(super) use opaque::Pieces;
 
-/// Operators that make whole numbers, which are computed again where they are needed.
-const SHAPES: [&str; 9] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range"];
+/// Operators that make whole numbers, which are computed again where they are needed; of quantizers that is seldom.
+const SHAPES: [&str; 10] = ["Shape", "Size", "Equal", "Greater", "Less", "Not", "And", "Or", "Range", "QuantizeLinear"];
 
 /// Reasons that are told of nodes without a typed form.
 const TOLD: usize = 3;
@@ -73,6 +75,9 @@ pub(super) struct Lift<'f> {
     refused: BTreeMap<&'f str, String>,
     /// Values that ONNX Runtime does not compute by themselves either, and why.
     broken: BTreeMap<&'f str, String>,
+    /// Sizes of what is made of constants alone, and how many elements that are.
+    folded_sizes: BTreeMap<&'f str, Vec<u64>>,
+    folded_elements: u64,
     /// Nodes without a typed form, and why.
     left: Vec<String>,
     /// What cannot be run either.
@@ -107,6 +112,8 @@ impl ModelFile {
             batches: BTreeSet::new(),
             refused: BTreeMap::new(),
             broken: BTreeMap::new(),
+            folded_sizes: BTreeMap::new(),
+            folded_elements: 0,
             left: Vec::new(),
             failed: Vec::new(),
         };
@@ -145,10 +152,11 @@ impl<'f> Lift<'f> {
             }
         }
         if !self.failed.is_empty() {
-            self.left.append(&mut self.failed);
-            return Err(self.refused(&self.left));
+            // What stands in the way comes first.
+            self.failed.append(&mut self.left);
+            return Err(self.refused(&self.failed));
         }
-        with_biases(&self.builder.finish()?, self.weights)
+        patterns::together(&self.builder.finish()?, self.weights)
     }
 
     fn refused(&self, reasons: &[String]) -> Error {
@@ -196,11 +204,18 @@ impl<'f> Lift<'f> {
             return Ok(Known::Numbers(numbers));
         }
         let output = node.output.first().ok_or("it computes nothing")?;
-        if node.op_type() == "Constant" {
+        if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
             return Ok(Known::Constant);
         }
-        if let Some(found) = self.folded(node) {
+        if let Some(found) = self.folded(node)? {
             return Ok(found);
+        }
+        if let Some((op, quantizer)) = self.quantizer(node) {
+            if let Some(name) = quantizer.input.first().filter(|name| matches!(self.known.get(name.as_str()), Some(Known::Untyped | Known::Folded))) {
+                self.opaque(name)?;
+            }
+            let value = self.value(quantizer, 0)?;
+            return self.builder.node(output, op, &[value]).map(Known::Value).map_err(|e| e.to_string());
         }
         let (_, rule) = rules::RULES.iter().find(|(op, _)| *op == node.op_type()).ok_or("the operator is not known")?;
         for name in &node.input {
@@ -234,38 +249,6 @@ impl<'f> Lift<'f> {
             _ => Err(format!("`{name}` is no value of floats or of samples")),
         }
     }
-}
-
-/// Products whose only reader adds a vector take it as their bias.
-fn with_biases(graph: &Graph, weights: &Weights) -> Result<Graph> {
-    let mut reads = vec![0usize; graph.values().len()];
-    let all = graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id));
-    all.for_each(|id| reads.get_mut(id.index()).into_iter().for_each(|count| *count = count.saturating_add(1)));
-    let alone = |id: ValueId| reads.get(id.index()) == Some(&1);
-    // What products read, in the graph that is made.
-    let mut products: BTreeMap<ValueId, Vec<ValueId>> = BTreeMap::new();
-    let with = rebuild(graph, weights, &mut |step| {
-        let (node, made) = (step.node, step.inputs.clone());
-        match (&node.op, node.inputs.as_slice(), made.as_slice()) {
-            (Op::Linear(_), [_, _], _) if alone(node.output) => drop(products.insert(node.output, made)),
-            (Op::Add(_), [a, b], [new_a, new_b]) => {
-                let side = [(a, b, new_b), (b, a, new_a)].into_iter().find_map(|(product, bias, new)| Some((products.get(product)?, bias, *new)));
-                if let Some(([x, weight], bias, new)) =
-                    side.and_then(|(product, bias, new)| Some((<[ValueId; 2]>::try_from(product.as_slice()).ok()?, bias, new)))
-                    && graph.value(*bias).kind == Kind::Param
-                    && graph.value(*bias).ty.shape.len() == 1
-                    && graph.value(*bias).ty.shape.last() == graph.value(node.output).ty.shape.last()
-                    && graph.value(node.output).ty == graph.value(if bias == b { *a } else { *b }).ty
-                {
-                    return step.builder.node(step.name, Linear { input_major: false }, &[x, weight, new]);
-                }
-            }
-            _ => {}
-        }
-        step.keep()
-    })?;
-    // Products that nobody reads any more go.
-    rebuild(&with, weights, &mut |step| step.keep())
 }
 
 /// The type of an input, and what its elements are as ONNX numbers them.

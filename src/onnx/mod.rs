@@ -1,6 +1,7 @@
 //! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
 
 mod check;
+mod dequantized;
 mod elements;
 mod external;
 pub mod file;

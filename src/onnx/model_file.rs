@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex};
 use prost::Message;
 
 use super::check::{self, bodies};
+use super::dequantized::Dequantized;
 use super::elements::{self, Varints, belongs, dtype, in_memory, raw_bytes};
 use super::external::{Beside, Place};
 use super::lift::Pieces;
@@ -43,6 +44,8 @@ pub struct ModelFile {
     pub(super) skeleton: Vec<u8>,
     /// Tensors by their number.
     pub(super) tensors: Vec<Held>,
+    /// Values that nodes make of integers, and that are weights or lead to one.
+    pub(super) made_floats: BTreeSet<String>,
     /// Pieces without typed form, as far as they were asked for.
     pub(super) pieces: Mutex<Pieces>,
 }
@@ -56,6 +59,8 @@ pub(super) struct Held {
     pub weight: Option<String>,
     /// Whether the weight has its axes the other way round: products of ONNX take matrices `[in, out]`.
     pub flipped: bool,
+    /// What makes the weight of the tensor, where that holds integers.
+    pub dequantized: Option<Dequantized>,
 }
 
 /// Bytes that are not in the message.
@@ -105,6 +110,7 @@ impl ModelFile {
             weights_as_inputs: weights_as_inputs(&model),
             tensors: skeleton.runs.into_iter().map(|run| Held { away: run.map(away), ..Held::default() }).collect(),
             skeleton: skeleton.bytes,
+            made_floats: BTreeSet::new(),
             pieces: Mutex::default(),
             model: ModelProto::default(),
         };
@@ -164,6 +170,7 @@ impl ModelFile {
             }
         }
         self.data_files = beside.paths();
+        model.graph.iter().for_each(|graph| self.find_dequantized(graph, &uses));
         Ok(())
     }
 }

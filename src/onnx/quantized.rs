@@ -90,6 +90,12 @@ impl<'m> Replacing<'m> {
             let reason = format!("is bf16 now, which ONNX has from opset {AXIS} on; the file is of opset {}", self.opset);
             return Err(Error::tensor(name, reason, "cast to f16"));
         }
+        if stored == wanted {
+            // What made the same floats of integers is gone.
+            let item = Item { name: name.to_owned(), weight: now.clone(), storage_format: format(flipped) };
+            let tensors = vec![head(name.to_owned(), stored, file_order(&now.shape, flipped))];
+            return Ok(Replaced { item, tensors, nodes: Vec::new(), readers: BTreeMap::new(), remark: None });
+        }
         let part = self.fresh(&format!("{name}/stored"));
         let nodes = vec![node("Cast", &[&part], name, vec![AttributeProto::int("to", wanted as i64)])];
         let item = Item { name: name.to_owned(), weight: now.clone(), storage_format: format(flipped) };

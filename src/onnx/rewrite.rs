@@ -53,6 +53,7 @@ impl ModelFile {
             remarks: BTreeMap::new(),
             data: file::data_file(name),
         };
+        plan.take_out();
         let outside = self.tensors.iter().enumerate().try_fold(0u64, |sum, (number, held)| plan.add(number, held).map(|size| sum.saturating_add(size)))?;
         // Before version 4, initializers have to be inputs.
         if self.model.ir_version() < 4 && !(self.weights_as_inputs.is_empty() && plan.edits.made.is_empty()) {
@@ -117,8 +118,24 @@ struct Plan<'m> {
 }
 
 impl Plan<'_> {
+    /// Takes out what made floats of integers that a pass has changed.
+    fn take_out(&mut self) {
+        let changed = |name: &str| match (self.weights.by_name.get(name), self.file.weights.get(name)) {
+            (Some(now), Some(before)) => !Arc::ptr_eq(&before.source(), &now.source()),
+            _ => false,
+        };
+        let made = |held: &&Held| held.weight.as_deref().is_some_and(changed);
+        for gone in self.file.tensors.iter().filter(made).filter_map(|held| held.dequantized.as_ref()) {
+            self.edits.nodes.extend(gone.nodes.iter().map(|node| (*node, Vec::new())));
+            self.edits.made.extend(gone.parts.iter().map(|part| (*part as u64, Made { tensors: Vec::new(), nodes: Vec::new() })));
+        }
+    }
+
     /// Plans a tensor: how many bytes of it are no part of the messages that were read.
     fn add(&mut self, number: usize, held: &Held) -> Result<u64> {
+        if self.edits.made.contains_key(&(number as u64)) {
+            return Ok(0);
+        }
         let Some(name) = &held.weight else {
             return match &held.away {
                 Some(Away { bytes, field }) => self.carry(number, *field, bytes),
@@ -134,7 +151,7 @@ impl Plan<'_> {
                 self.as_they_stand.push(item(StorageFormat::Plain));
                 return Ok(0);
             };
-            if held.flipped || field.is_some_and(data::is_varints) {
+            if held.flipped || held.dequantized.is_some() || field.is_some_and(data::is_varints) {
                 // What was read is told, and the bytes stay what they are.
                 self.as_they_stand.push(item(StorageFormat::Plain));
                 return self.carry(number, *field, bytes);
@@ -145,7 +162,7 @@ impl Plan<'_> {
             let reason = format!("has shape {:?} now, {} takes {:?}", now.shape, self.file.path.display(), before.shape);
             return Err(Error::tensor(name, reason, "take the pass out that cuts it"));
         }
-        if now.encoding == Encoding::Dense && now.dtype == before.dtype {
+        if now.encoding == Encoding::Dense && now.dtype == before.dtype && held.dequantized.is_none() {
             let format = if held.flipped { StorageFormat::Transposed } else { StorageFormat::Plain };
             return self.put(number, item(format), data::RAW);
         }

@@ -40,6 +40,7 @@ mod running {
     pub(in crate::pass) mod calibrate;
     pub(in crate::pass) mod chains;
     pub(in crate::pass) mod decompose;
+    mod dequantize;
     mod distill;
     mod finetune;
     pub(in crate::pass) mod identity;
@@ -50,6 +51,7 @@ mod running {
     pub(in crate::pass) mod walk;
 
     pub use decompose::Decompose;
+    pub use dequantize::Dequantize;
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
     pub use prune_structured::PruneStructured;
@@ -225,6 +227,8 @@ crate::entry::gather! { passes []
     "finetune" => Finetune if runs,
     /// Convert floats to another float format
     "cast" => Cast,
+    /// Make floats of quantized weights, so that other passes take them
+    "dequantize" => Dequantize if runs,
 }
 
 fn options_of(pass: &impl Serialize) -> Value {

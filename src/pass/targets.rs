@@ -59,7 +59,7 @@ pub fn require_float(pass: &str, name: &str, weight: &Weight) -> Result<()> {
         return Err(Error::tensor(
             name,
             format!("is {} already, {pass} works on floats", weight.describe()),
-            "quantize last, run `compress densify` first, or add the tensor to `ignore`",
+            "quantize last, put `dequantize` before it, or add the tensor to `ignore`",
         ));
     }
     if !weight.is_float() {

@@ -117,7 +117,7 @@ pub(super) fn plan(pipeline: &Pipeline, model: &Model) -> Result<Plan> {
         peak_rss_bytes: PROGRAM + threads * (RANKING + stages * block + run.memory_by_thread) + run.memory,
         peak_vram_bytes,
         model_memory,
-        notes: run.notes.iter().chain(run.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
+        notes: model.beside.in_weight_files.iter().chain(&run.notes).chain(run.history.iter().flat_map(|applied| &applied.notes)).cloned().collect(),
     })
 }
 

@@ -103,6 +103,7 @@ impl Running {
 
     /// Has passes that look at calibration data look at some of the training data where they have none of their own.
     pub fn lend(&mut self, steps: &[Step]) {
+        self.data.ignore_labels();
         if self.data.calibration.is_none() && steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration)) {
             let some = |data: &Data| Data { samples: Some(data.samples.map_or(LENT, |samples| samples.min(LENT))), ..data.clone() };
             self.data.calibration = self.data.train.as_ref().map(some);

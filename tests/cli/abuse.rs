@@ -8,6 +8,7 @@
 //! | an array in an .npz that inflates to gigabytes | its shape is held to the model's before elements are read |
 //! | an array whose header claims rows or a header of gigabytes | a row is at most 2 GiB and grows as it is read; a header is short |
 //! | arrays without rows, images without pixels, whose other sizes overflow | samples that are nothing are refused |
+//! | an .onnx file of constants that swell to terabytes when they are computed | sizes follow from sizes and whole numbers before anything is computed (`onnx/lift/folding.rs`) |
 //! | a pickle of PyTorch that calls a program, is packed to swell, or nests without end | calls are written down and not made; it is bounded, and values lie in a list (`store/pytorch`) |
 //! | a GGUF file that claims texts, lists, keys or tensors of 2^63, tensors that overlap or lie behind the file | every number is held to what is left of the file (`store/gguf`) |
 //! | a GGUF model of a billion layers, of heads that rows do not have, of tokens that there are not | layers are counted in tensors; numbers of tokens are held to the vocabulary |
@@ -29,6 +30,11 @@ use std::io::Write;
 use std::path::Path;
 use std::process::Stdio;
 
+use compress::onnx::proto::{
+    DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto,
+    ValueInfoProto,
+};
+use prost::Message;
 use serde_json::{Value, json};
 
 use crate::support::{METADATA, Run, command, compress, file, floats, ok, snapshot, tensor};
@@ -137,6 +143,47 @@ fn images_that_swell_when_they_are_resized() {
     refused(folder.path(), "eval in --data images", "384 x 23040000");
     fs::write(folder.path().join("in/preprocessor_config.json"), json!({ "size": { "height": 0, "width": 0 } }).to_string()).unwrap();
     refused(folder.path(), "eval in --data images", "`size`");
+}
+
+#[test]
+fn constants_that_swell() {
+    let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+    let node = |op: &str, inputs: &[&str], output: &str| NodeProto {
+        op_type: Some(op.into()),
+        input: names(inputs),
+        output: names(&[output]),
+        ..NodeProto::default()
+    };
+    let value = |name: &str| {
+        let dim = vec![DimensionProto { value: Some(Dimension::DimValue(4)), denotation: None }];
+        let tensor = TensorTypeProto { elem_type: Some(DataType::Float as i32), shape: Some(TensorShapeProto { dim }) };
+        ValueInfoProto { name: Some(name.into()), r#type: Some(TypeProto { tensor_type: Some(tensor), ..TypeProto::default() }), ..ValueInfoProto::default() }
+    };
+    let shape = TensorProto {
+        name: Some("shape".into()),
+        data_type: Some(DataType::Int64 as i32),
+        dims: vec![3],
+        int64_data: vec![1 << 20, 1 << 20, 4],
+        ..TensorProto::default()
+    };
+    let graph = GraphProto {
+        name: Some("swelling".into()),
+        node: vec![
+            node("ConstantOfShape", &["shape"], "zeros"),
+            node("Cos", &["zeros"], "ones"),
+            node("ReduceMax", &["ones"], "one"),
+            node("Mul", &["x", "one"], "y"),
+        ],
+        initializer: vec![shape],
+        input: vec![value("x")],
+        output: vec![value("y")],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(13) }];
+    let model = ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() };
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("in.onnx"), model.encode_to_vec()).unwrap();
+    refused(folder.path(), "inspect in.onnx --graph", "(ConstantOfShape) makes 4398046511104 elements");
 }
 
 #[test]

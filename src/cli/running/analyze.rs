@@ -43,6 +43,7 @@ impl Args {
         };
         self.file.check()?;
         let model = Model::open(&recipe.model)?;
+        recipe.data.ignore_labels();
         if let Some(options) = &recipe.data.calibration {
             recipe.data.open(options, Subject::of(model.clone())?.target())?;
         }

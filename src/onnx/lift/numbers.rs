@@ -105,10 +105,14 @@ pub(super) fn of(lift: &Lift, node: &NodeProto) -> Option<Numbers> {
                 _ => None,
             }
         }
-        "Shape" if int(node, "start", 0) == 0 && int(node, "end", i64::MAX) == i64::MAX => {
+        "Shape" => {
             let Known::Value(id) = lift.known.get(node.input.first()?.as_str())? else { return None };
             let size = |dim: &Dim| dim.fixed().and_then(|size| i64::try_from(size).ok()).map_or_else(|| Number::Size(dim.clone()), Number::Known);
-            vector(lift.builder.ty(*id).shape.iter().map(size).collect())
+            let shape = &lift.builder.ty(*id).shape;
+            let rank = i64::try_from(shape.len()).ok()?;
+            let place = |at: i64| usize::try_from(if at < 0 { at.saturating_add(rank) } else { at }.clamp(0, rank)).ok();
+            let (from, to) = (place(int(node, "start", 0))?, place(int(node, "end", i64::MAX))?);
+            vector(shape.get(from..to.max(from))?.iter().map(size).collect())
         }
         "Cast" if [DataType::Int64 as i64, DataType::Int32 as i64].contains(&int(node, "to", 0)) => input(0),
         "Unsqueeze" => input(0).filter(|numbers| !numbers.vector).map(|numbers| Numbers { vector: true, ..numbers }),

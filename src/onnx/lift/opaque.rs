@@ -10,11 +10,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::super::check::{self, bodies, label};
-use super::super::elements;
 use super::super::piece::{self, Parts, Piece};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
-use super::super::wire::data;
-use super::numbers::Numbers;
 use super::{Known, Lift};
 use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
@@ -23,24 +20,21 @@ use crate::store::{DType, Weight};
 /// Pieces that a file was found to have, by what they compute and read.
 pub(in super::super) type Pieces = BTreeMap<(String, Vec<String>), Result<Arc<Piece>, String>>;
 
-/// Operators that compute something else each time.
-const RANDOM: [&str; 4] = ["RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"];
-
 /// The tensor that a node gives as it stands.
-fn constant(node: &NodeProto) -> Option<&TensorProto> {
+pub(super) fn constant(node: &NodeProto) -> Option<&TensorProto> {
     let attribute = node.attribute.iter().find(|attribute| node.op_type() == "Constant" && attribute.name() == "value")?;
     attribute.t.as_ref()
 }
 
 /// What a piece is made of, while it is gathered.
 #[derive(Default)]
-struct Cone<'f> {
+pub(super) struct Cone<'f> {
     /// Nodes by their place in the order in which they run.
     nodes: BTreeMap<usize, &'f NodeProto>,
     /// Values of the graph that it reads, by the file's name.
-    values: BTreeMap<&'f str, ValueId>,
+    pub values: BTreeMap<&'f str, ValueId>,
     /// Weights that it reads.
-    weights: BTreeSet<&'f str>,
+    pub weights: BTreeSet<&'f str>,
     constants: BTreeMap<&'f str, &'f TensorProto>,
     /// Numbers that are known beforehand.
     numbers: BTreeMap<&'f str, (Vec<i64>, bool)>,
@@ -109,7 +103,14 @@ impl<'f> Lift<'f> {
     }
 
     /// A piece, loaded once for a file.
-    fn loaded(&self, cone: &Cone<'f>, turned: Vec<NodeProto>, inputs: Vec<(String, i32)>, types: &[TensorType], name: &str) -> Result<Arc<Piece>, String> {
+    pub(super) fn loaded(
+        &self,
+        cone: &Cone<'f>,
+        turned: Vec<NodeProto>,
+        inputs: Vec<(String, i32)>,
+        types: &[TensorType],
+        name: &str,
+    ) -> Result<Arc<Piece>, String> {
         let key = (name.to_owned(), inputs.iter().map(|(inner, _)| inner.clone()).collect());
         let pieces = || self.file.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(held) = pieces().get(&key) {
@@ -121,31 +122,13 @@ impl<'f> Lift<'f> {
         made
     }
 
-    /// What a node makes of constants alone: ONNX Runtime computes it where it is a few whole numbers.
-    pub(super) fn folded(&self, node: &'f NodeProto) -> Option<Known> {
-        let [name] = node.output.as_slice() else { return None };
-        let constant = |name: &&str| match self.known.get(name) {
-            Some(Known::Numbers(numbers)) => numbers.all().is_some(),
-            Some(Known::Constant | Known::Folded) => !self.is_parameter(name),
-            Some(_) => false,
-            None => self.initializers.contains_key(name) && !self.is_parameter(name),
-        };
-        let reads = check::reads(node);
-        if reads.is_empty() || !reads.iter().all(constant) || RANDOM.contains(&node.op_type()) {
-            return None;
-        }
-        let cone = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty())?;
-        let piece = self.loaded(&cone, Vec::new(), Vec::new(), &[], name).ok()?;
-        Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers))
-    }
-
-    fn weight(&self, name: &str) -> Option<&'f Weight> {
+    pub(super) fn weight(&self, name: &str) -> Option<&'f Weight> {
         self.weights.by_name.get(name)
     }
 
     /// Everything that a value is computed with, back to what the graph has; back to numbers that are known, too, where they are `trusted` to be
     /// of 64 bits.
-    fn cone(&self, name: &'f str, trusted: bool) -> Result<Cone<'f>, String> {
+    pub(super) fn cone(&self, name: &'f str, trusted: bool) -> Result<Cone<'f>, String> {
         let mut cone = Cone::default();
         let mut open = vec![name];
         let mut seen = BTreeSet::new();
@@ -204,7 +187,7 @@ impl<'f> Lift<'f> {
         self.file.tensors.get(mark)?.weight.as_deref()
     }
 
-    fn is_parameter(&self, name: &str) -> bool {
+    pub(super) fn is_parameter(&self, name: &str) -> bool {
         self.weight(name).is_some_and(|weight| weight.dtype == DType::F32)
     }
 
@@ -266,15 +249,8 @@ impl<'f> Lift<'f> {
     /// A tensor with its elements.
     fn filled(&self, tensor: &TensorProto) -> Result<TensorProto, String> {
         let mut whole = TensorProto { mark: None, ..tensor.clone() };
-        let held = tensor.mark.and_then(|mark| self.file.tensors.get(usize::try_from(mark).ok()?));
-        let Some(away) = held.and_then(|held| held.away.as_ref()) else { return Ok(whole) };
-        let bytes = if away.field.is_some_and(data::is_varints) {
-            elements::numbers(&away.bytes, tensor.data_type(), elements::shape(tensor)?.1)?
-        } else {
-            let mut bytes = vec![0; usize::try_from(away.bytes.bytes()).map_err(|e| e.to_string())?];
-            away.bytes.read_at(0, &mut bytes).map_err(|e| e.to_string())?;
-            bytes
-        };
+        let Some(bytes) = self.file.elements_away(tensor) else { return Ok(whole) };
+        let bytes = bytes?;
         (whole.raw_data, whole.data_location) = (Some(bytes), None);
         whole.external_data.clear();
         Ok(whole)

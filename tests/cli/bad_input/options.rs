@@ -205,7 +205,7 @@ fn weights_that_a_pass_cannot_take() {
         model(&folder.join("float"));
         ok(folder, "quantize-dynamic float -o in");
     };
-    let again = "quantize last, run `compress densify` first, or add the tensor to `ignore`";
+    let again = "quantize last, put `dequantize` before it, or add the tensor to `ignore`";
     check([
         tensors(
             "an empty tensor to prune",

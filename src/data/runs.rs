@@ -1,0 +1,93 @@
+//! A folder with a file of arrays for each run of the model: everything that its inputs take, whole.
+
+use std::path::{Path, PathBuf};
+
+use super::arrays::{chosen, tensor};
+use super::options::{Data, Task};
+use super::rows::{self, Rows};
+use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches};
+use crate::error::{Error, Result};
+
+pub(super) struct Runs {
+    files: Vec<PathBuf>,
+    ports: Vec<Port>,
+    options: Data,
+}
+
+impl Runs {
+    /// Whether a folder is one of runs: no file in it is called as an input, or as the array that an input takes.
+    pub fn are_in(options: &Data, path: &Path, target: &Target) -> Result<bool> {
+        if !path.is_dir() {
+            return Ok(false);
+        }
+        let input = |name: &str| target.inputs.iter().any(|port| port.name == name) || options.inputs.iter().any(|(_, array)| array == name);
+        Ok(!rows::files(path)?.iter().any(|file| rows::ending(file) == "npy" && input(&rows::stem(file))))
+    }
+
+    pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Runs> {
+        let mut files = rows::files(path)?;
+        let refused = |reason: &str| Error::option("data", format!("{} holds a file for each run of the model, {reason}", path.display()));
+        if files.is_empty() {
+            return Err(Error::malformed(path, "holds no arrays: .npz, .npy or .safetensors, one for each run, or one .npy for each input of the model"));
+        }
+        if task != Task::Fidelity {
+            return Err(refused("and no labels: give arrays with a row for each sample in one file, or say `task: fidelity`"));
+        }
+        if options.batch_size.is_some_and(|size| size > 1) {
+            return Err(refused("and runs are not put together: leave `batch_size` out"));
+        }
+        if let Some((name, _)) =
+            [("rescale", options.rescale.is_some()), ("mean", !options.mean.is_empty()), ("std", !options.std.is_empty())].iter().find(|(_, given)| *given)
+        {
+            return Err(refused(&format!("as it takes its inputs: leave `{name}` out")));
+        }
+        files.truncate(options.samples.unwrap_or(usize::MAX));
+        let runs = Runs { files, ports: target.inputs.to_vec(), options: options.clone() };
+        runs.files.first().map(|file| runs.batch(file)).transpose()?;
+        Ok(runs)
+    }
+
+    fn batch(&self, file: &Path) -> Result<Batch> {
+        let mut arrays = rows::open(file)?;
+        let mut inputs = std::collections::BTreeMap::new();
+        for port in &self.ports {
+            let Some(name) = chosen(&self.options, port, &self.ports, &arrays.iter().collect::<Vec<_>>(), file)?.map(|rows| rows.name.clone()) else {
+                continue;
+            };
+            let Some(rows) = arrays.iter_mut().find(|rows| rows.name == name) else { continue };
+            fits(port, rows, file)?;
+            let (bytes, dtype, shape) = (rows.whole()?, rows.dtype, rows.shape.clone());
+            inputs.insert(port.name.clone(), tensor(port, &bytes, dtype, shape, &mut |_| Ok(()))?);
+        }
+        Ok(Batch { inputs, references: References::None, samples: 1 })
+    }
+}
+
+/// Holds an array to the input that it goes to.
+fn fits(port: &Port, rows: &Rows, file: &Path) -> Result<()> {
+    let sizes = || port.shape.iter().zip(&rows.shape).all(|(want, have)| want.is_none_or(|want| want == *have));
+    if port.shape.len() == rows.shape.len() && sizes() {
+        return Ok(());
+    }
+    Err(Error::malformed(file, format!("array `{}` is {:?}, the model's input `{}` is {}", rows.name, rows.shape, port.name, port.sizes())))
+}
+
+impl SampleSource for Runs {
+    fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
+        if order.batch.is_some_and(|batch| batch > 1) {
+            return Err(Error::option("batch_size", "files of a run each are not put together: say `batch_size: 1`"));
+        }
+        Ok(in_batches(self.files.iter().map(Ok), 1, size_of::<PathBuf>(), order, |files| {
+            let first = files.first().ok_or_else(|| Error::option("data", "a batch has no file"))?;
+            self.batch(first)
+        }))
+    }
+
+    fn count(&self) -> Result<usize> {
+        Ok(self.files.len())
+    }
+
+    fn runs_alone(&self) -> bool {
+        true
+    }
+}

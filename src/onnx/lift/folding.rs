@@ -1,0 +1,199 @@
+//! What nodes make of constants alone, as far as that is small.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use super::super::check::{self, label};
+use super::super::elements;
+use super::super::proto::NodeProto;
+use super::super::uses::int;
+use super::numbers::{self, Numbers};
+use super::opaque::constant;
+use super::{Known, Lift};
+
+/// Elements at most that nodes of a file make of constants: a gigabyte of floats.
+const MOST: u64 = 1 << 28;
+
+/// Operators that compute something else each time.
+const RANDOM: [&str; 4] = ["RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"];
+
+impl<'f> Lift<'f> {
+    /// What a node makes of constants alone: ONNX Runtime computes it where it is a few whole numbers.
+    ///
+    /// # Errors
+    /// It would be too large.
+    pub(super) fn folded(&mut self, node: &'f NodeProto) -> Result<Option<Known>, String> {
+        let [name] = node.output.as_slice() else { return Ok(None) };
+        self.swell(node, name, false)?;
+        let constant = |name: &&str| match self.known.get(name) {
+            Some(Known::Numbers(numbers)) => numbers.all().is_some(),
+            Some(Known::Constant | Known::Folded) => true,
+            Some(_) => false,
+            None => self.initializers.contains_key(name),
+        };
+        let reads = check::reads(node);
+        if reads.is_empty() || !reads.iter().all(constant) || RANDOM.contains(&node.op_type()) {
+            return Ok(None);
+        }
+        self.swell(node, name, true)?;
+        if reads.iter().any(|name| self.is_parameter(name)) {
+            return Ok(None);
+        }
+        let Some(cone) = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty()) else { return Ok(None) };
+        let Ok(piece) = self.loaded(&cone, Vec::new(), Vec::new(), &[], name) else { return Ok(None) };
+        Ok(Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers)))
+    }
+
+    /// Refuses what would swell, and notes how large what is made of constants alone is.
+    fn swell(&mut self, node: &'f NodeProto, name: &'f str, constant: bool) -> Result<(), String> {
+        let grows = GROWING.contains(&node.op_type()) || BROADCAST.contains(&node.op_type());
+        let Some(sizes) = Some(()).filter(|()| grows || constant).and_then(|()| self.result(node)) else { return Ok(()) };
+        let count = sizes.iter().fold(1u64, |count, size| count.saturating_mul(*size));
+        let all = self.folded_elements.saturating_add(if constant && grows { count } else { 0 });
+        if count > MOST || all > MOST {
+            let what = if count > MOST { format!("{count} elements") } else { format!("{all} elements with what is made of other constants") };
+            let reason = format!("{} makes {what}, more than {MOST}", label(node));
+            // Nor is it a part of anything else.
+            self.broken.insert(name, reason.clone());
+            self.refused.insert(name, reason.clone());
+            return Err(reason);
+        }
+        self.folded_elements = all;
+        if constant {
+            self.folded_sizes.insert(name, sizes);
+        }
+        Ok(())
+    }
+
+    /// Sizes of a value, where all are known.
+    fn sizes(&self, name: &str) -> Option<Vec<u64>> {
+        if let Some(sizes) = self.folded_sizes.get(name) {
+            return Some(sizes.clone());
+        }
+        if let Some(numbers) = numbers::known(self, name) {
+            let (count, vector) = (numbers.each().len() as u64, numbers.known().is_none_or(|(_, vector)| vector));
+            return Some(if vector { vec![count] } else { Vec::new() });
+        }
+        if let Some(Known::Value(id)) = self.known.get(name) {
+            return self.builder.ty(*id).shape.iter().map(|size| size.fixed().map(|size| size as u64)).collect();
+        }
+        let made = || self.makers.get(name).and_then(|(_, node)| constant(node));
+        let (sizes, _) = elements::shape(self.initializers.get(name).copied().or_else(made)?).ok()?;
+        Some(sizes.into_iter().map(|size| size as u64).collect())
+    }
+
+    /// Sizes of what a node makes of constants, where they follow from sizes and whole numbers.
+    fn result(&self, node: &NodeProto) -> Option<Vec<u64>> {
+        let input = |at: usize| node.input.get(at).map_or("", String::as_str);
+        let sizes = |at: usize| self.sizes(input(at));
+        let numbers = |at: usize| numbers::known(self, input(at)).and_then(|numbers| numbers.all());
+        let unsigned = |values: Vec<i64>| values.into_iter().map(|value| u64::try_from(value).unwrap_or(0)).collect::<Vec<u64>>();
+        let product = |sizes: &[u64]| sizes.iter().fold(1u64, |count, size| count.saturating_mul(*size));
+        match node.op_type() {
+            "ConstantOfShape" => numbers(0).map(unsigned),
+            "Expand" => Some(broadcast(&sizes(0)?, &unsigned(numbers(1)?))),
+            "Tile" => {
+                let (sizes, times) = (sizes(0)?, unsigned(numbers(1)?));
+                Some(sizes.iter().zip(times).map(|(size, times)| size.saturating_mul(times)).collect())
+            }
+            "Range" => {
+                let one = |at: usize| numbers(at).and_then(|values| values.first().copied());
+                let (start, end, step) = (one(0)?, one(1)?, one(2)?);
+                Some(vec![end.abs_diff(start).checked_div(step.unsigned_abs()).unwrap_or(0).saturating_add(1)])
+            }
+            "Pad" => {
+                let (sizes, pads) =
+                    (sizes(0)?, if node.input.len() > 1 { numbers(1)? } else { node.attribute.iter().find(|a| a.name() == "pads")?.ints.clone() });
+                let more = |axis: usize| {
+                    [axis, axis.saturating_add(sizes.len())].iter().filter_map(|at| pads.get(*at)).fold(0i64, |sum, pad| sum.saturating_add(*pad))
+                };
+                Some(sizes.iter().enumerate().map(|(axis, size)| size.saturating_add_signed(more(axis))).collect())
+            }
+            "OneHot" => Some(vec![product(&sizes(0)?), u64::try_from(*numbers(1)?.first()?).unwrap_or(0)]),
+            "Resize" | "Upsample" => {
+                if let Some(sizes) = numbers(3) {
+                    return Some(unsigned(sizes));
+                }
+                let name = if node.input.len() == 2 { input(1) } else { input(2) };
+                let scales = self.weight(name)?.floats(name).ok()?;
+                Some(sizes(0)?.iter().zip(scales).map(|(size, scale)| (*size as f64 * f64::from(scale)) as u64).collect())
+            }
+            "Gather" => {
+                let (of, at) = (sizes(0)?, sizes(1)?);
+                let axis = int(node, "axis", 0);
+                let axis = usize::try_from(if axis < 0 { axis.saturating_add(i64::try_from(of.len()).ok()?) } else { axis }).ok()?;
+                let rest = of.iter().enumerate().filter(|(place, _)| *place != axis).map(|(_, size)| *size);
+                Some(at.into_iter().chain(rest).collect())
+            }
+            "MatMul" => {
+                let (a, b) = (sizes(0)?, sizes(1)?);
+                let without = |sizes: &[u64], last: usize| product(sizes).checked_div(*sizes.get(sizes.len().checked_sub(last)?)?);
+                Some(vec![without(&a, 1)?, without(&b, 2.min(b.len()))?])
+            }
+            "Concat" => {
+                let all: Option<Vec<u64>> = (0..node.input.len()).map(|at| sizes(at).map(|sizes| product(&sizes))).collect();
+                Some(vec![all?.into_iter().fold(0, u64::saturating_add)])
+            }
+            op if BROADCAST.contains(&op) => {
+                let all: Option<Vec<Vec<u64>>> = (0..node.input.len()).map(sizes).collect();
+                all?.into_iter().reduce(|a, b| broadcast(&a, &b))
+            }
+            op if SAME.contains(&op) => sizes(0),
+            "Flatten" => Some(vec![product(&sizes(0)?)]),
+            _ => self.moved(node),
+        }
+    }
+
+    /// Sizes of what only lies in another way.
+    fn moved(&self, node: &NodeProto) -> Option<Vec<u64>> {
+        let first = self.sizes(node.input.first()?)?;
+        let count = first.iter().fold(1u64, |count, size| count.saturating_mul(*size));
+        let given = |name: &str, at: usize| {
+            let attribute = node.attribute.iter().find(|attribute| attribute.name() == name).map(|attribute| attribute.ints.clone());
+            attribute.or_else(|| numbers::known(self, node.input.get(at)?).and_then(|numbers| numbers.all()))
+        };
+        let place = |at: i64, rank: usize| usize::try_from(if at < 0 { at.saturating_add(i64::try_from(rank).ok()?) } else { at }).ok();
+        match node.op_type() {
+            "Reshape" => {
+                let target = given("shape", 1)?;
+                let known = target.iter().enumerate().filter(|(_, size)| **size != -1);
+                let known: Vec<(usize, u64)> =
+                    known.map(|(axis, size)| (axis, if *size == 0 { first.get(axis).copied().unwrap_or(1) } else { size.unsigned_abs() })).collect();
+                let rest = count.checked_div(known.iter().fold(1u64, |count, (_, size)| count.saturating_mul(*size))).unwrap_or(0);
+                Some((0..target.len()).map(|axis| known.iter().find(|(at, _)| *at == axis).map_or(rest, |(_, size)| *size)).collect())
+            }
+            "Unsqueeze" => {
+                let axes = given("axes", 1)?;
+                let rank = first.len().saturating_add(axes.len());
+                let new: Vec<usize> = axes.into_iter().map(|axis| place(axis, rank)).collect::<Option<_>>()?;
+                let mut old = first.into_iter();
+                Some((0..rank).map_while(|axis| if new.contains(&axis) { Some(1) } else { old.next() }).collect())
+            }
+            "Squeeze" => {
+                let gone = given("axes", 1).map(|axes| axes.into_iter().map(|axis| place(axis, first.len())).collect::<Option<Vec<_>>>());
+                let gone = gone.unwrap_or_else(|| Some((0..first.len()).filter(|axis| first.get(*axis) == Some(&1)).collect()))?;
+                Some(first.into_iter().enumerate().filter(|(axis, _)| !gone.contains(axis)).map(|(_, size)| size).collect())
+            }
+            "Transpose" => {
+                let perm = given("perm", usize::MAX).unwrap_or_else(|| (0..first.len()).rev().filter_map(|axis| i64::try_from(axis).ok()).collect());
+                perm.into_iter().map(|axis| first.get(usize::try_from(axis).ok()?).copied()).collect()
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Operators whose results may be larger than what they read.
+const GROWING: [&str; 10] = ["ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "Gather", "MatMul"];
+/// Operators of several inputs, of which smaller ones are repeated.
+const BROADCAST: [&str; 15] = ["Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", "Sum", "Mean", "Where", "Equal", "Greater", "Less", "And", "Or"];
+/// Operators whose results have the sizes of the first input.
+const SAME: [&str; 17] =
+    ["Identity", "Cast", "Neg", "Abs", "Sqrt", "Exp", "Log", "Reciprocal", "Floor", "Ceil", "Round", "Not", "Sin", "Cos", "Clip", "Softmax", "CumSum"];
+
+/// Sizes of two values that are repeated along axes of one.
+fn broadcast(a: &[u64], b: &[u64]) -> Vec<u64> {
+    let rank = a.len().max(b.len());
+    let size = |sizes: &[u64], axis: usize| axis.checked_sub(rank.saturating_sub(sizes.len())).and_then(|axis| sizes.get(axis)).copied().unwrap_or(1);
+    (0..rank).map(|axis| size(a, axis).max(size(b, axis))).collect()
+}

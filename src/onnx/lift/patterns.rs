@@ -1,0 +1,277 @@
+//! Several typed ops that are one: what exporters take apart is put together again, each pattern a row of the table.
+//!
+//! A pattern is recognised at its last node. What it stands for reads the values that the pattern begins with; inner values that something else
+//! reads too stay.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::collections::BTreeMap;
+
+use crate::error::Result;
+use crate::ir::ops::{BinaryKind, Clip, Gelu, HardSigmoid, HardSwish, LayerNorm, Linear, Power, Reduce, ReduceKind, RmsNorm, Silu};
+use crate::ir::{Graph, Kind, Node, Op, ValueId, rebuild};
+use crate::store::Weights;
+
+/// What stands for a pattern whose last node this is, and what that reads.
+type Pattern = fn(&Seen, &Node) -> Option<(Op, Vec<ValueId>)>;
+
+/// The patterns, by what they are; the first that fits counts.
+const PATTERNS: [(&str, Pattern); 6] =
+    [("LayerNorm", layer_norm), ("RmsNorm", rms_norm), ("Gelu", gelu), ("Silu", silu), ("HardSwish", hard_swish), ("Linear with its bias", with_bias)];
+
+/// How far constants may be from what they stand for, relative to it: they are floats of 32 bits.
+const CLOSE: f64 = 1e-6;
+/// Values that are multiplied, at most.
+const FACTORS: usize = 4;
+
+/// Puts patterns together.
+///
+/// # Errors
+/// The graph does not fit the weights.
+pub(super) fn together(graph: &Graph, weights: &Weights) -> Result<Graph> {
+    let seen = Seen::new(graph, weights);
+    // What is read, in the graph that is made.
+    let mut made: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    let whole = rebuild(graph, weights, &mut |step| {
+        made.extend(step.node.inputs.iter().copied().zip(step.inputs.iter().copied()));
+        for (_, pattern) in PATTERNS {
+            if let Some((op, inputs)) = pattern(&seen, step.node)
+                && let Some(inputs) = inputs.iter().map(|id| made.get(id).copied()).collect::<Option<Vec<_>>>()
+            {
+                return step.builder.node(step.name, op, &inputs);
+            }
+        }
+        step.keep()
+    })?;
+    // What nobody reads any more goes.
+    rebuild(&whole, weights, &mut |step| step.keep())
+}
+
+/// A graph that is looked at.
+struct Seen<'g> {
+    graph: &'g Graph,
+    weights: &'g Weights,
+    /// Nodes by what they compute.
+    makers: BTreeMap<ValueId, &'g Node>,
+    /// How many read a value.
+    readers: BTreeMap<ValueId, usize>,
+}
+
+/// Values that are multiplied with each other and a number.
+struct Product {
+    values: Vec<ValueId>,
+    factor: f64,
+}
+
+fn close(a: f64, b: f64) -> bool {
+    (a - b).abs() <= CLOSE * b.abs()
+}
+
+impl<'g> Seen<'g> {
+    fn new(graph: &'g Graph, weights: &'g Weights) -> Self {
+        let mut readers: BTreeMap<ValueId, usize> = BTreeMap::new();
+        for id in graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id)) {
+            let count = readers.entry(*id).or_default();
+            *count = count.saturating_add(1);
+        }
+        Seen { graph, weights, makers: graph.nodes().iter().map(|node| (node.output, node)).collect(), readers }
+    }
+
+    fn maker(&self, id: ValueId) -> Option<&'g Node> {
+        self.makers.get(&id).copied()
+    }
+
+    /// The value that a weight of one element is.
+    fn number(&self, id: ValueId) -> Option<f64> {
+        let value = self.graph.value(id);
+        let weight = self.weights.by_name.get(&value.name).filter(|weight| value.kind == Kind::Param && weight.elements() == 1)?;
+        weight.floats(&value.name).ok()?.first().map(|number| f64::from(*number))
+    }
+
+    /// Whether a value is a weight with a number for each place of the last axis of another.
+    fn is_vector(&self, id: ValueId, of: ValueId) -> bool {
+        let (value, of) = (self.graph.value(id), self.graph.value(of));
+        value.kind == Kind::Param && value.ty.shape.len() == 1 && value.ty.shape.last() == of.ty.shape.last()
+    }
+
+    /// What a value is the sum of, and the number that is added.
+    fn plus(&self, id: ValueId) -> Option<(ValueId, f64)> {
+        let node = self.maker(id).filter(|node| matches!(node.op, Op::Add(_)))?;
+        let [a, b] = node.inputs.as_slice() else { return None };
+        self.number(*b).map(|number| (*a, number)).or_else(|| self.number(*a).map(|number| (*b, number)))
+    }
+
+    /// The only input of an op.
+    fn of(&self, id: ValueId, is: impl Fn(&Op) -> bool) -> Option<ValueId> {
+        self.maker(id).filter(|node| is(&node.op)).and_then(|node| node.inputs.first().copied())
+    }
+
+    /// The mean over the last axis, which stays: what it is the mean of.
+    fn mean(&self, id: ValueId) -> Option<ValueId> {
+        let node = self.maker(id)?;
+        let (Op::Reduce(Reduce { kind: ReduceKind::Mean, axes, keep: true }), [x]) = (&node.op, node.inputs.as_slice()) else { return None };
+        let last = i64::try_from(self.graph.value(*x).ty.shape.len()).ok()?.saturating_sub(1);
+        (axes.as_slice() == [-1] || axes.as_slice() == [last]).then_some(*x)
+    }
+
+    /// What a value is the square of.
+    fn square(&self, id: ValueId) -> Option<ValueId> {
+        let node = self.maker(id)?;
+        match (&node.op, node.inputs.as_slice()) {
+            (Op::Power(Power { exponent }), [x]) if *exponent == 2.0 => Some(*x),
+            (Op::Mul(_), [a, b]) if a == b => Some(*a),
+            _ => None,
+        }
+    }
+
+    /// What is over the root of the mean of its square plus a number: that, what is squared, and the number.
+    fn over_root(&self, id: ValueId) -> Option<(ValueId, ValueId, f64)> {
+        let node = self.maker(id)?;
+        let (x, sum) = match (&node.op, node.inputs.as_slice()) {
+            (Op::Binary(binary), [x, root]) if binary.kind == BinaryKind::Div => (*x, self.root(*root)?),
+            (Op::Mul(_), [a, b]) => self.one_over_root(*b).map(|sum| (*a, sum)).or_else(|| self.one_over_root(*a).map(|sum| (*b, sum)))?,
+            _ => return None,
+        };
+        let (mean, epsilon) = self.plus(sum)?;
+        Some((x, self.square(self.mean(mean)?)?, epsilon))
+    }
+
+    fn root(&self, id: ValueId) -> Option<ValueId> {
+        self.of(id, |op| matches!(op, Op::Sqrt(_)) || matches!(op, Op::Power(Power { exponent }) if *exponent == 0.5))
+    }
+
+    fn one_over_root(&self, id: ValueId) -> Option<ValueId> {
+        let direct = self.of(id, |op| matches!(op, Op::Power(Power { exponent }) if *exponent == -0.5));
+        direct.or_else(|| self.root(self.of(id, |op| matches!(op, Op::Reciprocal(_)))?))
+    }
+
+    /// The values and the number that a value is the product of.
+    fn product(&self, id: ValueId) -> Product {
+        let (mut values, mut factor, mut open) = (Vec::new(), 1.0, vec![id]);
+        while let Some(id) = open.pop() {
+            if let Some(number) = self.number(id) {
+                factor *= number;
+                continue;
+            }
+            match self.maker(id).map(|node| (&node.op, node.inputs.as_slice())) {
+                Some((Op::Mul(_), [a, b])) if open.len().saturating_add(values.len()) < FACTORS => open.extend([*a, *b]),
+                Some((Op::Binary(binary), [a, b])) if binary.kind == BinaryKind::Div && self.number(*b).is_some_and(|by| by != 0.0) => {
+                    factor /= self.number(*b).unwrap_or(1.0);
+                    open.push(*a);
+                }
+                _ => values.push(id),
+            }
+        }
+        Product { values, factor }
+    }
+
+    /// Of a product of two values: both orders.
+    fn both(&self, id: ValueId, factor: f64) -> Vec<(ValueId, ValueId)> {
+        match (self.product(id), factor) {
+            (Product { values, factor }, wanted) if close(factor, wanted) => match values.as_slice() {
+                [a, b] => vec![(*a, *b), (*b, *a)],
+                _ => Vec::new(),
+            },
+            _ => Vec::new(),
+        }
+    }
+
+    /// Whether a value is another one times a number.
+    fn is_times(&self, id: ValueId, x: ValueId, factor: f64) -> bool {
+        let product = self.product(id);
+        product.values == [x] && close(product.factor, factor)
+    }
+}
+
+/// `(x - mean) / sqrt(mean((x - mean)²) + epsilon) · weight + bias`.
+fn layer_norm(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+    let [a, b] = node.inputs.as_slice() else { return None };
+    [(*a, *b), (*b, *a)].into_iter().find_map(|(value, vector)| match &node.op {
+        Op::Add(_) => {
+            let scaled = seen.maker(value).filter(|_| seen.is_vector(vector, node.output))?;
+            let (op, mut inputs) = layer_norm(seen, Some(scaled).filter(|scaled| matches!(scaled.op, Op::Mul(_)))?)?;
+            inputs.push(vector);
+            Some((op, inputs))
+        }
+        Op::Mul(_) if seen.is_vector(vector, node.output) => {
+            let (centred, squared, epsilon) = seen.over_root(value)?;
+            let difference = |id: ValueId| {
+                let maker = seen.maker(id).filter(|maker| matches!(&maker.op, Op::Binary(binary) if binary.kind == BinaryKind::Sub))?;
+                let [x, mean] = maker.inputs.as_slice() else { return None };
+                (seen.mean(*mean)? == *x).then_some(*x)
+            };
+            let x = difference(centred)?;
+            (centred == squared || difference(squared) == Some(x)).then(|| (LayerNorm { epsilon }.into(), vec![x, vector]))
+        }
+        _ => None,
+    })
+}
+
+/// `x / sqrt(mean(x²) + epsilon) · weight`.
+fn rms_norm(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+    let [a, b] = node.inputs.as_slice() else { return None };
+    let sides = [(*a, *b), (*b, *a)].into_iter().filter(|(_, weight)| matches!(node.op, Op::Mul(_)) && seen.is_vector(*weight, node.output));
+    sides.into_iter().find_map(|(normed, weight)| {
+        let (x, squared, epsilon) = seen.over_root(normed)?;
+        (x == squared).then(|| (RmsNorm { epsilon, offset: 0.0 }.into(), vec![x, weight]))
+    })
+}
+
+/// `x · (1 + erf(x / sqrt(2))) / 2`, or the same by a hyperbolic tangent.
+fn gelu(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+    seen.both(node.output, 0.5).into_iter().find_map(|(x, sum)| {
+        let (inner, one) = seen.plus(sum)?;
+        let tanh = if let Some(argument) = seen.of(inner, |op| matches!(op, Op::Erf(_))) {
+            seen.is_times(argument, x, std::f64::consts::FRAC_1_SQRT_2).then_some(false)?
+        } else {
+            let argument = seen.of(inner, |op| matches!(op, Op::Tanh(_)))?;
+            let Product { values, factor } = seen.product(argument);
+            let [sum] = values.as_slice() else { return None };
+            let [a, b] = seen.maker(*sum).filter(|maker| matches!(maker.op, Op::Add(_)))?.inputs.as_slice() else { return None };
+            let cubic = |id: ValueId| {
+                let Product { values, factor } = seen.product(id);
+                let cube = |id: &ValueId| seen.of(*id, |op| matches!(op, Op::Power(Power { exponent }) if *exponent == 3.0)) == Some(x);
+                let whole = values == [x, x, x] || (values.len() == 1 && values.iter().all(cube));
+                let square = values.len() == 2 && values.contains(&x) && values.iter().any(|id| seen.square(*id) == Some(x));
+                (whole || square) && close(factor, 0.044_715)
+            };
+            let root = close(factor, (2.0 / std::f64::consts::PI).sqrt());
+            (root && ((*a == x && cubic(*b)) || (*b == x && cubic(*a)))).then_some(true)?
+        };
+        (one == 1.0).then(|| (Gelu { tanh }.into(), vec![x]))
+    })
+}
+
+/// `x · sigmoid(x)`.
+fn silu(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+    let mut both = seen.both(node.output, 1.0).into_iter();
+    both.find_map(|(x, gate)| (seen.of(gate, |op| matches!(op, Op::Sigmoid(_)))? == x).then(|| (Silu {}.into(), vec![x])))
+}
+
+/// `x · clip(x + 3, 0, 6) / 6`, or `x · hardsigmoid(x)` with a slope of a sixth.
+fn hard_swish(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+    let sixth = 1.0 / 6.0;
+    let clipped = |(x, gate): (ValueId, ValueId)| {
+        let sum = seen.of(gate, |op| matches!(op, Op::Clip(Clip { min, max }) if *min == 0.0 && *max == 6.0))?;
+        (seen.plus(sum)? == (x, 3.0)).then_some(x)
+    };
+    let gated = |(x, gate): (ValueId, ValueId)| {
+        let hard = |op: &Op| matches!(op, Op::HardSigmoid(HardSigmoid { alpha, beta }) if close(*alpha, sixth) && *beta == 0.5);
+        (seen.of(gate, hard)? == x).then_some(x)
+    };
+    let x = seen.both(node.output, sixth).into_iter().find_map(clipped).or_else(|| seen.both(node.output, 1.0).into_iter().find_map(gated))?;
+    Some((HardSwish {}.into(), vec![x]))
+}
+
+/// Products whose only reader adds a vector take it as their bias.
+fn with_bias(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+    let [a, b] = node.inputs.as_slice() else { return None };
+    let sides = [(*a, *b), (*b, *a)].into_iter().filter(|(_, bias)| matches!(node.op, Op::Add(_)) && seen.is_vector(*bias, node.output));
+    sides.into_iter().find_map(|(product, bias)| {
+        let maker = seen.maker(product).filter(|maker| matches!(maker.op, Op::Linear(_)) && seen.readers.get(&product) == Some(&1))?;
+        let [x, weight] = maker.inputs.as_slice() else { return None };
+        let same = seen.graph.value(product).ty == seen.graph.value(node.output).ty;
+        same.then(|| (Linear { input_major: false }.into(), vec![*x, *weight, bias]))
+    })
+}

@@ -1,0 +1,35 @@
+//! Roundings of activations, spelled as two nodes.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use super::super::check;
+use super::super::proto::{DataType, NodeProto};
+use super::super::uses::int;
+use super::Lift;
+use crate::ir::ops::FakeQuantize;
+
+impl<'f> Lift<'f> {
+    /// What a node that makes floats of integers does to the input of the node that made these, if it is a rounding to one of 256 values.
+    pub(super) fn quantizer(&self, node: &'f NodeProto) -> Option<(FakeQuantize, &'f NodeProto)> {
+        let [integers, scale, zero_point @ ..] = node.input.as_slice() else { return None };
+        let (_, maker) = self.makers.get(integers.as_str()).filter(|_| node.op_type() == "DequantizeLinear")?;
+        let own = maker.op_type() == "QuantizeLinear" && check::is_own(maker.domain());
+        let plain = [node, maker].iter().all(|node| int(node, "block_size", 0) == 0 && int(node, "precision", 0) == 0);
+        let [_, other_scale, other_zero_point @ ..] = maker.input.as_slice() else { return None };
+        let one = |name: &str| self.file.constant(name).filter(|(_, bytes)| !bytes.is_empty());
+        let same = |a: &str, b: &str| a == b || one(a).zip(one(b)).is_some_and(|(a, b)| a == b);
+        let zero_point = match (zero_point, other_zero_point) {
+            ([], []) => Some(-128),
+            ([zero_point, ..], [other, ..]) if same(zero_point, other) => match one(zero_point)? {
+                (DataType::Int8, bytes) => Some(i32::from(i8::from_le_bytes(bytes.try_into().ok()?))),
+                (DataType::Uint8, bytes) => Some(i32::from(u8::from_le_bytes(bytes.try_into().ok()?)).saturating_sub(128)),
+                _ => None,
+            },
+            _ => None,
+        }?;
+        let (DataType::Float, bytes) = one(scale)? else { return None };
+        let value = f32::from_le_bytes(bytes.try_into().ok()?);
+        (own && plain && same(scale, other_scale) && value.is_finite() && value > 0.0).then_some((FakeQuantize { scale: value, zero_point }, *maker))
+    }
+}

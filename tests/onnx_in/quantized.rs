@@ -1,0 +1,202 @@
+//! Files that somebody has quantized: their integers are the weights that they stand for, and nothing quantizes them again.
+
+use compress::ir::Op;
+use compress::onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto};
+use compress::pass::{Cast, Dequantize, FloatFormat, PruneUnstructured, QuantizeDynamic, Step};
+use compress::runtime;
+use compress::store::Encoding;
+
+use crate::layers::{answers_of, distance};
+use crate::{Place, builder, constant, node, raw, tensor, value};
+
+fn bytes(name: &str, ty: DataType, dims: &[i64], seed: i32) -> TensorProto {
+    let count = dims.iter().product::<i64>() as i32;
+    let byte = |at: i32| ((at * 37 + seed) % 251 - 125) as i8;
+    let shift = if ty == DataType::Uint8 { 0x80 } else { 0 };
+    TensorProto { raw_data: Some((0..count).map(|at| byte(at) as u8 ^ shift).collect()), ..tensor(name, ty, dims) }
+}
+
+fn scales(name: &str, dims: &[i64]) -> TensorProto {
+    let count = dims.iter().product::<i64>() as usize;
+    let values = (0..count).flat_map(|at| (0.004 + at as f32 * 1e-4).to_le_bytes()).collect();
+    TensorProto { raw_data: Some(values), ..tensor(name, DataType::Float, dims) }
+}
+
+fn one(name: &str, ty: DataType, byte: u8) -> TensorProto {
+    TensorProto { raw_data: Some(vec![byte]), ..tensor(name, ty, &[]) }
+}
+
+/// Distance of neighbouring activations.
+const STEP: f32 = 0.008;
+
+fn axis(axis: i64) -> Vec<AttributeProto> {
+    vec![AttributeProto::int("axis", axis)]
+}
+
+fn file(opset: i64, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
+    let graph = GraphProto {
+        name: Some("quantized".into()),
+        node: nodes,
+        initializer,
+        input: vec![value("x", DataType::Float, &["n", "20"])],
+        output: vec![value("y", DataType::Float, &["n", "6"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(opset) }];
+    ModelProto { ir_version: Some(8), graph: Some(graph), opset_import, ..ModelProto::default() }
+}
+
+/// Activations, weights and biases as ONNX Runtime's tool writes them.
+pub fn rounded() -> ModelProto {
+    let sums: Vec<u8> = (0..6i32).flat_map(|at| (at * 20_000 - 50_000).to_le_bytes()).collect();
+    // Kernels of integers take a bias to be in steps of its product.
+    let steps: Vec<u8> = (0..6).flat_map(|at| (STEP * (0.004 + at as f32 * 1e-4)).to_le_bytes()).collect();
+    file(
+        13,
+        vec![
+            node("QuantizeLinear", &["x", "x_scale", "x_zero"], &["x_integers"], vec![]),
+            node("DequantizeLinear", &["x_integers", "x_scale", "x_zero"], &["x_rounded"], vec![]),
+            node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["w_floats"], axis(1)),
+            node("DequantizeLinear", &["b", "b_scale"], &["b_floats"], axis(0)),
+            NodeProto { name: Some("/head/MatMul".into()), ..node("MatMul", &["x_rounded", "w_floats"], &["product"], vec![]) },
+            node("Add", &["product", "b_floats"], &["y"], vec![]),
+        ],
+        vec![
+            bytes("w", DataType::Int8, &[20, 6], 3),
+            scales("w_scale", &[6]),
+            TensorProto { raw_data: Some(vec![0; 6]), ..tensor("w_zero", DataType::Int8, &[6]) },
+            TensorProto { raw_data: Some(sums), ..tensor("b", DataType::Int32, &[6]) },
+            TensorProto { raw_data: Some(steps), ..tensor("b_scale", DataType::Float, &[6]) },
+            TensorProto { raw_data: Some(STEP.to_le_bytes().to_vec()), ..tensor("x_scale", DataType::Float, &[]) },
+            one("x_zero", DataType::Uint8, 120),
+        ],
+    )
+}
+
+/// Weights alone, in the forms of several opsets: bytes with a zero point, a table, and products with scales.
+pub fn weights_alone() -> ModelProto {
+    let to = || vec![AttributeProto::int("to", DataType::Float as i64)];
+    file(
+        13,
+        vec![
+            node("DequantizeLinear", &["first", "first_scale", "first_zero"], &["first_floats"], vec![]),
+            node("MatMul", &["x", "first_floats"], &["a"], vec![]),
+            node("Cast", &["second"], &["second_numbers"], to()),
+            node("Mul", &["second_scale", "second_numbers"], &["second_floats"], vec![]),
+            node("Gemm", &["a", "second_floats"], &["b"], vec![AttributeProto::int("transB", 1)]),
+            constant(bytes("table", DataType::Uint8, &[5, 6], 9)),
+            constant(scales("table_scale", &[5])),
+            node("DequantizeLinear", &["table", "table_scale"], &["table_floats"], axis(0)),
+            node("Gather", &["table_floats", "row"], &["rows"], vec![]),
+            node("Add", &["b", "rows"], &["y"], vec![]),
+        ],
+        vec![
+            bytes("first", DataType::Uint8, &[20, 8], 5),
+            scales("first_scale", &[]),
+            one("first_zero", DataType::Uint8, 131),
+            bytes("second", DataType::Int8, &[6, 8], 1),
+            scales("second_scale", &[6, 1]),
+            TensorProto { int64_data: vec![3], ..tensor("row", DataType::Int64, &[1]) },
+        ],
+    )
+}
+
+#[test]
+fn integers_are_the_weights_that_they_stand_for() {
+    let place = Place::new(&rounded());
+    let opened = place.open();
+    let described: Vec<(&str, String)> = opened.weights.by_name.iter().map(|(name, weight)| (name.as_str(), weight.describe())).collect();
+    assert_eq!(described.iter().map(|(name, _)| *name).collect::<Vec<_>>(), ["b_floats", "w_floats"], "{described:?}");
+    let weight = &opened.weights.by_name["w_floats"];
+    assert_eq!((weight.shape.as_slice(), weight.readers.as_slice()), (&[6, 20][..], &["/head/MatMul".to_owned()][..]));
+    let values = weight.floats("").unwrap();
+    let stored = bytes("w", DataType::Int8, &[20, 6], 3).raw_data.unwrap();
+    for (output, input) in (0..6).flat_map(|output| (0..20).map(move |input| (output, input))) {
+        let scale = 0.004f32 + output as f32 * 1e-4;
+        assert_eq!(values[output * 20 + input], f32::from(stored[input * 6 + output] as i8) * scale);
+    }
+    assert_eq!(opened.weights.by_name["b_floats"].floats("").unwrap()[1], -30_000.0 * (STEP * (0.004 + 1e-4)));
+    // Nothing of it is a piece: activations are rounded by an op.
+    let graph = opened.graph().unwrap();
+    assert!(graph.nodes().iter().any(|node| matches!(&node.op, Op::FakeQuantize(by) if by.zero_point == -8 && by.scale == STEP)));
+    assert!(!graph.nodes().iter().any(|node| matches!(node.op, Op::Opaque(_))));
+    for model in [rounded(), weights_alone()] {
+        let place = Place::new(&model);
+        let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+        assert_eq!(place.written("out.onnx"), model);
+        assert!(report.notes.iter().any(|note| note.contains("weights are integers with scales already")), "{:?}", report.notes);
+    }
+}
+
+#[test]
+fn what_is_quantized_is_not_quantized_again_or_pruned() {
+    for model in [rounded(), weights_alone()] {
+        let place = Place::new(&model);
+        let prune = PruneUnstructured { targets: vec!["re:(w|first)_floats".parse().unwrap()], ..PruneUnstructured::default() };
+        for step in [Step::from(QuantizeDynamic::default()), prune.into()] {
+            let error = builder().pass(step).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
+            assert!(error.to_string().contains("_floats`: is int8") && error.to_string().contains("already"), "{error}");
+            assert!(error.hint().unwrap().contains("put `dequantize` before it"), "{error}");
+        }
+    }
+    // Pruning weights that a quantizer reads as floats is left to who asks for it by name.
+    let mut model = rounded();
+    let graph = model.graph.as_mut().unwrap();
+    graph.node[2].input[0] = "w_integers".into();
+    graph.node.insert(0, node("QuantizeLinear", &["w", "w_scale", "w_zero"], &["w_integers"], axis(1)));
+    graph.initializer[0] = raw("w", &[20, 6]);
+    let place = Place::new(&model);
+    let pass = QuantizeDynamic::default();
+    let error = builder().pass(pass).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
+    assert!(error.to_string().contains("no weight is selected"), "{error}");
+}
+
+#[test]
+fn asked_for_they_become_floats() {
+    let (rounded, alone) = (Place::new(&rounded()), Place::new(&weights_alone()));
+    for place in [&rounded, &alone] {
+        builder().pass(Dequantize::default()).build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+        let graph = place.written("out.onnx").graph.unwrap();
+        assert!(graph.node.iter().all(|node| !node.op_type().contains("antizeLinear") && node.op_type() != "Cast"), "{:?}", graph.node);
+        let (before, after) = (place.open(), compress::Model::open(place.path("out.onnx")).unwrap());
+        assert!(after.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense));
+        for (name, weight) in before.weights.by_name.iter().filter(|(_, weight)| weight.is_float()) {
+            assert_eq!(after.weights.by_name[name].floats(name).unwrap(), weight.floats(name).unwrap(), "{name}");
+        }
+    }
+    // What follows in a recipe takes them; what stays of the file is untouched.
+    let both = builder().pass(Dequantize::default()).pass(QuantizeDynamic::default()).build().unwrap();
+    both.run(alone.open(), alone.path("again.onnx")).unwrap();
+    let narrow = builder().pass(Dequantize::default()).pass(Cast { to: FloatFormat::F16, ..Cast::default() }).build().unwrap();
+    narrow.run(alone.open(), alone.path("narrow.onnx")).unwrap();
+    if runtime::library().is_ok() {
+        assert_eq!(answers_of(&alone.input()), answers_of(&alone.path("out.onnx")));
+        // Activations are no longer rounded.
+        assert!(distance(&rounded.input(), &rounded.path("out.onnx")) < 0.02);
+        assert!(distance(&alone.input(), &alone.path("again.onnx")) < 0.05);
+        assert!(distance(&alone.input(), &alone.path("narrow.onnx")) < 2e-3);
+    }
+}
+
+#[test]
+fn a_lifted_file_computes_what_it_did() {
+    if runtime::library().is_err() {
+        return;
+    }
+    for model in [rounded(), weights_alone()] {
+        let place = Place::new(&model);
+        let x = candle_core::Tensor::from_vec(crate::numbers(60), (3, 20), &candle_core::Device::Cpu).unwrap();
+        let inputs: compress::exec::Inputs = [("x".to_owned(), x)].into();
+        let opened = place.open();
+        let graph = opened.graph().unwrap();
+        let work = compress::work::Work { threads: 1, progress: &compress::work::Silent, cancel: &compress::work::Cancel::default() };
+        let device = candle_core::Device::Cpu;
+        let parameters = compress::exec::Parameters::load(&graph, &opened.weights, &device, candle_core::DType::F32, compress::exec::Residence::Stored, &work);
+        let ours = compress::exec::Executor::new(&graph, parameters.unwrap(), device).run(&inputs).unwrap();
+        let ours: Vec<f32> = ours["y"].flatten_all().unwrap().to_vec1().unwrap();
+        let theirs = answers_of(&place.input()).unwrap();
+        let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+        let off = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(off < 1e-5 * largest, "{off} of {largest}");
+    }
+}

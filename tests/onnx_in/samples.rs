@@ -1,0 +1,180 @@
+//! Static int8 on samples as people have them: pictures in a folder, arrays by input, whole runs.
+
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use compress::data::{ChannelOrder, Data, ImageLayout};
+use compress::evaluation::SamplesFrom;
+use compress::onnx::proto::{AttributeProto, DataType, GraphProto, ModelProto, OperatorSetIdProto, TensorProto};
+use compress::pass::QuantizeStatic;
+use compress::{Report, Result, runtime};
+
+use crate::{Place, builder, model, node, numbers, raw, tensor, value};
+
+const PICTURES: usize = 12;
+
+/// A small network over pictures whose channels come last, as TensorFlow's files have them.
+fn network() -> ModelProto {
+    let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
+    let graph = GraphProto {
+        name: Some("pictures".into()),
+        node: vec![
+            node("Transpose", &["x"], &["planes"], vec![list("perm", &[0, 3, 1, 2])]),
+            node("Conv", &["planes", "kernel"], &["convolved"], vec![list("pads", &[1, 1, 1, 1])]),
+            node("Relu", &["convolved"], &["active"], vec![]),
+            node("GlobalAveragePool", &["active"], &["pooled"], vec![]),
+            node("Reshape", &["pooled", "flat"], &["features"], vec![]),
+            node("MatMul", &["features", "head"], &["y"], vec![]),
+        ],
+        initializer: vec![
+            raw("kernel", &[16, 3, 3, 3]),
+            TensorProto { int64_data: vec![0, -1], ..tensor("flat", DataType::Int64, &[2]) },
+            raw("head", &[16, 8]),
+        ],
+        input: vec![value("x", DataType::Float, &["n", "8", "6", "3"])],
+        output: vec![value("y", DataType::Float, &["n", "8"])],
+        ..GraphProto::default()
+    };
+    let opset_import = vec![OperatorSetIdProto { domain: None, version: Some(11) }];
+    ModelProto { ir_version: Some(6), graph: Some(graph), opset_import, ..ModelProto::default() }
+}
+
+fn byte(picture: usize, y: usize, x: usize, channel: usize) -> u8 {
+    (picture * 53 + y * 31 + x * 17 + channel * 71) as u8
+}
+
+/// Pictures of 10 x 10 without classes.
+fn pictures(folder: &Path) {
+    std::fs::create_dir(folder).unwrap();
+    for picture in 0..PICTURES {
+        let image = image::RgbImage::from_fn(10, 10, |x, y| image::Rgb([0, 1, 2].map(|channel| byte(picture, y as usize, x as usize, channel))));
+        image.save(folder.join(format!("{picture:02}.png"))).unwrap();
+    }
+}
+
+/// What a network takes of them: 8 x 6 of the middle, blue first, without a mean.
+fn prepared() -> Tensor {
+    let mut values = Vec::new();
+    for (picture, y) in (0..PICTURES).flat_map(|picture| (1..9).map(move |y| (picture, y))) {
+        for (x, (channel, mean)) in (2..8).flat_map(|x| [(2, 104.0), (1, 117.0), (0, 123.0)].map(|place| (x, place))) {
+            values.push(f32::from(byte(picture, y, x, channel)) - mean);
+        }
+    }
+    Tensor::from_vec(values, (PICTURES, 8, 6, 3), &Device::Cpu).unwrap()
+}
+
+fn as_the_network_takes_them(folder: &Path) -> Data {
+    Data {
+        images: Some(folder.to_owned()),
+        crop: Some(vec![8, 6]),
+        channels: Some(ChannelOrder::Bgr),
+        rescale: Some(1.0),
+        mean: vec![104.0, 117.0, 123.0],
+        ..Data::default()
+    }
+}
+
+fn quantized(place: &Place, data: Data, output: &str) -> Result<Report> {
+    builder().pass(QuantizeStatic::default()).calibration(data).build()?.run(place.open(), place.path(output))
+}
+
+/// An array as NumPy writes it.
+fn npy(path: &Path, kind: &str, shape: &str, elements: &[u8]) {
+    let header = format!("{{'descr': '{kind}', 'fortran_order': False, 'shape': ({shape}), }}");
+    let length = (header.len() as u16).to_le_bytes();
+    std::fs::write(path, [&b"\x93NUMPY\x01\x00"[..], &length, header.as_bytes(), elements].concat()).unwrap();
+}
+
+fn floats(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+#[test]
+fn pictures_calibrate_as_the_arrays_that_they_are() {
+    let place = Place::new(&network());
+    pictures(&place.path("pictures"));
+    let report = quantized(&place, as_the_network_takes_them(&place.path("pictures")), "from-pictures.onnx").unwrap();
+    let fidelity = report.fidelity.unwrap_or_else(|| panic!("{:?}", report.notes));
+    assert_eq!(fidelity.samples_from, SamplesFrom::HeldOut);
+    assert!(fidelity.fidelity.cosine > 0.999, "{}", fidelity.fidelity.cosine);
+    // Of a folder the samples that are used are spread over it, of arrays they are the first: both use all.
+    let all = |data: Data| Data { samples: Some(PICTURES), ..data };
+    let arrays = place.path("arrays.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), prepared())].into(), &arrays).unwrap();
+    quantized(&place, all(Data { arrays: Some(arrays), ..Data::default() }), "from-arrays.onnx").unwrap();
+    let folder = place.path("by-input");
+    std::fs::create_dir(&folder).unwrap();
+    npy(&folder.join("x.npy"), "<f4", "12, 8, 6, 3", &floats(&prepared().flatten_all().unwrap().to_vec1().unwrap()));
+    quantized(&place, all(Data { arrays: Some(folder), ..Data::default() }), "from-folder.onnx").unwrap();
+    quantized(&place, all(as_the_network_takes_them(&place.path("pictures"))), "from-all-pictures.onnx").unwrap();
+    let graph = |name: &str| place.written(name).graph.unwrap();
+    assert_eq!(graph("from-all-pictures.onnx"), graph("from-arrays.onnx"));
+    assert_eq!(graph("from-folder.onnx"), graph("from-arrays.onnx"));
+    let plain = Data { rescale: None, ..as_the_network_takes_them(&place.path("pictures")) };
+    quantized(&place, all(plain), "from-others.onnx").unwrap();
+    assert_ne!(graph("from-others.onnx"), graph("from-arrays.onnx"));
+}
+
+#[test]
+fn what_pictures_are_not_made_into_is_said() {
+    let place = Place::new(&network());
+    pictures(&place.path("pictures"));
+    let refused = |change: &dyn Fn(&mut Data)| {
+        let mut data = as_the_network_takes_them(&place.path("pictures"));
+        change(&mut data);
+        let error = quantized(&place, data, "out.onnx").unwrap_err().to_string();
+        assert!(!place.path("out.onnx").exists(), "{error}");
+        error
+    };
+    assert!(refused(&|data| data.crop = None).contains("is 10 x 10, the model's input `x` is any x 8 x 6 x 3"));
+    assert!(refused(&|data| data.crop = Some(vec![20])).contains("less than the 20 x 20 that are kept of it"));
+    assert!(refused(&|data| data.layout = Some(ImageLayout::Nchw)).contains("3 channels, this one has 8"));
+    assert!(refused(&|data| data.mean = vec![1.0, 2.0]).contains("`mean` has 2 numbers"));
+    assert!(refused(&|data| data.images = Some(place.path("none"))).contains("none"));
+}
+
+/// Runs of a model that takes a truth value beside its rows: a file for each, with everything that it takes.
+fn runs(folder: &Path) {
+    std::fs::create_dir(folder).unwrap();
+    for run in 0..PICTURES {
+        let rows = 1 + run % 4;
+        let x = Tensor::from_vec(numbers(60 + run)[run..run + rows * 15].iter().chain(&numbers(rows * 5)).copied().collect(), (rows, 20), &Device::Cpu);
+        let positive = Tensor::new((run % 2) as u8, &Device::Cpu).unwrap();
+        let all = [("x".to_owned(), x.unwrap()), ("positive".to_owned(), positive), ("more".to_owned(), Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap())];
+        candle_core::safetensors::save(&all.into(), folder.join(format!("{run}.safetensors"))).unwrap();
+    }
+}
+
+#[test]
+fn runs_hold_inputs_of_any_rank_and_type() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let place = Place::new(&model());
+    runs(&place.path("runs"));
+    let data = || Data { arrays: Some(place.path("runs")), ..Data::default() };
+    let report = quantized(&place, data(), "out.onnx").unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("the first 11 calibration samples")), "{:?}", report.notes);
+    let fidelity = report.fidelity.unwrap_or_else(|| panic!("{:?}", report.notes));
+    assert_eq!((fidelity.samples_from, fidelity.samples), (SamplesFrom::HeldOut, 1));
+    assert!(fidelity.fidelity.cosine > 0.999, "{}", fidelity.fidelity.cosine);
+    let refused = |data: Data| quantized(&place, data, "no.onnx").unwrap_err().to_string();
+    assert!(refused(Data { batch_size: Some(4), ..data() }).contains("leave `batch_size` out"));
+    assert!(refused(Data { mean: vec![0.5], ..data() }).contains("leave `mean` out"));
+    assert!(refused(Data { inputs: vec![("z".into(), "x".into())], ..data() }).contains("no input `z`"));
+    std::fs::remove_file(place.path("runs/10.safetensors")).unwrap();
+    let wide = Tensor::zeros((2, 21), DType::F32, &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), wide)].into(), place.path("runs/10.safetensors")).unwrap();
+    assert!(refused(data()).contains("array `x` is [2, 21], the model's input `x` is any x 20"));
+    // A truth value has no rows.
+    let rows = place.path("rows.safetensors");
+    let all = [
+        ("x".to_owned(), Tensor::zeros((2, 20), DType::F32, &Device::Cpu).unwrap()),
+        ("positive".to_owned(), Tensor::zeros(2, DType::U8, &Device::Cpu).unwrap()),
+    ];
+    candle_core::safetensors::save(&all.into(), &rows).unwrap();
+    assert!(refused(Data { arrays: Some(rows), ..Data::default() }).contains("`positive` is one number and has no rows"));
+    let empty = place.path("empty");
+    std::fs::create_dir(&empty).unwrap();
+    assert!(refused(Data { arrays: Some(empty), ..Data::default() }).contains("holds no arrays"));
+}

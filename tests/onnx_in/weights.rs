@@ -1,0 +1,201 @@
+//! Files that nothing, or weights alone, changed; weights in every kind of place.
+
+use std::collections::BTreeMap;
+
+use compress::export::{Onnx, Safetensors};
+use compress::model::diff;
+use compress::onnx::ModelFile;
+use compress::onnx::proto::{DataLocation, DataType, ModelProto, StringStringEntryProto, TensorProto};
+use compress::pass::PruneUnstructured;
+use compress::pipeline::verify;
+use compress::runtime;
+use compress::work::{Cancel, Silent, Work};
+use compress::{Model, Report};
+use prost::Message;
+
+use crate::{Place, answers, builder, constant, model, numbers, raw, turned, value};
+
+#[test]
+fn weights_are_found_wherever_they_are() {
+    let place = Place::new(&model());
+    let opened = place.open();
+    // A matrix of a product has its outputs first, whatever the file's order.
+    let shapes: Vec<(&str, &[usize])> = opened.weights.by_name.iter().map(|(name, w)| (name.as_str(), w.shape.as_slice())).collect();
+    assert_eq!(
+        shapes,
+        [("bias", &[40][..]), ("long", &[600]), ("onnx::MatMul_7", &[40, 20]), ("row", &[1]), ("scale", &[40]), ("shift", &[40]), ("table", &[30, 40])]
+    );
+    assert_eq!(opened.weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
+    assert_eq!(opened.weights.by_name["bias"].floats("").unwrap(), numbers(40));
+    let mut long = Vec::new();
+    opened.weights.by_name["long"]
+        .visit(1, &mut |block| {
+            long.extend(block.now.values.as_chunks::<8>().0.iter().map(|bytes| i64::from_le_bytes(*bytes)));
+            Ok(())
+        })
+        .unwrap();
+    assert_eq!(long, (0..600).map(|i| i * i - 5).collect::<Vec<i64>>());
+    assert_eq!(opened.weights.metadata["character"], "abc");
+    // Two bodies may call different tensors the same: neither is a weight of that name.
+    let mut twins = model();
+    let bodies = &mut twins.graph.as_mut().unwrap().node[2].attribute;
+    let other = bodies[1].g.as_mut().unwrap();
+    other.node[0] = constant(raw("scale", &[40]));
+    other.node[1].input[1] = "scale".into();
+    let place = Place::new(&twins);
+    assert!(!place.open().weights.by_name.contains_key("scale"));
+    builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert_eq!(std::fs::read(place.path("out.onnx")).unwrap(), twins.encode_to_vec());
+}
+
+#[test]
+fn a_file_that_nothing_touched_is_written_byte_for_byte() {
+    let mut bytes = model().encode_to_vec();
+    // A field of the model that nobody knows, and one of its graph: field 7, opened again.
+    bytes.extend([0x9a, 0x06, 3, b'a', b'b', b'c']);
+    bytes.extend([0x3a, 5, 0x9a, 0x06, 2, b'd', b'e']);
+    let place = Place::of(&bytes);
+    let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert_eq!(std::fs::read(place.path("out.onnx")).unwrap(), bytes);
+    assert_eq!(answers(&place.input()), answers(&place.path("out.onnx")));
+    assert_eq!((report.size.before.bytes, report.size.after.bytes), (bytes.len() as u64, bytes.len() as u64));
+    assert_eq!(report.size.after.parameters, 40 + 600 + 800 + 1 + 40 + 40 + 1200);
+    assert!(report.layers.iter().all(|layer| layer.sqnr_db.is_none()) && report.layers.len() == 7);
+    assert_eq!(report.recipe["export"][0]["onnx"]["opset"], 17);
+    if runtime::library().is_ok() {
+        let fidelity = report.fidelity.as_ref().unwrap_or_else(|| panic!("{:?}", report.notes));
+        assert_eq!((fidelity.fidelity.max_abs_error, fidelity.fidelity.cosine), (0.0, 1.0));
+    }
+    // Beside the file lies what a folder would hold.
+    assert_eq!(Report::open(&place.path("out.onnx")).unwrap(), report);
+    let checks = verify(&place.path("out.onnx"), &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
+    assert!(checks.len() > 2 && checks.iter().all(|check| check.ok), "{checks:?}");
+    let again = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap_err();
+    assert!(again.to_string().contains("exists") && again.hint().unwrap().contains("--force"), "{again}");
+    // A folder holds the same under the usual name, and opens.
+    builder().build().unwrap().run(place.open(), place.path("out")).unwrap();
+    assert_eq!(std::fs::read(place.path("out/model.onnx")).unwrap(), bytes);
+    assert_eq!(Model::open(place.path("out")).unwrap().weights.parameters(), report.size.after.parameters);
+}
+
+#[test]
+fn passes_over_weights_change_these_and_nothing_else() {
+    let place = Place::new(&model());
+    let prune = PruneUnstructured { targets: ["onnx::MatMul_7", "table", "scale"].map(|name| name.parse().unwrap()).to_vec(), ..PruneUnstructured::default() };
+    let pipeline = builder().pass(prune).build().unwrap();
+    let plan = pipeline.plan(&place.open()).unwrap();
+    assert_eq!((plan.files, plan.output_exact), (vec!["model.onnx".to_owned()], true));
+    let report = pipeline.run(place.open(), place.path("out.onnx")).unwrap();
+    let written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
+    let mut wanted = model();
+    wanted.metadata_props.extend(written.metadata_props.iter().find(|entry| entry.key() == "compress.passes").cloned());
+    assert!(wanted.metadata_props.len() == 2);
+    let graph = wanted.graph.as_mut().unwrap();
+    let pruned = |tensor: &mut TensorProto| {
+        let mut values = numbers(tensor.dims.iter().product::<i64>() as usize);
+        let mut order: Vec<usize> = (0..values.len()).collect();
+        order.sort_by(|a, b| values[*a].abs().total_cmp(&values[*b].abs()));
+        order[..values.len() / 2].iter().for_each(|at| values[*at] = 0.0);
+        tensor.raw_data = Some(values.iter().flat_map(|v| v.to_le_bytes()).collect());
+    };
+    pruned(&mut graph.initializer[0]);
+    pruned(graph.node[3].attribute[0].t.as_mut().unwrap());
+    pruned(graph.node[2].attribute[0].g.as_mut().unwrap().node[0].attribute[0].t.as_mut().unwrap());
+    assert_eq!(written, wanted);
+    assert_eq!(report.passes[0].tensors_changed, 3);
+    assert_eq!(report.size.after.tensors, report.size.before.tensors);
+    let (before, after) = (place.open(), Model::open(place.path("out.onnx")).unwrap());
+    let found = diff(&before, &after, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() }).unwrap();
+    assert_eq!(found.weights.iter().filter(|weight| !weight.equal).count(), 3);
+    if runtime::library().is_ok() {
+        let fidelity = &report.fidelity.as_ref().unwrap_or_else(|| panic!("{:?}", report.notes)).fidelity;
+        assert!(fidelity.cosine < 1.0 && fidelity.cosine > 0.5, "{fidelity:?}");
+    }
+}
+
+#[test]
+fn what_a_graph_does_not_take_is_refused_before_anything_is_written() {
+    let place = Place::new(&model());
+    let refused = |builder: compress::pipeline::Builder, output: &str| {
+        let error = builder.build().and_then(|pipeline| pipeline.run(place.open(), place.path(output))).unwrap_err();
+        assert!(!place.path(output).exists(), "{error}");
+        error.to_string()
+    };
+    assert!(refused(builder().export(Safetensors::default()), "out").contains("in.onnx: writing an .onnx model as safetensors"));
+    assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is a file of ONNX"));
+    assert!(refused(builder().export(Onnx { opset: 18, ..Onnx::default() }), "out.onnx").contains("opset"));
+}
+
+#[test]
+fn initializers_that_are_inputs_are_weights() {
+    let mut old = model();
+    old.ir_version = Some(3);
+    let graph = old.graph.as_mut().unwrap();
+    graph.input.push(value("bias", DataType::Float, &["40"]));
+    graph.input.insert(0, value("onnx::MatMul_7", DataType::Float, &["20", "40"]));
+    graph.input.push(value("row", DataType::Int64, &["1"]));
+    graph.input.push(value("long", DataType::Int64, &["600"]));
+    let place = Place::new(&old);
+    let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    let mut wanted = model();
+    wanted.ir_version = Some(4);
+    assert_eq!(ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap(), wanted);
+    assert!(report.notes.iter().any(|note| note.contains("4 initializers were inputs too")), "{:?}", report.notes);
+    assert_eq!(answers(&place.input()), answers(&place.path("out.onnx")));
+}
+
+/// The model with its largest weight in a file beside it, behind 16 bytes of something else.
+fn external(entries: &[(&str, &str)], data: &[u8]) -> Place {
+    let mut outside = model();
+    let weight = &mut outside.graph.as_mut().unwrap().initializer[0];
+    weight.raw_data = None;
+    weight.data_location = Some(DataLocation::External as i32);
+    weight.external_data = entries.iter().map(|(key, value)| StringStringEntryProto::new(key, *value)).collect();
+    let place = Place::new(&outside);
+    std::fs::write(place.path("weights.bin"), data).unwrap();
+    place
+}
+
+#[test]
+fn weights_beside_the_file_are_read_and_held_to_it() {
+    let bytes: Vec<u8> = [vec![9; 16], numbers(800).iter().flat_map(|v| v.to_le_bytes()).collect()].concat();
+    let place = external(&[("location", "weights.bin"), ("offset", "16"), ("length", "3200")], &bytes);
+    assert_eq!(place.open().weights.by_name["onnx::MatMul_7"].floats("").unwrap(), turned(&numbers(800), 20, 40));
+    assert_eq!(place.open().weight_files, [place.input(), place.path("weights.bin")]);
+    builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    let mut written = ModelProto::decode(std::fs::read(place.path("out.onnx")).unwrap().as_slice()).unwrap();
+    let graph = written.graph.as_mut().unwrap();
+    assert_eq!(graph.initializer[0].raw_data.as_deref(), Some(&bytes[16..]));
+    assert_eq!(written, model());
+    for (entries, data, reason) in [
+        (&[("location", "weights.bin"), ("offset", "17")][..], &bytes[..], "takes 3200"),
+        (&[("location", "weights.bin"), ("offset", "16"), ("length", "3204")], &bytes, "says 3204 bytes"),
+        (&[("location", "weights.bin"), ("offset", "99999")], &bytes, "begins at byte 99999"),
+        (&[("location", "weights.bin"), ("offset", "18446744073709551615"), ("length", "3200")], &bytes, "begins at byte"),
+        (&[("location", "weights.bin"), ("offset", "16"), ("length", "-1")], &bytes, "`-1`"),
+        (&[("location", "../weights.bin")], &bytes, "inside the model's folder"),
+        (&[("location", "other.bin")], &bytes, "cannot be opened"),
+        (&[], &bytes, "not named"),
+    ] {
+        let place = external(entries, data);
+        let error = Model::open(place.input()).err().unwrap().to_string();
+        assert!(error.contains("in.onnx: tensor `onnx::MatMul_7`") && error.contains(reason), "{error}");
+    }
+}
+
+#[test]
+fn a_file_too_large_for_one_message_has_its_weights_beside_it() {
+    let place = Place::new(&model());
+    let opened = ModelFile::open(&place.input()).unwrap();
+    let rewritten = opened.rewrite(&place.open().weights, "large.onnx", &BTreeMap::new(), 4000).unwrap();
+    let folder = place.path("large");
+    std::fs::create_dir(&folder).unwrap();
+    let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
+    compress::store::writer::write_pieces(&folder, &rewritten.layout, &rewritten.items, &work).unwrap();
+    let (before, after) = (place.open(), Model::open(folder.join("large.onnx")).unwrap());
+    assert_eq!(after.weight_files, [folder.join("large.onnx"), folder.join("large.onnx.data")]);
+    let found = diff(&before, &after, &work).unwrap();
+    assert!(found.weights.len() == 7 && found.weights.iter().all(|weight| weight.equal));
+    assert_eq!(answers(&place.input()), answers(&folder.join("large.onnx")));
+    assert!(std::fs::metadata(folder.join("large.onnx")).unwrap().len() < 4000);
+}
