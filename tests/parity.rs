@@ -92,6 +92,25 @@ fn every_family_computes_what_pytorch_does() {
     assert!(failures.is_empty(), "{} of {}:\n{}", failures.len(), names.len(), failures.join("\n"));
 }
 
+/// Folders of sentence-transformers name the class that an encoder was trained in.
+#[test]
+fn an_encoder_of_a_class_with_a_head_is_an_encoder() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models");
+    let heads = [("bert", "Bert"), ("roberta", "Roberta"), ("distilbert", "DistilBert"), ("mpnet", "MPNet"), ("modernbert", "ModernBert")];
+    for (name, class) in heads {
+        let copy = tempfile::tempdir().unwrap();
+        let text = std::fs::read_to_string(folder.join(name).join("config.json")).unwrap();
+        let changed = text.replace(&format!("{class}Model"), &format!("{class}ForMaskedLM"));
+        assert_ne!(text, changed);
+        std::fs::write(copy.path().join("config.json"), changed).unwrap();
+        for file in ["model.safetensors", "golden.safetensors"] {
+            std::os::unix::fs::symlink(folder.join(name).join(file), copy.path().join(file)).unwrap();
+        }
+        let found = differences(copy.path(), "golden.safetensors").unwrap();
+        assert!(found.iter().all(|(_, worst)| *worst < TOLERANCE), "{name}: {found:?}");
+    }
+}
+
 /// Channels that are far larger than the others take most of a token's steps.
 #[test]
 fn int8_activations_with_outliers_are_those_of_the_consumer() {
@@ -136,6 +155,29 @@ enum Answer {
     Outputs(BTreeMap<String, Vec<f64>>),
 }
 
+/// Keys of a configuration; those of a tower stand behind its name and a dot.
+fn names(config: &Map<String, Value>) -> Vec<String> {
+    let of = |(key, value): (&String, &Value)| match value.as_object() {
+        Some(tower) if key.ends_with("_config") => tower.keys().map(|inner| format!("{key}.{inner}")).collect(),
+        _ => vec![key.clone()],
+    };
+    config.iter().flat_map(of).collect()
+}
+
+/// The configuration with another value of such a key, or without it.
+fn with_key(config: &Map<String, Value>, key: &str, value: Option<&Value>) -> Map<String, Value> {
+    let mut changed = config.clone();
+    let (values, name) = match key.split_once('.') {
+        Some((tower, name)) => (changed[tower].as_object_mut().unwrap(), name),
+        None => (&mut changed, key),
+    };
+    match value {
+        Some(value) => values.insert(name.to_owned(), value.clone()),
+        None => values.shift_remove(name),
+    };
+    changed
+}
+
 /// A model of the table, and what it computes as it is.
 struct Walk<'k> {
     keys: &'k Keys,
@@ -161,7 +203,8 @@ impl Walk<'_> {
         let ((graph, unknown), model) = match built {
             // What is refused for another reason than the key changes nothing that anybody would notice, or does not fit.
             Err(e) => {
-                return (answer != Some(&Answer::Fails("fails".into())) && !e.to_string().contains(key)).then(|| format!("is refused without its name: {e}"));
+                let name = key.split('.').next_back().unwrap();
+                return (answer != Some(&Answer::Fails("fails".into())) && !e.to_string().contains(name)).then(|| format!("is refused without its name: {e}"));
             }
             Ok(found) => found,
         };
@@ -211,13 +254,11 @@ fn every_key_of_transformers_is_used_harmless_or_refused() {
         for (key, value, answer) in
             others.filter(|(key, ..)| keys.transformers != "4" || !NEWER.iter().any(|(model, newer)| key == newer && keys.model.starts_with(model)))
         {
-            let mut changed = walk.config.clone();
-            changed.insert(key.clone(), value.clone());
+            let changed = with_key(&walk.config, key, Some(value));
             tell(key, &format!("of {value}"), walk.with(&changed, key, answer));
         }
-        for key in walk.config.keys().filter(|key| *key != TIE && (keys.same.contains_key(*key) || keys.other.contains_key(*key))) {
-            let mut changed = walk.config.clone();
-            changed.shift_remove(key);
+        for key in names(&walk.config).iter().filter(|key| *key != TIE && (keys.same.contains_key(*key) || keys.other.contains_key(*key))) {
+            let changed = with_key(&walk.config, key, None);
             tell(key, "left out", walk.with(&changed, key, keys.absent.get(key)));
         }
     }

@@ -102,6 +102,19 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("qwen3-moe", vec![PrunedPart::Mlp], vec![("moe_intermediate_size", 6), ("intermediate_size", 12)]),
         ("opt-narrow-embeddings", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
         ("qwen3-moe", vec![PrunedPart::Heads], vec![("num_attention_heads", 2), ("num_key_value_heads", 1)]),
+        (
+            "mpnet-sequence-classification",
+            vec![PrunedPart::Heads, PrunedPart::Hidden, PrunedPart::Mlp],
+            vec![("hidden_size", 8), ("num_attention_heads", 2), ("intermediate_size", 14)],
+        ),
+        (
+            "modernbert-masked-lm",
+            vec![PrunedPart::Heads, PrunedPart::Hidden, PrunedPart::Mlp],
+            vec![("hidden_size", 8), ("num_attention_heads", 1), ("intermediate_size", 14)],
+        ),
+        ("dinov2-image-classification", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        ("torchvision-mobilenet-v3", vec![PrunedPart::Channels], vec![]),
+        ("torchvision-efficientnet", vec![PrunedPart::Channels], vec![]),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&dims)));
         assert!(done.described(), "{name} {dims:?}: {:?}", done.report.notes);
@@ -129,6 +142,9 @@ fn graph_json_describes_the_rest() {
         ("vit", PrunedPart::Heads),
         ("torchvision-resnet18", PrunedPart::Channels),
         ("gpt2-inverse-layer-scale", PrunedPart::Layers),
+        ("dinov2-gated", PrunedPart::Mlp),
+        ("siglip", PrunedPart::Heads),
+        ("convnext", PrunedPart::Mlp),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&[dims])));
         let said = done.report.notes.iter().any(|note| note.contains("graph.json does"));

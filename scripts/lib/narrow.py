@@ -1,7 +1,9 @@
 """torchvision's models with fewer channels than its constructors allow."""
 
 from torch import nn
+from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.mobilenetv2 import MobileNetV2
+from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 from torchvision.models.resnet import ResNet
 from torchvision.ops import Conv2dNormActivation
 
@@ -29,3 +31,29 @@ def narrow_mobilenet(last_channel, num_classes, **options):
     model.features[-1] = Conv2dNormActivation(channels, last_channel, kernel_size=1, activation_layer=nn.ReLU6)
     model.classifier[1] = nn.Linear(last_channel, num_classes)
     return model
+
+
+# Read, window, wide, made, whether gated, function, step of each block.
+MOBILENET_V3_ROWS = [
+    [8, 3, 8, 8, True, "RE", 2],
+    [8, 3, 20, 12, False, "RE", 2],
+    [12, 5, 24, 12, True, "HS", 1],
+    [12, 5, 28, 16, True, "HS", 2],
+]
+# Expansion, window, step, read, made, layers of each stage.
+EFFICIENTNET_ROWS = [[1, 3, 1, 32, 8, 1], [3, 3, 2, 8, 12, 2], [2, 5, 2, 12, 16, 1]]
+
+
+def narrow_mobilenet_v3(rows=MOBILENET_V3_ROWS, last_channel=20, num_classes=5):
+    """torchvision's, of rows of its blocks' sizes."""
+    settings = [InvertedResidualConfig(*row, dilation=1, width_mult=1.0) for row in rows]
+    return MobileNetV3(settings, last_channel, num_classes=num_classes)
+
+
+def narrow_efficientnet(rows=EFFICIENTNET_ROWS, last_channel=20, num_classes=5):
+    """torchvision's, of rows of its stages' sizes."""
+    settings = [MBConvConfig(*row, width_mult=1.0, depth_mult=1.0) for row in rows]
+    for setting, row in zip(settings, rows):
+        # Rounded to eights by the constructor.
+        setting.input_channels, setting.out_channels = row[3], row[4]
+    return EfficientNet(settings, 0.0, last_channel=last_channel, num_classes=num_classes)

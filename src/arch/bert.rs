@@ -1,10 +1,11 @@
 //! BERT: base, sequence classification, masked language model.
 
-use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use super::block::{Block, Names, NormPlace};
+use super::parts::{activation, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
-use crate::ir::ops::{Add, Embedding, Linear, Positions, Select, Tanh};
+use crate::ir::ops::{Add, Attention, Embedding, Linear, Positions, Select, Tanh};
 use crate::ir::{Builder, Dim, TensorType, ValueId};
 
 pub(super) const KEYS: Keys =
@@ -20,6 +21,17 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0)],
     layers: "num_hidden_layers",
+};
+
+const NAMES: Names = Names {
+    attention: "attention.self",
+    qkv: ["query", "key", "value"],
+    out: "attention.output.dense",
+    attended: "attention.output.sum",
+    norms: ["attention.output.LayerNorm", "output.LayerNorm"],
+    network: ["intermediate.dense", "intermediate.act", "output.dense"],
+    sum: "output.sum",
+    scales: None,
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
@@ -46,7 +58,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             let logits = linear(b, "classifier", "classifier", pooled, s.labels()?)?;
             b.output("logits", logits);
         }
-        ("BertForMaskedLM" | "BertForPreTraining" | "BertLMHeadModel", _) => {
+        ("BertForMaskedLM" | "BertForPreTraining" | "BertLMHeadModel", _) if has_head(b, prefix, "cls.predictions.transform.dense") => {
             let dense = linear(b, "cls.predictions.transform.dense", "cls.predictions.transform.dense", hidden, s.size("hidden_size")?)?;
             let active = b.node("cls.predictions.transform.act", activation(s.text_or("hidden_act", "gelu")?)?, &[dense])?;
             let normed =
@@ -81,22 +93,20 @@ pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueI
     let sum = b.node("embeddings.with_types", Add {}, &[words, types])?;
     let sum = b.node("embeddings.sum", Add {}, &[sum, positions])?;
     let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
+    let block = Block {
+        names: &NAMES,
+        norms: NormPlace::After,
+        epsilon,
+        head_dim,
+        attention: Attention { causal, ..Attention::default() },
+        extras: &[mask],
+        qkv_bias: None,
+        neurons: s.size("intermediate_size")?,
+        activation: Some(s.text_or("hidden_act", "gelu")?),
+    };
     for index in 0..s.size("num_hidden_layers")? {
         let node = format!("encoder.layer.{index}");
-        let module = format!("{prefix}{node}");
-        let mut qkv = [x; 3];
-        for (value, part) in qkv.iter_mut().zip(["query", "key", "value"]) {
-            *value = linear(b, &format!("{node}.attention.self.{part}"), &format!("{module}.attention.self.{part}"), x, hidden)?;
-        }
-        let context = attend(b, &format!("{node}.attention.self"), qkv, head_dim, Some(mask), causal)?;
-        let dense = linear(b, &format!("{node}.attention.output.dense"), &format!("{module}.attention.output.dense"), context, hidden)?;
-        let sum = b.node(&format!("{node}.attention.output.sum"), Add {}, &[dense, x])?;
-        let attended = layer_norm(b, &format!("{node}.attention.output.LayerNorm"), &format!("{module}.attention.output.LayerNorm"), sum, epsilon)?;
-        let wide = linear(b, &format!("{node}.intermediate.dense"), &format!("{module}.intermediate.dense"), attended, s.size("intermediate_size")?)?;
-        let active = b.node(&format!("{node}.intermediate.act"), activation(s.text_or("hidden_act", "gelu")?)?, &[wide])?;
-        let dense = linear(b, &format!("{node}.output.dense"), &format!("{module}.output.dense"), active, hidden)?;
-        let sum = b.node(&format!("{node}.output.sum"), Add {}, &[dense, attended])?;
-        x = layer_norm(b, &format!("{node}.output.LayerNorm"), &format!("{module}.output.LayerNorm"), sum, epsilon)?;
+        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
     }
     Ok(x)
 }

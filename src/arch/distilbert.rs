@@ -1,12 +1,13 @@
 //! DistilBERT: BERT without token types and pooler, and with its own names.
 
 use super::bert::tied_head;
-use super::parts::{activation, attend, layer_norm, linear, text_inputs};
+use super::block::{Block, Names, NormPlace};
+use super::parts::{activation, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::Builder;
-use crate::ir::ops::{Add, Embedding, Positions, Relu, Select};
+use crate::ir::ops::{Add, Attention, Embedding, Positions, Relu, Select};
 
 const EPSILON: f64 = 1e-12;
 
@@ -28,6 +29,17 @@ pub(super) const SIZES: Sizes = Sizes {
     layers: "n_layers",
 };
 
+const NAMES: Names = Names {
+    attention: "attention",
+    qkv: ["q_lin", "k_lin", "v_lin"],
+    out: "attention.out_lin",
+    attended: "attention.sum",
+    norms: ["sa_layer_norm", "output_layer_norm"],
+    network: ["ffn.lin1", "ffn.act", "ffn.lin2"],
+    sum: "ffn.sum",
+    scales: None,
+};
+
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("distilbert.embeddings.word_embeddings.weight") { "distilbert." } else { "" };
     let width = s.size("dim")?;
@@ -40,22 +52,20 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
     let sum = b.node("embeddings.sum", Add {}, &[words, positions])?;
     let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, EPSILON)?;
+    let block = Block {
+        names: &NAMES,
+        norms: NormPlace::After,
+        epsilon: EPSILON,
+        head_dim,
+        attention: Attention::default(),
+        extras: &[mask],
+        qkv_bias: None,
+        neurons: s.size("hidden_dim")?,
+        activation: Some(s.text_or("activation", "gelu")?),
+    };
     for index in 0..s.size("n_layers")? {
         let node = format!("transformer.layer.{index}");
-        let module = format!("{prefix}{node}");
-        let mut qkv = [x; 3];
-        for (value, part) in qkv.iter_mut().zip(["q_lin", "k_lin", "v_lin"]) {
-            *value = linear(b, &format!("{node}.attention.{part}"), &format!("{module}.attention.{part}"), x, width)?;
-        }
-        let context = attend(b, &format!("{node}.attention"), qkv, head_dim, Some(mask), false)?;
-        let dense = linear(b, &format!("{node}.attention.out_lin"), &format!("{module}.attention.out_lin"), context, width)?;
-        let sum = b.node(&format!("{node}.attention.sum"), Add {}, &[dense, x])?;
-        let attended = layer_norm(b, &format!("{node}.sa_layer_norm"), &format!("{module}.sa_layer_norm"), sum, EPSILON)?;
-        let wide = linear(b, &format!("{node}.ffn.lin1"), &format!("{module}.ffn.lin1"), attended, s.size("hidden_dim")?)?;
-        let active = b.node(&format!("{node}.ffn.act"), activation(s.text_or("activation", "gelu")?)?, &[wide])?;
-        let dense = linear(b, &format!("{node}.ffn.lin2"), &format!("{module}.ffn.lin2"), active, width)?;
-        let sum = b.node(&format!("{node}.ffn.sum"), Add {}, &[dense, attended])?;
-        x = layer_norm(b, &format!("{node}.output_layer_norm"), &format!("{module}.output_layer_norm"), sum, EPSILON)?;
+        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
     }
     b.output("last_hidden_state", x);
     if s.class() == "DistilBertForSequenceClassification" {
@@ -64,7 +74,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let active = b.node("pre_classifier.act", Relu {}, &[dense])?;
         let logits = linear(b, "classifier", "classifier", active, s.labels()?)?;
         b.output("logits", logits);
-    } else if s.class() == "DistilBertForMaskedLM" {
+    } else if s.class() == "DistilBertForMaskedLM" && has_head(b, prefix, "vocab_transform") {
         let dense = linear(b, "vocab_transform", "vocab_transform", x, width)?;
         let active = b.node("vocab_transform.act", activation(s.text_or("activation", "gelu")?)?, &[dense])?;
         let normed = layer_norm(b, "vocab_layer_norm", "vocab_layer_norm", active, EPSILON)?;

@@ -3,7 +3,7 @@
 use super::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
 use super::parts::activation;
 use super::resize::Sizes;
-use super::rope::{RopeDefaults, rotary, scaled};
+use super::rope::{RopeDefaults, by_layer_type, rotary};
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::Builder;
@@ -89,30 +89,7 @@ fn sliding_window(s: &Settings, slides: bool) -> Result<Option<usize>> {
 
 /// Layers with a window count positions by another base than those without.
 fn rotary_of(s: &Settings, layers: &'static str, head_dim: usize) -> Result<Rotary> {
-    let all = s.group("rope_parameters");
-    if all.is_some_and(|all| all.get("rope_type").is_some()) {
-        return Err(Error::graph("config.json", "`rope_parameters` has a `rope_type` for all layers, expected `full_attention` and `sliding_attention`"));
-    }
-    let own = all.and_then(|all| all.group(layers));
     let is_global = layers == "full_attention";
-    let (key, default) = if is_global { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };
-    let theta = match own.filter(|own| own.get("rope_theta").is_some()) {
-        Some(own) => own.number("rope_theta")?,
-        None => s.number_or(key, default)?,
-    };
-    let parameters = s.group("rope_scaling").filter(|_| is_global);
-    if parameters.is_some_and(|p| p.get("rope_type").is_none()) {
-        return Err(Error::graph("config.json", "`rope_scaling` has no `rope_type`"));
-    }
-    let plain = |own: Settings| own.text_or("rope_type", "default").is_ok_and(|kind| kind == "default");
-    if let (Some(_), Some(own)) = (parameters, own)
-        && !plain(own)
-    {
-        return Err(Error::Unsupported {
-            what: "config.json: `rope_scaling` beside `rope_parameters` that scale too".into(),
-            hint: "put what is meant into one of them, and remove the other".into(),
-        });
-    }
-    let parameters = parameters.or(own);
-    scaled(s, parameters, theta, head_dim, RopeDefaults::default())
+    let base = if is_global { ("rope_theta", 1e6) } else { ("rope_local_base_freq", 1e4) };
+    by_layer_type(s, layers, base, head_dim, s.group("rope_scaling").filter(|_| is_global), RopeDefaults::default())
 }

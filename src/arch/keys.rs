@@ -103,7 +103,9 @@ impl Keys {
             let same = |text: &str| {
                 serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
             };
-            match self.neutral.iter().find(|(name, _)| *name == key) {
+            // The towers of a model have configurations of their own.
+            let own = ["text_config.", "vision_config."].iter().find_map(|tower| key.strip_prefix(tower)).unwrap_or(&key);
+            match self.neutral.iter().find(|(name, _)| *name == own) {
                 Some((_, neutral)) if same(neutral) => {}
                 Some((_, neutral)) => {
                     return Err(Error::Unsupported {
@@ -111,7 +113,7 @@ impl Keys {
                         hint: format!("it changes what the model computes, and only {neutral} is supported; passes over weights do not need it"),
                     });
                 }
-                None if self.harmless.contains(&key.as_str()) => {}
+                None if self.harmless.contains(&own) => {}
                 None => unknown.push(key),
             }
         }

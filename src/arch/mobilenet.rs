@@ -9,7 +9,7 @@ use super::parts::{ConvNorm, image_input, linear};
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Clip, GlobalAveragePool};
-use crate::ir::{Builder, Dim, ValueId};
+use crate::ir::{Builder, Dim, Op, ValueId};
 
 /// Those of all models of torchvision.
 pub(super) const KEYS: Keys = Keys { harmless: &["last_channel", "round_nearest", "width_mult"], neutral: &[] };
@@ -19,7 +19,7 @@ const RELU6: Clip = Clip { min: 0.0, max: 6.0 };
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let groups = groups(s)?;
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
-    let mut x = step(b, "features.0", pixels, 3, 2, false)?;
+    let mut x = step(b, "features.0", pixels, 2, false)?;
     let mut block = 1usize;
     for (repeat, stride) in groups {
         for index in 0..repeat {
@@ -27,7 +27,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             block = block.saturating_add(1);
         }
     }
-    x = step(b, &format!("features.{block}"), x, 1, 1, false)?;
+    x = step(b, &format!("features.{block}"), x, 1, false)?;
     let pooled = b.node("pool", GlobalAveragePool::default(), &[x])?;
     let logits = linear(b, "classifier", "classifier.1", pooled, s.size_or("num_classes", 1000)?)?;
     b.output("logits", logits);
@@ -46,20 +46,55 @@ fn groups(s: &Settings) -> Result<Vec<(usize, usize)>> {
     })
 }
 
-/// Channels that a convolution makes.
-fn channels(b: &Builder, module: &str) -> Result<usize> {
+/// Channels that a convolution makes, and the side of its window.
+fn window(b: &Builder, module: &str) -> Result<(usize, usize)> {
     let name = format!("{module}.weight");
-    let shape = b.stored_shape(&name).ok_or_else(|| Error::tensor(&name, "is missing", "is this a MobileNetV2 of torchvision?"))?;
-    let count = shape.first().copied().filter(|count| *count > 0);
-    count.ok_or_else(|| Error::tensor(&name, format!("has shape {shape:?}, which makes no channels"), ""))
+    let shape = b.stored_shape(&name).ok_or_else(|| Error::tensor(&name, "is missing", "is this the variant of torchvision that config.json names?"))?;
+    match shape.as_slice() {
+        [count, _, side, _] if *count > 0 => Ok((*count, *side)),
+        _ => Err(Error::tensor(&name, format!("has shape {shape:?}, which makes no channels"), "")),
+    }
 }
 
-/// Convolution, normalisation and ReLU6, named `module.0` to `module.2`.
-fn step(b: &mut Builder, module: &str, x: ValueId, kernel: usize, stride: usize, depthwise: bool) -> Result<ValueId> {
-    let (conv, norm) = (format!("{module}.0"), format!("{module}.1"));
-    let out = channels(b, &conv)?;
-    let y = ConvNorm { conv: &conv, norm: &norm, out, kernel, stride, groups: if depthwise { out } else { 1 } }.add(b, x)?;
-    b.node(&format!("{module}.2"), RELU6, &[y])
+/// A convolution with its normalisation and its function, as torchvision puts them together.
+#[derive(Clone)]
+pub(super) struct Step {
+    /// Step of the window.
+    pub stride: usize,
+    /// Whether each channel has a window of its own.
+    pub depthwise: bool,
+    /// What follows, if anything does.
+    pub function: Option<Op>,
+    /// Number added to variances; nothing is that of PyTorch.
+    pub epsilon: f64,
+}
+
+impl Step {
+    /// Adds nodes `module.0` to `module.2`, as the modules are named.
+    pub(super) fn add(&self, b: &mut Builder, module: &str, x: ValueId) -> Result<ValueId> {
+        let y = self.conv(b, [&format!("{module}.0"), &format!("{module}.1")], x)?;
+        match &self.function {
+            Some(function) => b.node(&format!("{module}.2"), function.clone(), &[y]),
+            None => Ok(y),
+        }
+    }
+
+    /// A convolution and a normalisation of these names.
+    fn conv(&self, b: &mut Builder, [conv, norm]: [&str; 2], x: ValueId) -> Result<ValueId> {
+        let (out, kernel) = window(b, conv)?;
+        let groups = if self.depthwise { out } else { 1 };
+        ConvNorm { conv, norm, out, kernel, stride: self.stride, groups, epsilon: self.epsilon, ..ConvNorm::default() }.add(b, x)
+    }
+}
+
+fn step(b: &mut Builder, module: &str, x: ValueId, stride: usize, depthwise: bool) -> Result<ValueId> {
+    Step { stride, depthwise, function: Some(RELU6.into()), epsilon: 0.0 }.add(b, module, x)
+}
+
+/// The sum of a block and what it read, where they are of one shape.
+pub(super) fn residual(b: &mut Builder, node: &str, stride: usize, x: ValueId, y: ValueId) -> Result<ValueId> {
+    let same = stride == 1 && b.ty(x).shape.get(1) == b.ty(y).shape.get(1);
+    if same { b.node(node, Add {}, &[y, x]) } else { Ok(y) }
 }
 
 fn inverted_residual(b: &mut Builder, module: &str, x: ValueId, stride: usize) -> Result<ValueId> {
@@ -67,15 +102,13 @@ fn inverted_residual(b: &mut Builder, module: &str, x: ValueId, stride: usize) -
     let expands = b.has(&format!("{module}.1.0.weight"));
     let mut y = x;
     if expands {
-        y = step(b, &format!("{module}.0"), y, 1, 1, false)?;
+        y = step(b, &format!("{module}.0"), y, 1, false)?;
     }
     let [at, conv, norm] = if expands { [1, 2, 3] } else { [0, 1, 2] };
-    y = step(b, &format!("{module}.{at}"), y, 3, stride, true)?;
-    let (conv, norm) = (format!("{module}.{conv}"), format!("{module}.{norm}"));
-    let out = channels(b, &conv)?;
-    y = ConvNorm { conv: &conv, norm: &norm, out, kernel: 1, stride: 1, groups: 1 }.add(b, y)?;
-    let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
-    if same { b.node(&format!("{module}.sum"), Add {}, &[y, x]) } else { Ok(y) }
+    y = step(b, &format!("{module}.{at}"), y, stride, true)?;
+    let names = [format!("{module}.{conv}"), format!("{module}.{norm}")];
+    y = Step { stride: 1, depthwise: false, function: None, epsilon: 0.0 }.conv(b, names.each_ref().map(String::as_str), y)?;
+    residual(b, &format!("{module}.sum"), stride, x, y)
 }
 
 #[cfg(test)]

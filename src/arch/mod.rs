@@ -6,9 +6,14 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod bert;
+mod block;
+mod clip;
 mod config;
+mod convnext;
 mod decoder;
+mod dinov2;
 mod distilbert;
+mod efficientnet;
 mod experts;
 mod gemma;
 mod gpt2;
@@ -16,6 +21,8 @@ mod gpt_neox;
 mod keys;
 mod llama;
 mod mobilenet;
+mod modernbert;
+mod mpnet;
 mod olmo2;
 mod opt;
 mod parts;
@@ -26,6 +33,7 @@ mod roberta;
 mod rope;
 mod sentence;
 mod smollm3;
+mod torchvision;
 mod vit;
 
 pub use config::{ReadKeys, Settings};
@@ -47,6 +55,8 @@ pub enum ModelKind {
     VisionTransformer,
     /// Images, by convolutions.
     Convolutional,
+    /// Images and texts at once, to how well they fit.
+    Pair,
 }
 
 /// A family of models.
@@ -70,6 +80,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "roberta", kind: ModelKind::Encoder, build: roberta::build, keys: bert::KEYS, sizes: Some(&bert::SIZES) },
     Architecture { model_type: "xlm-roberta", kind: ModelKind::Encoder, build: roberta::build, keys: bert::KEYS, sizes: Some(&bert::SIZES) },
     Architecture { model_type: "distilbert", kind: ModelKind::Encoder, build: distilbert::build, keys: distilbert::KEYS, sizes: Some(&distilbert::SIZES) },
+    Architecture { model_type: "mpnet", kind: ModelKind::Encoder, build: mpnet::build, keys: mpnet::KEYS, sizes: Some(&mpnet::SIZES) },
+    Architecture { model_type: "modernbert", kind: ModelKind::Encoder, build: modernbert::build, keys: modernbert::KEYS, sizes: Some(&modernbert::SIZES) },
     Architecture { model_type: "gpt2", kind: ModelKind::Decoder, build: gpt2::build, keys: gpt2::KEYS, sizes: Some(&gpt2::SIZES) },
     Architecture { model_type: "gpt_neox", kind: ModelKind::Decoder, build: gpt_neox::build, keys: gpt_neox::KEYS, sizes: Some(&gpt_neox::SIZES) },
     Architecture { model_type: "opt", kind: ModelKind::Decoder, build: opt::build, keys: opt::KEYS, sizes: Some(&opt::SIZES) },
@@ -86,20 +98,22 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "qwen2_moe", kind: ModelKind::Decoder, build: experts::build_qwen2, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
     Architecture { model_type: "qwen3_moe", kind: ModelKind::Decoder, build: experts::build_qwen3, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
     Architecture { model_type: "vit", kind: ModelKind::VisionTransformer, build: vit::build, keys: vit::KEYS, sizes: Some(&vit::SIZES) },
+    Architecture { model_type: "dinov2", kind: ModelKind::VisionTransformer, build: dinov2::build, keys: dinov2::KEYS, sizes: Some(&dinov2::SIZES) },
+    Architecture { model_type: "clip", kind: ModelKind::Pair, build: clip::build, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "clip_text_model", kind: ModelKind::Encoder, build: clip::build_text, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "clip_vision_model", kind: ModelKind::VisionTransformer, build: clip::build_vision, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "siglip", kind: ModelKind::Pair, build: clip::build_siglip, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "siglip_text_model", kind: ModelKind::Encoder, build: clip::build_siglip_text, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "siglip_vision_model", kind: ModelKind::VisionTransformer, build: clip::build_siglip_vision, keys: clip::KEYS, sizes: None },
+    Architecture { model_type: "convnext", kind: ModelKind::Convolutional, build: convnext::build, keys: convnext::KEYS, sizes: None },
+    Architecture { model_type: "efficientnet", kind: ModelKind::Convolutional, build: efficientnet::build, keys: efficientnet::KEYS, sizes: None },
     Architecture { model_type: "resnet", kind: ModelKind::Convolutional, build: resnet::build, keys: resnet::KEYS, sizes: None },
-    Architecture { model_type: "torchvision", kind: ModelKind::Convolutional, build: torchvision, keys: mobilenet::KEYS, sizes: None },
+    Architecture { model_type: "torchvision", kind: ModelKind::Convolutional, build: torchvision::build, keys: mobilenet::KEYS, sizes: None },
 ];
 
 /// The family of a `model_type`.
 pub fn family(model_type: &str) -> Option<&'static Architecture> {
     ARCHITECTURES.iter().find(|architecture| architecture.model_type == model_type)
-}
-
-fn torchvision(settings: &Settings, builder: &mut Builder) -> Result<()> {
-    match settings.text("variant")? {
-        "mobilenet_v2" => mobilenet::build(settings, builder),
-        _ => resnet::build_torchvision(settings, builder),
-    }
 }
 
 /// Builds the graph of a model.

@@ -5,7 +5,7 @@ use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::Builder;
-use crate::ir::ops::{Add, Embedding, Linear, Positions};
+use crate::ir::ops::{Add, Attention, Embedding, Linear, Positions};
 
 pub(super) const KEYS: Keys =
     Keys { harmless: &["activation_dropout", "attention_dropout", "dropout", "init_std", "layerdrop"], neutral: &[("layer_norm_elementwise_affine", "true")] };
@@ -55,7 +55,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         for (value, part) in qkv.iter_mut().zip(["q_proj", "k_proj", "v_proj"]) {
             *value = linear(b, &format!("self_attn.{part}"), normed, width)?;
         }
-        let context = attend(b, &format!("{node}.self_attn"), qkv, head_dim, Some(mask), causal)?;
+        let context = attend(b, &format!("{node}.self_attn"), qkv, head_dim, Attention { causal, ..Attention::default() }, &[mask])?;
         let out = linear(b, "self_attn.out_proj", context, width)?;
         let sum = b.node(&format!("{node}.attended"), Add {}, &[x, out])?;
         let attended = norm(b, "self_attn_layer_norm", sum, !before)?;

@@ -19,7 +19,7 @@ fn picture(s: &Settings, b: &mut Builder) -> Result<ValueId> {
 const STEM_POOL: MaxPool = MaxPool { kernel: PerAxis([3; 2]), stride: PerAxis([2; 2]), padding: Padding([1; 4]), dilation: PerAxis([1; 2]), ceil: false };
 
 fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usize, stride: usize) -> Result<ValueId> {
-    ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, groups: 1 }.add(b, x)
+    ConvNorm { conv: &format!("{module}.convolution"), norm: &format!("{module}.normalization"), out, kernel, stride, ..ConvNorm::default() }.add(b, x)
 }
 
 /// transformers' `ResNetModel` and `ResNetForImageClassification`.
@@ -104,12 +104,12 @@ pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
     let Some((_, bottleneck, layers)) = VARIANTS.iter().find(|(name, ..)| *name == variant) else {
         return Err(Error::Unsupported {
             what: format!("torchvision variant `{variant}`"),
-            hint: "known: mobilenet_v2, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
+            hint: "known: efficientnet_b0 to efficientnet_b7, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small, resnet18, resnet34, resnet50, resnet101, resnet152".into(),
         });
     };
     let width = s.size_or("width", 64)?;
     let pixels = picture(s, b)?;
-    let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, groups: 1 }.add(b, pixels)?;
+    let stem = ConvNorm { conv: "conv1", norm: "bn1", out: width, kernel: 7, stride: 2, ..ConvNorm::default() }.add(b, pixels)?;
     let stem = b.node("relu", Relu {}, &[stem])?;
     let mut x = b.node("maxpool", STEM_POOL, &[stem])?;
     let depths = if s.get("layers").is_some() { s.sizes("layers")? } else { layers.to_vec() };
@@ -133,7 +133,8 @@ pub(super) fn build_torchvision(s: &Settings, b: &mut Builder) -> Result<()> {
 fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize) -> Result<ValueId> {
     let mut y = x;
     for (number, &(kernel, out, stride)) in (1..).zip(convs) {
-        y = ConvNorm { conv: &format!("{module}.conv{number}"), norm: &format!("{module}.bn{number}"), out, kernel, stride, groups: 1 }.add(b, y)?;
+        y = ConvNorm { conv: &format!("{module}.conv{number}"), norm: &format!("{module}.bn{number}"), out, kernel, stride, ..ConvNorm::default() }
+            .add(b, y)?;
         if number < convs.len() {
             y = b.node(&format!("{module}.relu{number}"), Relu {}, &[y])?;
         }
@@ -143,7 +144,8 @@ fn torchvision_block(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize,
     let shortcut = if same {
         x
     } else {
-        ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, groups: 1 }.add(b, x)?
+        ConvNorm { conv: &format!("{module}.downsample.0"), norm: &format!("{module}.downsample.1"), out, kernel: 1, stride, ..ConvNorm::default() }
+            .add(b, x)?
     };
     let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
     b.node(module, Relu {}, &[sum])

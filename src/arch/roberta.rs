@@ -2,7 +2,7 @@
 
 use super::Settings;
 use super::bert::{encode, tied_head};
-use super::parts::{layer_norm, linear, text_inputs};
+use super::parts::{has_head, layer_norm, linear, text_inputs};
 use crate::error::{Error, Result};
 use crate::ir::Builder;
 use crate::ir::ops::{Gelu, Positions, Select, Tanh};
@@ -35,7 +35,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let active = b.node("classifier.act", Tanh {}, &[dense])?;
         let logits = linear(b, "classifier.out_proj", "classifier.out_proj", active, s.labels()?)?;
         b.output("logits", logits);
-    } else if s.class().ends_with("ForMaskedLM") || s.class().ends_with("ForCausalLM") {
+    } else if (s.class().ends_with("ForMaskedLM") || s.class().ends_with("ForCausalLM")) && has_head(b, prefix, "lm_head.dense") {
         let dense = linear(b, "lm_head.dense", "lm_head.dense", x, hidden)?;
         let active = b.node("lm_head.act", Gelu { tanh: false }, &[dense])?;
         let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, s.number_or("layer_norm_eps", 1e-12)?)?;

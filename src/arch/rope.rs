@@ -85,6 +85,41 @@ pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, hea
     Ok(Rotary { theta, scaling, width })
 }
 
+/// The embedding of layers of one type, by the parameters under its name, by the key of an older version and its default, and by a scaling
+/// beside them.
+pub(super) fn by_layer_type<'c>(
+    s: &Settings<'c>,
+    layers: &'static str,
+    (key, default): (&str, f64),
+    head_dim: usize,
+    scaling: Option<Settings<'c>>,
+    defaults: RopeDefaults,
+) -> Result<Rotary> {
+    let all = s.group("rope_parameters");
+    if all.is_some_and(|all| all.get("rope_type").is_some()) {
+        return Err(Error::graph("config.json", "`rope_parameters` has a `rope_type` for all layers, expected `full_attention` and `sliding_attention`"));
+    }
+    let own = all.and_then(|all| all.group(layers));
+    let theta = match own.filter(|own| own.get("rope_theta").is_some()) {
+        Some(own) => own.number("rope_theta")?,
+        None if s.is_null(key) => return Err(Error::graph("config.json", format!("`{key}` is null, expected a number"))),
+        None => s.number_or(key, default)?,
+    };
+    if scaling.is_some_and(|p| p.get("rope_type").is_none()) {
+        return Err(Error::graph("config.json", "`rope_scaling` has no `rope_type`"));
+    }
+    let plain = |own: Settings| own.text_or("rope_type", "default").is_ok_and(|kind| kind == "default");
+    if let (Some(_), Some(own)) = (scaling, own)
+        && !plain(own)
+    {
+        return Err(Error::Unsupported {
+            what: "config.json: `rope_scaling` beside `rope_parameters` that scale too".into(),
+            hint: "put what is meant into one of them, and remove the other".into(),
+        });
+    }
+    scaled(s, scaling.or(own), theta, head_dim, defaults)
+}
+
 /// How many elements of a head are turned.
 fn turned(s: &Settings, parameters: Option<Settings>, head_dim: usize, defaults: RopeDefaults) -> Result<usize> {
     const KEY: &str = "partial_rotary_factor";

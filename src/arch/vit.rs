@@ -1,11 +1,12 @@
 //! Vision transformer: base, image classification.
 
-use super::parts::{activation, attend, image_input, layer_norm, linear, linear_with};
+use super::block::{Block, Names, NormPlace};
+use super::parts::{activation, image_input, layer_norm, linear};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Conv, Patchify, Prepend, Select};
-use crate::ir::{Builder, Dim};
+use crate::ir::ops::{Add, Attention, Conv, Patchify, Prepend, Select};
+use crate::ir::{Builder, Dim, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
     // The pooler's only where there is none.
@@ -25,39 +26,46 @@ pub(super) const SIZES: Sizes = Sizes {
     layers: "num_hidden_layers",
 };
 
+/// Names of the nodes that make tokens of an image.
+pub(super) const PATCH_NODES: [&str; 2] = ["embeddings.patch_embeddings.projection", "embeddings.patch_embeddings"];
+
+const NAMES: Names = Names {
+    attention: "attention.attention",
+    qkv: ["query", "key", "value"],
+    out: "attention.output.dense",
+    attended: "attended",
+    norms: ["layernorm_before", "layernorm_after"],
+    network: ["intermediate.dense", "intermediate.act", "output.dense"],
+    sum: "",
+    scales: None,
+};
+
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("vit.embeddings.cls_token") { "vit." } else { "" };
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-12)?);
     let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
-    let (image, patch, channels) = (s.size_or("image_size", 224)?, s.size_or("patch_size", 16)?, s.size_or("num_channels", 3)?);
-    let side = image.checked_div(patch).filter(|_| image.is_multiple_of(patch));
-    let side = side.ok_or_else(|| Error::graph("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")))?;
-    let pixels = image_input(b, channels, Dim::Fixed(image), Dim::Fixed(image))?;
-    let projection = format!("{prefix}embeddings.patch_embeddings.projection");
-    let inputs = [pixels, b.param(&format!("{projection}.weight"), &[hidden, channels, patch, patch])?, b.param(&format!("{projection}.bias"), &[hidden])?];
-    let patches = b.node("embeddings.patch_embeddings.projection", Conv { stride: patch.into(), ..Conv::default() }, &inputs)?;
-    let patches = b.node("embeddings.patch_embeddings", Patchify {}, &[patches])?;
+    let (image, patch, side) = patches(s, (224, 16))?;
+    let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::Fixed(image), Dim::Fixed(image))?;
+    let patches = patch_embeddings(b, PATCH_NODES, &format!("{prefix}embeddings.patch_embeddings.projection"), (hidden, patch), true, pixels)?;
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
     let qkv_bias = s.flag_or("qkv_bias", true)?;
     let mut x = b.node("embeddings", Add {}, &[sequence, positions])?;
+    let block = Block {
+        names: &NAMES,
+        norms: NormPlace::Before,
+        epsilon,
+        head_dim,
+        attention: Attention::default(),
+        extras: &[],
+        qkv_bias: Some(qkv_bias),
+        neurons: s.size("intermediate_size")?,
+        activation: Some(s.text_or("hidden_act", "gelu")?),
+    };
     for index in 0..s.size("num_hidden_layers")? {
         let node = format!("encoder.layer.{index}");
-        let module = format!("{prefix}{node}");
-        let normed = layer_norm(b, &format!("{node}.layernorm_before"), &format!("{module}.layernorm_before"), x, epsilon)?;
-        let mut qkv = [normed; 3];
-        for (value, part) in qkv.iter_mut().zip(["query", "key", "value"]) {
-            *value = linear_with(b, &format!("{node}.attention.attention.{part}"), &format!("{module}.attention.attention.{part}"), normed, hidden, qkv_bias)?;
-        }
-        let context = attend(b, &format!("{node}.attention.attention"), qkv, head_dim, None, false)?;
-        let out = linear(b, &format!("{node}.attention.output.dense"), &format!("{module}.attention.output.dense"), context, hidden)?;
-        x = b.node(&format!("{node}.attended"), Add {}, &[out, x])?;
-        let normed = layer_norm(b, &format!("{node}.layernorm_after"), &format!("{module}.layernorm_after"), x, epsilon)?;
-        let wide = linear(b, &format!("{node}.intermediate.dense"), &format!("{module}.intermediate.dense"), normed, s.size("intermediate_size")?)?;
-        let active = b.node(&format!("{node}.intermediate.act"), activation(s.text_or("hidden_act", "gelu")?)?, &[wide])?;
-        let out = linear(b, &format!("{node}.output.dense"), &format!("{module}.output.dense"), active, hidden)?;
-        x = b.node(&node, Add {}, &[out, x])?;
+        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
     }
     let x = layer_norm(b, "layernorm", &format!("{prefix}layernorm"), x, epsilon)?;
     b.output("last_hidden_state", x);
@@ -73,4 +81,31 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         b.output("pooler_output", pooled);
     }
     Ok(())
+}
+
+/// Sides of an image and of a patch, by default these, and how many patches stand beside each other.
+pub(super) fn patches(s: &Settings, (image, patch): (usize, usize)) -> Result<(usize, usize, usize)> {
+    let (image, patch) = (s.size_or("image_size", image)?, s.size_or("patch_size", patch)?);
+    let side = image.checked_div(patch).filter(|_| image.is_multiple_of(patch));
+    let side = side.ok_or_else(|| Error::graph("config.json", format!("`image_size` {image} is no multiple of `patch_size` {patch}")))?;
+    Ok((image, patch, side))
+}
+
+/// A token for each patch, `[batch, patches, width]`; the nodes of the convolution and of its result have these names.
+pub(super) fn patch_embeddings(
+    b: &mut Builder,
+    nodes: [&str; 2],
+    module: &str,
+    (width, patch): (usize, usize),
+    bias: bool,
+    pixels: ValueId,
+) -> Result<ValueId> {
+    let channels = b.ty(pixels).shape.get(1).and_then(Dim::fixed).unwrap_or(0);
+    let mut inputs = vec![pixels, b.param(&format!("{module}.weight"), &[width, channels, patch, patch])?];
+    if bias {
+        inputs.push(b.param(&format!("{module}.bias"), &[width])?);
+    }
+    let [convolution, tokens] = nodes;
+    let images = b.node(convolution, Conv { stride: patch.into(), ..Conv::default() }, &inputs)?;
+    b.node(tokens, Patchify {}, &[images])
 }

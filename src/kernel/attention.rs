@@ -57,12 +57,14 @@ pub struct Attention<'a> {
     pub scale: f32,
     /// Whether a query sees only keys at its own position and before.
     pub causal: bool,
-    /// How many keys a query sees at most, when causal.
+    /// A query sees keys alone that are fewer places than this away.
     pub window: Option<usize>,
     /// What products come near to and never pass: `cap · tanh(product / cap)` takes their place.
     pub soft_cap: Option<f32>,
     /// For `[batch, keys]`, whether a key is padding.
     pub padding: Option<&'a [bool]>,
+    /// What is added to the products, `[heads, sequence, keys]`; gradients know nothing of it.
+    pub bias: Option<&'a [f32]>,
 }
 
 impl Attention<'_> {
@@ -101,21 +103,22 @@ impl Attention<'_> {
 
     /// Keys that a query sees as far as order goes.
     pub(super) fn visible(&self, query: usize) -> Range<usize> {
-        if !self.causal {
-            return 0..self.keys;
-        }
-        let end = (self.past() + query + 1).min(self.keys);
-        self.window.map_or(0, |w| end.saturating_sub(w))..end
+        let place = self.past() + query;
+        let ahead = if self.causal { 1 } else { self.window.unwrap_or(self.keys) };
+        let start = self.window.map_or(0, |window| (place + 1).saturating_sub(window));
+        start.min(self.keys)..place.saturating_add(ahead).min(self.keys)
     }
 
     /// Keys that are computed for some queries, from the beginning of a block on. A query that sees nothing but padding looks at all
     /// keys alike.
     pub(super) fn seen(&self, first: usize, count: usize, padding: Option<&[bool]>) -> Range<usize> {
-        let order = self.visible(first).start / BLOCK * BLOCK..self.visible(first + count.max(1) - 1).end;
+        let (of_first, of_last) = (self.visible(first), self.visible(first + count.max(1) - 1));
+        let order = of_first.start / BLOCK * BLOCK..of_last.end;
         let Some(padding) = padding else { return order };
-        let real = padding.iter().position(|padding| !padding).zip(padding.iter().rposition(|padding| !padding));
-        match real {
-            Some((from, to)) if !self.causal || (self.window.is_none() && from <= self.past() + first) => order.start..order.end.min(to + 1),
+        // What all of them see.
+        let together = padding.get(of_last.start..of_first.end).is_some_and(|keys| keys.contains(&false));
+        match padding.iter().rposition(|padding| !padding) {
+            Some(to) if together => order.start..order.end.min(to + 1),
             _ => 0..self.keys,
         }
     }
@@ -137,15 +140,30 @@ impl Attention<'_> {
         if let Some(cap) = self.soft_cap {
             soft_capped(products, cap);
         }
+        self.hide(seen, first, padding, products);
+    }
+
+    /// Puts the smallest number in the place of products that a query may not look at.
+    fn hide(&self, seen: Range<usize>, first: usize, padding: Option<&[bool]>, products: &mut [Lanes]) {
         let first = self.past() + first;
+        let ahead = if self.causal { 1 } else { self.window.unwrap_or(usize::MAX) };
         for (key, products) in seen.zip(products) {
             if padding.is_some_and(|padding| padding[key]) {
                 *products = [f32::MIN; PANEL];
-            } else if self.causal {
-                products[..key.saturating_sub(first).min(PANEL)].fill(f32::MIN);
+            } else if self.causal || self.window.is_some() {
+                products[..(key + 1).saturating_sub(ahead).saturating_sub(first).min(PANEL)].fill(f32::MIN);
                 let behind = self.window.map_or(PANEL, |window| (key + window).saturating_sub(first).min(PANEL));
                 products[behind..].fill(f32::MIN);
             }
+        }
+    }
+
+    /// Adds the bias of a head to products with a panel of queries.
+    fn add_bias(&self, head: usize, seen: Range<usize>, first: usize, products: &mut [Lanes]) {
+        let Some(bias) = self.bias else { return };
+        let of_head = &bias[head * self.sequence * self.keys..][..self.sequence * self.keys];
+        for (lane, row) in of_head.chunks_exact(self.keys.max(1)).skip(first).take(PANEL).enumerate() {
+            products.iter_mut().zip(&row[seen.clone()]).for_each(|(product, bias)| product[lane] += bias);
         }
     }
 }
@@ -167,6 +185,7 @@ pub(super) fn multiply(left: &Left, block: usize, panel: &[f32], rows: &mut [Lan
 
 /// A panel of queries, and what they have seen so far.
 struct Queries {
+    head: usize,
     first: usize,
     seen: Range<usize>,
     panel: Scratch,
@@ -182,6 +201,7 @@ impl Queries {
     fn new(shape: &Attention, first: usize, count: usize, queries: Heads, (batch, head): (usize, usize), padding: Option<&[bool]>) -> Queries {
         let rows = queries.head(batch, head).get(first * queries.strides[2]..).unwrap_or_default();
         Queries {
+            head,
             first,
             seen: shape.seen(first, count, padding),
             panel: shape.panel(rows, [count, shape.width, queries.strides[2]], shape.scale),
@@ -199,6 +219,10 @@ impl Queries {
         }
         let products = &mut products.as_chunks_mut().0[..seen.len()];
         shape.products(keys, seen.clone(), (&self.panel, self.first), padding, products);
+        if shape.bias.is_some() {
+            shape.add_bias(self.head, seen.clone(), self.first, products);
+            shape.hide(seen.clone(), self.first, padding, products);
+        }
         let factors = exponents(products, &mut self.most, &mut self.total);
         let mut tile = [[0f32; PANEL]; BLOCK];
         for (index, sums) in self.sums.chunks_mut(BLOCK).enumerate() {

@@ -18,7 +18,7 @@ type HeadRows<'a> = (&'a [f32], usize, usize);
 impl Attention<'_> {
     /// Whether there is one query, and no key is padding.
     pub(super) fn is_single(&self) -> bool {
-        self.sequence == 1 && self.padding.is_none()
+        self.sequence == 1 && self.padding.is_none() && self.bias.is_none()
     }
 
     /// What [`run`](Attention::run) does, for one query.
@@ -107,7 +107,8 @@ mod tests {
         let (batch, heads, groups, keys) = (2, 4, 2, 300);
         for (width, out, window, soft_cap) in [(64, 64, None, None), (20, 37, Some(19), None), (16, 8, None, Some(1.5))] {
             let (q, k, v) = (numbers(batch * heads * keys * width, 1), numbers(batch * groups * keys * width, 2), numbers(batch * groups * keys * out, 3));
-            let shape = |sequence| Attention { heads, groups, sequence, keys, width, out, scale: 0.2, causal: true, window, soft_cap, padding: None };
+            let shape =
+                |sequence| Attention { heads, groups, sequence, keys, width, out, scale: 0.2, causal: true, window, soft_cap, padding: None, bias: None };
             let mut all = vec![0.0; batch * heads * keys * out];
             shape(keys).run(of(&q, heads, keys, width), of(&k, groups, keys, width), of(&v, groups, keys, out), &mut all);
             // Several last queries go the way of many.

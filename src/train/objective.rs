@@ -351,6 +351,11 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
             if op.soft_cap.is_some() {
                 return Err(Error::option("losses: attention", format!("layer {layer} caps the products of queries and keys: compare hidden states instead")));
             }
+            let biased = node.inputs.iter().any(|id| graph.value(*id).ty.shape.len() == 3);
+            if biased || (op.window.is_some() && !op.causal) {
+                let what = if biased { "adds a bias to the products of queries and keys" } else { "looks at the tokens around each alone" };
+                return Err(Error::option("losses: attention", format!("layer {layer} {what}: compare hidden states instead")));
+            }
             let count = graph.value(*q).ty.shape.get(1).and_then(Dim::fixed).unwrap_or(1);
             return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window }, count));
         }

@@ -9,13 +9,14 @@ use super::constants::constant;
 use super::gradient::wide;
 use super::past::{Forward, Past, Sequential};
 use super::softmax::{back, softmax};
-use super::{Backward, OpSpec, Saved, elements, require, require_floats};
+use super::{Backward, OpSpec, elements, require_floats};
 use crate::ir::{Bindings, Element, TensorType};
 
-/// `softmax(capped(scale · q kᵀ) + mask) v` for each head (Vaswani et al., 2017).
+/// `softmax(capped(scale · q kᵀ) + bias + mask) v` for each head (Vaswani et al., 2017).
 ///
-/// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`, and
-/// optionally a mask `[batch, keys]` of whole numbers, zero for keys that are padding. Query head `i` reads
+/// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`, then
+/// optionally a mask `[batch, keys]` of whole numbers, zero for keys that are padding, and optionally a bias
+/// `[heads, sequence, keys]` (see [`RelativeBias`](super::RelativeBias)). Query head `i` reads
 /// key head `i / (heads / groups)`. Where order counts and there are more keys than queries, as where a sequence goes on, the last
 /// query stands at the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -25,7 +26,7 @@ pub struct Attention {
     pub scale: f64,
     /// Whether a query sees only keys at its own position and before.
     pub causal: bool,
-    /// How many keys a query sees at most, its own included, when causal.
+    /// A query sees keys alone that are fewer places than this away: when causal, that many at most, its own included.
     pub window: Option<usize>,
     /// What products come near to and never pass: `cap · tanh(product / cap)` takes their place (Gemma 2).
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -73,6 +74,15 @@ impl Block {
     }
 }
 
+/// The mask and the bias, where they are.
+type Extras<'t> = (Option<&'t Tensor>, Option<&'t Tensor>);
+
+/// The mask and the bias among what follows the values: they differ in their number of axes.
+pub(super) fn extras(rest: &[Tensor]) -> Extras<'_> {
+    let of = |rank: usize| rest.iter().find(|extra| extra.rank() == rank);
+    (of(2), of(3))
+}
+
 impl Attention {
     /// Blocks of queries in their order. Memory for products grows with the number of keys at most, not with its square
     /// (Rabe and Staats, *Self-attention Does Not Need O(n²) Memory*, 2021).
@@ -80,12 +90,14 @@ impl Attention {
         let ((batch, heads, sequence, _), keys) = (q.dims4()?, k.dim(2)?);
         let rows = (PRODUCTS / (batch * heads * keys).max(1)).clamp(ROWS, sequence.max(ROWS));
         let (causal, window) = (self.causal, self.window);
+        let ordered = !padded && (causal || window.is_some());
         let past = if causal { keys.saturating_sub(sequence) } else { 0 };
         Ok((0..sequence).step_by(rows).map(move |first| {
             let queries = first..(first + rows).min(sequence);
             // A query that sees nothing but padding looks at all keys.
-            let end = if causal && !padded { (past + queries.end).min(keys) } else { keys };
-            let start = window.filter(|_| causal && !padded).map_or(0, |window| (past + first + 1).saturating_sub(window).min(end));
+            let ahead = if causal { 0 } else { window.map_or(keys, |window| window.saturating_sub(1)) };
+            let end = if ordered { (past + queries.end).saturating_add(ahead).min(keys) } else { keys };
+            let start = window.filter(|_| ordered).map_or(0, |window| (past + first + 1).saturating_sub(window).min(end));
             Block { queries, keys: start..end, past }
         }))
     }
@@ -96,17 +108,20 @@ impl Attention {
         let positions = constant(format!("positions {count}"), device, |device| Tensor::arange(0f32, count as f32, device))?;
         let query = positions.narrow(0, block.past + block.queries.start, block.queries.len())?.unsqueeze(1)?;
         let key = positions.narrow(0, block.keys.start, block.keys.len())?.unsqueeze(0)?;
-        let mut hidden = key.broadcast_gt(&query)?;
-        if let Some(window) = self.window {
-            hidden = hidden.maximum(&(key + window as f64)?.broadcast_le(&query)?)?;
-        }
+        let behind = |window: usize| (&key + window as f64)?.broadcast_le(&query);
+        let ahead = |window: usize| key.broadcast_ge(&(&query + window as f64)?);
+        let hidden = match (self.causal, self.window) {
+            (true, Some(window)) => ahead(1)?.maximum(&behind(window)?)?,
+            (false, Some(window)) => ahead(window)?.maximum(&behind(window)?)?,
+            (_, None) => ahead(1)?,
+        };
         hidden.to_dtype(DType::F32)? * f64::from(HIDDEN)
     }
 
     /// What is added to products `[batch, groups, shared, queries, keys]`, in 32 bits: half as many hold no number that is low enough.
-    fn bias(&self, mask: Option<&Tensor>, block: &Block, device: &Device) -> Computed<Option<Tensor>> {
+    fn hidden(&self, mask: Option<&Tensor>, block: &Block, device: &Device) -> Computed<Option<Tensor>> {
         let (queries, keys) = (block.queries.len(), block.keys.len());
-        let order = if self.causal { Some(self.order(block, device)?.reshape((1, 1, 1, queries, keys))?) } else { None };
+        let order = if self.causal || self.window.is_some() { Some(self.order(block, device)?.reshape((1, 1, 1, queries, keys))?) } else { None };
         let padding = match mask {
             Some(mask) => Some((mask.eq(0i64)?.to_dtype(DType::F32)? * f64::from(HIDDEN))?.reshape((mask.dim(0)?, 1, 1, 1, keys))?),
             None => None,
@@ -122,7 +137,7 @@ impl Attention {
         &self,
         block: &Block,
         (q, keys): (&Tensor, &Tensor),
-        mask: Option<&Tensor>,
+        (mask, bias): Extras,
         softmax: fn(&Tensor) -> Computed<Tensor>,
     ) -> Computed<(Tensor, Tensor, Option<Tensor>)> {
         let (batch, groups, span, _) = keys.dims4()?;
@@ -134,32 +149,39 @@ impl Attention {
             slope = Some((1.0 - part.sqr()?)?);
             scores = (part * cap)?;
         }
-        let scores = match self.bias(mask, block, scores.device())? {
+        let hidden = self.hidden(mask, block, scores.device())?;
+        let bias = match bias {
             Some(bias) => {
-                let five = scores.reshape((batch, groups, (), block.queries.len(), span))?;
-                five.broadcast_add(&bias.to_dtype(scores.dtype())?)?.reshape(scores.dims())?
+                let part = wide(&bias.narrow(1, block.queries.start, block.queries.len())?.narrow(2, block.keys.start, span)?)?;
+                Some(part.contiguous()?.reshape((1, groups, (), block.queries.len(), span))?)
             }
-            None => scores,
+            None => None,
         };
-        Ok((q, softmax(&scores)?, slope))
+        let shape = scores.shape().clone();
+        let mut five = scores.reshape((batch, groups, (), block.queries.len(), span))?;
+        for added in [bias, hidden].into_iter().flatten() {
+            five = five.broadcast_add(&added.to_dtype(five.dtype())?)?;
+        }
+        Ok((q, softmax(&five.reshape(shape)?)?, slope))
     }
 
     /// The output, with this way to make a softmax over the last axis.
     pub(super) fn attend(&self, inputs: &[Tensor], softmax: fn(&Tensor) -> Computed<Tensor>) -> Computed<Tensor> {
         let (q, k, v) = (&inputs[0], &inputs[1], &inputs[2]);
         let (batch, heads, _, _) = q.dims4()?;
+        let extras = extras(&inputs[3..]);
         let part = |block: Block| {
-            let (_, probabilities, _) = self.probabilities(&block, (q, &block.of_keys(k)?), inputs.get(3), softmax)?;
+            let (_, probabilities, _) = self.probabilities(&block, (q, &block.of_keys(k)?), extras, softmax)?;
             let rows = probabilities.to_dtype(v.dtype())?.matmul(&block.of_keys(v)?)?;
             rows.reshape((batch, heads, block.queries.len(), v.dim(3)?))
         };
-        Tensor::cat(&self.blocks(q, k, inputs.len() > 3)?.map(part).collect::<Computed<Vec<_>>>()?, 2)
+        Tensor::cat(&self.blocks(q, k, extras.0.is_some())?.map(part).collect::<Computed<Vec<_>>>()?, 2)
     }
 }
 
 impl OpSpec for Attention {
     fn arity(&self) -> Range<usize> {
-        3..5
+        3..6
     }
 
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
@@ -174,13 +196,18 @@ impl OpSpec for Attention {
         if !heads(q)?.is_multiple_of(heads(k)?.max(1)) {
             return Err(format!("{} query heads cannot share {} key heads evenly", heads(q)?, heads(k)?));
         }
-        if self.causal && q.shape[2] != k.shape[2] {
-            return Err("causal attention needs as many queries as keys".into());
+        if (self.causal || self.window.is_some()) && q.shape[2] != k.shape[2] {
+            return Err("causal attention, and one with a window, needs as many queries as keys".into());
         }
-        if let Some(mask) = inputs.get(3) {
-            require(mask, Element::Int, "the mask")?;
-            if mask.shape != [k.shape[0].clone(), k.shape[2].clone()] {
-                return Err("the mask must be [batch, keys]".into());
+        for (place, extra) in inputs.iter().skip(3).enumerate() {
+            match extra.element {
+                Element::Int if place > 0 => return Err("the mask comes before the bias, and there is one".into()),
+                Element::Int if extra.shape != [k.shape[0].clone(), k.shape[2].clone()] => return Err("the mask must be [batch, keys]".into()),
+                Element::Float if extra.shape != [q.shape[1].clone(), q.shape[2].clone(), k.shape[2].clone()] => {
+                    return Err("the bias must be [heads, sequence, keys]".into());
+                }
+                Element::Float if place + 4 < inputs.len() => return Err("the bias comes last".into()),
+                _ => {}
             }
         }
         let mut shape = q.shape.clone();
@@ -189,7 +216,8 @@ impl OpSpec for Attention {
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
-        format!("b (g r) s! d, b g t! d, b g t! e{} -> b (g r) s! e", if inputs.len() > 3 { ", b t!" } else { "" })
+        let extras = inputs.iter().skip(3).map(|extra| if extra.shape.len() == 2 { ", b t!" } else { ", (g r) s! t!" });
+        format!("b (g r) s! d, b g t! d, b g t! e{} -> b (g r) s! e", extras.collect::<String>())
     }
 
     fn eval(&self, inputs: &[Tensor]) -> Computed<Tensor> {
@@ -202,19 +230,27 @@ impl OpSpec for Attention {
 
     fn backward(&self, backward: &Backward) -> Computed<Vec<Option<Tensor>>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        let mask = backward.inputs.get(3).map(Saved::tensor).transpose()?;
+        let rest = backward.inputs[3..].iter().map(|saved| saved.tensor().cloned()).collect::<Computed<Vec<_>>>()?;
+        let (extras, last) = (extras(&rest), backward.inputs.len() - 1);
+        let of_bias = extras.1.is_some() && backward.wants(last);
         let ((_, groups, keys, _), mut parts, mut sums) = (k.dims4()?, Vec::new(), [None, None]);
+        let mut bias_parts = Vec::new();
         let [of_keys, of_values] = &mut sums;
-        for block in self.blocks(q, k, mask.is_some())? {
+        for block in self.blocks(q, k, extras.0.is_some())? {
             let (k, v) = (block.of_keys(k)?, block.of_keys(v)?);
-            let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), mask, softmax)?;
+            let (scaled, probabilities, slope) = self.probabilities(&block, (q, &k), extras, softmax)?;
             let gradient = block.of_queries(backward.gradient, groups)?;
             if backward.wants(2) {
                 block.add(of_values, &probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
             }
-            if backward.wants(0) || backward.wants(1) {
+            if backward.wants(0) || backward.wants(1) || of_bias {
                 let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.transpose(2, 3)?)?)?)?;
                 drop(probabilities);
+                if of_bias {
+                    let (batch, heads, _, _) = q.dims4()?;
+                    let part = of_scores.reshape((batch, heads, block.queries.len(), block.keys.len()))?.sum(0)?;
+                    bias_parts.push(part.pad_with_zeros(2, block.keys.start, keys - block.keys.end)?);
+                }
                 let of_scores = slope.map_or(Ok(of_scores.clone()), |slope| of_scores * slope)?.to_dtype(q.dtype())?;
                 if backward.wants(0) {
                     let (batch, heads, _, width) = q.dims4()?;
@@ -229,6 +265,9 @@ impl OpSpec for Attention {
         let [of_keys, of_values] = sums;
         let mut gradients = vec![backward.of(0, || Tensor::cat(&parts, 2))?, sum(of_keys)?, sum(of_values)?];
         gradients.resize(backward.inputs.len(), None);
+        if of_bias {
+            gradients[last] = Some(Tensor::cat(&bias_parts, 1)?.to_dtype(q.dtype())?);
+        }
         Ok(gradients)
     }
 
@@ -261,7 +300,7 @@ impl Sequential for Attention {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ir::ops::{Op, PreparedOp};
+    use crate::ir::ops::{Op, PreparedOp, Saved};
 
     /// The op as it is meant, several blocks long, beside its kernel, which holds no block.
     #[test]
@@ -274,17 +313,24 @@ mod tests {
         // Of the second sample, every early key is padding: its first queries see nothing when causal.
         let mask: Vec<i64> = (0..batch * sequence).map(|i| i64::from(i < sequence || i > sequence + 70)).collect();
         let mask = Tensor::from_vec(mask, (batch, sequence), &device).unwrap();
-        for (causal, window, padded, soft_cap) in [
-            (false, None, false, None),
-            (true, None, false, None),
-            (true, Some(17), false, None),
-            (true, Some(90), true, Some(0.7)),
-            (false, None, true, None),
-            (true, None, true, None),
+        let bias = Tensor::randn(0f32, 1f32, (heads, sequence, sequence), &device).unwrap();
+        for (causal, window, padded, soft_cap, biased) in [
+            (false, None, false, None, false),
+            (true, None, false, None, false),
+            (true, Some(17), false, None, false),
+            (true, Some(90), true, Some(0.7), false),
+            (false, None, true, None, false),
+            (true, None, true, None, false),
+            (false, Some(17), false, None, false),
+            (false, Some(60), true, None, false),
+            (false, Some(9), true, Some(0.7), true),
+            (false, None, false, None, true),
+            (true, None, true, None, true),
         ] {
             let op = Attention { scale: 0.4, causal, window, soft_cap };
             let mut inputs = vec![q.clone(), k.clone(), v.clone()];
             inputs.extend(padded.then(|| mask.clone()));
+            inputs.extend(biased.then(|| bias.clone()));
             let blocks = op.blocks(&q, &k, padded).unwrap().count();
             assert_eq!(blocks, 3);
             let kernel = PreparedOp::new(&Op::Attention(op), &device, DType::F32);
@@ -292,13 +338,13 @@ mod tests {
             let output = op.eval(&inputs).unwrap();
             assert!(apart(&output, &kernel.forward(&inputs).unwrap()) < 1e-5, "{op:?}");
             let saved: Vec<Saved> = inputs.iter().cloned().map(Saved::whole).collect();
-            let wanted = [true, true, true, false];
-            let backward = Backward { inputs: &saved, output: &Saved::whole(output), gradient: &gradient, wanted: &wanted[..inputs.len()] };
+            let wanted: Vec<bool> = inputs.iter().map(|input| input.rank() > 2).collect();
+            let backward = Backward { inputs: &saved, output: &Saved::whole(output), gradient: &gradient, wanted: &wanted };
             let (ours, theirs) = (op.backward(&backward).unwrap(), kernel.backward(&backward).unwrap());
             for (a, b) in ours.iter().flatten().zip(theirs.iter().flatten()) {
                 assert!(apart(a, &b.contiguous().unwrap()) < 2e-5, "{op:?}");
             }
-            assert_eq!(ours.iter().flatten().count(), 3);
+            assert_eq!(ours.iter().flatten().count(), if biased { 4 } else { 3 });
         }
     }
 

@@ -33,6 +33,7 @@ mod prepend;
 mod recurrent;
 mod recurrent_steps;
 mod reduce;
+mod relative_bias;
 mod reshape;
 mod resize;
 mod rms_norm;
@@ -42,6 +43,7 @@ mod select;
 mod sides;
 mod slice;
 mod softmax;
+mod token_pool;
 mod transpose;
 mod windows;
 
@@ -87,6 +89,7 @@ pub use positions::Positions;
 pub use prepend::Prepend;
 pub use recurrent::{Direction, Recurrent, RecurrentKind, RecurrentResult};
 pub use reduce::{Reduce, ReduceKind};
+pub use relative_bias::RelativeBias;
 pub use reshape::{Reshape, TargetSize};
 pub use resize::{Coordinates, Extent, Interpolation, NearestMode, Resize};
 pub use rms_norm::RmsNorm;
@@ -96,6 +99,7 @@ pub use select::Select;
 pub use sides::{Padding, PerAxis};
 pub use slice::Slice;
 pub use softmax::Softmax;
+pub use token_pool::{TokenChoice, TokenPool};
 pub use transpose::Transpose;
 
 use super::{Bindings, Dim, Element, TensorType};
@@ -232,7 +236,7 @@ ops! {
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
-    MaskedMean, Normalize, Route, Dispatch, Combine,
+    MaskedMean, TokenPool, RelativeBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
     Opaque,

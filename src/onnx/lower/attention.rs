@@ -3,7 +3,7 @@
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{Attention, SplitHeads};
+use crate::ir::ops::{Attention, RelativeBias, SplitHeads};
 
 const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
 
@@ -27,7 +27,9 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     let [mut q, k, v] = [0, 1, 2].map(|i| n.input(i));
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
     let grouped = heads != groups;
-    let bias = bias(op, n)?;
+    let last = n.inputs() - 1;
+    let given = if last > 2 && n.ty(last)?.shape.len() == 3 { Some(n.input(last)) } else { None };
+    let added: Vec<String> = given.into_iter().chain(hidden(op, n)?).collect();
     if grouped {
         let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
         q = n.emit("Reshape", "queries", &[&q, &shape], vec![]);
@@ -49,11 +51,13 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
         let part = n.emit("Tanh", "held", &[&part], vec![]);
         scores = n.emit("Mul", "capped", &[&part, &cap], vec![]);
     }
-    if let Some(bias) = bias {
+    if !added.is_empty() {
         if grouped {
             scores = stack(n, "by_head", &scores, heads);
         }
-        scores = n.emit("Add", "masked", &[&scores, &bias], vec![]);
+        for bias in &added {
+            scores = n.emit("Add", "masked", &[&scores, bias], vec![]);
+        }
         if grouped {
             scores = stack(n, "by_group", &scores, groups);
         }
@@ -76,9 +80,10 @@ fn stack(n: &mut Lowering, part: &str, scores: &str, matrices: i64) -> String {
 }
 
 /// What is added to the products: nothing where a query may look, a number below all of them elsewhere.
-fn bias(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
-    let mask = (n.inputs() > 3).then(|| n.input(3));
-    if mask.is_none() && !op.causal {
+fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
+    let mask = if n.inputs() > 3 && n.ty(3)?.shape.len() == 2 { Some(n.input(3)) } else { None };
+    let ordered = op.causal || op.window.is_some();
+    if mask.is_none() && !ordered {
         return Ok(None);
     }
     let (queries, keys) = (&n.ty(0)?.shape[2], &n.ty(1)?.shape[2]);
@@ -95,7 +100,7 @@ fn bias(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
                 Some(n.emit("Unsqueeze", "padded_keys", &[&padded, &axes], vec![]))
             }
         };
-        let later = if op.causal { Some(later(op, n)?) } else { None };
+        let later = if ordered { Some(later(op, n)?) } else { None };
         let hidden = match (padded, later) {
             (Some(a), Some(b)) => n.emit("Or", "hidden", &[&a, &b], vec![]),
             (a, b) => a.or(b).unwrap_or_default(),
@@ -110,10 +115,32 @@ fn later(op: &Attention, n: &mut Lowering) -> Result<String> {
     let (queries, keys) = (n.range(0, 2)?, n.range(1, 2)?);
     let column = n.ints(&[1]);
     let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
+    if let (false, Some(window)) = (op.causal, op.window) {
+        let window = n.int(window as i64);
+        let distance = n.emit("Sub", "distance", &[&queries, &keys], vec![]);
+        let distance = n.emit("Abs", "places", &[&distance], vec![]);
+        return Ok(n.emit("GreaterOrEqual", "far", &[&distance, &window], vec![]));
+    }
     let later = n.emit("Greater", "later", &[&keys, &queries], vec![]);
     let Some(window) = op.window else { return Ok(later) };
     let window = n.int(window as i64);
     let distance = n.emit("Sub", "distance", &[&queries, &keys], vec![]);
     let far = n.emit("GreaterOrEqual", "far", &[&distance, &window], vec![]);
     Ok(n.emit("Or", "out_of_window", &[&later, &far], vec![]))
+}
+
+/// The table is brought into the order of distances once; each pair of places then takes one of its columns.
+pub(super) fn relative_bias(op: &RelativeBias, n: &mut Lowering) -> Result<()> {
+    let (places, table) = (n.range(0, 1)?, n.input(1));
+    let (column, rows) = (n.ints(&[1]), n.ints(&op.by_distance()));
+    let far = op.max_distance as i64;
+    let (far, least) = (n.int(far), n.int(-far));
+    let by_distance = n.emit("Gather", "by_distance", &[&table, &rows], vec![AttributeProto::int("axis", 0)]);
+    let by_head = n.emit("Transpose", "by_head", &[&by_distance], vec![AttributeProto::ints("perm", [1, 0])]);
+    let queries = n.emit("Unsqueeze", "queries", &[&places, &column], vec![]);
+    let behind = n.emit("Sub", "behind", &[&places, &queries], vec![]);
+    let held = n.emit("Clip", "held", &[&behind, &least, &far], vec![]);
+    let at = n.emit("Add", "at", &[&held, &far], vec![]);
+    n.finish("Gather", &[&by_head, &at], vec![AttributeProto::int("axis", 1)]);
+    Ok(())
 }

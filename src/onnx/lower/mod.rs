@@ -71,6 +71,8 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::Select(op) => sequence::select(op, n),
         Op::Slice(op) => shape::slice(op, n),
         Op::MaskedMean(_) => sequence::masked_mean(n),
+        Op::TokenPool(op) => sequence::token_pool(op, n),
+        Op::RelativeBias(op) => attention::relative_bias(op, n),
         Op::Reshape(op) => shape::reshape(op, n),
         Op::Transpose(op) => shape::transpose(op, n),
         Op::Concat(op) => shape::concat(op, n),

@@ -3,7 +3,7 @@
 use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, integer};
 use crate::error::Result;
-use crate::ir::ops::{Positions, Select};
+use crate::ir::ops::{Positions, Select, TokenChoice, TokenPool};
 
 pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
     if n.place(1).is_some_and(|place| place.integers.is_some()) {
@@ -62,4 +62,80 @@ pub(super) fn masked_mean(n: &mut Lowering) -> Result<()> {
     let count = n.emit("Clip", "positive", &[&count, &least], vec![]);
     n.finish_wide("Div", &[&sum, &count], vec![]);
     Ok(())
+}
+
+pub(super) fn token_pool(op: &TokenPool, n: &mut Lowering) -> Result<()> {
+    let (x, numbers) = (n.wide(&n.input(0))?, n.input(1));
+    let column = n.ints(&[2]);
+    let unsqueezed = |n: &mut Lowering, weights: &str| n.emit("Unsqueeze", "column", &[weights, &column], vec![]);
+    if op.choice == TokenChoice::Max {
+        let (zero, low, nothing) = (n.int(0), n.float_wide(TokenPool::LOW), n.float_wide(0.0));
+        let padded = n.emit("Equal", "padded", &[&numbers, &zero], vec![]);
+        let hidden = n.emit("Where", "hidden", &[&padded, &low, &nothing], vec![]);
+        let hidden = unsqueezed(n, &hidden);
+        let lowered = n.emit("Add", "lowered", &[&x, &hidden], vec![]);
+        let (axes, attributes) = n.reduction("ReduceMax", &[1], false);
+        n.finish_wide("ReduceMax", &[lowered.as_str()].into_iter().chain(axes.as_deref()).collect::<Vec<_>>(), attributes);
+        return Ok(());
+    }
+    let weights = token_weights(op.choice, &numbers, n)?;
+    let weights = unsqueezed(n, &weights);
+    let weighted = n.emit("Mul", "weighted", &[&x, &weights], vec![]);
+    let (axes, attributes) = n.reduction("ReduceSum", &[1], false);
+    n.finish_wide("ReduceSum", &[weighted.as_str()].into_iter().chain(axes.as_deref()).collect::<Vec<_>>(), attributes);
+    Ok(())
+}
+
+/// What each token counts, floats `[batch, sequence]`.
+fn token_weights(choice: TokenChoice, numbers: &str, n: &mut Lowering) -> Result<String> {
+    let is = |n: &mut Lowering, other: &str| {
+        let same = n.emit("Equal", "same", &[numbers, other], vec![]);
+        n.cast("chosen", &same, DataType::Int64)
+    };
+    let real = |n: &mut Lowering| {
+        let (zero, one) = (n.int(0), n.int(1));
+        let padded = is(n, &zero);
+        n.emit("Sub", "real", &[&one, &padded], vec![])
+    };
+    let normed = |n: &mut Lowering, counted: &str, root: bool| {
+        let least = n.float_wide(1e-9);
+        let counted = n.cast("counted", counted, DataType::Float);
+        let sum = n.reduce("ReduceSum", "sum", &counted, 1, true);
+        let mut sum = n.emit("Clip", "positive", &[&sum, &least], vec![]);
+        if root {
+            sum = n.emit("Sqrt", "root", &[&sum], vec![]);
+        }
+        n.emit("Div", "weights", &[&counted, &sum], vec![])
+    };
+    let (chosen, late) = match choice {
+        TokenChoice::Max | TokenChoice::RootMean => {
+            let real = real(n);
+            return Ok(normed(n, &real, true));
+        }
+        TokenChoice::WeightedMean => {
+            let (one, places) = (n.int(1), n.range(1, 1)?);
+            let (real, counts) = (real(n), n.emit("Add", "counts", &[&places, &one], vec![]));
+            let counted = n.emit("Mul", "by_place", &[&real, &counts], vec![]);
+            return Ok(normed(n, &counted, false));
+        }
+        TokenChoice::Last => (real(n), true),
+        TokenChoice::Largest => {
+            let most = n.reduce("ReduceMax", "most", numbers, 1, true);
+            (is(n, &most), false)
+        }
+        TokenChoice::Named(name) => {
+            let name = n.int(name);
+            (is(n, &name), false)
+        }
+    };
+    // The chosen are before all others, and ordered by place.
+    let (places, sequence) = (n.range(1, 1)?, n.size(1, 1)?);
+    let order = if late { places } else { n.emit("Sub", "early", &[&sequence, &places], vec![]) };
+    let two = n.int(2);
+    let most = n.emit("Mul", "beyond", &[&sequence, &two], vec![]);
+    let rank = n.emit("Mul", "before", &[&chosen, &most], vec![]);
+    let rank = n.emit("Add", "rank", &[&rank, &order], vec![]);
+    let first = n.reduce("ReduceMax", "first", &rank, 1, true);
+    let taken = n.emit("Equal", "taken", &[&rank, &first], vec![]);
+    Ok(n.cast("weights", &taken, DataType::Float))
 }

@@ -153,7 +153,7 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
         Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
         Some(ModelKind::Decoder) => ("{ text: book.txt, task: language-modelling, max_length: 512 }", "{ text: book.txt, max_length: 512, samples: 64 }"),
         Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", "{ images: train, samples: 256 }"),
-        None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
+        Some(ModelKind::Pair) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
     };
     if images {
         out.push("# A folder of images holds one folder for each class.".into());

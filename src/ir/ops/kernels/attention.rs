@@ -2,6 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
+use super::super::attention::extras;
 use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
@@ -30,6 +31,7 @@ impl Attention {
             window: self.window,
             soft_cap: self.soft_cap.map(|cap| cap as f32),
             padding: padding.filter(|p| p.contains(&true)),
+            bias: None,
         })
     }
 }
@@ -37,11 +39,18 @@ impl Attention {
 impl Kernel for Attention {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
-        let padding = padding(inputs.get(3))?;
+        let (mask, bias) = extras(&inputs[3..]);
+        let (padding, bias) = (padding(mask)?, bias.map(Tensor::contiguous).transpose()?);
         let sizes = self.sizes([q, k, v], padding.as_deref())?;
         let shape = (q.dim(0)?, sizes.heads, sizes.sequence, sizes.out);
         let compute = || {
             let hosts = [Host::of(q)?, Host::of(k)?, Host::of(v)?];
+            let bias = bias.as_ref().map(Host::of);
+            let bias = match &bias {
+                Some(host) => Some(host.as_ref()?.floats()?),
+                None => None,
+            };
+            let sizes = attention::Attention { bias, ..sizes };
             let mut y = vec![0.0; shape.0 * shape.1 * shape.2 * shape.3];
             sizes.run(heads(&hosts[0])?, heads(&hosts[1])?, heads(&hosts[2])?, &mut y);
             Some(y)
@@ -51,7 +60,8 @@ impl Kernel for Attention {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        if self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {
+        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() == 3);
+        if biased || self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {
             return Ok(None);
         }
         let padding = padding(backward.inputs.get(3).map(Saved::tensor).transpose()?)?;

@@ -1,0 +1,276 @@
+//! CLIP and SigLIP: a tower for images, one for texts, and how well their vectors fit (Radford et al., 2021; Zhai et al., 2023).
+//!
+//! A folder with both towers is one graph, which reads images and texts; the classes of one tower make a graph of that tower.
+
+use super::block::{Block, Names, NormPlace};
+use super::parts::{activate, attend, image_input, layer_norm, linear, linear_with};
+use super::vit::{patch_embeddings, patches};
+use super::{Keys, Settings};
+use crate::error::{Error, Result};
+use crate::ir::ops::{
+    Add, Attention, Embedding, Exp, Linear, MatMul, Mul, Normalize, Positions, Prepend, Reshape, Select, Slice, TargetSize, TokenChoice, TokenPool, Transpose,
+};
+use crate::ir::{Builder, Dim, TensorType, ValueId};
+
+pub(super) const KEYS: Keys = Keys {
+    harmless: &[
+        "attention_dropout",
+        "dropout",
+        "initializer_factor",
+        "logit_scale_init_value",
+        // Of a tower beside another one, and of one without a projection.
+        "projection_dim",
+        "projection_size",
+        "eos_token_id",
+    ],
+    neutral: &[("head_dim", "null"), ("is_causal", "true"), ("text_config_dict", "null"), ("vision_config_dict", "null")],
+};
+
+const NAMES: Names = Names {
+    attention: "self_attn",
+    qkv: ["q_proj", "k_proj", "v_proj"],
+    out: "self_attn.out_proj",
+    attended: "attended",
+    norms: ["layer_norm1", "layer_norm2"],
+    network: ["mlp.fc1", "mlp.act", "mlp.fc2"],
+    sum: "",
+    scales: None,
+};
+
+/// What differs between the two.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Clip,
+    Siglip,
+}
+
+impl Kind {
+    fn function(self) -> &'static str {
+        if self == Kind::Clip { "quick_gelu" } else { "gelu_pytorch_tanh" }
+    }
+
+    fn epsilon(self) -> f64 {
+        if self == Kind::Clip { 1e-5 } else { 1e-6 }
+    }
+}
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    both(Kind::Clip, s, b)
+}
+
+pub(super) fn build_siglip(s: &Settings, b: &mut Builder) -> Result<()> {
+    both(Kind::Siglip, s, b)
+}
+
+pub(super) fn build_text(s: &Settings, b: &mut Builder) -> Result<()> {
+    text_alone(Kind::Clip, s, b)
+}
+
+pub(super) fn build_siglip_text(s: &Settings, b: &mut Builder) -> Result<()> {
+    text_alone(Kind::Siglip, s, b)
+}
+
+pub(super) fn build_vision(s: &Settings, b: &mut Builder) -> Result<()> {
+    vision_alone(Kind::Clip, s, b)
+}
+
+pub(super) fn build_siglip_vision(s: &Settings, b: &mut Builder) -> Result<()> {
+    vision_alone(Kind::Siglip, s, b)
+}
+
+/// What a tower gives: a vector for each token, and one for all.
+struct Tower {
+    tokens: ValueId,
+    pooled: Option<ValueId>,
+}
+
+fn both(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
+    match s.class() {
+        "CLIPTextModel" | "CLIPTextModelWithProjection" | "SiglipTextModel" => return text_alone(kind, &group(s, "text_config")?, b),
+        "CLIPVisionModel" | "CLIPVisionModelWithProjection" | "SiglipVisionModel" => return vision_alone(kind, &group(s, "vision_config")?, b),
+        _ => {}
+    }
+    let image =
+        vision(kind, &group(s, "vision_config")?, b)?.pooled.ok_or_else(|| Error::graph("config.json", "`vision_use_head` is false, and texts need it"))?;
+    let text = text(kind, &group(s, "text_config")?, b)?.pooled.unwrap_or(image);
+    let [image, text] = match kind {
+        Kind::Clip => {
+            let width = s.size_or("projection_dim", 512)?;
+            [
+                linear_with(b, "visual_projection", "visual_projection", image, width, false)?,
+                linear_with(b, "text_projection", "text_projection", text, width, false)?,
+            ]
+        }
+        Kind::Siglip => [image, text],
+    };
+    let image = b.node("image_features", Normalize {}, &[image])?;
+    let text = b.node("text_features", Normalize {}, &[text])?;
+    let scale = b.param("logit_scale", if kind == Kind::Clip { &[] } else { &[1] })?;
+    let scale = b.node("logit_scale.flat", Reshape { shape: vec![TargetSize::Number(1)] }, &[scale])?;
+    let scale = b.node("logit_scale.exp", Exp {}, &[scale])?;
+    let columns = b.node("image_features.columns", Transpose { perm: vec![1, 0] }, &[image])?;
+    let fit = b.node("fit", MatMul {}, &[text, columns])?;
+    let mut logits = b.node("fit.scaled", Mul {}, &[fit, scale])?;
+    if kind == Kind::Siglip {
+        let bias = b.param("logit_bias", &[1])?;
+        logits = b.node("fit.moved", Add {}, &[logits, bias])?;
+    }
+    let by_image = b.node("fit.by_image", Transpose { perm: vec![1, 0] }, &[logits])?;
+    b.output("logits_per_image", by_image);
+    b.output("logits_per_text", logits);
+    b.output("text_embeds", text);
+    b.output("image_embeds", image);
+    Ok(())
+}
+
+fn group<'c>(s: &Settings<'c>, name: &'static str) -> Result<Settings<'c>> {
+    s.group(name).ok_or_else(|| Error::graph("config.json", format!("`{name}` is missing")))
+}
+
+fn text_alone(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
+    let tower = text(kind, s, b)?;
+    alone(s, b, tower, ("text_projection", "text_embeds"))
+}
+
+fn vision_alone(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
+    let tower = vision(kind, s, b)?;
+    alone(s, b, tower, ("visual_projection", "image_embeds"))
+}
+
+fn alone(s: &Settings, b: &mut Builder, tower: Tower, (projection, embeds): (&str, &str)) -> Result<()> {
+    b.output("last_hidden_state", tower.tokens);
+    let Some(pooled) = tower.pooled else { return Ok(()) };
+    if b.stored_shape(&format!("{projection}.weight")).is_some() {
+        let pooled = linear_with(b, projection, projection, pooled, s.size_or("projection_dim", 512)?, false)?;
+        b.output(embeds, pooled);
+    } else {
+        b.output("pooler_output", pooled);
+    }
+    Ok(())
+}
+
+/// The layers of a tower.
+fn encode(kind: Kind, s: &Settings, b: &mut Builder, prefixes: [&str; 2], mut x: ValueId, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
+    let block = Block {
+        names: &NAMES,
+        norms: NormPlace::Before,
+        epsilon: s.number_or("layer_norm_eps", kind.epsilon())?,
+        head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
+        attention,
+        extras,
+        qkv_bias: Some(true),
+        neurons: s.size("intermediate_size")?,
+        activation: Some(s.text_or("hidden_act", kind.function())?),
+    };
+    let [node, module] = prefixes;
+    for index in 0..s.size("num_hidden_layers")? {
+        let layer = format!("encoder.layers.{index}");
+        x = block.add(b, &format!("{node}.{layer}"), &format!("{module}{layer}"), x)?;
+    }
+    Ok(x)
+}
+
+fn text(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
+    const NODE: &str = "text_model";
+    let prefix = if b.has("text_model.embeddings.token_embedding.weight") { "text_model." } else { "" };
+    let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", kind.epsilon())?);
+    let longest = s.size_or("max_position_embeddings", if kind == Kind::Clip { 77 } else { 64 })?;
+    // SigLIP has learned texts of one length, and looks at their padding too.
+    let sequence = if kind == Kind::Clip { Dim::named("sequence") } else { Dim::Fixed(longest) };
+    let tokens = b.input("input_ids", TensorType::int([Dim::named("batch"), sequence.clone()]))?;
+    let words = b.param(&format!("{prefix}embeddings.token_embedding.weight"), &[s.size("vocab_size")?, hidden])?;
+    let words = b.node(&format!("{NODE}.embeddings.token_embedding"), Embedding {}, &[tokens, words])?;
+    let positions = b.node(&format!("{NODE}.embeddings.positions"), Positions::default(), &[tokens])?;
+    let table = b.param(&format!("{prefix}embeddings.position_embedding.weight"), &[longest, hidden])?;
+    let positions = b.node(&format!("{NODE}.embeddings.position_embedding"), Embedding {}, &[positions, table])?;
+    let x = b.node(&format!("{NODE}.embeddings"), Add {}, &[words, positions])?;
+    let mask = match kind {
+        Kind::Clip => vec![b.input("attention_mask", TensorType::int([Dim::named("batch"), sequence]))?],
+        Kind::Siglip => Vec::new(),
+    };
+    let attention = Attention { causal: kind == Kind::Clip, ..Attention::default() };
+    let x = encode(kind, s, b, [NODE, prefix], x, attention, &mask)?;
+    let x = layer_norm(b, &format!("{NODE}.final_layer_norm"), &format!("{prefix}final_layer_norm"), x, epsilon)?;
+    let pooled = match kind {
+        Kind::Clip => {
+            // What the first checkpoints say of the token is wrong; of theirs, the last token has the largest number.
+            let choice = match s.token_or("eos_token_id", 49407)? {
+                2 => TokenChoice::Largest,
+                end => TokenChoice::Named(end),
+            };
+            b.node(&format!("{NODE}.pooled"), TokenPool { choice }, &[x, tokens])?
+        }
+        Kind::Siglip => {
+            let last = b.node(&format!("{NODE}.last"), Select { index: longest.saturating_sub(1) }, &[x])?;
+            let width = s.size_or("projection_size", hidden)?;
+            linear_with(b, &format!("{NODE}.head"), &format!("{prefix}head"), last, width, true)?
+        }
+    };
+    Ok(Tower { tokens: x, pooled: Some(pooled) })
+}
+
+fn vision(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
+    const NODE: &str = "vision_model";
+    let prefix = if b.has("vision_model.embeddings.patch_embedding.weight") { "vision_model." } else { "" };
+    let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", kind.epsilon())?);
+    let (image, patch, side) = patches(s, (224, if kind == Kind::Clip { 32 } else { 16 }))?;
+    let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::Fixed(image), Dim::Fixed(image))?;
+    let nodes = ["patch_embedding", "patches"].map(|part| format!("{NODE}.embeddings.{part}"));
+    let nodes = nodes.each_ref().map(String::as_str);
+    let mut x = patch_embeddings(b, nodes, &format!("{prefix}embeddings.patch_embedding"), (hidden, patch), kind == Kind::Siglip, pixels)?;
+    let mut count = side.saturating_mul(side);
+    if kind == Kind::Clip {
+        let class = b.param(&format!("{prefix}embeddings.class_embedding"), &[hidden])?;
+        let shape = vec![TargetSize::Number(1), TargetSize::Number(1), TargetSize::Rest];
+        let class = b.node(&format!("{NODE}.embeddings.class_token"), Reshape { shape }, &[class])?;
+        x = b.node(&format!("{NODE}.embeddings.with_class"), Prepend {}, &[class, x])?;
+        count = count.saturating_add(1);
+    }
+    let positions = b.param(&format!("{prefix}embeddings.position_embedding.weight"), &[count, hidden])?;
+    x = b.node(&format!("{NODE}.embeddings"), Add {}, &[x, positions])?;
+    if kind == Kind::Clip {
+        // So spelt.
+        x = layer_norm(b, &format!("{NODE}.pre_layrnorm"), &format!("{prefix}pre_layrnorm"), x, epsilon)?;
+    }
+    let x = encode(kind, s, b, [NODE, prefix], x, Attention::default(), &[])?;
+    let norm = |b: &mut Builder, x: ValueId| layer_norm(b, &format!("{NODE}.post_layernorm"), &format!("{prefix}post_layernorm"), x, epsilon);
+    if kind == Kind::Clip {
+        let first = b.node(&format!("{NODE}.first"), Select { index: 0 }, &[x])?;
+        return Ok(Tower { tokens: x, pooled: Some(norm(b, first)?) });
+    }
+    let x = norm(b, x)?;
+    let pooled = if s.flag_or("vision_use_head", true)? { Some(attended(s, b, prefix, x, epsilon)?) } else { None };
+    Ok(Tower { tokens: x, pooled })
+}
+
+/// One learned query looks at all patches (SigLIP).
+fn attended(s: &Settings, b: &mut Builder, prefix: &str, x: ValueId, epsilon: f64) -> Result<ValueId> {
+    const NODE: &str = "vision_model.head";
+    let hidden = b.width(x)?;
+    let module = |part: &str| format!("{prefix}head.{part}");
+    let probe = b.param(&module("probe"), &[1, 1, hidden])?;
+    // Queries, keys and values are made by one matrix: it reads the query and the patches at once.
+    let all = b.node(&format!("{NODE}.with_probe"), Prepend {}, &[probe, x])?;
+    let wide = hidden.saturating_mul(3);
+    let inputs = [all, b.param(&module("attention.in_proj_weight"), &[wide, hidden])?, b.param(&module("attention.in_proj_bias"), &[wide])?];
+    let all = b.node(&format!("{NODE}.attention.in_proj"), Linear { input_major: false }, &inputs)?;
+    let mut qkv = [all; 3];
+    for ((value, part), at) in qkv.iter_mut().zip(["query", "key", "value"]).zip(0usize..) {
+        let columns = b.node(&format!("{NODE}.attention.{part}.columns"), Slice::of_last(at.saturating_mul(hidden), hidden), &[all])?;
+        let rows = if part == "query" {
+            Slice { length: Some(1), axis: 1, ..Slice::default() }
+        } else {
+            Slice { start: 1, axis: 1, length: None, ..Slice::default() }
+        };
+        *value = b.node(&format!("{NODE}.attention.{part}"), rows, &[columns])?;
+    }
+    let head_dim = s.head_dim("hidden_size", "num_attention_heads")?;
+    let context = attend(b, &format!("{NODE}.attention"), qkv, head_dim, Attention::default(), &[])?;
+    let y = linear(b, &format!("{NODE}.attention.out_proj"), &module("attention.out_proj"), context, hidden)?;
+    let normed = layer_norm(b, &format!("{NODE}.layernorm"), &module("layernorm"), y, epsilon)?;
+    let wide = linear(b, &format!("{NODE}.mlp.fc1"), &module("mlp.fc1"), normed, s.size("intermediate_size")?)?;
+    let active = activate(b, &format!("{NODE}.mlp.act"), s.text_or("hidden_act", Kind::Siglip.function())?, wide)?;
+    let out = linear(b, &format!("{NODE}.mlp.fc2"), &module("mlp.fc2"), active, hidden)?;
+    let sum = b.node(&format!("{NODE}.sum"), Add {}, &[y, out])?;
+    b.node(NODE, Select { index: 0 }, &[sum])
+}

@@ -1,0 +1,98 @@
+//! DINOv2: a vision transformer with factors on what its halves give, and gated networks in the largest (Oquab et al., 2023).
+//!
+//! Positions are those of images of the size that the configuration says; transformers interpolates them for others.
+
+use super::block::{Block, Names, NormPlace};
+use super::parts::{image_input, layer_norm, linear};
+use super::resize::Sizes;
+use super::vit::{PATCH_NODES, patch_embeddings, patches};
+use super::{Keys, Settings};
+use crate::error::Result;
+use crate::ir::ops::{Add, Attention, Concat, Prepend, Reduce, ReduceKind, Select, Slice};
+use crate::ir::{Builder, Dim};
+
+pub(super) const KEYS: Keys = Keys {
+    harmless: &[
+        "_out_features",
+        "_out_indices",
+        "apply_layernorm",
+        "attention_probs_dropout_prob",
+        "drop_path_rate",
+        "hidden_act",
+        "hidden_dropout_prob",
+        "layerscale_value",
+        "out_features",
+        "out_indices",
+        "reshape_hidden_states",
+        "stage_names",
+        "use_mask_token",
+    ],
+    neutral: &[("head_dim", "null")],
+};
+
+pub(super) const SIZES: Sizes = Sizes {
+    prefixes: &["dinov2.", ""],
+    hidden: ("hidden_size", "embeddings.cls_token", 2),
+    heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
+    groups: None,
+    head_dim: None,
+    own_head_dim: false,
+    heads_divide: false,
+    others: &[],
+    layers: "num_hidden_layers",
+};
+
+const NAMES: Names = Names {
+    attention: "attention.attention",
+    qkv: ["query", "key", "value"],
+    out: "attention.output.dense",
+    attended: "attended",
+    norms: ["norm1", "norm2"],
+    network: ["mlp.fc1", "mlp.act", "mlp.fc2"],
+    sum: "",
+    scales: Some(["layer_scale1.lambda1", "layer_scale2.lambda1"]),
+};
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let prefix = if b.has("dinov2.embeddings.cls_token") { "dinov2." } else { "" };
+    let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-6)?);
+    let (image, patch, side) = patches(s, (224, 14))?;
+    let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::Fixed(image), Dim::Fixed(image))?;
+    let patches = patch_embeddings(b, PATCH_NODES, &format!("{prefix}embeddings.patch_embeddings.projection"), (hidden, patch), true, pixels)?;
+    let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
+    let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
+    let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
+    let mut x = b.node("embeddings", Add {}, &[sequence, positions])?;
+    let (gated, wide) = (s.flag_or("use_swiglu_ffn", false)?, (hidden as f64 * s.number_or("mlp_ratio", 4.0)?) as usize);
+    // Two thirds of the neurons, so that there are as many weights, in eights.
+    let neurons = if gated { ((wide as f64 * 2.0 / 3.0) as usize).div_ceil(8).saturating_mul(8) } else { wide };
+    let names = if gated { Names { network: ["mlp.weights_in", "mlp.gated", "mlp.weights_out"], ..NAMES } } else { NAMES };
+    let block = Block {
+        names: &names,
+        norms: NormPlace::Before,
+        epsilon,
+        head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
+        attention: Attention::default(),
+        extras: &[],
+        qkv_bias: Some(s.flag_or("qkv_bias", true)?),
+        neurons,
+        activation: if gated { None } else { Some(s.text_or("hidden_act", "gelu")?) },
+    };
+    for index in 0..s.size("num_hidden_layers")? {
+        let node = format!("encoder.layer.{index}");
+        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
+    }
+    let x = layer_norm(b, "layernorm", &format!("{prefix}layernorm"), x, epsilon)?;
+    b.output("last_hidden_state", x);
+    let first = b.node("pooler", Select { index: 0 }, &[x])?;
+    if s.class() == "Dinov2ForImageClassification" {
+        let rest = b.node("classifier.patches", Slice { start: 1, axis: 1, length: None, ..Slice::default() }, &[x])?;
+        let mean = b.node("classifier.mean", Reduce { kind: ReduceKind::Mean, axes: vec![1], keep: false }, &[rest])?;
+        let both = b.node("classifier.both", Concat::default(), &[first, mean])?;
+        let logits = linear(b, "classifier", "classifier", both, s.labels()?)?;
+        b.output("logits", logits);
+    } else {
+        b.output("pooler_output", first);
+    }
+    Ok(())
+}

@@ -1,0 +1,84 @@
+//! MPNet: BERT without token types, with a bias in attention by how far tokens are from each other (Song et al., 2020).
+
+use super::bert::tied_head;
+use super::block::{Block, Names, NormPlace};
+use super::parts::{has_head, layer_norm, linear, text_inputs};
+use super::resize::Sizes;
+use super::{Keys, Settings, bert};
+use crate::error::Result;
+use crate::ir::Builder;
+use crate::ir::ops::{Add, Attention, Embedding, Gelu, Positions, RelativeBias, Select, Tanh};
+
+pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[] };
+
+pub(super) const SIZES: Sizes =
+    Sizes { prefixes: &["mpnet.", ""], heads: ("num_attention_heads", "encoder.layer.0.attention.attn.q.weight", 0), ..bert::SIZES };
+
+const NAMES: Names = Names {
+    attention: "attention.attn",
+    qkv: ["q", "k", "v"],
+    out: "attention.attn.o",
+    attended: "attention.sum",
+    norms: ["attention.LayerNorm", "output.LayerNorm"],
+    network: ["intermediate.dense", "intermediate.act", "output.dense"],
+    sum: "output.sum",
+    scales: None,
+};
+
+/// Counted before the first position, whatever the configuration says of padding.
+const PADDING: i64 = 1;
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    let prefix = if b.has("mpnet.embeddings.word_embeddings.weight") { "mpnet." } else { "" };
+    let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", 1e-12)?);
+    let (tokens, mask) = text_inputs(b)?;
+    let words = b.param(&format!("{prefix}embeddings.word_embeddings.weight"), &[s.size("vocab_size")?, hidden])?;
+    let words = b.node("embeddings.word_embeddings", Embedding {}, &[tokens, words])?;
+    let positions = b.node("embeddings.positions", Positions { padding: Some(PADDING), offset: 0 }, &[tokens])?;
+    let table = b.param(&format!("{prefix}embeddings.position_embeddings.weight"), &[s.size_or("max_position_embeddings", 512)?, hidden])?;
+    let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
+    let sum = b.node("embeddings.sum", Add {}, &[words, positions])?;
+    let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
+    // However many rows the table has, distances are sorted into 32.
+    let rows = [s.size_or("relative_attention_num_buckets", 32)?, s.size("num_attention_heads")?];
+    let table = b.param(&format!("{prefix}encoder.relative_attention_bias.weight"), &rows)?;
+    let bias = b.node("encoder.relative_attention_bias", RelativeBias::default(), &[tokens, table])?;
+    let block = Block {
+        names: &NAMES,
+        norms: NormPlace::After,
+        epsilon,
+        head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
+        attention: Attention::default(),
+        extras: &[mask, bias],
+        qkv_bias: None,
+        neurons: s.size("intermediate_size")?,
+        activation: Some(s.text_or("hidden_act", "gelu")?),
+    };
+    for index in 0..s.size("num_hidden_layers")? {
+        let node = format!("encoder.layer.{index}");
+        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
+    }
+    b.output("last_hidden_state", x);
+    let first = |b: &mut Builder, name: &str| b.node(&format!("{name}.first"), Select { index: 0 }, &[x]);
+    let pooler = format!("{prefix}pooler.dense");
+    if b.has(&format!("{pooler}.weight")) {
+        let first = first(b, "pooler")?;
+        let dense = linear(b, "pooler.dense", &pooler, first, hidden)?;
+        let pooled = b.node("pooler", Tanh {}, &[dense])?;
+        b.output("pooler_output", pooled);
+    }
+    if s.class() == "MPNetForSequenceClassification" {
+        let first = first(b, "classifier")?;
+        let dense = linear(b, "classifier.dense", "classifier.dense", first, hidden)?;
+        let active = b.node("classifier.act", Tanh {}, &[dense])?;
+        let logits = linear(b, "classifier.out_proj", "classifier.out_proj", active, s.labels()?)?;
+        b.output("logits", logits);
+    } else if s.class() == "MPNetForMaskedLM" && has_head(b, prefix, "lm_head.dense") {
+        let dense = linear(b, "lm_head.dense", "lm_head.dense", x, hidden)?;
+        let active = b.node("lm_head.act", Gelu { tanh: false }, &[dense])?;
+        let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, epsilon)?;
+        let logits = tied_head(s, b, "lm_head.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "lm_head.bias", normed)?;
+        b.output("logits", logits);
+    }
+    Ok(())
+}
