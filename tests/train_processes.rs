@@ -139,8 +139,18 @@ fn weights(folder: &Path) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn a_killed_run_ends_as_one_that_was_not() {
+    ends_as_one_that_was_not_killed("max_steps: 600");
+}
+
+/// The same with weights, gradients and state in files of a run: what a killed one has left there is of no use, and in nobody's way.
+#[test]
+fn a_killed_run_with_offloaded_parameters_ends_as_one_that_was_not() {
+    ends_as_one_that_was_not_killed("max_steps: 200, offload: [parameters]");
+}
+
+fn ends_as_one_that_was_not_killed(options: &str) {
     let place = Place::new(64);
-    let recipe = place.recipe("max_steps: 600, batch_size: 8, learning_rate: 1e-3, checkpoint_every: { steps: 5 }");
+    let recipe = place.recipe(&format!("batch_size: 8, learning_rate: 1e-3, checkpoint_every: {{ steps: 5 }}, {options}"));
     place.finish(place.start(&recipe, "whole", &[], &[]));
     let checkpoint = place.folder.path().join("parts.unfinished/1-finetune/checkpoint.safetensors");
     let mut killed = 0;

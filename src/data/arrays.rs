@@ -171,12 +171,13 @@ impl Arrays {
         if let Some((name, other)) = counts.iter().find(|(_, other)| *other != count) {
             return Err(Error::malformed(path, format!("array `{name}` has {other} rows, `{first}` has {count}")));
         }
+        let tokens = inputs.iter().find_map(|(port, _, shape)| if port.element == Element::Int { shape.first().copied() } else { None });
         Ok(Arrays {
             path: path.to_owned(),
             labels: labels.map(|rows| rows.name.clone()),
             inputs,
             count: count.min(options.samples.unwrap_or(usize::MAX)),
-            batch: options.batch(task),
+            batch: options.batch(task, tokens),
             classes: Classes::of(options, &target),
             pixels: Pixels::plain(options),
             next_tokens: task == Task::LanguageModelling,

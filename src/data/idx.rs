@@ -104,7 +104,7 @@ impl Idx {
         if pixels.resizes() && !matches!(sizes.0, 1 | 3) {
             return Err(Error::malformed(path, format!("has images of {} channels, which are not resized: leave `resize` and `crop` out", sizes.0)));
         }
-        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task), classes: Classes::of(options, &target), pixels, plane })
+        Ok(Idx { images: path.to_owned(), sizes, labels, count, batch: options.batch(task, None), classes: Classes::of(options, &target), pixels, plane })
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {

@@ -57,7 +57,7 @@ impl ClassFolders {
             let count = files.len();
             files = (0..wanted).filter_map(|i| files.get(count.checked_mul(i)?.checked_div(wanted)?).cloned()).collect();
         }
-        Ok(ClassFolders { files, batch: options.batch(task), labelled, pixels: Pixels::open(options, &target, &plane)?, plane })
+        Ok(ClassFolders { files, batch: options.batch(task, None), labelled, pixels: Pixels::open(options, &target, &plane)?, plane })
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {

@@ -147,7 +147,7 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub samples: Option<usize>,
-    /// Samples that run together [default: 32; 4 windows for perplexity]
+    /// Samples that run together [default: 32, or 4 windows of a text; fewer where they have more than 2048 tokens]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub batch_size: Option<usize>,
@@ -241,8 +241,10 @@ mod pairs {
 
 /// Samples that run together when nothing is said.
 const BATCH: usize = 32;
-/// Windows that run together when nothing is said.
+/// Windows that run together when nothing is said, at most.
 const WINDOWS: usize = 4;
+/// Tokens that they have together then: more are no faster, and take more memory.
+const TOKENS: usize = 2048;
 
 /// Values of the command line.
 #[cfg(feature = "cli")]
@@ -321,9 +323,11 @@ impl Data {
         Ok(())
     }
 
-    /// Samples that run together.
-    pub(super) fn batch(&self, task: Task) -> usize {
-        self.batch_size.unwrap_or(if task == Task::LanguageModelling { WINDOWS } else { BATCH })
+    /// Samples that run together, of so many tokens each where that is known.
+    pub(super) fn batch(&self, task: Task, tokens: Option<usize>) -> usize {
+        let most = if task == Task::LanguageModelling { WINDOWS } else { BATCH };
+        let together = tokens.and_then(|tokens| TOKENS.checked_div(tokens)).unwrap_or(most).clamp(1, most);
+        self.batch_size.unwrap_or(together)
     }
 
     /// What is asked, said or suggested.

@@ -63,7 +63,7 @@ impl Sentences {
 
 impl SampleSource for Sentences {
     fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
-        Ok(in_batches(self.records()?, self.options.batch(self.task), RECORD, order, |records| self.batch(records)))
+        Ok(in_batches(self.records()?, self.options.batch(self.task, None), RECORD, order, |records| self.batch(records)))
     }
 
     fn count(&self) -> Result<usize> {

@@ -76,9 +76,8 @@ impl Windows {
 
 impl SampleSource for Windows {
     fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
-        Ok(in_batches(self.windows()?, self.options.batch(Task::LanguageModelling), self.cut.room.saturating_mul(size_of::<i64>()), order, |windows| {
-            self.batch(windows)
-        }))
+        let (together, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
+        Ok(in_batches(self.windows()?, together, bytes, order, |windows| self.batch(windows)))
     }
 
     fn count(&self) -> Result<usize> {

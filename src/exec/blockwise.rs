@@ -35,6 +35,8 @@ pub struct Blockwise<'a> {
     work: Work<'a>,
     samples: Vec<Held>,
     current: Option<usize>,
+    /// The last block that will be entered.
+    last: usize,
     ahead: Option<Ahead>,
     /// Where states go that are beyond the limit.
     file: Option<Arc<SpillFile>>,
@@ -107,6 +109,7 @@ impl<'a> Blockwise<'a> {
             work: *work,
             samples: Vec::new(),
             current: None,
+            last: usize::MAX,
             ahead: None,
             file: None,
             replaced: BTreeSet::new(),
@@ -138,6 +141,11 @@ impl<'a> Blockwise<'a> {
             .collect();
         found.sort_unstable();
         found.into_iter().map(|(_, name)| name).collect()
+    }
+
+    /// Reads nothing ahead beyond this block, which is the last that will be entered.
+    pub fn end_at(&mut self, block: usize) {
+        self.last = block;
     }
 
     /// How many batches there are.
@@ -235,7 +243,7 @@ impl<'a> Blockwise<'a> {
 
     /// Begins to read a block's parameters, but for those that are loaded and those that come from elsewhere.
     fn read_ahead(&mut self, block: usize, other: Option<&Blockwise>, same: &BTreeSet<&str>) {
-        let Some(next) = self.blocks.get(block) else { return };
+        let Some(next) = self.blocks.get(block).filter(|_| block <= self.last) else { return };
         let elsewhere =
             |name: &str| same.contains(name) && other.and_then(|other| other.blocks.get(block)).is_some_and(|other| other.parameters.contains(name));
         let names: Vec<String> = next.parameters.iter().filter(|name| !self.executor.parameters().has(name) && !elsewhere(name)).cloned().collect();

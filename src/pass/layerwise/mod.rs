@@ -49,8 +49,9 @@ struct Layer {
     pub input_major: bool,
 }
 
-/// Most bytes that samples hold between nodes in memory; beyond them, they lie on disk between blocks.
-const MOST: u64 = 1 << 30;
+/// Bytes that samples hold between nodes in memory, at least and at most: a third of what the model takes as 32-bit floats. Beyond them, they
+/// lie on disk between blocks, and are computed from the beginning of their block for each value that is looked at.
+const HELD: [u64; 2] = [128 << 20, 1 << 30];
 
 /// Layers that read one value.
 #[derive(Debug, Clone, PartialEq)]
@@ -153,11 +154,13 @@ impl Layerwise<'_> {
         let samples = context.data.open(data, subject.target())?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
         let finished = context.workplace.as_ref().map(|folder| Finished::open(folder, &identity, context.resume)).transpose()?;
+        let [least, most] = HELD;
+        let most = (model.weights.parameters().saturating_mul(4) / 3).clamp(least, most);
         let options = BlockwiseOptions {
             compute: DType::F32,
             residence: Residence::Stored,
             // The rest is for parameters, sums of products and what solves them.
-            limit: context.memory.bytes.map_or(MOST, |bytes| (bytes / 4).min(MOST)) / self.runs(),
+            limit: context.memory.bytes.map_or(most, |bytes| (bytes / 4).min(most)) / self.runs(),
             spill: finished.as_ref().map(|finished| finished.folder().to_owned()),
             tracker: context.memory_tracker.clone(),
             ..BlockwiseOptions::on(&context.device)
@@ -182,6 +185,9 @@ impl Layerwise<'_> {
             by_block.entry(block).or_default().push(site);
         }
         let last = by_block.keys().next_back().copied().unwrap_or(0);
+        for run in [Some(&mut blocks), beside.as_mut()].into_iter().flatten() {
+            run.end_at(last);
+        }
         let mut resumed = 0;
         for block in 0..=last {
             blocks.enter(block)?;
