@@ -95,7 +95,8 @@ pub(super) struct Pixels {
     size: Option<(Size, ResizeAlg)>,
     /// Height and width of the middle that is kept.
     crop: Option<(usize, usize)>,
-    rescale: f64,
+    /// The factor on pixels.
+    pub rescale: f64,
     /// Whether the model takes blue first.
     reversed: bool,
     mean: Vec<f64>,
@@ -228,12 +229,6 @@ impl Pixels {
             numbers.extend(bytes.iter().skip(channel).step_by(channels).map(|value| f32::from(*value)));
         }
         Ok((self.finished(numbers, plane)?, height, width))
-    }
-
-    /// The factor on pixels.
-    #[cfg(test)]
-    pub fn rescale(&self) -> f64 {
-        self.rescale
     }
 
     /// Whether pictures become others in size.

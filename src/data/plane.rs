@@ -130,7 +130,7 @@ mod tests {
             (&[None, Some(28), None], none.clone(), (ImageLayout::Nchw, 1)),
         ] {
             let (plane, pixels) = plane(float, shape, options).unwrap();
-            assert_eq!(((plane.layout, plane.channels), pixels.rescale()), (wanted, 1.0 / 255.0), "{shape:?}");
+            assert_eq!(((plane.layout, plane.channels), pixels.rescale), (wanted, 1.0 / 255.0), "{shape:?}");
         }
         for (shape, options, reason) in [
             (&[None, None, None, None][..], none.clone(), "channels are open"),
@@ -142,7 +142,7 @@ mod tests {
         }
         // Bytes go in as they are.
         let (whole, pixels) = plane(Element::Int, &[Some(1), Some(2), Some(1), Some(3)], none).unwrap();
-        assert_eq!(pixels.rescale(), 1.0);
+        assert_eq!(pixels.rescale, 1.0);
         let (_, tensor) = whole.batch(vec![0.0, 255.0, 1.0, 2.0, 3.0, 4.0], 1, 2, 1).unwrap();
         assert_eq!((tensor.dims(), tensor.dtype()), (&[1, 2, 1, 3][..], candle_core::DType::I64));
         assert!(whole.batch(vec![0.5; 6], 1, 2, 1).unwrap_err().to_string().contains("takes whole numbers"));
