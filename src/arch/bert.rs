@@ -1,7 +1,7 @@
 //! BERT: base, sequence classification, masked language model.
 
 use super::block::{Block, Names, NormPlace};
-use super::parts::{activation, has_head, layer_norm, linear, text_inputs};
+use super::parts::{activate, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
@@ -60,7 +60,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         }
         ("BertForMaskedLM" | "BertForPreTraining" | "BertLMHeadModel", _) if has_head(b, prefix, "cls.predictions.transform.dense") => {
             let dense = linear(b, "cls.predictions.transform.dense", "cls.predictions.transform.dense", hidden, s.size("hidden_size")?)?;
-            let active = b.node("cls.predictions.transform.act", activation(s.text_or("hidden_act", "gelu")?)?, &[dense])?;
+            let active = activate(b, "cls.predictions.transform.act", s.text_or("hidden_act", "gelu")?, dense)?;
             let normed =
                 layer_norm(b, "cls.predictions.transform.LayerNorm", "cls.predictions.transform.LayerNorm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
             let logits = tied_head(s, b, "cls.predictions.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "cls.predictions.bias", normed)?;

@@ -52,7 +52,18 @@ impl Kind {
     fn epsilon(self) -> f64 {
         if self == Kind::Clip { 1e-5 } else { 1e-6 }
     }
+
+    /// Sizes that the configuration of a tower of texts leaves out.
+    fn text_sizes(self) -> &'static [(&'static str, usize)] {
+        match self {
+            Kind::Clip => &[("vocab_size", 49408), ("hidden_size", 512), ("intermediate_size", 2048), ("num_hidden_layers", 12), ("num_attention_heads", 8)],
+            Kind::Siglip => &[("vocab_size", 32000), ("hidden_size", 768), ("intermediate_size", 3072), ("num_hidden_layers", 12), ("num_attention_heads", 12)],
+        }
+    }
 }
+
+/// The same of a tower of images.
+const VISION_SIZES: [(&str, usize); 4] = [("hidden_size", 768), ("intermediate_size", 3072), ("num_hidden_layers", 12), ("num_attention_heads", 12)];
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     both(Kind::Clip, s, b)
@@ -63,19 +74,19 @@ pub(super) fn build_siglip(s: &Settings, b: &mut Builder) -> Result<()> {
 }
 
 pub(super) fn build_text(s: &Settings, b: &mut Builder) -> Result<()> {
-    text_alone(Kind::Clip, s, b)
+    text_alone(Kind::Clip, s.class(), s, b)
 }
 
 pub(super) fn build_siglip_text(s: &Settings, b: &mut Builder) -> Result<()> {
-    text_alone(Kind::Siglip, s, b)
+    text_alone(Kind::Siglip, s.class(), s, b)
 }
 
 pub(super) fn build_vision(s: &Settings, b: &mut Builder) -> Result<()> {
-    vision_alone(Kind::Clip, s, b)
+    vision_alone(Kind::Clip, s.class(), s, b)
 }
 
 pub(super) fn build_siglip_vision(s: &Settings, b: &mut Builder) -> Result<()> {
-    vision_alone(Kind::Siglip, s, b)
+    vision_alone(Kind::Siglip, s.class(), s, b)
 }
 
 /// What a tower gives: a vector for each token, and one for all.
@@ -86,13 +97,17 @@ struct Tower {
 
 fn both(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
     match s.class() {
-        "CLIPTextModel" | "CLIPTextModelWithProjection" | "SiglipTextModel" => return text_alone(kind, &group(s, "text_config")?, b),
-        "CLIPVisionModel" | "CLIPVisionModelWithProjection" | "SiglipVisionModel" => return vision_alone(kind, &group(s, "vision_config")?, b),
+        class @ ("CLIPTextModel" | "CLIPTextModelWithProjection" | "SiglipTextModel") => {
+            return text_alone(kind, class, &group(kind, s, ["text_config", "text_config_dict"], true)?, b);
+        }
+        class @ ("CLIPVisionModel" | "CLIPVisionModelWithProjection" | "SiglipVisionModel") => {
+            return vision_alone(kind, class, &group(kind, s, ["vision_config", "vision_config_dict"], true)?, b);
+        }
         _ => {}
     }
-    let image =
-        vision(kind, &group(s, "vision_config")?, b)?.pooled.ok_or_else(|| Error::graph("config.json", "`vision_use_head` is false, and texts need it"))?;
-    let text = text(kind, &group(s, "text_config")?, b)?.pooled.unwrap_or(image);
+    let image = vision(kind, &group(kind, s, ["vision_config", "vision_config_dict"], false)?, b)?.pooled;
+    let image = image.ok_or_else(|| Error::graph("config.json", "`vision_use_head` is false, and texts need it"))?;
+    let text = text(kind, &group(kind, s, ["text_config", "text_config_dict"], false)?, b)?.pooled.unwrap_or(image);
     let [image, text] = match kind {
         Kind::Clip => {
             let width = s.size_or("projection_dim", 512)?;
@@ -123,24 +138,29 @@ fn both(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-fn group<'c>(s: &Settings<'c>, name: &'static str) -> Result<Settings<'c>> {
-    s.group(name).ok_or_else(|| Error::graph("config.json", format!("`{name}` is missing")))
+/// The configuration of a tower. Of two towers of CLIP, an older group takes the place of the newer one where it is there, with defaults for
+/// all that it leaves out; a tower alone never looks at it.
+fn group<'c>(kind: Kind, s: &Settings<'c>, [name, older]: [&'static str; 2], alone: bool) -> Result<Settings<'c>> {
+    let replaced = kind == Kind::Clip && s.get(older).is_some() && !alone;
+    let group = s.group_or_empty(name)?;
+    if replaced { s.group_or_empty(older) } else { Ok(group) }
 }
 
-fn text_alone(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
+fn text_alone(kind: Kind, class: &str, s: &Settings, b: &mut Builder) -> Result<()> {
     let tower = text(kind, s, b)?;
-    alone(s, b, tower, ("text_projection", "text_embeds"))
+    alone(s, b, class, tower, ("text_projection", "text_embeds"))
 }
 
-fn vision_alone(kind: Kind, s: &Settings, b: &mut Builder) -> Result<()> {
+fn vision_alone(kind: Kind, class: &str, s: &Settings, b: &mut Builder) -> Result<()> {
     let tower = vision(kind, s, b)?;
-    alone(s, b, tower, ("visual_projection", "image_embeds"))
+    alone(s, b, class, tower, ("visual_projection", "image_embeds"))
 }
 
-fn alone(s: &Settings, b: &mut Builder, tower: Tower, (projection, embeds): (&str, &str)) -> Result<()> {
+fn alone(s: &Settings, b: &mut Builder, class: &str, tower: Tower, (projection, embeds): (&str, &str)) -> Result<()> {
     b.output("last_hidden_state", tower.tokens);
     let Some(pooled) = tower.pooled else { return Ok(()) };
-    if b.stored_shape(&format!("{projection}.weight")).is_some() {
+    let projects = if class.is_empty() { b.has(&format!("{projection}.weight")) } else { class.ends_with("WithProjection") };
+    if projects {
         let pooled = linear_with(b, projection, projection, pooled, s.size_or("projection_dim", 512)?, false)?;
         b.output(embeds, pooled);
     } else {
@@ -172,6 +192,7 @@ fn encode(kind: Kind, s: &Settings, b: &mut Builder, prefixes: [&str; 2], mut x:
 
 fn text(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
     const NODE: &str = "text_model";
+    let s = &s.with_sizes(kind.text_sizes());
     let prefix = if b.has("text_model.embeddings.token_embedding.weight") { "text_model." } else { "" };
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", kind.epsilon())?);
     let longest = s.size_or("max_position_embeddings", if kind == Kind::Clip { 77 } else { 64 })?;
@@ -211,6 +232,7 @@ fn text(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
 
 fn vision(kind: Kind, s: &Settings, b: &mut Builder) -> Result<Tower> {
     const NODE: &str = "vision_model";
+    let s = &s.with_sizes(&VISION_SIZES);
     let prefix = if b.has("vision_model.embeddings.patch_embedding.weight") { "vision_model." } else { "" };
     let (hidden, epsilon) = (s.size("hidden_size")?, s.number_or("layer_norm_eps", kind.epsilon())?);
     let (image, patch, side) = patches(s, (224, if kind == Kind::Clip { 32 } else { 16 }))?;

@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::sync::LazyLock;
 
 use serde_json::{Map, Value};
 
@@ -18,7 +19,12 @@ pub struct Settings<'c> {
     /// The groups that these values stand in, the outer one first.
     groups: [&'c str; 2],
     read: Option<&'c ReadKeys>,
+    /// Sizes of what the values say nothing of.
+    sizes: &'static [(&'static str, usize)],
 }
+
+/// What a group that is missing says.
+static NOTHING: LazyLock<Map<String, Value>> = LazyLock::new(Map::new);
 
 /// Larger numbers are mistakes, and would only make the program slow to find out.
 const LIMIT: u64 = 1 << 32;
@@ -26,13 +32,19 @@ const LIMIT: u64 = 1 << 32;
 impl<'c> Settings<'c> {
     /// Reads from these values.
     pub fn new(values: &'c Map<String, Value>) -> Self {
-        Self { values, groups: [""; 2], read: None }
+        Self { values, groups: [""; 2], read: None, sizes: &[] }
     }
 
     /// The same values; what is read of them is written down.
     #[must_use]
     pub fn noting(self, read: &'c ReadKeys) -> Self {
         Self { read: Some(read), ..self }
+    }
+
+    /// The same values, with the sizes that a configuration of this kind leaves out.
+    #[must_use]
+    pub(super) fn with_sizes(self, sizes: &'static [(&'static str, usize)]) -> Self {
+        Self { sizes, ..self }
     }
 
     /// A value that is there and not null.
@@ -82,7 +94,9 @@ impl<'c> Settings<'c> {
 
     /// A whole number from 1.
     pub fn size(&self, key: &str) -> Result<usize> {
-        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let Some(value) = self.get(key) else {
+            return self.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size).ok_or_else(|| Self::missing(key));
+        };
         let number = value.as_u64().filter(|n| (1..LIMIT).contains(n));
         number.map(|n| n as usize).ok_or_else(|| Self::wrong(key, value, "a size from 1 to 4294967295"))
     }
@@ -153,9 +167,17 @@ impl<'c> Settings<'c> {
         Some(self.within(key, values))
     }
 
+    /// A group of values, in which a configuration may say nothing.
+    pub(super) fn group_or_empty(&self, key: &'c str) -> Result<Settings<'c>> {
+        match self.get(key) {
+            None => Ok(self.within(key, &NOTHING)),
+            Some(value) => self.group(key).ok_or_else(|| Self::wrong(key, value, "a group of values")),
+        }
+    }
+
     fn within(&self, key: &'c str, values: &'c Map<String, Value>) -> Settings<'c> {
         // Nothing that is read lies deeper.
-        Settings { values, groups: self.inner(key).unwrap_or(self.groups), read: self.read }
+        Settings { values, groups: self.inner(key).unwrap_or(self.groups), read: self.read, sizes: &[] }
     }
 
     fn inner(&self, key: &'c str) -> Option<[&'c str; 2]> {

@@ -4,12 +4,12 @@
 
 use super::Settings;
 use super::experts::Experts;
-use super::parts::{activation, language_head, linear_with, rms_norm, slices, text_inputs};
+use super::parts::{activate, language_head, linear_with, rms_norm, slices, text_inputs};
 use super::resize::{Groups, Sizes};
 use super::rope::{RopeDefaults, rotary};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Embedding, Linear, MergeHeads, Mul, RmsNorm, Rotary, Scale, SplitHeads, Tanh};
-use crate::ir::{Builder, Op, ValueId};
+use crate::ir::{Builder, ValueId};
 
 /// Where `config.json` says the sizes of such a decoder, and which tensors tell them.
 pub(super) const SIZES: Sizes = Sizes {
@@ -83,7 +83,7 @@ pub(super) struct Decoder<'s, 'c> {
     /// Whether the network has them.
     pub mlp_bias: bool,
     /// The function on the gate.
-    pub activation: Op,
+    pub activation: &'c str,
     /// Factor on embeddings.
     pub embedding_scale: Option<f64>,
     /// Cap on logits.
@@ -126,7 +126,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             qkv_bias: bias,
             out_bias: bias,
             mlp_bias: s.flag_or("mlp_bias", false)?,
-            activation: activation(s.text_or("hidden_act", "silu")?)?,
+            activation: s.text_or("hidden_act", "silu")?,
             embedding_scale: None,
             logit_cap: None,
             experts: None,
@@ -230,7 +230,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
 
     /// The function on the gate of a network.
     pub(super) fn act(&self, b: &mut Builder, at: &Place, network: &str, gate: ValueId) -> Result<ValueId> {
-        b.node(&at.node(&format!("{network}.act")), self.activation.clone(), &[gate])
+        activate(b, &at.node(&format!("{network}.act")), self.activation, gate)
     }
 
     /// A gated network of this name, whose parts have these, with so many neurons.

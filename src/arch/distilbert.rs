@@ -2,7 +2,7 @@
 
 use super::bert::tied_head;
 use super::block::{Block, Names, NormPlace};
-use super::parts::{activation, has_head, layer_norm, linear, text_inputs};
+use super::parts::{activate, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
@@ -76,7 +76,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         b.output("logits", logits);
     } else if s.class() == "DistilBertForMaskedLM" && has_head(b, prefix, "vocab_transform") {
         let dense = linear(b, "vocab_transform", "vocab_transform", x, width)?;
-        let active = b.node("vocab_transform.act", activation(s.text_or("activation", "gelu")?)?, &[dense])?;
+        let active = activate(b, "vocab_transform.act", s.text_or("activation", "gelu")?, dense)?;
         let normed = layer_norm(b, "vocab_layer_norm", "vocab_layer_norm", active, EPSILON)?;
         let logits = tied_head(s, b, "vocab_projector", &format!("{prefix}embeddings.word_embeddings.weight"), "vocab_projector.bias", normed)?;
         b.output("logits", logits);

@@ -28,6 +28,10 @@ struct Stage {
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("efficientnet.embeddings.convolution.weight") { "efficientnet." } else { "" };
     let net = Net { s, prefix, function: s.text_or("hidden_act", "swish")?, epsilon: s.number_or("batch_norm_eps", 1e-3)? };
+    let (top, said) = (rounded(s, 1280)?, s.size_or("hidden_dim", 2560)?);
+    if said != top {
+        return Err(Error::graph("config.json", format!("`hidden_dim` is {said}, the other keys make {top} channels behind the last layer")));
+    }
     let pixels = image_input(b, s.size_or("num_channels", 3)?, Dim::named("height"), Dim::named("width"))?;
     let stem = ["embeddings.convolution", "embeddings.batchnorm"];
     let behind = Padding([0, 0, 1, 1]);
@@ -41,7 +45,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             index = index.saturating_add(1);
         }
     }
-    let x = net.conv(b, ["encoder.top_conv", "encoder.top_bn"], x, ConvNorm { out: rounded(s, 1280)?, ..ConvNorm::default() })?;
+    let x = net.conv(b, ["encoder.top_conv", "encoder.top_bn"], x, ConvNorm { out: top, ..ConvNorm::default() })?;
     let x = activate(b, "encoder.top_activation", net.function, x)?;
     b.output("last_hidden_state", x);
     let pooled = match s.text_or("pooling_type", "mean")? {

@@ -1,7 +1,6 @@
 //! Gemma 2 and Gemma 3 (text): norms before and after, weights of norms told from one, a factor on embeddings, windows in most layers.
 
 use super::decoder::{self, Decoder, HeadNorms, Layer, slides, window};
-use super::parts::activation;
 use super::resize::Sizes;
 use super::rope::{RopeDefaults, by_layer_type, rotary};
 use super::{Keys, Settings};
@@ -42,7 +41,7 @@ fn gemma<'s, 'c>(s: &'s Settings<'c>) -> Result<Decoder<'s, 'c>> {
         norm: RmsNorm { offset: 1.0, ..decoder.norm },
         norms: NORMS,
         mlp_bias: false,
-        activation: activation(s.text_or("hidden_activation", "gelu_pytorch_tanh")?)?,
+        activation: s.text_or("hidden_activation", "gelu_pytorch_tanh")?,
         embedding_scale: Some((s.size("hidden_size")? as f64).sqrt()),
         ..decoder
     })

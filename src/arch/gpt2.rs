@@ -1,6 +1,6 @@
 //! GPT-2: linear layers stored as `[in, out]`, one of them for queries, keys and values together.
 
-use super::parts::{activation, language_head, layer_norm, slices, text_inputs};
+use super::parts::{activate, language_head, layer_norm, slices, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
@@ -69,7 +69,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         x = b.node(&format!("{node}.attended"), Add {}, &[out, x])?;
         let normed = layer_norm(b, &format!("{node}.ln_2"), &format!("{module}.ln_2"), x, epsilon)?;
         let wide = conv1d(b, &format!("{node}.mlp.c_fc"), &format!("{module}.mlp.c_fc"), normed, inner)?;
-        let active = b.node(&format!("{node}.mlp.act"), activation(s.text_or("activation_function", "gelu_new")?)?, &[wide])?;
+        let active = activate(b, &format!("{node}.mlp.act"), s.text_or("activation_function", "gelu_new")?, wide)?;
         let out = conv1d(b, &format!("{node}.mlp.c_proj"), &format!("{module}.mlp.c_proj"), active, width)?;
         x = b.node(&node, Add {}, &[x, out])?;
     }

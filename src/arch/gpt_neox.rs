@@ -1,6 +1,6 @@
 //! GPT-NeoX, as Pythia is: heads hold their queries, keys and values one behind the other, and both halves of a layer read the same stream.
 
-use super::parts::{activation, language_head, layer_norm, linear, linear_with, slices, text_inputs};
+use super::parts::{activate, language_head, layer_norm, linear, linear_with, slices, text_inputs};
 use super::resize::Sizes;
 use super::rope::{RopeDefaults, parameters, scaled};
 use super::{Keys, Settings};
@@ -71,7 +71,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let normed = layer_norm(b, &name, &norm, if parallel { x } else { attended }, epsilon)?;
         let (name, projection) = at("mlp.dense_h_to_4h");
         let wide = linear(b, &name, &projection, normed, s.size("intermediate_size")?)?;
-        let active = b.node(&format!("{node}.mlp.act"), activation(s.text_or("hidden_act", "gelu")?)?, &[wide])?;
+        let active = activate(b, &format!("{node}.mlp.act"), s.text_or("hidden_act", "gelu")?, wide)?;
         let (name, projection) = at("mlp.dense_4h_to_h");
         let out = linear(b, &name, &projection, active, width)?;
         x = b.node(&node, Add {}, &[out, attended])?;

@@ -104,7 +104,8 @@ impl Keys {
                 serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
             };
             // The towers of a model have configurations of their own.
-            let own = ["text_config.", "vision_config."].iter().find_map(|tower| key.strip_prefix(tower)).unwrap_or(&key);
+            let own =
+                ["text_config.", "vision_config.", "text_config_dict.", "vision_config_dict."].iter().find_map(|tower| key.strip_prefix(tower)).unwrap_or(&key);
             match self.neutral.iter().find(|(name, _)| *name == own) {
                 Some((_, neutral)) if same(neutral) => {}
                 Some((_, neutral)) => {

@@ -2,7 +2,7 @@
 //! (Warner et al., 2024).
 
 use super::decoder::slides;
-use super::parts::{activation, has_head, language_head, layer_norm_with, linear_with, slices, text_inputs};
+use super::parts::{activate, has_head, language_head, layer_norm_with, linear_with, slices, text_inputs};
 use super::resize::Sizes;
 use super::rope::{RopeDefaults, by_layer_type};
 use super::{Keys, Settings};
@@ -123,7 +123,7 @@ impl Encoder<'_, '_> {
         let (wide, bias) = (s.size("intermediate_size")?, s.flag_or("mlp_bias", false)?);
         let both = linear_with(b, &format!("{node}.mlp.Wi"), &format!("{module}.mlp.Wi"), y, wide.saturating_mul(2), bias)?;
         let [gate, up] = slices(b, ["gate", "up"].map(|part| format!("{node}.mlp.{part}")), both, [wide; 2])?;
-        let gate = b.node(&format!("{node}.mlp.act"), activation(s.text_or("hidden_activation", "gelu")?)?, &[gate])?;
+        let gate = activate(b, &format!("{node}.mlp.act"), s.text_or("hidden_activation", "gelu")?, gate)?;
         let gated = b.node(&format!("{node}.mlp.gated"), Mul {}, &[gate, up])?;
         let y = linear_with(b, &format!("{node}.mlp.Wo"), &format!("{module}.mlp.Wo"), gated, self.hidden, bias)?;
         b.node(&node, Add {}, &[x, y])
@@ -153,7 +153,7 @@ impl Encoder<'_, '_> {
     fn head(&self, b: &mut Builder, x: ValueId) -> Result<ValueId> {
         let s = self.s;
         let dense = linear_with(b, "head.dense", "head.dense", x, self.hidden, s.flag_or("classifier_bias", false)?)?;
-        let active = b.node("head.act", activation(s.text_or("classifier_activation", "gelu")?)?, &[dense])?;
+        let active = activate(b, "head.act", s.text_or("classifier_activation", "gelu")?, dense)?;
         self.norm(b, "head.norm", "head.norm", active)
     }
 }

@@ -1,6 +1,6 @@
 //! OPT: learned positions, which begin with the third row of their table; ReLU; embeddings may be narrower than the stream.
 
-use super::parts::{activation, attend, language_head, layer_norm, linear_with, text_inputs};
+use super::parts::{activate, attend, language_head, layer_norm, linear_with, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
@@ -61,7 +61,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         let attended = norm(b, "self_attn_layer_norm", sum, !before)?;
         let normed = norm(b, "final_layer_norm", attended, before)?;
         let wide = linear(b, "fc1", normed, s.size("ffn_dim")?)?;
-        let active = b.node(&format!("{node}.act"), activation(s.text_or("activation_function", "relu")?)?, &[wide])?;
+        let active = activate(b, &format!("{node}.act"), s.text_or("activation_function", "relu")?, wide)?;
         let out = linear(b, "fc2", active, width)?;
         let sum = b.node(&format!("{node}.sum"), Add {}, &[attended, out])?;
         x = norm(b, "final_layer_norm", sum, !before)?;

@@ -20,7 +20,7 @@ pub(super) fn image_input(b: &mut Builder, channels: usize, height: Dim, width: 
 }
 
 /// The activation function of this name in configurations.
-pub(super) fn activation(name: &str) -> Result<Op> {
+fn activation(name: &str) -> Result<Op> {
     Ok(match name {
         "gelu" | "gelu_python" => Gelu { tanh: false }.into(),
         "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" | "gelu_accurate" => Gelu { tanh: true }.into(),

@@ -4,11 +4,11 @@
 //! `{ "model_type": "torchvision", "variant": "resnet18" }`, and where they differ from the variant's, `layers`
 //! (blocks of each stage), `width` (channels of the first) and `num_classes`.
 
-use super::parts::{ConvNorm, activation, image_input, linear};
+use super::parts::{ConvNorm, activate, image_input, linear};
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, GlobalAveragePool, MaxPool, Padding, PerAxis, Relu};
-use crate::ir::{Builder, Dim, Op, ValueId};
+use crate::ir::{Builder, Dim, ValueId};
 
 pub(super) const KEYS: Keys = Keys { harmless: &["out_features", "out_indices", "stage_names"], neutral: &[] };
 
@@ -25,10 +25,10 @@ fn conv_norm(b: &mut Builder, module: &str, x: ValueId, out: usize, kernel: usiz
 /// transformers' `ResNetModel` and `ResNetForImageClassification`.
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("resnet.embedder.embedder.convolution.weight") { "resnet." } else { "" };
-    let act = activation(s.text_or("hidden_act", "relu")?)?;
+    let act = s.text_or("hidden_act", "relu")?;
     let pixels = picture(s, b)?;
     let stem = conv_norm(b, &format!("{prefix}embedder.embedder"), pixels, s.size("embedding_size")?, 7, 2)?;
-    let stem = b.node("embedder.act", act.clone(), &[stem])?;
+    let stem = activate(b, "embedder.act", act, stem)?;
     let mut x = b.node("embedder.pooler", STEM_POOL, &[stem])?;
     let (widths, depths) = (s.sizes("hidden_sizes")?, s.sizes("depths")?);
     if widths.len() != depths.len() {
@@ -58,7 +58,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             } else {
                 vec![(3, out, stride), (3, out, 1)]
             };
-            x = residual(b, &module, x, &convs, stride, &act)?;
+            x = residual(b, &module, x, &convs, stride, act)?;
         }
     }
     b.output("last_hidden_state", x);
@@ -72,7 +72,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize, act: &Op) -> Result<ValueId> {
+fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, usize)], stride: usize, act: &str) -> Result<ValueId> {
     let mut y = x;
     for (index, &(kernel, out, stride)) in convs.iter().enumerate() {
         let part = format!("{module}.layer.{index}");
@@ -86,7 +86,7 @@ fn residual(b: &mut Builder, module: &str, x: ValueId, convs: &[(usize, usize, u
     let same = stride == 1 && b.ty(x).shape.get(1) == Some(&Dim::Fixed(out));
     let shortcut = if same { x } else { conv_norm(b, &format!("{module}.shortcut"), x, out, 1, stride)? };
     let sum = b.node(&format!("{module}.sum"), Add {}, &[y, shortcut])?;
-    b.node(module, act.clone(), &[sum])
+    activate(b, module, act, sum)
 }
 
 /// Name, whether blocks are bottlenecks, and blocks of each stage.

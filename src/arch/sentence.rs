@@ -111,6 +111,8 @@ fn pooling(folder: &Path, module: &Value, path: &Path, unknown: &mut Vec<String>
         found.ok_or_else(|| refused(format!("`pooling_mode` of {mode}")))
     };
     let mut modes = match settings.get("pooling_mode") {
+        // As in sentence-transformers 6.2.
+        None if switched.is_empty() => vec![Pooling::Mean],
         None => switched,
         Some(Value::Array(modes)) => modes.iter().map(named).collect::<Result<_>>()?,
         Some(mode) => vec![named(mode)?],

@@ -1,7 +1,7 @@
 //! Vision transformer: base, image classification.
 
 use super::block::{Block, Names, NormPlace};
-use super::parts::{activation, image_input, layer_norm, linear};
+use super::parts::{activate, image_input, layer_norm, linear};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
@@ -77,7 +77,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     } else if b.has(&format!("{pooler}.weight")) {
         let first = b.node("pooler.first", Select { index: 0 }, &[x])?;
         let dense = linear(b, "pooler.dense", &pooler, first, s.size_or("pooler_output_size", hidden)?)?;
-        let pooled = b.node("pooler", activation(s.text_or("pooler_act", "tanh")?)?, &[dense])?;
+        let pooled = activate(b, "pooler", s.text_or("pooler_act", "tanh")?, dense)?;
         b.output("pooler_output", pooled);
     }
     Ok(())

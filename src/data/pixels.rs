@@ -185,7 +185,13 @@ impl Pixels {
         let crop = crop.map(Size::part);
         let rescale = if on("do_rescale") == Some(false) { 1.0 } else { values.get("rescale_factor").and_then(Value::as_f64).unwrap_or(UNIT) };
         let normalize = on("do_normalize") != Some(false);
-        let (mean, std) = if normalize { (numbers("image_mean")?, numbers("image_std")?) } else { (vec![], vec![]) };
+        // EfficientNet's processor divides once more, unless it is told not to.
+        let again = kind.starts_with("EfficientNet") && on("include_top") != Some(false);
+        let mean = if normalize { numbers("image_mean")? } else { vec![] };
+        let mut std = if normalize || again { numbers("image_std")? } else { vec![] };
+        if normalize && again {
+            std.iter_mut().for_each(|value| *value *= *value);
+        }
         if std.iter().any(|value| !value.is_normal()) {
             return Err(wrong("image_std"));
         }
@@ -328,6 +334,14 @@ mod tests {
         assert_eq!(resnet.crop, Some((224, 224)));
         let mobilenet = pixels(r#"{"do_center_crop":true,"crop_size":{"height":224,"width":224},"size":{"shortest_edge":256},"do_normalize":false}"#).unwrap();
         assert_eq!((mobilenet.size.unwrap().0, mobilenet.crop, mobilenet.mean.len()), (Size::Shorter(256), Some((224, 224)), 0));
+        let efficientnet =
+            |more: &str| pixels(&format!(r#"{{"image_processor_type":"EfficientNetImageProcessor","image_mean":[0.5],"image_std":[0.5]{more}}}"#));
+        for (more, std) in
+            [("", vec![0.25]), (r#","include_top":true"#, vec![0.25]), (r#","include_top":false"#, vec![0.5]), (r#","do_normalize":false"#, vec![0.5])]
+        {
+            assert_eq!(efficientnet(more).unwrap().std, std, "{more}");
+        }
+        assert!(efficientnet(r#","rescale_offset":true"#).unwrap_err().to_string().contains("`rescale_offset`"));
         assert!(pixels(r#"{"size":{"longest_edge":5}}"#).unwrap_err().to_string().contains("`size`"));
         assert!(pixels(r#"{"resample":9}"#).unwrap_err().to_string().contains("`resample`"));
     }

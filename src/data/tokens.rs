@@ -228,10 +228,21 @@ fn pad(tokenizer: &tokenizers::Tokenizer, settings: &Map<String, Value>, config:
 /// Most tokens that a model takes.
 fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize>) -> Option<usize> {
     let number = |values: &Map<String, Value>, key: &str| values.get(key).and_then(Value::as_u64).filter(|n| (1..NO_LIMIT).contains(n)).map(|n| n as usize);
-    let positions = number(target.config, "max_position_embeddings").or_else(|| number(target.config, "n_positions"));
-    // These count positions from the one after the padding token's id.
     let kind = target.config.get("model_type").and_then(Value::as_str).unwrap_or("");
-    let offset = if matches!(kind, "roberta" | "xlm-roberta" | "camembert") { number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1) } else { 0 };
+    // Of two towers, the one for texts; these leave out what is usual.
+    let text = target.config.get("text_config").and_then(Value::as_object).unwrap_or(target.config);
+    let usual = match kind {
+        "clip" | "clip_text_model" => Some(77),
+        "siglip" | "siglip_text_model" => Some(64),
+        _ => None,
+    };
+    let positions = number(text, "max_position_embeddings").or_else(|| number(text, "n_positions")).or(usual);
+    // These count positions from the one after the padding token's id.
+    let offset = match kind {
+        "roberta" | "xlm-roberta" | "camembert" => number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1),
+        "mpnet" => 2,
+        _ => 0,
+    };
     let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), sentences];
     limits.into_iter().flatten().min()
 }
