@@ -335,6 +335,35 @@ fn constants_that_swell_are_refused_by_name() {
 }
 
 #[test]
+fn values_of_samples_may_be_as_large_as_they_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (input, op) in [([64, 64, 32, 32], "MatMul"), ([1 << 10, 1 << 10, 16, 32], "Add")] {
+        std::fs::write(&path, model(13, &input, vec![node(op, &["x", "x"], "y", vec![])], vec![]).encode_to_vec()).unwrap();
+        let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{op}: {e}"));
+        assert_eq!(graph.nodes().len(), 1, "{graph}");
+    }
+}
+
+#[test]
+fn patterns_that_repeat_what_they_read_stay_apart() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
+    let mean = |x: &str, y: &str| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [-1])]);
+    // One number for each sample, which the weights make eight of.
+    let mut nodes = vec![mean("a", "t"), one("Mul", &["t", "t"], "q"), mean("q", "v"), one("Add", &["v", "epsilon"], "e"), one("Sqrt", &["e"], "s")];
+    nodes.extend([one("Div", &["t", "s"], "n"), one("Mul", &["n", "gamma"], "p")]);
+    std::fs::write(&path, with_layers(nodes).encode_to_vec()).unwrap();
+    let graph = Model::open(&path).unwrap().graph().unwrap();
+    assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::RmsNorm(_))), "{graph}");
+    if runtime::library().is_ok() {
+        let inputs = sample(&[0, 8]);
+        close("apart", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
+    }
+}
+
+#[test]
 fn every_operator_of_the_table_computes_what_onnx_runtime_computes() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");

@@ -16,7 +16,7 @@ use crate::ir::Element;
 use crate::store::DType;
 use crate::store::header::{byte_count, element_count};
 
-const LABELS: [&str; 3] = ["labels", "label", "y"];
+pub(super) const LABELS: [&str; 3] = ["labels", "label", "y"];
 
 /// Whether a file or folder has an array of labels by one of the usual names.
 pub(super) fn has_labels(path: &Path) -> Result<bool> {

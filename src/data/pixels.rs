@@ -117,12 +117,17 @@ impl Pixels {
             let filter = pixels.size.map_or(ResizeAlg::Convolution(FilterType::Bilinear), |(_, filter)| filter);
             (pixels.size, pixels.crop) = (Some((size, filter)), None);
         }
+        pixels.reversed = options.channels == Some(ChannelOrder::Bgr);
+        if pixels.reversed {
+            // The file has them in the order of pictures.
+            pixels.mean.reverse();
+            pixels.std.reverse();
+        }
         pixels.crop = options.crop.as_deref().and_then(Size::of).map(Size::part).or(pixels.crop);
         pixels.rescale = options.rescale.unwrap_or(pixels.rescale);
         if !options.mean.is_empty() || !options.std.is_empty() {
             (pixels.mean, pixels.std) = (options.mean.clone(), options.std.clone());
         }
-        pixels.reversed = options.channels == Some(ChannelOrder::Bgr);
         if pixels.reversed && plane.channels != 3 {
             return Err(Error::option("data", format!("`channels: bgr` is for models of 3 channels, this one has {}", plane.channels)));
         }

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
-use super::arrays::{chosen, tensor};
-use super::options::{Data, Task};
+use super::arrays::{LABELS, chosen, tensor};
+use super::options::{Column, Data, Task};
 use super::rows::{self, Rows};
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
@@ -16,12 +16,27 @@ pub(super) struct Runs {
 
 impl Runs {
     /// Whether a folder is one of runs: no file in it is called as an input, or as the array that an input takes.
+    ///
+    /// # Errors
+    /// Some are, and some are called as nothing that is read.
     pub fn are_in(options: &Data, path: &Path, target: &Target) -> Result<bool> {
         if !path.is_dir() {
             return Ok(false);
         }
         let input = |name: &str| target.inputs.iter().any(|port| port.name == name) || options.inputs.iter().any(|(_, array)| array == name);
-        Ok(!rows::files(path)?.iter().any(|file| rows::ending(file) == "npy" && input(&rows::stem(file))))
+        let files = rows::files(path)?;
+        let Some(array) = files.iter().find(|file| rows::ending(file) == "npy" && input(&rows::stem(file))) else { return Ok(true) };
+        let labels = |name: &str| LABELS.contains(&name) || matches!(&options.label_column, Some(Column::Name(label)) if label == name);
+        if let Some(other) = files.iter().find(|file| !input(&rows::stem(file)) && !labels(&rows::stem(file))) {
+            let [array, other] = [array, other].map(|file| file.file_name().unwrap_or_default().to_string_lossy());
+            let reason = format!(
+                "{} holds {array}, which is called as what an input takes, and {other}, which is not: \
+                 for an array for each input, take {other} away or name it in `inputs`; for a file for each run, call {array} otherwise",
+                path.display()
+            );
+            return Err(Error::option("data", reason));
+        }
+        Ok(false)
     }
 
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Runs> {

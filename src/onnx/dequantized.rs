@@ -10,10 +10,12 @@ use std::sync::Arc;
 
 use super::check::is_own;
 use super::model_file::{Held, ModelFile};
+use super::piece::Piece;
 use super::proto::{DataType, GraphProto, NodeProto, TensorProto};
 use super::uses::{self, Use, int};
 use super::{elements, wire::data};
 use crate::error::{Error, Result};
+use crate::ir::{Graph, Op};
 use crate::store::{ActivationScheme, Affine, Block, BlockSink, Codes, DType, Encoding, Granularity, Transposed, View, Weight, WeightSource};
 
 /// Operators that compute with integers, beside those whose names begin with `QLinear`.
@@ -128,6 +130,9 @@ impl ModelFile {
         let integers = self.weights.get(form.integers).filter(|weight| weight.elements() > 0 && weight.encoding == Encoding::Dense)?;
         let (_, scale_shape, scales) = self.small(finding, form.scales, &[DataType::Float])?;
         let scales: Vec<f32> = scales.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        if scale_shape.len() > integers.shape.len() {
+            return None;
+        }
         let own_uses = finding.uses.get(form.output).map_or(&[][..], Vec::as_slice);
         let (role, flipped) = uses::role(own_uses, integers.shape.len());
         let granularity = match scales.len() {
@@ -192,12 +197,41 @@ impl ModelFile {
             made.attribute.iter().find(|attribute| attribute.name() == "value")?.t.as_ref()
         })?;
         let (_, count) = elements::shape(tensor).ok().filter(|(_, count)| *count == 1)?;
-        Some((tensor.data_type(), elements::inline(tensor, tensor.data_type(), count).ok()??))
+        let bytes = match self.elements_away(tensor) {
+            Some(bytes) => bytes.ok()?,
+            None => elements::inline(tensor, tensor.data_type(), count).ok()??,
+        };
+        Some((tensor.data_type(), bytes))
     }
 
     /// Whether activations are rounded by operators of the graph.
     pub fn quantizes_activations(&self) -> bool {
         self.model.graph.as_ref().is_some_and(|graph| graph.node.iter().any(|node| node.op_type() == "QuantizeLinear"))
+    }
+
+    /// How many nodes of a graph's pieces round values by themselves, as they stand in the file.
+    pub(crate) fn roundings_in_pieces(graph: &Graph) -> usize {
+        let pieces = graph.nodes().iter().filter_map(|node| if let Op::Opaque(opaque) = &node.op { opaque.function.as_ref() } else { None });
+        let nodes = pieces.filter_map(|function| function.as_any().downcast_ref::<Piece>()).flat_map(|piece| &piece.parts.nodes);
+        nodes.filter(|node| node.op_type() == "QuantizeLinear").filter_map(|node| node.output.first()).collect::<BTreeSet<_>>().len()
+    }
+
+    /// A note of quantized weights in forms that are not known, if there are any.
+    pub(crate) fn unknown_integers(&self) -> Option<String> {
+        let (mut unknown, mut open) = (Vec::new(), self.model.graph.iter().collect::<Vec<_>>());
+        while let Some(graph) = open.pop() {
+            let given = graph.node.iter().filter(|node| node.op_type() == "Constant").filter_map(|node| node.output.first().map(String::as_str));
+            let constants: BTreeSet<&str> = graph.initializer.iter().map(TensorProto::name).chain(given).collect();
+            open.extend(graph.node.iter().flat_map(super::check::bodies));
+            let of_constant = |node: &&NodeProto| node.op_type() == "DequantizeLinear" && node.input.first().is_some_and(|x| constants.contains(x.as_str()));
+            let left = graph.node.iter().filter(of_constant).filter(|node| node.output.first().is_none_or(|output| !self.made_floats.contains(output)));
+            unknown.extend(left.filter_map(|node| node.input.first()));
+        }
+        let first = unknown.first()?;
+        let count = unknown.len();
+        Some(format!(
+            "{count} tensors of integers are read by DequantizeLinear in a form that is not known and stay as they are: no pass takes them (the first: `{first}`)"
+        ))
     }
 
     /// What of the file is quantized already, in plain words.
@@ -210,6 +244,7 @@ impl ModelFile {
                 weights.count().saturating_add(1)
             ));
         }
+        notes.extend(self.unknown_integers());
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         let mut open: Vec<&GraphProto> = self.model.graph.iter().collect();
         while let Some(graph) = open.pop() {

@@ -75,7 +75,9 @@ pub(super) struct Lift<'f> {
     refused: BTreeMap<&'f str, String>,
     /// Values that ONNX Runtime does not compute by themselves either, and why.
     broken: BTreeMap<&'f str, String>,
-    /// Sizes of what is made of constants alone, and how many elements that are.
+    /// Values that are made of constants and weights alone.
+    of_constants: BTreeSet<&'f str>,
+    /// Their sizes, and how many elements those are that are computed once.
     folded_sizes: BTreeMap<&'f str, Vec<u64>>,
     folded_elements: u64,
     /// Nodes without a typed form, and why.
@@ -112,6 +114,7 @@ impl ModelFile {
             batches: BTreeSet::new(),
             refused: BTreeMap::new(),
             broken: BTreeMap::new(),
+            of_constants: BTreeSet::new(),
             folded_sizes: BTreeMap::new(),
             folded_elements: 0,
             left: Vec::new(),

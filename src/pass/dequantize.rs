@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use crate::error::Result;
 use crate::ir::{Graph, Op, rebuild};
 use crate::model::Model;
+use crate::onnx::ModelFile;
 use crate::pass::targets::{self, Chosen};
 use crate::pass::{Context, Pass, options_of};
 use crate::run_state::{Applied, RunState};
@@ -61,15 +62,21 @@ impl Pass for Dequantize {
             let source = Decoded { upstream: weight.source(), dtype, name: name.clone() };
             model.weights.by_name.insert(name.clone(), weight.then(dtype, Encoding::Dense, Arc::new(source)));
         }
-        let mut notes = Vec::new();
+        let mut notes: Vec<String> = model.onnx.iter().filter_map(|file| file.unknown_integers()).collect();
         if let Some((graph, count)) = rounded {
-            if all {
+            let stay = ModelFile::roundings_in_pieces(&graph);
+            if stay > 0 {
+                notes.push(format!(
+                    "{stay} nodes QuantizeLinear stay and round what they read: scales along an axis, and integers of other than 8 bits, are not taken out"
+                ));
+            }
+            if all && count > 0 {
                 let floats = rebuild(&graph, &model.weights, &mut |step| match (&step.node.op, step.inputs.as_slice()) {
                     (Op::FakeQuantize(_), [value]) => Ok(*value),
                     _ => step.keep(),
                 })?;
                 model.changed_graph = Some(Arc::new(floats));
-            } else {
+            } else if count > 0 {
                 notes.push(format!("{count} activations stay rounded, as some weights stay quantized"));
             }
         }
@@ -103,5 +110,5 @@ fn rounding(model: &Model) -> Result<Option<(Graph, usize)>> {
     }
     let graph = model.graph()?;
     let count = graph.nodes().iter().filter(|node| matches!(node.op, Op::FakeQuantize(_))).count();
-    Ok((count > 0).then_some((graph, count)))
+    Ok(Some((graph, count)))
 }

@@ -129,6 +129,28 @@ fn integers_are_the_weights_that_they_stand_for() {
 }
 
 #[test]
+fn the_integers_of_a_quantizer_are_those_that_it_says() {
+    let rounding = |ty: i64, of_floats: i64| {
+        let mut model = rounded();
+        model.opset_import[0].version = Some(21);
+        let graph = model.graph.as_mut().unwrap();
+        for node in &mut graph.node[..2] {
+            node.input.truncate(2);
+        }
+        graph.node[0].attribute.push(AttributeProto::int("output_dtype", ty));
+        graph.node[1].attribute.push(AttributeProto::int("output_dtype", of_floats));
+        let name = graph.initializer.pop().unwrap().name;
+        assert_eq!(name.as_deref(), Some("x_zero"));
+        // What is no rounding to one of 256 values is a piece, for which ONNX Runtime is needed.
+        let graph = Place::new(&model).open().graph().ok()?;
+        graph.nodes().iter().find_map(|node| if let Op::FakeQuantize(by) = &node.op { Some(by.zero_point) } else { None })
+    };
+    let (uint8, int8, int16) = (DataType::Uint8 as i64, DataType::Int8 as i64, DataType::Int16 as i64);
+    assert_eq!([0, uint8, int8, int16].map(|ty| rounding(ty, 0)), [Some(-128), Some(-128), Some(0), None]);
+    assert_eq!(rounding(int8, DataType::Float16 as i64), None);
+}
+
+#[test]
 fn what_is_quantized_is_not_quantized_again_or_pruned() {
     for model in [rounded(), weights_alone()] {
         let place = Place::new(&model);

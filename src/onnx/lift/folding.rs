@@ -24,7 +24,6 @@ impl<'f> Lift<'f> {
     /// It would be too large.
     pub(super) fn folded(&mut self, node: &'f NodeProto) -> Result<Option<Known>, String> {
         let [name] = node.output.as_slice() else { return Ok(None) };
-        self.swell(node, name, false)?;
         let constant = |name: &&str| match self.known.get(name) {
             Some(Known::Numbers(numbers)) => numbers.all().is_some(),
             Some(Known::Constant | Known::Folded) => true,
@@ -32,11 +31,14 @@ impl<'f> Lift<'f> {
             None => self.initializers.contains_key(name),
         };
         let reads = check::reads(node);
-        if reads.is_empty() || !reads.iter().all(constant) || RANDOM.contains(&node.op_type()) {
+        // Ordinary values may be as large as they are: only what the file makes of itself is held to a size.
+        if reads.is_empty() || !reads.iter().all(|name| self.of_constants.contains(name) || constant(name)) {
             return Ok(None);
         }
-        self.swell(node, name, true)?;
-        if reads.iter().any(|name| self.is_parameter(name)) {
+        let folds = reads.iter().all(|name| constant(name) && !self.is_parameter(name)) && !RANDOM.contains(&node.op_type());
+        self.of_constants.insert(name);
+        self.swell(node, name, folds)?;
+        if !folds {
             return Ok(None);
         }
         let Some(cone) = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty()) else { return Ok(None) };
@@ -44,13 +46,14 @@ impl<'f> Lift<'f> {
         Ok(Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers)))
     }
 
-    /// Refuses what would swell, and notes how large what is made of constants alone is.
-    fn swell(&mut self, node: &'f NodeProto, name: &'f str, constant: bool) -> Result<(), String> {
-        let grows = GROWING.contains(&node.op_type()) || BROADCAST.contains(&node.op_type());
-        let Some(sizes) = Some(()).filter(|()| grows || constant).and_then(|()| self.result(node)) else { return Ok(()) };
-        let count = sizes.iter().fold(1u64, |count, size| count.saturating_mul(*size));
-        let all = self.folded_elements.saturating_add(if constant && grows { count } else { 0 });
-        if count > MOST || all > MOST {
+    /// Refuses what swells, and notes how large what is made of constants and weights alone is; what `folds` is counted.
+    fn swell(&mut self, node: &'f NodeProto, name: &'f str, folds: bool) -> Result<(), String> {
+        let Some(sizes) = self.result(node) else { return Ok(()) };
+        let count = product(&sizes);
+        let larger = |name: &&str| self.sizes(name).is_none_or(|sizes| product(&sizes) < count);
+        let grows = (GROWING.contains(&node.op_type()) || BROADCAST.contains(&node.op_type())) && check::reads(node).iter().all(larger);
+        let all = self.folded_elements.saturating_add(if folds && grows { count } else { 0 });
+        if grows && (count > MOST || all > MOST) {
             let what = if count > MOST { format!("{count} elements") } else { format!("{all} elements with what is made of other constants") };
             let reason = format!("{} makes {what}, more than {MOST}", label(node));
             // Nor is it a part of anything else.
@@ -59,9 +62,7 @@ impl<'f> Lift<'f> {
             return Err(reason);
         }
         self.folded_elements = all;
-        if constant {
-            self.folded_sizes.insert(name, sizes);
-        }
+        self.folded_sizes.insert(name, sizes);
         Ok(())
     }
 
@@ -88,7 +89,6 @@ impl<'f> Lift<'f> {
         let sizes = |at: usize| self.sizes(input(at));
         let numbers = |at: usize| numbers::known(self, input(at)).and_then(|numbers| numbers.all());
         let unsigned = |values: Vec<i64>| values.into_iter().map(|value| u64::try_from(value).unwrap_or(0)).collect::<Vec<u64>>();
-        let product = |sizes: &[u64]| sizes.iter().fold(1u64, |count, size| count.saturating_mul(*size));
         match node.op_type() {
             "ConstantOfShape" => numbers(0).map(unsigned),
             "Expand" => Some(broadcast(&sizes(0)?, &unsigned(numbers(1)?))),
@@ -101,6 +101,8 @@ impl<'f> Lift<'f> {
                 let (start, end, step) = (one(0)?, one(1)?, one(2)?);
                 Some(vec![end.abs_diff(start).checked_div(step.unsigned_abs()).unwrap_or(0).saturating_add(1)])
             }
+            // Axes of its own.
+            "Pad" if !input(3).is_empty() => None,
             "Pad" => {
                 let (sizes, pads) =
                     (sizes(0)?, if node.input.len() > 1 { numbers(1)? } else { node.attribute.iter().find(|a| a.name() == "pads")?.ints.clone() });
@@ -115,7 +117,7 @@ impl<'f> Lift<'f> {
                     return Some(unsigned(sizes));
                 }
                 let name = if node.input.len() == 2 { input(1) } else { input(2) };
-                let scales = self.weight(name)?.floats(name).ok()?;
+                let scales = self.weight(name).filter(|weight| weight.elements() <= 8)?.floats(name).ok()?;
                 Some(sizes(0)?.iter().zip(scales).map(|(size, scale)| (*size as f64 * f64::from(scale)) as u64).collect())
             }
             "Gather" => {
@@ -127,8 +129,10 @@ impl<'f> Lift<'f> {
             }
             "MatMul" => {
                 let (a, b) = (sizes(0)?, sizes(1)?);
-                let without = |sizes: &[u64], last: usize| product(sizes).checked_div(*sizes.get(sizes.len().checked_sub(last)?)?);
-                Some(vec![without(&a, 1)?, without(&b, 2.min(b.len()))?])
+                let batches = |sizes: &[u64]| sizes.iter().rev().skip(2).rev().copied().collect::<Vec<u64>>();
+                let rows = a.iter().rev().nth(1);
+                let columns = b.last().filter(|_| b.len() > 1);
+                Some(broadcast(&batches(&a), &batches(&b)).into_iter().chain(rows.copied()).chain(columns.copied()).collect())
             }
             "Concat" => {
                 let all: Option<Vec<u64>> = (0..node.input.len()).map(|at| sizes(at).map(|sizes| product(&sizes))).collect();
@@ -147,7 +151,7 @@ impl<'f> Lift<'f> {
     /// Sizes of what only lies in another way.
     fn moved(&self, node: &NodeProto) -> Option<Vec<u64>> {
         let first = self.sizes(node.input.first()?)?;
-        let count = first.iter().fold(1u64, |count, size| count.saturating_mul(*size));
+        let count = product(&first);
         let given = |name: &str, at: usize| {
             let attribute = node.attribute.iter().find(|attribute| attribute.name() == name).map(|attribute| attribute.ints.clone());
             attribute.or_else(|| numbers::known(self, node.input.get(at)?).and_then(|numbers| numbers.all()))
@@ -190,6 +194,11 @@ const BROADCAST: [&str; 15] = ["Add", "Sub", "Mul", "Div", "Pow", "Max", "Min", 
 /// Operators whose results have the sizes of the first input.
 const SAME: [&str; 17] =
     ["Identity", "Cast", "Neg", "Abs", "Sqrt", "Exp", "Log", "Reciprocal", "Floor", "Ceil", "Round", "Not", "Sin", "Cos", "Clip", "Softmax", "CumSum"];
+
+/// Elements of a value of such sizes.
+fn product(sizes: &[u64]) -> u64 {
+    sizes.iter().fold(1, |count, size| count.saturating_mul(*size))
+}
 
 /// Sizes of two values that are repeated along axes of one.
 fn broadcast(a: &[u64], b: &[u64]) -> Vec<u64> {

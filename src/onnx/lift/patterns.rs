@@ -24,6 +24,8 @@ const PATTERNS: [(&str, Pattern); 6] =
 const CLOSE: f64 = 1e-6;
 /// Values that are multiplied, at most.
 const FACTORS: usize = 4;
+/// Nodes that are looked at for a product, at most.
+const STEPS: usize = 16;
 
 /// Puts patterns together.
 ///
@@ -37,9 +39,11 @@ pub(super) fn together(graph: &Graph, weights: &Weights) -> Result<Graph> {
         made.extend(step.node.inputs.iter().copied().zip(step.inputs.iter().copied()));
         for (_, pattern) in PATTERNS {
             if let Some((op, inputs)) = pattern(&seen, step.node)
+                && (matches!(op, Op::Linear(_)) || inputs.first().is_some_and(|x| graph.value(*x).ty == graph.value(step.node.output).ty))
                 && let Some(inputs) = inputs.iter().map(|id| made.get(id).copied()).collect::<Option<Vec<_>>>()
+                && let Ok(whole) = step.builder.node(step.name, op, &inputs)
             {
-                return step.builder.node(step.name, op, &inputs);
+                return Ok(whole);
             }
         }
         step.keep()
@@ -148,13 +152,14 @@ impl<'g> Seen<'g> {
 
     /// The values and the number that a value is the product of.
     fn product(&self, id: ValueId) -> Product {
-        let (mut values, mut factor, mut open) = (Vec::new(), 1.0, vec![id]);
+        let (mut values, mut factor, mut open, mut steps) = (Vec::new(), 1.0, vec![id], 0usize);
         while let Some(id) = open.pop() {
+            steps = steps.saturating_add(1);
             if let Some(number) = self.number(id) {
                 factor *= number;
                 continue;
             }
-            match self.maker(id).map(|node| (&node.op, node.inputs.as_slice())) {
+            match self.maker(id).filter(|_| steps <= STEPS).map(|node| (&node.op, node.inputs.as_slice())) {
                 Some((Op::Mul(_), [a, b])) if open.len().saturating_add(values.len()) < FACTORS => open.extend([*a, *b]),
                 Some((Op::Binary(binary), [a, b])) if binary.kind == BinaryKind::Div && self.number(*b).is_some_and(|by| by != 0.0) => {
                     factor /= self.number(*b).unwrap_or(1.0);

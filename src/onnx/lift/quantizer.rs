@@ -9,6 +9,9 @@ use super::super::uses::int;
 use super::Lift;
 use crate::ir::ops::FakeQuantize;
 
+const UINT8: i64 = DataType::Uint8 as i64;
+const INT8: i64 = DataType::Int8 as i64;
+
 impl<'f> Lift<'f> {
     /// What a node that makes floats of integers does to the input of the node that made these, if it is a rounding to one of 256 values.
     pub(super) fn quantizer(&self, node: &'f NodeProto) -> Option<(FakeQuantize, &'f NodeProto)> {
@@ -16,11 +19,17 @@ impl<'f> Lift<'f> {
         let (_, maker) = self.makers.get(integers.as_str()).filter(|_| node.op_type() == "DequantizeLinear")?;
         let own = maker.op_type() == "QuantizeLinear" && check::is_own(maker.domain());
         let plain = [node, maker].iter().all(|node| int(node, "block_size", 0) == 0 && int(node, "precision", 0) == 0);
+        let plain = plain && int(node, "output_dtype", 0) <= 1;
         let [_, other_scale, other_zero_point @ ..] = maker.input.as_slice() else { return None };
         let one = |name: &str| self.file.constant(name).filter(|(_, bytes)| !bytes.is_empty());
         let same = |a: &str, b: &str| a == b || one(a).zip(one(b)).is_some_and(|(a, b)| a == b);
         let zero_point = match (zero_point, other_zero_point) {
-            ([], []) => Some(-128),
+            // Without a zero point, the attribute alone says what integers there are (opset 21).
+            ([], []) => match int(maker, "output_dtype", 0) {
+                0 | UINT8 => Some(-128),
+                INT8 => Some(0),
+                _ => None,
+            },
             ([zero_point, ..], [other, ..]) if same(zero_point, other) => match one(zero_point)? {
                 (DataType::Int8, bytes) => Some(i32::from(i8::from_le_bytes(bytes.try_into().ok()?))),
                 (DataType::Uint8, bytes) => Some(i32::from(u8::from_le_bytes(bytes.try_into().ok()?)).saturating_sub(128)),
