@@ -219,7 +219,11 @@ impl Known {
 
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
         let wanted = range.end.saturating_sub(range.start);
-        let bytes = self.place.read(file, range).map_err(secrets::without)?;
+        // What is not there may be left out; what was found to be there may not.
+        let bytes = self.place.read(file, range).map_err(secrets::without).map_err(|e| match e.kind() {
+            io::ErrorKind::NotFound => io::Error::other(format!("was listed and is gone: start again ({e})")),
+            _ => e,
+        })?;
         if bytes.len() as u64 != wanted {
             return Err(io::Error::other(format!("{} bytes came where {wanted} were asked for", bytes.len())));
         }
