@@ -163,7 +163,7 @@ impl Error {
 
     /// A malformed file.
     pub fn malformed(path: &Path, reason: impl fmt::Display) -> Error {
-        Error::Malformed { path: path.to_owned(), reason: reason.to_string() }
+        Error::Malformed { path: tellable(path), reason: reason.to_string() }
     }
 
     /// A tensor that cannot be taken.
@@ -232,7 +232,7 @@ impl Error {
 }
 
 /// A name without what names a user or signs an address: messages are kept.
-fn tellable(path: &Path) -> PathBuf {
+pub(crate) fn tellable(path: &Path) -> PathBuf {
     let Some((scheme, rest)) = path.to_str().and_then(|name| name.split_once("://")) else { return path.to_owned() };
     let plain = rest.split(['?', '#']).next().unwrap_or_default();
     let (host, inside) = plain.split_at(plain.find('/').unwrap_or(plain.len()));

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 
 use super::labels::Label;
 use super::options::{Column, Data};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, tellable};
 use crate::files;
 
 /// A text with what goes with it.
@@ -45,7 +45,7 @@ pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
         "csv" | "tsv" => Ok(TextFormat::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
         "jsonl" => Ok(TextFormat::Json),
         "txt" => Ok(TextFormat::Lines),
-        _ => Err(Error::option("data", format!("{}: text must be .txt, .csv, .tsv or .jsonl, or `delimiter` must be given", path.display()))),
+        _ => Err(Error::option("data", format!("{}: text must be .txt, .csv, .tsv or .jsonl, or `delimiter` must be given", tellable(path).display()))),
     }
 }
 

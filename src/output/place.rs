@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, tellable};
 use crate::files;
 
 /// The name of an output that is a file and no folder: those of ONNX are, by their names. What lies beside it begins with its name.
@@ -115,7 +115,7 @@ pub(super) fn absolute(path: &Path) -> Result<PathBuf> {
 }
 
 pub(super) fn refuse(path: &Path, reason: &str, hint: &str) -> Error {
-    Error::Output { path: path.to_owned(), reason: reason.to_owned(), hint: hint.to_owned() }
+    Error::Output { path: tellable(path), reason: reason.to_owned(), hint: hint.to_owned() }
 }
 
 pub(super) fn exists(path: &Path) -> Error {

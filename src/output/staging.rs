@@ -60,7 +60,7 @@ impl Staging {
         let remote = files::is_remote(&target).then(std::env::temp_dir);
         let parent = remote.as_deref().unwrap_or(parent);
         let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
-        let prefix = format!(".{}.compress-", name.to_string_lossy());
+        let prefix = format!(".{}.{}-", name.to_string_lossy(), if remote.is_some() { "upload" } else { "compress" });
         let mut notes = remove_left(parent, &prefix, &target);
         match begin(parent, &prefix) {
             Ok((work, lock)) => {
@@ -271,11 +271,14 @@ fn remove_left(parent: &Path, prefix: &str, target: &Path) -> Vec<String> {
     for work in entries.flatten().filter(|entry| random(&entry.file_name().to_string_lossy())).map(|entry| entry.path()) {
         match Lock::take_over(&work.join(LOCK)) {
             Attempt::Taken(_lock) => {
+                let old = work.join(OLD);
                 // Killed between the two steps of an exchange.
-                if !target.exists() {
-                    let _ = fs::rename(work.join(OLD), target);
+                let back = || !files::is_remote(target) && (target.exists() || fs::rename(&old, target).is_ok());
+                if old.symlink_metadata().is_err() || back() {
+                    remove(&work);
+                } else {
+                    notes.push(format!("{} is what a killed run was to replace, and could not be put back: move it", old.display()));
                 }
-                remove(&work);
             }
             Attempt::Unknown => notes.push(format!("{} may be what a killed run has left: remove it if no run on any machine writes there", work.display())),
             // Killed between two steps at the very beginning or end; a folder with anything in it stays.

@@ -23,12 +23,16 @@ use object_store::{BackoffConfig, ClientConfigKey, ClientOptions, Error, GetOpti
 use ureq::http::{Method, Response};
 
 use super::upload::{Told, each_part, read_part};
-use super::{Found, MOST, Place, http};
+use super::{Found, MOST, Place, http, secrets};
 
 /// Bytes of a part of an upload; parts of very large files are larger.
 const PART: u64 = 8 << 20;
 /// Memory that is set aside for an answer before it comes.
 const LARGEST_AHEAD: usize = 16 << 20;
+/// Most bytes of a refusal where a range was asked for.
+const LARGEST_REFUSAL: u64 = 64 << 10;
+/// Most bytes of an answer that is no file: a list, or what went wrong.
+const LARGEST: u64 = 64 << 20;
 /// Most parts of an upload that every store takes.
 const MOST_PARTS: u64 = 9000;
 
@@ -90,10 +94,15 @@ impl Place for Bucket {
         let (mut folders, mut files) = (vec![path(folder)?], Vec::new());
         while let Some(folder) = folders.pop() {
             let prefix = (!folder.as_ref().is_empty()).then_some(&folder);
-            let came = wait(self.store.list_with_delimiter(prefix))?.map_err(refused)?;
-            folders.extend(came.common_prefixes);
+            // A folder without files is an empty list.
+            let came = wait(self.store.list_with_delimiter(prefix))?.map_err(refused).map_err(|e| match e.kind() {
+                io::ErrorKind::NotFound => io::Error::other(format!("there is no such bucket ({e})")),
+                _ => e,
+            })?;
+            // A key that begins with `/` leads to where it was found.
+            folders.extend(came.common_prefixes.into_iter().filter(|inner| inner.as_ref().len() > folder.as_ref().len()));
             // Consoles mark folders by files without bytes and without a name.
-            files.extend(came.objects.into_iter().filter(|object| !object.location.as_ref().is_empty()).map(found));
+            files.extend(came.objects.into_iter().filter(|object| object.location != folder && !object.location.as_ref().is_empty()).map(found));
             if files.len() > MOST {
                 break;
             }
@@ -131,7 +140,7 @@ impl Place for Bucket {
             // Parts without an end are kept, and paid for, until somebody says that there is none.
             let aborted = wait(self.store.abort_multipart(&location, &id)).and_then(|aborted| aborted.map_err(refused));
             if let (Err(e), Err(left)) = (&done, aborted) {
-                return Err(io::Error::new(e.kind(), format!("{e}; parts of an unfinished upload are left: {left}")));
+                return Err(io::Error::other(format!("{e}; parts of an unfinished upload are left: {left}")));
             }
         }
         done.map(drop)
@@ -183,13 +192,22 @@ fn refused(error: Error) -> io::Error {
         (Some(code), None) => format!("the store answers {code}"),
         _ => text,
     };
+    let said = secrets::without(io::Error::new(kind, said)).to_string();
     io::Error::new(kind, said.chars().take(400).collect::<String>())
 }
 
 /// Runs a request to its end.
-fn wait<T>(request: impl Future<Output = T>) -> io::Result<T> {
+fn wait<T: Send>(request: impl Future<Output = T> + Send) -> io::Result<T> {
     // Its clock is what makes it wait between attempts.
-    Ok(tokio::runtime::Builder::new_current_thread().enable_time().build()?.block_on(request))
+    let run = move || -> io::Result<T> { Ok(tokio::runtime::Builder::new_current_thread().enable_time().build()?.block_on(request)) };
+    // A thread that drives the caller's own requests cannot wait for these.
+    if tokio::runtime::Handle::try_current().is_err() {
+        return run();
+    }
+    std::thread::scope(|scope| {
+        let thread = std::thread::Builder::new().spawn_scoped(scope, run)?;
+        thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread of a request ended without an answer")))
+    })
 }
 
 /// Gives the stores connections.
@@ -226,6 +244,10 @@ impl HttpService for Service {
                 http::require_private(&parts.uri.to_string()).map_err(|e| HttpError::new(HttpErrorKind::Unknown, e))?;
             }
             let head = parts.method == Method::HEAD;
+            let range = http::header(&parts.headers, "range").and_then(|text| text.strip_prefix("bytes=")?.split_once('-'));
+            let length = range.and_then(|(first, end)| end.parse::<u64>().ok()?.checked_sub(first.parse().ok()?)?.checked_add(1));
+            // What went wrong needs some bytes too.
+            let most = length.map_or(LARGEST, |length| length.max(LARGEST_REFUSAL));
             let bare = body.is_empty() && [Method::GET, Method::HEAD, Method::DELETE].contains(&parts.method);
             let request = ureq::http::Request::from_parts(parts, ());
             let answer = if bare { http::AGENT.run(request) } else { http::AGENT.run(request.map(|()| body.as_ref())) };
@@ -233,8 +255,11 @@ impl HttpService for Service {
             // As much as is said to come, within reason: what comes beyond grows it.
             let announced = http::header(&parts.headers, "content-length").and_then(|text| text.parse().ok()).unwrap_or(0);
             let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(LARGEST_AHEAD) });
-            let read = body.into_with_config().limit(u64::MAX).reader().read_to_end(&mut bytes);
+            let read = body.into_with_config().limit(u64::MAX).reader().take(most.saturating_add(1)).read_to_end(&mut bytes);
             read.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, e))?;
+            if bytes.len() as u64 > most {
+                return Err(HttpError::new(HttpErrorKind::Unknown, Plain(format!("the store sends more than the {most} bytes that there can be"))));
+            }
             Ok(Response::from_parts(parts, bytes.into()))
         })
     }

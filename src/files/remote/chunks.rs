@@ -54,6 +54,8 @@ struct State {
     slots: BTreeMap<Key, Slot>,
     /// Those that no thread fetches yet.
     queue: VecDeque<(Key, Ranges)>,
+    /// Those that somebody waits for, and how many do.
+    waited: BTreeMap<Key, usize>,
     /// Bytes of all chunks that are here or coming.
     bytes: u64,
     clock: u64,
@@ -122,6 +124,7 @@ impl Ranges {
     fn chunk(&self, number: u64, done: bool) -> io::Result<Arc<Vec<u8>>> {
         let key = (self.id, number);
         let mut state = lock(&POOL.state);
+        let mut waited = false;
         loop {
             state.clock = state.clock.saturating_add(1);
             let clock = state.clock;
@@ -147,9 +150,22 @@ impl Ranges {
                     if found.is_err() {
                         state.slots.remove(&key);
                     }
+                    if waited {
+                        // Its memory may be what others wait for.
+                        POOL.changed.notify_all();
+                    }
                     return found;
                 }
-                None => state = POOL.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => {
+                    waited = true;
+                    let count = state.waited.entry(key).or_default();
+                    *count = count.saturating_add(1);
+                    state = POOL.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    let left = state.waited.remove(&key).unwrap_or(0).saturating_sub(1);
+                    if left > 0 {
+                        state.waited.insert(key, left);
+                    }
+                }
             }
         }
     }
@@ -167,7 +183,7 @@ impl State {
         let wanted = size(&range(number, open.length()));
         while self.bytes.saturating_add(wanted) > ROOM {
             let old = |(key, slot): (&Key, &Slot)| match slot {
-                Slot::Here { used, done, bytes } if *done || urgent => Some((!*done, *used, *key, bytes.len() as u64)),
+                Slot::Here { used, done, bytes } if (*done || urgent) && !self.waited.contains_key(key) => Some((!*done, *used, *key, bytes.len() as u64)),
                 _ => None,
             };
             let Some((_, _, key, bytes)) = self.slots.iter().filter_map(old).min() else { return };

@@ -11,6 +11,8 @@ use ureq::{Agent, Body};
 
 use super::{lock, secrets};
 
+/// What a version begins with that is a time.
+const MODIFIED: &str = "modified ";
 /// Attempts in a row without a byte.
 const ATTEMPTS: u32 = 6;
 const FIRST_WAIT: Duration = Duration::from_millis(100);
@@ -103,8 +105,18 @@ pub(super) fn header<'h>(headers: &'h HeaderMap, name: &str) -> Option<&'h str> 
 }
 
 /// The mark of the contents, without what only says how closely it is meant.
-pub(super) fn etag(headers: &HeaderMap) -> Option<String> {
+fn etag(headers: &HeaderMap) -> Option<String> {
     header(headers, "etag").map(|tag| tag.trim_start_matches("W/").trim_matches('"').to_owned())
+}
+
+/// When the contents were written, for servers that have no mark of them.
+fn modified(headers: &HeaderMap) -> Option<String> {
+    header(headers, "last-modified").map(|time| format!("{MODIFIED}{time}"))
+}
+
+/// What changes with the contents.
+pub(super) fn version(headers: &HeaderMap) -> Option<String> {
+    etag(headers).or_else(|| modified(headers))
 }
 
 impl Address {
@@ -119,9 +131,12 @@ impl Address {
 
     /// Some bytes of a file that has `total`, and whose mark is `version`.
     pub fn range(&self, range: Range<u64>, total: Option<u64>, version: Option<&str>) -> io::Result<Came> {
-        self.fetch(Some(range), total, u64::MAX).and_then(|came| match (version, etag(&came.headers)) {
-            (Some(meant), Some(found)) if meant != found => Err(io::Error::other("was changed while it was read: start again")),
-            _ => Ok(came),
+        self.fetch(Some(range), total, u64::MAX).and_then(|came| {
+            let found = version.and_then(|meant| if meant.starts_with(MODIFIED) { modified(&came.headers) } else { etag(&came.headers) });
+            match (version, found) {
+                (Some(meant), Some(found)) if meant != found => Err(io::Error::other("was changed while it was read: start again")),
+                _ => Ok(came),
+            }
         })
     }
 

@@ -240,9 +240,11 @@ impl Snapshot {
             io::Error::new(io::ErrorKind::NotFound, what)
         };
         let named = std::fs::read_to_string(cache.join("refs").join(&repository.revision)).map(|commit| commit.trim().to_owned());
-        let folder = cache.join("snapshots").join(named.unwrap_or_else(|_| repository.revision.clone()));
+        let commit = named.unwrap_or_else(|_| repository.revision.clone());
+        let folder = cache.join("snapshots").join(&commit);
         let mut files = Vec::new();
         collect(&folder, "", &mut files, 0).map_err(|_| missing())?;
+        files.iter_mut().for_each(|file| file.version = Some(format!("commit:{commit}")));
         if files.is_empty() { Err(missing()) } else { Ok(Snapshot { files }) }
     }
 }

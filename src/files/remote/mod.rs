@@ -219,7 +219,7 @@ impl Known {
 
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>> {
         let wanted = range.end.saturating_sub(range.start);
-        let bytes = self.place.read(file, range).map_err(secrets::without)?;
+        let bytes = self.place.read(file, range).map_err(|e| gone(secrets::without(e)))?;
         if bytes.len() as u64 != wanted {
             return Err(io::Error::other(format!("{} bytes came where {wanted} were asked for", bytes.len())));
         }
@@ -238,6 +238,14 @@ impl Known {
             texts.insert(file.name.clone(), bytes.clone());
         }
         Ok(bytes)
+    }
+}
+
+/// What is not there may be left out; what was found to be there may not.
+fn gone(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::NotFound => io::Error::other(format!("was listed and is gone: start again ({error})")),
+        _ => error,
     }
 }
 
@@ -263,7 +271,7 @@ pub(super) fn open(name: &str) -> io::Result<File> {
     let (known, inside) = reach(name)?;
     let found = known.demand(&inside)?;
     if let Some(path) = &found.here {
-        return File::open(path);
+        return File::open(path).map_err(gone);
     }
     let (length, held) = (found.bytes, lock(&known.texts).get(&found.name).cloned());
     let open = held.map_or_else(|| Open::Ranges(known.open(found)), Open::Held);
@@ -274,7 +282,7 @@ pub(super) fn read(name: &str) -> io::Result<Vec<u8>> {
     let (known, inside) = reach(name)?;
     let found = known.demand(&inside)?;
     match &found.here {
-        Some(path) => std::fs::read(path),
+        Some(path) => std::fs::read(path).map_err(gone),
         None if found.bytes > WHOLE => Err(io::Error::other(format!("has {} bytes, and at most {WHOLE} are read at once", found.bytes))),
         None => known.whole(&found).map(|bytes| bytes.to_vec()),
     }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::{Place, chunks, lock, reach, secrets};
+use super::{Place, chunks, kind, lock, reach, secrets};
 
 /// Is told how many more bytes are done; its error ends the work.
 pub(super) type Told<'t> = &'t (dyn Fn(u64) -> io::Result<()> + Sync);
@@ -29,10 +29,20 @@ fn rank(name: &str) -> u8 {
     }
 }
 
+fn taken(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::AlreadyExists, format!("{what} appeared there meanwhile: choose another name"))
+}
+
 /// Puts the files of a folder into a bucket and reads them back; of what goes wrong, nothing is left.
 pub(in crate::files) fn publish(folder: &Path, name: &str, told: Told) -> io::Result<()> {
     let (known, inside) = reach(name)?;
     chunks::forget();
+    known.forget();
+    match kind(name) {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+        Err(e) => return Err(e),
+        Ok(_) => return Err(taken("something")),
+    }
     let mut files = Vec::new();
     collect(folder, "", &mut files)?;
     files.sort_by(|(a, _), (b, _)| (rank(a), a).cmp(&(rank(b), b)));
@@ -40,6 +50,10 @@ pub(in crate::files) fn publish(folder: &Path, name: &str, told: Told) -> io::Re
     let put = |begun: &mut Vec<String>| {
         files.iter().try_for_each(|(file, path)| {
             let to = if inside.is_empty() { file.clone() } else { format!("{inside}/{file}") };
+            // Only what this run writes is removed again.
+            if known.place.find(&to)?.is_some() {
+                return Err(taken(file));
+            }
             begun.push(to.clone());
             let (source, kind) = (File::open(path)?, |e: io::Error| io::Error::new(e.kind(), format!("{file}: {e}")));
             put_and_read(known.place.as_ref(), &to, &source, told).map_err(kind)
@@ -51,7 +65,7 @@ pub(in crate::files) fn publish(folder: &Path, name: &str, told: Told) -> io::Re
         let left: Vec<&String> = begun.iter().filter(|name| known.place.remove(name).is_err()).collect();
         match left.as_slice() {
             [] => error,
-            [first, ..] => io::Error::new(error.kind(), format!("{error}; {} files could not be removed again, the first: {first}", left.len())),
+            [first, ..] => io::Error::other(format!("{error}; {} files could not be removed again, the first: {first}", left.len())),
         }
     })
 }

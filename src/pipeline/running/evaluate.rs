@@ -11,6 +11,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Runner, Runtime, SamplesFrom, Score, Subject};
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
+use crate::files;
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
@@ -291,6 +292,7 @@ pub(in crate::pipeline) fn check_onnx(folder: &Path, report: &Report, work: &Wor
     let Some(output) = report.outputs.iter().find(|output| output.path == MODEL) else { return Ok(None) };
     let path = format!("{}, run", output.path);
     let (ok, finding) = match (crate::runtime::library(), half(report)) {
+        _ if files::is_remote(folder) => (true, "not run: it is on another machine".into()),
         (Err(reason), _) => (true, format!("not run: {reason}")),
         (Ok(_), half) => match agreement(folder, half, work) {
             Err(Error::Cancelled) => return Err(Error::Cancelled),
