@@ -79,7 +79,7 @@ fn names() -> Vec<String> {
 
 /// Models whose layers compressed-tensors can express are described by config.json alone.
 fn is_described(name: &str) -> bool {
-    !["gpt2", "resnet", "mobilenet"].iter().any(|family| name.contains(family))
+    !["gpt2", "resnet", "mobilenet", "convnext", "efficientnet"].iter().any(|family| name.contains(family))
 }
 
 #[test]

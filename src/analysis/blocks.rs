@@ -55,8 +55,11 @@ impl Places<'_> {
     }
 
     /// Whether a value stands by itself in every plan: what one node alone reads may be computed together with it, unless that node
-    /// begins something.
+    /// begins something. A transposed value is a view of another one, and is read in another order of sums once it is a copy.
     fn stands_alone(&self, id: ValueId) -> bool {
+        if matches!(self.graph.value(id).kind, Kind::Node(index) if matches!(self.graph.nodes()[index].op, Op::Transpose(_))) {
+            return false;
+        }
         let (count, last) = self.readers.get(&id).copied().unwrap_or_default();
         count > 1 || self.graph.is_output(id) || matches!(self.graph.nodes()[last].op, Op::Linear(_) | Op::Conv(_))
     }

@@ -101,8 +101,10 @@ fn pooling(folder: &Path, module: &Value, path: &Path, unknown: &mut Vec<String>
     };
     let mut switched = Vec::new();
     for (_, key, pooling) in MODES {
-        if settings.flag_or(key, false)? {
-            switched.push(pooling);
+        match settings.get(key) {
+            None | Some(Value::Bool(false)) => {}
+            Some(Value::Bool(true)) => switched.push(pooling),
+            Some(value) => return Err(refused(format!("`{key}` is {value}, expected true or false"))),
         }
     }
     // Files of newer versions name the modes, older ones set a switch for each.

@@ -158,7 +158,8 @@ impl Arrays {
             }
             (None, false) => None,
         };
-        let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name)).collect();
+        let asked = |rows: &Rows| options.inputs.iter().any(|(_, array)| *array == rows.name);
+        let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name) || asked(rows)).collect();
         let mut inputs = Vec::new();
         for port in target.inputs {
             let Some(rows) = chosen(options, port, target.inputs, &others, path)? else { continue };
