@@ -5,7 +5,7 @@
 use super::block::{Block, Names, NormPlace};
 use super::parts::{image_input, layer_norm, linear};
 use super::resize::Sizes;
-use super::vit::{PATCH_NODES, patch_embeddings, patches};
+use super::vit::{self, PATCH_NODES, patch_embeddings, patches};
 use super::{Keys, Settings};
 use crate::error::Result;
 use crate::ir::ops::{Add, Attention, Concat, Prepend, Reduce, ReduceKind, Select, Slice};
@@ -30,27 +30,13 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[("head_dim", "null")],
 };
 
-pub(super) const SIZES: Sizes = Sizes {
-    prefixes: &["dinov2.", ""],
-    hidden: ("hidden_size", "embeddings.cls_token", 2),
-    heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
-    groups: None,
-    head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[],
-    layers: "num_hidden_layers",
-};
+pub(super) const SIZES: Sizes = Sizes { prefixes: &["dinov2.", ""], others: &[], ..vit::SIZES };
 
 const NAMES: Names = Names {
-    attention: "attention.attention",
-    qkv: ["query", "key", "value"],
-    out: "attention.output.dense",
-    attended: "attended",
     norms: ["norm1", "norm2"],
     network: ["mlp.fc1", "mlp.act", "mlp.fc2"],
-    sum: "",
     scales: Some(["layer_scale1.lambda1", "layer_scale2.lambda1"]),
+    ..vit::NAMES
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {

@@ -29,7 +29,7 @@ pub(super) const SIZES: Sizes = Sizes {
 /// Names of the nodes that make tokens of an image.
 pub(super) const PATCH_NODES: [&str; 2] = ["embeddings.patch_embeddings.projection", "embeddings.patch_embeddings"];
 
-const NAMES: Names = Names {
+pub(super) const NAMES: Names = Names {
     attention: "attention.attention",
     qkv: ["query", "key", "value"],
     out: "attention.output.dense",
