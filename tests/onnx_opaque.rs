@@ -273,19 +273,19 @@ fn numbers_that_a_file_takes_alone_are_told() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.onnx");
+    // The row of that number, counted from four on: there is one.
     let nodes = vec![
-        node("Unsqueeze", &["k", "zero"], "columns", vec![]),
-        node("Concat", &["one", "columns"], "shape", vec![AttributeProto::int("axis", 0)]),
-        node("Reshape", &["x", "shape"], "a", vec![]),
+        node("Sub", &["k", "four"], "at", vec![]),
+        node("Gather", &["x", "at"], "a", vec![AttributeProto::int("axis", 0)]),
         node("MatMul", &["a", "first"], "y", vec![]),
     ];
-    let mut file = model(13, &[2, 2], nodes, vec![floats("first", &[4, 6]), ints("zero", &[0]), ints("one", &[1])]);
+    let mut file = model(13, &[1, 4], nodes, vec![floats("first", &[4, 6]), ints("four", &[4])]);
     file.graph.as_mut().unwrap().input.push(value("k", DataType::Int64, Some(&[])));
     std::fs::write(&path, file.encode_to_vec()).unwrap();
     assert!(Model::open(&path).unwrap().graph().is_err());
     let opened = Model::open(&path).unwrap();
     opened.tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
-    let x = Tensor::from_vec(numbers(4, 0.3), (2, 2), &Device::Cpu).unwrap();
+    let x = Tensor::from_vec(numbers(4, 0.3), (1, 4), &Device::Cpu).unwrap();
     let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), x), ("k".to_owned(), Tensor::new(4i64, &Device::Cpu).unwrap())].into();
     close("told", &executed(opened, &inputs).unwrap(), &in_runtime(&path, &inputs));
 }
