@@ -161,8 +161,8 @@ impl Piece {
 
     /// Whether it reads nothing but the sizes of this input.
     pub fn reads_sizes_alone(&self, input: &str) -> bool {
-        let readers = || self.parts.nodes.iter().filter(|node| check::reads(node).contains(&input));
-        readers().all(|node| ["Shape", "Size"].contains(&node.op_type()) && check::is_own(node.domain()))
+        let mut readers = self.parts.nodes.iter().filter(|node| check::reads(node).contains(&input));
+        readers.all(|node| ["Shape", "Size"].contains(&node.op_type()) && check::is_own(node.domain()))
     }
 
     fn answer(&self, inputs: &[Tensor]) -> Result<Tensor, String> {

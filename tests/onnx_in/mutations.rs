@@ -127,7 +127,7 @@ fn files_that_nobody_wrote_are_refused_or_come_out_as_they_went_in() {
     let files = Mutex::new(started.clone());
     let job = |seed: u64| {
         let folder = tempfile::tempdir_in(if Path::new("/dev/shm").is_dir() { "/dev/shm" } else { "/tmp" }).unwrap();
-        let (mut random, mut own) = (Random(seed << 32 | 0x5eed), started.clone());
+        let (mut random, mut own) = (Random((seed << 32) | 0x5eed), started.clone());
         while begun.elapsed() < until && done.fetch_add(1, Ordering::Relaxed) < wanted {
             let bytes = mutated(&own, &mut random);
             let Ok((said, opens)) = catch_unwind(AssertUnwindSafe(|| answer(&bytes, folder.path()))) else {
