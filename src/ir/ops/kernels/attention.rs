@@ -2,7 +2,7 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::attention::extras;
+use super::super::attention::{by_sample, extras};
 use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
@@ -33,6 +33,7 @@ impl Attention {
             soft_cap: self.soft_cap.map(|cap| cap as f32),
             padding: padding.filter(|p| p.contains(&true)),
             bias: None,
+            zero_where_hidden: self.zero_where_hidden,
         })
     }
 }
@@ -41,15 +42,18 @@ impl Kernel for Attention {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
         let (mask, bias) = extras(&inputs[3..]);
-        let (padding, bias) = (padding(mask)?, bias.map(Tensor::contiguous).transpose()?);
+        let (padding, bias) = (padding(mask)?, bias.map(|bias| by_sample(bias)?.contiguous()).transpose()?);
         let sizes = self.sizes([q, k, v], padding.as_deref())?;
         let shape = (q.dim(0)?, sizes.heads, sizes.sequence, sizes.out);
         let compute = || {
             let hosts = [Host::of(q)?, Host::of(k)?, Host::of(v)?];
-            let bias = bias.as_ref().map(Host::of);
-            let bias = match &bias {
-                Some(host) => Some(host.as_ref()?.floats()?),
-                None => None,
+            let host = bias.as_ref().map(Host::of);
+            let bias = match (&bias, &host) {
+                (Some(bias), Some(host)) => {
+                    let step = |axis: usize| if bias.dims()[axis] == 1 { 0 } else { bias.stride()[axis] };
+                    Some(attention::Bias { values: host.as_ref()?.floats()?, strides: [0, 1, 2, 3].map(step) })
+                }
+                _ => None,
             };
             let sizes = attention::Attention { bias, ..sizes };
             let mut y = cleared(shape.0 * shape.1 * shape.2 * shape.3);
@@ -61,7 +65,7 @@ impl Kernel for Attention {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() == 3);
+        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() > 2);
         if biased || self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {
             return Ok(None);
         }
