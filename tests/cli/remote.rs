@@ -90,6 +90,27 @@ fn a_model_of_the_hub_is_read_where_it_lies() {
     assert!(form.code == 1 && form.stderr.contains("hf:org/name"), "{}", form.stderr);
 }
 
+#[test]
+fn parts_are_made_of_a_model_elsewhere() {
+    let place = Place::new();
+    let (hub, _) = hub(place.files.clone(), TOKEN, Answer::file);
+    let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
+    let shards = "--shard-size 100KB --no-measure";
+    ok(place.path(), &format!("quantize-dynamic in -o one {shards}"));
+    for args in [
+        format!("quantize-dynamic hf:org/name -o two {shards} --part 1/2"),
+        format!("quantize-dynamic hf:org/name -o two {shards} --part 2/2"),
+        "merge two".into(),
+    ] {
+        let run = place.run(&args, &variables);
+        assert_eq!(run.code, 0, "{args}: {}", run.stderr);
+    }
+    let (one, two) = (files(&place.path().join("one")), files(&place.path().join("two")));
+    let weights =
+        |files: &Files| files.iter().filter(|(name, _)| name.ends_with(".safetensors")).map(|(name, bytes)| (name.clone(), bytes.clone())).collect::<Files>();
+    assert!(weights(&one).len() == 2 && weights(&one) == weights(&two));
+}
+
 /// What a server does wrong once it has been asked `after` times, `times` times; every range of weights passes here.
 fn faulty(times: usize, fault: impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static) -> impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static {
     let count = Arc::new(AtomicUsize::new(0));
