@@ -120,7 +120,6 @@ impl Session {
     /// Writes a small file whose name is free.
     pub(super) fn put_new(&self, file: &str, bytes: Vec<u8>) -> io::Result<()> {
         let name = self.name(file);
-        let written = |state: &mut State, (): &()| state.written.push(name.clone());
         let put = |writable: &dyn Writable| match writable.put(&name, bytes.clone(), true) {
             // An attempt whose answer was lost.
             Err(e) if e.kind() == ErrorKind::AlreadyExists => match self.known.place.find(&name)? {
@@ -133,18 +132,14 @@ impl Session {
             }
             done => done.map(|()| true),
         };
-        let done = self.change(
-            file,
-            |writable| put(writable),
-            |state, conditional| {
-                state.conditional &= conditional;
-                written(state, &());
-            },
-        );
+        let done = self.change(file, put, |state, conditional| {
+            state.conditional &= conditional;
+            state.written.push(name.clone());
+        });
         match done {
             // It may be there all the same.
             Err(e) if ![ErrorKind::AlreadyExists, ErrorKind::PermissionDenied, ErrorKind::NotFound].contains(&e.kind()) => {
-                written(&mut lock(&self.state), &());
+                lock(&self.state).written.push(name.clone());
                 Err(e)
             }
             done => done.map(drop),
