@@ -468,7 +468,8 @@ mod tests {
     #[ignore = "minutes: `scripts/fuzz --plain http`"]
     fn changed_answers_many_times() {
         let rounds: usize = std::env::var("MUTATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(300_000);
-        let all: [(&str, fn(usize, u64) -> usize); 3] = [("answers", answers), ("buckets", buckets), ("pages", pages)];
+        type Check = fn(usize, u64) -> usize;
+        let all: [(&str, Check); 3] = [("answers", answers), ("buckets", buckets), ("pages", pages)];
         for (what, check) in all {
             let start = Instant::now();
             println!("{what}: {} of {rounds} come, {:.0} s", check(rounds, 11), start.elapsed().as_secs_f64());
