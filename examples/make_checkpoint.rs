@@ -216,7 +216,7 @@ fn make(args: &Args) -> Result<u64> {
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    writer::write(folder, &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
+    writer::write(&compress::files::Destination::here(folder), &items, &layout, None, &Work { threads, progress: &Silent, cancel: &Cancel::default() })?;
     Ok(layout.bytes())
 }
 

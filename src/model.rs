@@ -27,7 +27,7 @@ use crate::error::{Error, Result};
 use crate::files as names;
 use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
-use crate::store::gguf::is_gguf;
+use crate::store::gguf::{continues, is_gguf};
 use crate::store::{Checkpoint, Encoding, Weights, pytorch};
 
 /// A model folder, or a single file of safetensors, PyTorch, GGUF or ONNX, opened but not read.
@@ -63,10 +63,10 @@ impl Model {
     pub fn open(path: impl AsRef<Path>) -> Result<Model> {
         let path = path.as_ref();
         names::kind(path).map_err(Error::io("open", path))?;
-        if let Some(file) = only_file(path, "onnx", |path| ends(path, "onnx"))? {
+        if let Some(file) = only_file(path, "onnx", |path| ends(path, "onnx"), |_| false)? {
             return Model::open_onnx(path, &file);
         }
-        if let Some(file) = only_file(path, "gguf", is_gguf)? {
+        if let Some(file) = only_file(path, "gguf", is_gguf, continues)? {
             return Model::open_gguf(path, &file);
         }
         let mut checkpoint = Checkpoint::open(path)?;
@@ -190,8 +190,9 @@ fn ends(path: &Path, extension: &str) -> bool {
     path.extension().is_some_and(|e| e == extension)
 }
 
-/// The file of another format that a path stands for: itself, or the only one of a folder without safetensors.
-fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
+/// The file of another format that a path stands for: itself, or the only one of a folder without safetensors, but for those that go on with
+/// what it begins.
+fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool, continues: impl Fn(&Path) -> bool) -> Result<Option<PathBuf>> {
     if !names::is_dir(path) {
         return Ok(is(path).then(|| path.to_owned()));
     }
@@ -200,7 +201,11 @@ fn only_file(path: &Path, extension: &str, is: impl Fn(&Path) -> bool) -> Result
     if files.iter().any(|file| ends(file, "safetensors") || file.ends_with(INDEX) || of_pytorch(file)) {
         return Ok(None);
     }
-    let found: Vec<&PathBuf> = files.iter().filter(|file| ends(file, extension)).collect();
+    let of_format: Vec<&PathBuf> = files.iter().filter(|file| ends(file, extension)).collect();
+    let mut found: Vec<&PathBuf> = of_format.iter().copied().filter(|file| !continues(file)).collect();
+    if found.is_empty() {
+        found.extend(of_format.first());
+    }
     match found.as_slice() {
         [] => Ok(None),
         [file] => Ok(Some((*file).clone())),

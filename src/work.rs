@@ -178,6 +178,26 @@ impl<'a> Work<'a> {
     pub fn run<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
         let mut order: Vec<usize> = (0..jobs.len()).collect();
         order.sort_by_key(|&i| std::cmp::Reverse(size(&jobs[i])));
+        self.run_ordered(stage, jobs, &order, size, work)
+    }
+
+    /// The same, in the order of the jobs: what lies together is made together.
+    ///
+    /// # Errors
+    /// As [`run`](Work::run).
+    pub fn run_in_order<J: Sync, T: Send>(&self, stage: &str, jobs: &[J], size: impl Fn(&J) -> u64, work: impl Fn(&J) -> Result<T> + Sync) -> Result<Vec<T>> {
+        let order: Vec<usize> = (0..jobs.len()).collect();
+        self.run_ordered(stage, jobs, &order, size, work)
+    }
+
+    fn run_ordered<J: Sync, T: Send>(
+        &self,
+        stage: &str,
+        jobs: &[J],
+        order: &[usize],
+        size: impl Fn(&J) -> u64,
+        work: impl Fn(&J) -> Result<T> + Sync,
+    ) -> Result<Vec<T>> {
         self.progress.on(Event::Begin { stage, total: jobs.iter().map(size).sum(), unit: ProgressUnit::Bytes });
         let (next, failed) = (AtomicUsize::new(0), AtomicBool::new(false));
         let results: Mutex<Vec<(usize, Result<T>)>> = Mutex::new(Vec::with_capacity(jobs.len()));

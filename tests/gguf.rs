@@ -18,7 +18,7 @@ fn golden(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
 }
 
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 13] = [
     "gemma2",
     "gemma3",
     "llama",
@@ -28,7 +28,9 @@ const FAMILIES: [&str; 11] = [
     "llama-rope-linear",
     "llama-rope-llama3",
     "llama-rope-yarn",
+    "mixtral",
     "qwen2",
+    "qwen2-moe",
     "qwen3",
 ];
 
@@ -324,6 +326,48 @@ fn what_changes_nothing_is_accepted() {
     assert_eq!(settings["chat_template"], json["chat_template"]);
 }
 
+/// Of Qwen 3, whose experts are in all layers there.
+#[test]
+fn experts_come_and_go() {
+    let experts = |json: &mut Value| {
+        json["mlp_only_layers"] = serde_json::json!([]);
+        json["num_hidden_layers"] = 1.into();
+    };
+    let opened = |change: &dyn Fn(&mut Value)| {
+        let folder = tempfile::tempdir().unwrap();
+        let mut json: Value = serde_json::from_str(&fs::read_to_string(golden("models/qwen3-moe/config-4.json")).unwrap()).unwrap();
+        experts(&mut json);
+        change(&mut json);
+        fs::write(folder.path().join("config.json"), json.to_string()).unwrap();
+        fs::copy(golden("models/qwen3-moe/model.safetensors"), folder.path().join("model.safetensors")).unwrap();
+        let mut model = Model::open(folder.path()).unwrap();
+        model.weights.by_name.retain(|name, _| !name.starts_with("model.layers.1."));
+        (folder, model)
+    };
+    let (_source, model) = opened(&|_| {});
+    let (folder, found, report) = written(model.clone(), FileType::F32);
+    same_weights(&found, &model, "qwen3-moe");
+    assert!(found.graph().unwrap().to_string() == model.graph().unwrap().to_string());
+    assert!(report.layers.iter().any(|layer| layer.name == "model.layers.0.mlp.experts.3.up_proj.weight"));
+    let file = gguf::GgufFile::open(&folder.path().join("out/model.gguf")).unwrap();
+    assert_eq!(file.tensors["blk.0.ffn_up_exps.weight"].shape, [4, 12, 16]);
+    assert_eq!(file.values["qwen3moe.expert_feed_forward_length"], gguf::Value::Unsigned(12));
+    let refused = |(folder, model): (tempfile::TempDir, Model), words: &str| {
+        let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains(words), "`{error}` does not say `{words}`");
+    };
+    refused(opened(&|json| json["norm_topk_prob"] = false.into()), "`norm_topk_prob` of false");
+    refused(opened(&|json| json["mlp_only_layers"] = serde_json::json!([1])), "`mlp_only_layers` of [1]");
+    for missing in ["1", "3"] {
+        let (source, mut model) = opened(&|_| {});
+        model.weights.by_name.remove(&format!("model.layers.0.mlp.experts.{missing}.up_proj.weight"));
+        refused((source, model), "4 experts");
+    }
+    // As many as are said.
+    let (_folder, model) = rewritten("mixtral", |values, _| drop(values.insert("llama.expert_count".into(), gguf::Value::Unsigned(3))));
+    assert!(model.err().unwrap().to_string().contains("has the shape [4, 16, 12], where there are 3 experts"));
+}
+
 #[test]
 fn a_head_that_is_the_embedding_is_stored_once() {
     let (_source, mut model) = source("gemma2");
@@ -372,17 +416,94 @@ fn rewritten(
     let file = gguf::GgufFile::open(&golden(&format!("gguf/{name}.gguf"))).unwrap();
     let (mut values, mut tensors) = (file.values, file.tensors);
     change(&mut values, &mut tensors);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    put(&path, values, &tensors);
+    let model = Model::open(&path);
+    (folder, model)
+}
+
+/// Writes a file of these keys and tensors.
+fn put(path: &Path, values: BTreeMap<String, gguf::Value>, tensors: &BTreeMap<String, Weight>) {
     let planned: Vec<_> = tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F32), weight.shape.clone())).collect();
     let (mut bytes, padding) = gguf::header(&values.into_iter().collect::<Vec<_>>(), &planned).unwrap();
     for ((name, weight), padding) in tensors.iter().zip(padding) {
         bytes.extend(weight.floats(name).unwrap().iter().flat_map(|value| value.to_le_bytes()));
         bytes.resize(bytes.len() + padding as usize, 0);
     }
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn a_model_in_several_files_is_one() {
+    let (_source, expected) = source("llama");
+    let whole = gguf::GgufFile::open(&golden("gguf/llama.gguf")).unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.gguf");
-    fs::write(&path, bytes).unwrap();
-    let model = Model::open(&path);
-    (folder, model)
+    let name = |number: usize| folder.path().join(format!("tiny-{number:05}-of-00003.gguf"));
+    type Said = BTreeMap<String, gguf::Value>;
+    // The second file with another key, or another tensor.
+    let write = |second: &dyn Fn(&mut Said, &mut BTreeMap<String, Weight>)| {
+        for part in 0..3usize {
+            let mut values = if part == 0 { whole.values.clone() } else { Said::new() };
+            values.extend(
+                [("no", part as u64), ("count", 3), ("tensors.count", whole.tensors.len() as u64)]
+                    .map(|(key, number)| (format!("split.{key}"), gguf::Value::Unsigned(number))),
+            );
+            let mut tensors: BTreeMap<_, _> = whole
+                .tensors
+                .iter()
+                .enumerate()
+                .filter(|(at, _)| at * 3 / whole.tensors.len() == part)
+                .map(|(_, (name, weight))| (name.clone(), weight.clone()))
+                .collect();
+            if part == 1 {
+                second(&mut values, &mut tensors);
+            }
+            put(&name(part + 1), values, &tensors);
+        }
+    };
+    write(&|_, _| {});
+    for path in [folder.path().to_owned(), name(1), name(3)] {
+        let found = Model::open(&path).unwrap();
+        same_weights(&found, &expected, "llama");
+        assert_eq!(found.weight_files, [1, 2, 3].map(name));
+        assert!(!found.beside.notes(&path).iter().any(|note| note.contains("split")), "{:?}", found.beside.notes(&path));
+    }
+    fs::copy(name(1), folder.path().join("other.bin.gguf")).unwrap();
+    let refused = |path: &Path, words: &str| {
+        let error = Model::open(path).err().unwrap().to_string();
+        assert!(error.contains(words), "`{error}` does not say `{words}`");
+    };
+    refused(&folder.path().join("other.bin.gguf"), "its name does not end like -00001-of-00003.gguf");
+    fs::remove_file(folder.path().join("other.bin.gguf")).unwrap();
+    write(&|values, _| drop(values.insert("split.no".into(), gguf::Value::Unsigned(2))));
+    refused(&name(1), "does not say that it is");
+    write(&|values, _| drop(values.insert("llama.block_count".into(), gguf::Value::Unsigned(7))));
+    refused(folder.path(), "says `llama.block_count`, which the first file of the model does not");
+    write(&|_, tensors| tensors.extend(whole.tensors.iter().next().map(|(name, weight)| (name.clone(), weight.clone()))));
+    refused(&name(1), "is in another file of the model too");
+    write(&|_, tensors| drop(tensors.pop_last()));
+    refused(&name(1), "`split.tensors.count` is");
+    fs::remove_file(name(2)).unwrap();
+    refused(&name(1), "tiny-00002-of-00003.gguf");
+}
+
+#[test]
+fn a_file_is_written_where_one_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, out) = (golden("gguf/tokenizer-llama-bpe.gguf"), folder.path().join("small.gguf"));
+    let report = Pipeline::builder().build().unwrap().run(Model::open(&input).unwrap(), &out).unwrap();
+    assert_eq!(report.outputs[0].path, "small.gguf");
+    let found = Model::open(&out).unwrap();
+    let expected: Value = serde_json::from_str(&fs::read_to_string(golden("gguf/tokens.json")).unwrap()).unwrap();
+    assert_eq!(tokens(&found, &expected["texts"]), expected["tokens"]["llama-bpe"]);
+    assert!(folder.path().join("small.gguf.report/report.json").is_file() && !folder.path().join("tokenizer.json").exists());
+    let (cancel, silent) = (compress::work::Cancel::default(), compress::work::Silent);
+    let checks = compress::pipeline::verify(&out, &compress::work::Work { threads: 1, progress: &silent, cancel: &cancel }).unwrap();
+    assert!(checks.len() > 1 && checks.iter().all(|check| check.ok), "{checks:?}");
+    let other = Pipeline::builder().export(compress::export::Safetensors::default()).build().unwrap();
+    let error = other.run(Model::open(&input).unwrap(), folder.path().join("other.gguf")).err().unwrap().to_string();
+    assert!(error.contains("is a file of the format gguf"), "{error}");
 }
 
 #[test]

@@ -173,7 +173,7 @@ fn weights_of_large_models_lie_beside() {
     let out = tempfile::tempdir().unwrap();
     let layout = file::layout(&draft, 10_000).unwrap();
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    let (files, _) = write_pieces(out.path(), &layout, &items, &work).unwrap();
+    let (files, _) = write_pieces(&compress::files::Destination::here(out.path()), &layout, &items, &work).unwrap();
     assert_eq!(files.iter().map(|f| f.name.as_str()).collect::<Vec<_>>(), [file::MODEL, file::DATA]);
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let read = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap();

@@ -224,7 +224,7 @@ fn scales_become_floats_and_integers_lie_beside() {
     let items: Vec<Item> = made.weights.iter().map(item).collect();
     let layout = file::layout(&made, 1).unwrap();
     let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-    write_pieces(out.path(), &layout, &items, &work).unwrap();
+    write_pieces(&compress::files::Destination::here(out.path()), &layout, &items, &work).unwrap();
     let graph = ModelProto::decode(std::fs::read(out.path().join(file::MODEL)).unwrap().as_slice()).unwrap().graph.unwrap();
     let data = std::fs::read(out.path().join(file::DATA)).unwrap();
     let bytes = |t: &TensorProto| {

@@ -33,7 +33,7 @@ fn written(model: &Model) -> Option<Vec<u8>> {
     std::fs::create_dir(&out).expect("a folder");
     let length: u64 = rewritten.layout[0].1.iter().map(Piece::len).sum();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    write_pieces(&out, &rewritten.layout, &rewritten.items, &work).ok()?;
+    write_pieces(&compress::files::Destination::here(&out), &rewritten.layout, &rewritten.items, &work).ok()?;
     let bytes = std::fs::read(out.join("out.onnx")).expect("what was written");
     assert_eq!(bytes.len() as u64, length);
     Some(bytes)

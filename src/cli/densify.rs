@@ -13,7 +13,7 @@ use crate::store::Encoding;
 pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder, or an .onnx file
+    /// Output folder, or an .onnx or .gguf file; s3://bucket/name, gs:// and az:// too, where files of ONNX are made in TMPDIR first
     #[arg(long, short, value_name = "DIR")]
     output: PathBuf,
     /// Only undo the sparse layout; int8 weights stay int8

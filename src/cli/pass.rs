@@ -14,7 +14,7 @@ use crate::run_state::Share;
 pub(super) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Output folder (s3://bucket/name too), or an .onnx file
+    /// Output folder, or an .onnx or .gguf file; s3://bucket/name, gs:// and az:// too, where files of ONNX are made in TMPDIR first
     #[arg(long, short, value_name = "DIR", help_heading = "Output")]
     output: PathBuf,
     #[command(flatten, next_help_heading = "Output")]

@@ -22,7 +22,10 @@ impl Args {
         let mut plans = Vec::new();
         for Variant { name, recipe } in Recipe::open_variants(&self.recipe, &self.set, &[])? {
             let pipeline = global.builder().recipe(&recipe).build()?;
-            plans.push((name, pipeline.plan(&Model::open(&recipe.model)?)?));
+            let model = Model::open(&recipe.model)?;
+            let mut plan = pipeline.plan(&model)?;
+            plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.made_here_first(&model, output)));
+            plans.push((name, plan));
         }
         output::plans(&plans, global)
     }

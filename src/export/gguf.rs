@@ -9,6 +9,7 @@ use serde_json::Value as Json;
 
 use super::{Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
+use crate::files::Destination;
 use crate::kernel::ggml::{BlockType, LARGE};
 use crate::model::Model;
 use crate::model::gguf::{Described, Family, describe, vocabulary};
@@ -62,8 +63,12 @@ pub struct Gguf {
     pub file_type: FileType,
 }
 
-/// Name of the file.
+/// Name of the file in a folder.
 const FILE: &str = "model.gguf";
+
+fn file_name(run: &RunState) -> &str {
+    run.file.as_deref().unwrap_or(FILE)
+}
 
 struct Prepared {
     family: &'static Family,
@@ -74,6 +79,8 @@ struct Prepared {
     /// Numbers of those whose rows lie in another order than in the model.
     moved: Vec<usize>,
     pieces: Vec<Piece>,
+    /// How many tensors the file has.
+    tensors: usize,
     notes: Vec<String>,
     /// Whether the file has a vocabulary.
     words: bool,
@@ -93,8 +100,10 @@ fn keeps_more(layer: usize, layers: usize) -> bool {
 impl Gguf {
     /// What a matrix is made of, as llama.cpp's quantizer chooses; `head` says whether it gives the logits, `few_keys`
     /// whether several heads of queries share one of keys.
-    fn wanted(self, name: &str, head: bool, layers: usize, few_keys: bool) -> Kind {
+    fn wanted(self, name: &str, head: bool, layers: usize, few_keys: bool, experts: usize) -> Kind {
         let layer = name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse().ok()).unwrap_or(0);
+        // Experts, all or shared, are as other networks.
+        let name = name.replace("_exps.weight", ".weight").replace("_shexp.weight", ".weight");
         let is = |module: &str| name.ends_with(&format!(".{module}.weight"));
         Kind::Blocks(match self.file_type {
             FileType::F32 => return Kind::Plain(DType::F32),
@@ -103,6 +112,9 @@ impl Gguf {
             FileType::Q8_0 => BlockType::Q8_0,
             FileType::Q4_0 | FileType::Q4_K_M if head => BlockType::Q6K,
             FileType::Q4_0 => BlockType::Q4_0,
+            // Of eight experts, what they share weighs more.
+            FileType::Q4_K_M if experts == 8 && (is("attn_v") || is("attn_k")) => BlockType::Q8_0,
+            FileType::Q4_K_M if experts == 8 && is("attn_output") => BlockType::Q5K,
             FileType::Q4_K_M if (is("attn_v") || is("ffn_down")) && keeps_more(layer, layers) => BlockType::Q6K,
             // Few heads of keys for many queries: values weigh more.
             FileType::Q4_K_M if is("attn_v") && few_keys && layers == 80 => BlockType::Q5K,
@@ -127,7 +139,7 @@ impl Gguf {
         }
     }
 
-    fn prepare(self, model: &Model) -> Result<Prepared> {
+    fn prepare(self, model: &Model, run: &RunState) -> Result<Prepared> {
         let refused = |what: &str, hint: &str| Error::Unsupported { what: format!("gguf: {}: {what}", model.path.display()), hint: hint.into() };
         if model.onnx.is_some() {
             return Err(refused("an .onnx model", "leave `export` out, or write `onnx`"));
@@ -139,6 +151,7 @@ impl Gguf {
         let size = |key: &str| model.config.get(key).and_then(Json::as_u64).map_or(0, |size| size as usize);
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
+        let experts = family.experts.as_ref().map_or(0, |experts| size(experts.count));
         let head_stored = stores_head(model, family)?;
         if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
             return Err(refused("no lm_head.weight, and config.json does not tie it", "the checkpoint is not complete"));
@@ -149,9 +162,11 @@ impl Gguf {
             if there == "token_embd.weight" {
                 rows = weight.shape.first().copied().unwrap_or(0);
             }
+            let (of_all, expert) = Family::of_all(&there).map_or((there.clone(), None), |(of_all, expert)| (of_all, Some(expert)));
             let head = there == "output.weight" || (there == "token_embd.weight" && !head_stored);
-            let matrix = weight.shape.len() > 1 && weight.is_float();
-            let wanted = if matrix { self.wanted(&there, head, layers, groups < heads) } else { Kind::Plain(DType::F32) };
+            // What chooses experts is never rounded.
+            let matrix = weight.shape.len() > 1 && weight.is_float() && !there.contains(".ffn_gate_inp");
+            let wanted = if matrix { self.wanted(&of_all, head, layers, groups < heads, experts) } else { Kind::Plain(DType::F32) };
             let turned = match there.rsplit('.').nth(1) {
                 Some("attn_q") if family.neighbours => Some(heads),
                 Some("attn_k") if family.neighbours => Some(groups),
@@ -165,7 +180,7 @@ impl Gguf {
             }
             let moved = order.is_some() || added != 0.0;
             let arranged = if moved { Arranged { upstream: dense, order, added, name: name.clone() }.weight()? } else { dense };
-            all.push((name.clone(), there, arranged, wanted, Gguf::fitting(wanted, weight.row()), moved));
+            all.push((name.clone(), there, arranged, wanted, Gguf::fitting(wanted, weight.row()), moved, expert));
         }
         if rows == 0 {
             return Err(refused("no embedding of tokens", "the checkpoint is not complete"));
@@ -178,48 +193,54 @@ impl Gguf {
         if let Some((name, factors)) = factors {
             let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
             let weight = Weight::new(DType::F32, vec![factors.len()], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
-            all.push((name.to_owned(), name.to_owned(), weight, Kind::Plain(DType::F32), Kind::Plain(DType::F32), false));
+            all.push((name.to_owned(), name.to_owned(), weight, Kind::Plain(DType::F32), Kind::Plain(DType::F32), false, None));
         }
-        notes.extend(fallbacks(&all));
+        let file = file_name(run);
+        notes.extend(fallbacks(&all, file));
         let (words, without) = vocabulary(model, rows)?;
         notes.extend(without);
         values.push(("general.file_type".into(), Value::Unsigned(self.file_type.id())));
         let has_words = words.iter().any(|(key, _)| key == "tokenizer.ggml.tokens");
         values.extend(words);
         values.push(("general.quantization_version".into(), Value::Unsigned(2)));
-        notes.extend(self.lost(model));
-        let kinds: Vec<Kind> = all.iter().map(|(.., kind, _)| *kind).collect();
-        let tensors: Vec<_> = all.iter().map(|(_, there, weight, _, kind, _)| (there.clone(), *kind, weight.shape.clone())).collect();
+        notes.extend(self.lost(model, file));
+        let tensors = tensors(&mut all, experts)?;
+        let kinds: Vec<Kind> = all.iter().map(|(.., kind, _, _)| *kind).collect();
         let (start, padding) = header(&values, &tensors).ok_or_else(|| refused("tensors that are too large", ""))?;
+        let mut padding = padding.into_iter();
         let mut pieces = vec![Piece::Bytes(start)];
         let (mut items, mut names, mut moved) = (Vec::new(), Vec::new(), Vec::new());
-        for (index, ((name, there, weight, _, kind, elsewhere), padding)) in all.into_iter().zip(padding).enumerate() {
+        for (index, (name, there, weight, _, kind, elsewhere, expert)) in all.into_iter().enumerate() {
             let bytes = kind.byte_count(&weight.shape).unwrap_or(0);
             let (weight, storage_format) = weight.in_gguf(kind, &name);
-            pieces.extend([Piece::Item { index, part: 0, bytes }, Piece::Bytes(vec![0; padding as usize])]);
+            pieces.push(Piece::Item { index, part: 0, bytes });
+            // Experts lie behind each other.
+            if expert.is_none_or(|expert| expert.saturating_add(1) == experts) {
+                pieces.push(Piece::Bytes(vec![0; padding.next().unwrap_or(0) as usize]));
+            }
             items.push(Item { name: there, weight, storage_format });
             names.push(name);
             moved.extend(elsewhere.then_some(index));
         }
-        Ok(Prepared { family, items, kinds, names, moved, pieces, notes, words: has_words, whole })
+        Ok(Prepared { family, items, kinds, names, moved, pieces, tensors: tensors.len(), notes, words: has_words, whole })
     }
 
     /// What is said of values and activations that the file cannot say.
-    fn lost(self, model: &Model) -> Vec<String> {
+    fn lost(self, model: &Model, file: &str) -> Vec<String> {
         let weights = model.weights.by_name.values();
         let quantized = weights.filter(|weight| weight.encoding != Encoding::Dense).count();
         let activations = quantized_inputs(model);
         let mut notes = Vec::new();
         let rounded = model.weights.by_name.values().filter(|weight| weight.dtype == DType::BF16 && weight.shape.len() > 1).count();
         if rounded > 0 && self.file_type == FileType::F16 {
-            notes.push(format!("{FILE}: {rounded} matrices of BF16 become F16, which holds small values less closely: `type: BF16` keeps them"));
+            notes.push(format!("{file}: {rounded} matrices of BF16 become F16, which holds small values less closely: `type: BF16` keeps them"));
         }
         if quantized > 0 {
-            notes.push(format!("{FILE}: {quantized} quantized weights are written as the floats that they stand for, in the types of the file"));
+            notes.push(format!("{file}: {quantized} quantized weights are written as the floats that they stand for, in the types of the file"));
         }
         if activations > 0 {
             notes.push(format!(
-                "{FILE}: the inputs of {activations} layers are quantized by the recipe, which a GGUF file cannot say: runtimes choose by themselves"
+                "{file}: the inputs of {activations} layers are quantized by the recipe, which a GGUF file cannot say: runtimes choose by themselves"
             ));
         }
         notes
@@ -245,7 +266,43 @@ fn quantized_inputs(model: &Model) -> usize {
     model.weights.by_name.values().filter(quantized).count()
 }
 
-type Planned = (String, String, Weight, Kind, Kind, bool);
+/// The name in the model and in the file, the weight, the type that it should have and the one that it has, whether its values lie elsewhere
+/// than in the model, and which expert it is of.
+type Planned = (String, String, Weight, Kind, Kind, bool, Option<usize>);
+
+/// The tensors of a file, in the order that `all` is brought into: experts lie behind each other in those that hold all of them.
+fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String, Kind, Vec<usize>)>> {
+    let of_all = |there: &str| Family::of_all(there).map_or_else(|| there.to_owned(), |(of_all, _)| of_all);
+    if experts > 0 {
+        all.sort_by_cached_key(|(_, there, .., expert)| (of_all(there), *expert));
+    }
+    let mut tensors: Vec<(String, Kind, Vec<usize>)> = Vec::new();
+    let mut last: Option<&Planned> = None;
+    for planned in &*all {
+        let (name, there, weight, _, kind, _, expert) = planned;
+        let Some(expert) = *expert else {
+            tensors.push((there.clone(), *kind, weight.shape.clone()));
+            last = None;
+            continue;
+        };
+        let before = last.filter(|(_, other, ..)| of_all(other) == of_all(there));
+        let next = before.and_then(|(.., expert)| *expert).map_or(0, |expert| expert.saturating_add(1));
+        let alike = before.is_none_or(|(_, _, other, _, other_kind, ..)| other.shape == weight.shape && other_kind == kind);
+        if expert != next || expert >= experts || !alike || weight.shape.len() != 2 {
+            return Err(Error::tensor(name, format!("is not one of {experts} experts of one shape"), "the checkpoint is not what config.json says"));
+        }
+        if expert.saturating_add(1) == experts {
+            tensors.push((of_all(there), *kind, [&[experts], weight.shape.as_slice()].concat()));
+        }
+        last = Some(planned);
+    }
+    // A last one that is missing leaves a tensor open.
+    let open = all.iter().filter_map(|(_, there, .., expert)| expert.map(|_| of_all(there))).find(|name| !tensors.iter().any(|(held, ..)| held == name));
+    match open {
+        None => Ok(tensors),
+        Some(name) => Err(Error::tensor(&name, format!("has fewer than {experts} experts"), "the checkpoint is not what config.json says")),
+    }
+}
 
 fn kind_name(kind: Kind) -> String {
     match kind {
@@ -255,20 +312,20 @@ fn kind_name(kind: Kind) -> String {
 }
 
 /// Matrices whose rows are no whole blocks of the type that they should have.
-fn fallbacks(all: &[Planned]) -> Option<String> {
+fn fallbacks(all: &[Planned], file: &str) -> Option<String> {
     let mut found: BTreeMap<(String, String, usize), usize> = BTreeMap::new();
-    for (_, _, weight, wanted, kind, _) in all.iter().filter(|(_, _, _, wanted, kind, _)| wanted != kind) {
+    for (_, _, weight, wanted, kind, ..) in all.iter().filter(|(_, _, _, wanted, kind, ..)| wanted != kind) {
         *found.entry((kind_name(*wanted), kind_name(*kind), weight.row())).or_default() += 1;
     }
     let (mut bits, mut elements) = (0u64, 0u64);
-    for (_, _, weight, _, kind, _) in all {
+    for (_, _, weight, _, kind, ..) in all {
         bits += kind.byte_count(&weight.shape).unwrap_or(0) * 8;
         elements += weight.elements() as u64;
     }
     let told = |((wanted, kind, row), count): (&(String, String, usize), &usize)| format!("{count} of {wanted} with rows of {row} are {kind}");
     let all = found.iter().map(told).collect::<Vec<_>>().join(", ");
     (!found.is_empty())
-        .then(|| format!("{FILE}: rows that are no whole blocks take larger types: {all}; {:.2} bits per weight in all", bits as f64 / elements.max(1) as f64))
+        .then(|| format!("{file}: rows that are no whole blocks take larger types: {all}; {:.2} bits per weight in all", bits as f64 / elements.max(1) as f64))
 }
 
 impl Format for Gguf {
@@ -280,20 +337,24 @@ impl Format for Gguf {
         serde_json::to_value(self).unwrap_or(Json::Null)
     }
 
-    fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
-        let prepared = self.prepare(model)?;
-        let bytes = prepared.pieces.iter().map(Piece::len).sum();
-        Ok(SizeForecast { files: vec![FILE.to_owned()], bytes, exact: !run.estimated, tensors: prepared.items.len() })
+    fn streams(&self) -> bool {
+        true
     }
 
-    fn write(&self, model: &Model, _run: &RunState, folder: &Path, _made: Option<&Made>, work: &Work) -> Result<Exported> {
-        let Prepared { family, items, kinds, names, moved, pieces, notes, words, whole } = self.prepare(model)?;
-        let (files, mut seen) = writer::write_pieces(folder, &[(FILE.to_owned(), pieces)], &items, work)?;
+    fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
+        let prepared = self.prepare(model, run)?;
+        let bytes = prepared.pieces.iter().map(Piece::len).sum();
+        Ok(SizeForecast { files: vec![file_name(run).to_owned()], bytes, exact: !run.estimated, tensors: prepared.tensors })
+    }
+
+    fn write(&self, model: &Model, run: &RunState, folder: &Destination, _made: Option<&Made>, work: &Work) -> Result<Exported> {
+        let Prepared { family, items, kinds, names, moved, pieces, tensors: count, notes, words, whole } = self.prepare(model, run)?;
+        let (files, mut seen) = writer::write_pieces(folder, &[(file_name(run).to_owned(), pieces)], &items, work)?;
         // What was read lies in another order than in the input: its hash is another one.
         for index in moved {
             seen[index].input_hash = None;
         }
-        let path = folder.join(FILE);
+        let path = folder.place(file_name(run));
         let wrong = |reason: String| Error::Verification { path: path.clone(), reason };
         let opened = Model::open(&path)?;
         if words && !opened.beside.made.contains_key(Path::new("tokenizer.json")) {
@@ -323,7 +384,7 @@ impl Format for Gguf {
             files,
             how: format!("read back: the bytes of every tensor are equal to what was computed, and the file opens {opens}"),
             max_abs_error: 0.0,
-            tensors: items.len(),
+            tensors: count,
             encodings: kinds.into_iter().map(|kind| kind_name(kind).to_lowercase()).collect(),
             held: Some(Weights { by_name, ..Weights::default() }),
             config: None,
@@ -342,7 +403,7 @@ mod tests {
     fn types_are_those_of_the_mixture() {
         let kept = |layers: usize| (0..layers).filter(|layer| keeps_more(*layer, layers)).count();
         assert_eq!([32, 28, 30, 1].map(kept), [16, 14, 14, 1]);
-        let of = |file_type: FileType, name: &str, head: bool, layers: usize| match (Gguf { file_type }).wanted(name, head, layers, true) {
+        let of = |file_type: FileType, name: &str, head: bool, layers: usize| match (Gguf { file_type }).wanted(name, head, layers, true, 0) {
             Kind::Blocks(kind) => kind.name(),
             Kind::Plain(_) => "plain",
         };

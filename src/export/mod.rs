@@ -6,7 +6,6 @@ mod onnx;
 mod safetensors;
 
 use std::fmt;
-use std::path::Path;
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 use serde_json::Value;
@@ -18,6 +17,7 @@ pub use self::safetensors::{Layout, Safetensors};
 pub use crate::store::ByteSize;
 
 use crate::error::Result;
+use crate::files::Destination;
 use crate::model::{Config, Model};
 use crate::run_state::RunState;
 use crate::store::Weights;
@@ -79,7 +79,12 @@ pub trait Format: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Reading, making or writing tensors fails, or the files do not read back as meant.
-    fn write(&self, model: &Model, run: &RunState, folder: &Path, made: Option<&Made>, work: &Work) -> Result<Exported>;
+    fn write(&self, model: &Model, run: &RunState, folder: &Destination, made: Option<&Made>, work: &Work) -> Result<Exported>;
+
+    /// Whether files go to another machine as they are made, and need no room on this one.
+    fn streams(&self) -> bool {
+        false
+    }
 
     /// The weights of each file, in the order of their names, where processes can write parts of a model that are joined; nothing where they
     /// cannot.

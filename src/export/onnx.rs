@@ -5,7 +5,6 @@
 //! through `DequantizeLinear`; of an embedding only the rows that are looked up become floats.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::Arc;
 
 use serde::de::Error as _;
@@ -14,6 +13,7 @@ use serde_json::{Value, json};
 
 use super::{Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
+use crate::files::Destination;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::DataType;
@@ -116,7 +116,7 @@ impl Onnx {
         file.rewrite(&model.weights, file_name(run), &metadata, file::LARGEST)
     }
 
-    fn write_again(&self, file: &ModelFile, model: &Model, run: &RunState, folder: &Path, work: &Work) -> Result<Exported> {
+    fn write_again(&self, file: &ModelFile, model: &Model, run: &RunState, folder: &Destination, work: &Work) -> Result<Exported> {
         let Rewritten { layout, items, carried, as_they_stand, tensors, notes } = self.rewritten(file, model, run)?;
         let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         let measured = as_they_stand.iter().map(|item| writer::measure(&item.weight)).collect::<Result<Vec<_>>>()?;
@@ -256,7 +256,9 @@ impl Format for Onnx {
         })
     }
 
-    fn write(&self, model: &Model, run: &RunState, folder: &Path, _made: Option<&Made>, work: &Work) -> Result<Exported> {
+    fn write(&self, model: &Model, run: &RunState, folder: &Destination, _made: Option<&Made>, work: &Work) -> Result<Exported> {
+        // Runtimes open it where it lies.
+        let folder = &Destination::here(folder.path());
         if let Some(file) = unchanged(model) {
             return self.write_again(file, model, run, folder, work);
         }

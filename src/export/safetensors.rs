@@ -11,13 +11,13 @@
 mod quantization;
 
 use std::collections::BTreeMap;
-use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::{ByteSize, Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
+use crate::files::Destination;
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::run_state::RunState;
@@ -314,6 +314,10 @@ impl Format for Safetensors {
         serde_json::to_value(self).unwrap_or(Value::Null)
     }
 
+    fn streams(&self) -> bool {
+        true
+    }
+
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
         if model.onnx.is_some() {
             return Err(Error::Unsupported {
@@ -331,7 +335,7 @@ impl Format for Safetensors {
         Ok(Some(self.layout_of(&items, model)?.items_by_file(&items)))
     }
 
-    fn write(&self, model: &Model, run: &RunState, folder: &Path, made: Option<&Made>, work: &Work) -> Result<Exported> {
+    fn write(&self, model: &Model, run: &RunState, folder: &Destination, made: Option<&Made>, work: &Work) -> Result<Exported> {
         let mut kept: BTreeMap<&str, u64> = BTreeMap::new();
         if let Some(made) = made {
             kept = made.items.iter().filter_map(|(name, seen)| Some((name.as_str(), seen.kept?))).collect();

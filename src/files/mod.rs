@@ -6,6 +6,7 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod destination;
 #[cfg(feature = "remote")]
 mod remote;
 #[cfg(not(feature = "remote"))]
@@ -18,6 +19,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+pub use destination::{Destination, NewFile};
 pub use remote::{SCHEMES, describe, prepare, writes};
 
 /// What a name stands for.
@@ -116,6 +118,17 @@ impl File {
                 }
                 file.read_exact_at(buffer, at)
             }
+        }
+    }
+
+    /// The same, of bytes whose neighbours nobody asks for.
+    ///
+    /// # Errors
+    /// As [`read_exact_at`](File::read_exact_at).
+    pub fn sample_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
+        match &self.bytes {
+            Bytes::Away(file) if at.checked_add(buffer.len() as u64).is_some_and(|end| end <= self.length) => file.sample_exact_at(buffer, at),
+            _ => self.read_exact_at(buffer, at),
         }
     }
 
@@ -286,15 +299,8 @@ pub fn copy(from: &Path, to: &Path) -> io::Result<()> {
     out.flush()
 }
 
-/// Puts all files of a folder where a name with a scheme says, those last that make a model of the others; each is read back. `told` is given the
-/// bytes that are done, twice those of the files in all, and says whether to go on.
-///
-/// # Errors
-/// A file cannot be written or does not read back as it is, or `told` says no. Then nothing is left there.
-pub fn publish(folder: &Path, target: &Path, told: &(dyn Fn(u64) -> bool + Sync)) -> io::Result<()> {
-    let name = remote_name(target).ok_or(io::ErrorKind::InvalidInput)?;
-    remote::publish(folder, name, &|bytes| if told(bytes) { Ok(()) } else { Err(io::ErrorKind::Interrupted.into()) })
-}
+/// What lies in a folder of another machine while it is written.
+pub const UNFINISHED: &str = "compress.unfinished";
 
 /// Files of at most so many bytes are read at once where they are.
 pub const WHOLE: u64 = 32 << 20;

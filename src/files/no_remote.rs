@@ -15,6 +15,10 @@ impl Open {
     pub fn read_exact_at(&self, _buffer: &mut [u8], _at: u64) -> io::Result<()> {
         match *self {}
     }
+
+    pub fn sample_exact_at(&self, _buffer: &mut [u8], _at: u64) -> io::Result<()> {
+        match *self {}
+    }
 }
 
 fn refused() -> io::Error {
@@ -42,8 +46,48 @@ pub(super) fn version(_name: &str) -> io::Result<Option<String>> {
     Err(refused())
 }
 
-pub(super) fn publish(_folder: &std::path::Path, _name: &str, _told: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
-    Err(refused())
+/// A folder of another machine that is written to, of which there is none here.
+#[derive(Debug)]
+pub(super) enum Upload {}
+
+impl Upload {
+    pub fn begin(_name: &str) -> io::Result<Upload> {
+        Err(refused())
+    }
+
+    pub fn create(&self, _file: &str, _length: u64) -> Outgoing {
+        match *self {}
+    }
+
+    pub fn is_shared(&self) -> bool {
+        match *self {}
+    }
+
+    pub fn publish(&self, _folder: &std::path::Path, _told: &(dyn Fn(u64) -> io::Result<()> + Sync)) -> io::Result<()> {
+        match *self {}
+    }
+}
+
+/// A file on its way there.
+#[derive(Debug)]
+pub(super) enum Outgoing {}
+
+impl Outgoing {
+    pub fn write_all_at(&self, _bytes: &[u8], _at: u64) -> io::Result<()> {
+        match *self {}
+    }
+
+    pub fn read_exact_at(&self, _bytes: &mut [u8], _at: u64) -> io::Result<()> {
+        match *self {}
+    }
+
+    pub fn settled(&self, _range: std::ops::Range<u64>) -> io::Result<()> {
+        match *self {}
+    }
+
+    pub fn finish(&self) -> io::Result<()> {
+        match *self {}
+    }
 }
 
 /// Whether files can be put where a name says: what opens it answers.

@@ -6,10 +6,18 @@ use std::path::{Component, Path, PathBuf};
 use crate::error::{Error, Result, tellable};
 use crate::files;
 
-/// The name of an output that is a file and no folder: those of ONNX are, by their names. What lies beside it begins with its name.
+/// Formats that are one file, whose name ends like them.
+const OF_ONE_FILE: [&str; 2] = ["onnx", "gguf"];
+
+/// The format of an output that is a file and no folder, by the end of its name.
+pub fn file_format(target: &Path) -> Option<&'static str> {
+    let end = target.extension()?;
+    OF_ONE_FILE.into_iter().find(|format| end == *format).filter(|_| !target.is_dir())
+}
+
+/// The name of an output that is a file and no folder. What lies beside it begins with its name.
 pub fn file_name(target: &Path) -> Option<String> {
-    let name = target.file_name()?.to_str()?;
-    (target.extension()? == "onnx" && !target.is_dir()).then(|| name.to_owned())
+    file_format(target).and_then(|_| target.file_name()?.to_str()).map(str::to_owned)
 }
 
 /// What the name of a file ends with that holds the weights of another.
@@ -84,7 +92,7 @@ pub fn require_here(output: &Path, why: &str) -> Result<()> {
 /// The same for a place of another machine: a bucket has no step that replaces a folder.
 fn check_remote(target: &Path, force: bool) -> Result<()> {
     if file_name(target).is_some() {
-        return Err(refuse(target, "is one file, and folders are written to other machines", "name a folder, and the format with --export onnx"));
+        return Err(refuse(target, "is one file, and folders are written to other machines", "name a folder, and the format with --export"));
     }
     if !files::remote_name(target).is_some_and(files::writes) {
         return Err(refuse(target, "cannot be written to", "name a folder, or a bucket: s3://bucket/name, gs://bucket/name, az://container/name"));
@@ -92,6 +100,10 @@ fn check_remote(target: &Path, force: bool) -> Result<()> {
     match files::kind(target) {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         Err(e) => Err(Error::io("open", target)(e)),
+        Ok(_) if files::is_file(&target.join(files::UNFINISHED)) => {
+            let reason = format!("is being written by another run, or holds what one has left that was killed ({} is there)", files::UNFINISHED);
+            Err(refuse(target, &reason, "choose another name with -o, or remove all of it if no run writes it"))
+        }
         Ok(_) if force => {
             Err(refuse(target, "exists, and nothing replaces a folder there in one step", "choose another name, and remove the old one when nobody reads it"))
         }

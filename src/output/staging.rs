@@ -24,12 +24,13 @@ use rustix::io::Errno;
 use super::lock::{Attempt, Lock};
 use super::place::{DATA, absolute, beside, check_place, exists, file_name, refuse, report_folder};
 use crate::error::{Error, Result};
-use crate::files;
+use crate::files::{self, Destination};
 
 /// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
 #[derive(Debug)]
 pub struct Staging {
     work: PathBuf,
+    destination: Destination,
     target: PathBuf,
     force: bool,
     /// The outermost folder that was made to hold the output.
@@ -56,7 +57,7 @@ impl Staging {
         let (Some(parent), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(refuse(&target, "has no parent folder", "choose a folder inside another one"));
         };
-        // What goes to another machine is made on this one first.
+        // What is small, or opened while it is made, is made on this machine first.
         let remote = files::is_remote(&target).then(std::env::temp_dir);
         let parent = remote.as_deref().unwrap_or(parent);
         let made = parent.ancestors().take_while(|p| !p.exists()).last().map(Path::to_owned);
@@ -68,8 +69,12 @@ impl Staging {
                     notes.push(format!("{} is on a file system without locks: what a killed run leaves there has to be removed by hand", parent.display()));
                 }
                 let made = made.filter(|_| remote.is_none());
-                let staging = Staging { work, target: target.clone(), force, made, _lock: lock, notes };
-                fs::create_dir(staging.path()).map_err(Error::io("create", &staging.path()))?;
+                let destination = Destination::here(work.join(NEW));
+                let mut staging = Staging { work, destination, target, force, made, _lock: lock, notes };
+                fs::create_dir(staging.path()).map_err(Error::io("create", staging.path()))?;
+                if remote.is_some() {
+                    staging.begin_away()?;
+                }
                 Ok(staging)
             }
             Err(error) => {
@@ -79,9 +84,24 @@ impl Staging {
         }
     }
 
-    /// The folder to write into.
-    pub fn path(&self) -> PathBuf {
-        self.work.join(NEW)
+    /// Begins a folder of another machine, which weights go to as they are made.
+    fn begin_away(&mut self) -> Result<()> {
+        self.destination = Destination::away(&self.target, self.path()).map_err(Error::io("create", &self.target))?;
+        if self.destination.is_shared() {
+            let told = self.target.display();
+            self.notes.push(format!("where {told} is, a file cannot be refused that is there already: of two runs that write it at once, both go on"));
+        }
+        Ok(())
+    }
+
+    /// The folder of this machine to write into.
+    pub fn path(&self) -> &Path {
+        self.destination.path()
+    }
+
+    /// Where weights are written.
+    pub fn destination(&self) -> &Destination {
+        &self.destination
     }
 
     /// Where the folder will be.
@@ -94,7 +114,7 @@ impl Staging {
     /// # Errors
     /// The folder cannot be listed.
     pub fn uploads(&self) -> Result<u64> {
-        if files::is_remote(&self.target) { bytes(&self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
+        if self.destination.is_away() { bytes(self.path()).map(|bytes| bytes.saturating_mul(2)) } else { Ok(0) }
     }
 
     /// Notes on what the file system cannot do.
@@ -116,16 +136,16 @@ impl Staging {
     /// # Errors
     /// As [`commit`](Staging::commit), or the answer is no.
     pub fn commit_telling(mut self, told: &(dyn Fn(u64) -> bool + Sync)) -> Result<()> {
-        if files::is_remote(&self.target) {
-            return files::publish(&self.path(), &self.target, told).map_err(|e| match e.kind() {
+        if self.destination.is_away() {
+            return self.destination.publish(told).map_err(|e| match e.kind() {
                 ErrorKind::Interrupted => Error::Cancelled,
                 _ => Error::io("write", &self.target)(e),
             });
         }
-        sync(&self.path())?;
+        sync(self.path())?;
         match file_name(&self.target) {
             Some(name) => self.put_file(&name)?,
-            None => drop(self.put(&self.path(), &self.target)?),
+            None => drop(self.put(self.path(), &self.target)?),
         }
         self.made = None;
         if let Some(parent) = self.target.parent() {
@@ -137,7 +157,7 @@ impl Staging {
     /// Puts a file where it belongs, and what lies beside it before.
     fn put_file(&self, name: &str) -> Result<()> {
         let (model, data) = (self.work.join("model"), self.work.join(DATA));
-        let made = self.path();
+        let made = self.path().to_owned();
         fs::rename(made.join(name), &model).map_err(Error::io("move", &model))?;
         let data_target = beside(&self.target, DATA);
         let inner = made.join(data_target.file_name().unwrap_or_default());
@@ -459,13 +479,13 @@ mod tests {
         for text in ["first", "second"] {
             let staging = Staging::new(&out, true, &input).unwrap();
             fs::write(staging.path().join("file"), text).unwrap();
-            staging.put_plainly(&staging.path(), &staging.target).unwrap();
+            staging.put_plainly(staging.path(), &staging.target).unwrap();
             drop(staging);
             assert_eq!(fs::read_to_string(out.join("file")).unwrap(), text);
         }
         let mut staging = Staging::new(&out, true, &input).unwrap();
         staging.force = false;
-        assert!(staging.put_plainly(&staging.path(), &staging.target).unwrap_err().to_string().contains("exists"));
+        assert!(staging.put_plainly(staging.path(), &staging.target).unwrap_err().to_string().contains("exists"));
         drop(staging);
         assert_eq!(hidden(folder.path()), 0);
     }

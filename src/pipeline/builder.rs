@@ -90,6 +90,20 @@ impl Pipeline {
         plan::plan(self, model)
     }
 
+    /// What is to be known beforehand of writing a model to an output: formats that are made on this machine before they go to another.
+    pub fn made_here_first(&self, model: &Model, output: &Path) -> Option<String> {
+        let exports = self.exports(model);
+        let formats: Vec<&str> = exports.iter().map(Export::format).filter(|format| !format.streams()).map(crate::export::Format::name).collect();
+        (crate::files::is_remote(output) && !formats.is_empty()).then(|| {
+            let (formats, folder) = (formats.join(", "), std::env::temp_dir());
+            format!(
+                "{formats}: made in {} first, which needs room for it (TMPDIR names another folder), and put to {} from there",
+                folder.display(),
+                output.display()
+            )
+        })
+    }
+
     /// Bytes that unfinished work of the passes takes beside the output.
     pub(super) fn kept_bytes(&self, after: &Model, run: &RunState) -> u64 {
         let passes = self.steps.iter().rev().zip(run.history.iter().rev());
@@ -137,22 +151,22 @@ impl Pipeline {
         }
     }
 
-    /// The pipeline for an output: a file of ONNX holds nothing else.
+    /// The pipeline for an output: a file is of one format.
     ///
     /// # Errors
     /// Other formats are named.
     pub(super) fn writing(&self, output: &Path) -> Result<(Pipeline, Option<String>)> {
-        let Some(name) = crate::output::file_name(output) else { return Ok((self.clone(), None)) };
+        let (Some(name), Some(format)) = (crate::output::file_name(output), crate::output::file_format(output)) else { return Ok((self.clone(), None)) };
         let mut pipeline = self.clone();
         if pipeline.export.is_empty() {
-            pipeline.export.extend(Export::of_name("onnx"));
+            pipeline.export.extend(Export::of_name(format));
         }
         match pipeline.export.as_slice() {
-            [only] if only.format().name() == "onnx" => Ok((pipeline, Some(name))),
+            [only] if only.format().name() == format => Ok((pipeline, Some(name))),
             _ => Err(Error::Output {
                 path: output.to_owned(),
-                reason: "is a file of ONNX, and other formats are to be written".into(),
-                hint: "name a folder, or write `onnx` alone".into(),
+                reason: format!("is a file of the format {format}, and other formats are to be written"),
+                hint: format!("name a folder, or write `{format}` alone"),
             }),
         }
     }

@@ -6,8 +6,6 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,6 +16,7 @@ use super::Pipeline;
 use super::run::{require_finite, require_space, run};
 use crate::error::{Error, Result};
 use crate::export::SizeForecast;
+use crate::files::File;
 use crate::kernel::compare::Difference;
 use crate::model::Model;
 use crate::output::{Staging, check_place, require_here};
@@ -202,11 +201,11 @@ impl Pipeline {
             return Ok(PartOutcome::Counted);
         }
         let staging = Staging::new(&folder, self.force, &model.path)?;
-        let place = staging.path();
+        let place = staging.path().to_owned();
         let forecast: SizeForecast = export.format().forecast(&after, &state)?;
-        require_space(&place, staging.target(), &[forecast], 0, 0)?;
+        require_space(&staging, &[forecast], 0, 0)?;
         let mut peak = self.watch()?;
-        let exported = export.format().write(&after, &state, &place, None, &work)?;
+        let exported = export.format().write(&after, &state, staging.destination(), None, &work)?;
         require_finite(pipeline, &after, &exported)?;
         let told = Told {
             key,
@@ -371,14 +370,14 @@ const SAMPLE: usize = 4096;
 
 fn sampled(path: &Path) -> Result<String> {
     let file = File::open(path).map_err(Error::io("open", path))?;
-    let length = file.metadata().map_err(Error::io("open", path))?.len();
+    let length = file.length();
     let mut hasher = blake3::Hasher::new();
     hasher.update(&length.to_le_bytes());
     let stride = STRIDE.min(length.div_ceil(SAMPLES)).max(1);
     let mut buffer = vec![0; SAMPLE];
     for place in (0..length).step_by(usize::try_from(stride).unwrap_or(usize::MAX)) {
         buffer.resize(usize::try_from(length.saturating_sub(place)).unwrap_or(SAMPLE).min(SAMPLE), 0);
-        file.read_exact_at(&mut buffer, place).map_err(Error::io("read", path))?;
+        file.sample_exact_at(&mut buffer, place).map_err(Error::io("read", path))?;
         hasher.update(&buffer);
     }
     Ok(hasher.finalize().to_string())

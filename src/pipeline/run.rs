@@ -53,12 +53,14 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         // What lies beside the new file could be what lies beside the old one.
         model.weight_files.iter().try_for_each(|input| crate::output::check_place(output, pipeline.force, input))?;
     }
-    let folder = staging.path();
+    let folder = staging.path().to_owned();
     // What an interrupted run has kept is there already.
     let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
     // Files of parts are linked.
     let linked = made.map_or(0, |(made, _)| made.files.iter().map(|file| file.header.data_bytes()).sum());
-    require_space(&folder, staging.target(), &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;
+    let forecasts: Vec<SizeForecast> =
+        forecasts.into_iter().zip(&pipeline.export).filter(|(_, e)| !(staging.destination().is_away() && e.format().streams())).map(|(f, _)| f).collect();
+    require_space(&staging, &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
@@ -70,7 +72,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     let mut exports = Vec::with_capacity(pipeline.export.len());
     for export in &pipeline.export {
-        let exported = export.format().write(&after, &state, &folder, made.map(|(made, _)| made), &work)?;
+        let exported = export.format().write(&after, &state, staging.destination(), made.map(|(made, _)| made), &work)?;
         require_finite(pipeline, &after, &exported)?;
         exports.push((export.format().name(), exported));
     }
@@ -84,7 +86,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let mut sizes = sizes(&model, &after, first)?;
-    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| folder.join(&f.name)).collect();
+    let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.destination().place(&f.name)).collect();
     compress_further(&mut sizes, &model.weight_files, &written, &work)?;
     let recipe = pipeline.recipe(&model);
     let passes = state.history.iter().map(|applied| PassReport {
@@ -184,19 +186,19 @@ const HERE: &str = "free some space, or choose a folder on another disk";
 const ELSEWHERE: &str = "it is made on this machine first: set TMPDIR to a folder on a larger disk";
 
 /// Refuses before the first byte what cannot fit.
-pub(super) fn require_space(folder: &Path, target: &Path, forecasts: &[SizeForecast], carried: u64, linked: u64) -> Result<()> {
+pub(super) fn require_space(staging: &Staging, forecasts: &[SizeForecast], carried: u64, linked: u64) -> Result<()> {
     let written = forecasts.iter().filter(|f| f.exact).map(|f| f.bytes).sum::<u64>();
     let needed = carried + written.saturating_sub(linked);
-    let Ok(space) = rustix::fs::statvfs(folder) else { return Ok(()) };
+    let Ok(space) = rustix::fs::statvfs(staging.path()) else { return Ok(()) };
     let free = space.f_bavail.saturating_mul(space.f_frsize);
     if needed <= free {
         return Ok(());
     }
     let (needed, free) = (report::format::bytes(needed), report::format::bytes(free));
     Err(Error::Output {
-        path: target.to_owned(),
+        path: staging.target().to_owned(),
         reason: format!("needs {needed}, and {free} are free on this disk"),
-        hint: if files::is_remote(target) { ELSEWHERE } else { HERE }.to_owned(),
+        hint: if staging.destination().is_away() { ELSEWHERE } else { HERE }.to_owned(),
     })
 }
 

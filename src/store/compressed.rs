@@ -49,7 +49,9 @@ pub fn compressed_size(paths: &[PathBuf], work: &Work) -> Result<Compressed> {
             for (path, file, size) in &files {
                 if at < *size && filled < block.len() {
                     let count = (block.len() - filled).min((size - at) as usize);
-                    file.read_exact_at(&mut block[filled..filled + count], at).map_err(Error::io("read", path))?;
+                    let run = &mut block[filled..filled + count];
+                    let read = if sampled { file.sample_exact_at(run, at) } else { file.read_exact_at(run, at) };
+                    read.map_err(Error::io("read", path))?;
                     filled += count;
                     at = 0;
                 } else {

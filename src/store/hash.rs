@@ -17,11 +17,19 @@ const BUFFER: usize = 256 << 10;
 /// # Errors
 /// The file cannot be read.
 pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
+    segments(path, SEGMENT, work).map(|values| root(&values))
+}
+
+/// What segments of so many bytes, a power of two, of a file give to [`root`].
+///
+/// # Errors
+/// The file cannot be read.
+pub(super) fn segments(path: &Path, segment: u64, work: &Work) -> Result<Vec<ChainingValue>> {
     let file = File::open(path).map_err(Error::io("open", path))?;
     let length = file.length();
-    let jobs: Vec<u64> = (0..length).step_by(SEGMENT as usize).collect();
-    let size = |start: &u64| SEGMENT.min(length - start);
-    let values = work.run("Verifying", &jobs, size, |&start| {
+    let jobs: Vec<u64> = (0..length).step_by(segment as usize).collect();
+    let size = |start: &u64| segment.min(length - start);
+    work.run("Verifying", &jobs, size, |&start| {
         let mut hasher = blake3::Hasher::new();
         hasher.set_input_offset(start);
         let mut buffer = vec![0; BUFFER];
@@ -34,9 +42,8 @@ pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
             at += run.len() as u64;
             work.advance(run.len() as u64)?;
         }
-        Ok(chaining_value(&hasher, length <= SEGMENT))
-    })?;
-    Ok(root(&values))
+        Ok(chaining_value(&hasher, length <= segment))
+    })
 }
 
 /// What a segment gives to [`root`]: the hash itself when there is only one segment.

@@ -1,20 +1,20 @@
 //! A file that several threads write in any order, and that is read again piece by piece while it fills.
 //!
-//! Whoever writes the last bytes of a segment reads the segment back at once, while caches still hold it.
+//! Whoever writes the last bytes of a segment reads the segment back at once, while caches still hold it. What goes to another machine is read
+//! again at the end too.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::hash::Hasher;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use blake3::hazmat::{ChainingValue, HasherExt};
 use twox_hash::XxHash3_64;
 
-use super::hash::{chaining_value, root};
+use super::hash::{chaining_value, root, segments};
 use crate::error::{Error, Result};
-use crate::work::lock;
+use crate::files::{Destination, NewFile};
+use crate::work::{Work, lock};
 
 /// Bytes that are read back together: a whole subtree of BLAKE3, so a power of two. Small enough for a second-level cache.
 pub(super) const SEGMENT: u64 = 512 << 10;
@@ -28,10 +28,10 @@ pub(super) struct Stretch {
     pub(super) hash: u64,
 }
 
-/// A file of known length on its way to the disk.
+/// A file of known length on its way to where it is written.
 pub(super) struct VerifiedFile {
     path: PathBuf,
-    file: File,
+    file: NewFile,
     length: u64,
     state: Mutex<State>,
 }
@@ -45,8 +45,8 @@ struct State {
 }
 
 impl VerifiedFile {
-    pub(super) fn create(path: PathBuf, length: u64) -> Result<VerifiedFile> {
-        let file = File::options().read(true).write(true).create_new(true).open(&path).map_err(Error::io("create", &path))?;
+    pub(super) fn create(folder: &Destination, name: &str, length: u64) -> Result<VerifiedFile> {
+        let (path, file) = folder.create(name, length).map_err(Error::io("create", &folder.path().join(name)))?;
         let hashes = vec![None; length.div_ceil(SEGMENT) as usize];
         Ok(VerifiedFile { path, file, length, state: Mutex::new(State { open: BTreeMap::new(), hashes }) })
     }
@@ -83,7 +83,7 @@ impl VerifiedFile {
             Some(place @ None) => *place = Some(hash),
             _ => return Err(self.failed(&format!("bytes {start} to {} were written twice", start + length))),
         }
-        Ok(())
+        self.file.settled(start..start + length).map_err(Error::io("write", &self.path))
     }
 
     /// Reads a segment, holds it to its stretches, and hashes it.
@@ -127,13 +127,20 @@ impl VerifiedFile {
     }
 
     /// The hash of the whole file, as it was read back.
-    pub(super) fn finish(self) -> Result<blake3::Hash> {
-        let length = self.file.metadata().map_err(Error::io("open", &self.path))?.len();
+    pub(super) fn finish(self, work: &Work) -> Result<blake3::Hash> {
         let state = self.state.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        match state.hashes.iter().copied().collect::<Option<Vec<ChainingValue>>>() {
-            Some(hashes) if state.open.is_empty() && length == self.length => Ok(root(&hashes)),
-            _ => Err(self.failed(&format!("has {length} bytes, not all as they were meant, where {} were announced", self.length))),
+        let hashes = state.hashes.iter().copied().collect::<Option<Vec<ChainingValue>>>().filter(|_| state.open.is_empty());
+        let Some(hashes) = hashes else {
+            return Err(Error::Verification { path: self.path.clone(), reason: format!("not all of the {} bytes are as they were meant", self.length) });
+        };
+        if self.file.finish().map_err(Error::io("write", &self.path))? {
+            let back = segments(&self.path, SEGMENT, work)?;
+            if let Some(at) = (0..hashes.len().max(back.len())).find(|at| hashes.get(*at) != back.get(*at)) {
+                let start = at as u64 * SEGMENT;
+                return Err(self.failed(&format!("bytes {start} to {} read back differently", (start + SEGMENT).min(self.length))));
+            }
         }
+        Ok(root(&hashes))
     }
 
     fn failed(&self, reason: &str) -> Error {
@@ -144,6 +151,7 @@ impl VerifiedFile {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::work::{Cancel, Silent};
 
     const LENGTH: u64 = 3 * SEGMENT + 777;
 
@@ -158,9 +166,13 @@ mod tests {
     }
 
     fn file(folder: &Path, bytes: &[u8]) -> VerifiedFile {
-        let file = VerifiedFile::create(folder.join("file"), bytes.len() as u64).unwrap();
+        let file = VerifiedFile::create(&Destination::here(folder), "file", bytes.len() as u64).unwrap();
         file.write(bytes, 0).unwrap();
         file
+    }
+
+    fn finished(file: VerifiedFile) -> Result<blake3::Hash> {
+        file.finish(&Work { threads: 1, progress: &Silent, cancel: &Cancel::default() })
     }
 
     #[test]
@@ -175,7 +187,7 @@ mod tests {
             for stretch in stretches(bytes, &cuts).into_iter().rev() {
                 file.written(stretch, &mut Vec::new()).unwrap();
             }
-            assert_eq!(file.finish().unwrap(), blake3::hash(bytes), "{length} bytes");
+            assert_eq!(finished(file).unwrap(), blake3::hash(bytes), "{length} bytes");
         }
     }
 
@@ -212,6 +224,6 @@ mod tests {
                 .to_string()
                 .contains("written twice")
         );
-        assert!(file.finish().unwrap_err().to_string().contains("not all as they were meant"));
+        assert!(finished(file).unwrap_err().to_string().contains("not all of the"));
     }
 }

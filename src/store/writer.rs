@@ -12,6 +12,7 @@ use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
 use super::{Block, RawTensor, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
+use crate::files::Destination;
 use crate::kernel::compare::Difference;
 use crate::work::Work;
 
@@ -212,35 +213,40 @@ fn write_known(file: &VerifiedFile, name: &str, offset: u64, bytes: &[u8]) -> Re
 }
 
 /// Makes every item, or takes what was made of it, and writes its parts to their places.
-fn write_items(files: &[VerifiedFile], items: &[Item], places: &[Vec<Place>], made: Option<&Made>, work: &Work) -> Result<Vec<WeightMeasurement>> {
+fn write_items(
+    folder: &Destination,
+    files: &[VerifiedFile],
+    items: &[Item],
+    places: &[Vec<Place>],
+    made: Option<&Made>,
+    work: &Work,
+) -> Result<Vec<WeightMeasurement>> {
     let jobs: Vec<(&Item, &[Place])> = items.iter().zip(places).map(|(item, places)| (item, places.as_slice())).collect();
-    work.run(
-        "Writing",
-        &jobs,
-        |(item, _)| item.weight.stored_bytes.max(1),
-        |(item, places)| {
-            let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
-            let seen = match made {
-                None => write_item(item, &mut writers, work)?,
-                Some(made) => copy_item(item, made, places, &mut writers, work)?,
-            };
-            for (writer, place) in writers.into_iter().zip(*places) {
-                writer.finish(place.name)?;
-            }
-            Ok(seen)
-        },
-    )
+    let size = |(item, _): &(&Item, &[Place])| item.weight.stored_bytes.max(1);
+    let write = |(item, places): &(&Item, &[Place])| {
+        let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
+        let seen = match made {
+            None => write_item(item, &mut writers, work)?,
+            Some(made) => copy_item(item, made, places, &mut writers, work)?,
+        };
+        for (writer, place) in writers.into_iter().zip(*places) {
+            writer.finish(place.name)?;
+        }
+        Ok(seen)
+    };
+    // What goes to another machine is in memory until its neighbours are there.
+    if folder.is_away() { work.run_in_order("Writing", &jobs, size, write) } else { work.run("Writing", &jobs, size, write) }
 }
 
 /// Writes files of any format that are laid out piece by piece, each part of an item once, and reads everything back.
 ///
 /// # Errors
 /// As [`write()`].
-pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item], work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+pub fn write_pieces(folder: &Destination, files: &[(String, Vec<Piece>)], items: &[Item], work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets = Vec::with_capacity(files.len());
     let mut places: Vec<Vec<Place>> = items.iter().map(|_| Vec::new()).collect();
     for (file, (name, pieces)) in files.iter().enumerate() {
-        let target = VerifiedFile::create(folder.join(name), pieces.iter().map(Piece::len).sum())?;
+        let target = VerifiedFile::create(folder, name, pieces.iter().map(Piece::len).sum())?;
         let mut offset = 0;
         for piece in pieces {
             match piece {
@@ -261,10 +267,10 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
             return Err(Error::tensor(&item.name, "has not the places in the file that its parts need", "this is a bug in compress, please report it"));
         }
     }
-    let seen = write_items(&targets, items, &places, None, work)?;
+    let seen = write_items(folder, &targets, items, &places, None, work)?;
     let mut written = Vec::with_capacity(files.len());
     for (target, (name, _)) in targets.into_iter().zip(files) {
-        written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish()? });
+        written.push(Written { name: name.clone(), bytes: target.length(), blake3: target.finish(work)? });
     }
     Ok((written, seen))
 }
@@ -273,17 +279,17 @@ pub fn write_pieces(folder: &Path, files: &[(String, Vec<Piece>)], items: &[Item
 ///
 /// # Errors
 /// Reading the input, making a tensor, or writing fails; the disk is full; a file does not read back as written.
-pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
-    let mut targets = Vec::with_capacity(layout.files.len());
+pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
+    let mut targets: Vec<VerifiedFile> = Vec::with_capacity(layout.files.len());
     let (mut by_name, mut linked) = (BTreeMap::new(), BTreeMap::new());
     for (name, header) in &layout.files {
         let bytes = header.to_bytes();
-        if let Some(hash) = made.and_then(|made| made.link(header, &folder.join(name))) {
+        if let Some(hash) = made.and_then(|made| made.link(header, &folder.path().join(name))) {
             linked.insert(name, hash);
             by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), None)));
             continue;
         }
-        let target = VerifiedFile::create(folder.join(name), bytes.len() as u64 + header.data_bytes())?;
+        let target = VerifiedFile::create(folder, name, bytes.len() as u64 + header.data_bytes())?;
         write_known(&target, name, 0, &bytes)?;
         by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
         targets.push(target);
@@ -299,10 +305,10 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&M
         }
         places.push(placed);
     }
-    let seen = write_items(&targets, items, &places, made, work)?;
+    let seen = write_items(folder, &targets, items, &places, made, work)?;
     let mut files = Vec::new();
     if let Some(index) = &layout.index {
-        let path = folder.join(checkpoint::INDEX);
+        let path = folder.path().join(checkpoint::INDEX);
         std::fs::write(&path, index).map_err(Error::io("write", &path))?;
         let back = std::fs::read(&path).map_err(Error::io("read", &path))?;
         if back != index.as_bytes() {
@@ -310,12 +316,14 @@ pub fn write(folder: &Path, items: &[Item], layout: &FileLayout, made: Option<&M
         }
         files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
     }
-    let mut targets = targets.into_iter();
+    let mut targets = targets.into_iter().peekable();
     for (name, header) in &layout.files {
-        let path = folder.join(name);
         let bytes = header.to_bytes().len() as u64 + header.data_bytes();
-        let written = || targets.next().ok_or_else(|| Error::Verification { path: path.clone(), reason: "was not written".into() })?.finish();
-        let blake3 = linked.get(name).copied().map_or_else(written, Ok)?;
+        let (path, blake3) = match (linked.get(name), targets.next_if(|_| !linked.contains_key(name))) {
+            (Some(blake3), _) => (folder.path().join(name), *blake3),
+            (None, Some(target)) => (target.path().to_owned(), target.finish(work)?),
+            (None, None) => return Err(Error::Verification { path: folder.path().join(name), reason: "was not written".into() }),
+        };
         files.push(Written { name: name.clone(), bytes, blake3 });
         let (_, back) = checkpoint::DataFile::open(&path)?;
         if back != *header {
@@ -423,7 +431,7 @@ mod tests {
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
         let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
-        write(folder, &items, &layout, None, &work).unwrap().0
+        write(&Destination::here(folder), &items, &layout, None, &work).unwrap().0
     }
 
     #[test]

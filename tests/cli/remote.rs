@@ -90,6 +90,27 @@ fn a_model_of_the_hub_is_read_where_it_lies() {
     assert!(form.code == 1 && form.stderr.contains("hf:org/name"), "{}", form.stderr);
 }
 
+#[test]
+fn parts_are_made_of_a_model_elsewhere() {
+    let place = Place::new();
+    let (hub, _) = hub(place.files.clone(), TOKEN, Answer::file);
+    let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
+    let shards = "--shard-size 100KB --no-measure";
+    ok(place.path(), &format!("quantize-dynamic in -o one {shards}"));
+    for args in [
+        format!("quantize-dynamic hf:org/name -o two {shards} --part 1/2"),
+        format!("quantize-dynamic hf:org/name -o two {shards} --part 2/2"),
+        "merge two".into(),
+    ] {
+        let run = place.run(&args, &variables);
+        assert_eq!(run.code, 0, "{args}: {}", run.stderr);
+    }
+    let (one, two) = (files(&place.path().join("one")), files(&place.path().join("two")));
+    let weights =
+        |files: &Files| files.iter().filter(|(name, _)| name.ends_with(".safetensors")).map(|(name, bytes)| (name.clone(), bytes.clone())).collect::<Files>();
+    assert!(weights(&one).len() == 2 && weights(&one) == weights(&two));
+}
+
 /// What a server does wrong once it has been asked `after` times, `times` times; every range of weights passes here.
 fn faulty(times: usize, fault: impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static) -> impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static {
     let count = Arc::new(AtomicUsize::new(0));
@@ -249,7 +270,8 @@ fn a_bucket_holds_what_a_folder_would() {
     }
     assert!(objects.keys().all(|name| name.starts_with("models/out/")) && held.lock().unwrap().uploads.is_empty());
     let written: Vec<_> = server.requests().iter().filter(|request| request.method == "PUT").map(|request| request.path().to_owned()).collect();
-    assert!(written[0].ends_with("/model.safetensors") && written[written.len() - 1].ends_with("/report.json"), "{written:?}");
+    assert!(written[0].ends_with("/compress.unfinished") && written[1].ends_with("/model.safetensors"), "{written:?}");
+    assert!(written[written.len() - 1].ends_with("/report.json"), "{written:?}");
     // It is a model, its report holds, and nothing takes its place.
     let verified = place.run("verify s3://bucket/models/out", &variables);
     assert!(verified.code == 0 && verified.stdout.contains("opens with 3 weights"), "{}{}", verified.stdout, verified.stderr);
@@ -269,23 +291,81 @@ fn a_bucket_holds_what_a_folder_would() {
     }
 }
 
+/// A model of several parts of an upload, in two shards.
+fn large(place: &Place) {
+    let tensors = [floats("a.weight", &[1300, 1100]), floats("b.weight", &[1300, 1100]), floats("c.bias", &[64])];
+    model_of(&place.path().join("large"), &json!({ "model_type": "bert" }), &tensors);
+}
+
+const PRUNE: &str = "prune-unstructured large --amount 0.5 --shard-size 10MB --threads 3 --no-measure";
+const DENIED: &str = "<Error><Code>AccessDenied</Code><Message>no</Message><AWSAccessKeyId>secretkeyid</AWSAccessKeyId></Error>";
+
+#[test]
+fn weights_go_to_a_bucket_as_they_are_made() {
+    let place = Place::new();
+    large(&place);
+    ok(place.path(), &format!("{PRUNE} -o whole"));
+    // Whether weights are ever on the disk is looked at by the server, while it is asked.
+    let temporary = tempfile::tempdir().unwrap();
+    let (folder, most) = (temporary.path().to_owned(), Arc::new(AtomicUsize::new(0)));
+    let seen = most.clone();
+    let (server, held) = s3(move |_| {
+        let bytes = files(&folder).values().map(Vec::len).sum();
+        seen.fetch_max(bytes, Ordering::Relaxed);
+        None
+    });
+    let mut command = command(place.path());
+    command.args(format!("{PRUNE} -o s3://bucket/out").split_whitespace()).env("TMPDIR", temporary.path()).envs(bucket(&server));
+    let run: Run = command.output().unwrap().into();
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let (held, whole) = (held.lock().unwrap(), files(&place.path().join("whole")));
+    assert!(held.begun == 2 && held.parts == 4 && held.uploads.is_empty(), "{} uploads, {} parts", held.begun, held.parts);
+    for (name, bytes) in whole.iter().filter(|(name, _)| !name.starts_with("report.") && *name != "recipe.yaml") {
+        assert!(held.objects.get(&format!("out/{name}")) == Some(bytes), "{name}");
+    }
+    assert_eq!(held.objects.len(), whole.len());
+    let most = most.load(Ordering::Relaxed);
+    assert!((1..1_000_000).contains(&most), "{most} bytes were on the disk");
+}
+
+#[test]
+fn a_bucket_of_google_holds_it_too() {
+    let place = Place::new();
+    large(&place);
+    let (server, held) = s3(|_| None);
+    let account = json!({ "private_key": "", "private_key_id": "", "client_email": "", "disable_oauth": true, "gcs_base_url": server.address });
+    fs::write(place.path().join("account.json"), account.to_string()).unwrap();
+    let variables = [("GOOGLE_SERVICE_ACCOUNT", "account.json")];
+    ok(place.path(), &format!("{PRUNE} -o whole"));
+    let run = place.run(&format!("{PRUNE} -o gs://bucket/out"), &variables);
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let verified = place.run("verify gs://bucket/out", &variables);
+    assert_eq!(verified.code, 0, "{}{}", verified.stdout, verified.stderr);
+    let taken = place.run("quantize-dynamic in -o gs://bucket/out", &variables);
+    assert!(taken.code == 1 && taken.stderr.contains("exists"), "{}", taken.stderr);
+    let held = held.lock().unwrap();
+    assert!(held.parts == 4 && held.uploads.is_empty() && !held.objects.contains_key("out/compress.unfinished"));
+    for (name, bytes) in files(&place.path().join("whole")).iter().filter(|(name, _)| name.ends_with(".safetensors")) {
+        assert!(held.objects.get(&format!("out/{name}")) == Some(bytes), "{name}");
+    }
+    let conditions = server.requests().iter().filter(|request| request.headers.get("x-goog-if-generation-match").is_some_and(|value| value == "0")).count();
+    assert!(conditions > 4, "{conditions} files are written where there is none");
+}
+
 #[test]
 fn an_upload_that_fails_leaves_nothing_behind() {
     let place = Place::new();
-    // More than a part of an upload.
-    let tensors = [floats("a.weight", &[1300, 1800])];
-    model_of(&place.path().join("large"), &json!({ "model_type": "bert" }), &tensors);
-    let denied = "<Error><Code>AccessDenied</Code><Message>no</Message><AWSAccessKeyId>secretkeyid</AWSAccessKeyId></Error>";
+    large(&place);
     type Fault = fn(&Request) -> bool;
     let faults: [(&str, Fault); 4] = [
         ("", |_| false),
-        ("model.safetensors: the store answers AccessDenied: no", |request| request.query("partNumber").is_some_and(|number| number == "2")),
-        ("model.safetensors: the store answers AccessDenied: no", |request| request.method == "POST" && request.query("uploadId").is_some()),
+        (".safetensors: the store answers AccessDenied: no", |request| request.query("partNumber").is_some_and(|number| number == "2")),
+        (".safetensors: the store answers AccessDenied: no", |request| request.method == "POST" && request.query("uploadId").is_some()),
         ("report.json: the store answers AccessDenied: no", |request| request.method == "PUT" && request.path().ends_with("report.json")),
     ];
     for (message, fault) in faults {
-        let (server, held) = s3(move |request| fault(request).then(|| Answer::new(403, denied)));
-        let run = place.run("prune-unstructured large --amount 0.5 -o s3://bucket/out --no-measure", &bucket(&server));
+        let (server, held) = s3(move |request| fault(request).then(|| Answer::new(403, DENIED)));
+        let run = place.run(&format!("{PRUNE} -o s3://bucket/out"), &bucket(&server));
         let held = held.lock().unwrap();
         assert!(held.uploads.is_empty() && held.parts > 0, "{} parts", held.parts);
         if message.is_empty() {
@@ -294,10 +374,70 @@ fn an_upload_that_fails_leaves_nothing_behind() {
             assert!(run.code == 1 && run.stderr.contains(message) && held.objects.is_empty(), "{message}: {}", run.stderr);
         }
     }
-    // What the store gives back is not what was written.
-    let (server, held) =
-        s3(|request| (request.method == "GET" && request.path().ends_with("tokenizer.json")).then(|| Answer::file(request, b"{\"tokens\": ()}")));
+    // What the store gives back is not what was written, of a small file and of one in parts.
+    let other = |end: &'static str, bytes: &'static [u8]| {
+        s3(move |request| {
+            let part = request.headers.contains_key("range").then(|| Answer::file(request, bytes));
+            part.filter(|_| request.method == "GET" && request.path().ends_with(end))
+        })
+    };
+    let (server, held) = other("tokenizer.json", b"{\"tokens\": ()}");
     let run = place.run("quantize-dynamic in -o s3://bucket/out", &bucket(&server));
     assert!(run.code == 1 && run.stderr.contains("tokenizer.json: bytes 0 to 14 read back differently"), "{}", run.stderr);
     assert!(held.lock().unwrap().objects.is_empty());
+    let (server, held) = other("-00002-of-00002.safetensors", Box::leak(vec![7; 10_000_000].into_boxed_slice()));
+    let run = place.run(&format!("{PRUNE} -o s3://bucket/out"), &bucket(&server));
+    let told = run.stderr.contains("model-00002-of-00002.safetensors") && run.stderr.contains("bytes 0 to 524288 read back differently");
+    assert!(run.code == 1 && told, "{}", run.stderr);
+    assert!(held.lock().unwrap().objects.is_empty());
+}
+
+#[test]
+fn a_name_that_is_taken_is_left_alone() {
+    let place = Place::new();
+    let there = |held: &Arc<std::sync::Mutex<crate::servers::Bucket>>| held.lock().unwrap().objects.clone();
+    let run = |server: &Server, message: &str| {
+        let run = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &bucket(server));
+        assert!(run.code == 1 && run.stderr.contains(message), "{message}: {}", run.stderr);
+    };
+    // Another run writes there, or was killed.
+    let (server, held) = s3(|_| None);
+    held.lock().unwrap().objects.insert("out/compress.unfinished".into(), b"theirs".to_vec());
+    run(&server, "is being written by another run");
+    assert_eq!(there(&held).len(), 1);
+    // A file that appears after it was looked for, and before it is written.
+    for (name, message) in [("compress.unfinished", "another run writes there"), ("config.json", "config.json appeared there meanwhile")] {
+        let bucket: Arc<std::sync::OnceLock<Arc<std::sync::Mutex<crate::servers::Bucket>>>> = Arc::default();
+        let seen = bucket.clone();
+        let (server, held) = s3(move |request| {
+            if request.method == "PUT" && request.path().ends_with(name) {
+                assert_eq!(request.headers["if-none-match"], "*");
+                seen.get().unwrap().lock().unwrap().objects.insert(format!("out/{name}"), b"theirs".to_vec());
+            }
+            None
+        });
+        bucket.set(held.clone()).ok().unwrap();
+        run(&server, message);
+        assert_eq!(there(&held).into_iter().collect::<Vec<_>>(), [(format!("out/{name}"), b"theirs".to_vec())]);
+    }
+    // A store that knows no conditions is told of, and written to.
+    let (server, held) = s3(|request| {
+        let unknown = "<Error><Code>NotImplemented</Code><Message>A header is not implemented</Message></Error>";
+        request.headers.contains_key("if-none-match").then(|| Answer::new(501, unknown))
+    });
+    let done = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &bucket(&server));
+    assert!(done.code == 0 && done.stdout.contains("of two runs that write it at once, both go on"), "{}{}", done.stdout, done.stderr);
+    assert!(there(&held).contains_key("out/report.json") && !there(&held).contains_key("out/compress.unfinished"));
+}
+
+#[test]
+fn a_bucket_that_is_not_there_is_named() {
+    let place = Place::new();
+    let none = "<Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>";
+    let (server, _) = s3(move |_| Some(Answer::new(404, none)));
+    for args in ["quantize-dynamic in -o s3://none/out", "inspect s3://none/out"] {
+        let run = place.run(args, &bucket(&server));
+        assert!(run.code == 1 && run.stderr.contains("bucket does not exist") && run.stderr.contains("s3://none/out"), "{args}: {}", run.stderr);
+    }
+    assert!(server.requests().iter().all(|request| request.method != "PUT"));
 }

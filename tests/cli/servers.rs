@@ -215,6 +215,8 @@ pub struct Bucket {
     pub uploads: BTreeMap<String, BTreeMap<usize, Vec<u8>>>,
     /// Parts that came in all.
     pub parts: usize,
+    /// Uploads that were begun in all.
+    pub begun: usize,
 }
 
 /// S3 as far as it is needed, with one bucket named `bucket`; `first` may answer in its place.
@@ -226,19 +228,24 @@ pub fn s3(first: impl Fn(&Request) -> Option<Answer> + Send + Sync + 'static) ->
             return stamped(answer);
         }
         let mut held = held.lock().unwrap();
-        let Some(key) = request.path().strip_prefix("/bucket").map(|key| key.trim_start_matches('/').to_owned()) else { return Answer::new(404, "") };
+        let Some(key) = request.path().strip_prefix("/bucket").map(|key| key.trim_start_matches('/').replace("%2F", "/")) else { return Answer::new(404, "") };
         let upload = request.query("uploadId");
         stamped(match (request.method.as_str(), upload) {
             ("GET", _) if key.is_empty() => Answer::new(200, listed(&held.objects, &request.query("prefix").unwrap_or_default())),
             ("GET" | "HEAD", _) => held.objects.get(&key).map_or(Answer::new(404, ""), |bytes| Answer::file(request, bytes)),
             ("POST", None) if request.query("uploads").is_some() => {
-                held.uploads.insert("one".into(), BTreeMap::new());
-                Answer::new(200, "<InitiateMultipartUploadResult><UploadId>one</UploadId></InitiateMultipartUploadResult>")
+                held.begun += 1;
+                let name = format!("upload{}", held.begun);
+                held.uploads.insert(name.clone(), BTreeMap::new());
+                Answer::new(200, format!("<InitiateMultipartUploadResult><UploadId>{name}</UploadId></InitiateMultipartUploadResult>"))
             }
             ("PUT", Some(upload)) => {
                 held.parts += 1;
                 let number = request.query("partNumber").unwrap().parse().unwrap();
-                held.uploads.get_mut(&upload).unwrap().insert(number, request.body.clone());
+                match held.uploads.get_mut(&upload) {
+                    Some(parts) => drop(parts.insert(number, request.body.clone())),
+                    None => return stamped(Answer::new(404, "<Error><Code>NoSuchUpload</Code></Error>")),
+                }
                 Answer::new(200, "")
             }
             ("POST", Some(upload)) => {
@@ -249,6 +256,13 @@ pub fn s3(first: impl Fn(&Request) -> Option<Answer> + Send + Sync + 'static) ->
             ("DELETE", Some(upload)) => {
                 held.uploads.remove(&upload);
                 Answer::new(204, "")
+            }
+            // The condition of S3, and that of Google, which has the same interface otherwise.
+            ("PUT", None)
+                if ["if-none-match", "x-goog-if-generation-match"].iter().any(|name| request.headers.contains_key(*name))
+                    && held.objects.contains_key(&key) =>
+            {
+                Answer::new(412, "<Error><Code>PreconditionFailed</Code></Error>")
             }
             ("PUT", None) => {
                 held.objects.insert(key, request.body.clone());

@@ -30,7 +30,7 @@ pub fn again_in(bytes: &[u8], folder: &Path) -> Option<Vec<u8>> {
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir(&folder).unwrap();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    compress::store::writer::write_pieces(&folder, &rewritten.layout, &rewritten.items, &work).ok()?;
+    compress::store::writer::write_pieces(&compress::files::Destination::here(&folder), &rewritten.layout, &rewritten.items, &work).ok()?;
     // What floats integers stand for can be read, or not.
     let dequantized = Step::from(Dequantize::default()).pass().apply(opened.clone(), &mut RunState::default(), None);
     dequantized.into_iter().flat_map(|model| model.weights.by_name).for_each(|(name, weight)| drop(weight.floats(&name)));

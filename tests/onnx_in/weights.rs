@@ -122,7 +122,7 @@ fn what_a_graph_does_not_take_is_refused_before_anything_is_written() {
         error.to_string()
     };
     assert!(refused(builder().export(Safetensors::default()), "out").contains("in.onnx: writing an .onnx model as safetensors"));
-    assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is a file of ONNX"));
+    assert!(refused(builder().export(Safetensors::default()), "out.onnx").contains("is a file of the format onnx"));
     assert!(refused(builder().export(Onnx { opset: 18, ..Onnx::default() }), "out.onnx").contains("opset"));
 }
 
@@ -191,7 +191,7 @@ fn a_file_too_large_for_one_message_has_its_weights_beside_it() {
     let folder = place.path("large");
     std::fs::create_dir(&folder).unwrap();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
-    compress::store::writer::write_pieces(&folder, &rewritten.layout, &rewritten.items, &work).unwrap();
+    compress::store::writer::write_pieces(&compress::files::Destination::here(&folder), &rewritten.layout, &rewritten.items, &work).unwrap();
     let (before, after) = (place.open(), Model::open(folder.join("large.onnx")).unwrap());
     assert_eq!(after.weight_files, [folder.join("large.onnx"), folder.join("large.onnx.data")]);
     let found = diff(&before, &after, &work).unwrap();

@@ -19,25 +19,22 @@ use object_store::client::{HttpClient, HttpConnector, HttpError, HttpErrorKind, 
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::multipart::{MultipartStore, PartId};
 use object_store::path::Path;
-use object_store::{BackoffConfig, ClientConfigKey, ClientOptions, Error, GetOptions, MultipartId, ObjectMeta, ObjectStore, ObjectStoreExt, RetryConfig};
-use ureq::http::{Method, Response};
+use object_store::{
+    BackoffConfig, ClientConfigKey, ClientOptions, Error, GetOptions, ObjectMeta, ObjectStore, ObjectStoreExt, PutMode, PutOptions, RetryConfig,
+};
+use ureq::http::{Method, Response, StatusCode};
 
-use super::upload::{Told, each_part, read_part};
-use super::{Found, MOST, Place, http, secrets};
+use super::{Found, MOST, Place, Writable, http, secrets};
 
-/// Bytes of a part of an upload; parts of very large files are larger.
-const PART: u64 = 8 << 20;
 /// Memory that is set aside for an answer before it comes.
 const LARGEST_AHEAD: usize = 16 << 20;
 /// Most bytes of a refusal where a range was asked for.
 const LARGEST_REFUSAL: u64 = 64 << 10;
 /// Most bytes of an answer that is no file: a list, or what went wrong.
 const LARGEST: u64 = 64 << 20;
-/// Most parts of an upload that every store takes.
-const MOST_PARTS: u64 = 9000;
 
 /// What all of these stores are.
-trait Store: ObjectStore + MultipartStore {}
+pub(super) trait Store: ObjectStore + MultipartStore {}
 impl<T: ObjectStore + MultipartStore> Store for T {}
 
 pub(super) fn s3(name: &str) -> io::Result<super::Address> {
@@ -47,9 +44,14 @@ pub(super) fn s3(name: &str) -> io::Result<super::Address> {
         if builder.get_config_value(&AmazonS3ConfigKey::Checksum).is_none() {
             builder = builder.with_checksum_algorithm(Checksum::SHA256);
         }
-        let built = builder.with_bucket_name(bucket).with_http_connector(Connector).with_retry(retries()).build();
-        built.map(|store| Arc::new(store) as Arc<dyn Store>)
+        of_s3(builder.with_bucket_name(bucket), retries())
     })
+}
+
+/// A store like S3, with as many attempts.
+pub(super) fn of_s3(builder: AmazonS3Builder, retries: RetryConfig) -> object_store::Result<Arc<dyn Store>> {
+    let built = builder.with_http_connector(Connector).with_retry(retries).build();
+    built.map(|store| Arc::new(store) as Arc<dyn Store>)
 }
 
 pub(super) fn gs(name: &str) -> io::Result<super::Address> {
@@ -85,8 +87,9 @@ fn retries() -> RetryConfig {
     RetryConfig { backoff, max_retries: 6, retry_timeout: Duration::from_secs(90) }
 }
 
-struct Bucket {
-    store: Arc<dyn Store>,
+/// A place that a store keeps.
+pub(super) struct Bucket {
+    pub store: Arc<dyn Store>,
 }
 
 impl Place for Bucket {
@@ -126,45 +129,40 @@ impl Place for Bucket {
         came.map(Vec::from).map_err(refused)
     }
 
-    fn put(&self, name: &str, file: &std::fs::File, bytes: u64, told: Told) -> io::Result<()> {
-        let location = path(name)?;
-        if bytes <= PART {
-            let whole = read_part(file, 0..bytes)?;
-            wait(self.store.put(&location, whole.into()))?.map_err(refused)?;
-            return told(bytes);
-        }
-        let id = wait(self.store.create_multipart(&location))?.map_err(refused)?;
-        let done =
-            self.put_parts(&location, &id, file, bytes, told).and_then(|parts| wait(self.store.complete_multipart(&location, &id, parts))?.map_err(refused));
-        if done.is_err() {
-            // Parts without an end are kept, and paid for, until somebody says that there is none.
-            let aborted = wait(self.store.abort_multipart(&location, &id)).and_then(|aborted| aborted.map_err(refused));
-            if let (Err(e), Err(left)) = (&done, aborted) {
-                return Err(io::Error::other(format!("{e}; parts of an unfinished upload are left: {left}")));
-            }
-        }
-        done.map(drop)
-    }
-
-    fn remove(&self, name: &str) -> io::Result<()> {
-        let location = path(name)?;
-        match wait(self.store.delete(&location))? {
-            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
-            Err(e) => Err(refused(e)),
-        }
+    fn writable(&self) -> io::Result<&dyn Writable> {
+        Ok(self)
     }
 }
 
-impl Bucket {
-    fn put_parts(&self, location: &Path, id: &MultipartId, file: &std::fs::File, bytes: u64, told: Told) -> io::Result<Vec<PartId>> {
-        let size = PART.max(bytes.div_ceil(MOST_PARTS));
-        let mut sent = each_part(bytes, size, &|number, range| {
-            let (count, part) = (range.end.saturating_sub(range.start), read_part(file, range)?);
-            let sent = wait(self.store.put_part(location, id, number, part.into()))?.map_err(refused)?;
-            told(count).map(|()| (number, sent))
-        })?;
-        sent.sort_by_key(|(number, _)| *number);
-        Ok(sent.into_iter().map(|(_, part)| part).collect())
+impl Writable for Bucket {
+    fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<()> {
+        let options = PutOptions::from(if new { PutMode::Create } else { PutMode::Overwrite });
+        wait(self.store.put_opts(&path(name)?, bytes.into(), options))?.map(drop).map_err(refused)
+    }
+
+    fn begin(&self, name: &str) -> io::Result<String> {
+        wait(self.store.create_multipart(&path(name)?))?.map_err(refused)
+    }
+
+    fn put_part(&self, name: &str, upload: &str, number: usize, bytes: Vec<u8>) -> io::Result<String> {
+        let sent = wait(self.store.put_part(&path(name)?, &upload.to_owned(), number, bytes.into()))?;
+        sent.map(|part| part.content_id).map_err(refused)
+    }
+
+    fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<()> {
+        let parts = parts.into_iter().map(|content_id| PartId { content_id }).collect();
+        wait(self.store.complete_multipart(&path(name)?, &upload.to_owned(), parts))?.map(drop).map_err(refused)
+    }
+
+    fn abort(&self, name: &str, upload: &str) -> io::Result<()> {
+        wait(self.store.abort_multipart(&path(name)?, &upload.to_owned()))?.map_err(refused)
+    }
+
+    fn remove(&self, name: &str) -> io::Result<()> {
+        match wait(self.store.delete(&path(name)?))? {
+            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(e) => Err(refused(e)),
+        }
     }
 }
 
@@ -187,6 +185,8 @@ fn refused(error: Error) -> io::Error {
     };
     let text = error.to_string();
     let tag = |name: &str| text.split_once(&format!("<{name}>"))?.1.split_once(&format!("</{name}>")).map(|(inner, _)| inner.to_owned());
+    // What many stores of this kind do not know: to write a file only where there is none.
+    let kind = if tag("Code").as_deref() == Some("NotImplemented") || text.contains("405 Method Not Allowed") { io::ErrorKind::Unsupported } else { kind };
     let said = match (tag("Code"), tag("Message")) {
         (Some(code), Some(message)) => format!("the store answers {code}: {message}"),
         (Some(code), None) => format!("the store answers {code}"),
@@ -251,7 +251,11 @@ impl HttpService for Service {
             let bare = body.is_empty() && [Method::GET, Method::HEAD, Method::DELETE].contains(&parts.method);
             let request = ureq::http::Request::from_parts(parts, ());
             let answer = if bare { http::AGENT.run(request) } else { http::AGENT.run(request.map(|()| body.as_ref())) };
-            let (parts, body) = answer.map_err(told)?.into_parts();
+            let (mut parts, body) = answer.map_err(told)?.into_parts();
+            // It is not implemented at the next attempt either, of which there would be some.
+            if parts.status == StatusCode::NOT_IMPLEMENTED {
+                parts.status = StatusCode::METHOD_NOT_ALLOWED;
+            }
             // As much as is said to come, within reason: what comes beyond grows it.
             let announced = http::header(&parts.headers, "content-length").and_then(|text| text.parse().ok()).unwrap_or(0);
             let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(LARGEST_AHEAD) });

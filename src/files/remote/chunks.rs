@@ -122,6 +122,13 @@ impl Ranges {
         Ok(())
     }
 
+    /// Fills a buffer by a request of its own: nothing is read ahead, and nothing kept.
+    pub fn sample_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
+        let bytes = self.known.read(&self.file, at..at.saturating_add(buffer.len() as u64))?;
+        buffer.copy_from_slice(&bytes);
+        Ok(())
+    }
+
     /// A chunk, waited for; `done` says that it is read to its end.
     fn chunk(&self, number: u64, done: bool) -> io::Result<Arc<Vec<u8>>> {
         let key = (self.id, number);

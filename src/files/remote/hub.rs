@@ -157,19 +157,29 @@ impl Hub {
         };
         lock(&self.files).entry(name.to_owned()).or_insert_with(new).clone()
     }
+}
 
-    fn found(&self, entry: &Value) -> Option<Found> {
-        let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).map(str::to_owned);
-        let (name, bytes) = (text(entry, "path")?, entry.get("size").and_then(Value::as_u64)?);
-        // SHA-256 of large files, and else what git names the contents by.
-        let large = entry
-            .get("lfs")
-            .and_then(|lfs| text(lfs, "oid").or_else(|| text(lfs, "sha256")))
-            .map(|oid| format!("sha256:{}", oid.trim_start_matches("sha256:")));
-        let version = large.or_else(|| text(entry, "oid").map(|oid| format!("git:{oid}")));
-        let here = self.snapshot.as_ref().map(|folder| folder.join(&name)).filter(|path| std::fs::metadata(path).is_ok_and(|about| about.len() == bytes));
-        Some(Found { name, bytes, version, here })
-    }
+/// The files of a page of a list; `snapshot` is where the cache keeps files of this commit.
+pub(super) fn page(page: &[u8], snapshot: Option<&Path>) -> io::Result<Vec<Found>> {
+    let entries = json(page)?;
+    let entries = entries.as_array().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files is none"))?;
+    let safe = |name: &str| Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
+    let files = entries.iter().filter(|entry| entry.get("type").and_then(Value::as_str) == Some("file")).map(|entry| {
+        let found = found(entry, snapshot).filter(|found| safe(&found.name));
+        found.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files names none"))
+    });
+    files.collect()
+}
+
+fn found(entry: &Value, snapshot: Option<&Path>) -> Option<Found> {
+    let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).map(str::to_owned);
+    let (name, bytes) = (text(entry, "path")?, entry.get("size").and_then(Value::as_u64)?);
+    // SHA-256 of large files, and else what git names the contents by.
+    let large =
+        entry.get("lfs").and_then(|lfs| text(lfs, "oid").or_else(|| text(lfs, "sha256"))).map(|oid| format!("sha256:{}", oid.trim_start_matches("sha256:")));
+    let version = large.or_else(|| text(entry, "oid").map(|oid| format!("git:{oid}")));
+    let here = snapshot.map(|folder| folder.join(&name)).filter(|path| std::fs::metadata(path).is_ok_and(|about| about.len() == bytes));
+    Some(Found { name, bytes, version, here })
 }
 
 impl Place for Hub {
@@ -178,15 +188,9 @@ impl Place for Hub {
         let mut url = Some(format!("{}/api/models/{}/tree/{}?recursive=true&limit={PAGE}", self.endpoint, self.id, self.commit));
         let mut files = Vec::new();
         for _ in 0..MOST_PAGES {
-            let Some(page) = url.take() else { return Ok(files) };
-            let came = Address::new(page, self.token.clone()).whole(LARGEST).map_err(|e| advised(e, self.token.is_some()))?;
-            let entries = json(&came.bytes)?;
-            let entries = entries.as_array().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files is none"))?;
-            let safe = |name: &str| Path::new(name).components().all(|part| matches!(part, std::path::Component::Normal(_)));
-            for entry in entries.iter().filter(|entry| entry.get("type").and_then(Value::as_str) == Some("file")) {
-                let found = self.found(entry).filter(|found| safe(&found.name));
-                files.push(found.ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "the Hub's list of files names none"))?);
-            }
+            let Some(here) = url.take() else { return Ok(files) };
+            let came = Address::new(here, self.token.clone()).whole(LARGEST).map_err(|e| advised(e, self.token.is_some()))?;
+            files.extend(page(&came.bytes, self.snapshot.as_deref())?);
             url = http::header(&came.headers, "link").and_then(next).map(str::to_owned);
             // The token goes nowhere else.
             if url.as_ref().is_some_and(|url| !url.starts_with(&format!("{}/", self.endpoint))) {
@@ -222,7 +226,7 @@ impl Place for Hub {
 }
 
 /// The address of the next page.
-fn next(link: &str) -> Option<&str> {
+pub(super) fn next(link: &str) -> Option<&str> {
     let part = link.split(',').find(|part| part.contains("rel=\"next\""))?;
     part.split_once('<')?.1.split_once('>').map(|(url, _)| url)
 }

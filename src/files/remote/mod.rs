@@ -7,7 +7,9 @@ mod bucket;
 mod chunks;
 mod http;
 mod hub;
+mod outgoing;
 mod secrets;
+mod session;
 mod upload;
 mod web;
 
@@ -17,8 +19,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use self::upload::Told;
-pub(super) use self::upload::publish;
+pub(super) use self::outgoing::Outgoing;
+pub(super) use self::upload::Upload;
 use super::{Entry, File, Kind, WHOLE, remote_name};
 
 /// What opens the place that a name is in: it gives the place, the name of it, and what the file or folder is called inside.
@@ -65,20 +67,36 @@ trait Place: Send + Sync {
     /// Bytes of a file, exactly those that are asked for.
     fn read(&self, file: &Found, range: Range<u64>) -> io::Result<Vec<u8>>;
 
-    /// Writes a file of this machine, all of it or nothing.
-    fn put(&self, _name: &str, _file: &std::fs::File, _bytes: u64, _told: Told) -> io::Result<()> {
+    /// The same place, where files can be put into it.
+    fn writable(&self) -> io::Result<&dyn Writable> {
         Err(io::Error::new(io::ErrorKind::Unsupported, "cannot be written to"))
-    }
-
-    /// Removes a file, if it is there.
-    fn remove(&self, _name: &str) -> io::Result<()> {
-        Ok(())
     }
 
     /// Holds a file that was read whole to what is known of it.
     fn check(&self, _file: &Found, _bytes: &[u8]) -> Result<(), String> {
         Ok(())
     }
+}
+
+/// A place that files can be put into.
+trait Writable {
+    /// Writes a small file. A `new` one takes the place of none: `AlreadyExists`, or `Unsupported` where the place cannot tell.
+    fn put(&self, name: &str, bytes: Vec<u8>, new: bool) -> io::Result<()>;
+
+    /// Begins a file of several parts, and says what its upload is called.
+    fn begin(&self, name: &str) -> io::Result<String>;
+
+    /// Sends a part, and says what it is called; parts are counted from 0, and all but the last are of one size.
+    fn put_part(&self, name: &str, upload: &str, number: usize, bytes: Vec<u8>) -> io::Result<String>;
+
+    /// Makes a file of all parts.
+    fn complete(&self, name: &str, upload: &str, parts: Vec<String>) -> io::Result<()>;
+
+    /// Forgets the parts of a file that is not whole.
+    fn abort(&self, name: &str, upload: &str) -> io::Result<()>;
+
+    /// Removes a file, if it is there.
+    fn remove(&self, name: &str) -> io::Result<()>;
 }
 
 /// A file of a place.
@@ -124,6 +142,14 @@ impl Open {
                 buffer.copy_from_slice(from.ok_or(io::ErrorKind::UnexpectedEof)?);
                 Ok(())
             }
+        }
+    }
+
+    /// The same, of bytes whose neighbours nobody asks for.
+    pub fn sample_exact_at(&self, buffer: &mut [u8], at: u64) -> io::Result<()> {
+        match self {
+            Open::Ranges(file) => file.sample_exact_at(buffer, at),
+            Open::Held(_) => self.read_exact_at(buffer, at),
         }
     }
 }

@@ -1,22 +1,28 @@
 //! Folders that appear in a bucket file by file, those last that make a model of the others, or not at all.
+//!
+//! Files are written at any place by any thread. A part of a file is in memory until it is full, and goes from there. While a folder is written,
+//! a small file in it says so: of two runs that write the same folder, one is refused.
 
-use std::fs::File;
-use std::io;
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 
-use super::{Place, chunks, kind, lock, reach, secrets};
+use super::outgoing::Outgoing;
+use super::session::{Session, ranges, taken};
+use super::{chunks, kind, reach, secrets};
+use crate::files::UNFINISHED;
 
 /// Is told how many more bytes are done; its error ends the work.
 pub(super) type Told<'t> = &'t (dyn Fn(u64) -> io::Result<()> + Sync);
 
-/// Parts that are on their way at once.
-const THREADS: usize = 8;
-/// Bytes that are read back at once.
-const READ: u64 = 4 << 20;
+/// Bytes of a part: the least that every store takes. Parts of very large files are larger.
+const PART: u64 = 5 << 20;
+/// Most parts of a file that every store takes.
+const MOST_PARTS: u64 = 9000;
 
 /// When a file goes: weights, what lies around them, what names them, and last what says that all is there.
 fn rank(name: &str) -> u8 {
@@ -29,98 +35,94 @@ fn rank(name: &str) -> u8 {
     }
 }
 
-fn taken(what: &str) -> io::Error {
-    io::Error::new(io::ErrorKind::AlreadyExists, format!("{what} appeared there meanwhile: choose another name"))
-}
+/// A folder that is being written. Dropped before it is published, nothing of it is left.
+#[derive(Debug)]
+pub(in crate::files) struct Upload(Arc<Session>);
 
-/// Puts the files of a folder into a bucket and reads them back; of what goes wrong, nothing is left.
-pub(in crate::files) fn publish(folder: &Path, name: &str, told: Told) -> io::Result<()> {
-    let (known, inside) = reach(name)?;
-    chunks::forget();
-    known.forget();
-    match kind(name) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-        Err(e) => return Err(e),
-        Ok(_) => return Err(taken("something")),
+impl Upload {
+    /// Begins a folder where there is none.
+    pub fn begin(name: &str) -> io::Result<Upload> {
+        let (known, inside) = reach(name)?;
+        known.place.writable()?;
+        known.forget();
+        match kind(name) {
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+            Ok(_) => return Err(taken("something")),
+        }
+        let prefix = if inside.is_empty() { inside } else { format!("{inside}/") };
+        let upload = Upload(Arc::new(Session::new(known, prefix)));
+        // No other run writes the same.
+        let [a, b] = [(); 2].map(|()| RandomState::new().build_hasher().finish());
+        let text = format!("compress writes here, run {a:016x}{b:016x}. If that has ended, remove this file, and what lies beside it.\n");
+        let begun =
+            upload.0.put_new(UNFINISHED, text.clone().into()).and_then(|()| upload.0.compare(UNFINISHED, text.len() as u64, &|_| Ok(text.clone().into())));
+        match begun {
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => Err(io::Error::new(
+                ErrorKind::AlreadyExists,
+                format!("another run writes there, or one that was killed has left {UNFINISHED}: choose another name"),
+            )),
+            begun => begun.map(|()| upload),
+        }
     }
-    let mut files = Vec::new();
-    collect(folder, "", &mut files)?;
-    files.sort_by(|(a, _), (b, _)| (rank(a), a).cmp(&(rank(b), b)));
-    let mut begun = Vec::new();
-    let put = |begun: &mut Vec<String>| {
-        files.iter().try_for_each(|(file, path)| {
-            let to = if inside.is_empty() { file.clone() } else { format!("{inside}/{file}") };
-            // Only what this run writes is removed again.
-            if known.place.find(&to)?.is_some() {
-                return Err(taken(file));
+
+    /// A file of so many bytes.
+    pub fn create(&self, file: &str, length: u64) -> Outgoing {
+        // Whole megabytes, of which a part is five at least.
+        let part = PART.max(length.div_ceil(MOST_PARTS).next_multiple_of(1 << 20));
+        Outgoing::new(self.0.clone(), file, length, part)
+    }
+
+    /// Whether two runs that write the same folder could both go on: the place cannot refuse to write over a file.
+    pub fn is_shared(&self) -> bool {
+        !self.0.is_conditional()
+    }
+
+    /// Puts the files of a folder of this machine beside those that were made here, and reads them back; of what goes wrong, nothing is left.
+    pub fn publish(&self, folder: &Path, told: Told) -> io::Result<()> {
+        chunks::forget();
+        let mut files = Vec::new();
+        collect(folder, "", &mut files)?;
+        files.sort_by(|(a, _), (b, _)| (rank(a), a).cmp(&(rank(b), b)));
+        let put = || {
+            for (file, path) in &files {
+                let named = |e: io::Error| io::Error::new(e.kind(), format!("{file}: {e}"));
+                self.put(file, &std::fs::File::open(path)?, told).map_err(named)?;
             }
-            begun.push(to.clone());
-            let (source, kind) = (File::open(path)?, |e: io::Error| io::Error::new(e.kind(), format!("{file}: {e}")));
-            put_and_read(known.place.as_ref(), &to, &source, told).map_err(kind)
+            self.0.writable()?.remove(&self.0.name(UNFINISHED))
+        };
+        let done = put().map_err(secrets::without);
+        self.0.known.forget();
+        match done {
+            Ok(()) => self.0.end(),
+            Err(error) => return Err(self.0.given_up(error)),
+        }
+        Ok(())
+    }
+
+    fn put(&self, file: &str, source: &std::fs::File, told: Told) -> io::Result<()> {
+        let bytes = source.metadata()?.len();
+        let target = self.create(file, bytes);
+        for range in ranges(bytes, PART) {
+            target.write_all_at(&read_part(source, range.clone())?, range.start)?;
+            target.settled(range.clone())?;
+            told(range.end.saturating_sub(range.start))?;
+        }
+        target.finish()?;
+        self.0.compare(file, bytes, &|range| {
+            told(range.end.saturating_sub(range.start))?;
+            read_part(source, range)
         })
-    };
-    let done = put(&mut begun).map_err(secrets::without);
-    known.forget();
-    done.map_err(|error| {
-        let left: Vec<&String> = begun.iter().filter(|name| known.place.remove(name).is_err()).collect();
-        match left.as_slice() {
-            [] => error,
-            [first, ..] => io::Error::other(format!("{error}; {} files could not be removed again, the first: {first}", left.len())),
-        }
-    })
-}
-
-fn put_and_read(place: &dyn Place, name: &str, file: &File, told: Told) -> io::Result<()> {
-    let bytes = file.metadata()?.len();
-    place.put(name, file, bytes, told)?;
-    let found = place.find(name)?.ok_or_else(|| io::Error::other("was written and is not there"))?;
-    if found.bytes != bytes {
-        return Err(io::Error::other(format!("has {} bytes there, and {bytes} were written", found.bytes)));
-    }
-    each_part(bytes, READ, &|_, range| {
-        let (there, here) = (place.read(&found, range.clone())?, read_part(file, range.clone())?);
-        if there != here {
-            return Err(io::Error::other(format!("bytes {} to {} read back differently", range.start, range.end)));
-        }
-        told(range.end.saturating_sub(range.start))
-    })
-    .map(drop)
-}
-
-/// Does something with every part of a file, by several threads; the results come in any order.
-pub(super) fn each_part<T: Send>(bytes: u64, size: u64, work: &(dyn Fn(usize, Range<u64>) -> io::Result<T> + Sync)) -> io::Result<Vec<T>> {
-    let (count, next) = (bytes.div_ceil(size.max(1)), AtomicU64::new(0));
-    let (results, failed) = (Mutex::new(Vec::new()), Mutex::new(None));
-    let worker = || {
-        loop {
-            let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= count || lock(&failed).is_some() {
-                break;
-            }
-            let begin = number.saturating_mul(size);
-            match work(usize::try_from(number).unwrap_or(usize::MAX), begin..begin.saturating_add(size).min(bytes)) {
-                Ok(result) => lock(&results).push(result),
-                Err(e) => {
-                    lock(&failed).get_or_insert(e);
-                }
-            }
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..THREADS.min(usize::try_from(count).unwrap_or(THREADS)) {
-            if std::thread::Builder::new().spawn_scoped(scope, worker).is_err() {
-                break;
-            }
-        }
-        worker();
-    });
-    match failed.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => Ok(results.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner)),
     }
 }
 
-pub(super) fn read_part(file: &File, range: Range<u64>) -> io::Result<Vec<u8>> {
+impl Drop for Upload {
+    fn drop(&mut self) {
+        self.0.give_up();
+    }
+}
+
+fn read_part(file: &std::fs::File, range: Range<u64>) -> io::Result<Vec<u8>> {
     let mut part = vec![0; usize::try_from(range.end.saturating_sub(range.start)).unwrap_or(usize::MAX)];
     file.read_exact_at(&mut part, range.start)?;
     Ok(part)
@@ -139,23 +141,29 @@ fn collect(folder: &Path, inside: &str, files: &mut Vec<(String, PathBuf)>) -> i
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::sync::Arc;
+    use std::sync::Mutex;
 
-    use super::super::{Found, Known, PLACES};
+    use super::super::{Found, Known, PLACES, Place, Writable, lock};
     use super::*;
 
     /// A place in memory, which damages one file and refuses another.
     #[derive(Default)]
     struct Shelf {
         files: Mutex<BTreeMap<String, Vec<u8>>>,
+        parts: Mutex<BTreeMap<usize, Vec<u8>>>,
         order: Mutex<Vec<String>>,
         damages: &'static str,
         refuses: &'static str,
+        /// A file that others write as soon as this run has begun.
+        others: &'static str,
+        /// What new files are refused with.
+        new: Option<ErrorKind>,
     }
 
     impl Place for Arc<Shelf> {
-        fn list(&self, _folder: &str) -> io::Result<Vec<Found>> {
-            Ok(Vec::new())
+        fn list(&self, folder: &str) -> io::Result<Vec<Found>> {
+            let found = lock(&self.files).keys().filter(|name| name.starts_with(folder)).cloned().collect::<Vec<_>>();
+            Ok(found.iter().filter_map(|name| self.find(name).ok()?).collect())
         }
 
         fn find(&self, name: &str) -> io::Result<Option<Found>> {
@@ -167,17 +175,55 @@ mod tests {
             Ok(lock(&self.files)[&file.name][range.start as usize..range.end as usize].to_vec())
         }
 
-        fn put(&self, name: &str, file: &File, bytes: u64, told: Told) -> io::Result<()> {
+        fn writable(&self) -> io::Result<&dyn Writable> {
+            Ok(self)
+        }
+    }
+
+    impl Writable for Arc<Shelf> {
+        fn put(&self, name: &str, mut bytes: Vec<u8>, new: bool) -> io::Result<()> {
             if !self.refuses.is_empty() && name.ends_with(self.refuses) {
                 return Err(io::Error::other("no"));
             }
-            let mut whole = read_part(file, 0..bytes)?;
+            if let Some(kind) = self.new.filter(|_| new) {
+                return Err(kind.into());
+            }
+            let mut files = lock(&self.files);
+            if new && files.contains_key(name) {
+                return Err(ErrorKind::AlreadyExists.into());
+            }
             if name.ends_with(self.damages) && !self.damages.is_empty() {
-                whole[0] ^= 1;
+                bytes[0] ^= 1;
             }
             lock(&self.order).push(name.to_owned());
-            lock(&self.files).insert(name.to_owned(), whole);
-            told(bytes)
+            files.insert(name.to_owned(), bytes);
+            if !self.others.is_empty() {
+                files.entry(self.others.into()).or_insert_with(|| b"theirs".to_vec());
+            }
+            Ok(())
+        }
+
+        fn begin(&self, name: &str) -> io::Result<String> {
+            Ok(format!("upload of {name}"))
+        }
+
+        fn put_part(&self, name: &str, upload: &str, number: usize, bytes: Vec<u8>) -> io::Result<String> {
+            assert_eq!(upload, format!("upload of {name}"));
+            lock(&self.parts).insert(number, bytes);
+            Ok(number.to_string())
+        }
+
+        fn complete(&self, name: &str, _upload: &str, parts: Vec<String>) -> io::Result<()> {
+            let held = std::mem::take(&mut *lock(&self.parts));
+            assert!(held.keys().map(usize::to_string).eq(parts));
+            lock(&self.order).push(name.to_owned());
+            lock(&self.files).insert(name.to_owned(), held.into_values().flatten().collect());
+            Ok(())
+        }
+
+        fn abort(&self, _name: &str, _upload: &str) -> io::Result<()> {
+            lock(&self.parts).clear();
+            Ok(())
         }
 
         fn remove(&self, name: &str) -> io::Result<()> {
@@ -186,24 +232,28 @@ mod tests {
         }
     }
 
-    fn published(bucket: &str, shelf: Shelf, told: Told) -> (io::Result<()>, Arc<Shelf>) {
+    fn shelf(bucket: &str, shelf: Shelf) -> (String, Arc<Shelf>) {
+        let (name, shelf) = (format!("s3://{bucket}"), Arc::new(shelf));
+        lock(&PLACES).insert(name.clone(), Arc::new(Known::new(Box::new(shelf.clone()))));
+        (format!("{name}/a/b"), shelf)
+    }
+
+    fn published(bucket: &str, shelf_of: Shelf, told: Told) -> (io::Result<()>, Arc<Shelf>) {
         let folder = tempfile::tempdir().unwrap();
         for name in ["config.json", "report.json", "model.safetensors.index.json", "a.safetensors", "tokenizer.json", "1_Pooling/config.json"] {
             let path = folder.path().join(name);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
             std::fs::write(path, name.repeat(3)).unwrap();
         }
-        let shelf = Arc::new(shelf);
-        let name = format!("s3://{bucket}");
-        lock(&PLACES).insert(name.clone(), Arc::new(Known::new(Box::new(shelf.clone()))));
-        (publish(folder.path(), &format!("{name}/a/b"), told), shelf)
+        let (name, shelf) = shelf(bucket, shelf_of);
+        (Upload::begin(&name).and_then(|upload| upload.publish(folder.path(), told)), shelf)
     }
 
     #[test]
     fn what_makes_a_model_of_files_comes_last() {
         let (done, shelf) = published("whole", Shelf::default(), &|_| Ok(()));
         done.unwrap();
-        let order = ["a.safetensors", "1_Pooling/config.json", "tokenizer.json", "config.json", "model.safetensors.index.json", "report.json"];
+        let order = [UNFINISHED, "a.safetensors", "1_Pooling/config.json", "tokenizer.json", "config.json", "model.safetensors.index.json", "report.json"];
         assert_eq!(*lock(&shelf.order), order.map(|name| format!("a/b/{name}")));
         assert_eq!(lock(&shelf.files)["a/b/1_Pooling/config.json"], b"1_Pooling/config.json".repeat(3));
     }
@@ -217,5 +267,61 @@ mod tests {
         assert!(done.unwrap_err().to_string().contains("report.json: no") && lock(&shelf.files).is_empty());
         let (done, shelf) = published("stopped", Shelf::default(), &|_| Err(io::ErrorKind::Interrupted.into()));
         assert!(done.unwrap_err().kind() == io::ErrorKind::Interrupted && lock(&shelf.files).is_empty());
+    }
+
+    #[test]
+    fn a_name_that_others_take_is_left_to_them() {
+        let theirs = |files: &BTreeMap<String, Vec<u8>>| files.len() == 1 && files.values().all(|bytes| bytes == b"theirs");
+        for new in [None, Some(ErrorKind::Unsupported)] {
+            // A file that appears meanwhile.
+            let (done, shelf) = published("raced", Shelf { others: "a/b/config.json", new, ..Shelf::default() }, &|_| Ok(()));
+            let error = done.unwrap_err();
+            assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("config.json appeared there meanwhile"), "{error}");
+            assert!(theirs(&lock(&shelf.files)), "{:?}", lock(&shelf.files));
+            // Another run that has just begun.
+            let (name, shelf) = self::shelf("begun", Shelf { new, ..Shelf::default() });
+            let first = Upload::begin(&name).unwrap();
+            assert_eq!(first.is_shared(), new.is_some());
+            assert!(Upload::begin(&name).unwrap_err().to_string().contains("appeared there"));
+            lock(&PLACES)["s3://begun"].forget();
+            assert!(first.0.put_new(UNFINISHED, b"other".to_vec()).unwrap_err().to_string().contains("meanwhile"));
+            drop(first);
+            assert!(lock(&shelf.files).is_empty());
+        }
+    }
+
+    #[test]
+    fn an_attempt_whose_answer_was_lost_counts() {
+        let (name, shelf) = shelf("lost", Shelf::default());
+        let upload = Upload::begin(&name).unwrap();
+        lock(&shelf.files).insert("a/b/x".into(), b"same".to_vec());
+        upload.0.put_new("x", b"same".to_vec()).unwrap();
+        assert!(upload.0.put_new("x", b"else".to_vec()).is_err());
+    }
+
+    #[test]
+    fn bytes_go_in_whatever_order_they_are_written() {
+        let (name, shelf) = shelf("streamed", Shelf::default());
+        let upload = Upload::begin(&name).unwrap();
+        let bytes: Vec<u8> = (0..2 * PART + 77).map(|i| (i * 31 % 251) as u8).collect();
+        let cuts: Vec<usize> = (0..bytes.len()).step_by(300_001).chain([bytes.len()]).collect();
+        for length in [0, 1, PART as usize, bytes.len()] {
+            let file = upload.create(&format!("{length}.safetensors"), length as u64);
+            for cut in cuts.windows(2).rev() {
+                let (from, to) = (cut[0].min(length), cut[1].min(length));
+                file.write_all_at(&bytes[from..to], from as u64).unwrap();
+                let mut back = vec![0; to - from];
+                file.read_exact_at(&mut back, from as u64).unwrap();
+                assert!(back == bytes[from..to]);
+                file.settled(from as u64..to as u64).unwrap();
+            }
+            file.finish().unwrap();
+            assert!(lock(&shelf.files)[&format!("a/b/{length}.safetensors")] == bytes[..length]);
+        }
+        let file = upload.create("gap", 8);
+        file.write_all_at(b"1234", 0).unwrap();
+        file.settled(0..4).unwrap();
+        assert!(file.write_all_at(b"12345", 4).is_err() && file.finish().unwrap_err().to_string().contains("not written whole"));
+        assert!(lock(&shelf.files).is_empty(), "what fails leaves nothing");
     }
 }

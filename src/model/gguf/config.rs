@@ -49,6 +49,22 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
     if family.own_head_dim || said.is_some_and(|width| Some(width) != hidden.checked_div(heads)) {
         set("head_dim", json!(head_dim));
     }
+    if let Some(experts) = &family.experts {
+        set(experts.count, json!(values.required("expert_count")?));
+        set("num_experts_per_tok", json!(values.required("expert_used_count")?));
+        if experts.own_inner {
+            let held = tensors.get("blk.0.ffn_down_exps.weight").and_then(|weight| weight.shape.last().copied());
+            let said = values.size(&values.own("expert_feed_forward_length"))?.or(held.map(|width| width as u64));
+            set("moe_intermediate_size", json!(said.ok_or_else(|| values.wrong("does not say how many neurons an expert has".into()))?));
+            set("norm_topk_prob", json!(experts.normalised));
+            set("decoder_sparse_step", json!(1));
+        }
+        if experts.shared {
+            let held = tensors.get("blk.0.ffn_down_shexp.weight").and_then(|weight| weight.shape.last().copied());
+            let said = values.size(&values.own("expert_shared_feed_forward_length"))?.or(held.map(|width| width as u64));
+            set("shared_expert_intermediate_size", json!(said.ok_or_else(|| values.wrong("does not say how many neurons the shared expert has".into()))?));
+        }
+    }
     set("vocab_size", json!(vocabulary));
     if let Some(length) = values.size(&values.own("context_length"))? {
         set("max_position_embeddings", json!(length));
@@ -91,7 +107,7 @@ pub(super) fn config(family: &Family, values: &mut Values, tensors: &BTreeMap<St
     }
     // What the other families have always, or never, these say.
     let has = |name: &str| tensors.contains_key(name);
-    if family.model_type == "llama" || family.model_type == "qwen3" || family.norms_from_zero {
+    if ["llama", "qwen3", "qwen3_moe"].contains(&family.model_type) || family.norms_from_zero {
         set("attention_bias", json!(has("blk.0.attn_q.bias")));
     }
     if family.model_type == "llama" {

@@ -91,9 +91,19 @@ pub(crate) fn describe(model: &Model) -> Result<Described> {
     let groups = reader.size("num_key_value_heads")?.unwrap_or(heads);
     own.push(("attention.head_count_kv", Value::Unsigned(groups)));
     own.push(("attention.layer_norm_rms_epsilon", Value::Float(reader.number("rms_norm_eps")?.unwrap_or(1e-6))));
+    if let Some(experts) = &family.experts {
+        own.push(("expert_count", Value::Unsigned(reader.required(experts.count)?)));
+        own.push(("expert_used_count", Value::Unsigned(reader.required("num_experts_per_tok")?)));
+        if experts.own_inner {
+            own.push(("expert_feed_forward_length", Value::Unsigned(reader.required("moe_intermediate_size")?)));
+        }
+        if experts.shared {
+            own.push(("expert_shared_feed_forward_length", Value::Unsigned(reader.required("shared_expert_intermediate_size")?)));
+        }
+    }
     let by_stream = hidden.checked_div(heads).unwrap_or(hidden);
     let usual = match family.architecture {
-        "qwen3" => 128,
+        "qwen3" | "qwen3moe" => 128,
         _ if family.own_head_dim => 256,
         _ => by_stream,
     };
@@ -195,6 +205,17 @@ fn check(reader: &Reader, notes: &mut Vec<String>) -> Result<()> {
     let means = |value: &Json| value.as_str() == Some(usual) || (gemma && reader.get("hidden_activation").is_none() && value.as_str() == Some("gelu"));
     if let Some(other) = said.filter(|value| !means(value)) {
         return Err(reader.refused(&format!("`{key}` of {other}"), format!("llama.cpp computes `{}` with {usual}", family.architecture)));
+    }
+    if let Some(experts) = family.experts.as_ref().filter(|experts| experts.own_inner) {
+        let normalised = reader.get("norm_topk_prob").and_then(Json::as_bool).unwrap_or(false);
+        if normalised != experts.normalised {
+            return Err(reader.refused(&format!("`norm_topk_prob` of {normalised}"), format!("llama.cpp computes `{}` in the other way", family.architecture)));
+        }
+        for (key, neutral) in [("decoder_sparse_step", Json::from(1)), ("mlp_only_layers", Json::Array(Vec::new()))] {
+            if let Some(value) = reader.get(key).filter(|value| **value != neutral) {
+                return Err(reader.refused(&format!("`{key}` of {value}"), format!("llama.cpp has experts in every layer of `{}`", family.architecture)));
+            }
+        }
     }
     let layers = reader.required("num_hidden_layers")?;
     let slides = |layer: u64| match family.windows {

@@ -28,7 +28,29 @@ pub(crate) struct Family {
     /// Factor on products of queries and keys: by the width of heads, or of those that the stream leaves to them in models of this many
     /// layers.
     pub scale_by_stream: Option<u64>,
+    /// What experts are called, where there are any.
+    pub experts: Option<Experts>,
 }
+
+/// Experts of a family.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Experts {
+    /// The module of a layer that they are in, by their numbers.
+    block: &'static str,
+    /// What their parts are called there: those of `ffn_gate_exps`, `ffn_up_exps` and `ffn_down_exps`.
+    parts: [&'static str; 3],
+    /// The key of `config.json` that says how many there are.
+    pub count: &'static str,
+    /// Whether the weights of those that see a token add up to one, as llama.cpp computes them.
+    pub normalised: bool,
+    /// Whether neurons of experts have a number of their own, beside that of networks without experts.
+    pub own_inner: bool,
+    /// Whether there is one that sees every token.
+    pub shared: bool,
+}
+
+/// Tensors that hold a part of all experts.
+const OF_ALL: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 
 /// Which layers have a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,6 +78,23 @@ const LAYER: &[Pair] = &[
 const NORM_BEFORE: &[Pair] = &[("ffn_norm", "post_attention_layernorm")];
 const NORMS_AROUND: &[Pair] =
     &[("ffn_norm", "pre_feedforward_layernorm"), ("post_attention_norm", "post_attention_layernorm"), ("post_ffw_norm", "post_feedforward_layernorm")];
+/// What has no name in families with experts; their networks are in the others.
+const ATTENTION: &[Pair] = &[
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_output", "self_attn.o_proj"),
+];
+const ROUTER: &[Pair] = &[("ffn_gate_inp", "mlp.gate")];
+const SHARED_EXPERT: &[Pair] = &[
+    ("ffn_gate_inp_shexp", "mlp.shared_expert_gate"),
+    ("ffn_gate_shexp", "mlp.shared_expert.gate_proj"),
+    ("ffn_up_shexp", "mlp.shared_expert.up_proj"),
+    ("ffn_down_shexp", "mlp.shared_expert.down_proj"),
+];
+const QWEN_EXPERTS: Experts =
+    Experts { block: "mlp.experts", parts: ["gate_proj", "up_proj", "down_proj"], count: "num_experts", normalised: true, own_inner: true, shared: false };
 const HEAD_NORMS: &[Pair] = &[("attn_q_norm", "self_attn.q_norm"), ("attn_k_norm", "self_attn.k_norm")];
 
 const LLAMA: Family = Family {
@@ -70,6 +109,7 @@ const LLAMA: Family = Family {
     activation: ("hidden_act", "silu"),
     windows: Windows::None,
     scale_by_stream: None,
+    experts: None,
 };
 
 const GEMMA: Family = Family {
@@ -84,10 +124,11 @@ const GEMMA: Family = Family {
     activation: ("hidden_act", "gelu_pytorch_tanh"),
     windows: Windows::None,
     scale_by_stream: None,
+    experts: None,
 };
 
 /// All families.
-pub(crate) const FAMILIES: [Family; 6] = [
+pub(crate) const FAMILIES: [Family; 9] = [
     LLAMA,
     Family { architecture: "qwen2", model_type: "qwen2", also: &[], class: "Qwen2ForCausalLM", neighbours: false, ..LLAMA },
     Family {
@@ -121,6 +162,35 @@ pub(crate) const FAMILIES: [Family; 6] = [
         scale_by_stream: Some(62),
         ..GEMMA
     },
+    Family {
+        model_type: "mixtral",
+        also: &[],
+        class: "MixtralForCausalLM",
+        layer: &[ATTENTION, NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")]],
+        experts: Some(Experts { block: "block_sparse_moe.experts", parts: ["w1", "w3", "w2"], count: "num_local_experts", own_inner: false, ..QWEN_EXPERTS }),
+        ..LLAMA
+    },
+    Family {
+        architecture: "qwen2moe",
+        model_type: "qwen2_moe",
+        also: &[],
+        class: "Qwen2MoeForCausalLM",
+        layer: &[ATTENTION, NORM_BEFORE, ROUTER, SHARED_EXPERT],
+        neighbours: false,
+        experts: Some(Experts { normalised: false, shared: true, ..QWEN_EXPERTS }),
+        ..LLAMA
+    },
+    Family {
+        architecture: "qwen3moe",
+        model_type: "qwen3_moe",
+        also: &[],
+        class: "Qwen3MoeForCausalLM",
+        layer: &[ATTENTION, NORM_BEFORE, HEAD_NORMS, ROUTER],
+        neighbours: false,
+        own_head_dim: true,
+        experts: Some(QWEN_EXPERTS),
+        ..LLAMA
+    },
 ];
 
 /// The number of a layer, and the module in it; numbers with zeros in front are none.
@@ -131,9 +201,24 @@ fn numbered<'n>(module: &'n str, before: &str) -> Option<(u32, &'n str)> {
 }
 
 impl Family {
-    /// The family of an architecture.
-    pub fn of_architecture(name: &str) -> Option<&'static Family> {
-        FAMILIES.iter().find(|family| family.architecture == name)
+    /// The family of an architecture, whose networks are experts or not.
+    pub fn of_architecture(name: &str, experts: bool) -> Option<&'static Family> {
+        FAMILIES.iter().find(|family| family.architecture == name && family.experts.is_some() == experts)
+    }
+
+    /// The tensor that holds a part of all experts, and the number of the one that this is; nothing for other names. Both are names in files,
+    /// where `blk.7.ffn_up_exps.3.weight` stands for what has no name there.
+    pub fn of_all(name: &str) -> Option<(String, usize)> {
+        let (module, end) = name.rsplit_once('.')?;
+        let (module, number) = module.rsplit_once('.')?;
+        let (_, part) = module.rsplit_once('.').filter(|(_, part)| OF_ALL.contains(part))?;
+        let expert: usize = number.parse().ok()?;
+        (expert.to_string() == number && !part.is_empty()).then(|| (format!("{module}.{end}"), expert))
+    }
+
+    /// Whether a tensor of a file holds a part of all experts.
+    pub fn holds_all(name: &str) -> bool {
+        name.strip_suffix(".weight").and_then(|module| module.rsplit_once('.')).is_some_and(|(_, part)| OF_ALL.contains(&part))
     }
 
     /// The name of a tensor in checkpoints of Hugging Face.
@@ -143,6 +228,10 @@ impl Family {
             return Some(format!("{module}.{end}"));
         }
         let (layer, module) = numbered(module, "blk.")?;
+        if let (Some(experts), Some((here, expert))) = (&self.experts, module.split_once('.')) {
+            let part = OF_ALL.iter().zip(experts.parts).find_map(|(of_all, part)| (*of_all == here).then_some(part))?;
+            return Some(format!("model.layers.{layer}.{}.{expert}.{part}.{end}", experts.block));
+        }
         let (_, module) = self.layer.iter().copied().flatten().find(|(here, _)| *here == module)?;
         Some(format!("model.layers.{layer}.{module}.{end}"))
     }
@@ -155,6 +244,11 @@ impl Family {
             return Some(format!("{here}.{end}"));
         }
         let (layer, module) = numbered(module, "layers.")?;
+        if let Some((experts, rest)) = self.experts.as_ref().and_then(|experts| Some((experts, module.strip_prefix(experts.block)?.strip_prefix('.')?))) {
+            let (expert, part) = rest.split_once('.')?;
+            let here = OF_ALL.iter().zip(experts.parts).find_map(|(of_all, there)| (part == there).then_some(of_all))?;
+            return Some(format!("blk.{layer}.{here}.{expert}.{end}"));
+        }
         let (here, _) = self.layer.iter().copied().flatten().find(|(_, there)| *there == module)?;
         Some(format!("blk.{layer}.{here}.{end}"))
     }
@@ -173,6 +267,16 @@ mod tests {
     fn a_layer_has_one_name() {
         assert_eq!(LLAMA.to_checkpoint("blk.7.attn_q.weight").as_deref(), Some("model.layers.7.self_attn.q_proj.weight"));
         assert_eq!(LLAMA.to_file("model.layers.7.mlp.up_proj.weight").as_deref(), Some("blk.7.ffn_up.weight"));
+        let [mixtral, .., qwen] = &FAMILIES[6..] else { panic!("families with experts") };
+        for (family, here, there) in [
+            (mixtral, "blk.3.ffn_up_exps.12.weight", "model.layers.3.block_sparse_moe.experts.12.w3.weight"),
+            (mixtral, "blk.3.ffn_gate_inp.weight", "model.layers.3.block_sparse_moe.gate.weight"),
+            (qwen, "blk.3.ffn_down_exps.0.weight", "model.layers.3.mlp.experts.0.down_proj.weight"),
+        ] {
+            assert_eq!((family.to_checkpoint(here).as_deref(), family.to_file(there).as_deref()), (Some(there), Some(here)));
+        }
+        assert_eq!(Family::of_all("blk.3.ffn_up_exps.12.weight"), Some(("blk.3.ffn_up_exps.weight".into(), 12)));
+        assert!(Family::of_all("blk.3.ffn_up.weight").is_none() && Family::holds_all("blk.3.ffn_up_exps.weight") && !Family::holds_all("blk.3.ffn_up.weight"));
         assert_eq!(["blk.07.attn_q.weight", "blk.+7.attn_q.weight"].map(|name| LLAMA.to_checkpoint(name)), [None, None]);
     }
 }

@@ -32,20 +32,20 @@ use crate::store::{Weight, Weights};
 impl Model {
     /// Opens a GGUF file; `path` is the file itself or its folder.
     pub(super) fn open_gguf(path: &Path, file: &Path) -> Result<Model> {
-        let GgufFile { values, tensors, .. } = GgufFile::open(file)?;
-        let mut values = Values::new(file, values)?;
-        let Some(family) = Family::of_architecture(&values.architecture) else {
+        let (mut opened, weight_files) = GgufFile::open_whole(file)?;
+        let mut values = Values::new(file, std::mem::take(&mut opened.values))?;
+        let Some(family) = Family::of_architecture(&values.architecture, values.has_experts()) else {
             let known = FAMILIES.iter().map(|family| family.architecture).collect::<Vec<_>>().join(", ");
             return Err(Error::Unsupported {
                 what: format!("{}: the architecture `{}`", file.display(), values.architecture),
                 hint: format!("known: {known}"),
             });
         };
-        let config = config::config(family, &mut values, &tensors)?;
+        let config = config::config(family, &mut values, &opened.tensors)?;
         let tokenizer = tokenizer::tokenizer(&mut values, &config)?;
         let (metadata, named) = values.rest()?;
-        let by_name = weights(family, file, tensors, &config)?;
-        let mut beside = if files::is_dir(path) { Beside::of(path, &[file.to_owned()])? } else { Beside::default() };
+        let by_name = weights(family, opened, &config)?;
+        let mut beside = if files::is_dir(path) { Beside::of(path, &weight_files)? } else { Beside::default() };
         for (name, json) in tokenizer.files {
             // What lies in the folder was written by the model's authors.
             if !beside.files.iter().any(|other| other == Path::new(name)) {
@@ -66,7 +66,7 @@ impl Model {
             path: path.to_owned(),
             config: Config::of(config),
             weights: Weights { by_name, metadata },
-            weight_files: vec![file.to_owned()],
+            weight_files,
             beside,
             changed_graph: None,
             onnx: None,
@@ -75,8 +75,38 @@ impl Model {
     }
 }
 
+/// Most experts of all layers, each part of one counted.
+const MOST_EXPERTS: usize = 1 << 18;
+
+/// The tensors of a file, those of all experts as one for each.
+fn one_by_one(family: &Family, file: &mut GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+    let Some(experts) = &family.experts else { return Ok(std::mem::take(&mut file.tensors)) };
+    let count = config.get(experts.count).and_then(Json::as_u64).and_then(|count| usize::try_from(count).ok()).unwrap_or(0);
+    let names: Vec<String> = file.tensors.keys().filter(|name| Family::holds_all(name)).cloned().collect();
+    if names.len().saturating_mul(count) > MOST_EXPERTS {
+        return Err(Error::malformed(&file.path, format!("has {count} experts in {} tensors, more than are read", names.len())));
+    }
+    let mut all = BTreeMap::new();
+    for name in names {
+        let shape = file.tensors.get(&name).map(|weight| weight.shape.clone()).unwrap_or_default();
+        let slices = file.slices(&name)?.filter(|slices| slices.len() == count && shape.len() == 3);
+        let slices = slices
+            .ok_or_else(|| Error::tensor(&name, format!("has the shape {shape:?}, where there are {count} experts"), "the file does not hold what it says"))?;
+        let module = name.strip_suffix(".weight").unwrap_or(&name);
+        all.extend(slices.into_iter().enumerate().map(|(expert, weight)| (format!("{module}.{expert}.weight"), weight)));
+        file.tensors.remove(&name);
+    }
+    all.append(&mut file.tensors);
+    // A matrix of one row is a vector in files.
+    for (_, weight) in all.iter_mut().filter(|(name, weight)| name.ends_with(".ffn_gate_inp_shexp.weight") && weight.shape.len() == 1) {
+        weight.shape.insert(0, 1);
+    }
+    Ok(all)
+}
+
 /// The weights of a family, by the names of checkpoints.
-fn weights(family: &Family, file: &Path, tensors: BTreeMap<String, Weight>, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+fn weights(family: &Family, mut opened: GgufFile, config: &Map<String, Json>) -> Result<BTreeMap<String, Weight>> {
+    let (file, tensors) = (opened.path.clone(), one_by_one(family, &mut opened, config)?);
     let size = |key: &str| config.get(key).and_then(Json::as_u64).and_then(|size| usize::try_from(size).ok());
     let heads = |key: &str| size(key).filter(|count| *count > 0);
     let mut weights = BTreeMap::new();
@@ -111,7 +141,7 @@ fn weights(family: &Family, file: &Path, tensors: BTreeMap<String, Weight>, conf
     }
     if size("num_hidden_layers") != Some(layers.len()) {
         let said = size("num_hidden_layers").unwrap_or(0);
-        return Err(Error::malformed(file, format!("says that it has {said} layers, and holds tensors of {}", layers.len())));
+        return Err(Error::malformed(&file, format!("says that it has {said} layers, and holds tensors of {}", layers.len())));
     }
     Ok(weights)
 }

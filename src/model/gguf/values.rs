@@ -16,12 +16,15 @@ const LIMIT: u64 = 1 << 32;
 const HARMLESS: [&str; 6] = ["attention.value_length", "rope.scaling.finetuned", "tensor_data_layout", "rope.dimension_count", "vocab_size", "context_length"];
 
 /// Keys that change what is computed, with the value that does not.
-const NEUTRAL: [(&str, Value); 11] = [
+const NEUTRAL: [(&str, Value); 13] = [
     ("attention.causal", Value::Bool(true)),
     ("attention.clamp_kqv", Value::Float(0.0)),
     ("attention.max_alibi_bias", Value::Float(0.0)),
     ("expert_count", Value::Unsigned(0)),
     ("expert_used_count", Value::Unsigned(0)),
+    // Weights of experts are a softmax.
+    ("expert_gating_func", Value::Unsigned(1)),
+    ("expert_weights_scale", Value::Float(1.0)),
     ("leading_dense_block_count", Value::Unsigned(0)),
     ("logit_scale", Value::Float(1.0)),
     ("pooling_type", Value::Unsigned(0)),
@@ -43,12 +46,6 @@ impl Values {
         if let Some(kind) = values.text("general.type")?.filter(|kind| kind != "model") {
             return Err(values.wrong(format!("is no model but of the type `{kind}`")));
         }
-        if values.size("split.count")?.is_some_and(|count| count > 1) {
-            return Err(Error::Unsupported {
-                what: format!("{}: one file of a model in several (`split.count`)", path.display()),
-                hint: "join them with `llama-gguf-split --merge` of llama.cpp".into(),
-            });
-        }
         let said = values.text("general.architecture")?;
         values.architecture = said.ok_or_else(|| values.wrong("does not say which architecture it is (`general.architecture`)".into()))?;
         Ok(values)
@@ -60,6 +57,11 @@ impl Values {
 
     fn expected<T>(&self, key: &str, value: &Value, what: &str) -> Result<T> {
         Err(self.wrong(format!("`{key}` is {value}, expected {what}")))
+    }
+
+    /// Whether networks are experts.
+    pub fn has_experts(&self) -> bool {
+        !matches!(self.values.get(&self.own("expert_count")), None | Some(Value::Unsigned(0) | Value::Signed(0)))
     }
 
     pub fn take(&mut self, key: &str) -> Option<Value> {
@@ -154,7 +156,7 @@ impl Values {
     /// There is such a key.
     pub fn rest(mut self) -> Result<(BTreeMap<String, String>, Vec<String>)> {
         let own = self.own("");
-        for key in ["general.quantization_version", "general.file_type", "general.alignment", "split.no", "split.tensors.count"] {
+        for key in ["general.quantization_version", "general.file_type", "general.alignment", "split.no", "split.count", "split.tensors.count"] {
             self.take(key);
         }
         let (mut described, mut named) = (BTreeMap::new(), Vec::new());

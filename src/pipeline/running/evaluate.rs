@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Runner, Runtime, SamplesFrom, Score, Subject};
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
-use crate::files;
+use crate::files::{self, Destination};
 use crate::ir::Graph;
 use crate::model::Model;
 use crate::onnx::file::MODEL;
@@ -202,7 +202,7 @@ impl Run<'_> {
         if let (true, Some(onnx)) = (written, self.pipeline.onnx()) {
             let folder = self.folder.join(BEFORE);
             std::fs::create_dir_all(&folder).map_err(Error::io("create", &folder))?;
-            onnx.format().write(self.before, &RunState::default(), &folder, None, &self.work)?;
+            onnx.format().write(self.before, &RunState::default(), &Destination::here(&folder), None, &self.work)?;
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);

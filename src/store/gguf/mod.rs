@@ -8,6 +8,7 @@
 mod arranged;
 mod header;
 mod in_blocks;
+mod split;
 mod write;
 
 use std::collections::BTreeMap;
@@ -17,6 +18,7 @@ use std::sync::Arc;
 pub use self::arranged::Arranged;
 pub use self::header::{Kind, Value};
 pub use self::in_blocks::InBlocks;
+pub use self::split::continues;
 pub use self::write::header;
 use super::checkpoint::DataFile;
 use super::{Block, BlockSink, DType, Encoding, RawTensor, View, Weight, WeightSource, block_elements, least_common_multiple};
@@ -37,6 +39,34 @@ pub struct GgufFile {
     pub values: BTreeMap<String, Value>,
     /// Its tensors, by the names in it.
     pub tensors: BTreeMap<String, Weight>,
+    places: BTreeMap<String, Stored>,
+}
+
+/// Where the bytes of a tensor are, and what they are.
+struct Stored {
+    file: Arc<DataFile>,
+    kind: Kind,
+    begin: u64,
+    bytes: u64,
+}
+
+impl Stored {
+    /// Some of the bytes, from one on, as a weight.
+    fn weight(&self, name: &str, shape: Vec<usize>, from: u64, bytes: u64) -> Result<Weight> {
+        let begin = self.begin.saturating_add(from);
+        let source: Arc<dyn WeightSource> = match self.kind {
+            Kind::Plain(dtype) => Arc::new(RawTensor::within(&self.file, dtype, shape.clone(), begin, bytes)),
+            Kind::Blocks(kind) => {
+                let stored = usize::try_from(bytes).map_err(|_| Error::tensor(name, "is larger than any memory", ""))?;
+                Arc::new(Blocked { stored: RawTensor::within(&self.file, DType::U8, vec![stored], begin, bytes), kind })
+            }
+        };
+        let mut weight = Weight::new(self.kind.dtype(), shape, Encoding::Dense, source);
+        weight.stored_bytes = bytes;
+        weight.stored_as = vec![name.to_owned()];
+        weight.stored_type = if let Kind::Blocks(kind) = self.kind { Some(kind.name()) } else { None };
+        Ok(weight)
+    }
 }
 
 /// Whether a file is one of GGUF, by how it ends or begins.
@@ -56,23 +86,27 @@ impl GgufFile {
         let file = File::open(path).map_err(Error::io("open", path))?;
         let header = self::header::Header::read(&file).map_err(|reason| Error::malformed(path, reason))?;
         let file = DataFile::of(path, file);
-        let mut tensors = BTreeMap::new();
+        let (mut tensors, mut places) = (BTreeMap::new(), BTreeMap::new());
         for tensor in header.tensors {
-            let (dtype, shape) = (tensor.kind.dtype(), tensor.shape);
-            let source: Arc<dyn WeightSource> = match tensor.kind {
-                Kind::Plain(dtype) => Arc::new(RawTensor::within(&file, dtype, shape.clone(), tensor.begin, tensor.bytes)),
-                Kind::Blocks(kind) => {
-                    let stored = usize::try_from(tensor.bytes).map_err(|_| Error::tensor(&tensor.name, "is larger than any memory", ""))?;
-                    Arc::new(Blocked { stored: RawTensor::within(&file, DType::U8, vec![stored], tensor.begin, tensor.bytes), kind })
-                }
-            };
-            let mut weight = Weight::new(dtype, shape, Encoding::Dense, source);
-            weight.stored_bytes = tensor.bytes;
-            weight.stored_as = vec![tensor.name.clone()];
-            weight.stored_type = if let Kind::Blocks(kind) = tensor.kind { Some(kind.name()) } else { None };
-            tensors.insert(tensor.name, weight);
+            let stored = Stored { file: file.clone(), kind: tensor.kind, begin: tensor.begin, bytes: tensor.bytes };
+            tensors.insert(tensor.name.clone(), stored.weight(&tensor.name, tensor.shape, 0, tensor.bytes)?);
+            places.insert(tensor.name, stored);
         }
-        Ok(GgufFile { path: path.to_owned(), values: header.values, tensors })
+        Ok(GgufFile { path: path.to_owned(), values: header.values, tensors, places })
+    }
+
+    /// A tensor of several axes as one for each element of the first; nothing where it has fewer, or holds nothing.
+    ///
+    /// # Errors
+    /// One of them is larger than any memory.
+    pub fn slices(&self, name: &str) -> Result<Option<Vec<Weight>>> {
+        let (Some(whole), Some(stored)) = (self.tensors.get(name), self.places.get(name)) else { return Ok(None) };
+        let Some((count, shape)) = whole.shape.split_first().filter(|(count, shape)| **count > 0 && !shape.is_empty() && stored.bytes > 0) else {
+            return Ok(None);
+        };
+        // Rows are whole blocks, and so are slices.
+        let bytes = stored.bytes.checked_div(*count as u64).unwrap_or(0);
+        (0..*count as u64).map(|index| stored.weight(name, shape.to_vec(), index.saturating_mul(bytes), bytes)).collect::<Result<_>>().map(Some)
     }
 }
 
