@@ -10,6 +10,7 @@ use super::lowering::Lowering;
 use super::proto::{AttributeProto, DataType, ValueInfoProto};
 use super::write::info;
 use crate::error::{Error, Result};
+use crate::ir::ops::RotaryScaling;
 use crate::ir::{Dim, Graph, Kind, Op, TensorType, ValueId};
 
 /// The input of tokens, `[batch, sequence]`.
@@ -80,10 +81,14 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
             Op::Attention(_) if node.inputs.len() > 4 || node.inputs.get(3).is_some_and(|id| graph.value(*id).ty.shape.len() != 2) => {
                 return refuse(name(), "adds a bias to its scores, which has no rows for earlier tokens");
             }
+            Op::Rotary(op) if matches!(op.scaling, RotaryScaling::Dynamic { .. }) => {
+                return refuse(name(), "turns keys by angles that follow the length of the text (`dynamic`), and kept keys would have those of a shorter one");
+            }
             _ => {}
         }
     }
-    let public: BTreeSet<String> = (0..graph.nodes().len()).flat_map(|number| [past(number), present(number)]).flatten().chain([POSITIONS.to_owned()]).collect();
+    let public: BTreeSet<String> =
+        (0..graph.nodes().len()).flat_map(|number| [past(number), present(number)]).flatten().chain([POSITIONS.to_owned()]).collect();
     if let Some(id) = graph.ids().find(|id| public.contains(&graph.value(*id).name)) {
         return refuse(format!("graph value `{}`", graph.value(id).name), "has a name that an input or output of the cache has");
     }
@@ -147,10 +152,7 @@ pub(super) fn keep(n: &mut Lowering, new: [String; 2]) -> Result<[String; 2]> {
     cache.kept.push(kept);
     let ([keys, values], [earlier_keys, earlier_values], [all_keys, all_values]) = (new, past(number), present(number));
     let axis = || vec![AttributeProto::int("axis", 2)];
-    Ok([
-        n.publish(&all_keys, "Concat", &[&earlier_keys, &keys], axis()),
-        n.publish(&all_values, "Concat", &[&earlier_values, &values], axis()),
-    ])
+    Ok([n.publish(&all_keys, "Concat", &[&earlier_keys, &keys], axis()), n.publish(&all_values, "Concat", &[&earlier_values, &values], axis())])
 }
 
 /// The input that says where tokens stand.

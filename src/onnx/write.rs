@@ -106,7 +106,9 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         node: nodes,
         name: Some("model".into()),
         initializer: constants,
-        input: cache.as_ref().map_or_else(|| graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(), |cache| cached::inputs(graph, cache, half)),
+        input: cache
+            .as_ref()
+            .map_or_else(|| graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(), |cache| cached::inputs(graph, cache, half)),
         output: results
             .iter()
             .map(|(name, id)| info(name, &graph.value(*id).ty))

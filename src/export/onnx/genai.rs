@@ -15,8 +15,7 @@ pub(super) const FILE: &str = "genai_config.json";
 /// Families that onnxruntime-genai 0.18 knows by `model_type` and runs as decoders with keys and values apart; all others are a `decoder`.
 const TYPES: [&str; 9] = ["gemma2", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3", "smollm3", "decoder"];
 /// How tokens are chosen, where `generation_config.json` says it.
-const SEARCH: [&str; 8] =
-    ["diversity_penalty", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "temperature", "top_k", "top_p"];
+const SEARCH: [&str; 8] = ["diversity_penalty", "do_sample", "length_penalty", "no_repeat_ngram_size", "repetition_penalty", "temperature", "top_k", "top_p"];
 
 /// How many tokens a text has at most whose first part may be kept: rotary embeddings with two sets of angles change them for all tokens
 /// behind so many.
@@ -77,7 +76,8 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
     if let Some(begin) = said("bos_token_id").filter(Value::is_i64) {
         described["bos_token_id"] = begin;
     }
-    let mut search = json!({ "do_sample": false, "max_length": context, "num_beams": 1, "past_present_share_buffer": false, "temperature": 1.0, "top_k": 50, "top_p": 1.0 });
+    let mut search =
+        json!({ "do_sample": false, "max_length": context, "num_beams": 1, "past_present_share_buffer": false, "temperature": 1.0, "top_k": 50, "top_p": 1.0 });
     for key in SEARCH {
         if let Some(value) = settings.get(key).filter(|value| value.is_number() || value.is_boolean()) {
             search[key] = value.clone();

@@ -68,10 +68,6 @@ fn frequencies(op: &Rotary, width: usize, n: &mut Lowering) -> Result<String> {
             let longer = n.emit("Greater", "is_long", &[&size, &limit], vec![]);
             Ok(n.emit("Where", "frequencies", &[&longer, &long, &short], vec![]))
         }
-        RotaryScaling::Dynamic { .. } if n.cache.is_some() => Err(n.wrong(
-            "turns keys by angles that depend on the length of the text (rope_scaling `dynamic`), and those of a cache would be those of a shorter one: leave `cache` out"
-                .into(),
-        )),
         RotaryScaling::Dynamic { factor, max_position } => {
             // In double precision: an error here grows with the position.
             let (longest, elements) = (*max_position as f64, width as f64);

@@ -1,7 +1,7 @@
 //! Tokens, their positions, and what is taken out of sequences.
 
-use super::super::proto::{AttributeProto, DataType};
 use super::super::cached;
+use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, integer};
 use crate::error::Result;
 use crate::ir::ops::{Positions, Select, TokenChoice, TokenPool};
