@@ -1,6 +1,6 @@
 //! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
 
-pub mod cached;
+mod cached;
 mod check;
 mod dequantized;
 mod elements;

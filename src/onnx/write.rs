@@ -13,6 +13,7 @@ use super::proto::{
 };
 use super::style::{OPSETS, Precision, Style};
 use crate::error::{Error, Result};
+use crate::ir::decoder::LOGITS;
 use crate::ir::{Dim, Element, Graph, Kind, TensorType, ValueId};
 
 /// A model file without the weights, which are written at its end.
@@ -75,7 +76,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         cached::check(graph)?;
     }
     // Decoders with a cache give scores of next tokens, as other exporters write them.
-    let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| !style.cache || name == cached::LOGITS).cloned().collect();
+    let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| !style.cache || name == LOGITS).cloned().collect();
     let (names, aliases) = names(graph, &results, half)?;
     let mut taken = names.iter().cloned().chain(results.iter().map(|(name, _)| name.clone())).collect();
     let places = places(graph, style, &names, &mut taken)?;

@@ -1,4 +1,4 @@
-//! Decoders that take keys and values of earlier tokens, under the names that [`cached`] has.
+//! Decoders that take keys and values of earlier tokens, under the names of [`ir::decoder`](crate::ir::decoder).
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use super::Session;
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::onnx::cached::{self, MASK, POSITIONS, TOKENS};
+use crate::ir::decoder::{MASK, POSITIONS, TOKENS, successor};
 
 /// What a decoder keeps of the tokens that it has seen.
 #[derive(Debug, Clone, Default)]
@@ -22,7 +22,7 @@ fn computed(e: candle_core::Error) -> Error {
 
 /// Whether an input is for keys and values of earlier tokens.
 fn is_past(port: &Port) -> bool {
-    cached::successor(&port.name).is_some()
+    successor(&port.name).is_some()
 }
 
 impl Session {
@@ -34,7 +34,7 @@ impl Session {
     /// What people give to the model and take from it: of a decoder with a cache, nothing that the cache is made of.
     pub fn public_ports(&self) -> (Vec<Port>, Vec<Port>) {
         let (mut inputs, mut outputs) = self.ports();
-        let kept: Vec<String> = inputs.iter().filter_map(|port| cached::successor(&port.name)).collect();
+        let kept: Vec<String> = inputs.iter().filter_map(|port| successor(&port.name)).collect();
         if !kept.is_empty() {
             inputs.retain(|port| !is_past(port) && port.name != POSITIONS);
             outputs.retain(|port| !kept.contains(&port.name));
@@ -62,7 +62,7 @@ impl Session {
         }
         let mut outputs = self.run(&given)?;
         for port in self.ports().0.iter().filter(|port| is_past(port)) {
-            let kept = cached::successor(&port.name).and_then(|name| outputs.remove(&name));
+            let kept = successor(&port.name).and_then(|name| outputs.remove(&name));
             seen.values.insert(port.name.clone(), kept.ok_or_else(|| missing(&port.name))?);
         }
         Ok(outputs)

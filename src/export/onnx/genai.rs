@@ -4,10 +4,10 @@ use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
 use crate::generation::LanguageModel;
+use crate::ir::decoder::{LOGITS, MASK, POSITIONS, TOKENS, past, present};
 use crate::ir::ops::{Rotary, RotaryScaling};
 use crate::ir::{Graph, Op};
 use crate::model::{Model, config_beside};
-use crate::onnx::cached::{LOGITS, MASK, POSITIONS, TOKENS, past, present};
 use crate::onnx::{Draft, Kept};
 
 /// The file's name.
