@@ -8,6 +8,7 @@ use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
 use crate::kernel::attention::{self, merge_heads, rotate_heads};
 use crate::kernel::attention_gradient::Given;
+use crate::kernel::scratch::cleared;
 
 /// For each key whether it is padding.
 fn padding(mask: Option<&Tensor>) -> Result<Option<Vec<bool>>> {
@@ -51,7 +52,7 @@ impl Kernel for Attention {
                 None => None,
             };
             let sizes = attention::Attention { bias, ..sizes };
-            let mut y = vec![0.0; shape.0 * shape.1 * shape.2 * shape.3];
+            let mut y = cleared(shape.0 * shape.1 * shape.2 * shape.3);
             sizes.run(heads(&hosts[0])?, heads(&hosts[1])?, heads(&hosts[2])?, &mut y);
             Some(y)
         };
@@ -72,7 +73,7 @@ impl Kernel for Attention {
         let compute = || {
             let hosts = [Host::of(&q)?, Host::of(&k)?, Host::of(&v)?, Host::of(&gradient)?];
             let given = Given { queries: heads(&hosts[0])?, keys: heads(&hosts[1])?, values: heads(&hosts[2])?, gradient: heads(&hosts[3])? };
-            let room = |input: usize, like: &Tensor| vec![0.0; if backward.wants(input) { like.elem_count() } else { 0 }];
+            let room = |input: usize, like: &Tensor| cleared(if backward.wants(input) { like.elem_count() } else { 0 });
             let mut found = [room(0, &q), room(1, &k), room(2, &v)];
             sizes.gradients(given, found.each_mut().map(Vec::as_mut_slice), batch);
             Some(found)
@@ -113,7 +114,7 @@ impl Rotary {
         let sin = if backwards { sin.neg()? } else { sin };
         let compute = || {
             let ([host, cos, sin], angles) = ([Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?], cos.elem_count());
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             rotate_heads(heads(&host)?, [count, sequence, width], &cos.floats()?[..angles], &sin.floats()?[..angles], &mut y);
             Some(y)
         };
@@ -129,7 +130,7 @@ fn merged(x: &Tensor) -> Result<Option<Tensor>> {
     }
     let compute = || {
         let host = Host::of(x)?;
-        let mut y = vec![0.0; x.elem_count()];
+        let mut y = cleared(x.elem_count());
         merge_heads(heads(&host)?, [count, sequence, width], &mut y);
         Some(y)
     };
