@@ -56,7 +56,7 @@ fn every_family_is_written_and_reads_back_bit_for_bit() {
         let model = Model::open(&folder).unwrap();
         let out = tempfile::tempdir().unwrap();
         let written = export(&folder, 17, &out.path().join("out"));
-        let Draft { model: mut wanted, weights } = draft(&model.graph().unwrap(), &plain(17), &BTreeMap::new()).unwrap();
+        let Draft { model: mut wanted, weights, .. } = draft(&model.graph().unwrap(), &plain(17), &BTreeMap::new()).unwrap();
         let mut graph = written.graph.clone().unwrap();
         let constants = wanted.graph.as_ref().unwrap().initializer.len();
         let tensors = graph.initializer.split_off(constants);

@@ -72,6 +72,12 @@ def gguf() -> Path:
     return prepare("gguf", ["gguf==0.19.0"], "1 MB", reference())
 
 
+def decoders() -> Path:
+    """The python that exports decoders to ONNX and runs them, with the transformers that optimum asks for."""
+    wanted = ["optimum-onnx==0.1.0", "onnxruntime-genai==0.18.0", "onnxruntime==1.31.1", "transformers==4.57.6", "accelerate==1.15.0"]
+    return prepare("decoders", wanted, "200 MB", reference())
+
+
 def enter(environment=reference, name="reference") -> None:
     """Continue in an environment: build it when it is missing, then run this script again inside."""
     if Path(sys.prefix) == cache() / f"venv-{name}":

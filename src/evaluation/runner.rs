@@ -11,9 +11,10 @@ use crate::data::{Batch, References};
 use crate::error::Result;
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Residence, Rounding, state_bytes};
+use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
 use crate::model::Model;
-use crate::runtime::{self, Session};
+use crate::runtime::{self, KeptTokens, Session};
 use crate::store::Weights;
 use crate::work::Work;
 
@@ -141,6 +142,8 @@ impl Runner for ByBlocks<'_> {
 #[derive(Debug)]
 pub struct OnnxRuntime {
     session: Session,
+    /// Tokens that a decoder with a cache is given one by one, behind all others.
+    steps: usize,
 }
 
 impl OnnxRuntime {
@@ -149,12 +152,41 @@ impl OnnxRuntime {
     /// # Errors
     /// There is no ONNX Runtime, or it refuses the file.
     pub fn open(path: &Path, threads: usize) -> Result<OnnxRuntime> {
-        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads })? })
+        Ok(OnnxRuntime { session: Session::open(path, runtime::Options { threads })?, steps: 0 })
     }
 
     /// What the model takes and gives.
     pub fn ports(&self) -> (Vec<Port>, Vec<Port>) {
-        self.session.ports()
+        self.session.public_ports()
+    }
+
+    /// The same where the last tokens of each text, so many, are given one by one if the model keeps the others.
+    #[must_use]
+    pub fn with_steps(self, steps: usize) -> OnnxRuntime {
+        OnnxRuntime { steps, ..self }
+    }
+
+    /// Answers for all tokens of a decoder with a cache.
+    fn run_in_steps(&mut self, inputs: &Inputs) -> Result<Outputs> {
+        let columns = |from: usize, to: usize| {
+            let part = |(name, tensor): (&String, &Tensor)| {
+                let from = if name == MASK { 0 } else { from };
+                Ok((name.clone(), tensor.narrow(1, from, to - from)?.contiguous()?))
+            };
+            inputs.iter().map(part).collect::<candle_core::Result<Inputs>>().map_err(super::computed)
+        };
+        let length = inputs.get(TOKENS).and_then(|tokens| tokens.dim(1).ok()).unwrap_or(0);
+        let first = length.saturating_sub(self.steps).max(1).min(length);
+        let (mut seen, mut parts) = (KeptTokens::default(), Vec::new());
+        for (from, to) in [(0, first)].into_iter().chain((first..length).map(|at| (at, at + 1))) {
+            parts.push(self.session.run_next(&columns(from, to)?, &mut seen)?);
+        }
+        let names: Vec<String> = parts.first().into_iter().flat_map(Outputs::keys).cloned().collect();
+        let whole = |name: String| {
+            let parts: Vec<&Tensor> = parts.iter().filter_map(|outputs| outputs.get(&name)).collect();
+            Ok((name, Tensor::cat(&parts, 1).map_err(super::computed)?))
+        };
+        names.into_iter().map(whole).collect()
     }
 }
 
@@ -164,7 +196,7 @@ impl Runner for OnnxRuntime {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        self.session.run(inputs)
+        if self.session.keeps() { self.run_in_steps(inputs) } else { self.session.run(inputs) }
     }
 }
 

@@ -123,6 +123,13 @@ impl Subject {
         Subject { rounding, ..self }
     }
 
+    /// Has ONNX Runtime give the last tokens of each text, so many, one by one to a decoder with a cache.
+    #[must_use]
+    pub fn with_steps(self, steps: usize) -> Subject {
+        let what = if let What::Onnx(session) = self.what { What::Onnx(session.map(|session| session.with_steps(steps))) } else { self.what };
+        Subject { what, ..self }
+    }
+
     /// Who runs it.
     pub fn runtime(&self) -> Runtime {
         match self.what {

@@ -4,6 +4,8 @@
 //! `MatMulInteger`, in the form that ONNX Runtime runs as one integer kernel; with float activations its weights go
 //! through `DequantizeLinear`; of an embedding only the rows that are looked up become floats.
 
+mod genai;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -14,12 +16,13 @@ use serde_json::{Value, json};
 use super::{Exported, Format, SizeForecast};
 use crate::error::{Error, Result};
 use crate::files::Destination;
+use crate::generation::LanguageModel;
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::onnx::proto::DataType;
-use crate::onnx::{Draft, ModelFile, OPSETS, Precision, Rewritten, Slot, Style, WeightOnly, draft, file};
+use crate::onnx::{Draft, ModelFile, OPSETS, Precision, Rewritten, Slot, Style, TiedHead, WeightOnly, draft, file};
 use crate::run_state::RunState;
-use crate::store::writer::{self, Item, Made};
+use crate::store::writer::{self, Item, Made, Piece};
 use crate::store::{Affine, Bias, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
@@ -38,6 +41,10 @@ pub struct Onnx {
     pub activations: Integers,
     /// How layers are written whose weights are integers and whose activations are floats (W4A16, W8A16)
     pub weight_only: WeightOnly,
+    /// How an output head is written that shares its weight with an int8 embedding table
+    pub tied_head: TiedHead,
+    /// Whether a decoder takes keys and values of earlier tokens and gives those of all, so that each step computes one token
+    pub cache: bool,
 }
 
 /// Eight bits, with or without a sign.
@@ -56,7 +63,14 @@ pub enum Integers {
 
 impl Default for Onnx {
     fn default() -> Self {
-        Self { opset: *OPSETS.start(), precision: Precision::default(), activations: Integers::default(), weight_only: WeightOnly::default() }
+        Self {
+            opset: *OPSETS.start(),
+            precision: Precision::default(),
+            activations: Integers::default(),
+            weight_only: WeightOnly::default(),
+            tied_head: TiedHead::default(),
+            cache: false,
+        }
     }
 }
 
@@ -70,6 +84,8 @@ struct Prepared {
     draft: Draft,
     items: Vec<Item>,
     layout: file::Pieces,
+    /// What is to be said of the cache.
+    notes: Vec<String>,
 }
 
 impl Onnx {
@@ -83,8 +99,11 @@ impl Onnx {
             precision: self.precision,
             signed: self.activations == Integers::Int8 || (self.activations == Integers::Auto && model.signed_activations),
             weight_only: self.weight_only,
+            tied_head: self.tied_head,
+            cache: self.cache,
             ..Style::default()
         };
+        let decoder = if self.cache { Some(LanguageModel::of(model.clone())?) } else { None };
         for (_, value) in graph.params() {
             if let Encoding::Affine(affine) = &model.weights.get(&value.name)?.encoding {
                 match affine.codes {
@@ -97,8 +116,19 @@ impl Onnx {
         let mut draft = draft(&graph, &style, &metadata(model, run))?;
         model.onnx.iter().for_each(|file| draft.described_as(&file.model));
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
-        let layout = file::layout_as(file_name(run), &draft, file::LARGEST)?;
-        Ok(Prepared { graph, draft, items, layout })
+        let mut layout = file::layout_as(file_name(run), &draft, file::LARGEST)?;
+        let mut notes = Vec::new();
+        if let Some(decoder) = &decoder {
+            match genai::config(model, decoder, &graph, &draft, file_name(run))? {
+                _ if run.file.is_some() => notes.push(format!("{} belongs into a folder, and is not written beside a file", genai::FILE)),
+                Ok(text) => layout.push((genai::FILE.into(), vec![Piece::Bytes(text.into_bytes())])),
+                Err(reason) => notes.push(format!("{} is not written: {reason}", genai::FILE)),
+            }
+            notes.extend(genai::same_angles(&graph).map(|tokens| {
+                format!("{}: rotary embeddings have other angles in texts of more than {tokens} tokens; a text that grows past them must begin again with an empty cache", file::MODEL)
+            }));
+        }
+        Ok(Prepared { graph, draft, items, layout, notes })
     }
 
     /// A model that was opened from an ONNX file, in the operators that it has.
@@ -262,7 +292,7 @@ impl Format for Onnx {
         if let Some(file) = unchanged(model) {
             return self.write_again(file, model, run, folder, work);
         }
-        let Prepared { graph, draft, items, layout } = self.prepare(model, run)?;
+        let Prepared { graph, draft, items, layout, notes: of_cache } = self.prepare(model, run)?;
         let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         Ok(Exported {
             files,
@@ -272,7 +302,7 @@ impl Format for Onnx {
             encodings: items.iter().map(|item| item.weight.describe()).collect(),
             held: None,
             config: None,
-            notes: notes(model, &graph, &draft.weights),
+            notes: [notes(model, &graph, &draft.weights), of_cache].concat(),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
         })
     }

@@ -166,6 +166,16 @@ impl LanguageModel {
         &self.notes
     }
 
+    /// Tokens that end a text.
+    pub fn ends(&self) -> impl Iterator<Item = i64> {
+        self.ends.iter().copied()
+    }
+
+    /// How many tokens a text has at most; nothing where there is no end, or none is named.
+    pub fn positions(&self) -> Option<usize> {
+        self.positions
+    }
+
     /// Its tokenizer.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ pub mod axes;
 mod build;
 pub mod cache;
 mod check;
+pub mod decoder;
 mod dim;
 mod dim_text;
 mod file;

@@ -91,6 +91,8 @@ const NAMES_OF_WEIGHTS: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorc
 const OTHER_FOLDERS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Descriptions of quantized weights beside `config.json`.
 pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
+/// The description of an ONNX file, which is not carried over either.
+const RUNTIME: &str = "genai_config.json";
 /// Files that every run writes anew, and those that say which run it was.
 const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
 
@@ -130,7 +132,7 @@ impl Beside {
                 () if kind == Kind::Special => Reason::Special,
                 () if top && (name == "config.json" || read(&path)) => continue,
                 () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
-                () if top && DESCRIPTIONS.contains(&name.as_str()) => Reason::Described,
+                () if top && (DESCRIPTIONS.contains(&name.as_str()) || name == RUNTIME) => Reason::Described,
                 () if top && is_weights(&name) => Reason::OldWeights,
                 () => {
                     self.files.push(relative);

@@ -2,9 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::cached::Cache;
 use super::place::Slot;
 use super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
-use super::style::{Precision, Style};
+use super::style::{Precision, Style, TiedHead};
 use crate::error::{Error, Result};
 use crate::ir::{Element, Graph, Node, Op, TensorType, ValueId};
 
@@ -16,6 +17,10 @@ pub(super) struct Lowering<'g> {
     pub half: bool,
     /// Whether activations become int8, and not uint8.
     pub signed: bool,
+    /// Whether a head that shares its weight with an int8 table is a product of integers.
+    pub integer_head: bool,
+    /// What is kept of earlier tokens, where that is an input.
+    pub cache: Option<Cache>,
     /// Names of the graph's values, by position.
     pub names: Vec<String>,
     taken: BTreeSet<String>,
@@ -43,6 +48,8 @@ impl<'g> Lowering<'g> {
             opset: style.opset,
             half: style.precision == Precision::Float16,
             signed: style.signed,
+            integer_head: style.tied_head == TiedHead::Int8,
+            cache: style.cache.then(Cache::default),
             names,
             taken,
             places,
@@ -234,12 +241,18 @@ impl<'g> Lowering<'g> {
         self.push(op, self.scope.clone(), inputs, vec![self.output()], attributes);
     }
 
+    /// The operator that computes an output of the model.
+    pub fn publish(&mut self, public: &str, op: &str, inputs: &[&str], attributes: Vec<AttributeProto>) -> String {
+        self.push(op, public.to_owned(), inputs, vec![public.to_owned()], attributes);
+        public.to_owned()
+    }
+
     /// A copy of a value under a public name; floats in the 32 bits that people expect.
     pub fn alias(&mut self, value: usize, public: &str) {
         let name = self.names[value].clone();
         let narrow = self.half && self.graph.values()[value].ty.element == Element::Float;
         let (op, attributes) = if narrow { ("Cast", vec![AttributeProto::int("to", DataType::Float as i64)]) } else { ("Identity", vec![]) };
-        self.push(op, public.to_owned(), &[&name], vec![public.to_owned()], attributes);
+        self.publish(public, op, &[&name], attributes);
     }
 
     /// A value that several nodes need: written when it is first asked for, under the name of the key.

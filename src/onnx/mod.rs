@@ -1,5 +1,6 @@
 //! ONNX: the messages of the format, how a graph is spelled in its operators, and where the bytes go.
 
+mod cached;
 mod check;
 mod dequantized;
 mod elements;
@@ -23,11 +24,12 @@ mod uses;
 mod wire;
 mod write;
 
+pub use cached::Kept;
 pub use check::NEWEST;
 pub use model_file::ModelFile;
 pub use place::{Slot, Tensor};
 pub use rewrite::Rewritten;
-pub use style::{OPSETS, Precision, Style, WeightOnly};
+pub use style::{OPSETS, Precision, Style, TiedHead, WeightOnly};
 pub use write::{Draft, draft};
 
 /// A name that nobody has taken: the wanted one, or that with a number.

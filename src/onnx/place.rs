@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::proto::DataType;
-use super::style::{Precision, Style, WeightOnly};
+use super::style::{Precision, Style, TiedHead, WeightOnly};
 use crate::error::{Error, Result};
 use crate::ir::{Graph, Kind, Op, Value, ValueId};
 use crate::store::{ActivationScheme, Affine, Blocks, Codes, Granularity, StorageFormat};
@@ -205,7 +205,7 @@ fn quantized(style: &Style, value: &Value, name: String, affine: &Affine, uses: 
     let mut tensors = vec![Tensor { name, data_type, dims }];
     tensors.append(&mut beside);
     let remark = match layer {
-        Some(_) if alone && uses.iter().any(Use::is_table) => {
+        Some(_) if alone && uses.iter().any(Use::is_table) && (grouped || style.tied_head == TiedHead::Float32) => {
             Some("int8 in the file, where an output head that shares them with an embedding computes in floats, made when the file is loaded")
         }
         Some(_) if grouped && affine.activations == ActivationScheme::DynamicToken => Some(

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::cached::{self, Kept};
 use super::check::is_own;
 use super::lower::{lower, palette};
 use super::lowering::Lowering;
@@ -12,7 +13,8 @@ use super::proto::{
 };
 use super::style::{OPSETS, Precision, Style};
 use crate::error::{Error, Result};
-use crate::ir::{Dim, Element, Graph, Kind, TensorType};
+use crate::ir::decoder::LOGITS;
+use crate::ir::{Dim, Element, Graph, Kind, TensorType, ValueId};
 
 /// A model file without the weights, which are written at its end.
 #[derive(Debug, Clone, PartialEq)]
@@ -21,6 +23,8 @@ pub struct Draft {
     pub model: ModelProto,
     /// The weights, in the order of the graph's parameters.
     pub weights: Vec<Slot>,
+    /// What is kept of earlier tokens, by attention; nothing in a file without a cache.
+    pub kept: Vec<Kept>,
 }
 
 impl Draft {
@@ -68,8 +72,13 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         return Err(Error::option("onnx opset", format!("{opset} is not one of {} to {}", OPSETS.start(), OPSETS.end())));
     }
     let half = style.precision == Precision::Float16;
-    let (names, aliases) = names(graph, half)?;
-    let mut taken = names.iter().cloned().chain(graph.outputs().iter().map(|(name, _)| name.clone())).collect();
+    if style.cache {
+        cached::check(graph)?;
+    }
+    // Decoders with a cache give scores of next tokens, as other exporters write them.
+    let results: Vec<(String, ValueId)> = graph.outputs().iter().filter(|(name, _)| !style.cache || name == LOGITS).cloned().collect();
+    let (names, aliases) = names(graph, &results, half)?;
+    let mut taken = names.iter().cloned().chain(results.iter().map(|(name, _)| name.clone())).collect();
     let places = places(graph, style, &names, &mut taken)?;
     let mut lowering = Lowering::new(graph, style, names, taken, places);
     for (id, value) in graph.inputs().filter(|(_, value)| half && value.ty.element == Element::Float) {
@@ -85,7 +94,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     for (public, value) in aliases {
         lowering.alias(value, &public);
     }
-    let Lowering { places, nodes, constants, imports, .. } = lowering;
+    let Lowering { places, nodes, constants, imports, cache, .. } = lowering;
     let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
     let domains: BTreeSet<String> = all.filter(|domain| !is_own(domain)).collect();
     let own = OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) };
@@ -98,8 +107,14 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         node: nodes,
         name: Some("model".into()),
         initializer: constants,
-        input: graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(),
-        output: graph.outputs().iter().map(|(name, id)| info(name, &graph.value(*id).ty)).collect(),
+        input: cache
+            .as_ref()
+            .map_or_else(|| graph.inputs().map(|(_, value)| info(&value.name, &value.ty)).collect(), |cache| cached::inputs(graph, cache, half)),
+        output: results
+            .iter()
+            .map(|(name, id)| info(name, &graph.value(*id).ty))
+            .chain(cache.iter().flat_map(|cache| cached::outputs(graph, cache, half)))
+            .collect(),
         // Types in between can be inferred. With them, ONNX Runtime fuses residual sums into a slower kernel, and transposes slower.
         value_info: Vec::new(),
         ..GraphProto::default()
@@ -117,15 +132,15 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         metadata_props: metadata.iter().map(|(key, value)| StringStringEntryProto::new(key, value)).collect(),
         ..ModelProto::default()
     };
-    Ok(Draft { model, weights })
+    Ok(Draft { model, weights, kept: cache.map(|cache| cache.kept).unwrap_or_default() })
 }
 
 /// Outputs that need a copy of a value, by the value's position.
 type Aliases = Vec<(String, usize)>;
 
 /// Names of values: each is called as the first output that it is.
-fn names(graph: &Graph, half: bool) -> Result<(Vec<String>, Aliases)> {
-    let public: BTreeSet<&str> = graph.outputs().iter().map(|(name, _)| name.as_str()).collect();
+fn names(graph: &Graph, results: &[(String, ValueId)], half: bool) -> Result<(Vec<String>, Aliases)> {
+    let public: BTreeSet<&str> = results.iter().map(|(name, _)| name.as_str()).collect();
     let mut names = Vec::with_capacity(graph.values().len());
     for value in graph.values() {
         let claimed = public.contains(value.name.as_str());
@@ -138,7 +153,7 @@ fn names(graph: &Graph, half: bool) -> Result<(Vec<String>, Aliases)> {
         names.push(if claimed { format!("{}.value", value.name) } else { value.name.clone() });
     }
     let (mut renamed, mut aliases) = (BTreeSet::new(), Vec::new());
-    for (name, id) in graph.outputs() {
+    for (name, id) in results {
         let at = id.index();
         let value = graph.value(*id);
         let narrow = half && value.ty.element == Element::Float;
@@ -151,7 +166,7 @@ fn names(graph: &Graph, half: bool) -> Result<(Vec<String>, Aliases)> {
     Ok((names, aliases))
 }
 
-fn info(name: &str, ty: &TensorType) -> ValueInfoProto {
+pub(super) fn info(name: &str, ty: &TensorType) -> ValueInfoProto {
     let element = if ty.element == Element::Float { DataType::Float } else { DataType::Int64 };
     let size = |dim: &Dim| match dim {
         Dim::Fixed(size) => Dimension::DimValue(*size as i64),

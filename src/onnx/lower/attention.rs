@@ -1,5 +1,6 @@
 //! Attention in plain operators, so that its products can be quantized.
 
+use super::super::cached;
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
@@ -24,7 +25,10 @@ pub(super) fn merge_heads(n: &mut Lowering) -> Result<()> {
 
 /// Query heads that share a key head stand one below the other in one product, so that no key is copied.
 pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
-    let [mut q, k, v] = [0, 1, 2].map(|i| n.input(i));
+    let [mut q, mut k, mut v] = [0, 1, 2].map(|i| n.input(i));
+    if n.cache.is_some() {
+        [k, v] = cached::keep(n, [k, v])?;
+    }
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
     let grouped = heads != groups;
     let last = n.inputs() - 1;
@@ -116,7 +120,7 @@ fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
 
 /// Keys that a query must not see because of their place, `[queries, keys]`.
 fn later(op: &Attention, n: &mut Lowering) -> Result<String> {
-    let (queries, keys) = (n.range(0, 2)?, n.range(1, 2)?);
+    let [queries, keys] = if n.cache.is_some() { cached::places(n)? } else { [n.range(0, 2)?, n.range(1, 2)?] };
     let column = n.ints(&[1]);
     let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
     if let (false, Some(window)) = (op.causal, op.window) {

@@ -249,7 +249,8 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     if shared {
         weight.turn(n)?;
     }
-    if weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
+    let is_head = shared && n.integer_head && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
+    if is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
         return integer_product(&weight, x, n);
     }
     let floats = if shared { weight.floats(n)? } else { weight.dequantize(n)? };

@@ -1,5 +1,6 @@
 //! Rotary embedding: tables for the length at hand, shared by all layers.
 
+use super::super::cached;
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
@@ -30,15 +31,17 @@ pub(super) fn rotary(op: &Rotary, n: &mut Lowering) -> Result<()> {
     Ok(())
 }
 
-/// Cosines or sines `[sequence, width / 2]` of what is turned.
+/// Cosines or sines of what is turned, `[sequence, width / 2]`; where positions are an input, `[batch, 1, sequence, width / 2]`.
 fn table(op: &Rotary, width: i64, function: &str, n: &mut Lowering) -> Result<String> {
     let width = width as usize;
     let what = format!("|{}|{width}|{op:?}", n.ty(0)?.shape[2]);
     let angles = n.share(&format!("rotary{what}"), |n| {
         let frequencies = frequencies(op, width, n)?;
-        let range = n.range(0, 2)?;
-        let column = n.ints(&[1]);
-        let positions = n.cast("positions", &range, DataType::Float);
+        let (places, column) = match n.cache {
+            Some(_) => (cached::positions(n), n.ints(&[1, 3])),
+            None => (n.range(0, 2)?, n.ints(&[1])),
+        };
+        let positions = n.cast("positions", &places, DataType::Float);
         let positions = n.emit("Unsqueeze", "column", &[&positions, &column], vec![]);
         Ok(n.emit("Mul", "angles", &[&positions, &frequencies], vec![]))
     })?;
@@ -60,7 +63,8 @@ fn frequencies(op: &Rotary, width: usize, n: &mut Lowering) -> Result<String> {
         RotaryScaling::LongRope { original, .. } => {
             let short = n.floats("rotary/short_frequencies", &op.frequencies(width, 0).0);
             let long = n.floats("rotary/long_frequencies", &op.frequencies(width, original + 1).0);
-            let (size, limit) = (n.size(0, 2)?, n.int(*original as i64));
+            let size = if n.cache.is_some() { cached::length(n)? } else { n.size(0, 2)? };
+            let limit = n.int(*original as i64);
             let longer = n.emit("Greater", "is_long", &[&size, &limit], vec![]);
             Ok(n.emit("Where", "frequencies", &[&longer, &long, &short], vec![]))
         }

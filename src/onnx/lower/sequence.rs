@@ -1,5 +1,6 @@
 //! Tokens, their positions, and what is taken out of sequences.
 
+use super::super::cached;
 use super::super::proto::{AttributeProto, DataType};
 use super::{Lowering, integer};
 use crate::error::Result;
@@ -14,6 +15,11 @@ pub(super) fn embedding(n: &mut Lowering) -> Result<()> {
 }
 
 pub(super) fn positions(op: &Positions, n: &mut Lowering) -> Result<()> {
+    if n.cache.is_some() {
+        let (positions, first) = (cached::positions(n), n.int(op.first() as i64));
+        n.finish("Add", &[&positions, &first], vec![]);
+        return Ok(());
+    }
     let tokens = n.input(0);
     let Some(padding) = op.padding else {
         let mut range = n.range(0, 1)?;

@@ -27,6 +27,8 @@ use crate::work::Work;
 pub(super) const UNASKED: u64 = 1 << 30;
 /// Where the input is written as ONNX for comparison.
 const BEFORE: &str = ".before";
+/// Tokens of synthetic samples that decoders with a cache are given one by one.
+const STEPS: usize = 4;
 /// What is run where there is no evaluation data.
 const SYNTHETIC: &str = "synthetic samples";
 
@@ -133,7 +135,13 @@ impl Run<'_> {
             measured.notes.push(format!("{MODEL} was read back but not run: {reason}; {}", reason.hint().unwrap_or_default()));
         }
         match asked {
-            Some(evaluate) => self.evaluate(&evaluate, &wanted, exports, &mut measured)?,
+            Some(evaluate) => {
+                self.evaluate(&evaluate, &wanted, exports, &mut measured)?;
+                // Evaluation runs texts as a whole; that they go on is seen here.
+                if wanted.len() > 1 && self.option("cache").is_some_and(|cache| cache == true) {
+                    self.compare(exports, &mut measured)?;
+                }
+            }
             None if wanted.len() > 1 => self.compare(exports, &mut measured)?,
             None => {}
         }
@@ -240,11 +248,15 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// An option of the ONNX export, if there is one.
+    fn option(&self, name: &str) -> Option<serde_json::Value> {
+        self.pipeline.onnx()?.format().options().get(name).cloned()
+    }
+
     /// Compares ONNX Runtime's answers with the built-in executor's, and adds the result to the exports.
     fn require_agreement(&self, fidelity: Option<&Fidelity>, samples: usize, what: &str, exports: &mut [(&'static str, Exported)]) -> Result<()> {
         let Some(fidelity) = fidelity else { return Ok(()) };
-        let coarse =
-            has_integers(self.after) || self.pipeline.onnx().is_some_and(|export| export.format().options().get("precision").is_some_and(|p| p == "float16"));
+        let coarse = has_integers(self.after) || self.option("precision").is_some_and(|precision| precision == "float16");
         let (ok, difference) = judge(fidelity, coarse);
         if !ok {
             let reason = format!("outputs of ONNX Runtime and the built-in executor differ on {samples} {what}: {difference}");
@@ -269,8 +281,8 @@ fn judge(fidelity: &Fidelity, coarse: bool) -> (bool, String) {
 fn run_synthetic(model: Model, file: &Path, seed: u64, work: &Work) -> Result<(Fidelity, usize)> {
     let batch = data::synthetic(&model.graph()?, seed)?;
     let config = model.config.values().clone();
-    let mut subjects =
-        [Subject::of(model)?.with_rounding(Rounding::Tensor), Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?];
+    let theirs = Subject::onnx(file, file.parent().unwrap_or(Path::new("")), config, work.threads)?.with_steps(STEPS);
+    let mut subjects = [Subject::of(model)?.with_rounding(Rounding::Tensor), theirs];
     let [ours, theirs] = &mut subjects;
     let mut models = [ours.load(&Device::Cpu, work)?, theirs.load(&Device::Cpu, work)?];
     Ok((evaluation::compare(&batch, &mut models)?, batch.samples))
