@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::ir::Builder;
 use crate::ir::ops::{Add, Attention, Embedding, Gelu, Positions, RelativeBias, Select, Tanh};
 
-pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[] };
+/// transformers 4 looks back alone where a decoder is meant, transformers 5 does not.
+pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[("is_decoder", "false")] };
 
 pub(super) const SIZES: Sizes =
     Sizes { prefixes: &["mpnet.", ""], heads: ("num_attention_heads", "encoder.layer.0.attention.attn.q.weight", 0), ..bert::SIZES };
