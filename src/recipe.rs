@@ -16,7 +16,7 @@ use crate::evaluation::Evaluate;
 use crate::export::Export;
 use crate::files;
 use crate::pass::Step;
-use crate::store::ByteSize;
+use crate::store::{ByteSize, OpenSizes};
 
 /// A recipe. Unknown keys are refused.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,6 +31,9 @@ pub struct Recipe {
     /// Keep NaN and infinite weights instead of stopping with an error
     #[serde(default)]
     pub allow_nonfinite: bool,
+    /// Sizes that an .onnx file leaves open, by their names or by that of an input: { sequence: 128, input: [1, 512] }
+    #[serde(default, skip_serializing_if = "OpenSizes::is_empty")]
+    pub sizes: OpenSizes,
     /// Measure how close the answers are to the input's where no evaluation data is named
     #[serde(default = "yes")]
     pub measure: bool,
@@ -84,6 +87,7 @@ impl Recipe {
             model: model.into(),
             seed: 0,
             allow_nonfinite: false,
+            sizes: OpenSizes::new(),
             measure: true,
             #[cfg(feature = "run")]
             data: crate::data::DataSets::default(),

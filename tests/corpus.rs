@@ -121,8 +121,8 @@ fn seeds_are_read_or_refused() {
 fn what_fuzzers_have_found_is_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("in.safetensors");
-    let (mut read, mut all) = ([0; 4], [0; 4]);
-    for (target, name) in ["reader", "recipe", "graph", "onnx"].into_iter().enumerate() {
+    let (mut read, mut all) = ([0; 5], [0; 5]);
+    for (target, name) in ["reader", "recipe", "graph", "onnx", "opening"].into_iter().enumerate() {
         for (_, bytes) in kept(name) {
             all[target] += 1;
             read[target] += usize::from(match name {
@@ -132,6 +132,11 @@ fn what_fuzzers_have_found_is_read_or_refused() {
                 }
                 "recipe" => Recipe::parse(&String::from_utf8_lossy(&bytes), Path::new("recipe.yaml")).is_ok(),
                 "graph" => serde_json::from_slice::<GraphFile>(&bytes).is_ok_and(|file| file.build(&Named).is_ok()),
+                "opening" => {
+                    let path = path.with_extension("onnx");
+                    std::fs::write(&path, bytes).unwrap();
+                    Model::open(&path).is_ok_and(|model| model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()))
+                }
                 _ => decode(&[Piece::Bytes(bytes)]).is_ok_and(|model| ModelProto::decode(model.encode_to_vec().as_slice()).is_ok()),
             });
         }

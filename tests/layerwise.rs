@@ -222,6 +222,7 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
     for pass in [
         Step::from(quantized(Method::Gptq, Scheme::W4A16)),
         quantized(Method::Awq, Scheme::W4A16).into(),
+        quantized(Method::Smoothquant, Scheme::W8A8).into(),
         pruned(Importance::Sparsegpt).into(),
         palettized().into(),
         Decompose { rank: Amount::fraction(0.85), ..Decompose::default() }.into(),

@@ -12,6 +12,7 @@ use compress::onnx::proto::{AttributeProto, DataType, Dimension, GraphProto, Mod
 use compress::pass::{Context, Pass, QuantizeStatic, Step};
 use compress::run_state::RunState;
 use compress::runtime;
+use compress::store::OpenSizes;
 use compress::work::{Cancel, MemoryLimit, Silent, Work};
 use compress::{Model, Pipeline};
 use prost::Message;
@@ -204,4 +205,137 @@ fn a_fixed_number_of_samples_is_given_at_a_time() {
     assert_eq!(measured.samples_from, compress::evaluation::SamplesFrom::HeldOut);
     assert!(measured.fidelity.cosine > 0.99, "{}", measured.fidelity.cosine);
     assert!(report.notes.iter().any(|note| note.contains("the first 8 calibration samples")), "{:?}", report.notes);
+}
+
+/// A file whose piece takes two sizes that are equal alone, though it calls them otherwise.
+fn of_equal_sizes() -> ModelProto {
+    let modulo = node("Mod", &["x", "h"], "a", vec![AttributeProto::int("fmod", 1)]);
+    let nodes = vec![modulo, node("MatMul", &["a", "first"], "b", vec![]), node("MatMul", &["b", "second"], "y", vec![])];
+    let mut file = model(13, &[1, 0], nodes, vec![floats("first", &[4, 6]), floats("second", &[6, 4])]);
+    let mut h = value("h", DataType::Float, Some(&[1, 0]));
+    let shape = h.r#type.as_mut().and_then(|ty| ty.tensor_type.as_mut()).and_then(|tensor| tensor.shape.as_mut()).unwrap();
+    shape.dim[1].value = Some(Dimension::DimParam("a size / 2".into()));
+    file.graph.as_mut().unwrap().input.push(h);
+    file
+}
+
+#[test]
+fn sizes_that_a_file_takes_alone_are_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    std::fs::write(&path, of_equal_sizes().encode_to_vec()).unwrap();
+    let sizes = |told: &[(&str, &str)]| -> OpenSizes { told.iter().map(|(name, size)| ((*name).to_owned(), size.parse().unwrap())).collect() };
+    let opened = || Model::open(&path).unwrap();
+    for (told, wanted) in [
+        (sizes(&[("m", "4")]), "`m` is neither an open size nor an input; "),
+        (sizes(&[("y", "1x4")]), "`y` is no input; "),
+        (sizes(&[("x", "4")]), "`x` has 2 axes, and 1 sizes are told"),
+        (sizes(&[("x", "2x4")]), "`x` has a size of 1, and 2 is told"),
+        (sizes(&[("n", "0")]), "`n` has a size of zero"),
+        (sizes(&[("n", "4"), ("x", "1x5")]), "makes 5 of a size that is 4 elsewhere"),
+    ] {
+        let error = opened().tell_sizes(&told).unwrap_err().to_string();
+        assert!(error.contains(wanted) && error.contains("leaves sizes open in x: float[1, n], h: float[1, a size / 2]"), "{error}");
+    }
+    let told = opened();
+    told.tell_sizes(&sizes(&[("n", "4"), ("a size / 2", "4")])).unwrap();
+    told.tell_sizes(&sizes(&[("x", "1x4"), ("h", "1x4")])).unwrap();
+    assert!(told.tell_sizes(&sizes(&[("x", "1x4")])).unwrap_err().to_string().contains("was opened with others"));
+    if runtime::library().is_err() {
+        return;
+    }
+    let error = opened().graph().unwrap_err();
+    let hint = error.hint().unwrap();
+    assert!(hint.contains("`--size NAME=1x512`") && hint.contains("open are x: float[1, n], h: float[1, a size / 2]"), "{hint}");
+    assert_eq!(told.graph().unwrap().inputs().map(|(_, value)| value.ty.to_string()).collect::<Vec<_>>(), ["float[1, 4]", "float[1, 4]"]);
+    let numbers = |seed: f32| Tensor::from_vec(numbers(4, seed), (1, 4), &Device::Cpu).unwrap();
+    let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), numbers(0.3)), ("h".to_owned(), numbers(2.0))].into();
+    close("told", &executed(told, &inputs).unwrap(), &in_runtime(&path, &inputs));
+    // A run is told them too, and measures on samples that the file takes.
+    let samples = folder.path().join("samples.safetensors");
+    let rows = |seed: f32| Tensor::from_vec(nodes::numbers(64, seed), (16, 4), &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("x".to_owned(), rows(0.3)), ("h".to_owned(), rows(2.0))].into(), &samples).unwrap();
+    let calibration = Data { arrays: Some(samples), ..Data::default() };
+    let builder = || Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration.clone()).threads(1);
+    assert!(builder().build().unwrap().run(opened(), folder.path().join("no.onnx")).is_err());
+    let report = builder().sizes(sizes(&[("n", "4"), ("h", "1x4")])).build().unwrap().run(opened(), folder.path().join("out.onnx")).unwrap();
+    assert!(report.fidelity.unwrap().fidelity.cosine > 0.99);
+    let dynamic = Pipeline::builder().pass(Step::from(compress::pass::PruneUnstructured::default())).sizes(sizes(&[("n", "4"), ("h", "1x4")]));
+    let report = dynamic.threads(1).build().unwrap().run(opened(), folder.path().join("pruned.onnx")).unwrap();
+    assert!(report.fidelity.is_some(), "{:?}", report.notes);
+}
+
+/// An input that is one number is tried with what is told.
+#[test]
+fn numbers_that_a_file_takes_alone_are_told() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    // The row of that number, counted from four on: there is one.
+    let nodes = vec![
+        node("Sub", &["k", "four"], "at", vec![]),
+        node("Gather", &["x", "at"], "a", vec![AttributeProto::int("axis", 0)]),
+        node("MatMul", &["a", "first"], "y", vec![]),
+    ];
+    let mut file = model(13, &[1, 4], nodes, vec![floats("first", &[4, 6]), ints("four", &[4])]);
+    file.graph.as_mut().unwrap().input.push(value("k", DataType::Int64, Some(&[])));
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    assert!(Model::open(&path).unwrap().graph().is_err());
+    let opened = Model::open(&path).unwrap();
+    opened.tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
+    let x = Tensor::from_vec(numbers(4, 0.3), (1, 4), &Device::Cpu).unwrap();
+    let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), x), ("k".to_owned(), Tensor::new(4i64, &Device::Cpu).unwrap())].into();
+    close("told", &executed(opened, &inputs).unwrap(), &in_runtime(&path, &inputs));
+}
+
+/// What a file is given is not repeated until memory ends: what it would be is said before anything runs.
+#[test]
+fn values_that_swell_are_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.onnx");
+    for (what, nodes, numbers) in [
+        ("Expand", vec![node("Expand", &["x", "shape"], "y", vec![])], vec![1 << 20, 1 << 10, 4]),
+        ("Tile", vec![node("Tile", &["x", "shape"], "y", vec![])], vec![1 << 20, 1 << 10]),
+        (
+            "Tile",
+            vec![node("Tile", &["x", "shape"], "a", vec![]), node("Abs", &["a"], "b", vec![]), node("Tile", &["b", "shape"], "y", vec![])],
+            vec![1 << 8, 1 << 8],
+        ),
+    ] {
+        std::fs::write(&path, model(13, &[0, 4], nodes, vec![ints("shape", &numbers)]).encode_to_vec()).unwrap();
+        let error = Model::open(&path).unwrap().graph().unwrap_err().to_string();
+        assert!(error.contains(&format!("({what}) makes at least")) && error.contains("more than 268435456"), "{what}: {error}");
+    }
+}
+
+/// Attention as one operator of another domain stays as it is, with its weights seen and what stands around it quantized.
+#[test]
+fn attention_of_another_domain_is_a_piece() {
+    if runtime::library().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (path, out, samples) = (folder.path().join("model.onnx"), folder.path().join("out.onnx"), folder.path().join("samples.safetensors"));
+    let attention = node("Attention", &["a", "qkv", "bias"], "b", vec![AttributeProto::int("num_heads", 2)]);
+    let multi_head = node("MultiHeadAttention", &["b", "b", "b"], "c", vec![AttributeProto::int("num_heads", 2)]);
+    let [attention, multi_head] = [attention, multi_head].map(|node| NodeProto { domain: Some("com.microsoft".into()), ..node });
+    let nodes = vec![node("MatMul", &["x", "first"], "a", vec![]), attention, multi_head, node("MatMul", &["c", "second"], "y", vec![])];
+    let weights = vec![floats("first", &[8, 8]), floats("qkv", &[8, 24]), floats("bias", &[24]), floats("second", &[8, 4])];
+    let mut file = model(17, &[0, 5, 8], nodes, weights);
+    file.opset_import.push(compress::onnx::proto::OperatorSetIdProto { domain: Some("com.microsoft".into()), version: Some(1) });
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let opened = Model::open(&path).unwrap();
+    assert_eq!((pieces(&opened), opened.graph().unwrap().params().count()), (1, 4), "{}", opened.graph().unwrap());
+    let inputs = sample(&[0, 5, 8]);
+    close("as it is", &executed(opened.clone(), &inputs).unwrap(), &in_runtime(&path, &inputs));
+    candle_core::safetensors::save(&sample(&[32, 5, 8]).into_iter().collect(), &samples).unwrap();
+    let calibration = Data { arrays: Some(samples), ..Data::default() };
+    let built = Pipeline::builder().pass(Step::from(QuantizeStatic::default())).calibration(calibration).threads(1).build().unwrap();
+    let report = built.run(opened, &out).unwrap();
+    assert!(report.fidelity.unwrap().fidelity.cosine > 0.99);
+    let written = ModelProto::decode(std::fs::read(&out).unwrap().as_slice()).unwrap();
+    assert!(written.opset_import.iter().any(|import| import.domain() == "com.microsoft" && import.version() == 1));
+    assert_eq!(written.graph.unwrap().node.iter().filter(|node| node.domain() == "com.microsoft").count(), 2);
 }

@@ -200,7 +200,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             heads.push(value);
         }
         heads.push(mask);
-        let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap };
+        let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap, ..Attention::default() };
         let context = b.node(&at.node("self_attn.context_heads"), attention, &heads)?;
         let context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
         self.linear(b, at, "self_attn.o_proj", context, self.s.size("hidden_size")?, self.out_bias)

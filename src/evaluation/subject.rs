@@ -71,7 +71,12 @@ impl Subject {
     /// There is none, there is no ONNX Runtime, or it refuses the file.
     pub fn file_of(model: &Model, threads: usize) -> Result<Subject> {
         let none = || Error::option("ONNX Runtime", format!("{} is no ONNX file", model.path.display()));
-        Subject::onnx_file(&model.onnx.as_ref().ok_or_else(none)?.path, threads)
+        let file = model.onnx.as_ref().ok_or_else(none)?;
+        let mut subject = Subject::onnx_file(&file.path, threads)?;
+        for input in &mut subject.inputs {
+            input.shape = file.input_sizes(&input.name).unwrap_or_else(|| input.shape.clone());
+        }
+        Ok(subject)
     }
 
     /// An ONNX file whose folder holds tokenizer and `config.json`.

@@ -38,6 +38,15 @@ impl<'a> Heads<'a> {
     }
 }
 
+/// What is added to products `[batch, heads, queries, keys]`.
+#[derive(Clone, Copy)]
+pub struct Bias<'a> {
+    /// The elements.
+    pub values: &'a [f32],
+    /// Steps along the axes: none where one number holds for all, one along keys otherwise.
+    pub strides: [usize; 4],
+}
+
 /// Sizes, and which keys a query sees.
 #[derive(Clone, Copy)]
 pub struct Attention<'a> {
@@ -63,8 +72,10 @@ pub struct Attention<'a> {
     pub soft_cap: Option<f32>,
     /// For `[batch, keys]`, whether a key is padding.
     pub padding: Option<&'a [bool]>,
-    /// What is added to the products, `[heads, sequence, keys]`; gradients know nothing of it.
-    pub bias: Option<&'a [f32]>,
+    /// What is added to the products; gradients know nothing of it.
+    pub bias: Option<Bias<'a>>,
+    /// Whether queries to which a bias of minus infinity leaves no key get zeros, and not what is no number.
+    pub zero_where_hidden: bool,
 }
 
 impl Attention<'_> {
@@ -91,7 +102,7 @@ impl Attention<'_> {
                         panel.look(self, start, (&keys, &values), padding, &mut products);
                     }
                 }
-                panels.iter().zip(output.chunks_mut(PANEL * self.out)).for_each(|(panel, output)| panel.finish(output));
+                panels.iter().zip(output.chunks_mut(PANEL * self.out)).for_each(|(panel, output)| panel.finish(self, output));
             }
         });
     }
@@ -159,11 +170,12 @@ impl Attention<'_> {
     }
 
     /// Adds the bias of a head to products with a panel of queries.
-    fn add_bias(&self, head: usize, seen: Range<usize>, first: usize, products: &mut [Lanes]) {
-        let Some(bias) = self.bias else { return };
-        let of_head = &bias[head * self.sequence * self.keys..][..self.sequence * self.keys];
-        for (lane, row) in of_head.chunks_exact(self.keys.max(1)).skip(first).take(PANEL).enumerate() {
-            products.iter_mut().zip(&row[seen.clone()]).for_each(|(product, bias)| product[lane] += bias);
+    fn add_bias(&self, (batch, head): (usize, usize), seen: Range<usize>, first: usize, products: &mut [Lanes]) {
+        let Some(Bias { values, strides: [of_batch, of_head, of_query, of_key] }) = self.bias else { return };
+        let of_head = &values[batch * of_batch + head * of_head..];
+        for (lane, query) in (first..self.sequence).take(PANEL).enumerate() {
+            let row = &of_head[query * of_query..];
+            products.iter_mut().zip(seen.clone()).for_each(|(product, key)| product[lane] += row[key * of_key]);
         }
     }
 }
@@ -185,7 +197,7 @@ pub(super) fn multiply(left: &Left, block: usize, panel: &[f32], rows: &mut [Lan
 
 /// A panel of queries, and what they have seen so far.
 struct Queries {
-    head: usize,
+    place: (usize, usize),
     first: usize,
     seen: Range<usize>,
     panel: Scratch,
@@ -201,7 +213,7 @@ impl Queries {
     fn new(shape: &Attention, first: usize, count: usize, queries: Heads, (batch, head): (usize, usize), padding: Option<&[bool]>) -> Queries {
         let rows = queries.head(batch, head).get(first * queries.strides[2]..).unwrap_or_default();
         Queries {
-            head,
+            place: (batch, head),
             first,
             seen: shape.seen(first, count, padding),
             panel: shape.panel(rows, [count, shape.width, queries.strides[2]], shape.scale),
@@ -220,7 +232,7 @@ impl Queries {
         let products = &mut products.as_chunks_mut().0[..seen.len()];
         shape.products(keys, seen.clone(), (&self.panel, self.first), padding, products);
         if shape.bias.is_some() {
-            shape.add_bias(self.head, seen.clone(), self.first, products);
+            shape.add_bias(self.place, seen.clone(), self.first, products);
             shape.hide(seen.clone(), self.first, padding, products);
         }
         let factors = exponents(products, &mut self.most, &mut self.total);
@@ -233,8 +245,8 @@ impl Queries {
     }
 
     /// Writes rows of the output.
-    fn finish(&self, output: &mut [f32]) {
-        let factors = self.total.map(|total| 1.0 / total);
+    fn finish(&self, shape: &Attention, output: &mut [f32]) {
+        let factors = self.total.map(|total| if shape.zero_where_hidden && total == 0.0 { 0.0 } else { 1.0 / total });
         for ((lane, row), factor) in output.chunks_exact_mut(self.sums.len().max(1)).enumerate().zip(factors) {
             row.iter_mut().zip(&self.sums).for_each(|(out, sums)| *out = sums[lane] * factor);
         }

@@ -279,7 +279,21 @@ mod tests {
         let (batch, heads, groups, sequence, width, out) = (2, 4, 2, 130, 5, 6);
         let padding: Vec<bool> = (0..batch * sequence).map(|i| i % 7 == 3).collect();
         for (causal, window, padding) in [(false, None, None), (true, None, None), (true, Some(40), None), (true, Some(9), Some(&padding[..]))] {
-            let shape = Attention { heads, groups, sequence, keys: sequence, width, out, scale: 0.6, causal, window, soft_cap: None, padding, bias: None };
+            let shape = Attention {
+                heads,
+                groups,
+                sequence,
+                keys: sequence,
+                width,
+                out,
+                scale: 0.6,
+                causal,
+                window,
+                soft_cap: None,
+                padding,
+                bias: None,
+                zero_where_hidden: false,
+            };
             let inputs =
                 [numbers(batch * heads * sequence * width, 1), numbers(batch * groups * sequence * width, 2), numbers(batch * groups * sequence * out, 3)];
             let gradient = numbers(batch * heads * sequence * out, 4);

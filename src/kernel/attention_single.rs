@@ -107,8 +107,21 @@ mod tests {
         let (batch, heads, groups, keys) = (2, 4, 2, 300);
         for (width, out, window, soft_cap) in [(64, 64, None, None), (20, 37, Some(19), None), (16, 8, None, Some(1.5))] {
             let (q, k, v) = (numbers(batch * heads * keys * width, 1), numbers(batch * groups * keys * width, 2), numbers(batch * groups * keys * out, 3));
-            let shape =
-                |sequence| Attention { heads, groups, sequence, keys, width, out, scale: 0.2, causal: true, window, soft_cap, padding: None, bias: None };
+            let shape = |sequence| Attention {
+                heads,
+                groups,
+                sequence,
+                keys,
+                width,
+                out,
+                scale: 0.2,
+                causal: true,
+                window,
+                soft_cap,
+                padding: None,
+                bias: None,
+                zero_where_hidden: false,
+            };
             let mut all = vec![0.0; batch * heads * keys * out];
             shape(keys).run(of(&q, heads, keys, width), of(&k, groups, keys, width), of(&v, groups, keys, out), &mut all);
             // Several last queries go the way of many.

@@ -1,7 +1,9 @@
 //! Buffers that are used again: fresh memory costs a page fault for every 4 KiB, which is as much as multiplying it.
 
 use std::cell::RefCell;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
+
+use rayon::prelude::*;
 
 /// Floats that a thread keeps for the next time.
 const KEPT: usize = 1 << 24;
@@ -53,9 +55,32 @@ impl DerefMut for Scratch {
     }
 }
 
+/// Floats that are cleared together.
+const PIECE: usize = 1 << 10;
+/// Of how many floats the allocator has memory at hand that was used before. What is larger comes from the system, which clears it.
+const USED: Range<usize> = 1 << 17..1 << 23;
+
+/// Zeros. Clearing memory that was used before takes long enough that all threads do it, and none waits for one.
+pub fn cleared(count: usize) -> Vec<f32> {
+    if !USED.contains(&count) {
+        return vec![0.0; count];
+    }
+    let pieces: Vec<[f32; PIECE]> = rayon::iter::repeat_n([0.0; PIECE], count.div_ceil(PIECE)).with_min_len(16).collect();
+    let mut zeros = pieces.into_flattened();
+    zeros.truncate(count);
+    zeros
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn zeros_are_as_many_as_are_asked_for() {
+        for count in [0, 7, USED.start, USED.start + 1, USED.start + PIECE + 3] {
+            assert_eq!(cleared(count), vec![0.0; count]);
+        }
+    }
 
     #[test]
     fn buffers_come_back() {

@@ -44,24 +44,31 @@ fn part<'p, const FUSED: bool, const R: usize, const C: usize, T>(
     sums
 }
 
-macro_rules! tiles {
+macro_rules! strips {
     ($($name:ident: $fused:expr, $rows:literal, $columns:literal;)+) => {
         $(mod $name {
-            use super::{BLOCK, PANEL, Tile, part};
+            use super::{PANEL, Panel, Tile, part};
 
-            const _: () = assert!(BLOCK.is_multiple_of($rows) && PANEL.is_multiple_of($columns));
+            const _: () = assert!(PANEL.is_multiple_of($columns));
+            pub const ROWS: usize = $rows;
+
+            /// The rows from `top` on.
+            pub fn multiply(block: &[f32], panel: Panel, top: usize, columns: usize, tile: &mut Tile) {
+                match panel {
+                    Panel::Packed(panel) => packed(block, panel, top, tile),
+                    Panel::Shifted { values, offsets } => shifted(block, values, offsets, top, columns, tile),
+                }
+            }
 
             simd! {
                 // Stands alone: as a part of a larger function, its sums have been seen to leave the registers.
                 #[inline(never)]
-                pub fn packed(block: &[f32], panel: &[f32], rows: usize, tile: &mut Tile) {
+                fn packed(block: &[f32], panel: &[f32], top: usize, tile: &mut Tile) {
                     let panel = panel.as_chunks::<PANEL>().0;
-                    for top in (0..rows).step_by($rows) {
-                        for left in (0..PANEL).step_by($columns) {
-                            let sums = part::<{ $fused }, $rows, $columns, _>(block, top, panel, |row| row[left..].first_chunk());
-                            for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                                out[left..left + $columns].copy_from_slice(sums);
-                            }
+                    for left in (0..PANEL).step_by($columns) {
+                        let sums = part::<{ $fused }, $rows, $columns, _>(block, top, panel, |row| row[left..].first_chunk());
+                        for (out, sums) in tile[top..].iter_mut().zip(&sums) {
+                            out[left..left + $columns].copy_from_slice(sums);
                         }
                     }
                 }
@@ -69,16 +76,14 @@ macro_rules! tiles {
 
             simd! {
                 #[inline(never)]
-                pub fn shifted(block: &[f32], values: &[f32], offsets: &[usize], rows: usize, columns: usize, tile: &mut Tile) {
-                    for top in (0..rows).step_by($rows) {
-                        for left in (0..columns).step_by($columns) {
-                            let values = values.get(left..).unwrap_or_default();
-                            // Zeros where nothing is: with another way out of the loop, the sums would not stay in registers.
-                            let row = |offset: &usize| values.get(*offset..).and_then(|values| values.first_chunk()).or(Some(&[0.0; $columns]));
-                            let sums = part::<{ $fused }, $rows, $columns, _>(block, top, offsets, row);
-                            for (out, sums) in tile[top..].iter_mut().zip(&sums) {
-                                out[left..left + $columns].copy_from_slice(sums);
-                            }
+                fn shifted(block: &[f32], values: &[f32], offsets: &[usize], top: usize, columns: usize, tile: &mut Tile) {
+                    for left in (0..columns).step_by($columns) {
+                        let values = values.get(left..).unwrap_or_default();
+                        // Zeros where nothing is: with another way out of the loop, the sums would not stay in registers.
+                        let row = |offset: &usize| values.get(*offset..).and_then(|values| values.first_chunk()).or(Some(&[0.0; $columns]));
+                        let sums = part::<{ $fused }, $rows, $columns, _>(block, top, offsets, row);
+                        for (out, sums) in tile[top..].iter_mut().zip(&sums) {
+                            out[left..left + $columns].copy_from_slice(sums);
                         }
                     }
                 }
@@ -87,20 +92,32 @@ macro_rules! tiles {
     };
 }
 
-tiles! {
+// What fills the registers best, and lower strips for blocks with fewer rows. Of eight rows, sums have been seen to leave the registers.
+strips! {
     wide: true, 12, 32;
+    wide_4: true, 4, 32;
     narrow: true, 6, 16;
+    narrow_4: true, 4, 16;
     small: cfg!(target_arch = "aarch64"), 4, 8;
 }
 
 /// The first `rows` rows and `columns` columns, at least, of a packed block times a panel.
 pub(super) fn multiply(block: &[f32], panel: Panel, [rows, columns]: [usize; 2], tile: &mut Tile) {
-    match (simd::level(), panel) {
-        (Level::Avx512, Panel::Packed(panel)) => wide::packed(block, panel, rows, tile),
-        (Level::Avx2, Panel::Packed(panel)) => narrow::packed(block, panel, rows, tile),
-        (Level::Baseline, Panel::Packed(panel)) => small::packed(block, panel, rows, tile),
-        (Level::Avx512, Panel::Shifted { values, offsets }) => wide::shifted(block, values, offsets, rows, columns, tile),
-        (Level::Avx2, Panel::Shifted { values, offsets }) => narrow::shifted(block, values, offsets, rows, columns, tile),
-        (Level::Baseline, Panel::Shifted { values, offsets }) => small::shifted(block, values, offsets, rows, columns, tile),
+    let level = simd::level();
+    let mut top = 0;
+    while top < rows {
+        macro_rules! strip {
+            ($name:ident) => {{
+                $name::multiply(block, panel, top, columns, tile);
+                top += $name::ROWS;
+            }};
+        }
+        match (level, rows - top) {
+            (Level::Avx512, ..=8) => strip!(wide_4),
+            (Level::Avx512, _) => strip!(wide),
+            (Level::Avx2, ..=4 | 7 | 8) => strip!(narrow_4),
+            (Level::Avx2, _) => strip!(narrow),
+            (Level::Baseline, _) => strip!(small),
+        }
     }
 }

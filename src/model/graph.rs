@@ -13,7 +13,7 @@ use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
 use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, same};
 pub use crate::onnx::ModelFile;
-use crate::store::{ActivationScheme, Affine, Encoding, Weight, Weights, select};
+use crate::store::{ActivationScheme, Affine, Encoding, OpenSizes, Weight, Weights, select};
 
 impl Catalog for Weights {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -43,6 +43,18 @@ impl Model {
             onnx: Some(Arc::new(onnx)),
             signed_activations: false,
         })
+    }
+
+    /// Fixes sizes that an ONNX file leaves open.
+    ///
+    /// # Errors
+    /// The model is no ONNX file, or has no such sizes open.
+    pub fn tell_sizes(&self, sizes: &OpenSizes) -> Result<()> {
+        match &self.onnx {
+            Some(file) => file.tell_sizes(sizes),
+            None if sizes.is_empty() => Ok(()),
+            None => Err(Error::option("sizes", format!("{} is no .onnx file: other models take any size", self.path.display()))),
+        }
     }
 
     /// Whether a weight of an ONNX file is another one by now.

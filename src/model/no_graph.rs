@@ -21,6 +21,14 @@ impl Model {
         })
     }
 
+    /// Refuses sizes: what models compute is not known here.
+    ///
+    /// # Errors
+    /// There are some.
+    pub fn tell_sizes(&self, sizes: &crate::store::OpenSizes) -> Result<()> {
+        if sizes.is_empty() { Ok(()) } else { Err(Error::option("sizes", "a build without the feature `run` opens no .onnx file")) }
+    }
+
     pub(crate) fn changes(&self, _name: &str, _now: &crate::store::Weight) -> bool {
         false
     }

@@ -220,17 +220,26 @@ impl ModelFile {
     pub(crate) fn unknown_integers(&self) -> Option<String> {
         let (mut unknown, mut open) = (Vec::new(), self.model.graph.iter().collect::<Vec<_>>());
         while let Some(graph) = open.pop() {
-            let given = graph.node.iter().filter(|node| node.op_type() == "Constant").filter_map(|node| node.output.first().map(String::as_str));
-            let constants: BTreeSet<&str> = graph.initializer.iter().map(TensorProto::name).chain(given).collect();
+            let given = graph.node.iter().filter(|node| node.op_type() == "Constant").filter_map(constant_type);
+            let constants: BTreeMap<&str, DataType> = graph.initializer.iter().map(|tensor| (tensor.name(), tensor.data_type())).chain(given).collect();
             open.extend(graph.node.iter().flat_map(super::check::bodies));
-            let of_constant = |node: &&NodeProto| node.op_type() == "DequantizeLinear" && node.input.first().is_some_and(|x| constants.contains(x.as_str()));
-            let left = graph.node.iter().filter(of_constant).filter(|node| node.output.first().is_none_or(|output| !self.made_floats.contains(output)));
+            let known = |name: &String| self.made_floats.contains(name);
+            let left = graph.node.iter().filter(|node| {
+                let (Some(ty), Some(output)) = (node.input.first().and_then(|x| constants.get(x.as_str())), node.output.first()) else { return false };
+                let bytes = matches!(ty, DataType::Int8 | DataType::Uint8) && int(node, "to", 0) == DataType::Float as i64;
+                match node.op_type() {
+                    "DequantizeLinear" => !known(output),
+                    // Of bytes that are made floats, what scales them is the weight.
+                    "Cast" if bytes => !graph.node.iter().any(|reader| reader.input.contains(output) && reader.output.first().is_some_and(known)),
+                    _ => false,
+                }
+            });
             unknown.extend(left.filter_map(|node| node.input.first()));
         }
         let first = unknown.first()?;
         let count = unknown.len();
         Some(format!(
-            "{count} tensors of integers are read by DequantizeLinear in a form that is not known and stay as they are: no pass takes them (the first: `{first}`)"
+            "{count} tensors of integers are made floats of (by DequantizeLinear or Cast) in a form that is not known, and stay as they are: no pass takes them (the first: `{first}`)"
         ))
     }
 
@@ -277,6 +286,12 @@ impl ModelFile {
         };
         Some(read())
     }
+}
+
+/// Name and type of what a `Constant` holds.
+fn constant_type(node: &NodeProto) -> Option<(&str, DataType)> {
+    let value = node.attribute.iter().find(|attribute| attribute.name() == "value")?;
+    Some((node.output.first()?, value.t.as_ref()?.data_type()))
 }
 
 /// The axis that scales are of, as the file has its axes.

@@ -18,7 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::check::{self, label};
 use super::model_file::ModelFile;
 use super::piece;
-use super::proto::{Dimension, DimensionProto, NodeProto, TensorProto, ValueInfoProto};
+use super::proto::{NodeProto, TensorProto, ValueInfoProto};
+use super::sizes;
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Dim, Graph, Op, TensorType, ValueId};
 use crate::store::{DType, Role, Weights};
@@ -80,6 +81,8 @@ pub(super) struct Lift<'f> {
     /// Their sizes, and how many elements those are that are computed once.
     folded_sizes: BTreeMap<&'f str, Vec<u64>>,
     folded_elements: u64,
+    /// How many elements values have at least, whatever the open sizes are.
+    least: BTreeMap<&'f str, u64>,
     /// Nodes without a typed form, and why.
     left: Vec<String>,
     /// What cannot be run either.
@@ -117,6 +120,7 @@ impl ModelFile {
             of_constants: BTreeSet::new(),
             folded_sizes: BTreeMap::new(),
             folded_elements: 0,
+            least: BTreeMap::new(),
             left: Vec::new(),
             failed: Vec::new(),
         };
@@ -129,7 +133,7 @@ impl<'f> Lift<'f> {
         let file = self.file;
         let Some(graph) = &file.model.graph else { return Err(self.refused(&["it has no graph".to_owned()])) };
         for input in graph.input.iter().filter(|input| !file.weights_as_inputs.contains(input.name())) {
-            match ty(input) {
+            match ty(file, input) {
                 Ok((ty, number)) => {
                     if let (Some(Dim::Named(name)), 2..) = (ty.shape.first(), ty.shape.len()) {
                         self.batches.insert(name.clone());
@@ -172,7 +176,15 @@ impl<'f> Lift<'f> {
                 self.file.path.display(),
                 reasons.len()
             ),
-            hint: "ONNX Runtime runs it, and what has no form needs it (`compress doctor --fetch`); passes over weights take it".into(),
+            hint: self.hint(),
+        }
+    }
+
+    fn hint(&self) -> String {
+        let hint = "ONNX Runtime runs it, and what has no form needs it (`compress doctor --fetch`); passes over weights take it";
+        match self.file.open_sizes().as_slice() {
+            [] => hint.into(),
+            open => format!("{hint}; what takes some sizes alone must be told them, as `--size NAME=1x512` for an input: open are {}", open.join(", ")),
         }
     }
 
@@ -207,6 +219,7 @@ impl<'f> Lift<'f> {
             return Ok(Known::Numbers(numbers));
         }
         let output = node.output.first().ok_or("it computes nothing")?;
+        self.bounded(node, output)?;
         if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
             return Ok(Known::Constant);
         }
@@ -255,23 +268,14 @@ impl<'f> Lift<'f> {
 }
 
 /// The type of an input, and what its elements are as ONNX numbers them.
-fn ty(input: &ValueInfoProto) -> Result<(TensorType, i32), String> {
+fn ty(file: &ModelFile, input: &ValueInfoProto) -> Result<(TensorType, i32), String> {
     let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()).ok_or("is no tensor")?;
     let number = tensor.elem_type.unwrap_or(0);
     let wrong = || format!("is {:?}, the executor takes 32-bit floats, integers of up to 64 bits, and truth values", tensor.elem_type());
     let element = piece::element(number).ok_or_else(wrong)?;
-    let shape = tensor.shape.as_ref().ok_or("has no number of axes")?;
-    let size = |(axis, dim): (usize, &DimensionProto)| match &dim.value {
-        Some(Dimension::DimValue(size)) if *size > 0 => usize::try_from(*size).map_or_else(|_| open(input.name(), axis), Dim::Fixed),
-        Some(Dimension::DimParam(name)) if !name.is_empty() => Dim::Named(plain(name)),
-        _ => open(input.name(), axis),
-    };
-    Ok((TensorType { element, shape: shape.dim.iter().enumerate().map(size).collect() }, number))
-}
-
-/// A size that nothing is known about.
-fn open(input: &str, axis: usize) -> Dim {
-    Dim::Named(plain(&format!("{input}_{axis}")))
+    let shape = sizes::sizes(input).ok_or("has no number of axes")?;
+    let told = |size: Dim| file.told(&size).map_or(size, Dim::Fixed);
+    Ok((TensorType { element, shape: shape.into_iter().map(told).collect() }, number))
 }
 
 /// A name of a size without what means something in formulas of sizes.

@@ -14,6 +14,7 @@ mod place;
 pub mod proto;
 mod quantized;
 mod rewrite;
+mod sizes;
 mod skeleton;
 mod splice;
 mod style;

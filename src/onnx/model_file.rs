@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use prost::Message;
 
@@ -46,6 +46,8 @@ pub struct ModelFile {
     pub(super) tensors: Vec<Held>,
     /// Values that nodes make of integers, and that are weights or lead to one.
     pub(super) made_floats: BTreeSet<String>,
+    /// Open sizes that were told, by name.
+    pub(super) told: OnceLock<BTreeMap<String, usize>>,
     /// Pieces without typed form, as far as they were asked for.
     pub(super) pieces: Mutex<Pieces>,
 }
@@ -108,6 +110,7 @@ impl ModelFile {
             tensors: skeleton.runs.into_iter().map(|run| Held { away: run.map(away), ..Held::default() }).collect(),
             skeleton: skeleton.bytes,
             made_floats: BTreeSet::new(),
+            told: OnceLock::new(),
             pieces: Mutex::default(),
             model: ModelProto::default(),
         };
@@ -173,7 +176,7 @@ impl ModelFile {
 }
 
 /// A value and its type as text.
-fn port(value: &ValueInfoProto) -> String {
+pub(super) fn port(value: &ValueInfoProto) -> String {
     let Some(tensor) = value.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref()) else { return format!("{}: no tensor", value.name()) };
     let size = |dim: &DimensionProto| match &dim.value {
         Some(Dimension::DimValue(size)) if *size >= 0 => size.to_string(),

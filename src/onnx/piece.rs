@@ -11,6 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use candle_core::{DType, Device, Tensor};
 use prost::Message;
 
+use super::check;
 use super::proto::{
     DataType, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto, ValueInfoProto,
 };
@@ -35,6 +36,8 @@ pub(super) struct Parts {
     pub constants: Vec<TensorProto>,
     /// Names of what it reads, and element types as ONNX numbers them.
     pub inputs: Vec<(String, i32)>,
+    /// Whole numbers that inputs are tried with, where that is not one.
+    pub tried: BTreeMap<String, i64>,
     /// Name of what it computes.
     pub output: String,
     /// The sets of operators that it uses.
@@ -150,6 +153,18 @@ impl Piece {
         Some((runtime::integers(&answer).ok()?, answer.rank() == 1))
     }
 
+    /// What a piece that reads nothing computes, if that is one number.
+    pub fn number(&self) -> Option<f64> {
+        let answer = self.answer(&[]).ok().filter(|answer| answer.elem_count() == 1)?;
+        runtime::floats(&answer).ok()?.first().copied().map(f64::from)
+    }
+
+    /// Whether it reads nothing but the sizes of this input.
+    pub fn reads_sizes_alone(&self, input: &str) -> bool {
+        let mut readers = self.parts.nodes.iter().filter(|node| check::reads(node).contains(&input));
+        readers.all(|node| ["Shape", "Size"].contains(&node.op_type()) && check::is_own(node.domain()))
+    }
+
     fn answer(&self, inputs: &[Tensor]) -> Result<Tensor, String> {
         let given = self.parts.inputs.iter().map(|(name, _)| name.clone()).zip(inputs.iter().cloned()).collect();
         let answers = self.session.lock().unwrap_or_else(PoisonError::into_inner).run(&given).map_err(|e| e.to_string())?;
@@ -163,8 +178,8 @@ impl Function for Piece {
             return Ok(known.clone());
         }
         // Ones are tokens, marks of what is no padding, and truth.
-        let given = |((_, number), sizes): (&(String, i32), &Vec<usize>)| match element(*number) {
-            Some(Element::Int) => Tensor::ones(sizes.as_slice(), DType::I64, &Device::Cpu),
+        let given = |((name, number), sizes): (&(String, i32), &Vec<usize>)| match element(*number) {
+            Some(Element::Int) => Tensor::full(self.parts.tried.get(name).copied().unwrap_or(1), sizes.as_slice(), &Device::Cpu),
             _ => Tensor::zeros(sizes.as_slice(), DType::F32, &Device::Cpu),
         };
         let given = self.parts.inputs.iter().zip(inputs).map(given).collect::<candle_core::Result<Vec<_>>>().map_err(|e| e.to_string())?;

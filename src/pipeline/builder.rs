@@ -12,7 +12,7 @@ use crate::pass::Step;
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
-use crate::store::Weight;
+use crate::store::{OpenSizes, Weight};
 use crate::work::{Cancel, Progress, Silent, Work};
 
 /// Passes and formats, ready to be run on models.
@@ -23,6 +23,8 @@ pub struct Pipeline {
     pub(super) running: Running,
     pub(super) seed: u64,
     pub(super) allow_nonfinite: bool,
+    /// Sizes that models leave open.
+    sizes: OpenSizes,
     pub(super) force: bool,
     pub(super) resume: bool,
     /// Whether fidelity is measured where no evaluation data is named.
@@ -69,6 +71,7 @@ impl Pipeline {
             running: Running::default(),
             seed: 0,
             allow_nonfinite: false,
+            sizes: OpenSizes::new(),
             force: false,
             resume: false,
             measures: true,
@@ -110,6 +113,7 @@ impl Pipeline {
     /// The pipeline with what its options leave to the model and to the data written out, and the model after its passes as far as can be
     /// told without reading a tensor.
     pub(super) fn settled(&self, model: &Model) -> Result<(Pipeline, Model, RunState)> {
+        model.tell_sizes(&self.sizes)?;
         let mut settled = self.clone();
         settled.export = self.exports(model);
         settled.running.begin();
@@ -159,6 +163,7 @@ impl Pipeline {
         let mut recipe = Recipe {
             seed: self.seed,
             allow_nonfinite: self.allow_nonfinite,
+            sizes: self.sizes.clone(),
             measure: self.measures,
             passes: self.steps_at(&std::env::current_dir().unwrap_or_default()),
             export: self.exports(model),
@@ -206,6 +211,9 @@ impl Builder {
         self.0.steps.extend(recipe.passes.iter().cloned());
         self.0.export.extend(recipe.export.iter().cloned());
         self.0.running.take(recipe);
+        // What the command line says stands.
+        let told = std::mem::take(&mut self.0.sizes);
+        self.0.sizes = recipe.sizes.clone().into_iter().chain(told).collect();
         self.seed(recipe.seed).allow_nonfinite(recipe.allow_nonfinite).measure(recipe.measure)
     }
 
@@ -218,6 +226,12 @@ impl Builder {
     /// Carries NaN and infinite weights along instead of stopping at them.
     pub fn allow_nonfinite(mut self, allow: bool) -> Self {
         self.0.allow_nonfinite = allow;
+        self
+    }
+
+    /// Fixes sizes that ONNX files leave open.
+    pub fn sizes(mut self, sizes: OpenSizes) -> Self {
+        self.0.sizes.extend(sizes);
         self
     }
 

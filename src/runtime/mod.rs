@@ -7,4 +7,4 @@ mod session;
 
 pub use fetch::fetch;
 pub use find::{LIBRARY_VARIABLE, Library, candidates, description, in_use, library};
-pub use session::{Options, Session, beside, integers};
+pub use session::{Options, Session, beside, floats, integers};

@@ -142,6 +142,14 @@ pub fn integers(answer: &Tensor) -> candle_core::Result<Vec<i64>> {
     answer.flatten_all()?.to_vec1()
 }
 
+/// Floats of an answer, one after the other.
+///
+/// # Errors
+/// They cannot be made floats of 32 bits.
+pub fn floats(answer: &Tensor) -> candle_core::Result<Vec<f32>> {
+    answer.to_dtype(candle_core::DType::F32)?.flatten_all()?.to_vec1()
+}
+
 /// An answer where another tensor is.
 ///
 /// # Errors

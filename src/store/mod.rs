@@ -46,7 +46,7 @@ pub use measure::ValueHistogram;
 pub use modules::Module;
 pub use scaled::{Computed, Scaled, Transposed};
 pub use select::{Pattern, Selection};
-pub use sizes::ByteSize;
+pub use sizes::{ByteSize, OpenSize, OpenSizes};
 pub use storage_format::{StorageFormat, StoredTensor};
 pub use weight::{Encoding, Origin, Role, Weight, Weights};
 

@@ -1,5 +1,6 @@
 //! Sizes with units.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::str::FromStr;
 
@@ -84,6 +85,34 @@ impl schemars::JsonSchema for ByteSize {
 
     fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
         schemars::json_schema!({ "type": ["string", "integer"], "description": "bytes, or a size like 5GB, 500MB, 2GiB" })
+    }
+}
+
+/// What is told of sizes that a model leaves open, by name: one size, those of all axes of an input, or the number that an input without axes is
+/// tried with.
+pub type OpenSizes = BTreeMap<String, OpenSize>;
+
+/// A size that a model leaves open, written `128`, or those of all axes of an input, written `1x512`, in a recipe `[1, 512]`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged)]
+pub enum OpenSize {
+    /// One size.
+    One(usize),
+    /// Sizes of all axes.
+    All(Vec<usize>),
+}
+
+impl FromStr for OpenSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let size = |part: &str| part.trim().parse::<usize>().map_err(|_| format!("`{text}` is neither a size like 128 nor sizes like 1x512"));
+        let sizes = text.split('x').map(size).collect::<Result<Vec<_>, _>>()?;
+        Ok(match sizes.as_slice() {
+            [one] => OpenSize::One(*one),
+            _ => OpenSize::All(sizes),
+        })
     }
 }
 

@@ -351,7 +351,7 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
             if op.soft_cap.is_some() {
                 return Err(Error::option("losses: attention", format!("layer {layer} caps the products of queries and keys: compare hidden states instead")));
             }
-            let biased = node.inputs.iter().any(|id| graph.value(*id).ty.shape.len() == 3);
+            let biased = node.inputs.iter().skip(3).any(|id| graph.value(*id).ty.shape.len() > 2);
             if biased || (op.window.is_some() && !op.causal) {
                 let what = if biased { "adds a bias to the products of queries and keys" } else { "looks at the tokens around each alone" };
                 return Err(Error::option("losses: attention", format!("layer {layer} {what}: compare hidden states instead")));

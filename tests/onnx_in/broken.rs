@@ -1,6 +1,7 @@
 //! Bytes that are no model, or none that holds together.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use compress::onnx::proto::{DataType, GraphProto, ModelProto};
 use compress::pass::{Dequantize, Step};
@@ -15,11 +16,18 @@ use crate::{Place, model, raw};
 
 /// What a file becomes that is opened and written with nothing changed, if it opens.
 fn again(bytes: &[u8]) -> Option<Vec<u8>> {
-    let place = Place::of(bytes);
-    let opened = Model::open(place.input()).ok()?;
+    again_in(bytes, tempfile::tempdir().unwrap().path())
+}
+
+/// The same in a folder, in which nothing else is.
+pub fn again_in(bytes: &[u8], folder: &Path) -> Option<Vec<u8>> {
+    let path = folder.join("in.onnx");
+    std::fs::write(&path, bytes).unwrap();
+    let opened = Model::open(&path).ok()?;
     let _ = opened.graph();
     let rewritten = opened.onnx.as_ref()?.rewrite(&opened.weights, "out.onnx", &BTreeMap::new(), u64::MAX).unwrap();
-    let folder = place.path("out");
+    let folder = folder.join("out");
+    let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir(&folder).unwrap();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };
     compress::store::writer::write_pieces(&folder, &rewritten.layout, &rewritten.items, &work).ok()?;

@@ -5,6 +5,7 @@
 
 mod broken;
 mod layers;
+mod mutations;
 mod quantized;
 mod samples;
 mod weights;

@@ -222,3 +222,111 @@ fn a_lifted_file_computes_what_it_did() {
         assert!(off < 1e-5 * largest, "{off} of {largest}");
     }
 }
+
+/// Images of four channels, a convolution between them as `nodes`, and an output.
+fn image_file(opset: i64, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>) -> ModelProto {
+    let mut model = file(opset, nodes, initializer);
+    let graph = model.graph.as_mut().unwrap();
+    graph.input = vec![value("x", DataType::Float, &["n", "4", "6", "6"])];
+    graph.output = vec![value("y", DataType::Float, &["n", "3", "6", "6"])];
+    model
+}
+
+fn float(name: &str, number: f32) -> TensorProto {
+    TensorProto { raw_data: Some(number.to_le_bytes().to_vec()), ..tensor(name, DataType::Float, &[]) }
+}
+
+/// Convolutions of integers: between quantizers in the spellings of several opsets, and as operators of their own.
+fn convolutions() -> Vec<(&'static str, ModelProto)> {
+    let pads = || vec![AttributeProto::ints("pads", [1; 4])];
+    let rounding = |inputs: &[&str]| {
+        let quantize = node("QuantizeLinear", &[&["x"], inputs].concat(), &["xi"], vec![]);
+        vec![quantize, node("DequantizeLinear", &[&["xi"], inputs].concat(), &["xr"], vec![])]
+    };
+    let (x_scale, x_zero, kernel) = (|| float("x_scale", STEP), || one("x_zero", DataType::Uint8, 120), |ty| bytes("w", ty, &[3, 4, 3, 3], 3));
+    let zeros = || TensorProto { raw_data: Some(vec![0; 3]), ..tensor("w_zero", DataType::Int8, &[3]) };
+    let conv = || node("Conv", &["xr", "wf"], &["y"], pads());
+    // Without an axis, before opset 13.
+    let old = [rounding(&["x_scale", "x_zero"]), vec![node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["wf"], vec![]), conv()]].concat();
+    let by_channel = [rounding(&["x_scale", "x_zero"]), vec![node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["wf"], axis(0)), conv()]].concat();
+    let mut typed = [rounding(&["x_scale"]), vec![node("DequantizeLinear", &["w", "w_scale", "w_zero"], &["wf"], axis(0)), conv()]].concat();
+    typed[0].attribute.push(AttributeProto::int("output_dtype", DataType::Int8 as i64));
+    let linear = vec![
+        node("QuantizeLinear", &["x", "x_scale", "x_zero"], &["xi"], vec![]),
+        node("QLinearConv", &["xi", "x_scale", "x_zero", "w", "w_scale", "w_zero", "y_scale", "x_zero"], &["yi"], pads()),
+        node("DequantizeLinear", &["yi", "y_scale", "x_zero"], &["y"], vec![]),
+    ];
+    let integer = vec![
+        NodeProto { output: ["xi", "s", "z"].map(str::to_owned).to_vec(), ..node("DynamicQuantizeLinear", &["x"], &[], vec![]) },
+        node("ConvInteger", &["xi", "w", "z", "w_zero"], &["sums"], pads()),
+        node("Cast", &["sums"], &["floats"], vec![AttributeProto::int("to", 1)]),
+        node("Mul", &["s", "w_scale"], &["scale"], vec![]),
+        node("Mul", &["floats", "scale"], &["y"], vec![]),
+    ];
+    let whole = || vec![kernel(DataType::Int8), scales("w_scale", &[]), one("w_zero", DataType::Int8, 0), x_scale(), x_zero()];
+    vec![
+        ("QDQ, opset 10", image_file(10, old, whole())),
+        ("QDQ by channel", image_file(13, by_channel, vec![kernel(DataType::Int8), scales("w_scale", &[3]), zeros(), x_scale(), x_zero()])),
+        ("QDQ, opset 21, types as attributes", image_file(21, typed, vec![kernel(DataType::Int8), scales("w_scale", &[3]), zeros(), x_scale()])),
+        ("QLinearConv", image_file(10, linear, [whole(), vec![float("y_scale", 0.03)]].concat())),
+        ("ConvInteger", image_file(11, integer, whole()[..3].to_vec())),
+    ]
+}
+
+#[test]
+fn convolutions_of_integers_are_known_or_left_alone_and_said() {
+    for (what, model) in convolutions() {
+        let (place, between_quantizers) = (Place::new(&model), what.starts_with("QDQ"));
+        let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+        assert_eq!(place.written("out.onnx"), model, "{what}");
+        let said = if between_quantizers { "1 weights are integers with scales already".to_owned() } else { format!("already stay as they are: 1 {what}") };
+        assert!(report.notes.iter().any(|note| note.contains(&said)), "{what}: {:?}", report.notes);
+        let error = builder().pass(QuantizeDynamic::default()).build().unwrap().run(place.open(), place.path("again.onnx")).unwrap_err().to_string();
+        assert!(error.contains("already") || error.contains("no weight is selected"), "{what}: {error}");
+        if between_quantizers {
+            let weight = &place.open().weights.by_name["wf"];
+            assert_eq!((weight.shape.as_slice(), weight.encoding == Encoding::Dense), (&[3, 4, 3, 3][..], false), "{what}");
+            let stored = bytes("w", DataType::Int8, &[3, 4, 3, 3], 3).raw_data.unwrap();
+            let scale = |row: usize| if what.ends_with("10") { 0.004 } else { 0.004f32 + row as f32 * 1e-4 };
+            let wanted: Vec<f32> = stored.iter().enumerate().map(|(at, byte)| f32::from(*byte as i8) * scale(at / 36)).collect();
+            assert_eq!(weight.floats("wf").unwrap(), wanted, "{what}");
+            builder().pass(Dequantize::default()).build().unwrap().run(place.open(), place.path("floats.onnx")).unwrap();
+            let graph = place.written("floats.onnx").graph.unwrap();
+            assert!(graph.node.iter().all(|node| !node.op_type().contains("antizeLinear")), "{what}: {:?}", graph.node);
+        }
+        if runtime::library().is_ok() {
+            let x = candle_core::Tensor::from_vec(crate::numbers(2 * 144), (2, 4, 6, 6), &candle_core::Device::Cpu).unwrap();
+            let inputs: compress::exec::Inputs = [("x".to_owned(), x)].into();
+            let graph = place.open().graph().unwrap();
+            let typed =
+                graph.nodes().iter().any(|node| matches!(node.op, Op::FakeQuantize(_))) && graph.nodes().iter().any(|node| matches!(node.op, Op::Conv(_)));
+            assert_eq!(typed, between_quantizers, "{what}: {graph}");
+            let (device, opened) = (candle_core::Device::Cpu, place.open());
+            let work = compress::work::Work { threads: 1, progress: &compress::work::Silent, cancel: &compress::work::Cancel::default() };
+            let parameters =
+                compress::exec::Parameters::load(&graph, &opened.weights, &device, candle_core::DType::F32, compress::exec::Residence::Stored, &work);
+            let ours =
+                compress::exec::Executor::new(&graph, parameters.unwrap(), device).run(&inputs).unwrap()["y"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let theirs = runtime::Session::open(&place.input(), runtime::Options::default()).unwrap().run(&inputs).unwrap();
+            let theirs = theirs["y"].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let largest = theirs.iter().fold(0f32, |largest, value| largest.max(value.abs()));
+            let off = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+            assert!(off < 1e-4 * largest, "{what}: {off} of {largest}");
+        }
+    }
+}
+
+/// Bytes that are cast and multiplied in a form that no weight has are said, not passed over.
+#[test]
+fn bytes_that_are_made_floats_in_an_unknown_form_are_said() {
+    let mut model = weights_alone();
+    let graph = model.graph.as_mut().unwrap();
+    // By a scale for each number, or moved before they are scaled.
+    let at = graph.initializer.iter().position(|tensor| tensor.name() == "second_scale").unwrap();
+    graph.initializer[at] = scales("second_scale", &[6, 8]);
+    let place = Place::new(&model);
+    let report = builder().build().unwrap().run(place.open(), place.path("out.onnx")).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("1 tensors of integers are made floats of") && note.contains("`second`")), "{:?}", report.notes);
+    assert_eq!(place.written("out.onnx"), model);
+    assert!(!Place::new(&weights_alone()).open().beside.in_weight_files.iter().any(|note| note.contains("not known")));
+}

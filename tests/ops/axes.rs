@@ -191,7 +191,7 @@ fn a_wrong_rule_is_found() {
         (Rotary::default().into(), "b h s! d -> b h s! d"),
         (Slice::of_last(2, 3).into(), "* (a=1+k=3+b) -> * k"),
         (Conv { groups: 2, stride: 2.into(), ..Conv::default() }.into(), "b (c g=2) _ _, (g=2 o) c _ _, (g=2 o) -> b (g=2 o) _ _"),
-        (Attention { scale: 0.5, causal: false, window: None, soft_cap: None }.into(), "b (r g) s! d, b g t! d, b g t! e -> b (r g) s! e"),
+        (Attention { scale: 0.5, ..Attention::default() }.into(), "b (r g) s! d, b g t! d, b g t! e -> b (r g) s! e"),
     ];
     for (op, text) in wrong {
         let case = cases().into_iter().find(|case| case.op == op).unwrap_or_else(|| panic!("{op} has no case"));

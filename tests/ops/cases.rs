@@ -78,14 +78,19 @@ pub fn cases() -> Vec<Case> {
         case(Rotary { width: Some(4), ..Rotary::default() }, &[&[2, 3, 4, 7]]),
         case(SplitHeads { head_dim: 3 }, &[&[2, 4, 6]]),
         case(MergeHeads {}, &[&[2, 2, 4, 3]]),
-        case(Attention { scale: 0.5, causal: false, window: None, soft_cap: None }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),
-        with_ints(case(Attention { scale: 0.5, causal: true, window: Some(2), soft_cap: None }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5]]), &[3]),
+        case(Attention { scale: 0.5, ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6]]),
+        with_ints(
+            case(Attention { scale: 0.5, causal: true, window: Some(2), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5]]),
+            &[3],
+        ),
         case(Attention { scale: 2.0, causal: true, soft_cap: Some(0.8), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 3]]),
         with_ints(
-            case(Attention { scale: 0.5, causal: false, window: Some(2), soft_cap: None }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 3], &[2, 5]]),
+            case(Attention { scale: 0.5, causal: false, window: Some(2), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 3], &[2, 5]]),
             &[3],
         ),
         case(Attention { scale: 0.5, ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 5, 3], &[2, 2, 5, 6], &[4, 5, 5]]),
+        case(Attention { scale: 0.5, ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 2, 6, 3], &[2, 2, 6, 5], &[2, 1, 1, 6]]),
+        case(Attention { zero_where_hidden: true, ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 6, 3], &[2, 4, 6, 5], &[1, 4, 5, 6]]),
         with_ints(case(Attention { window: Some(3), ..Attention::default() }, &[&[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 4, 5, 3], &[2, 5], &[4, 5, 5]]), &[3]),
         case(MaxPool { kernel: 3.into(), padding: 1.into(), ..MaxPool::default() }, &[&[2, 4, 7, 8]]),
         case(MaxPool { kernel: PerAxis([2, 3]), stride: PerAxis([2, 1]), padding: Padding([0, 1, 1, 0]), ceil: true, ..MaxPool::default() }, &[&[2, 3, 6, 5]]),
@@ -215,7 +220,7 @@ pub fn cases() -> Vec<Case> {
 /// Sizes at which kernels take other ways: many threads, several blocks, spread axes, steps that leave pixels over.
 pub fn larger_cases() -> Vec<Case> {
     let conv = |groups, stride: usize, padding: usize| Conv { groups, stride: stride.into(), padding: padding.into(), dilation: 1.into() };
-    let attention = |causal, window| Attention { scale: 0.3, causal, window, soft_cap: None };
+    let attention = |causal, window| Attention { scale: 0.3, causal, window, ..Attention::default() };
     vec![
         case(Linear { input_major: false }, &[&[9, 130, 70], &[50, 70], &[50]]),
         case(Linear { input_major: true }, &[&[1200, 40], &[40, 64], &[64]]),

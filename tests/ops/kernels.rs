@@ -187,7 +187,7 @@ fn halves_are_rounded_to_even_numbers_everywhere() {
 
 #[test]
 fn rows_of_padding_alone_are_no_nan() {
-    let op = Op::from(Attention { scale: 0.5, causal: true, window: None, soft_cap: None });
+    let op = Op::from(Attention { scale: 0.5, causal: true, ..Attention::default() });
     for device in devices() {
         for dtype in [DType::F32, DType::F16, DType::BF16] {
             let heads = |scale: f64| (Tensor::ones((1, 2, 3, 4), DType::F32, &device).unwrap() * scale).unwrap().to_dtype(dtype).unwrap();

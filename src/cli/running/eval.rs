@@ -76,6 +76,7 @@ impl Args {
             return Subject::open(path, global.threads());
         }
         let model = Model::open(path)?;
+        global.models.tell_model(&model)?;
         model.graph()?;
         Subject::of(model)
     }

@@ -23,6 +23,7 @@ pub(in crate::cli) struct Graph {
 impl Graph {
     /// Shows what was asked for; whether anything was.
     pub fn show(&self, model: &Model, global: &Global) -> Result<bool> {
+        global.models.tell_model(model)?;
         match (self.graph, self.groups) {
             (true, _) => show_graph(model, global)?,
             (_, true) => show_groups(model, global)?,

@@ -4,9 +4,10 @@ use std::path::PathBuf;
 
 use crate::error::Result;
 use crate::exec::{self, Choice};
+use crate::model::Model;
 use crate::pipeline::Builder;
 use crate::report::Environment;
-use crate::store::ByteSize;
+use crate::store::{ByteSize, OpenSize};
 use crate::{cache, runtime};
 
 // As for `Samples`.
@@ -19,6 +20,9 @@ pub(in crate::cli) struct Models {
     /// Most memory that models may take when they run, like 8GB: those that do not fit run block by block [default: what is free]
     #[arg(long, global = true, value_name = "SIZE")]
     pub memory: Option<ByteSize>,
+    /// Sizes that an .onnx file leaves open: NAME=128, or INPUT=1x512
+    #[arg(long = "size", global = true, value_name = "NAME=SIZE", value_parser = open_size)]
+    sizes: Vec<(String, OpenSize)>,
     /// Write memory-trace.json: what passes that run the model hold in memory when, for ui.perfetto.dev and chrome://tracing
     #[arg(long, global = true)]
     pub memory_trace: bool,
@@ -27,13 +31,25 @@ pub(in crate::cli) struct Models {
 impl Models {
     /// Tells a pipeline.
     pub fn tell(&self, builder: Builder) -> Builder {
-        builder.device(self.device).memory(self.memory.map(|size| size.0)).memory_trace(self.memory_trace)
+        let builder = builder.device(self.device).memory(self.memory.map(|size| size.0)).memory_trace(self.memory_trace);
+        builder.sizes(self.sizes.iter().cloned().collect())
+    }
+
+    /// Tells a model that is run outside a pipeline.
+    pub fn tell_model(&self, model: &Model) -> Result<()> {
+        model.tell_sizes(&self.sizes.iter().cloned().collect())
     }
 
     /// The machine, with the device that models run on.
     pub fn environment(&self) -> Result<Environment> {
         Ok(Environment::detect().on(exec::name(&self.device.open()?), runtime::description()))
     }
+}
+
+/// A name and its size; names of sizes may be formulas.
+fn open_size(text: &str) -> std::result::Result<(String, OpenSize), String> {
+    let (name, size) = text.rsplit_once('=').ok_or_else(|| format!("`{text}` is not of the form NAME=SIZE"))?;
+    Ok((name.trim().to_owned(), size.parse()?))
 }
 
 // As for `Samples`.

@@ -10,14 +10,14 @@ use super::gradient::wide;
 use super::past::{Forward, Past, Sequential};
 use super::softmax::{back, softmax};
 use super::{Backward, OpSpec, elements, require_floats};
-use crate::ir::{Bindings, Element, TensorType};
+use crate::ir::{Bindings, Dim, Element, TensorType};
 
 /// `softmax(capped(scale · q kᵀ) + bias + mask) v` for each head (Vaswani et al., 2017).
 ///
 /// Inputs: q `[batch, heads, sequence, d]`, k `[batch, groups, keys, d]`, v `[batch, groups, keys, e]`, then
 /// optionally a mask `[batch, keys]` of whole numbers, zero for keys that are padding, and optionally a bias
-/// `[heads, sequence, keys]` (see [`RelativeBias`](super::RelativeBias)). Query head `i` reads
-/// key head `i / (heads / groups)`. Where order counts and there are more keys than queries, as where a sequence goes on, the last
+/// `[heads, sequence, keys]` (see [`RelativeBias`](super::RelativeBias)) or `[batch, heads, sequence, keys]`, of which any may be 1. Query
+/// head `i` reads key head `i / (heads / groups)`. Where order counts and there are more keys than queries, as where a sequence goes on, the last
 /// query stands at the last key.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -31,11 +31,14 @@ pub struct Attention {
     /// What products come near to and never pass: `cap · tanh(product / cap)` takes their place (Gemma 2).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub soft_cap: Option<f64>,
+    /// Whether a query from which a bias of minus infinity hides every key gets zeros, and not what is no number.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub zero_where_hidden: bool,
 }
 
 impl Default for Attention {
     fn default() -> Self {
-        Self { scale: 1.0, causal: false, window: None, soft_cap: None }
+        Self { scale: 1.0, causal: false, window: None, soft_cap: None, zero_where_hidden: false }
     }
 }
 
@@ -80,7 +83,12 @@ type Extras<'t> = (Option<&'t Tensor>, Option<&'t Tensor>);
 /// The mask and the bias among what follows the values: they differ in their number of axes.
 pub(super) fn extras(rest: &[Tensor]) -> Extras<'_> {
     let of = |rank: usize| rest.iter().find(|extra| extra.rank() == rank);
-    (of(2), of(3))
+    (of(2), of(3).or_else(|| of(4)))
+}
+
+/// A bias `[batch, heads, sequence, keys]`.
+pub(super) fn by_sample(bias: &Tensor) -> Computed<Tensor> {
+    if bias.rank() == 3 { bias.unsqueeze(0) } else { Ok(bias.clone()) }
 }
 
 impl Attention {
@@ -152,8 +160,11 @@ impl Attention {
         let hidden = self.hidden(mask, block, scores.device())?;
         let bias = match bias {
             Some(bias) => {
-                let part = wide(&bias.narrow(1, block.queries.start, block.queries.len())?.narrow(2, block.keys.start, span)?)?;
-                Some(part.contiguous()?.reshape((1, groups, (), block.queries.len(), span))?)
+                // What there is one of holds for all.
+                let part = |bias: Tensor, axis: usize, of: &Range<usize>| if bias.dim(axis)? == 1 { Ok(bias) } else { bias.narrow(axis, of.start, of.len()) };
+                let part = wide(&part(part(by_sample(bias)?, 2, &block.queries)?, 3, &block.keys)?)?;
+                let (samples, heads, rows, columns) = part.dims4()?;
+                Some(part.contiguous()?.reshape((samples, if heads == 1 { 1 } else { groups }, (), rows, columns))?)
             }
             None => None,
         };
@@ -162,7 +173,12 @@ impl Attention {
         for added in [bias, hidden].into_iter().flatten() {
             five = five.broadcast_add(&added.to_dtype(five.dtype())?)?;
         }
-        Ok((q, softmax(&five.reshape(shape)?)?, slope))
+        let mut probabilities = softmax(&five.reshape(shape)?)?;
+        if self.zero_where_hidden {
+            // What is no number is not equal to itself.
+            probabilities = probabilities.eq(&probabilities)?.where_cond(&probabilities, &probabilities.zeros_like()?)?;
+        }
+        Ok((q, probabilities, slope))
     }
 
     /// The output, with this way to make a softmax over the last axis.
@@ -199,12 +215,18 @@ impl OpSpec for Attention {
         if (self.causal || self.window.is_some()) && q.shape[2] != k.shape[2] {
             return Err("causal attention, and one with a window, needs as many queries as keys".into());
         }
+        let bias = [&q.shape[0], &q.shape[1], &q.shape[2], &k.shape[2]];
+        let is_bias = |extra: &TensorType| match extra.shape.len() {
+            3 => extra.shape.iter().eq(bias[1..].iter().copied()),
+            4 => extra.shape.iter().zip(bias).all(|(size, wanted)| size == wanted || *size == Dim::Fixed(1)),
+            _ => false,
+        };
         for (place, extra) in inputs.iter().skip(3).enumerate() {
             match extra.element {
                 Element::Int if place > 0 => return Err("the mask comes before the bias, and there is one".into()),
                 Element::Int if extra.shape != [k.shape[0].clone(), k.shape[2].clone()] => return Err("the mask must be [batch, keys]".into()),
-                Element::Float if extra.shape != [q.shape[1].clone(), q.shape[2].clone(), k.shape[2].clone()] => {
-                    return Err("the bias must be [heads, sequence, keys]".into());
+                Element::Float if !is_bias(extra) => {
+                    return Err("the bias must be [heads, sequence, keys], or [batch, heads, sequence, keys] with sizes of 1 where it is the same".into());
                 }
                 Element::Float if place + 4 < inputs.len() => return Err("the bias comes last".into()),
                 _ => {}
@@ -216,7 +238,14 @@ impl OpSpec for Attention {
     }
 
     fn axes(&self, inputs: &[&TensorType]) -> String {
-        let extras = inputs.iter().skip(3).map(|extra| if extra.shape.len() == 2 { ", b t!" } else { ", (g r) s! t!" });
+        let extras = inputs.iter().skip(3).map(|extra| match extra.shape.len() {
+            2 => ", b t!".to_owned(),
+            3 => ", (g r) s! t!".to_owned(),
+            _ => {
+                let letters = extra.shape.iter().zip(["b", "(g r)", "s!", "t!"]);
+                format!(", {}", letters.map(|(size, letter)| if *size == Dim::Fixed(1) { "_" } else { letter }).collect::<Vec<_>>().join(" "))
+            }
+        });
         format!("b (g r) s! d, b g t! d, b g t! e{} -> b (g r) s! e", extras.collect::<String>())
     }
 
@@ -232,7 +261,7 @@ impl OpSpec for Attention {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
         let rest = backward.inputs[3..].iter().map(|saved| saved.tensor().cloned()).collect::<Computed<Vec<_>>>()?;
         let (extras, last) = (extras(&rest), backward.inputs.len() - 1);
-        let of_bias = extras.1.is_some() && backward.wants(last);
+        let bias = extras.1.filter(|_| backward.wants(last)).map(by_sample).transpose()?;
         let ((_, groups, keys, _), mut parts, mut sums) = (k.dims4()?, Vec::new(), [None, None]);
         let mut bias_parts = Vec::new();
         let [of_keys, of_values] = &mut sums;
@@ -243,13 +272,14 @@ impl OpSpec for Attention {
             if backward.wants(2) {
                 block.add(of_values, &probabilities.to_dtype(v.dtype())?.transpose(2, 3)?.contiguous()?.matmul(&gradient)?, keys)?;
             }
-            if backward.wants(0) || backward.wants(1) || of_bias {
+            if backward.wants(0) || backward.wants(1) || bias.is_some() {
                 let of_scores = back(&probabilities, &wide(&gradient.matmul(&v.transpose(2, 3)?)?)?)?;
                 drop(probabilities);
-                if of_bias {
+                if let Some(bias) = &bias {
                     let (batch, heads, _, _) = q.dims4()?;
-                    let part = of_scores.reshape((batch, heads, block.queries.len(), block.keys.len()))?.sum(0)?;
-                    bias_parts.push(part.pad_with_zeros(2, block.keys.start, keys - block.keys.end)?);
+                    let part = of_scores.reshape((batch, heads, block.queries.len(), block.keys.len()))?;
+                    let part = if bias.dim(0)? == 1 { part.sum_keepdim(0)? } else { part };
+                    bias_parts.push(part.pad_with_zeros(3, block.keys.start, keys - block.keys.end)?);
                 }
                 let of_scores = slope.map_or(Ok(of_scores.clone()), |slope| of_scores * slope)?.to_dtype(q.dtype())?;
                 if backward.wants(0) {
@@ -265,8 +295,12 @@ impl OpSpec for Attention {
         let [of_keys, of_values] = sums;
         let mut gradients = vec![backward.of(0, || Tensor::cat(&parts, 2))?, sum(of_keys)?, sum(of_values)?];
         gradients.resize(backward.inputs.len(), None);
-        if of_bias {
-            gradients[last] = Some(Tensor::cat(&bias_parts, 1)?.to_dtype(q.dtype())?);
+        if let Some(bias) = bias {
+            let mut sum = Tensor::cat(&bias_parts, 2)?;
+            for axis in (1..4).filter(|axis| bias.dims()[*axis] == 1) {
+                sum = sum.sum_keepdim(axis)?;
+            }
+            gradients[last] = Some(sum.reshape(backward.inputs[last].dims())?.to_dtype(q.dtype())?);
         }
         Ok(gradients)
     }
@@ -313,30 +347,46 @@ mod tests {
         // Of the second sample, every early key is padding: its first queries see nothing when causal.
         let mask: Vec<i64> = (0..batch * sequence).map(|i| i64::from(i < sequence || i > sequence + 70)).collect();
         let mask = Tensor::from_vec(mask, (batch, sequence), &device).unwrap();
-        let bias = Tensor::randn(0f32, 1f32, (heads, sequence, sequence), &device).unwrap();
-        for (causal, window, padded, soft_cap, biased) in [
-            (false, None, false, None, false),
-            (true, None, false, None, false),
-            (true, Some(17), false, None, false),
-            (true, Some(90), true, Some(0.7), false),
-            (false, None, true, None, false),
-            (true, None, true, None, false),
-            (false, Some(17), false, None, false),
-            (false, Some(60), true, None, false),
-            (false, Some(9), true, Some(0.7), true),
-            (false, None, false, None, true),
-            (true, None, true, None, true),
+        let biases = |shape: &[usize]| Tensor::randn(0f32, 1f32, shape, &device).unwrap();
+        let (by_head, whole, by_key) = (biases(&[heads, sequence, sequence]), biases(&[batch, heads, sequence, sequence]), biases(&[batch, 1, 1, sequence]));
+        // From the third query of the second sample every key is hidden.
+        let numbers: Vec<f32> = (0..batch * sequence).map(|row| if row == sequence + 2 { f32::NEG_INFINITY } else { row as f32 * 0.01 }).collect();
+        let by_query = Tensor::from_vec(numbers, (batch, 1, sequence, 1), &device).unwrap();
+        for (causal, window, padded, soft_cap, bias) in [
+            (false, None, false, None, None),
+            (true, None, false, None, None),
+            (true, Some(17), false, None, None),
+            (true, Some(90), true, Some(0.7), None),
+            (false, None, true, None, None),
+            (true, None, true, None, None),
+            (false, Some(17), false, None, None),
+            (false, Some(60), true, None, None),
+            (false, Some(9), true, Some(0.7), Some(&by_head)),
+            (false, None, false, None, Some(&by_head)),
+            (true, None, true, None, Some(&by_head)),
+            (false, None, false, None, Some(&whole)),
+            (false, None, false, None, Some(&by_key)),
+            (false, None, false, None, Some(&by_query)),
         ] {
-            let op = Attention { scale: 0.4, causal, window, soft_cap };
+            let op = Attention { scale: 0.4, causal, window, soft_cap, zero_where_hidden: bias.is_some_and(|bias| bias.rank() == 4) };
             let mut inputs = vec![q.clone(), k.clone(), v.clone()];
             inputs.extend(padded.then(|| mask.clone()));
-            inputs.extend(biased.then(|| bias.clone()));
+            inputs.extend(bias.cloned());
             let blocks = op.blocks(&q, &k, padded).unwrap().count();
             assert_eq!(blocks, 3);
             let kernel = PreparedOp::new(&Op::Attention(op), &device, DType::F32);
             let apart = |a: &Tensor, b: &Tensor| (a - b).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
             let output = op.eval(&inputs).unwrap();
             assert!(apart(&output, &kernel.forward(&inputs).unwrap()) < 1e-5, "{op:?}");
+            if bias.is_some_and(|bias| bias.dims()[1..] == [1, sequence, 1]) {
+                assert!(output.flatten_all().unwrap().to_vec1::<f32>().unwrap().iter().all(|value| value.is_finite()));
+                let plain = Attention { zero_where_hidden: false, ..op };
+                let kernel = PreparedOp::new(&Op::Attention(plain), &device, DType::F32);
+                for answer in [plain.eval(&inputs).unwrap(), kernel.forward(&inputs).unwrap()] {
+                    let values = answer.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    assert_eq!(values.iter().filter(|value| value.is_nan()).count(), heads * out);
+                }
+            }
             let saved: Vec<Saved> = inputs.iter().cloned().map(Saved::whole).collect();
             let wanted: Vec<bool> = inputs.iter().map(|input| input.rank() > 2).collect();
             let backward = Backward { inputs: &saved, output: &Saved::whole(output), gradient: &gradient, wanted: &wanted };
@@ -344,7 +394,8 @@ mod tests {
             for (a, b) in ours.iter().flatten().zip(theirs.iter().flatten()) {
                 assert!(apart(a, &b.contiguous().unwrap()) < 2e-5, "{op:?}");
             }
-            assert_eq!(ours.iter().flatten().count(), if biased { 4 } else { 3 });
+            assert_eq!(ours.iter().flatten().count(), if bias.is_some() { 4 } else { 3 });
+            assert!(bias.zip(ours.last().unwrap().as_ref()).is_none_or(|(bias, gradient)| bias.dims() == gradient.dims()), "{op:?}");
         }
     }
 

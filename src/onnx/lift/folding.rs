@@ -7,9 +7,10 @@ use super::super::check::{self, label};
 use super::super::elements;
 use super::super::proto::NodeProto;
 use super::super::uses::int;
-use super::numbers::{self, Numbers};
+use super::numbers::{self, Number, Numbers};
 use super::opaque::constant;
 use super::{Known, Lift};
+use crate::ir::{Dim, ValueId};
 
 /// Elements at most that nodes of a file make of constants: a gigabyte of floats.
 const MOST: u64 = 1 << 28;
@@ -44,6 +45,44 @@ impl<'f> Lift<'f> {
         let Some(cone) = self.cone(name, true).ok().filter(|cone| cone.values.is_empty() && cone.weights.is_empty()) else { return Ok(None) };
         let Ok(piece) = self.loaded(&cone, Vec::new(), Vec::new(), &[], name) else { return Ok(None) };
         Ok(Some(piece.numbers().and_then(|(values, vector)| Numbers::new(&values, vector)).map_or(Known::Folded, Known::Numbers)))
+    }
+
+    /// Refuses what makes more elements of what a model is given than a run could hold, whatever the open sizes are.
+    ///
+    /// # Errors
+    /// It does.
+    pub(super) fn bounded(&mut self, node: &'f NodeProto, name: &'f str) -> Result<(), String> {
+        let input = |at: usize| node.input.get(at).map_or("", String::as_str);
+        let numbers = |at: usize| {
+            let each = numbers::known(self, input(at)).map(|numbers| numbers.each()).unwrap_or_default();
+            each.iter().filter_map(Number::known).fold(1u64, |all, number| all.saturating_mul(u64::try_from(number).unwrap_or(1)))
+        };
+        let before = self.least_of(input(0));
+        let least = match node.op_type() {
+            "ConstantOfShape" => numbers(0),
+            "Expand" => numbers(1).max(if numbers(1) == 0 { 0 } else { before }),
+            "Tile" => before.saturating_mul(numbers(1)),
+            op if SAME.contains(&op) => before,
+            op if BROADCAST.contains(&op) => node.input.iter().map(|name| self.least_of(name)).max().unwrap_or(1),
+            _ => return Ok(()),
+        };
+        if least > MOST && GROWING.contains(&node.op_type()) && least > before {
+            let reason = format!("{} makes at least {least} elements, more than {MOST}", label(node));
+            self.broken.insert(name, reason.clone());
+            self.refused.insert(name, reason.clone());
+            return Err(reason);
+        }
+        self.least.insert(name, least);
+        Ok(())
+    }
+
+    fn least_of(&self, name: &str) -> u64 {
+        let open = |id: ValueId| self.builder.ty(id).shape.iter().filter_map(Dim::fixed).fold(1u64, |all, size| all.saturating_mul(size as u64));
+        match (self.least.get(name), self.known.get(name)) {
+            (Some(least), _) => *least,
+            (None, Some(Known::Value(id))) => open(*id),
+            _ => 1,
+        }
     }
 
     /// Refuses what swells, and notes how large what is made of constants and weights alone is; what `folds` is counted.

@@ -24,7 +24,7 @@ pub(super) enum Number {
 }
 
 impl Number {
-    fn known(&self) -> Option<i64> {
+    pub fn known(&self) -> Option<i64> {
         if let Number::Known(value) = self { Some(*value) } else { None }
     }
 }

@@ -221,7 +221,8 @@ impl<'f> Lift<'f> {
             raw_data: Some(values.iter().flat_map(|value| value.to_le_bytes()).collect()),
             ..TensorProto::default()
         }));
-        Ok(Parts { nodes, constants, inputs, output: output.to_owned(), opsets: model.opset_import.clone(), ir_version: model.ir_version })
+        let tried = inputs.iter().filter_map(|(name, _)| Some((name.clone(), self.file.told_number(name)?))).collect();
+        Ok(Parts { nodes, constants, inputs, tried, output: output.to_owned(), opsets: model.opset_import.clone(), ir_version: model.ir_version })
     }
 
     /// Puts elements back into a node, and takes weights out of its bodies.

@@ -6,19 +6,49 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
+mod attention;
+mod rotary;
+
 use std::collections::BTreeMap;
 
+use super::super::piece::Piece;
 use crate::error::Result;
 use crate::ir::ops::{BinaryKind, Clip, Gelu, HardSigmoid, HardSwish, LayerNorm, Linear, Power, Reduce, ReduceKind, RmsNorm, Silu};
-use crate::ir::{Graph, Kind, Node, Op, ValueId, rebuild};
+use crate::ir::{Builder, Graph, Kind, Node, Op, TensorType, ValueId, rebuild};
 use crate::store::Weights;
 
 /// What stands for a pattern whose last node this is, and what that reads.
-type Pattern = fn(&Seen, &Node) -> Option<(Op, Vec<ValueId>)>;
+type Pattern = fn(&Seen, &Node) -> Found;
+
+/// An op and what it reads.
+type Found = Option<(Op, Vec<Read>)>;
+
+/// A value that is read, through an op of its own where the file has it in another order of axes.
+#[derive(Debug, Clone)]
+struct Read {
+    value: ValueId,
+    through: Option<Op>,
+}
+
+impl From<ValueId> for Read {
+    fn from(value: ValueId) -> Read {
+        Read { value, through: None }
+    }
+}
 
 /// The patterns, by what they are; the first that fits counts.
-const PATTERNS: [(&str, Pattern); 6] =
-    [("LayerNorm", layer_norm), ("RmsNorm", rms_norm), ("Gelu", gelu), ("Silu", silu), ("HardSwish", hard_swish), ("Linear with its bias", with_bias)];
+const PATTERNS: [(&str, Pattern); 10] = [
+    ("LayerNorm", layer_norm),
+    ("RmsNorm", rms_norm),
+    ("Gelu", gelu),
+    ("Silu", silu),
+    ("HardSwish", hard_swish),
+    ("Linear with its bias", with_bias),
+    ("SplitHeads", attention::split_heads),
+    ("MergeHeads", attention::merge_heads),
+    ("Attention", attention::attention),
+    ("Rotary", rotary::rotary),
+];
 
 /// How far constants may be from what they stand for, relative to it: they are floats of 32 bits.
 const CLOSE: f64 = 1e-6;
@@ -34,13 +64,13 @@ const STEPS: usize = 16;
 pub(super) fn together(graph: &Graph, weights: &Weights) -> Result<Graph> {
     let seen = Seen::new(graph, weights);
     // What is read, in the graph that is made.
-    let mut made: BTreeMap<ValueId, ValueId> = BTreeMap::new();
+    let (mut made, mut turned) = (BTreeMap::<ValueId, ValueId>::new(), Turned::default());
     let whole = rebuild(graph, weights, &mut |step| {
         made.extend(step.node.inputs.iter().copied().zip(step.inputs.iter().copied()));
         for (_, pattern) in PATTERNS {
-            if let Some((op, inputs)) = pattern(&seen, step.node)
-                && (matches!(op, Op::Linear(_)) || inputs.first().is_some_and(|x| graph.value(*x).ty == graph.value(step.node.output).ty))
-                && let Some(inputs) = inputs.iter().map(|id| made.get(id).copied()).collect::<Option<Vec<_>>>()
+            if let Some((op, reads)) = pattern(&seen, step.node)
+                && let Some(inputs) = reads.into_iter().map(|read| turned.read(graph, read, &made, step.builder)).collect::<Option<Vec<_>>>()
+                && fits(&op, &inputs, step.builder, &graph.value(step.node.output).ty)
                 && let Ok(whole) = step.builder.node(step.name, op, &inputs)
             {
                 return Ok(whole);
@@ -50,6 +80,29 @@ pub(super) fn together(graph: &Graph, weights: &Weights) -> Result<Graph> {
     })?;
     // What nobody reads any more goes.
     rebuild(&whole, weights, &mut |step| step.keep())
+}
+
+/// Whether an op of such inputs gives what the pattern gives.
+fn fits(op: &Op, inputs: &[ValueId], builder: &Builder, wanted: &TensorType) -> bool {
+    let types: Vec<&TensorType> = inputs.iter().map(|id| builder.ty(*id)).collect();
+    op.spec().output(&types).is_ok_and(|ty| ty == *wanted)
+}
+
+/// Values that are read through an op, in the graph that is made, by name.
+#[derive(Default)]
+struct Turned(BTreeMap<(ValueId, String), ValueId>);
+
+impl Turned {
+    fn read(&mut self, graph: &Graph, read: Read, made: &BTreeMap<ValueId, ValueId>, builder: &mut Builder) -> Option<ValueId> {
+        let (value, Some(op)) = (made.get(&read.value).copied()?, read.through) else { return made.get(&read.value).copied() };
+        let key = (read.value, op.to_string());
+        if let Some(id) = self.0.get(&key) {
+            return Some(*id);
+        }
+        let id = builder.node(&format!("{}/{}", graph.value(read.value).name, op.name()), op, &[value]).ok()?;
+        self.0.insert(key, id);
+        Some(id)
+    }
 }
 
 /// A graph that is looked at.
@@ -86,8 +139,24 @@ impl<'g> Seen<'g> {
         self.makers.get(&id).copied()
     }
 
-    /// The value that a weight of one element is.
+    /// The number that a value is, where it follows from weights of one element.
     fn number(&self, id: ValueId) -> Option<f64> {
+        self.number_within(id, STEPS)
+    }
+
+    fn number_within(&self, id: ValueId, steps: usize) -> Option<f64> {
+        if let Some(node) = self.maker(id) {
+            let of = |at: usize| self.number_within(*node.inputs.get(at)?, steps.checked_sub(1)?);
+            return match &node.op {
+                Op::Opaque(opaque) if node.inputs.is_empty() => opaque.function.as_ref()?.as_any().downcast_ref::<Piece>()?.number(),
+                Op::Sqrt(_) => of(0).map(f64::sqrt),
+                Op::Reciprocal(_) => of(0).map(f64::recip),
+                Op::Power(Power { exponent }) => of(0).map(|number| number.powf(*exponent)),
+                Op::Binary(binary) if binary.kind == BinaryKind::Div => Some(of(0)? / of(1)?),
+                Op::Mul(_) => Some(of(0)? * of(1)?),
+                _ => None,
+            };
+        }
         let value = self.graph.value(id);
         let weight = self.weights.by_name.get(&value.name).filter(|weight| value.kind == Kind::Param && weight.elements() == 1)?;
         weight.floats(&value.name).ok()?.first().map(|number| f64::from(*number))
@@ -147,7 +216,11 @@ impl<'g> Seen<'g> {
 
     fn one_over_root(&self, id: ValueId) -> Option<ValueId> {
         let direct = self.of(id, |op| matches!(op, Op::Power(Power { exponent }) if *exponent == -0.5));
-        direct.or_else(|| self.root(self.of(id, |op| matches!(op, Op::Reciprocal(_)))?))
+        let over = || {
+            let maker = self.maker(id).filter(|maker| matches!(&maker.op, Op::Binary(binary) if binary.kind == BinaryKind::Div))?;
+            maker.inputs.get(1).copied().filter(|_| maker.inputs.first().is_some_and(|one| self.number(*one) == Some(1.0)))
+        };
+        direct.or_else(|| self.root(self.of(id, |op| matches!(op, Op::Reciprocal(_))).or_else(over)?))
     }
 
     /// The values and the number that a value is the product of.
@@ -190,13 +263,13 @@ impl<'g> Seen<'g> {
 }
 
 /// `(x - mean) / sqrt(mean((x - mean)²) + epsilon) · weight + bias`.
-fn layer_norm(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+fn layer_norm(seen: &Seen, node: &Node) -> Found {
     let [a, b] = node.inputs.as_slice() else { return None };
     [(*a, *b), (*b, *a)].into_iter().find_map(|(value, vector)| match &node.op {
         Op::Add(_) => {
             let scaled = seen.maker(value).filter(|_| seen.is_vector(vector, node.output))?;
             let (op, mut inputs) = layer_norm(seen, Some(scaled).filter(|scaled| matches!(scaled.op, Op::Mul(_)))?)?;
-            inputs.push(vector);
+            inputs.push(vector.into());
             Some((op, inputs))
         }
         Op::Mul(_) if seen.is_vector(vector, node.output) => {
@@ -207,24 +280,24 @@ fn layer_norm(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
                 (seen.mean(*mean)? == *x).then_some(*x)
             };
             let x = difference(centred)?;
-            (centred == squared || difference(squared) == Some(x)).then(|| (LayerNorm { epsilon }.into(), vec![x, vector]))
+            (centred == squared || difference(squared) == Some(x)).then(|| (LayerNorm { epsilon }.into(), vec![x.into(), vector.into()]))
         }
         _ => None,
     })
 }
 
 /// `x / sqrt(mean(x²) + epsilon) · weight`.
-fn rms_norm(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+fn rms_norm(seen: &Seen, node: &Node) -> Found {
     let [a, b] = node.inputs.as_slice() else { return None };
     let sides = [(*a, *b), (*b, *a)].into_iter().filter(|(_, weight)| matches!(node.op, Op::Mul(_)) && seen.is_vector(*weight, node.output));
     sides.into_iter().find_map(|(normed, weight)| {
         let (x, squared, epsilon) = seen.over_root(normed)?;
-        (x == squared).then(|| (RmsNorm { epsilon, offset: 0.0 }.into(), vec![x, weight]))
+        (x == squared).then(|| (RmsNorm { epsilon, offset: 0.0 }.into(), vec![x.into(), weight.into()]))
     })
 }
 
 /// `x · (1 + erf(x / sqrt(2))) / 2`, or the same by a hyperbolic tangent.
-fn gelu(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+fn gelu(seen: &Seen, node: &Node) -> Found {
     seen.both(node.output, 0.5).into_iter().find_map(|(x, sum)| {
         let (inner, one) = seen.plus(sum)?;
         let tanh = if let Some(argument) = seen.of(inner, |op| matches!(op, Op::Erf(_))) {
@@ -244,18 +317,21 @@ fn gelu(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
             let root = close(factor, (2.0 / std::f64::consts::PI).sqrt());
             (root && ((*a == x && cubic(*b)) || (*b == x && cubic(*a)))).then_some(true)?
         };
-        (one == 1.0).then(|| (Gelu { tanh }.into(), vec![x]))
+        (one == 1.0).then(|| (Gelu { tanh }.into(), vec![x.into()]))
     })
 }
 
 /// `x · sigmoid(x)`.
-fn silu(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+fn silu(seen: &Seen, node: &Node) -> Found {
     let mut both = seen.both(node.output, 1.0).into_iter();
-    both.find_map(|(x, gate)| (seen.of(gate, |op| matches!(op, Op::Sigmoid(_)))? == x).then(|| (Silu {}.into(), vec![x])))
+    both.find_map(|(x, gate)| {
+        let argument = seen.of(gate, |op| matches!(op, Op::Sigmoid(_)))?;
+        (argument == x || seen.is_times(argument, x, 1.0)).then(|| (Silu {}.into(), vec![x.into()]))
+    })
 }
 
 /// `x · clip(x + 3, 0, 6) / 6`, or `x · hardsigmoid(x)` with a slope of a sixth.
-fn hard_swish(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+fn hard_swish(seen: &Seen, node: &Node) -> Found {
     let sixth = 1.0 / 6.0;
     let clipped = |(x, gate): (ValueId, ValueId)| {
         let sum = seen.of(gate, |op| matches!(op, Op::Clip(Clip { min, max }) if *min == 0.0 && *max == 6.0))?;
@@ -266,17 +342,16 @@ fn hard_swish(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
         (seen.of(gate, hard)? == x).then_some(x)
     };
     let x = seen.both(node.output, sixth).into_iter().find_map(clipped).or_else(|| seen.both(node.output, 1.0).into_iter().find_map(gated))?;
-    Some((HardSwish {}.into(), vec![x]))
+    Some((HardSwish {}.into(), vec![x.into()]))
 }
 
 /// Products whose only reader adds a vector take it as their bias.
-fn with_bias(seen: &Seen, node: &Node) -> Option<(Op, Vec<ValueId>)> {
+fn with_bias(seen: &Seen, node: &Node) -> Found {
     let [a, b] = node.inputs.as_slice() else { return None };
     let sides = [(*a, *b), (*b, *a)].into_iter().filter(|(_, bias)| matches!(node.op, Op::Add(_)) && seen.is_vector(*bias, node.output));
     sides.into_iter().find_map(|(product, bias)| {
         let maker = seen.maker(product).filter(|maker| matches!(maker.op, Op::Linear(_)) && seen.readers.get(&product) == Some(&1))?;
         let [x, weight] = maker.inputs.as_slice() else { return None };
-        let same = seen.graph.value(product).ty == seen.graph.value(node.output).ty;
-        same.then(|| (Linear { input_major: false }.into(), vec![*x, *weight, bias]))
+        Some((Linear { input_major: false }.into(), vec![(*x).into(), (*weight).into(), bias.into()]))
     })
 }

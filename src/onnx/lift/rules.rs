@@ -11,7 +11,7 @@ use crate::ir::ops::{
     GlobalAveragePool, HardSigmoid, HardSwish, Interpolation, LayerNorm, LeakyRelu, Linear, Log, MatMul, MaxPool, Mish, Mul, NearestMode, Neg, Pad, PadMode,
     Padding, PerAxis, Power, Reciprocal, Reduce, ReduceKind, Relu, Reshape, Resize, Sigmoid, Slice, Softmax, Softplus, Sqrt, Tanh, TargetSize, Transpose,
 };
-use crate::ir::{Element, Op};
+use crate::ir::{Element, Op, OpSpec};
 use crate::store::Role;
 
 /// What stands for a node; nothing where it passes its first input on.
@@ -234,7 +234,9 @@ fn reshape(at: &At) -> Result<Option<Made>, String> {
     if shape.iter().filter(|size| **size == TargetSize::Rest).count() > 1 {
         return Err("more than one of its sizes is not known beforehand".into());
     }
-    first(Reshape { shape })
+    let (op, ty) = (Reshape { shape }, at.ty(0)?);
+    // To the sizes that it has.
+    if op.infer(&[&ty]).is_ok_and(|same| same == ty) { Ok(None) } else { first(op) }
 }
 
 /// A part of one axis, in steps of one.

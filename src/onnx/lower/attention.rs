@@ -28,7 +28,7 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
     let (heads, groups) = (n.fixed(0, 1)?, n.fixed(1, 1)?);
     let grouped = heads != groups;
     let last = n.inputs() - 1;
-    let given = if last > 2 && n.ty(last)?.shape.len() == 3 { Some(n.input(last)) } else { None };
+    let given = if last > 2 && n.ty(last)?.shape.len() > 2 { Some(n.input(last)) } else { None };
     let added: Vec<String> = given.into_iter().chain(hidden(op, n)?).collect();
     if grouped {
         let shape = n.ints(&[0, groups, -1, n.fixed(0, 3)?]);
@@ -62,7 +62,11 @@ pub(super) fn attention(op: &Attention, n: &mut Lowering) -> Result<()> {
             scores = stack(n, "by_group", &scores, groups);
         }
     }
-    let weights = n.emit("Softmax", "weights", &[&scores], vec![AttributeProto::int("axis", -1)]);
+    let mut weights = n.emit("Softmax", "weights", &[&scores], vec![AttributeProto::int("axis", -1)]);
+    if op.zero_where_hidden {
+        let (nothing, zero) = (n.emit("IsNaN", "hidden", &[&weights], vec![]), n.float(0.0));
+        weights = n.emit("Where", "seen", &[&nothing, &zero, &weights], vec![]);
+    }
     if grouped {
         let shape = n.ints(&[0, heads, -1, 0]);
         let context = n.emit("MatMul", "context", &[&weights, &v], vec![]);

@@ -2,12 +2,13 @@
 
 use candle_core::{Result, Tensor};
 
-use super::super::attention::extras;
+use super::super::attention::{by_sample, extras};
 use super::super::{Attention, Backward, MergeHeads, Rotary, Saved, SplitHeads};
 use super::host::{Host, heads, integers, readable};
 use super::{Gradients, Kernel};
 use crate::kernel::attention::{self, merge_heads, rotate_heads};
 use crate::kernel::attention_gradient::Given;
+use crate::kernel::scratch::cleared;
 
 /// For each key whether it is padding.
 fn padding(mask: Option<&Tensor>) -> Result<Option<Vec<bool>>> {
@@ -32,6 +33,7 @@ impl Attention {
             soft_cap: self.soft_cap.map(|cap| cap as f32),
             padding: padding.filter(|p| p.contains(&true)),
             bias: None,
+            zero_where_hidden: self.zero_where_hidden,
         })
     }
 }
@@ -40,18 +42,21 @@ impl Kernel for Attention {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let [q, k, v] = [&inputs[0], &inputs[1], &inputs[2]];
         let (mask, bias) = extras(&inputs[3..]);
-        let (padding, bias) = (padding(mask)?, bias.map(Tensor::contiguous).transpose()?);
+        let (padding, bias) = (padding(mask)?, bias.map(|bias| by_sample(bias)?.contiguous()).transpose()?);
         let sizes = self.sizes([q, k, v], padding.as_deref())?;
         let shape = (q.dim(0)?, sizes.heads, sizes.sequence, sizes.out);
         let compute = || {
             let hosts = [Host::of(q)?, Host::of(k)?, Host::of(v)?];
-            let bias = bias.as_ref().map(Host::of);
-            let bias = match &bias {
-                Some(host) => Some(host.as_ref()?.floats()?),
-                None => None,
+            let host = bias.as_ref().map(Host::of);
+            let bias = match (&bias, &host) {
+                (Some(bias), Some(host)) => {
+                    let step = |axis: usize| if bias.dims()[axis] == 1 { 0 } else { bias.stride()[axis] };
+                    Some(attention::Bias { values: host.as_ref()?.floats()?, strides: [0, 1, 2, 3].map(step) })
+                }
+                _ => None,
             };
             let sizes = attention::Attention { bias, ..sizes };
-            let mut y = vec![0.0; shape.0 * shape.1 * shape.2 * shape.3];
+            let mut y = cleared(shape.0 * shape.1 * shape.2 * shape.3);
             sizes.run(heads(&hosts[0])?, heads(&hosts[1])?, heads(&hosts[2])?, &mut y);
             Some(y)
         };
@@ -60,7 +65,7 @@ impl Kernel for Attention {
 
     fn backward(&self, backward: &Backward) -> Result<Option<Gradients>> {
         let [q, k, v] = [backward.inputs[0].tensor()?, backward.inputs[1].tensor()?, backward.inputs[2].tensor()?];
-        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() == 3);
+        let biased = backward.inputs[3..].iter().any(|extra| extra.dims().len() > 2);
         if biased || self.soft_cap.is_some() || !readable([q, k, v, backward.gradient]) {
             return Ok(None);
         }
@@ -72,7 +77,7 @@ impl Kernel for Attention {
         let compute = || {
             let hosts = [Host::of(&q)?, Host::of(&k)?, Host::of(&v)?, Host::of(&gradient)?];
             let given = Given { queries: heads(&hosts[0])?, keys: heads(&hosts[1])?, values: heads(&hosts[2])?, gradient: heads(&hosts[3])? };
-            let room = |input: usize, like: &Tensor| vec![0.0; if backward.wants(input) { like.elem_count() } else { 0 }];
+            let room = |input: usize, like: &Tensor| cleared(if backward.wants(input) { like.elem_count() } else { 0 });
             let mut found = [room(0, &q), room(1, &k), room(2, &v)];
             sizes.gradients(given, found.each_mut().map(Vec::as_mut_slice), batch);
             Some(found)
@@ -113,7 +118,7 @@ impl Rotary {
         let sin = if backwards { sin.neg()? } else { sin };
         let compute = || {
             let ([host, cos, sin], angles) = ([Host::of(x)?, Host::of(&cos)?, Host::of(&sin)?], cos.elem_count());
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             rotate_heads(heads(&host)?, [count, sequence, width], &cos.floats()?[..angles], &sin.floats()?[..angles], &mut y);
             Some(y)
         };
@@ -129,7 +134,7 @@ fn merged(x: &Tensor) -> Result<Option<Tensor>> {
     }
     let compute = || {
         let host = Host::of(x)?;
-        let mut y = vec![0.0; x.elem_count()];
+        let mut y = cleared(x.elem_count());
         merge_heads(heads(&host)?, [count, sequence, width], &mut y);
         Some(y)
     };

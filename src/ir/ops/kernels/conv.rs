@@ -11,6 +11,7 @@ use crate::kernel::convolution::depthwise;
 use crate::kernel::convolution_gradient::{Sizes, input_gradient, weight_gradient};
 use crate::kernel::epilogue::{Epilogue, apply_to};
 use crate::kernel::matmul::Left;
+use crate::kernel::scratch::cleared;
 use crate::kernel::shifted::convolve;
 
 impl Kernel for Conv {
@@ -37,7 +38,7 @@ impl Kernel for Conv {
             let steps = hosts.iter().map(|step| step.map(Host::floats)).collect::<Option<Vec<_>>>()?;
             let (x_host, weight_host) = (Host::of(x)?, Host::of(&weight)?);
             let (planes, values) = (planes(x, &x_host)?, weight_host.floats()?);
-            let mut y = vec![0.0; shape.iter().product()];
+            let mut y = cleared(shape.iter().product());
             let size = images * rows * columns;
             if self.is_depthwise(&weight) {
                 depthwise(&planes, images, values, window, &mut y);
@@ -71,12 +72,12 @@ impl Kernel for Conv {
         let (Some(channels), Some(values)) = (channels(&gradient, gradient_host), gradient_host.floats()) else { return Ok(None) };
         let values = &values[..gradient.elem_count()];
         let of_input = backward.of(0, || {
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             input_gradient(sizes, weights, values, &mut y);
             channels_first(y, [images, inputs, height, width])
         })?;
         let of_weight = backward.of(1, || {
-            let mut y = vec![0.0; weight.elem_count()];
+            let mut y = cleared(weight.elem_count());
             weight_gradient(sizes, &planes, values, &mut y);
             Tensor::from_vec(y, weight.dims(), x.device())
         })?;

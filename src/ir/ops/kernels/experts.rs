@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use super::super::{Combine, Dispatch};
 use super::Kernel;
 use super::host::Host;
+use crate::kernel::scratch::cleared;
 
 /// Rows that a thread takes at a time at least.
 const ROWS: usize = 16;
@@ -17,7 +18,7 @@ impl Kernel for Dispatch {
         let compute = || {
             let hosts = [Host::of(&x)?, Host::of(&weights)?];
             let (values, weights) = (hosts[0].floats()?, hosts[1].floats()?);
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             let rows = y.par_chunks_mut(width).zip(values.par_chunks(width)).zip(weights.par_chunks(experts)).with_min_len(ROWS);
             rows.filter(|(_, weights)| weights[self.expert] != 0.0).for_each(|((y, x), _)| y.copy_from_slice(x));
             Some(y)
@@ -34,7 +35,7 @@ impl Kernel for Combine {
             let hosts = inputs.iter().map(Host::of).collect::<Option<Vec<_>>>()?;
             let floats = hosts.iter().map(Host::floats).collect::<Option<Vec<_>>>()?;
             let (weights, values) = floats.split_first()?;
-            let mut y = vec![0.0; inputs[1].elem_count()];
+            let mut y = cleared(inputs[1].elem_count());
             y.par_chunks_mut(width).zip(weights.par_chunks(experts)).enumerate().with_min_len(ROWS).for_each(|(row, (y, weights))| {
                 for (weight, values) in weights.iter().zip(values).filter(|(weight, _)| **weight != 0.0) {
                     y.iter_mut().zip(&values[row * width..]).for_each(|(y, x)| *y += weight * x);

@@ -11,6 +11,7 @@ use crate::kernel::activation::{ActivationFunction, activate};
 use crate::kernel::attention::Heads;
 use crate::kernel::matmul_gradient::add_up;
 use crate::kernel::rows_gradient;
+use crate::kernel::scratch::cleared;
 
 /// Elements of one job of a loop over single elements.
 const CHUNK: usize = 1 << 14;
@@ -134,7 +135,7 @@ pub(super) fn activated(x: &Tensor, function: ActivationFunction) -> Option<Resu
     let order = order(x)?;
     let host = Host::of(x)?;
     let input = &host.floats()?[..x.elem_count()];
-    let mut output = vec![0.0; input.len()];
+    let mut output = cleared(input.len());
     output.par_chunks_mut(CHUNK).zip(input.par_chunks(CHUNK)).for_each(|(out, x)| {
         out.copy_from_slice(x);
         activate(function, out);
@@ -152,7 +153,7 @@ pub(super) fn combined_rows(a: &Tensor, b: &Tensor, width: usize, function: impl
     let order = order(a).filter(|_| alike(a, b))?;
     let (first, second) = (Host::of(a)?, Host::of(b)?);
     let (first, second) = (&first.floats()?[..a.elem_count()], &second.floats()?[..a.elem_count()]);
-    let mut output = vec![0.0; first.len()];
+    let mut output = cleared(first.len());
     let chunk = CHUNK.next_multiple_of(width.max(1));
     output.par_chunks_mut(chunk).zip(first.par_chunks(chunk)).zip(second.par_chunks(chunk)).for_each(|((out, a), b)| function(a, b, out));
     Some(in_order(output, a.dims(), &order))
@@ -171,7 +172,7 @@ pub(super) fn by_rows<const N: usize>(x: &Tensor, vectors: [&Tensor; N], functio
             _ => return Ok(None),
         }
     }
-    let mut output = vec![0.0; x.elem_count()];
+    let mut output = cleared(x.elem_count());
     let chunk = CHUNK.div_ceil(width) * width;
     output.par_chunks_mut(chunk).zip(input.par_chunks(chunk)).for_each(|(out, x)| function(&x[..out.len()], out, slices));
     Tensor::from_vec(output, x.dims(), x.device()).map(Some)
@@ -190,7 +191,7 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
     let compute = || {
         let hosts = [Host::of(&x)?, Host::of(&gradient)?, Host::of(&weight)?];
         let [input, gradient, weight] = [&hosts[0].floats()?[..x.elem_count()], &hosts[1].floats()?[..x.elem_count()], &hosts[2].floats()?[..width]];
-        let mut output = vec![0.0; if backward.wants(0) { input.len() } else { 0 }];
+        let mut output = cleared(if backward.wants(0) { input.len() } else { 0 });
         let chunk = rows_gradient::rows_of_job(width) * width.max(1);
         let jobs = input.len().div_ceil(chunk);
         let mut parts = vec![0f32; jobs * width_of_sums];
@@ -201,7 +202,7 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
         sums.resize_with(jobs, Default::default);
         let rows = input.par_chunks(chunk).zip(gradient.par_chunks(chunk));
         rows.zip(pieces.into_par_iter().zip(sums)).for_each(|((x, g), (out, sums))| kernel(x, g, weight, out, sums));
-        let mut total = vec![0.0; width_of_sums];
+        let mut total = cleared(width_of_sums);
         add_up(&parts.chunks(width_of_sums.max(1)).collect::<Vec<_>>(), &mut total);
         Some((output, total))
     };
@@ -216,7 +217,7 @@ pub(super) fn norm_back(backward: &Backward, kernel: impl Fn(&[f32], &[f32], &[f
 /// The sum of each column of a matrix.
 pub(super) fn column_sums(x: &Tensor) -> Result<Option<Tensor>> {
     let x = x.contiguous()?;
-    let mut sums = vec![0.0; x.dim(D::Minus1)?];
+    let mut sums = cleared(x.dim(D::Minus1)?);
     let Some(host) = Host::of(&x) else { return Ok(None) };
     let Some(values) = host.floats() else { return Ok(None) };
     rows_gradient::column_sums(&values[..x.elem_count()], &mut sums);

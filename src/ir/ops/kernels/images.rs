@@ -10,6 +10,7 @@ use crate::kernel::channels as kernel;
 use crate::kernel::convolution::{Window, max_pool};
 use crate::kernel::convolution_gradient::max_pool_gradient;
 use crate::kernel::rows::means;
+use crate::kernel::scratch::cleared;
 
 /// Loops over the channels of images that kernels [can read](is_readable).
 pub(super) struct OnHost;
@@ -41,7 +42,7 @@ impl Channels for OnHost {
         let x = by_channel(x)?;
         let compute = || {
             let [host, scale, shift] = [Host::of(&x)?, Host::of(scale)?, Host::of(shift)?];
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             kernel::scaled(&channels(&x, &host)?, scale.floats()?, shift.floats()?, &mut y);
             Some(y)
         };
@@ -66,7 +67,7 @@ impl Channels for OnHost {
             let hosts = [Host::of(&x)?, Host::of(&gradient)?];
             let [a, b, c] = [Host::of(factors[0])?, Host::of(factors[1])?, Host::of(factors[2])?];
             let factors: Vec<[f32; 3]> = a.floats()?.iter().zip(b.floats()?).zip(c.floats()?).map(|((a, b), c)| [*a, *b, *c]).collect();
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             kernel::combined(&channels(&x, &hosts[0])?, &channels(&gradient, &hosts[1])?, &factors, &mut y);
             Some(y)
         };
@@ -101,7 +102,7 @@ impl Kernel for MaxPool {
         let [rows, columns] = window.positions();
         let compute = || {
             let host = Host::of(x)?;
-            let mut y = vec![0.0; images * count * rows * columns];
+            let mut y = cleared(images * count * rows * columns);
             max_pool(&planes(x, &host)?, window, &mut y);
             Some(y)
         };
@@ -117,7 +118,7 @@ impl Kernel for MaxPool {
         let (x, gradient) = (with_planes(x)?, by_channel(backward.gradient)?);
         let compute = || {
             let (host, gradient) = (Host::of(&x)?, Host::of(&gradient)?);
-            let mut y = vec![0.0; x.elem_count()];
+            let mut y = cleared(x.elem_count());
             max_pool_gradient(&planes(&x, &host)?, gradient.floats()?, window, &mut y);
             Some(y)
         };
@@ -142,7 +143,7 @@ impl Kernel for GlobalAveragePool {
         let shares = (backward.gradient.reshape((images, count))? / (height * width) as f64)?.t()?.contiguous()?;
         let compute = || {
             let host = Host::of(&shares)?;
-            let mut y = vec![0.0; images * count * height * width];
+            let mut y = cleared(images * count * height * width);
             kernel::filled(&host.floats()?[..images * count], &mut y);
             Some(y)
         };

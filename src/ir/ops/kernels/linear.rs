@@ -12,6 +12,7 @@ use crate::kernel::activation::activate;
 use crate::kernel::epilogue::Epilogue;
 use crate::kernel::matmul::{Columns, Left, Rows, StoredFloat, product};
 use crate::kernel::matmul_gradient::long_product;
+use crate::kernel::scratch::cleared;
 use crate::kernel::{few_rows, one_row};
 
 impl Kernel for Linear {
@@ -84,7 +85,7 @@ impl Linear {
             };
             return Some(sparse.spread(&kept, count, out));
         }
-        let mut y = vec![0.0; count];
+        let mut y = cleared(count);
         let epilogue = Epilogue::of(steps);
         let columns = Columns { values: weight, count: out, stride: inner };
         match self.input_major {
@@ -129,7 +130,7 @@ impl SparseRows {
 
     /// Rows where they belong, among zeros.
     fn spread(&self, kept: &[f32], count: usize, width: usize) -> Vec<f32> {
-        let mut y = vec![0.0; count];
+        let mut y = cleared(count);
         self.rows.iter().zip(kept.chunks_exact(width)).for_each(|(row, values)| y[row * width..][..width].copy_from_slice(values));
         y
     }
@@ -145,7 +146,7 @@ pub(super) fn transposed_product(a: &Tensor, b: &Tensor) -> Result<Option<Tensor
     let compute = || {
         let (left, right) = (Host::of(&a)?, Host::of(&b)?);
         let (left, right) = (left.floats()?, right.floats()?);
-        let mut y = vec![0.0; rows * width];
+        let mut y = cleared(rows * width);
         long_product(
             [rows, inner, width],
             |range: Range<usize>| Left::pack_transposed(&left[range.start * rows..], rows, range.len(), rows),

@@ -5,6 +5,7 @@ use candle_core::{D, Result, Tensor};
 use super::super::{Backward, Embedding, LayerNorm, RmsNorm, Saved, Softmax};
 use super::host::{Host, by_rows, combined_rows, integers, norm_back};
 use super::{Gradients, Kernel};
+use crate::kernel::scratch::cleared;
 use crate::kernel::{rows, rows_gradient};
 
 impl Kernel for LayerNorm {
@@ -76,7 +77,7 @@ impl Kernel for Embedding {
         let Some(indices) = integers(backward.inputs[0].tensor()?)? else { return Ok(None) };
         let Some(host) = Host::of(&rows) else { return Ok(None) };
         let Some(values) = host.floats() else { return Ok(None) };
-        let mut sums = vec![0.0; table.iter().product()];
+        let mut sums = cleared(table.iter().product());
         rows_gradient::scatter_rows(&indices, &values[..rows.elem_count()], table[1], &mut sums);
         Ok(Some(vec![None, Some(Tensor::from_vec(sums, table, rows.device())?)]))
     }

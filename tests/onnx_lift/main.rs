@@ -2,16 +2,18 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use compress::data::Data;
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, ModelProto, NodeProto, TensorProto};
-use compress::pass::{PruneStructured, QuantizeStatic, Step};
+use compress::pass::{PruneStructured, Step};
 use compress::runtime;
 use compress::{Model, Pipeline};
 use prost::Message;
 
-#[path = "common/nodes.rs"]
+mod attention;
+mod exported;
+#[path = "../common/nodes.rs"]
 mod nodes;
+mod patterns;
 
 use nodes::{close, executed, floats, given, in_runtime, ints, model, node, sample, value};
 
@@ -182,129 +184,6 @@ fn cases() -> Vec<Case> {
     cases
 }
 
-/// Name of the op, and the nodes that exporters make of it between `a` and `p`, of 8 numbers each.
-fn patterns() -> Vec<(&'static str, Vec<NodeProto>)> {
-    let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
-    let mean = |x: &str, y: &str, axis: i64| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [axis])]);
-    let clip = |x: &str, y: &str| one("Clip", &[x, "zero", "six"], y);
-    let variance = |over: Vec<NodeProto>| {
-        let mut nodes = vec![mean("a", "m", -1), one("Sub", &["a", "m"], "d"), one("Pow", &["d", "two"], "q"), mean("q", "v", 1)];
-        nodes.extend([one("Add", &["v", "epsilon"], "e"), one("Sqrt", &["e"], "s")]);
-        nodes.extend(over);
-        nodes
-    };
-    let square = |over: Vec<NodeProto>| [vec![one("Mul", &["a", "a"], "q"), mean("q", "v", -1), one("Add", &["epsilon", "v"], "e")], over].concat();
-    let tanh = vec![
-        one("Pow", &["a", "three"], "c"),
-        one("Mul", &["c", "small"], "d"),
-        one("Add", &["a", "d"], "e"),
-        one("Mul", &["e", "slope"], "f"),
-        one("Tanh", &["f"], "g"),
-        one("Add", &["g", "one"], "h"),
-        one("Mul", &["a", "h"], "i"),
-        one("Mul", &["i", "half"], "p"),
-    ];
-    vec![
-        ("LayerNorm", variance(vec![one("Div", &["d", "s"], "n"), one("Mul", &["n", "gamma"], "g"), one("Add", &["beta", "g"], "p")])),
-        ("LayerNorm", variance(vec![one("Reciprocal", &["s"], "r"), one("Mul", &["r", "d"], "n"), one("Mul", &["gamma", "n"], "p")])),
-        ("RmsNorm", square(vec![one("Sqrt", &["e"], "s"), one("Div", &["a", "s"], "n"), one("Mul", &["gamma", "n"], "p")])),
-        ("RmsNorm", square(vec![one("Pow", &["e", "minus_half"], "r"), one("Mul", &["a", "r"], "n"), one("Mul", &["n", "gamma"], "p")])),
-        (
-            "Gelu",
-            vec![
-                one("Div", &["a", "root"], "b"),
-                one("Erf", &["b"], "c"),
-                one("Add", &["c", "one"], "d"),
-                one("Mul", &["a", "d"], "e"),
-                one("Mul", &["e", "half"], "p"),
-            ],
-        ),
-        (
-            "Gelu",
-            vec![
-                one("Mul", &["a", "half"], "b"),
-                one("Div", &["a", "root"], "c"),
-                one("Erf", &["c"], "d"),
-                one("Add", &["one", "d"], "e"),
-                one("Mul", &["b", "e"], "p"),
-            ],
-        ),
-        ("Gelu", tanh),
-        ("Silu", vec![one("Sigmoid", &["a"], "b"), one("Mul", &["b", "a"], "p")]),
-        ("HardSwish", vec![one("Add", &["a", "three"], "b"), clip("b", "c"), one("Mul", &["a", "c"], "d"), one("Div", &["d", "six"], "p")]),
-        ("HardSwish", vec![one("Add", &["a", "three"], "b"), clip("b", "c"), one("Div", &["c", "six"], "d"), one("Mul", &["d", "a"], "p")]),
-        ("HardSwish", vec![node("HardSigmoid", &["a"], "b", vec![AttributeProto::float("alpha", 1.0 / 6.0)]), one("Mul", &["a", "b"], "p")]),
-    ]
-}
-
-/// A pattern between two products.
-fn with_layers(nodes: Vec<NodeProto>) -> ModelProto {
-    let number = |name: &str, value: f32| TensorProto { dims: vec![], ..given(name, &[], &[value]) };
-    let all = [vec![node("MatMul", &["x", "first"], "a", vec![])], nodes, vec![node("MatMul", &["p", "second"], "y", vec![])]].concat();
-    let mut weights = vec![floats("first", &[8, 8]), floats("second", &[8, 4]), floats("gamma", &[8]), floats("beta", &[8])];
-    let numbers = [("one", 1.0), ("two", 2.0), ("three", 3.0), ("zero", 0.0), ("six", 6.0), ("half", 0.5), ("minus_half", -0.5), ("epsilon", 1e-5)];
-    weights.extend(numbers.map(|(name, value)| number(name, value)));
-    weights.extend([number("root", std::f32::consts::SQRT_2), number("small", 0.044_715), number("slope", std::f32::consts::FRAC_2_PI.sqrt())]);
-    let read = |name: &str| all.iter().any(|node| node.input.iter().any(|input| input == name));
-    let weights = weights.into_iter().filter(|weight| read(weight.name())).collect();
-    model(13, &[0, 8], all, weights)
-}
-
-#[test]
-fn what_exporters_take_apart_is_put_together() {
-    let folder = tempfile::tempdir().unwrap();
-    let [path, same, out] = ["model.onnx", "same.onnx", "out.onnx"].map(|name| folder.path().join(name));
-    let samples = folder.path().join("samples.safetensors");
-    candle_core::safetensors::save(&sample(&[64, 8]).into_iter().collect(), &samples).unwrap();
-    for (number, (op, nodes)) in patterns().into_iter().enumerate() {
-        let what = format!("{op}, pattern {number}");
-        let file = with_layers(nodes);
-        std::fs::write(&path, file.encode_to_vec()).unwrap();
-        let graph = Model::open(&path).unwrap().graph().unwrap();
-        assert_eq!(graph.nodes().iter().map(|node| node.op.name()).collect::<Vec<_>>(), ["Linear", op, "Linear"], "{what}\n{graph}");
-        let inputs = sample(&[0, 8]);
-        let ours = executed(Model::open(&path).unwrap(), &inputs).unwrap_or_else(|e| panic!("{what}: {e}"));
-        // What nothing touched stays as it was.
-        Pipeline::builder().measure(false).build().unwrap().run(Model::open(&path).unwrap(), &same).unwrap();
-        assert!(std::fs::read(&same).unwrap() == file.encode_to_vec(), "{what}");
-        let calibration = Data { arrays: Some(samples.clone()), ..Data::default() };
-        let pass = QuantizeStatic::default();
-        Pipeline::builder().pass(pass).calibration(calibration).measure(false).build().unwrap().run(Model::open(&path).unwrap(), &out).unwrap();
-        if runtime::library().is_ok() {
-            let theirs = in_runtime(&path, &inputs);
-            close(&what, &ours, &theirs);
-            let all = sample(&[64, 8]);
-            let (theirs, quantized) = (in_runtime(&path, &all), in_runtime(&out, &all));
-            let norm = |values: &[f32]| values.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>().sqrt();
-            let product: f64 = quantized.1.iter().zip(&theirs.1).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
-            let cosine = product / norm(&quantized.1) / norm(&theirs.1);
-            assert!(cosine > 0.995, "{what}: {cosine}");
-        }
-        for file in [&same, &out] {
-            std::fs::remove_file(file).unwrap();
-            std::fs::remove_dir_all(file.with_extension("onnx.report")).unwrap();
-        }
-    }
-}
-
-#[test]
-fn what_is_almost_a_pattern_stays_what_it_is() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.onnx");
-    for (number, (op, mut nodes)) in patterns().into_iter().enumerate() {
-        // One constant is another one.
-        let Some(input) = nodes.iter_mut().rev().flat_map(|node| &mut node.input).find(|input| ["half", "six", "minus_half", "two"].contains(&input.as_str()))
-        else {
-            continue;
-        };
-        *input = "three".into();
-        let file = with_layers(nodes);
-        std::fs::write(&path, file.encode_to_vec()).unwrap();
-        let graph = Model::open(&path).unwrap().graph().unwrap();
-        assert!(graph.nodes().iter().all(|node| node.op.name() != op), "{op}, pattern {number}\n{graph}");
-    }
-}
-
 #[test]
 fn constants_that_swell_are_refused_by_name() {
     let shape = |values: &[i64]| ints("shape", values);
@@ -342,24 +221,6 @@ fn values_of_samples_may_be_as_large_as_they_are() {
         std::fs::write(&path, model(13, &input, vec![node(op, &["x", "x"], "y", vec![])], vec![]).encode_to_vec()).unwrap();
         let graph = Model::open(&path).unwrap().graph().unwrap_or_else(|e| panic!("{op}: {e}"));
         assert_eq!(graph.nodes().len(), 1, "{graph}");
-    }
-}
-
-#[test]
-fn patterns_that_repeat_what_they_read_stay_apart() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("model.onnx");
-    let one = |op: &str, inputs: &[&str], output: &str| node(op, inputs, output, vec![]);
-    let mean = |x: &str, y: &str| node("ReduceMean", &[x], y, vec![AttributeProto::ints("axes", [-1])]);
-    // One number for each sample, which the weights make eight of.
-    let mut nodes = vec![mean("a", "t"), one("Mul", &["t", "t"], "q"), mean("q", "v"), one("Add", &["v", "epsilon"], "e"), one("Sqrt", &["e"], "s")];
-    nodes.extend([one("Div", &["t", "s"], "n"), one("Mul", &["n", "gamma"], "p")]);
-    std::fs::write(&path, with_layers(nodes).encode_to_vec()).unwrap();
-    let graph = Model::open(&path).unwrap().graph().unwrap();
-    assert!(graph.nodes().iter().all(|node| !matches!(node.op, Op::RmsNorm(_))), "{graph}");
-    if runtime::library().is_ok() {
-        let inputs = sample(&[0, 8]);
-        close("apart", &executed(Model::open(&path).unwrap(), &inputs).unwrap(), &in_runtime(&path, &inputs));
     }
 }
 
