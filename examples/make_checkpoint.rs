@@ -211,7 +211,7 @@ fn make(args: &Args) -> Result<u64> {
             Item { name, weight, storage_format: StorageFormat::Plain }
         })
         .collect();
-    let layout = FileLayout::new(&items, &BTreeMap::from([("format".into(), "pt".into())]), args.shard_size.0)?;
+    let layout = FileLayout::new(&items, &BTreeMap::from([("format".into(), "pt".into())]), &[], args.shard_size.0)?;
     let folder = &args.output;
     std::fs::create_dir_all(folder).map_err(Error::io("create", folder))?;
     write_json(&folder.join("config.json"), &shape.config(dtype_name))?;

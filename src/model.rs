@@ -12,6 +12,7 @@ mod graph;
 #[cfg(not(feature = "run"))]
 #[path = "model/no_graph.rs"]
 mod graph;
+mod modules;
 mod quantization;
 mod roles;
 
@@ -28,7 +29,7 @@ use crate::files as names;
 use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{continues, is_gguf};
-use crate::store::{Checkpoint, Encoding, Weights, pytorch};
+use crate::store::{Checkpoint, Encoding, Module, Weights, pytorch};
 
 /// A model folder, or a single file of safetensors, PyTorch, GGUF or ONNX, opened but not read.
 #[derive(Clone)]
@@ -70,8 +71,11 @@ impl Model {
             return Model::open_gguf(path, &file);
         }
         let mut checkpoint = Checkpoint::open(path)?;
-        let weight_files = checkpoint.files.clone();
         let folder = names::is_dir(path);
+        for module in Module::list(path)?.iter().filter(|module| module.has_weights()) {
+            checkpoint.add_folder(path, &module.folder)?;
+        }
+        let weight_files = checkpoint.files.clone();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         store_tied_once(&config, &mut checkpoint);
         let notes = std::mem::take(&mut checkpoint.notes);
@@ -94,7 +98,9 @@ impl Model {
                 weights.by_name.remove(&format!("{alias}_scale"));
             }
         }
-        Ok(Model { path: path.to_owned(), config, weights, weight_files, beside, changed_graph: None, onnx: None, signed_activations: false })
+        let model = Model { path: path.to_owned(), config, weights, weight_files, beside, changed_graph: None, onnx: None, signed_activations: false };
+        model.require_widths()?;
+        Ok(model)
     }
 
     /// Every file that a run reads: weights, configuration, and what is carried over.

@@ -168,7 +168,7 @@ fn weights(graph: &Graph) -> Option<Weights> {
         Some(Weight::new(store::DType::F32, shape, Encoding::Dense, Arc::new(Floats(bytes))))
     };
     let by_name = graph.params().map(|(_, value)| Some((value.name.clone(), weight(&value.name)?))).collect::<Option<_>>()?;
-    Some(Weights { by_name, metadata: Default::default() })
+    Some(Weights { by_name, ..Default::default() })
 }
 
 /// Graphs that can be built, by the name of their file.

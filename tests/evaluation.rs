@@ -314,6 +314,44 @@ fn poolings_that_are_not_known_are_refused_by_name() {
 }
 
 #[test]
+fn modules_that_are_not_known_are_refused_by_name() {
+    let place = model("sentence-dense", &[]);
+    let refused = |file: &str, before: &str, after: &str| {
+        let path = place.path().join(file);
+        let usual = fs::read_to_string(&path).unwrap();
+        assert!(usual.contains(before), "{usual}");
+        fs::write(&path, usual.replacen(before, after, 1)).unwrap();
+        let error = compress::Model::open(place.path()).and_then(|model| model.graph()).unwrap_err().to_string();
+        fs::write(&path, usual).unwrap();
+        error
+    };
+    for (file, before, after, told) in [
+        ("modules.json", "layer_norm.LayerNorm", "cnn.CNN", "module `CNN`"),
+        ("modules.json", "sentence_transformers.base.modules.dense.Dense", "pylate.models.Dense", "module `pylate.models.Dense`"),
+        ("modules.json", "\"2_Dense\"", "\"../2_Dense\"", "outside the model"),
+        ("2_Dense/config.json", "torch.nn.modules.activation.Tanh", "torch.nn.Softmax", "2_Dense/config.json: `activation_function` of \"torch.nn.Softmax\""),
+        ("2_Dense/config.json", "torch.nn.modules.activation.Tanh", "mine.Tanh", "`activation_function` of \"mine.Tanh\""),
+        ("2_Dense/config.json", "\"in_features\": 16", "\"in_features\": 15", "`in_features` is 15, and the weights beside it have 16"),
+        ("2_Dense/config.json", "\"module_input_name\": \"sentence_embedding\"", "\"module_input_name\": \"other\"", "reads `other`"),
+        ("2_Dense/config.json", "\"bias\": true", "\"bias\": 1", "2_Dense/config.json: `bias` is 1"),
+    ] {
+        let error = refused(file, before, after);
+        assert!(error.contains(told), "{after}: {error}");
+    }
+    fs::remove_file(place.path().join("2_Dense/model.safetensors")).unwrap();
+    let error = compress::Model::open(place.path()).unwrap().graph().unwrap_err().to_string();
+    assert!(error.contains("2_Dense/linear.weight"), "{error}");
+}
+
+/// Positions are counted from the one behind that of padding.
+#[test]
+fn texts_are_as_long_as_a_table_of_positions_has_places() {
+    let place = model("mpnet", &[WORDS]);
+    let found = ids(place.path(), &"the rain ".repeat(40)).unwrap();
+    assert_eq!(found[0].len(), 38);
+}
+
+#[test]
 fn samples_are_counted_as_they_are_run() {
     let files = tempfile::tempdir().unwrap();
     let (bert, llama) = (model("bert-sequence-classification", &[WORDS]), model("llama", &[LETTERS]));

@@ -57,7 +57,7 @@ fn weights(tensors: &BTreeMap<String, Tensor>) -> Weights {
         let bytes = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         Weight::new(store::DType::F32, tensor.dims().to_vec(), Encoding::Dense, Arc::new(Floats(bytes)))
     };
-    Weights { by_name: tensors.iter().map(|(name, tensor)| (name.clone(), weight(tensor))).collect(), metadata: BTreeMap::new() }
+    Weights { by_name: tensors.iter().map(|(name, tensor)| (name.clone(), weight(tensor))).collect(), ..Weights::default() }
 }
 
 fn run(graph: &Graph, tensors: &BTreeMap<String, Tensor>, inputs: &Inputs) -> BTreeMap<String, Tensor> {

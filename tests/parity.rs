@@ -7,8 +7,9 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use compress::Model;
+use compress::arch::{self, Settings};
 use compress::exec::{Executor, Inputs, Parameters, Residence};
-use compress::ir::{Graph, check};
+use compress::ir::{Builder, Graph, check};
 use compress::work::{Cancel, Silent, Work};
 use serde_json::{Map, Value};
 
@@ -108,6 +109,58 @@ fn an_encoder_of_a_class_with_a_head_is_an_encoder() {
         }
         let found = differences(copy.path(), "golden.safetensors").unwrap();
         assert!(found.iter().all(|(_, worst)| *worst < TOLERANCE), "{name}: {found:?}");
+    }
+}
+
+#[test]
+fn sizes_that_are_not_said_are_those_of_transformers() {
+    #[derive(serde::Deserialize)]
+    struct Row {
+        config: Map<String, Value>,
+        tensors: usize,
+        elements: usize,
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/defaults.json");
+    let golden: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let rows: Vec<Row> = serde_json::from_value(golden["models"].clone()).unwrap();
+    assert!(rows.len() > 5);
+    for Row { config, tensors, elements } in rows {
+        let graph = arch::build(&Settings::new(&config), &[], Builder::unchecked()).unwrap();
+        let sizes = graph.params().map(|(_, value)| value.ty.shape.iter().map(|dim| dim.fixed().unwrap()).product::<usize>());
+        let sizes: Vec<usize> = sizes.collect();
+        assert_eq!((sizes.len(), sizes.iter().sum::<usize>()), (tensors, elements), "{config:?}");
+    }
+}
+
+/// A folder with both towers may name the class of one of them: what it gives is then that tower's.
+#[test]
+fn the_class_says_which_tower_is_run_and_whether_it_projects() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/clip");
+    let text = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let golden = candle_core::safetensors::load(folder.join("golden.safetensors"), &Device::Cpu).unwrap();
+    let inputs: Inputs = golden.iter().filter_map(|(name, t)| Some((name.strip_prefix("in/")?.to_owned(), t.clone()))).collect();
+    for (class, wanted) in [
+        ("CLIPTextModelWithProjection", ["last_hidden_state", "text_embeds"]),
+        ("CLIPVisionModelWithProjection", ["image_embeds", "last_hidden_state"]),
+        ("CLIPTextModel", ["last_hidden_state", "pooler_output"]),
+        ("CLIPVisionModel", ["last_hidden_state", "pooler_output"]),
+    ] {
+        let copy = tempfile::tempdir().unwrap();
+        std::fs::write(copy.path().join("config.json"), text.replace("CLIPModel", class).replace("\"projection_dim\": 512", "\"projection_dim\": 12")).unwrap();
+        std::os::unix::fs::symlink(folder.join("model.safetensors"), copy.path().join("model.safetensors")).unwrap();
+        let model = Model::open(copy.path()).unwrap();
+        let graph = model.graph().unwrap();
+        let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
+        let parameters = Parameters::load(&graph, &model.weights, &Device::Cpu, DType::F32, Residence::Computed, &work).unwrap();
+        let own: Inputs =
+            inputs.iter().filter(|(name, _)| graph.inputs().any(|(_, value)| value.name == **name)).map(|(n, t)| (n.clone(), t.clone())).collect();
+        let found = Executor::new(&graph, parameters, Device::Cpu).run(&own).unwrap();
+        assert_eq!(found.keys().collect::<Vec<_>>(), wanted, "{class}");
+        for (name, vectors) in found.iter().filter(|(name, _)| name.ends_with("_embeds")) {
+            // Both towers together give vectors of length one.
+            let length = vectors.sqr().unwrap().sum_keepdim(1).unwrap().sqrt().unwrap();
+            assert!(distance(&vectors.broadcast_div(&length).unwrap(), &golden[&format!("out/{name}")], None) < TOLERANCE, "{class}");
+        }
     }
 }
 

@@ -41,9 +41,16 @@ fn merged(model: &Path, output: &Path) -> compress::Result<Report> {
 
 /// What is in a folder, but for the reports.
 fn files(folder: &Path) -> BTreeMap<String, Vec<u8>> {
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
-    let named = entries.map(|path| (path.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(&path).unwrap()));
-    named.filter(|(name, _)| !name.starts_with("report.")).collect()
+    let mut found = BTreeMap::new();
+    for path in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() {
+            found.extend(files(&path).into_iter().map(|(inner, bytes)| (format!("{name}/{inner}"), bytes)));
+        } else if !name.starts_with("report.") {
+            found.insert(name, std::fs::read(&path).unwrap());
+        }
+    }
+    found
 }
 
 #[test]
@@ -59,6 +66,7 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
         ("llama", "passes: [{ palettize: { bits: 4 } }]", 1),
         ("gpt2", "passes: [{ prune-unstructured: { amount: 0.7 } }]\nexport: [{ safetensors: { layout: sparse } }]", 1),
         ("bert", "passes: []", 1),
+        ("sentence-dense", "passes: [{ prune-unstructured: { amount: 0.5, scope: global } }]", 3),
     ];
     for (model, steps, most) in cases {
         let steps = &if steps.contains("export") { steps.to_owned() } else { format!("{steps}\n{sharded}") };

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use compress::data::{Data, synthetic};
 use compress::exec::{Executor, Parameters, Residence};
-use compress::export::Onnx;
+use compress::export::{Layout, Onnx, Safetensors};
 use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair, Target};
 use compress::pass::{Amount, PruneStructured, PruneUnstructured, QuantizeDynamic, Scope};
 use compress::pipeline::Builder;
@@ -113,6 +113,12 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
             vec![("hidden_size", 8), ("num_attention_heads", 1), ("intermediate_size", 14)],
         ),
         ("dinov2-image-classification", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        // All layers read one table, which the first one of T5 has.
+        ("mpnet", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        ("t5-encoder", vec![PrunedPart::Layers], vec![("num_layers", 1)]),
+        ("t5-encoder", vec![PrunedPart::Heads], vec![("num_heads", 2), ("d_kv", 6)]),
+        ("mt5-encoder", vec![PrunedPart::Hidden, PrunedPart::Mlp], vec![("d_model", 8), ("d_ff", 14)]),
+        ("sentence-dense", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
         ("torchvision-mobilenet-v3", vec![PrunedPart::Channels], vec![]),
         ("torchvision-efficientnet", vec![PrunedPart::Channels], vec![]),
     ] {
@@ -160,6 +166,69 @@ fn graph_json_describes_the_rest() {
     }
 }
 
+/// The first layer of ModernBERT has no normalisation before attention, and the others have: with one of them in its place, no configuration
+/// says what is computed.
+#[test]
+fn another_first_layer_keeps_its_normalisation() {
+    let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(2))), ..half(&[PrunedPart::Layers]) };
+    let done = run("modernbert", Pipeline::builder().pass(pass));
+    assert!(!done.described() && done.model().weights.by_name.contains_key("layers.0.attn_norm.weight"), "{:?}", done.report.notes);
+    outputs(&done.model(), &Model::open(golden("modernbert")).unwrap());
+}
+
+/// A block whose input has become as wide as its output has no sum that it did not have before.
+#[test]
+fn equal_widths_make_no_residual() {
+    let sums = |model: &Model| model.graph().unwrap().nodes().iter().filter(|node| node.op.name() == "Add").count();
+    for name in ["torchvision-mobilenet-v2", "torchvision-mobilenet-v3", "torchvision-efficientnet"] {
+        let done = run(name, Pipeline::builder().pass(PruneStructured { round_to: 4, ..half(&[PrunedPart::Channels]) }));
+        assert_eq!(sums(&done.model()), sums(&Model::open(golden(name)).unwrap()), "{name}");
+        assert!(!done.described() || name != "torchvision-mobilenet-v2");
+        outputs(&done.model(), &Model::open(golden(name)).unwrap());
+    }
+}
+
+/// Modules of sentence-transformers are written where they were read from.
+#[test]
+fn modules_keep_their_folders() {
+    let original = |name: &str| Model::open(golden(name)).unwrap();
+    let worst = |a: &Model, b: &Model, like: &Model| {
+        let (a, b) = (outputs(a, like), outputs(b, like));
+        let distance = |name: &String| (&a[name] - &b[name]).unwrap().abs().unwrap().flatten_all().unwrap().max(0).unwrap().to_scalar::<f32>().unwrap();
+        a.keys().map(distance).fold(0.0, f32::max)
+    };
+    let stored = |done: &Done, file: &str| candle_core::safetensors::load(done.folder.path().join("out").join(file), &Device::Cpu);
+    for (name, folders) in [("sentence-dense", vec!["2_Dense", "3_LayerNorm", "4_Dense"]), ("sentence-dense-of-tokens", vec!["1_Dense_bin", "3_Dense_bin"])] {
+        let done = run(name, Pipeline::builder());
+        assert!(folders.iter().all(|folder| stored(&done, &format!("{folder}/model.safetensors")).is_ok()));
+        assert!(stored(&done, "model.safetensors").unwrap().keys().all(|name| !name.contains('/')));
+        assert!(!folders.iter().any(|folder| done.folder.path().join("out").join(folder).join("pytorch_model.bin").exists()));
+        assert_eq!(worst(&done.model(), &original(name), &original(name)), 0.0);
+        assert_eq!(done.report.outputs.len(), 1 + folders.len());
+
+        let pruned = run(name, Pipeline::builder().pass(PruneUnstructured::default()));
+        let layer = pruned.report.layers.iter().find(|layer| layer.name == format!("{}/linear.weight", folders[0])).unwrap();
+        assert!(layer.zeros > 0);
+        let sparse = Pipeline::builder().pass(PruneUnstructured::default()).export(Safetensors::layout(Layout::Sparse));
+        assert_eq!(worst(&run(name, sparse).model(), &pruned.model(), &original(name)), 0.0);
+
+        let rounded = run(name, Pipeline::builder().pass(QuantizeDynamic::default()));
+        let file = stored(&rounded, &format!("{}/model.safetensors", folders[0])).unwrap();
+        assert!(file["linear.weight"].dtype() == DType::F32 && !file.contains_key("linear.weight_scale"));
+        assert!(rounded.report.notes.iter().any(|note| note.contains("sentence-transformers reads nothing else")), "{:?}", rounded.report.notes);
+        let config = rounded.model().config.render().unwrap() + &std::fs::read_to_string(rounded.folder.path().join("out/config.json")).unwrap();
+        assert!(config.contains("int-quantized") && !config.contains("_Dense"));
+        assert!(worst(&rounded.model(), &original(name), &original(name)) < 0.5);
+    }
+    let done = run("sentence-dense", Pipeline::builder().pass(half(&[PrunedPart::Heads, PrunedPart::Hidden])));
+    for (folder, widths) in [("2_Dense", ["\"in_features\": 8", "\"out_features\": 6"]), ("3_LayerNorm", ["\"dimension\": 6"; 2])] {
+        let config = std::fs::read_to_string(done.folder.path().join("out").join(folder).join("config.json")).unwrap();
+        assert!(widths.iter().all(|width| config.contains(width)), "{config}");
+    }
+    let checks = common::work(|work| compress::pipeline::verify(&done.folder.path().join("out"), work)).unwrap();
+    assert!(checks.iter().all(|check| check.ok));
+}
+
 #[test]
 fn an_amount_of_nothing_changes_nothing() {
     let pass = PruneStructured { amount: Some(Amounts::All(Amount::fraction(0.0))), ..half(&[]) };
@@ -173,7 +242,7 @@ fn an_amount_of_nothing_changes_nothing() {
 fn passes_compose_and_the_result_is_exported() {
     for name in ["bert", "llama", "vit", "torchvision-resnet18"] {
         let builder = Pipeline::builder().pass(PruneUnstructured::default()).pass(half(&[])).pass(QuantizeDynamic::default()).export(Onnx::default());
-        let done = run(name, builder.export(compress::export::Safetensors::default()));
+        let done = run(name, builder.export(Safetensors::default()));
         assert!(done.folder.path().join("out/model.onnx").exists());
         assert_eq!(done.report.passes.len(), 3);
         outputs(&done.model(), &Model::open(golden(name)).unwrap());

@@ -45,7 +45,7 @@ fn weights(graph: &Graph) -> Weights {
         let values = (0..shape.iter().product::<usize>()).map(|i| (i as f32 * 0.7).sin());
         Weight::new(store::DType::F32, shape, Encoding::Dense, Arc::new(Floats(values.flat_map(f32::to_le_bytes).collect())))
     };
-    Weights { by_name: graph.params().map(|(_, value)| (value.name.clone(), weight(&value.name))).collect(), metadata: Default::default() }
+    Weights { by_name: graph.params().map(|(_, value)| (value.name.clone(), weight(&value.name))).collect(), ..Weights::default() }
 }
 
 /// The way back, from ones at every output.

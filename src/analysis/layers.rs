@@ -43,8 +43,9 @@ pub fn layers(graph: &Graph) -> Option<Layers> {
             nodes.entry(number).or_default().push(node);
         }
     }
-    let param = nodes.values().flatten().flat_map(|node| &node.inputs).find(|id| graph.value(**id).kind == Kind::Param)?;
-    let tensors = before_number(name(*param))?.to_owned();
+    let mut params = nodes.values().flatten().flat_map(|node| &node.inputs).filter(|id| graph.value(**id).kind == Kind::Param);
+    // What all layers read has no number.
+    let tensors = params.find_map(|id| before_number(name(*id)))?.to_owned();
     let layers: Option<Vec<Layer>> = nodes.into_iter().enumerate().map(|(at, (number, nodes))| layer(graph, &nodes).filter(|_| at == number)).collect();
     layers.map(|layers| Layers { nodes: prefix.to_owned(), tensors, layers })
 }

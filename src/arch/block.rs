@@ -36,6 +36,7 @@ pub(super) struct Names {
 }
 
 /// A layer.
+#[derive(Clone, Copy)]
 pub(super) struct Block<'b> {
     /// Names of its parts.
     pub names: &'b Names,

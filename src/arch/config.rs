@@ -16,6 +16,8 @@ pub struct ReadKeys(RefCell<BTreeSet<String>>);
 #[derive(Debug, Clone, Copy)]
 pub struct Settings<'c> {
     values: &'c Map<String, Value>,
+    /// The file that they stand in, for errors.
+    file: &'c str,
     /// The groups that these values stand in, the outer one first.
     groups: [&'c str; 2],
     read: Option<&'c ReadKeys>,
@@ -32,7 +34,12 @@ const LIMIT: u64 = 1 << 32;
 impl<'c> Settings<'c> {
     /// Reads from these values.
     pub fn new(values: &'c Map<String, Value>) -> Self {
-        Self { values, groups: [""; 2], read: None, sizes: &[] }
+        Self::of_file(values, "config.json")
+    }
+
+    /// Reads from the values of this file.
+    pub(super) fn of_file(values: &'c Map<String, Value>, file: &'c str) -> Self {
+        Self { values, file, groups: [""; 2], read: None, sizes: &[] }
     }
 
     /// The same values; what is read of them is written down.
@@ -84,21 +91,21 @@ impl<'c> Settings<'c> {
         self.values.get(key).is_some_and(Value::is_null)
     }
 
-    fn missing(key: &str) -> Error {
-        Error::graph("config.json", format!("`{key}` is missing"))
+    fn missing(&self, key: &str) -> Error {
+        Error::graph(self.file, format!("`{key}` is missing"))
     }
 
-    fn wrong(key: &str, value: &Value, wanted: &str) -> Error {
-        Error::graph("config.json", format!("`{key}` is {value}, expected {wanted}"))
+    fn wrong(&self, key: &str, value: &Value, wanted: &str) -> Error {
+        Error::graph(self.file, format!("`{key}` is {value}, expected {wanted}"))
     }
 
     /// A whole number from 1.
     pub fn size(&self, key: &str) -> Result<usize> {
         let Some(value) = self.get(key) else {
-            return self.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size).ok_or_else(|| Self::missing(key));
+            return self.sizes.iter().find(|(name, _)| *name == key).map(|(_, size)| *size).ok_or_else(|| self.missing(key));
         };
         let number = value.as_u64().filter(|n| (1..LIMIT).contains(n));
-        number.map(|n| n as usize).ok_or_else(|| Self::wrong(key, value, "a size from 1 to 4294967295"))
+        number.map(|n| n as usize).ok_or_else(|| self.wrong(key, value, "a size from 1 to 4294967295"))
     }
 
     /// A whole number from 1, or a default.
@@ -110,20 +117,20 @@ impl<'c> Settings<'c> {
     pub fn number_or(&self, key: &str, default: f64) -> Result<f64> {
         match self.get(key) {
             None => Ok(default),
-            Some(value) => value.as_f64().ok_or_else(|| Self::wrong(key, value, "a number")),
+            Some(value) => value.as_f64().ok_or_else(|| self.wrong(key, value, "a number")),
         }
     }
 
     /// A number.
     pub fn number(&self, key: &str) -> Result<f64> {
-        self.get(key).ok_or_else(|| Self::missing(key)).and_then(|_| self.number_or(key, 0.0))
+        self.get(key).ok_or_else(|| self.missing(key)).and_then(|_| self.number_or(key, 0.0))
     }
 
     /// The number of a token, or a default.
     pub(super) fn token_or(&self, key: &str, default: i64) -> Result<i64> {
         match self.get(key) {
             None => Ok(default),
-            Some(value) => value.as_i64().filter(|n| n.unsigned_abs() < LIMIT).ok_or_else(|| Self::wrong(key, value, "the number of a token")),
+            Some(value) => value.as_i64().filter(|n| n.unsigned_abs() < LIMIT).ok_or_else(|| self.wrong(key, value, "the number of a token")),
         }
     }
 
@@ -131,14 +138,14 @@ impl<'c> Settings<'c> {
     pub fn flag_or(&self, key: &str, default: bool) -> Result<bool> {
         match self.get(key) {
             None => Ok(default),
-            Some(value) => value.as_bool().ok_or_else(|| Self::wrong(key, value, "true or false")),
+            Some(value) => value.as_bool().ok_or_else(|| self.wrong(key, value, "true or false")),
         }
     }
 
     /// A text.
     pub fn text(&self, key: &str) -> Result<&'c str> {
-        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
-        value.as_str().ok_or_else(|| Self::wrong(key, value, "a text"))
+        let value = self.get(key).ok_or_else(|| self.missing(key))?;
+        value.as_str().ok_or_else(|| self.wrong(key, value, "a text"))
     }
 
     /// A text, or a default.
@@ -148,17 +155,17 @@ impl<'c> Settings<'c> {
 
     /// A list of sizes.
     pub fn sizes(&self, key: &str) -> Result<Vec<usize>> {
-        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let value = self.get(key).ok_or_else(|| self.missing(key))?;
         let list: Option<Vec<usize>> =
             value.as_array().and_then(|list| list.iter().map(|v| v.as_u64().filter(|n| (1..LIMIT).contains(n)).map(|n| n as usize)).collect());
-        list.filter(|l| !l.is_empty()).ok_or_else(|| Self::wrong(key, value, "a list of sizes"))
+        list.filter(|l| !l.is_empty()).ok_or_else(|| self.wrong(key, value, "a list of sizes"))
     }
 
     /// A list of numbers.
     pub fn numbers(&self, key: &str) -> Result<Vec<f64>> {
-        let value = self.get(key).ok_or_else(|| Self::missing(key))?;
+        let value = self.get(key).ok_or_else(|| self.missing(key))?;
         let list: Option<Vec<f64>> = value.as_array().and_then(|list| list.iter().map(Value::as_f64).collect());
-        list.ok_or_else(|| Self::wrong(key, value, "a list of numbers"))
+        list.ok_or_else(|| self.wrong(key, value, "a list of numbers"))
     }
 
     /// A group of values.
@@ -171,13 +178,13 @@ impl<'c> Settings<'c> {
     pub(super) fn group_or_empty(&self, key: &'c str) -> Result<Settings<'c>> {
         match self.get(key) {
             None => Ok(self.within(key, &NOTHING)),
-            Some(value) => self.group(key).ok_or_else(|| Self::wrong(key, value, "a group of values")),
+            Some(value) => self.group(key).ok_or_else(|| self.wrong(key, value, "a group of values")),
         }
     }
 
     fn within(&self, key: &'c str, values: &'c Map<String, Value>) -> Settings<'c> {
         // Nothing that is read lies deeper.
-        Settings { values, groups: self.inner(key).unwrap_or(self.groups), read: self.read, sizes: &[] }
+        Settings { values, groups: self.inner(key).unwrap_or(self.groups), sizes: &[], ..*self }
     }
 
     fn inner(&self, key: &'c str) -> Option<[&'c str; 2]> {

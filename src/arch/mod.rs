@@ -33,13 +33,14 @@ mod roberta;
 mod rope;
 mod sentence;
 mod smollm3;
+mod t5;
 mod torchvision;
 mod vit;
 
 pub use config::{ReadKeys, Settings};
 pub use keys::Keys;
 pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
-pub use sentence::Pooling;
+pub use sentence::SentenceModule;
 
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
@@ -82,6 +83,8 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "distilbert", kind: ModelKind::Encoder, build: distilbert::build, keys: distilbert::KEYS, sizes: Some(&distilbert::SIZES) },
     Architecture { model_type: "mpnet", kind: ModelKind::Encoder, build: mpnet::build, keys: mpnet::KEYS, sizes: Some(&mpnet::SIZES) },
     Architecture { model_type: "modernbert", kind: ModelKind::Encoder, build: modernbert::build, keys: modernbert::KEYS, sizes: Some(&modernbert::SIZES) },
+    Architecture { model_type: "t5", kind: ModelKind::Encoder, build: t5::build, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
+    Architecture { model_type: "mt5", kind: ModelKind::Encoder, build: t5::build_multilingual, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
     Architecture { model_type: "gpt2", kind: ModelKind::Decoder, build: gpt2::build, keys: gpt2::KEYS, sizes: Some(&gpt2::SIZES) },
     Architecture { model_type: "gpt_neox", kind: ModelKind::Decoder, build: gpt_neox::build, keys: gpt_neox::KEYS, sizes: Some(&gpt_neox::SIZES) },
     Architecture { model_type: "opt", kind: ModelKind::Decoder, build: opt::build, keys: opt::KEYS, sizes: Some(&opt::SIZES) },
@@ -120,15 +123,15 @@ pub fn family(model_type: &str) -> Option<&'static Architecture> {
 ///
 /// # Errors
 /// The family is not known, the configuration lacks something or asks for something that is not supported, or the weights do not fit it.
-pub fn build(settings: &Settings, pooling: &[Pooling], builder: Builder) -> Result<Graph> {
-    describe(settings, pooling, builder).map(|(graph, _)| graph)
+pub fn build(settings: &Settings, modules: &[SentenceModule], builder: Builder) -> Result<Graph> {
+    describe(settings, modules, builder).map(|(graph, _)| graph)
 }
 
 /// The graph of a model, and the keys of its configuration that are not known.
 ///
 /// # Errors
 /// As [`build`].
-pub fn describe(settings: &Settings, pooling: &[Pooling], mut builder: Builder) -> Result<(Graph, Vec<String>)> {
+pub fn describe(settings: &Settings, modules: &[SentenceModule], mut builder: Builder) -> Result<(Graph, Vec<String>)> {
     let read = ReadKeys::default();
     let settings = settings.noting(&read);
     let model_type = settings.text("model_type")?;
@@ -141,6 +144,6 @@ pub fn describe(settings: &Settings, pooling: &[Pooling], mut builder: Builder) 
     };
     (architecture.build)(&settings, &mut builder)?;
     let unknown = architecture.keys.sort_model(&settings)?;
-    sentence::add(pooling, &mut builder)?;
+    sentence::add(modules, &mut builder)?;
     Ok((builder.finish()?, unknown))
 }

@@ -34,7 +34,7 @@ pub(super) const KEYS: Keys = Keys {
         "sparse_pred_ignore_index",
         "sparse_prediction",
     ],
-    neutral: &[("head_dim", "null"), ("rope_scaling", "null"), ("sliding_window", "null")],
+    neutral: &[("head_dim", "null"), ("partial_rotary_factor", "1.0"), ("rope_scaling", "null"), ("sliding_window", "null")],
 };
 
 pub(super) const SIZES: Sizes = Sizes {

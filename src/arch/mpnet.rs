@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::ir::Builder;
 use crate::ir::ops::{Add, Attention, Embedding, Gelu, Positions, RelativeBias, Select, Tanh};
 
-pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[] };
+/// transformers 4 looks back alone where a decoder is meant, transformers 5 does not.
+pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[("is_decoder", "false")] };
 
 pub(super) const SIZES: Sizes =
     Sizes { prefixes: &["mpnet.", ""], heads: ("num_attention_heads", "encoder.layer.0.attention.attn.q.weight", 0), ..bert::SIZES };
@@ -42,20 +43,22 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     // However many rows the table has, distances are sorted into 32.
     let rows = [s.size_or("relative_attention_num_buckets", 32)?, s.size("num_attention_heads")?];
     let table = b.param(&format!("{prefix}encoder.relative_attention_bias.weight"), &rows)?;
-    let bias = b.node("encoder.relative_attention_bias", RelativeBias::default(), &[tokens, table])?;
     let block = Block {
         names: &NAMES,
         norms: NormPlace::After,
         epsilon,
         head_dim: s.head_dim("hidden_size", "num_attention_heads")?,
         attention: Attention::default(),
-        extras: &[mask, bias],
+        extras: &[],
         qkv_bias: None,
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };
     for index in 0..s.size("num_hidden_layers")? {
         let node = format!("encoder.layer.{index}");
+        // Each layer makes it anew, so that no value but the stream leads from one into the next.
+        let bias = b.node(&format!("{node}.attention.bias"), RelativeBias::default(), &[tokens, table])?;
+        let block = Block { extras: &[mask, bias], ..block };
         x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
     }
     b.output("last_hidden_state", x);

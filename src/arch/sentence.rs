@@ -1,174 +1,278 @@
-//! sentence-transformers: `modules.json` says how token vectors become one.
+//! sentence-transformers: `modules.json` says how token vectors become one, and what becomes of that one.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use super::parts::{layer_norm, linear_with};
 use super::{Keys, ReadKeys, Settings};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::ir::ops::{Concat, MaskedMean, Normalize, Select, TokenChoice, TokenPool};
-use crate::ir::{Builder, ValueId};
+use crate::ir::ops::{
+    Add, Clip, Concat, Elu, Gelu, HardSigmoid, HardSwish, LeakyRelu, MaskedMean, Mish, Normalize, Relu, Select, Sigmoid, Silu, Softplus, Tanh, TokenChoice,
+    TokenPool,
+};
+use crate::ir::{Builder, Op, ValueId};
+use crate::store::Module;
 
 /// A module behind the transformer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SentenceModule {
+    kind: Kind,
+    /// Names of what it reads, and of what it gives, as modules call them.
+    reads: String,
+    gives: String,
+}
+
+/// What a module computes.
+#[derive(Debug, Clone, PartialEq)]
+enum Kind {
+    /// One vector of those of tokens.
+    Pooling(Pooling),
+    /// Vectors of length one.
+    Normalize,
+    /// A layer, whose weights are in this folder, and what it adds.
+    Dense { folder: String, out: usize, bias: bool, function: Option<Op>, residual: bool },
+    /// A normalisation, whose weights are in this folder.
+    LayerNorm { folder: String },
+}
+
+/// How token vectors become one.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Pooling {
+enum Pooling {
     /// The mean over tokens that are no padding.
     Mean,
     /// The first token.
     First,
-    /// The largest number of each column, of tokens that are no padding.
-    Max,
-    /// The sum of tokens that are no padding, divided by the root of how many there are.
-    RootMean,
-    /// The mean over tokens that are no padding, in which later ones count more.
-    WeightedMean,
-    /// The last token that is no padding.
-    Last,
+    /// One of the other ways.
+    By(&'static str, TokenChoice),
     /// Several of these, one behind the other.
     Several(Vec<Pooling>),
-    /// Vectors of length one.
-    Normalize,
 }
 
 /// Modes of pooling by the names of newer versions, with the switches of older ones, in the order in which those put them together.
 const MODES: [(&str, &str, Pooling); 6] = [
     ("cls", "pooling_mode_cls_token", Pooling::First),
-    ("max", "pooling_mode_max_tokens", Pooling::Max),
+    ("max", "pooling_mode_max_tokens", Pooling::By("max", TokenChoice::Max)),
     ("mean", "pooling_mode_mean_tokens", Pooling::Mean),
-    ("mean_sqrt_len_tokens", "pooling_mode_mean_sqrt_len_tokens", Pooling::RootMean),
-    ("weightedmean", "pooling_mode_weightedmean_tokens", Pooling::WeightedMean),
-    ("lasttoken", "pooling_mode_lasttoken", Pooling::Last),
+    ("mean_sqrt_len_tokens", "pooling_mode_mean_sqrt_len_tokens", Pooling::By("root_mean", TokenChoice::RootMean)),
+    ("weightedmean", "pooling_mode_weightedmean_tokens", Pooling::By("weighted_mean", TokenChoice::WeightedMean)),
+    ("lasttoken", "pooling_mode_lasttoken", Pooling::By("last", TokenChoice::Last)),
 ];
 
-/// Keys of a pooling's `config.json` beside the modes. A prompt counts only where one is set (see `data`).
-const KEYS: Keys = Keys { harmless: &["embedding_dimension", "include_prompt", "word_embedding_dimension"], neutral: &[] };
+/// Keys beside those that are read. A prompt counts only where one is set (see `data`).
+const POOLING_KEYS: Keys = Keys { harmless: &["embedding_dimension", "include_prompt", "word_embedding_dimension"], neutral: &[] };
+/// Widths are those of the weights.
+const WIDTH_KEYS: Keys = Keys { harmless: &["dimension", "in_features"], neutral: &[] };
 
-impl Pooling {
+/// Vectors of tokens, and the one of a text.
+const TOKENS: &str = "token_embeddings";
+const SENTENCE: &str = "sentence_embedding";
+/// Number that is added to variances, which no file says.
+const EPSILON: f64 = 1e-5;
+
+/// A module's `config.json`.
+struct File {
+    /// Its name inside the model's folder.
+    name: String,
+    values: Map<String, Value>,
+}
+
+impl SentenceModule {
     /// Reads `modules.json` and what it names; none when there is no such file.
     ///
     /// # Errors
     /// The files cannot be read, or name something that is not supported.
-    pub fn open(folder: &Path) -> Result<Vec<Pooling>> {
-        Pooling::described(folder).map(|(modules, _)| modules)
+    pub fn open(folder: &Path) -> Result<Vec<SentenceModule>> {
+        SentenceModule::described(folder).map(|(modules, _)| modules)
     }
 
     /// The same, with the keys of the modules' files that are not known.
     ///
     /// # Errors
-    /// As [`open`](Pooling::open).
-    pub fn described(folder: &Path) -> Result<(Vec<Pooling>, Vec<String>)> {
-        let path = folder.join("modules.json");
+    /// As [`open`](SentenceModule::open).
+    pub fn described(folder: &Path) -> Result<(Vec<SentenceModule>, Vec<String>)> {
         let (mut found, mut unknown) = (Vec::new(), Vec::new());
-        if !files::is_file(&path) {
-            return Ok((found, unknown));
-        }
-        let modules: Value = read(&path)?;
-        for module in modules.as_array().into_iter().flatten() {
-            let kind = module.get("type").and_then(Value::as_str).unwrap_or("");
-            match kind.rsplit('.').next().unwrap_or("") {
-                "Transformer" => {}
-                "Normalize" => found.push(Pooling::Normalize),
-                "Pooling" => found.push(pooling(folder, module, &path, &mut unknown)?),
-                other => {
-                    return Err(Error::Unsupported {
-                        what: format!("{}: module `{other}`", path.display()),
-                        hint: "known: Transformer, Pooling, Normalize".into(),
-                    });
+        for (index, Module { kind, folder: inside }) in Module::list(folder)?.into_iter().enumerate() {
+            let refused = |what: String, hint: &str| Error::Unsupported { what: format!("{}: {what}", folder.join(Module::LIST).display()), hint: hint.into() };
+            if kind == "Transformer" {
+                if index > 0 || !inside.is_empty() {
+                    return Err(refused(
+                        format!("a transformer in `{inside}` as module {index}"),
+                        "a transformer is the first module, in the model's own folder",
+                    ));
                 }
+                continue;
             }
+            let file = File::open(folder, &inside, ["Dropout", "Normalize"].contains(&kind.as_str()))?;
+            let read = ReadKeys::default();
+            let settings = Settings::of_file(&file.values, &file.name).noting(&read);
+            let (kind, from, keys) = match kind.as_str() {
+                "Dropout" => continue,
+                "Pooling" => (Kind::Pooling(file.pooling(&settings)?), TOKENS, POOLING_KEYS),
+                "Normalize" => (Kind::Normalize, SENTENCE, WIDTH_KEYS),
+                "LayerNorm" => (Kind::LayerNorm { folder: inside }, SENTENCE, WIDTH_KEYS),
+                "Dense" => (file.dense(&settings, inside)?, SENTENCE, WIDTH_KEYS),
+                other => {
+                    let hint = "known: Transformer, Pooling, Dense, LayerNorm, Normalize and Dropout of sentence-transformers";
+                    return Err(refused(format!("module `{other}`"), hint));
+                }
+            };
+            let (mut reads, mut gives) = (from, SENTENCE);
+            if matches!(kind, Kind::Dense { .. } | Kind::Normalize) {
+                reads = settings.text_or("module_input_name", from)?;
+                gives = settings.text_or("module_output_name", reads)?;
+            }
+            let (reads, gives) = (reads.to_owned(), gives.to_owned());
+            unknown.extend(keys.sort(&settings, &file.name)?.into_iter().map(|key| format!("{}: {key}", file.name)));
+            found.push(SentenceModule { kind, reads, gives });
         }
         Ok((found, unknown))
     }
 }
 
-fn read<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
-    let text = files::read_to_string(path).map_err(Error::io("read", path))?;
-    serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
-}
+impl File {
+    /// The file of a module, which may say nothing if there `may_be_none`.
+    fn open(folder: &Path, inside: &str, may_be_none: bool) -> Result<File> {
+        let (name, path) = (format!("{inside}/config.json"), folder.join(inside).join("config.json"));
+        if may_be_none && (inside.is_empty() || !files::is_file(&path)) {
+            return Ok(File { name, values: Map::new() });
+        }
+        let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
+        let values = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, e))?;
+        Ok(File { name, values })
+    }
 
-fn pooling(folder: &Path, module: &Value, path: &Path, unknown: &mut Vec<String>) -> Result<Pooling> {
-    let inside = module.get("path").and_then(Value::as_str).unwrap_or("");
-    if !Path::new(inside).components().all(|part| matches!(part, std::path::Component::Normal(_))) {
-        return Err(Error::malformed(path, format!("names a folder outside the model: `{inside}`")));
+    fn refused(&self, what: &str, hint: &str) -> Error {
+        Error::Unsupported { what: format!("{}: {what}", self.name), hint: hint.into() }
     }
-    let (file, path) = (format!("{inside}/config.json"), folder.join(inside).join("config.json"));
-    let (values, read): (Map<String, Value>, _) = (read(&path)?, ReadKeys::default());
-    let settings = Settings::new(&values).noting(&read);
-    let refused = |what: String| {
-        let known = MODES.map(|(name, ..)| name).join(", ");
-        Error::Unsupported { what: format!("{}: {what}", path.display()), hint: format!("known: {known}; several are put one behind the other") }
-    };
-    let mut switched = Vec::new();
-    for (_, key, pooling) in MODES {
-        match settings.get(key) {
-            None | Some(Value::Bool(false)) => {}
-            Some(Value::Bool(true)) => switched.push(pooling),
-            Some(value) => return Err(refused(format!("`{key}` is {value}, expected true or false"))),
-        }
+
+    fn dense(&self, settings: &Settings, folder: String) -> Result<Kind> {
+        let class = settings.text_or("activation_function", "torch.nn.modules.activation.Tanh")?;
+        // The defaults of PyTorch's classes.
+        let function = match class.rsplit('.').next().filter(|_| class.starts_with("torch.")) {
+            Some("Identity") => None,
+            Some("Tanh") => Some(Tanh {}.into()),
+            Some("ReLU") => Some(Relu {}.into()),
+            Some("ReLU6") => Some(Clip { min: 0.0, max: 6.0 }.into()),
+            Some("GELU") => Some(Gelu { tanh: false }.into()),
+            Some("SiLU") => Some(Silu {}.into()),
+            Some("Sigmoid") => Some(Sigmoid {}.into()),
+            Some("LeakyReLU") => Some(LeakyRelu { alpha: 0.01 }.into()),
+            Some("ELU") => Some(Elu { alpha: 1.0 }.into()),
+            Some("Hardswish") => Some(HardSwish {}.into()),
+            Some("Hardsigmoid") => Some(HardSigmoid { alpha: 1.0 / 6.0, beta: 0.5 }.into()),
+            Some("Softplus") => Some(Softplus {}.into()),
+            Some("Mish") => Some(Mish {}.into()),
+            _ => {
+                let hint = "known of torch.nn: Identity, Tanh, ReLU, ReLU6, GELU, SiLU, Sigmoid, LeakyReLU, ELU, Hardswish, Hardsigmoid, Softplus, Mish";
+                return Err(self.refused(&format!("`activation_function` of \"{class}\""), hint));
+            }
+        };
+        let (bias, residual) = (settings.flag_or("bias", true)?, settings.flag_or("use_residual", false)?);
+        Ok(Kind::Dense { folder, out: settings.size("out_features")?, bias, function, residual })
     }
-    // Files of newer versions name the modes, older ones set a switch for each.
-    let named = |mode: &Value| {
-        let found = MODES.into_iter().find(|(name, ..)| mode.as_str() == Some(name)).map(|(.., pooling)| pooling);
-        found.ok_or_else(|| refused(format!("`pooling_mode` of {mode}")))
-    };
-    let mut modes = match settings.get("pooling_mode") {
-        // As in sentence-transformers 6.2.
-        None if switched.is_empty() => vec![Pooling::Mean],
-        None => switched,
-        Some(Value::Array(modes)) => modes.iter().map(named).collect::<Result<_>>()?,
-        Some(mode) => vec![named(mode)?],
-    };
-    unknown.extend(KEYS.sort(&settings, &file)?.into_iter().map(|key| format!("{file}: {key}")));
-    match (modes.len(), modes.pop()) {
-        (1, Some(mode)) => Ok(mode),
-        (_, Some(last)) => {
-            modes.push(last);
-            Ok(Pooling::Several(modes))
+
+    fn pooling(&self, settings: &Settings) -> Result<Pooling> {
+        let refused = |what: String| {
+            let known = MODES.map(|(name, ..)| name).join(", ");
+            self.refused(&what, &format!("known: {known}; several are put one behind the other"))
+        };
+        let mut switched = Vec::new();
+        for (_, key, pooling) in MODES {
+            match settings.get(key) {
+                None | Some(Value::Bool(false)) => {}
+                Some(Value::Bool(true)) => switched.push(pooling),
+                Some(value) => return Err(refused(format!("`{key}` is {value}, expected true or false"))),
+            }
         }
-        (_, None) => Err(refused("a pooling without a mode".to_owned())),
+        // Files of newer versions name the modes, older ones set a switch for each.
+        let named = |mode: &Value| {
+            let found = MODES.into_iter().find(|(name, ..)| mode.as_str() == Some(name)).map(|(.., pooling)| pooling);
+            found.ok_or_else(|| refused(format!("`pooling_mode` of {mode}")))
+        };
+        let mut modes = match settings.get("pooling_mode") {
+            // As in sentence-transformers 6.2.
+            None if switched.is_empty() => vec![Pooling::Mean],
+            None => switched,
+            Some(Value::Array(modes)) => modes.iter().map(named).collect::<Result<_>>()?,
+            Some(mode) => vec![named(mode)?],
+        };
+        match (modes.len(), modes.pop()) {
+            (1, Some(mode)) => Ok(mode),
+            (_, Some(last)) => {
+                modes.push(last);
+                Ok(Pooling::Several(modes))
+            }
+            (_, None) => Err(refused("a pooling without a mode".to_owned())),
+        }
     }
 }
 
 /// Adds the modules behind `last_hidden_state`.
-pub(super) fn add(modules: &[Pooling], b: &mut Builder) -> Result<()> {
+pub(super) fn add(modules: &[SentenceModule], b: &mut Builder) -> Result<()> {
     if modules.is_empty() {
         return Ok(());
     }
-    let mut x = b.found_output("last_hidden_state").ok_or_else(|| lacks("last_hidden_state"))?;
+    let tokens = b.found_output("last_hidden_state").ok_or_else(|| lacks("last_hidden_state"))?;
+    let mut found = BTreeMap::from([(TOKENS, tokens)]);
     for (index, module) in modules.iter().enumerate() {
-        x = module.add(b, &format!("sentence.{index}"), x)?;
+        let given = found.get(module.reads.as_str()).copied();
+        let given = given
+            .ok_or_else(|| Error::graph(Module::LIST, format!("module {} reads `{}`, which none before it gives", index.saturating_add(1), module.reads)))?;
+        found.insert(&module.gives, module.kind.add(b, &format!("sentence.{index}"), given)?);
     }
-    b.output("sentence_embedding", x);
+    let sentence = found.get(SENTENCE).ok_or_else(|| Error::graph(Module::LIST, format!("no module gives `{SENTENCE}`")))?;
+    b.output(SENTENCE, *sentence);
     Ok(())
 }
 
 fn lacks(what: &str) -> Error {
-    Error::graph("modules.json", format!("pools a model that has no {what}"))
+    Error::graph(Module::LIST, format!("pools a model that has no {what}"))
+}
+
+impl Kind {
+    fn add(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
+        match self {
+            Kind::Pooling(pooling) => pooling.add(b, node, x),
+            Kind::Normalize => b.node(&format!("{node}.normalize"), Normalize {}, &[x]),
+            Kind::LayerNorm { folder } => layer_norm(b, &format!("{node}.norm"), &format!("{folder}/norm"), x, EPSILON),
+            Kind::Dense { folder, out, bias, function, residual } => {
+                let module = format!("{folder}/linear");
+                // Passes may have made it narrower.
+                let out = b.stored_shape(&format!("{module}.weight")).and_then(|shape| shape.first().copied()).unwrap_or(*out);
+                let mut y = linear_with(b, &format!("{node}.dense"), &module, x, out, *bias)?;
+                if let Some(function) = function {
+                    y = b.node(&format!("{node}.function"), function.clone(), &[y])?;
+                }
+                if !residual {
+                    return Ok(y);
+                }
+                let around = if b.width(x)? == out { x } else { linear_with(b, &format!("{node}.residual"), &format!("{folder}/residual"), x, out, false)? };
+                b.node(&format!("{node}.sum"), Add {}, &[y, around])
+            }
+        }
+    }
 }
 
 impl Pooling {
     fn add(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
         let mask = |b: &Builder| b.find("attention_mask").ok_or_else(|| lacks("attention_mask"));
-        let pool = |b: &mut Builder, name: &str, choice| {
-            let mask = mask(b)?;
-            b.node(&format!("{node}.{name}"), TokenPool { choice }, &[x, mask])
-        };
         match self {
             Pooling::Mean => {
                 let mask = mask(b)?;
                 b.node(&format!("{node}.mean"), MaskedMean {}, &[x, mask])
             }
             Pooling::First => b.node(&format!("{node}.first"), Select { index: 0 }, &[x]),
-            Pooling::Max => pool(b, "max", TokenChoice::Max),
-            Pooling::RootMean => pool(b, "root_mean", TokenChoice::RootMean),
-            Pooling::WeightedMean => pool(b, "weighted_mean", TokenChoice::WeightedMean),
-            Pooling::Last => pool(b, "last", TokenChoice::Last),
+            Pooling::By(name, choice) => {
+                let mask = mask(b)?;
+                b.node(&format!("{node}.{name}"), TokenPool { choice: *choice }, &[x, mask])
+            }
             Pooling::Several(modes) => {
                 let parts = modes.iter().map(|mode| mode.add(b, node, x)).collect::<Result<Vec<_>>>()?;
                 b.node(&format!("{node}.several"), Concat::default(), &parts)
             }
-            Pooling::Normalize => b.node(&format!("{node}.normalize"), Normalize {}, &[x]),
         }
     }
 }

@@ -67,7 +67,7 @@ impl Safetensors {
     fn items(&self, model: &Model, run: &RunState, mut kept: impl FnMut(&str, &Weight) -> Result<u64>) -> Result<Vec<Item>> {
         let item = |(name, weight): (&String, &Weight)| {
             let (weight, storage_format) = match self.layout {
-                Layout::Dense => (weight.dense(name), StorageFormat::Plain),
+                _ if !keeps_encoding(model, self.layout, name) => (weight.dense(name), StorageFormat::Plain),
                 Layout::Sparse => {
                     let kept = kept(name, weight)?;
                     let size = value_size(weight);
@@ -80,7 +80,7 @@ impl Safetensors {
                     };
                     (weight.clone(), if smaller { StorageFormat::Sparse { kept } } else { otherwise })
                 }
-                Layout::Auto | Layout::CompressedTensors => {
+                _ => {
                     self.require_matrix_layout(model, name, weight)?;
                     (weight.clone(), if is_packed(name, weight) { StorageFormat::Packed } else { StorageFormat::Plain })
                 }
@@ -91,9 +91,7 @@ impl Safetensors {
         if matches!(self.layout, Layout::Auto | Layout::CompressedTensors) {
             items.extend(shared_scales(model));
         }
-        if self.layout != Layout::Dense {
-            items.extend(input_scales(model));
-        }
+        items.extend(input_scales(model, self.layout));
         items.retain(|item| run.makes(&item.name));
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
@@ -136,7 +134,7 @@ impl Safetensors {
                 ));
             }
         }
-        writer::FileLayout::new(items, &metadata, self.shard_size.0)
+        writer::FileLayout::new(items, &metadata, &model.weights.folders, self.shard_size.0)
     }
 
     fn config(&self, model: &Model, run: &RunState, items: &[Item]) -> Config {
@@ -200,6 +198,13 @@ impl Safetensors {
                 100.0 * zeros as f64 / elements as f64
             ));
         }
+        let quantized = |name: &String| model.weights.by_name.get(name).is_some_and(|weight| weight.encoding != Encoding::Dense);
+        if let Some(item) = items.iter().find(|item| quantized(&item.name) && self.layout != Layout::Dense && !keeps_encoding(model, self.layout, &item.name)) {
+            notes.push(format!(
+                "`{}` and other quantized weights of modules with files of their own are stored as the floats that they stand for, and inputs of these layers are not quantized: sentence-transformers reads nothing else",
+                item.name
+            ));
+        }
         let palettes = items.iter().filter(|item| is_palette(&item.weight)).count();
         if palettes > 0 {
             notes.push(format!("{palettes} tensors are stored as places in palettes: only compress and its ONNX export read this folder, `compress densify` makes floats of them; `model_type` is marked so that other libraries refuse it"));
@@ -228,9 +233,9 @@ fn shared_scales(model: &Model) -> impl Iterator<Item = Item> {
 }
 
 /// What static activations are quantized by, one scale and zero point for each layer.
-fn input_scales(model: &Model) -> Vec<Item> {
+fn input_scales(model: &Model, layout: Layout) -> Vec<Item> {
     let mut items = Vec::new();
-    for (name, weight) in &model.weights.by_name {
+    for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| keeps_encoding(model, layout, name)) {
         let Encoding::Affine(Affine { activations, scale_dtype, .. }) = &weight.encoding else { continue };
         let (by, what, scale_dtype) = match activations {
             ActivationScheme::Static(by) | ActivationScheme::Float8Static(by) => (by, "input_scale", scale_dtype),
@@ -268,6 +273,11 @@ impl WeightSource for Scales {
             if one && seen { Ok(()) } else { sink(Block::untouched(View::dense(self.dtype, block.now.scales))) }
         })
     }
+}
+
+/// Whether a weight is stored as it is encoded: of modules, sentence-transformers reads floats alone.
+fn keeps_encoding(model: &Model, layout: Layout, name: &str) -> bool {
+    layout == Layout::Sparse || (layout != Layout::Dense && model.weights.folder(name).is_none())
 }
 
 fn value_size(weight: &Weight) -> u64 {

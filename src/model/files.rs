@@ -40,7 +40,7 @@ pub fn config_beside(folder: &Path, made: &Made, name: &str) -> Result<Config> {
 /// What a folder holds beside the weights that were opened, relative to the folder, in order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Beside {
-    /// Files that go over to the output unchanged, those of modules in folders of their own among them.
+    /// Files that go over to the output unchanged, weights of modules that are not known among them.
     pub files: Vec<PathBuf>,
     /// Files that go over and that the file of weights holds in another form.
     pub made: Made,
@@ -107,15 +107,16 @@ impl Beside {
         // The index that named these files, if one did: the first that there is.
         let there = pairs.iter().find(|(single, index)| files::is_file(single) || files::is_file(index));
         let index = there.filter(|(single, _)| !files::is_file(single)).map(|(_, index)| index);
-        beside.collect(folder, Path::new(""), &|path| weights.iter().any(|file| file == path) || index.is_some_and(|index| path == index))?;
+        beside.collect(folder, Path::new(""), weights, index)?;
         beside.files.sort();
         beside.empty.sort();
         beside.left.sort();
         Ok(beside)
     }
 
-    fn collect(&mut self, root: &Path, inside: &Path, read: &dyn Fn(&Path) -> bool) -> Result<()> {
+    fn collect(&mut self, root: &Path, inside: &Path, weights: &[PathBuf], index: Option<&PathBuf>) -> Result<()> {
         let (folder, top) = (root.join(inside), inside.as_os_str().is_empty());
+        let holds_weights = top || weights.iter().any(|file| file.parent() == Some(&folder));
         let mut none = true;
         for files::Entry { path, kind } in files::list(&folder).map_err(Error::io("list", &folder))? {
             let name = path.file_name().unwrap_or_default();
@@ -125,15 +126,15 @@ impl Beside {
                 () if kind == Kind::Folder && name.starts_with('.') => Reason::Hidden,
                 () if kind == Kind::Folder && top && holds_the_model_again(&name) => Reason::OldWeights,
                 () if kind == Kind::Folder => {
-                    self.collect(root, &relative, read)?;
+                    self.collect(root, &relative, weights, index)?;
                     continue;
                 }
                 () if kind == Kind::Link => Reason::Link,
                 () if kind == Kind::Special => Reason::Special,
-                () if top && (name == "config.json" || read(&path)) => continue,
+                () if (top && name == "config.json") || weights.contains(&path) || index == Some(&path) => continue,
                 () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
                 () if top && (DESCRIPTIONS.contains(&name.as_str()) || name == RUNTIME) => Reason::Described,
-                () if top && is_weights(&name) => Reason::OldWeights,
+                () if holds_weights && is_weights(&name) => Reason::OldWeights,
                 () => {
                     self.files.push(relative);
                     continue;

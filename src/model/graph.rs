@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::{Beside, Config, Model};
-use crate::arch::{self, Pooling, Settings};
+use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, Result};
 use crate::files;
 pub use crate::ir::Graph;
@@ -122,15 +122,15 @@ impl Model {
                 hint: "add a config.json, or describe the model in a graph.json; passes over weights need neither".into(),
             });
         }
-        let (pooling, modules) = Pooling::described(&self.path)?;
-        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &pooling, Builder::new(&self.weights))?;
+        let (modules, unknown) = SentenceModule::described(&self.path)?;
+        let (graph, keys) = arch::describe(&Settings::new(self.config.values()), &modules, Builder::new(&self.weights))?;
         let quantizers = self.quantizers();
         let graph = if quantizers.layers.is_empty() { graph } else { quantizers::insert(&graph, &self.weights, &quantizers)? };
         let graph = match self.config.cache()? {
             None => graph,
             Some(format) => cache::insert(&graph, &self.weights, format)?,
         };
-        Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(modules).collect()))
+        Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(unknown).collect()))
     }
 
     /// Layers whose inputs are quantized by parameters that are stored with their weights.

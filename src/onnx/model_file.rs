@@ -127,7 +127,7 @@ impl ModelFile {
     /// The weights, with what the file says about itself.
     pub fn all_weights(&self) -> Weights {
         let metadata = self.model.metadata_props.iter().map(|entry| (entry.key().to_owned(), entry.value().to_owned())).collect();
-        Weights { by_name: self.weights.clone(), metadata }
+        Weights { by_name: self.weights.clone(), metadata, ..Weights::default() }
     }
 
     /// What it takes and gives, each as a person would write it: `ids: int64[batch, 128]`.

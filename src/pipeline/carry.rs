@@ -1,5 +1,6 @@
 //! What goes over to the output beside the weights, and the list of it in the report.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,9 +11,9 @@ use crate::report::{self, CarriedFile, OutputFile};
 use crate::store::hash::hash_of;
 use crate::work::Work;
 
-/// Copies everything that lies around the weights, and writes the configuration. What the file of weights holds is written beside no file
-/// that is `alone`.
-pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, alone: bool, work: &Work) -> Result<()> {
+/// Copies everything that lies around the weights, and writes the configuration, and what is another text than before. What the file of
+/// weights holds is written beside no file that is `alone`.
+pub(super) fn carry_over(model: &Model, config: &Config, other: &BTreeMap<PathBuf, String>, folder: &Path, alone: bool, work: &Work) -> Result<()> {
     for empty in &model.beside.empty {
         let to = folder.join(empty);
         fs::create_dir_all(&to).map_err(Error::io("create", &to))?;
@@ -26,6 +27,9 @@ pub(super) fn carry_over(model: &Model, config: &Config, folder: &Path, alone: b
         work.cancel.check()?;
     }
     for (name, text) in model.beside.made.iter().filter(|_| !alone) {
+        write_text(&folder.join(name), text)?;
+    }
+    for (name, text) in other.iter().filter(|_| !alone) {
         write_text(&folder.join(name), text)?;
     }
     match config.render() {

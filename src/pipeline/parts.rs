@@ -256,13 +256,17 @@ impl Pipeline {
                 }
                 // Parts that are kept share nothing with the output.
                 if !keep && name.ends_with(".safetensors") {
-                    made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, blake3: hash });
+                    made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, name: name.clone(), blake3: hash });
                 }
             }
             most = most.max(told.peak_rss_bytes.unwrap_or(0));
             seconds.resize(told.seconds.len(), 0.0);
             seconds.iter_mut().zip(&told.seconds).for_each(|(sum, seconds)| *sum += seconds);
-            made.tensors.append(&mut Checkpoint::open(&path)?.tensors);
+            let mut held = Checkpoint::open(&path)?;
+            for folder in told.files.iter().filter_map(|(name, ..)| Some(name.rsplit_once('/')?.0)) {
+                held.add_folder(&path, folder)?;
+            }
+            made.tensors.append(&mut held.tensors);
             for seen in told.weights {
                 let name = seen.name.clone();
                 let found = seen.measurement().ok_or_else(|| Error::malformed(&path.join(TOLD), format!("no hash of `{name}`")))?;

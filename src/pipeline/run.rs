@@ -78,7 +78,8 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
-    carry_over(&model, config, &folder, state.file.is_some(), &work)?;
+    let resized = after.resized_modules()?;
+    carry_over(&model, config, &resized, &folder, state.file.is_some(), &work)?;
     let left_out = write_graph(&after, &folder)?;
     // What a format has rounded is measured as it is in the file.
     let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| Model { weights, ..after.clone() });
@@ -139,7 +140,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         let path = folder.join(name);
         fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
     }
-    let written = |name: &str| name == GRAPH || state.attached.contains_key(name);
+    let written = |name: &str| name == GRAPH || state.attached.contains_key(name) || resized.contains_key(Path::new(name));
     report.carried = carry::list(&folder, &model, &report.outputs, written, &work)?;
     let highest = peak.highest();
     report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };

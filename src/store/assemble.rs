@@ -108,6 +108,7 @@ pub(super) fn assemble(mut checkpoint: Checkpoint, bits: &dyn Fn(&str) -> Option
         insert(&mut weights, name.clone(), weight, bytes, vec![name])?;
     }
     weights.metadata = checkpoint.metadata;
+    weights.folders = checkpoint.folders;
     Ok(weights)
 }
 

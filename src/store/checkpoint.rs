@@ -160,6 +160,8 @@ pub struct Checkpoint {
     pub notes: Vec<String>,
     /// What the configuration beside them says of words of GPTQ and AWQ.
     pub words: WordsLabel,
+    /// Folders inside that of the checkpoint which have files of their own: names of what is in them begin with one of these and a slash.
+    pub folders: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -191,6 +193,42 @@ impl Checkpoint {
         }
         checkpoint.add(&only_file(path)?, None)?;
         Ok(checkpoint)
+    }
+
+    /// Adds what the only file of a folder inside that of the checkpoint holds, if there is one.
+    ///
+    /// # Errors
+    /// The file is malformed, or the checkpoint has a tensor of such a name.
+    pub fn add_folder(&mut self, path: &Path, folder: &str) -> Result<()> {
+        let mut there = [SINGLE, pytorch::SINGLE].map(|name| path.join(folder).join(name)).into_iter().filter(|file| files::is_file(file));
+        let Some(file) = there.next() else { return Ok(()) };
+        let mut inside = Checkpoint::default();
+        inside.add(&file, None)?;
+        let name = |name: String| format!("{folder}/{name}");
+        for (tensor, stored) in inside.tensors {
+            self.tensors.insert(self.unused(name(tensor), &file)?, stored);
+        }
+        for (tensor, stored) in inside.strided {
+            self.strided.insert(self.unused(name(tensor), &file)?, stored);
+        }
+        for (key, value) in inside.metadata {
+            self.metadata.entry(key).or_insert(value);
+        }
+        self.files.append(&mut inside.files);
+        self.notes.append(&mut inside.notes);
+        self.folders.push(folder.to_owned());
+        Ok(())
+    }
+
+    fn unused(&self, name: String, file: &Path) -> Result<String> {
+        if self.tensors.contains_key(&name) || self.strided.contains_key(&name) {
+            return Err(Error::tensor(
+                &name,
+                format!("is what a tensor of {} is called here, and another file has one of this name", file.display()),
+                "rename it",
+            ));
+        }
+        Ok(name)
     }
 
     fn add_shards(&mut self, folder: &Path, index: &Path) -> Result<()> {

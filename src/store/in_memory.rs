@@ -262,7 +262,7 @@ mod tests {
             let held = before.quantized("w", affine.clone(), integers.clone(), &scales).unwrap();
             assert_eq!((held.describe().contains(&format!("int{bits} ")), held.origin), (true, Origin::File));
             let items = [Item { name: "w".into(), weight: held.clone(), storage_format: StorageFormat::Packed }];
-            let layout = FileLayout::new(&items, &Default::default(), u64::MAX).unwrap();
+            let layout = FileLayout::new(&items, &Default::default(), &[], u64::MAX).unwrap();
             write(&crate::files::Destination::here(folder.path()), &items, &layout, None, &Work { threads: 1, progress: &Silent, cancel: &Cancel::default() })
                 .unwrap();
             let read = Weights::from_checkpoint_with(Checkpoint::open(folder.path()).unwrap(), &|_| Some(bits)).unwrap();

@@ -217,6 +217,8 @@ pub struct Weights {
     pub by_name: BTreeMap<String, Weight>,
     /// Metadata of the files that they came from.
     pub metadata: BTreeMap<String, String>,
+    /// Folders whose weights are in files of their own: names begin with one of these and a slash.
+    pub folders: Vec<String>,
 }
 
 impl Weights {
@@ -249,8 +251,19 @@ impl Weights {
         })
     }
 
+    /// The folder of a weight that is in a file of its own, if it is.
+    pub fn folder(&self, name: &str) -> Option<&str> {
+        in_folder(&self.folders, name).map(|(folder, _)| folder)
+    }
+
     /// Number of elements of all weights.
     pub fn parameters(&self) -> u64 {
         self.by_name.values().map(|w| w.elements() as u64).sum()
     }
+}
+
+/// The folder that a name begins with, and what follows it.
+pub(super) fn in_folder<'f, 'n>(folders: &'f [String], name: &'n str) -> Option<(&'f str, &'n str)> {
+    let held = folders.iter().filter_map(|folder| Some((folder.as_str(), name.strip_prefix(folder.as_str())?.strip_prefix('/')?)));
+    held.max_by_key(|(folder, _)| folder.len())
 }

@@ -10,6 +10,7 @@ use super::measure::{Measure, ValueHistogram};
 use super::part_writer::PartWriter;
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
+use super::weight::in_folder;
 use super::{Block, RawTensor, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::files::Destination;
@@ -62,6 +63,8 @@ pub struct Made {
 pub struct MadeFile {
     /// Where it is.
     pub path: PathBuf,
+    /// Its name inside the folder that it was made in.
+    pub name: String,
     /// What is in it.
     pub header: Header,
     /// Hash of the file, as it was read just now.
@@ -70,9 +73,10 @@ pub struct MadeFile {
 
 impl Made {
     /// The hash of a file that was made with this header, which has this name now; nothing where there is none, or the file system has no links.
-    fn link(&self, header: &Header, name: &Path) -> Option<blake3::Hash> {
-        let file = self.files.iter().find(|file| file.header == *header)?;
-        std::fs::hard_link(&file.path, name).ok().map(|()| file.blake3)
+    fn link(&self, file: &LaidOut, path: &Path) -> Option<blake3::Hash> {
+        let inside = |name: &str| Path::new(name).parent().map(Path::to_owned);
+        let made = self.files.iter().find(|made| made.header == file.header && inside(&made.name) == inside(&file.name))?;
+        std::fs::hard_link(&made.path, path).ok().map(|()| made.blake3)
     }
 }
 
@@ -87,25 +91,47 @@ pub struct Written {
     pub blake3: blake3::Hash,
 }
 
+/// A file, whose tensors have names without the folder that it is in.
+#[derive(Debug)]
+struct LaidOut {
+    name: String,
+    header: Header,
+}
+
+impl LaidOut {
+    /// The whole name of a tensor, by that in the file.
+    fn whole(&self, tensor: &str) -> String {
+        self.name.rsplit_once('/').map_or_else(|| tensor.to_owned(), |(folder, _)| format!("{folder}/{tensor}"))
+    }
+}
+
 /// Which file each tensor goes to, and where in it.
 #[derive(Debug)]
 pub struct FileLayout {
-    files: Vec<(String, Header)>,
+    files: Vec<LaidOut>,
     index: Option<String>,
     parts: Vec<Vec<StoredTensor>>,
 }
 
 impl FileLayout {
     /// Distributes items over files of at most `shard_bytes` (a larger tensor gets a file of its own),
-    /// in the order given, and names them as the Hub does. Parts of a weight stay together.
+    /// in the order given, and names them as the Hub does. Parts of a weight stay together. Weights of `folders` go to a file in each.
     ///
     /// # Errors
     /// A tensor's size overflows.
-    pub fn new(items: &[Item], metadata: &BTreeMap<String, String>, shard_bytes: u64) -> Result<FileLayout> {
+    pub fn new(items: &[Item], metadata: &BTreeMap<String, String>, folders: &[String], shard_bytes: u64) -> Result<FileLayout> {
         let parts: Vec<Vec<StoredTensor>> = items.iter().map(|item| item.storage_format.parts(&item.name, &item.weight)).collect();
         let mut shards: Vec<(u64, Vec<&StoredTensor>)> = vec![(0, Vec::new())];
         let mut total = 0u64;
+        let mut inside: BTreeMap<&str, Vec<(&str, &StoredTensor)>> = BTreeMap::new();
         for (item, parts) in items.iter().zip(&parts) {
+            if in_folder(folders, &item.name).is_some() {
+                for part in parts {
+                    let (folder, name) = in_folder(folders, &part.name).unwrap_or_default();
+                    inside.entry(folder).or_default().push((name, part));
+                }
+                continue;
+            }
             let bytes = sum_bytes(parts).ok_or_else(|| Error::tensor(&item.name, "its size overflows", ""))?;
             if let Some((filled, held)) = shards.last()
                 && !held.is_empty()
@@ -122,12 +148,19 @@ impl FileLayout {
         let count = shards.len();
         let mut files = Vec::with_capacity(count);
         let mut weight_map = BTreeMap::new();
+        let mut lay = |name: String, held: Vec<(&str, &StoredTensor)>| -> Result<()> {
+            let header = Header::layout(held.into_iter().map(|(name, part)| (name.to_owned(), part.dtype, part.shape.clone())), metadata.clone())
+                .map_err(|name| Error::tensor(&name, "its size overflows", ""))?;
+            files.push(LaidOut { name, header });
+            Ok(())
+        };
         for (i, (_, held)) in shards.into_iter().enumerate() {
             let name = if count == 1 { checkpoint::SINGLE.to_owned() } else { format!("model-{:05}-of-{count:05}.safetensors", i + 1) };
             weight_map.extend(held.iter().map(|part| (part.name.clone(), name.clone())));
-            let header = Header::layout(held.into_iter().map(|p| (p.name.clone(), p.dtype, p.shape.clone())), metadata.clone())
-                .map_err(|name| Error::tensor(&name, "its size overflows", ""))?;
-            files.push((name, header));
+            lay(name, held.into_iter().map(|part| (part.name.as_str(), part)).collect())?;
+        }
+        for (folder, held) in inside {
+            lay(format!("{folder}/{}", checkpoint::SINGLE), held)?;
         }
         let index = (count > 1).then(|| format!("{:#}\n", serde_json::json!({ "metadata": { "total_size": total }, "weight_map": weight_map })));
         Ok(FileLayout { files, index, parts })
@@ -135,11 +168,11 @@ impl FileLayout {
 
     /// Names of the items in each file.
     pub fn items_by_file(&self, items: &[Item]) -> Vec<Vec<String>> {
-        let places = self.files.iter().enumerate().flat_map(|(file, (_, header))| header.tensors.iter().map(move |tensor| (tensor.name.as_str(), file)));
-        let places: BTreeMap<&str, usize> = places.collect();
+        let places = self.files.iter().zip(0..).flat_map(|(file, at)| file.header.tensors.iter().map(move |tensor| (file.whole(&tensor.name), at)));
+        let places: BTreeMap<String, usize> = places.collect();
         let mut found = vec![Vec::new(); self.files.len()];
         for (item, parts) in items.iter().zip(&self.parts) {
-            let file = parts.first().and_then(|part| found.get_mut(*places.get(part.name.as_str())?));
+            let file = parts.first().and_then(|part| found.get_mut(*places.get(&part.name)?));
             file.into_iter().for_each(|names| names.push(item.name.clone()));
         }
         found
@@ -147,17 +180,17 @@ impl FileLayout {
 
     /// Bytes of all files, headers included.
     pub fn bytes(&self) -> u64 {
-        self.files.iter().map(|(_, header)| header.data_bytes() + header.to_bytes().len() as u64).sum()
+        self.files.iter().map(|file| file.header.data_bytes() + file.header.to_bytes().len() as u64).sum()
     }
 
     /// Names of the files, the index first if there is one.
     pub fn names(&self) -> Vec<String> {
-        self.index.iter().map(|_| checkpoint::INDEX.to_owned()).chain(self.files.iter().map(|(name, _)| name.clone())).collect()
+        self.index.iter().map(|_| checkpoint::INDEX.to_owned()).chain(self.files.iter().map(|file| file.name.clone())).collect()
     }
 
     /// Number of tensors in all files.
     pub fn tensors(&self) -> usize {
-        self.files.iter().map(|(_, header)| header.tensors.len()).sum()
+        self.files.iter().map(|file| file.header.tensors.len()).sum()
     }
 }
 
@@ -282,23 +315,28 @@ pub fn write_pieces(folder: &Destination, files: &[(String, Vec<Piece>)], items:
 pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Option<&Made>, work: &Work) -> Result<(Vec<Written>, Vec<WeightMeasurement>)> {
     let mut targets: Vec<VerifiedFile> = Vec::with_capacity(layout.files.len());
     let (mut by_name, mut linked) = (BTreeMap::new(), BTreeMap::new());
-    for (name, header) in &layout.files {
+    for file in &layout.files {
+        let LaidOut { name, header } = file;
         let bytes = header.to_bytes();
-        if let Some(hash) = made.and_then(|made| made.link(header, &folder.path().join(name))) {
+        if let Some(parent) = Path::new(name).parent().filter(|parent| !parent.as_os_str().is_empty()) {
+            let parent = folder.path().join(parent);
+            std::fs::create_dir_all(&parent).map_err(Error::io("create", &parent))?;
+        }
+        if let Some(hash) = made.and_then(|made| made.link(file, &folder.path().join(name))) {
             linked.insert(name, hash);
-            by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), None)));
+            by_name.extend(header.tensors.iter().map(|t| (file.whole(&t.name), None)));
             continue;
         }
         let target = VerifiedFile::create(folder, name, bytes.len() as u64 + header.data_bytes())?;
         write_known(&target, name, 0, &bytes)?;
-        by_name.extend(header.tensors.iter().map(|t| (t.name.as_str(), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
+        by_name.extend(header.tensors.iter().map(|t| (file.whole(&t.name), Some((targets.len(), bytes.len() as u64 + t.begin, t.end - t.begin)))));
         targets.push(target);
     }
     let mut places = Vec::with_capacity(items.len());
     for parts in &layout.parts {
         let mut placed = Vec::with_capacity(parts.len());
         for part in parts {
-            let place = by_name.get(part.name.as_str()).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
+            let place = by_name.get(&part.name).ok_or_else(|| Error::tensor(&part.name, "has no place in the file", ""))?;
             if let Some((file, offset, length)) = *place {
                 placed.push(Place { name: &part.name, part: placed.len(), file, offset, length });
             }
@@ -317,7 +355,7 @@ pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Op
         files.push(Written { name: checkpoint::INDEX.into(), bytes: back.len() as u64, blake3: blake3::hash(&back) });
     }
     let mut targets = targets.into_iter().peekable();
-    for (name, header) in &layout.files {
+    for LaidOut { name, header } in &layout.files {
         let bytes = header.to_bytes().len() as u64 + header.data_bytes();
         let (path, blake3) = match (linked.get(name), targets.next_if(|_| !linked.contains_key(name))) {
             (Some(blake3), _) => (folder.path().join(name), *blake3),
@@ -429,7 +467,7 @@ mod tests {
         std::fs::write(&source, [header.to_bytes(), (0..68).collect()].concat()).unwrap();
         let weights = Weights::from_checkpoint(Checkpoint::open(&source).unwrap()).unwrap();
         let items: Vec<Item> = weights.by_name.iter().map(|(n, w)| Item { name: n.clone(), weight: w.clone(), storage_format: StorageFormat::Plain }).collect();
-        let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX).unwrap();
+        let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX).unwrap();
         let work = Work { threads: 2, progress: &Silent, cancel: &Cancel::default() };
         write(&Destination::here(folder), &items, &layout, None, &work).unwrap().0
     }

@@ -141,7 +141,7 @@ pub(super) fn describe(items: &[Item], model: &Model, run: &RunState) -> Value {
         "format": format,
         "quantization_status": "compressed",
         "config_groups": described,
-        "ignore": ignored(items, &groups, &tied),
+        "ignore": ignored(items, model, &groups, &tied),
         "kv_cache_scheme": null,
         "global_compression_ratio": null,
         "version": VERSION,
@@ -184,12 +184,13 @@ pub(super) fn is_needed(items: &[Item], model: &Model, run: &RunState) -> bool {
 
 /// Modules left out, by their name in the checkpoint and by its end: loaders drop or change the first part
 /// (`bert.pooler.dense` becomes `pooler.dense` when the base model is loaded alone).
-fn ignored(items: &[Item], groups: &[Group], tied: &[&str]) -> Vec<String> {
+fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Vec<String> {
     let quantized: BTreeSet<&str> = groups.iter().flat_map(|g| g.modules.iter().copied()).chain(tied.iter().copied()).collect();
     let embeddings = groups.iter().any(|g| g.class == "Embedding");
     let left_out = items
         .iter()
         .filter(|item| item.weight.encoding == Encoding::Dense && item.weight.shape.len() == 2 && item.name.ends_with(".weight"))
+        .filter(|item| model.weights.folder(&item.name).is_none())
         .filter(|item| embeddings || !is_embedding(&item.name, &item.weight) || is_linear(&item.name, &item.weight))
         .map(|item| module(&item.name));
     let heads = HEADS.into_iter().filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));

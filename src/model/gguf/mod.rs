@@ -65,7 +65,7 @@ impl Model {
         Ok(Model {
             path: path.to_owned(),
             config: Config::of(config),
-            weights: Weights { by_name, metadata },
+            weights: Weights { by_name, metadata, ..Weights::default() },
             weight_files,
             beside,
             changed_graph: None,

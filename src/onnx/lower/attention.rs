@@ -137,8 +137,16 @@ fn later(op: &Attention, n: &mut Lowering) -> Result<String> {
     Ok(n.emit("Or", "out_of_window", &[&later, &far], vec![]))
 }
 
-/// The table is brought into the order of distances once; each pair of places then takes one of its columns.
+/// The table is brought into the order of distances once; each pair of places then takes one of its columns. Layers that share the table
+/// share the bias.
 pub(super) fn relative_bias(op: &RelativeBias, n: &mut Lowering) -> Result<()> {
+    let (sequence, table) = (&n.ty(0)?.shape[1], n.input(1));
+    let bias = n.share(&format!("relative_bias|{sequence}|{table}|{op:?}"), |n| biases(op, n))?;
+    n.finish("Identity", &[&bias], vec![]);
+    Ok(())
+}
+
+fn biases(op: &RelativeBias, n: &mut Lowering) -> Result<String> {
     let (places, table) = (n.range(0, 1)?, n.input(1));
     let (column, rows) = (n.ints(&[1]), n.ints(&op.by_distance()));
     let far = op.max_distance as i64;
@@ -149,6 +157,5 @@ pub(super) fn relative_bias(op: &RelativeBias, n: &mut Lowering) -> Result<()> {
     let behind = n.emit("Sub", "behind", &[&places, &queries], vec![]);
     let held = n.emit("Clip", "held", &[&behind, &least, &far], vec![]);
     let at = n.emit("Add", "at", &[&held, &far], vec![]);
-    n.finish("Gather", &[&by_head, &at], vec![AttributeProto::int("axis", 1)]);
-    Ok(())
+    Ok(n.emit("Gather", "bias", &[&by_head, &at], vec![AttributeProto::int("axis", 1)]))
 }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::analysis;
-use crate::arch::{self, Pooling, Settings};
+use crate::arch::{self, SentenceModule, Settings};
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph, Op};
 use crate::model::{Config, Model};
@@ -105,8 +105,8 @@ fn keep(mut model: Model, run: &mut RunState, kept: &[usize]) -> Result<Model> {
 fn fresh(mut model: Model, path: &Path, seed: u64) -> Result<Model> {
     let file = if crate::files::is_dir(path) { path.join("config.json") } else { path.to_owned() };
     let config = Config::open(&file)?;
-    let pooling = Pooling::open(&model.path)?;
-    let graph = arch::build(&Settings::new(config.values()), &pooling, Builder::unchecked())?;
+    let modules = SentenceModule::open(&model.path)?;
+    let graph = arch::build(&Settings::new(config.values()), &modules, Builder::unchecked())?;
     let deviation = config.get("initializer_range").and_then(serde_json::Value::as_f64).unwrap_or(0.02);
     model.weights.by_name.clear();
     for (number, (id, value)) in graph.params().enumerate() {

@@ -125,7 +125,7 @@ impl Finished {
             .collect();
         let text = serde_json::to_vec(&AboutBlock { weights, facts }).unwrap_or_default();
         let items: Vec<Item> = changed.into_iter().map(|(name, weight)| Item { name, storage_format: storage_format(&weight), weight }).collect();
-        let layout = FileLayout::new(&items, &BTreeMap::new(), u64::MAX)?;
+        let layout = FileLayout::new(&items, &BTreeMap::new(), &[], u64::MAX)?;
         write(staging.destination(), &items, &layout, None, &work.quiet())?;
         let path = staging.path().join(ABOUT);
         fs::write(&path, text).map_err(Error::io("write", &path))?;

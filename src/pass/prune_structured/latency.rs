@@ -1,6 +1,5 @@
 //! How long a graph takes in the built-in executor, whatever its weights are.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -45,7 +44,7 @@ pub(super) fn seconds(graph: &Graph, context: &Context) -> Result<f64> {
     };
     let shape = |value: &crate::ir::Value| value.ty.shape.iter().map(|dim| dim.fixed().unwrap_or(1)).collect();
     let by_name = graph.params().map(|(_, value)| (value.name.clone(), weight(shape(value)))).collect();
-    let weights = Weights { by_name, metadata: BTreeMap::new() };
+    let weights = Weights { by_name, ..Weights::default() };
     let parameters = Parameters::load(graph, &weights, &context.device, DType::F32, Residence::Computed, &context.work)?;
     let inputs = data::synthetic_of(graph, context.seed, &analysis::usual_sizes(graph))?.inputs;
     let executor = Executor::new(graph, parameters, context.device.clone());

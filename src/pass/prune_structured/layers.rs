@@ -127,13 +127,24 @@ pub(in crate::pass) fn keep_layers(model: &mut Model, graph: &Graph, found: &Lay
 /// Renumbers the weights and rebuilds the graph without the layers.
 fn take_out(model: &mut Model, graph: &Graph, found: &Layers, gone: &BTreeSet<usize>) -> Result<BTreeSet<String>> {
     let mut changed = BTreeSet::new();
+    let drops = |name: &str| gone.iter().any(|number| found.layers[*number].nodes.contains(name));
+    let left = graph.nodes().iter().filter(|node| !drops(&graph.value(node.output).name));
+    let read: BTreeSet<&str> = left.flat_map(|node| &node.inputs).map(|id| graph.value(*id).name.as_str()).collect();
     let weights = std::mem::take(&mut model.weights.by_name);
     for (name, weight) in weights {
         let number = analysis::number(&name, &found.tensors);
         let new = renamed(&name, &found.tensors, gone);
-        if number.is_some_and(|number| gone.contains(&number)) {
+        // Other layers may read what the first one has, as those of T5 do.
+        if number.is_some_and(|number| gone.contains(&number)) && !read.contains(name.as_str()) {
             changed.insert(name);
             continue;
+        }
+        if model.weights.by_name.contains_key(&new) {
+            return Err(Error::tensor(
+                &name,
+                format!("is read by layers that stay, and would be named `{new}`, as another tensor is"),
+                "keep the layer that has it",
+            ));
         }
         if new != name {
             changed.insert(name);
@@ -152,7 +163,6 @@ fn take_out(model: &mut Model, graph: &Graph, found: &Layers, gone: &BTreeSet<us
         let node = renamed(name, &found.nodes, gone);
         if node == name { renamed(name, &found.tensors, gone) } else { node }
     };
-    let drops = |name: &str| gone.iter().any(|number| found.layers[*number].nodes.contains(name));
     let file = GraphFile::from(graph).edited(&drops, &refer);
     model.changed_graph = Some(std::sync::Arc::new(file.build(&model.weights)?));
     Ok(changed)

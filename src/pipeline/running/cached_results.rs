@@ -217,7 +217,10 @@ impl ResultCache {
         }
         run.prepare(work)?;
         let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
-        let exported = Safetensors::default().write(after, run, staging.destination(), None, work)?;
+        // In one file, everything is stored as it is encoded.
+        let mut stored = after.clone();
+        stored.weights.folders.clear();
+        let exported = Safetensors::default().write(&stored, run, staging.destination(), None, work)?;
         let config = exported.config.as_ref().unwrap_or(&after.config);
         if let Some(text) = config.render() {
             write(&staging.path().join("config.json"), text.as_bytes())?;

@@ -1,0 +1,63 @@
+//! Modules of a folder of sentence-transformers: `modules.json` names them, and those that have weights keep them in folders of their own.
+
+// What is read here, anybody may have written.
+#![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
+
+use std::path::{Component, Path};
+
+use serde::Deserialize;
+
+use crate::error::{Error, Result};
+use crate::files;
+
+/// A module.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Module {
+    /// Its class in sentence-transformers, or the whole name of another library's class.
+    pub kind: String,
+    /// Its folder inside the model's; an empty text for the model's own.
+    pub folder: String,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(rename = "type")]
+    kind: String,
+    #[serde(default)]
+    path: String,
+}
+
+/// Classes whose weights are read.
+const WITH_WEIGHTS: [&str; 2] = ["Dense", "LayerNorm"];
+
+impl Module {
+    /// Name of the file that lists modules.
+    pub const LIST: &str = "modules.json";
+
+    /// The modules of a folder in their order; none where it has no list of them.
+    ///
+    /// # Errors
+    /// The list cannot be read, or names a folder outside the model's.
+    pub fn list(folder: &Path) -> Result<Vec<Module>> {
+        let path = folder.join(Self::LIST);
+        if !files::is_file(&path) {
+            return Ok(Vec::new());
+        }
+        let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
+        let entries: Vec<Entry> = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, e))?;
+        let module = |Entry { kind, path: inside }: Entry| {
+            if inside.contains('\\') || !Path::new(&inside).components().all(|part| matches!(part, Component::Normal(_))) {
+                return Err(Error::malformed(&path, format!("names a folder outside the model: `{inside}`")));
+            }
+            let own = kind.starts_with("sentence_transformers.");
+            let class = kind.rsplit('.').next().filter(|_| own).unwrap_or(&kind).to_owned();
+            Ok(Module { kind: class, folder: inside.trim_end_matches('/').to_owned() })
+        };
+        entries.into_iter().map(module).collect()
+    }
+
+    /// Whether its weights are among those of the model, under the folder's name and a slash.
+    pub fn has_weights(&self) -> bool {
+        !self.folder.is_empty() && WITH_WEIGHTS.contains(&self.kind.as_str())
+    }
+}
