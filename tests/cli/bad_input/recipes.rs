@@ -26,7 +26,7 @@ fn keys_and_names() {
         recipe(
             "an unknown key",
             "model: in\npases: []\n",
-            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? There are `model`, `seed`, `allow_nonfinite`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
+            "recipe.yaml: line 2 column 1: unknown key `pases`, did you mean `passes`? There are `model`, `seed`, `allow_nonfinite`, `sizes`, `measure`, `data`, `memory`, `passes`, `evaluate`, `export`… --> recipe.yaml:2:1…2 | pases: []",
         ),
         recipe(
             "an unknown option",
