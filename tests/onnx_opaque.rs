@@ -232,6 +232,7 @@ fn sizes_that_a_file_takes_alone_are_told() {
         (sizes(&[("x", "4")]), "`x` has 2 axes, and 1 sizes are told"),
         (sizes(&[("x", "2x4")]), "`x` has a size of 1, and 2 is told"),
         (sizes(&[("n", "0")]), "`n` has a size of zero"),
+        (sizes(&[("n", "9223372036854775808")]), "`n` is 9223372036854775808, and 9223372036854775807 is the largest size"),
         (sizes(&[("n", "4"), ("x", "1x5")]), "makes 5 of a size that is 4 elsewhere"),
     ] {
         let error = opened().tell_sizes(&told).unwrap_err().to_string();
@@ -288,6 +289,19 @@ fn numbers_that_a_file_takes_alone_are_told() {
     let x = Tensor::from_vec(numbers(4, 0.3), (1, 4), &Device::Cpu).unwrap();
     let inputs: BTreeMap<String, Tensor> = [("x".to_owned(), x), ("k".to_owned(), Tensor::new(4i64, &Device::Cpu).unwrap())].into();
     close("told", &executed(opened, &inputs).unwrap(), &in_runtime(&path, &inputs));
+    // What was tried before is tried again; a run is measured with the number.
+    let opened = Model::open(&path).unwrap();
+    assert!(opened.graph().is_err());
+    opened.tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap();
+    opened.graph().unwrap();
+    let subject = compress::evaluation::Subject::file_of(&opened, 1).unwrap();
+    assert_eq!(subject.target().inputs.iter().map(|input| input.number).collect::<Vec<_>>(), [None, Some(4)]);
+    Model::open(&path).unwrap().tell_sizes(&[("k".to_owned(), "0".parse().unwrap())].into()).unwrap();
+    let graph = file.graph.as_mut().unwrap();
+    *graph.input.last_mut().unwrap() = value("k", DataType::Float, Some(&[]));
+    std::fs::write(&path, file.encode_to_vec()).unwrap();
+    let error = Model::open(&path).unwrap().tell_sizes(&[("k".to_owned(), "4".parse().unwrap())].into()).unwrap_err().to_string();
+    assert!(error.contains("`k` is no whole number"), "{error}");
 }
 
 /// What a file is given is not repeated until memory ends: what it would be is said before anything runs.

@@ -47,14 +47,17 @@ pub(super) struct Global {
 
 impl Global {
     /// A pipeline with threads, progress and Ctrl-C as asked for.
-    pub fn builder(&self) -> Builder {
+    ///
+    /// # Errors
+    /// What is told of a machine contradicts itself.
+    pub fn builder(&self) -> Result<Builder> {
         let builder = crate::pipeline::Pipeline::builder().threads(self.threads()).cancel(cancel_on_interrupt());
-        let builder = self.models.tell(builder);
-        match (self.quiet, self.log_format) {
+        let builder = self.models.tell(builder)?;
+        Ok(match (self.quiet, self.log_format) {
             (true, _) => builder,
             (false, LogFormat::Text) => builder.progress(Bars::default()),
             (false, LogFormat::Json) => builder.progress(JsonLines::default()),
-        }
+        })
     }
 
     pub fn threads(&self) -> usize {

@@ -34,7 +34,7 @@ impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let mut format = Safetensors::layout(if self.keep_quantized { Layout::Auto } else { Layout::Dense });
         format.shard_size = self.shard_size.unwrap_or(format.shard_size);
-        let mut builder = global.builder().export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
+        let mut builder = global.builder()?.export(format).force(self.force).allow_nonfinite(self.allow_nonfinite);
         let model = Model::open(&self.model)?;
         if model.weights.by_name.values().all(|weight| weight.encoding == Encoding::Dense && weight.stored_as.len() == 1 && weight.stored_type.is_none()) {
             builder = builder.note("every weight was dense already: the files hold the same values in the same types");

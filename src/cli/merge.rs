@@ -29,7 +29,7 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let recipe = recipe_of_parts(&self.output)?;
-        let pipeline = global.builder().recipe(&recipe).force(self.force).build()?;
+        let pipeline = global.builder()?.recipe(&recipe).force(self.force).build()?;
         let report = pipeline.merge(Model::open(&recipe.model)?, &self.output, self.keep_parts)?;
         output::report(&report, &self.output, global)
     }

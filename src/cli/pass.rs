@@ -30,7 +30,7 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, steps: Vec<Step>, global: &Global) -> Result<()> {
         let mut builder =
-            global.builder().passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite).measure(!self.writing.no_measure);
+            global.builder()?.passes(steps).force(self.writing.force).allow_nonfinite(self.writing.allow_nonfinite).measure(!self.writing.no_measure);
         for export in self.writing.exports() {
             builder = builder.export(export);
         }

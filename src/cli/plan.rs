@@ -21,7 +21,7 @@ impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let mut plans = Vec::new();
         for Variant { name, recipe } in Recipe::open_variants(&self.recipe, &self.set, &[])? {
-            let pipeline = global.builder().recipe(&recipe).build()?;
+            let pipeline = global.builder()?.recipe(&recipe).build()?;
             let model = Model::open(&recipe.model)?;
             let mut plan = pipeline.plan(&model)?;
             plan.notes.extend(recipe.output.as_deref().and_then(|output| pipeline.made_here_first(&model, output)));

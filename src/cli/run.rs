@@ -91,7 +91,7 @@ impl Args {
     fn job(&self, variant: Variant, global: &Global) -> Result<Job> {
         let Variant { name, recipe } = variant;
         let output = self.output.clone().or(recipe.output.clone());
-        let builder = global.builder().recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
+        let builder = global.builder()?.recipe(&recipe).measure(recipe.measure && !self.no_measure).force(self.force).resume(self.resume);
         // Runs of a sweep begin with the same passes.
         let builder = if self.no_cache { builder } else { running::cached(builder, !name.is_empty()) };
         let pipeline = builder.build()?;

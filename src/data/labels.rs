@@ -128,7 +128,7 @@ mod tests {
 
     fn classes(id2label: &str, kind: Option<LabelKind>) -> Classes {
         let config = serde_json::from_str(&format!(r#"{{"id2label": {id2label}}}"#)).unwrap();
-        let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(3)] }];
+        let outputs = [Port { name: "logits".into(), element: crate::ir::Element::Float, shape: vec![None, Some(3)], number: None }];
         let target = Target { folder: Path::new("."), made: &crate::model::Made::new(), config: &config, inputs: &[], outputs: &outputs };
         Classes::of(&Data { label_kind: kind, ..Data::default() }, &target)
     }

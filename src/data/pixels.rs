@@ -359,7 +359,7 @@ mod tests {
         }
         let picture = DynamicImage::ImageRgb8(picture);
         let pixels = Pixels { size: None, crop: Some((2, 2)), rescale: 1.0, mean: vec![0.0, 10.0, 0.0], std: vec![1.0, 1.0, 50.0], reversed: false };
-        let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4] };
+        let port = Port { name: "x".into(), element: Element::Float, shape: vec![None; 4], number: None };
         let plane = |channels, layout| Plane { port: port.clone(), channels, layout };
         let (numbers, height, width) = pixels.numbers(&picture, &plane(3, ImageLayout::Nchw), Path::new("p")).unwrap();
         assert_eq!((height, width), (2, 2));

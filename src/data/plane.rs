@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     fn port(element: Element, shape: &[Option<usize>]) -> Port {
-        Port { name: "x".into(), element, shape: shape.to_vec() }
+        Port { name: "x".into(), element, shape: shape.to_vec(), number: None }
     }
 
     #[test]

@@ -94,10 +94,11 @@ pub fn synthetic_for(inputs: &[Port], seed: u64, kind: usize) -> Result<Batch> {
         let tensor = if input.element == Element::Float {
             floats(count, shape, &mut next)
         } else {
-            let number = |random: u32| match input.name.as_str() {
-                name if name.contains("mask") => 1,
+            let number = |random: u32| match (input.name.as_str(), input.number) {
+                (_, Some(told)) => told,
+                (name, _) if name.contains("mask") => 1,
                 // Of kinds of tokens there are few, and one is always there.
-                name if name.contains("token_type") || name.contains("segment") => 0,
+                (name, _) if name.contains("token_type") || name.contains("segment") => 0,
                 _ => i64::from(random.checked_rem(largest).unwrap_or(0)),
             };
             Tensor::from_vec((0..count).map(|_| number(next())).collect::<Vec<_>>(), shape, &Device::Cpu)
@@ -151,6 +152,15 @@ mod tests {
 
     fn graph(lines: &str) -> Graph {
         lines.parse().unwrap()
+    }
+
+    #[test]
+    fn numbers_that_are_told_are_taken() {
+        let port = |name: &str, number| Port { name: name.into(), element: Element::Int, shape: Vec::new(), number };
+        let made = synthetic_for(&[port("sr", Some(16_000)), port("mask", Some(0)), port("other", None)], 0, 0).unwrap().inputs;
+        let number = |name: &str| made[name].to_scalar::<i64>().unwrap();
+        assert_eq!((number("sr"), number("mask")), (16_000, 0));
+        assert!(number("other") < 100);
     }
 
     #[test]

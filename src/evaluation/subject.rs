@@ -75,6 +75,7 @@ impl Subject {
         let mut subject = Subject::onnx_file(&file.path, threads)?;
         for input in &mut subject.inputs {
             input.shape = file.input_sizes(&input.name).unwrap_or_else(|| input.shape.clone());
+            input.number = file.told_number(&input.name);
         }
         Ok(subject)
     }

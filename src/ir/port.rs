@@ -24,12 +24,14 @@ pub struct Port {
     pub element: Element,
     /// Sizes, outermost first; none where any size goes.
     pub shape: Vec<Option<usize>>,
+    /// The whole number that it is, where a user has told one.
+    pub number: Option<i64>,
 }
 
 impl Port {
     /// The port for a value of a graph.
     pub fn new(name: &str, ty: &TensorType) -> Port {
-        Port { name: name.to_owned(), element: ty.element, shape: ty.shape.iter().map(Dim::fixed).collect() }
+        Port { name: name.to_owned(), element: ty.element, shape: ty.shape.iter().map(Dim::fixed).collect(), number: None }
     }
 
     /// Inputs and outputs of a graph.

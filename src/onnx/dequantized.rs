@@ -224,13 +224,26 @@ impl ModelFile {
             let constants: BTreeMap<&str, DataType> = graph.initializer.iter().map(|tensor| (tensor.name(), tensor.data_type())).chain(given).collect();
             open.extend(graph.node.iter().flat_map(super::check::bodies));
             let known = |name: &String| self.made_floats.contains(name);
+            let of_known = graph.node.iter().filter(|node| node.output.first().is_some_and(known));
+            let read_by_known: BTreeSet<&str> = of_known.flat_map(|node| &node.input).map(String::as_str).collect();
+            // Weights are scaled, or moved before they are: what else is made of bytes, a mask, is none.
+            let casts = graph.node.iter().filter(|node| node.op_type() == "Cast" && node.input.first().is_some_and(|x| constants.contains_key(x.as_str())));
+            let fixed: BTreeSet<&str> = constants.keys().copied().chain(casts.filter_map(|node| node.output.first()).map(String::as_str)).collect();
+            let scaled = |node: &'_ NodeProto| match (node.op_type(), node.input.as_slice()) {
+                ("Mul", [a, b]) if fixed.contains(a.as_str()) && fixed.contains(b.as_str()) => true,
+                ("Sub", [_, b]) => fixed.contains(b.as_str()),
+                _ => false,
+            };
+            let of_scaled = graph.node.iter().filter(|node| scaled(node));
+            let moved: BTreeSet<&str> =
+                of_scaled.flat_map(|node| node.input.iter().take(if node.op_type() == "Sub" { 1 } else { 2 })).map(String::as_str).collect();
             let left = graph.node.iter().filter(|node| {
                 let (Some(ty), Some(output)) = (node.input.first().and_then(|x| constants.get(x.as_str())), node.output.first()) else { return false };
                 let bytes = matches!(ty, DataType::Int8 | DataType::Uint8) && int(node, "to", 0) == DataType::Float as i64;
                 match node.op_type() {
                     "DequantizeLinear" => !known(output),
                     // Of bytes that are made floats, what scales them is the weight.
-                    "Cast" if bytes => !graph.node.iter().any(|reader| reader.input.contains(output) && reader.output.first().is_some_and(known)),
+                    "Cast" if bytes => moved.contains(output.as_str()) && !read_by_known.contains(output.as_str()),
                     _ => false,
                 }
             });

@@ -27,6 +27,9 @@ const FAR: usize = 7;
 /// The same for numbers of samples; some models take one alone.
 const SAMPLES: [(usize, usize); 2] = [(1, 2), (0, 1)];
 
+/// Operators whose results are others each time.
+pub(super) const RANDOM: [&str; 6] = ["RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"];
+
 /// What a piece is made of.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Parts {
@@ -153,10 +156,25 @@ impl Piece {
         Some((runtime::integers(&answer).ok()?, answer.rank() == 1))
     }
 
-    /// What a piece that reads nothing computes, if that is one number.
+    /// What a piece that reads nothing computes, if that is one number, and the same each time.
     pub fn number(&self) -> Option<f64> {
+        if self.is_random() {
+            return None;
+        }
         let answer = self.answer(&[]).ok().filter(|answer| answer.elem_count() == 1)?;
         runtime::floats(&answer).ok()?.first().copied().map(f64::from)
+    }
+
+    /// Whether what it computes is another each time.
+    pub fn is_random(&self) -> bool {
+        let mut open: Vec<&NodeProto> = self.parts.nodes.iter().collect();
+        while let Some(node) = open.pop() {
+            if RANDOM.contains(&node.op_type()) {
+                return true;
+            }
+            open.extend(check::bodies(node).flat_map(|body| &body.node));
+        }
+        false
     }
 
     /// Whether it reads nothing but the sizes of this input.

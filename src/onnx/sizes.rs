@@ -4,12 +4,14 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::BTreeMap;
+use std::sync::PoisonError;
 
 use super::lift;
 use super::model_file::ModelFile;
+use super::piece;
 use super::proto::{Dimension, DimensionProto, ValueInfoProto};
 use crate::error::{Error, Result};
-use crate::ir::Dim;
+use crate::ir::{Dim, Element};
 use crate::store::{OpenSize, OpenSizes};
 
 impl ModelFile {
@@ -20,7 +22,12 @@ impl ModelFile {
     pub fn tell_sizes(&self, sizes: &OpenSizes) -> Result<()> {
         let wrong = |reason: String| Error::option("sizes", format!("{reason}; {}", self.describe_open()));
         let found = self.resolved(sizes).map_err(wrong)?;
-        if sizes.is_empty() || *self.told.get_or_init(|| found.clone()) == found {
+        // What was loaded before was tried with other sizes and numbers.
+        let told = || {
+            self.pieces.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            found.clone()
+        };
+        if sizes.is_empty() || *self.told.get_or_init(told) == found {
             return Ok(());
         }
         Err(Error::option("sizes", format!("{} was opened with others", self.path.display())))
@@ -32,7 +39,7 @@ impl ModelFile {
     }
 
     /// The whole number that was told for an input that is one.
-    pub(super) fn told_number(&self, input: &str) -> Option<i64> {
+    pub(crate) fn told_number(&self, input: &str) -> Option<i64> {
         i64::try_from(*self.told.get()?.get(&number_of(input))?).ok()
     }
 
@@ -67,12 +74,16 @@ impl ModelFile {
     fn resolved(&self, told: &OpenSizes) -> Result<BTreeMap<String, usize>, String> {
         let mut found: BTreeMap<String, usize> = BTreeMap::new();
         let mut note = |name: &str, size: usize, by: &str| match found.insert(name.to_owned(), size) {
-            _ if size == 0 => Err(format!("`{by}` has a size of zero")),
+            _ if size == 0 && !name.starts_with(NUMBER) => Err(format!("`{by}` has a size of zero")),
             Some(before) if before != size => Err(format!("`{by}` makes {size} of a size that is {before} elsewhere")),
             _ => Ok(()),
         };
         let named: Vec<Dim> = self.inputs().filter_map(sizes).flatten().filter(|size| size.fixed().is_none()).collect();
         for (name, size) in told {
+            let largest = if let OpenSize::All(sizes) = size { sizes.iter().max().copied() } else { told_once(size).first().copied() };
+            if let Some(size) = largest.filter(|size| i64::try_from(*size).is_err()) {
+                return Err(format!("`{name}` is {size}, and {} is the largest size", i64::MAX));
+            }
             let input = self.inputs().find(|input| input.name() == name);
             match (size, input) {
                 (OpenSize::One(size), None) => {
@@ -83,7 +94,12 @@ impl ModelFile {
                     note(&lift::plain(name), *size, name)?;
                 }
                 (OpenSize::All(_), None) => return Err(format!("`{name}` is no input")),
-                (OpenSize::One(number), Some(input)) if sizes(input).is_some_and(|sizes| sizes.is_empty()) => note(&number_of(name), *number, name)?,
+                (OpenSize::One(number), Some(input)) if sizes(input).is_some_and(|sizes| sizes.is_empty()) => {
+                    if !is_whole(input) {
+                        return Err(format!("`{name}` is no whole number: no other is told"));
+                    }
+                    note(&number_of(name), *number, name)?;
+                }
                 (given, Some(input)) => {
                     let given = if let OpenSize::All(sizes) = given { sizes.clone() } else { told_once(given) };
                     let own = sizes(input).ok_or_else(|| format!("`{name}` is no tensor whose number of axes is known"))?;
@@ -104,9 +120,17 @@ impl ModelFile {
     }
 }
 
+/// What names of numbers begin with.
+const NUMBER: char = '=';
+
 /// What the number of an input is noted as: no size is called so.
 fn number_of(input: &str) -> String {
-    format!("={input}")
+    format!("{NUMBER}{input}")
+}
+
+fn is_whole(input: &ValueInfoProto) -> bool {
+    let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref());
+    tensor.and_then(|tensor| piece::element(tensor.elem_type?)) == Some(Element::Int)
 }
 
 fn told_once(size: &OpenSize) -> Vec<usize> {

@@ -78,7 +78,7 @@ macro_rules! with_element {
 pub(super) fn port(outlet: &Outlet) -> Option<Port> {
     let ValueType::Tensor { ty, shape, .. } = outlet.dtype() else { return None };
     let element = with_element!(ty, F => { let _: F; Element::Float }, I => { let _: I; Element::Int }, else return None);
-    Some(Port { name: outlet.name().to_owned(), element, shape: shape.iter().map(|size| usize::try_from(*size).ok()).collect() })
+    Some(Port { name: outlet.name().to_owned(), element, shape: shape.iter().map(|size| usize::try_from(*size).ok()).collect(), number: None })
 }
 
 /// The element type of an input or output, as ONNX numbers them; nothing for what is no tensor of numbers.

@@ -95,7 +95,7 @@ pub type OpenSizes = BTreeMap<String, OpenSize>;
 /// A size that a model leaves open, written `128`, or those of all axes of an input, written `1x512`, in a recipe `[1, 512]`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a size like 128, or sizes of all axes like [1, 512]")]
 pub enum OpenSize {
     /// One size.
     One(usize),

@@ -218,6 +218,13 @@ fn what_is_almost_attention_stays_what_it_is() {
         ("a mask that is subtracted", changed(&forms[0], "s", op("Sub"))),
         ("products over a mask", changed(&forms[0], "d", reads(1, "mask"))),
         ("keys that are turned as samples", changed(&forms[3], "kft", |node| node.attribute = vec![AttributeProto::ints("perm", [0, 1, 2])])),
+        ("a factor that is another each time", {
+            let mut nodes = forms[2].clone();
+            let shape = AttributeProto::ints("shape", [1]);
+            let attributes = vec![AttributeProto::float("low", 0.5), AttributeProto::float("high", 0.500_001), shape];
+            nodes.insert(0, node("RandomUniform", &[], "chance", attributes));
+            changed(&nodes, "qs", |node| node.input[1] = "chance".into())
+        }),
         ("values in the place of weights", changed(&forms[2], "c", |node| node.input.reverse())),
         ("scores that something else reads", {
             let mut nodes = changed(&forms[2], "c", |node| node.output[0] = "context".into());

@@ -14,6 +14,7 @@ mod exported;
 #[path = "../common/nodes.rs"]
 mod nodes;
 mod patterns;
+mod rotary;
 
 use nodes::{close, executed, floats, given, in_runtime, ints, model, node, sample, value};
 

@@ -49,7 +49,7 @@ impl Args {
         let path = self.subject()?;
         let mut subjects = vec![self.opened(&path, global)?];
         if let Some(other) = &self.against {
-            subjects.insert(0, Subject::open(other, global.threads())?);
+            subjects.insert(0, Args::as_file(other, global)?);
         }
         let last = &subjects[subjects.len() - 1];
         let runtime = last.runtime();
@@ -73,7 +73,7 @@ impl Args {
     /// Opens it; an ONNX file in the built-in executor where that is asked for.
     fn opened(&self, path: &Path, global: &Global) -> Result<Subject> {
         if self.runtime != Some(Runtime::Candle) {
-            return Subject::open(path, global.threads());
+            return Args::as_file(path, global);
         }
         let model = Model::open(path)?;
         global.models.tell_model(&model)?;
@@ -81,10 +81,19 @@ impl Args {
         Subject::of(model)
     }
 
+    /// Opens it; an ONNX file in ONNX Runtime, with the sizes that were told.
+    fn as_file(path: &Path, global: &Global) -> Result<Subject> {
+        if global.models.sizes()?.is_empty() {
+            return Subject::open(path, global.threads());
+        }
+        let model = Model::open(path)?;
+        global.models.tell_model(&model)?;
+        if is_file(path) { Subject::file_of(&model, global.threads()) } else { Subject::of(model) }
+    }
+
     /// The file or folder to run.
     fn subject(&self) -> Result<PathBuf> {
-        let file = self.model.extension().is_some_and(|e| e == "onnx");
-        match (self.runtime, file) {
+        match (self.runtime, is_file(&self.model)) {
             (Some(Runtime::OnnxRuntime), false) => Ok(self.model.join(crate::onnx::file::MODEL)),
             _ => Ok(self.model.clone()),
         }
@@ -111,6 +120,11 @@ impl Args {
         }
         output::print(&out)
     }
+}
+
+/// Whether a path is that of an ONNX file.
+fn is_file(path: &Path) -> bool {
+    path.extension().is_some_and(|e| e == "onnx")
 }
 
 fn score_table(score: &Score, before: Option<&Score>) -> comfy_table::Table {

@@ -2,12 +2,12 @@
 
 use std::path::PathBuf;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::exec::{self, Choice};
 use crate::model::Model;
 use crate::pipeline::Builder;
 use crate::report::Environment;
-use crate::store::{ByteSize, OpenSize};
+use crate::store::{ByteSize, OpenSize, OpenSizes};
 use crate::{cache, runtime};
 
 // As for `Samples`.
@@ -30,14 +30,31 @@ pub(in crate::cli) struct Models {
 
 impl Models {
     /// Tells a pipeline.
-    pub fn tell(&self, builder: Builder) -> Builder {
+    ///
+    /// # Errors
+    /// As [`sizes`](Models::sizes).
+    pub fn tell(&self, builder: Builder) -> Result<Builder> {
         let builder = builder.device(self.device).memory(self.memory.map(|size| size.0)).memory_trace(self.memory_trace);
-        builder.sizes(self.sizes.iter().cloned().collect())
+        Ok(builder.sizes(self.sizes()?))
     }
 
     /// Tells a model that is run outside a pipeline.
     pub fn tell_model(&self, model: &Model) -> Result<()> {
-        model.tell_sizes(&self.sizes.iter().cloned().collect())
+        model.tell_sizes(&self.sizes()?)
+    }
+
+    /// Sizes that are told.
+    ///
+    /// # Errors
+    /// A name stands twice.
+    pub fn sizes(&self) -> Result<OpenSizes> {
+        let mut told = OpenSizes::new();
+        for (name, size) in &self.sizes {
+            if told.insert(name.clone(), size.clone()).is_some() {
+                return Err(Error::option("sizes", format!("`{name}` is told twice: leave one `--size {name}=` out")));
+            }
+        }
+        Ok(told)
     }
 
     /// The machine, with the device that models run on.

@@ -5,6 +5,7 @@
 
 use super::super::check::{self, label};
 use super::super::elements;
+use super::super::piece::RANDOM;
 use super::super::proto::NodeProto;
 use super::super::uses::int;
 use super::numbers::{self, Number, Numbers};
@@ -14,9 +15,6 @@ use crate::ir::{Dim, ValueId};
 
 /// Elements at most that nodes of a file make of constants: a gigabyte of floats.
 const MOST: u64 = 1 << 28;
-
-/// Operators that compute something else each time.
-const RANDOM: [&str; 4] = ["RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"];
 
 impl<'f> Lift<'f> {
     /// What a node makes of constants alone: ONNX Runtime computes it where it is a few whole numbers.

@@ -9,6 +9,7 @@
 mod attention;
 mod rotary;
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use super::super::piece::Piece;
@@ -113,6 +114,8 @@ struct Seen<'g> {
     makers: BTreeMap<ValueId, &'g Node>,
     /// How many read a value.
     readers: BTreeMap<ValueId, usize>,
+    /// Bases of tables of cosines and sines of a length and a width, as far as they were asked for.
+    bases: RefCell<BTreeMap<(ValueId, ValueId, Vec<String>), Option<f64>>>,
 }
 
 /// Values that are multiplied with each other and a number.
@@ -132,7 +135,7 @@ impl<'g> Seen<'g> {
             let count = readers.entry(*id).or_default();
             *count = count.saturating_add(1);
         }
-        Seen { graph, weights, makers: graph.nodes().iter().map(|node| (node.output, node)).collect(), readers }
+        Seen { graph, weights, makers: graph.nodes().iter().map(|node| (node.output, node)).collect(), readers, bases: RefCell::default() }
     }
 
     fn maker(&self, id: ValueId) -> Option<&'g Node> {
@@ -141,14 +144,19 @@ impl<'g> Seen<'g> {
 
     /// The number that a value is, where it follows from weights of one element.
     fn number(&self, id: ValueId) -> Option<f64> {
-        self.number_within(id, STEPS)
+        let mut steps = STEPS;
+        self.number_within(id, &mut steps)
     }
 
-    fn number_within(&self, id: ValueId, steps: usize) -> Option<f64> {
+    fn number_within(&self, id: ValueId, steps: &mut usize) -> Option<f64> {
         if let Some(node) = self.maker(id) {
-            let of = |at: usize| self.number_within(*node.inputs.get(at)?, steps.checked_sub(1)?);
+            let mut of = |at: usize| {
+                *steps = steps.checked_sub(1)?;
+                self.number_within(*node.inputs.get(at)?, steps)
+            };
+            let single = || self.graph.value(id).ty.shape.iter().all(|size| size.fixed() == Some(1));
             return match &node.op {
-                Op::Opaque(opaque) if node.inputs.is_empty() => opaque.function.as_ref()?.as_any().downcast_ref::<Piece>()?.number(),
+                Op::Opaque(opaque) if node.inputs.is_empty() && single() => opaque.function.as_ref()?.as_any().downcast_ref::<Piece>()?.number(),
                 Op::Sqrt(_) => of(0).map(f64::sqrt),
                 Op::Reciprocal(_) => of(0).map(f64::recip),
                 Op::Power(Power { exponent }) => of(0).map(|number| number.powf(*exponent)),

@@ -221,6 +221,18 @@ fn an_exported_file_is_run_and_scored() {
         let json = data(folder.path(), &format!("eval {model} --data labelled.csv --label-column label --json"));
         assert_eq!((json["runtime"].as_str(), json["score"]["value"].as_f64()), (Some("onnxruntime"), Some(accuracy())), "{model}");
     }
+    // Sizes that are told are those of the file, whichever of the two it is.
+    for (model, told, wanted) in [
+        ("out/model.onnx", "--size depth=4", "`depth` is neither an open size nor an input"),
+        ("out/model.onnx", "--against out/model.onnx --size depth=4", "`depth` is neither an open size nor an input"),
+        ("out --runtime onnxruntime", "--size depth=4", "`depth` is neither an open size nor an input"),
+        ("in", "--size depth=4", "is no .onnx file"),
+        ("out/model.onnx", "--size sequence=4 --size sequence=5", "`sequence` is told twice"),
+    ] {
+        let refused = compress(folder.path(), &format!("eval {model} {told} --data labelled.csv --label-column label"));
+        assert!(refused.code != 0 && refused.stderr.contains(wanted), "{model} {told}: {} {}", refused.code, refused.stderr);
+    }
+    ok(folder.path(), "eval out/model.onnx --size batch=19 --data labelled.csv --label-column label --batch-size 19");
     let checks = data(folder.path(), "verify out --json");
     let run = checks.as_array().unwrap().iter().find(|check| check["path"] == "model.onnx, run").unwrap();
     assert!(run["ok"] == true && run["finding"].as_str().unwrap().contains("largest difference"), "{checks}");

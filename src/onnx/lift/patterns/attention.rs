@@ -35,7 +35,7 @@ pub(super) fn attention(seen: &Seen, node: &Node) -> Found {
     let weights = guarded.unwrap_or(*weighted);
     let alone = |id: ValueId| seen.readers.get(&id) == Some(&1);
     let last = |op: &Op| matches!(op, Op::Softmax(Softmax { axis: -1 | 3 }));
-    let scores = seen.of(weights, last).filter(|scores| alone(weights) && alone(*scores))?;
+    let scores = seen.of(weights, last).filter(|scores| [*weighted, weights, *scores].into_iter().all(alone))?;
     let summands = seen.maker(scores).filter(|maker| matches!(maker.op, Op::Add(_))).map_or(&[][..], |maker| maker.inputs.as_slice());
     let split = if let [a, b] = summands { vec![(*a, Some(*b)), (*b, Some(*a))] } else { vec![(scores, None)] };
     split.into_iter().find_map(|(products, bias)| {
