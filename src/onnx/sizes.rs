@@ -10,6 +10,7 @@ use super::model_file::ModelFile;
 use super::proto::{Dimension, DimensionProto, ValueInfoProto};
 use crate::error::{Error, Result};
 use crate::ir::Dim;
+use crate::ir::decoder::successor;
 use crate::store::{OpenSize, OpenSizes};
 
 impl ModelFile {
@@ -56,6 +57,11 @@ impl ModelFile {
             [] => format!("{} leaves no size open", self.path.display()),
             open => format!("{} leaves sizes open in {}", self.path.display(), open.join(", ")),
         }
+    }
+
+    /// Whether it is a decoder that takes keys and values of earlier tokens.
+    pub(crate) fn keeps(&self) -> bool {
+        self.inputs().any(|input| successor(input.name()).is_some())
     }
 
     fn inputs(&self) -> impl Iterator<Item = &ValueInfoProto> {
