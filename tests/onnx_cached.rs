@@ -9,11 +9,12 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use common::work;
+use compress::evaluation::{Runtime, Subject};
 use compress::exec::{Executor, Inputs, Parameters, Residence, Rounding};
 use compress::export::{Export, Onnx};
 use compress::generation::LanguageModel;
 use compress::ir::ops::{Rotary, RotaryScaling};
-use compress::ir::{Graph, Op, Port};
+use compress::ir::{Graph, GraphFile, Op, Port};
 use compress::onnx::{Precision, TiedHead, WeightOnly, file};
 use compress::pass::{Quantize, QuantizeDynamic, Step};
 use compress::runtime::{KeptTokens, Options, Session, library};
@@ -78,7 +79,11 @@ fn in_pieces(folder: &Path, texts: &[Vec<i64>], pieces: &[usize]) -> Tensor {
         let row = |text: &Vec<i64>| [vec![fill; longest - text.len()], text.iter().map(|token| of(*token)).collect()].concat();
         texts.iter().map(row).collect()
     };
-    let (ids, mask) = (tensor(&padded(0, &|token| token)), tensor(&padded(0, &|_| 1)));
+    answers(folder, &tensor(&padded(0, &|token| token)), &tensor(&padded(0, &|_| 1)), pieces)
+}
+
+/// What a file answers to columns of tokens, piece by piece.
+fn answers(folder: &Path, ids: &Tensor, mask: &Tensor, pieces: &[usize]) -> Tensor {
     let (mut session, mut seen) = (Session::open(&folder.join(file::MODEL), Options::default()).unwrap(), KeptTokens::default());
     let (mut from, mut parts) = (0, Vec::new());
     for piece in pieces {
@@ -122,6 +127,8 @@ fn every_decoder_goes_on_with_padded_texts_as_the_executor_does() {
         }
         let report = report.unwrap();
         assert!(report.outputs[0].verified.how.contains("run in ONNX Runtime on 2 synthetic samples"), "{}", report.outputs[0].verified.how);
+        // Most positions are in config.json, whatever becomes of angles behind them.
+        assert!(!report.notes.iter().any(|note| note.contains("max_position_embeddings")), "{name}: {:?}", report.notes);
         let model = Model::open(golden(&name)).unwrap();
         families.insert(model.config.model_type().to_owned());
         // Of two sets of angles, those of long texts hold for texts that are long from the beginning.
@@ -168,21 +175,55 @@ fn every_decoder_goes_on_with_padded_texts_as_the_executor_does() {
 }
 
 #[test]
+fn windows_reach_over_padding_on_the_right() {
+    if library().is_err() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["gemma2", "mistral", "qwen2-sliding"] {
+        let (out, model) = (folder.path().join(name), Model::open(golden(name)).unwrap());
+        let graph = model.graph().unwrap();
+        assert!(graph.nodes().iter().any(|node| matches!(&node.op, Op::Attention(op) if op.window == Some(4))), "{name}");
+        written(&golden(name), &out, vec![], vec![cached().into()]).unwrap();
+        // Two prompts of 9 and 4 tokens, which go on by 3: behind more padding than a window is wide.
+        let (prompts, steps) = ([9, 4], 3);
+        let texts: Vec<Vec<i64>> = prompts.iter().enumerate().map(|(row, count)| tokens(row, count + steps)).collect();
+        let with_padding = |row: usize, fill: i64, of: &dyn Fn(i64) -> i64| -> Vec<i64> {
+            let (prompt, more) = texts[row].split_at(prompts[row]);
+            let part = |part: &[i64]| part.iter().map(|token| of(*token)).collect::<Vec<_>>();
+            [part(prompt), vec![fill; prompts[0] - prompts[row]], part(more)].concat()
+        };
+        let ids = tensor(&[0, 1].map(|row| with_padding(row, 0, &|token| token)));
+        let mask = tensor(&[0, 1].map(|row| with_padding(row, 0, &|_| 1)));
+        let theirs = answers(&out, &ids, &mask, &[prompts[0], 1, 1, 1]);
+        for (row, text) in texts.iter().enumerate() {
+            let ours = whole(&model, &graph, text, Rounding::Tensor);
+            let row_of_theirs = theirs.get(row).unwrap();
+            let parts = [(0, prompts[row]), (prompts[0], steps)].map(|(from, count)| row_of_theirs.narrow(0, from, count).unwrap());
+            let apart = largest(&(&ours - Tensor::cat(&parts, 0).unwrap()).unwrap()) / largest(&ours).max(1.0);
+            assert!(apart < TOLERANCE, "{name}, text {row}: {apart:e}");
+        }
+    }
+}
+
+#[test]
 fn quantized_and_half_decoders_go_on_too() {
     if library().is_err() {
         return;
     }
     let int8 = || vec![Step::from(QuantizeDynamic { embeddings: true, ..QuantizeDynamic::default() })];
     let int4 = || vec![Step::from(serde_json::from_value::<Quantize>(json!({ "scheme": "W4A16", "group_size": 16 })).unwrap())];
-    let cases: [(&str, Vec<Step>, Onnx, f64); 6] = [
+    let cases: [(&str, Vec<Step>, Onnx, f64); 7] = [
         ("int8", int8(), cached(), 1e-2),
         ("int8 head", int8(), Onnx { tied_head: TiedHead::Int8, ..cached() }, 1e-2),
         ("int4", int4(), Onnx { opset: 21, ..cached() }, 1e-6),
         ("int4 in blocks", int4(), Onnx { weight_only: WeightOnly::MatmulNbits, ..cached() }, 1e-6),
         ("half", vec![], Onnx { precision: Precision::Float16, ..cached() }, 1e-4),
         ("half int8", int8(), Onnx { precision: Precision::Float16, ..cached() }, 1e-2),
+        ("half int8 head", int8(), Onnx { precision: Precision::Float16, tied_head: TiedHead::Int8, ..cached() }, 1e-2),
     ];
     let folder = tempfile::tempdir().unwrap();
+    let mut products = BTreeMap::new();
     for (case, steps, onnx, tolerance) in cases {
         let out = folder.path().join(case.replace(' ', "-"));
         let exports = vec![Export::default(), onnx.into()];
@@ -200,13 +241,20 @@ fn quantized_and_half_decoders_go_on_too() {
         assert_eq!((inputs.len(), outputs.len()), (3 + 4, 1 + 4), "{case}");
         let bytes = std::fs::read(out.join(file::MODEL)).unwrap();
         assert_eq!(element_of(&bytes, "past_key_values.1.value"), if half { 10 } else { 1 }, "{case}");
+        let nodes = parsed(&bytes).node;
+        products.insert(case, nodes.iter().filter(|node| node.op_type.as_deref() == Some("MatMulInteger")).count());
     }
+    assert_eq!((products["int8 head"], products["half int8 head"]), (products["int8"] + 1, products["half int8"] + 1));
+}
+
+fn parsed(bytes: &[u8]) -> compress::onnx::proto::GraphProto {
+    let model: compress::onnx::proto::ModelProto = prost::Message::decode(bytes).unwrap();
+    model.graph.unwrap()
 }
 
 /// The element type of an input, as ONNX numbers it.
 fn element_of(bytes: &[u8], name: &str) -> i32 {
-    let model: compress::onnx::proto::ModelProto = prost::Message::decode(bytes).unwrap();
-    let input = model.graph.unwrap().input.into_iter().find(|input| input.name.as_deref() == Some(name)).unwrap();
+    let input = parsed(bytes).input.into_iter().find(|input| input.name.as_deref() == Some(name)).unwrap();
     input.r#type.unwrap().tensor_type.unwrap().elem_type.unwrap()
 }
 
@@ -219,7 +267,8 @@ fn names_are_those_of_other_exporters_and_runtimes() {
     for name in ["config.json", "model.safetensors"] {
         std::fs::copy(golden("llama-grouped-tied").join(name), from.join(name)).unwrap();
     }
-    std::fs::write(from.join("generation_config.json"), json!({ "eos_token_id": [5, 2], "top_k": 7, "do_sample": true }).to_string()).unwrap();
+    std::fs::write(from.join("generation_config.json"), json!({ "eos_token_id": [5, 2], "pad_token_id": -1, "top_k": 7, "do_sample": true }).to_string())
+        .unwrap();
     std::fs::write(from.join("genai_config.json"), "{}").unwrap();
     let report = written(&from, &out, vec![], vec![cached().into()]).unwrap();
     assert_eq!(report.outputs.iter().map(|output| output.path.as_str()).collect::<Vec<_>>(), ["model.onnx", "genai_config.json"]);
@@ -227,7 +276,7 @@ fn names_are_those_of_other_exporters_and_runtimes() {
     let config: Value = serde_json::from_slice(&std::fs::read(out.join("genai_config.json")).unwrap()).unwrap();
     let model = &config["model"];
     let said = |key: &str| model[key].clone();
-    assert_eq!((said("type"), said("context_length"), said("eos_token_id"), said("pad_token_id")), (json!("llama"), json!(32), json!([2, 5]), json!(2)));
+    assert_eq!((said("type"), said("context_length"), said("eos_token_id"), said("pad_token_id")), (json!("llama"), json!(32), json!([5, 2]), json!(5)));
     let decoder = &model["decoder"];
     assert_eq!(decoder["filename"], "model.onnx");
     assert_eq!(decoder["inputs"]["past_key_names"], "past_key_values.%d.key");
@@ -247,6 +296,8 @@ fn names_are_those_of_other_exporters_and_runtimes() {
     if library().is_err() {
         return;
     }
+    // A folder with nothing but the file is run as the file.
+    assert_eq!(Subject::open(&out, 1).unwrap().runtime(), Runtime::OnnxRuntime);
     let session = Session::open(&out.join(file::MODEL), Options::default()).unwrap();
     let names = |ports: &[Port]| ports.iter().map(|port| port.name.clone()).collect::<Vec<_>>();
     let kept = |prefix: &str| -> Vec<String> { (0..2).flat_map(|layer| ["key", "value"].map(|part| format!("{prefix}.{layer}.{part}"))).collect() };
@@ -275,6 +326,26 @@ fn what_cannot_be_written_with_a_cache_is_refused_by_name() {
         std::fs::write(from.path().join("config.json"), config.to_string()).unwrap();
         from
     };
+    let described = |from: &str, to: Option<&str>| {
+        let folder = changed("use_cache", json!(true));
+        let mut graph = serde_json::to_value(GraphFile::from(&Model::open(folder.path()).unwrap().graph().unwrap())).unwrap();
+        for node in graph["nodes"].as_array_mut().unwrap().iter_mut() {
+            let inputs: Vec<Value> = node["inputs"].as_array().unwrap().clone();
+            let other = |name: Value| if name == from { to.map(Value::from) } else { Some(name) };
+            node["inputs"] = inputs.into_iter().filter_map(other).collect();
+        }
+        if to.is_none() {
+            graph["inputs"].as_object_mut().unwrap().remove(from);
+        }
+        std::fs::write(folder.path().join("graph.json"), graph.to_string()).unwrap();
+        folder
+    };
+    let error = refused(described("attention_mask", None).path());
+    assert!(error.contains("has no input `attention_mask`"), "{error}");
+    let error = refused(described("attention_mask", Some("input_ids")).path());
+    assert!(error.contains("another mask than `attention_mask`"), "{error}");
+    let report = written(&golden("llama"), &folder.path().join("untied"), vec![], vec![Onnx { tied_head: TiedHead::Int8, ..Onnx::default() }.into()]).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("`tied_head: int8` changes nothing")), "{:?}", report.notes);
     let error = refused(changed("is_causal", json!(false)).path());
     assert!(error.contains("graph node `layers.0.self_attn.context_heads`") && error.contains("behind them"), "{error}");
     // Nothing is said of where texts end: the file is written, its description for onnxruntime-genai is not.
@@ -286,4 +357,22 @@ fn what_cannot_be_written_with_a_cache_is_refused_by_name() {
     assert!(report.notes.iter().any(|note| note.contains("genai_config.json belongs into a folder")), "{:?}", report.notes);
     let described: BTreeMap<String, Value> = serde_json::from_value(Export::from(cached()).format().options()).unwrap();
     assert_eq!((&described["cache"], &described["tied_head"]), (&json!(true), &json!("float32")));
+}
+
+#[test]
+fn the_description_for_runtimes_goes_over_with_a_file_that_stays_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let [first, again, renamed, other] = ["first", "again", "renamed", "other"].map(|name| folder.path().join(name));
+    written(&golden("llama-grouped-tied"), &first, vec![], vec![cached().into()]).unwrap();
+    let int8 = || vec![Step::from(QuantizeDynamic::default())];
+    written(&first, &again, int8(), vec![]).unwrap();
+    let read = |folder: &Path| std::fs::read(folder.join("genai_config.json")).unwrap();
+    assert_eq!(read(&again), read(&first));
+    std::fs::create_dir(&renamed).unwrap();
+    for (from, to) in [("model.onnx", "decoder.onnx"), ("config.json", "config.json"), ("genai_config.json", "genai_config.json")] {
+        std::fs::copy(first.join(from), renamed.join(to)).unwrap();
+    }
+    let report = written(&renamed, &other, int8(), vec![]).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("genai_config.json (they describe an ONNX file as it was)")), "{:?}", report.notes);
+    assert!(!other.join("genai_config.json").exists());
 }

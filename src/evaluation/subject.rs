@@ -60,7 +60,12 @@ impl Subject {
     /// It cannot be opened, its family is not known, or there is no ONNX Runtime for an `.onnx` file.
     pub fn open(path: &Path, threads: usize) -> Result<Subject> {
         if path.extension().is_none_or(|e| e != "onnx") {
-            return Subject::of(Model::open(path)?);
+            let model = Model::open(path)?;
+            return match &model.onnx {
+                // The built-in executor has no cache to give it.
+                Some(file) if file.keeps() => Subject::onnx_file(&file.path, threads),
+                _ => Subject::of(model),
+            };
         }
         Subject::onnx_file(path, threads)
     }

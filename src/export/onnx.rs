@@ -84,7 +84,7 @@ struct Prepared {
     draft: Draft,
     items: Vec<Item>,
     layout: file::Pieces,
-    /// What is to be said of the cache.
+    /// What is to be said of the cache and of options.
     notes: Vec<String>,
 }
 
@@ -118,6 +118,12 @@ impl Onnx {
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
         let mut layout = file::layout_as(file_name(run), &draft, file::LARGEST)?;
         let mut notes = Vec::new();
+        if draft.integer_heads == Some(0) {
+            notes.push(format!(
+                "{}: `tied_head: int8` changes nothing: no output head shares an int8 embedding table (`embeddings: true` of `quantize-dynamic`)",
+                file::MODEL
+            ));
+        }
         if let Some(decoder) = &decoder {
             match genai::config(model, decoder, &graph, &draft, file_name(run))? {
                 _ if run.file.is_some() => notes.push(format!("{} belongs into a folder, and is not written beside a file", genai::FILE)),
@@ -292,7 +298,7 @@ impl Format for Onnx {
         if let Some(file) = unchanged(model) {
             return self.write_again(file, model, run, folder, work);
         }
-        let Prepared { graph, draft, items, layout, notes: of_cache } = self.prepare(model, run)?;
+        let Prepared { graph, draft, items, layout, notes: more } = self.prepare(model, run)?;
         let (files, seen) = writer::write_pieces(folder, &layout, &items, work)?;
         Ok(Exported {
             files,
@@ -302,7 +308,7 @@ impl Format for Onnx {
             encodings: items.iter().map(|item| item.weight.describe()).collect(),
             held: None,
             config: None,
-            notes: [notes(model, &graph, &draft.weights), of_cache].concat(),
+            notes: [notes(model, &graph, &draft.weights), more].concat(),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),
         })
     }

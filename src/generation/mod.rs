@@ -146,10 +146,10 @@ impl LanguageModel {
         let ends = ends.map_or(Ok(BTreeSet::new()), |value| {
             numbers(value).ok_or_else(|| Error::graph("eos_token_id", format!("is {value}, expected a token or a list of them")))
         })?;
-        let positions = ["max_position_embeddings", "n_positions"].into_iter().find_map(|key| model.config.get(key)?.as_u64());
+        let positions = stated_positions(&model);
         // Angles that grow with the length are there to go beyond.
         let grows = |node: &Node| matches!(&node.op, Op::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. } | RotaryScaling::Yarn { .. }, .. }));
-        let positions = positions.filter(|_| !graph.nodes().iter().any(grows)).map(|count| usize::try_from(count).unwrap_or(usize::MAX));
+        let positions = positions.filter(|_| !graph.nodes().iter().any(grows));
         // Where there is no file for generation, transformers takes what config.json says.
         let mut notes = match settings.values().is_empty() {
             true => changing("config.json", model.config.values()),
@@ -328,6 +328,12 @@ fn numbers(value: &Value) -> Option<BTreeSet<i64>> {
         Some(list) => list.iter().map(Value::as_i64).collect(),
         None => value.as_i64().map(|number| [number].into()),
     }
+}
+
+/// How many positions `config.json` says that the model has.
+pub(crate) fn stated_positions(model: &Model) -> Option<usize> {
+    let stated = ["max_position_embeddings", "n_positions"].into_iter().find_map(|key| model.config.get(key)?.as_u64());
+    stated.map(|count| usize::try_from(count).unwrap_or(usize::MAX))
 }
 
 /// Settings of the model that would change what is the likeliest token, each with a word.

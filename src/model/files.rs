@@ -59,6 +59,8 @@ pub enum Reason {
     OldWeights,
     /// They say how the input's weights were packed.
     Described,
+    /// They describe an ONNX file that is not the one of the output.
+    Runtime,
     /// Written by an earlier run about its own output.
     Replaced,
     /// A hidden folder, such as that of a version control system.
@@ -74,6 +76,7 @@ impl Reason {
         match self {
             Reason::OldWeights => "they hold the weights as they were, which would contradict the new ones",
             Reason::Described => "they describe the weights as they were",
+            Reason::Runtime => "they describe an ONNX file as it was",
             Reason::Replaced => "they tell of an earlier run",
             Reason::Hidden => "hidden folders are not part of a model",
             Reason::Link => "links to folders are not followed",
@@ -91,8 +94,10 @@ const NAMES_OF_WEIGHTS: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorc
 const OTHER_FOLDERS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Descriptions of quantized weights beside `config.json`.
 pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
-/// The description of an ONNX file, which is not carried over either.
+/// The description of an ONNX file, which goes over where that file keeps its operators and its name.
 const RUNTIME: &str = "genai_config.json";
+/// The name of an ONNX file in a folder that is written.
+const ONNX: &str = "model.onnx";
 /// Files that every run writes anew, and those that say which run it was.
 const OWN: [&str; 5] = ["recipe.yaml", "report.json", "report.md", "report.html", Model::KEY];
 
@@ -133,7 +138,8 @@ impl Beside {
                 () if kind == Kind::Special => Reason::Special,
                 () if (top && name == "config.json") || weights.contains(&path) || index == Some(&path) => continue,
                 () if top && OWN.contains(&name.as_str()) => Reason::Replaced,
-                () if top && (DESCRIPTIONS.contains(&name.as_str()) || name == RUNTIME) => Reason::Described,
+                () if top && DESCRIPTIONS.contains(&name.as_str()) => Reason::Described,
+                () if top && name == RUNTIME && !weights.contains(&root.join(ONNX)) => Reason::Runtime,
                 () if holds_weights && is_weights(&name) => Reason::OldWeights,
                 () => {
                     self.files.push(relative);
@@ -146,6 +152,15 @@ impl Beside {
             self.empty.push(inside.to_owned());
         }
         Ok(())
+    }
+
+    /// Leaves the description of an ONNX file behind: the output has another one.
+    pub(crate) fn leave_runtime(&mut self) {
+        let before = self.files.len();
+        self.files.retain(|file| file != Path::new(RUNTIME));
+        if self.files.len() < before {
+            self.left.push((RUNTIME.into(), Reason::Runtime));
+        }
     }
 
     /// What stays behind, in plain words: one note for each reason.

@@ -2,7 +2,7 @@
 //!
 //! Keys and values of earlier tokens are inputs, and those of all tokens outputs: `past_key_values.N.key` `[batch, groups, past_sequence, d]`
 //! and `present.N.key`, for the attention of number `N` in the order of the graph; keys as rotary embeddings have turned them. The mask is that
-//! of all tokens, positions are those of the new ones, so that padding may stand on the left.
+//! of all tokens, positions are those of the new ones, so that padding may stand anywhere.
 
 use std::collections::BTreeSet;
 
@@ -50,6 +50,9 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
             return refuse(format!("graph node `{}`", graph.value(node.output).name), "reads the mask, which with a cache is that of all tokens");
         }
     }
+    if let Some(name) = [TOKENS, MASK].into_iter().find(|name| !graph.inputs().any(|(_, value)| value.name == *name)) {
+        return refuse("this model".into(), &format!("has no input `{name}`, which says how many tokens there are"));
+    }
     let mask = |id: ValueId| graph.value(id).kind == Kind::Input && graph.value(id).name == MASK;
     for node in graph.nodes() {
         let name = || format!("graph node `{}`", graph.value(node.output).name);
@@ -59,6 +62,9 @@ pub(super) fn check(graph: &Graph) -> Result<()> {
             }
             Op::Attention(_) if node.inputs.len() > 4 || node.inputs.get(3).is_some_and(|id| graph.value(*id).ty.shape.len() != 2) => {
                 return refuse(name(), "adds a bias to its scores, which has no rows for earlier tokens");
+            }
+            Op::Attention(_) if node.inputs.get(3).is_some_and(|id| !mask(*id)) => {
+                return refuse(name(), "hides keys by another mask than `attention_mask`, which has no columns for earlier tokens");
             }
             Op::Rotary(op) if matches!(op.scaling, RotaryScaling::Dynamic { .. }) => {
                 return refuse(name(), "turns keys by angles that follow the length of the text (`dynamic`), and kept keys would have those of a shorter one");
@@ -162,5 +168,18 @@ pub(super) fn places(n: &mut Lowering) -> Result<[String; 2]> {
         let past = n.emit("Squeeze", "past", &[&size, &axis], vec![]);
         let all = n.emit("Add", "all", &[&past, &new], vec![]);
         Ok([n.emit("Range", "of_new", &[&past, &all, &one], vec![]), n.emit("Range", "of_all", &[&zero, &all, &one], vec![])])
+    })
+}
+
+/// How many positions keys stand before queries, `[batch, 1, sequence, past_sequence + sequence]`: padding between them has none.
+pub(super) fn distances(n: &mut Lowering, mask: &str) -> Result<String> {
+    let queries = positions(n);
+    n.share("distances", |n| {
+        let (one, of_queries, of_keys) = (n.int(1), n.ints(&[1, 3]), n.ints(&[1, 2]));
+        let counted = n.emit("CumSum", "counted", &[mask, &one], vec![]);
+        let keys = n.emit("Sub", "positions", &[&counted, &one], vec![]);
+        let keys = n.emit("Unsqueeze", "keys", &[&keys, &of_keys], vec![]);
+        let queries = n.emit("Unsqueeze", "queries", &[&queries, &of_queries], vec![]);
+        Ok(n.emit("Sub", "value", &[&queries, &keys], vec![]))
     })
 }

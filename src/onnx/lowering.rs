@@ -17,8 +17,8 @@ pub(super) struct Lowering<'g> {
     pub half: bool,
     /// Whether activations become int8, and not uint8.
     pub signed: bool,
-    /// Whether a head that shares its weight with an int8 table is a product of integers.
-    pub integer_head: bool,
+    /// How many heads that share their weight with an int8 table are products of integers, where they may be.
+    pub integer_heads: Option<usize>,
     /// What is kept of earlier tokens, where that is an input.
     pub cache: Option<Cache>,
     /// Names of the graph's values, by position.
@@ -48,7 +48,7 @@ impl<'g> Lowering<'g> {
             opset: style.opset,
             half: style.precision == Precision::Float16,
             signed: style.signed,
-            integer_head: style.tied_head == TiedHead::Int8,
+            integer_heads: (style.tied_head == TiedHead::Int8).then_some(0),
             cache: style.cache.then(Cache::default),
             names,
             taken,

@@ -11,6 +11,7 @@ use super::model_file::ModelFile;
 use super::piece;
 use super::proto::{Dimension, DimensionProto, ValueInfoProto};
 use crate::error::{Error, Result};
+use crate::ir::decoder::successor;
 use crate::ir::{Dim, Element};
 use crate::store::{OpenSize, OpenSizes};
 
@@ -63,6 +64,11 @@ impl ModelFile {
             [] => format!("{} leaves no size open", self.path.display()),
             open => format!("{} leaves sizes open in {}", self.path.display(), open.join(", ")),
         }
+    }
+
+    /// Whether it is a decoder that takes keys and values of earlier tokens.
+    pub(crate) fn keeps(&self) -> bool {
+        self.inputs().any(|input| successor(input.name()).is_some())
     }
 
     fn inputs(&self) -> impl Iterator<Item = &ValueInfoProto> {

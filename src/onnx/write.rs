@@ -25,6 +25,8 @@ pub struct Draft {
     pub weights: Vec<Slot>,
     /// What is kept of earlier tokens, by attention; nothing in a file without a cache.
     pub kept: Vec<Kept>,
+    /// Output heads that share an int8 table and multiply integers, where that was asked for.
+    pub(crate) integer_heads: Option<usize>,
 }
 
 impl Draft {
@@ -94,7 +96,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
     for (public, value) in aliases {
         lowering.alias(value, &public);
     }
-    let Lowering { places, nodes, constants, imports, cache, .. } = lowering;
+    let Lowering { places, nodes, constants, imports, cache, integer_heads, .. } = lowering;
     let all = nodes.iter().filter_map(|node| node.domain.clone()).chain(imports.keys().cloned());
     let domains: BTreeSet<String> = all.filter(|domain| !is_own(domain)).collect();
     let own = OperatorSetIdProto { domain: Some(String::new()), version: Some(i64::from(opset)) };
@@ -132,7 +134,7 @@ pub fn draft(graph: &Graph, style: &Style, metadata: &BTreeMap<String, String>) 
         metadata_props: metadata.iter().map(|(key, value)| StringStringEntryProto::new(key, value)).collect(),
         ..ModelProto::default()
     };
-    Ok(Draft { model, weights, kept: cache.map(|cache| cache.kept).unwrap_or_default() })
+    Ok(Draft { model, weights, kept: cache.map(|cache| cache.kept).unwrap_or_default(), integer_heads })
 }
 
 /// Outputs that need a copy of a value, by the value's position.

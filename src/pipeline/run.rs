@@ -76,6 +76,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         require_finite(pipeline, &after, &exported)?;
         exports.push((export.format().name(), exported));
     }
+    if after.changed_graph.is_some() || exports.iter().all(|(format, _)| *format != "onnx") {
+        model.beside.leave_runtime();
+    }
     let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
     let resized = after.resized_modules()?;

@@ -71,9 +71,16 @@ impl Session {
 
 /// Numbers of the last tokens of a mask, counted over those that are no padding.
 fn positions(mask: &Tensor, count: usize) -> candle_core::Result<Tensor> {
-    let length = mask.dim(1)?;
-    let counted = (mask.to_dtype(DType::F32)?.cumsum(1)? - 1.0)?.maximum(0f32)?.to_dtype(DType::I64)?;
-    counted.narrow(1, length.saturating_sub(count), count)?.contiguous()
+    let rows = mask.to_dtype(DType::I64)?.to_vec2::<i64>()?;
+    let mut positions = Vec::new();
+    for row in &rows {
+        let counted = row.iter().scan(0i64, |seen, one| {
+            *seen = seen.saturating_add(*one);
+            Some(seen.saturating_sub(1).max(0))
+        });
+        positions.extend(counted.skip(row.len().saturating_sub(count)));
+    }
+    Tensor::from_vec(positions, (rows.len(), count), &Device::Cpu)
 }
 
 /// The shape of keys or values of no tokens.

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::error::{Error, Result};
-use crate::generation::LanguageModel;
+use crate::generation::{LanguageModel, stated_positions};
 use crate::ir::decoder::{LOGITS, MASK, POSITIONS, TOKENS, past, present};
 use crate::ir::ops::{Rotary, RotaryScaling};
 use crate::ir::{Graph, Op};
@@ -37,14 +37,22 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
     if width != width_of_values {
         return Ok(Err(format!("keys are {width} and values {width_of_values} wide, and it has one number for both")));
     }
-    let Some(context) = decoder.positions().into_iter().chain(same_angles(graph)).min() else {
+    let Some(context) = decoder.positions().or_else(|| stated_positions(model)).into_iter().chain(same_angles(graph)).min() else {
         return Ok(Err("neither config.json nor the graph says how long texts are at most (`max_position_embeddings`)".into()));
     };
-    let Some(first) = decoder.ends().next() else {
+    let settings = config_beside(&model.path, &model.beside.made, "generation_config.json")?;
+    let said = |key: &str| [settings.get(key), model.config.get(key)].into_iter().flatten().find(|value| !value.is_null()).cloned();
+    // In the order in which they are written; a number below zero says that there is none.
+    let tokens = |key: &str| -> Vec<u64> {
+        match said(key) {
+            Some(Value::Array(list)) => list.iter().filter_map(Value::as_u64).collect(),
+            one => one.iter().filter_map(Value::as_u64).collect(),
+        }
+    };
+    let ends = tokens("eos_token_id");
+    let Some(first) = ends.first() else {
         return Ok(Err("neither generation_config.json nor config.json names an `eos_token_id`".into()));
     };
-    let settings = config_beside(&model.path, &model.beside.made, "generation_config.json")?;
-    let said = |key: &str| settings.get(key).or_else(|| model.config.get(key)).filter(|value| !value.is_null()).cloned();
     let last = |name: &str| graph.outputs().iter().find(|(output, _)| output == name).and_then(|(_, id)| graph.value(*id).ty.shape.last()?.fixed());
     let hidden = model.config.get("hidden_size").or_else(|| model.config.get("n_embd")).and_then(Value::as_u64).unwrap_or((heads * width) as u64);
     let takes = |name: &str| draft.model.graph.iter().flat_map(|graph| &graph.input).any(|port| port.name() == name);
@@ -53,14 +61,13 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
     let ([past_key, past_value], [present_key, present_value]) = (past("%d"), present("%d"));
     inputs.extend([names("past_key_names", &past_key), names("past_value_names", &past_value)]);
     let outputs = Map::from_iter([names(LOGITS, LOGITS), names("present_key_names", &present_key), names("present_value_names", &present_value)]);
-    let ends: Vec<i64> = decoder.ends().collect();
     let family = model.config.model_type();
     let mut described = json!({
         "type": if TYPES.contains(&family) { family } else { "decoder" },
         "vocab_size": last(LOGITS),
         "context_length": context,
         "eos_token_id": if let [end] = ends[..] { json!(end) } else { json!(ends) },
-        "pad_token_id": said("pad_token_id").filter(Value::is_i64).unwrap_or(first.into()),
+        "pad_token_id": tokens("pad_token_id").first().unwrap_or(first),
         "decoder": {
             "filename": file,
             "session_options": { "log_id": "onnxruntime-genai", "provider_options": [] },
@@ -73,8 +80,8 @@ pub(super) fn config(model: &Model, decoder: &LanguageModel, graph: &Graph, draf
             "outputs": outputs,
         },
     });
-    if let Some(begin) = said("bos_token_id").filter(Value::is_i64) {
-        described["bos_token_id"] = begin;
+    if let Some(begin) = tokens("bos_token_id").first() {
+        described["bos_token_id"] = json!(begin);
     }
     let mut search =
         json!({ "do_sample": false, "max_length": context, "num_beams": 1, "past_present_share_buffer": false, "temperature": 1.0, "top_k": 50, "top_p": 1.0 });

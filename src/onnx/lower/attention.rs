@@ -100,15 +100,15 @@ fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
         // Of 16 bits half the range, so that the sum stays finite.
         let lowest = if n.half { f64::from(half::f16::MIN) / 2.0 } else { f64::from(f32::MIN) };
         let (zero, lowest) = (n.float(0.0), n.float(lowest));
-        let padded = match mask {
+        let padded = match &mask {
             None => None,
             Some(mask) => {
                 let (nothing, axes) = (n.int(0), n.ints(&[1, 2]));
-                let padded = n.emit("Equal", "padded", &[&mask, &nothing], vec![]);
+                let padded = n.emit("Equal", "padded", &[mask, &nothing], vec![]);
                 Some(n.emit("Unsqueeze", "padded_keys", &[&padded, &axes], vec![]))
             }
         };
-        let later = if ordered { Some(later(op, n)?) } else { None };
+        let later = if ordered { Some(later(op, n, mask.as_deref())?) } else { None };
         let hidden = match (padded, later) {
             (Some(a), Some(b)) => n.emit("Or", "hidden", &[&a, &b], vec![]),
             (a, b) => a.or(b).unwrap_or_default(),
@@ -118,23 +118,26 @@ fn hidden(op: &Attention, n: &mut Lowering) -> Result<Option<String>> {
     .map(Some)
 }
 
-/// Keys that a query must not see because of their place, `[queries, keys]`.
-fn later(op: &Attention, n: &mut Lowering) -> Result<String> {
+/// Keys that a query must not see because of their place, `[queries, keys]`; windows of a decoder with a cache reach over padding.
+fn later(op: &Attention, n: &mut Lowering, mask: Option<&str>) -> Result<String> {
     let [queries, keys] = if n.cache.is_some() { cached::places(n)? } else { [n.range(0, 2)?, n.range(1, 2)?] };
     let column = n.ints(&[1]);
     let queries = n.emit("Unsqueeze", "queries", &[&queries, &column], vec![]);
-    if let (false, Some(window)) = (op.causal, op.window) {
-        let window = n.int(window as i64);
-        let distance = n.emit("Sub", "distance", &[&queries, &keys], vec![]);
-        let distance = n.emit("Abs", "places", &[&distance], vec![]);
-        return Ok(n.emit("GreaterOrEqual", "far", &[&distance, &window], vec![]));
-    }
-    let later = n.emit("Greater", "later", &[&keys, &queries], vec![]);
-    let Some(window) = op.window else { return Ok(later) };
+    let later = op.causal.then(|| n.emit("Greater", "later", &[&keys, &queries], vec![]));
+    let Some(window) = op.window else { return Ok(later.unwrap_or_default()) };
     let window = n.int(window as i64);
-    let distance = n.emit("Sub", "distance", &[&queries, &keys], vec![]);
+    let mut distance = match mask {
+        Some(mask) if n.cache.is_some() => cached::distances(n, mask)?,
+        _ => n.emit("Sub", "distance", &[&queries, &keys], vec![]),
+    };
+    if later.is_none() {
+        distance = n.emit("Abs", "places", &[&distance], vec![]);
+    }
     let far = n.emit("GreaterOrEqual", "far", &[&distance, &window], vec![]);
-    Ok(n.emit("Or", "out_of_window", &[&later, &far], vec![]))
+    Ok(match later {
+        Some(later) => n.emit("Or", "out_of_window", &[&later, &far], vec![]),
+        None => far,
+    })
 }
 
 /// The table is brought into the order of distances once; each pair of places then takes one of its columns. Layers that share the table

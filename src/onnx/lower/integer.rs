@@ -249,7 +249,10 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     if shared {
         weight.turn(n)?;
     }
-    let is_head = shared && n.integer_head && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
+    let is_head = shared && n.integer_heads.is_some() && !weight.grouped() && weight.affine.activations == ActivationScheme::None;
+    if is_head {
+        n.integer_heads = n.integer_heads.map(|heads| heads + 1);
+    }
     if is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
         return integer_product(&weight, x, n);
     }
