@@ -23,6 +23,11 @@ pub fn file_name(target: &Path) -> Option<String> {
 /// What the name of a file ends with that holds the weights of another.
 pub(super) const DATA: &str = "data";
 
+/// The file beside a file that holds its weights, in formats that have one.
+pub(super) fn data_file(file: &Path) -> Option<PathBuf> {
+    (file_format(file) == Some("onnx")).then(|| beside(file, DATA))
+}
+
 /// The folder beside a file that holds what a run tells about it.
 pub fn report_folder(file: &Path) -> PathBuf {
     beside(file, "report")
@@ -65,7 +70,8 @@ pub fn check_place(target: &Path, force: bool, input: &Path) -> Result<()> {
         return Err(refuse(&target, "contains the input", "choose another folder"));
     }
     let file = file_name(&target).is_some();
-    for path in [report_folder(&target), beside(&target, DATA)].into_iter().filter(|path| file && path.symlink_metadata().is_ok()) {
+    let around = [Some(report_folder(&target)), data_file(&target)].into_iter().flatten();
+    for path in around.filter(|path| file && path.symlink_metadata().is_ok()) {
         if fs::canonicalize(&path).is_ok_and(|path| input.starts_with(path)) {
             return Err(refuse(&path, "would be replaced, and is part of the input", "choose another name: the input is never changed"));
         }

@@ -22,8 +22,8 @@ use rustix::fs::{CWD, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use super::lock::{Attempt, Lock};
-use super::place::{DATA, absolute, beside, check_place, exists, file_name, refuse, report_folder};
-use crate::error::{Error, Result};
+use super::place::{DATA, absolute, check_place, data_file, exists, file_name, refuse, report_folder};
+use crate::error::{Error, Result, tellable};
 use crate::files::{self, Destination};
 
 /// An unfinished output folder; dropped without [`commit`](Staging::commit), it is removed.
@@ -88,7 +88,8 @@ impl Staging {
     fn begin_away(&mut self) -> Result<()> {
         self.destination = Destination::away(&self.target, self.path()).map_err(Error::io("create", &self.target))?;
         if self.destination.is_shared() {
-            let told = self.target.display();
+            let target = tellable(&self.target);
+            let told = target.display();
             self.notes.push(format!("where {told} is, a file cannot be refused that is there already: of two runs that write it at once, both go on"));
         }
         Ok(())
@@ -159,15 +160,16 @@ impl Staging {
         let (model, data) = (self.work.join("model"), self.work.join(DATA));
         let made = self.path().to_owned();
         fs::rename(made.join(name), &model).map_err(Error::io("move", &model))?;
-        let data_target = beside(&self.target, DATA);
-        let inner = made.join(data_target.file_name().unwrap_or_default());
         let mut steps = Vec::new();
-        if inner.exists() {
-            fs::rename(&inner, &data).map_err(Error::io("move", &data))?;
-            steps.push((data, data_target));
-        } else if self.force && data_target.symlink_metadata().is_ok() {
-            // Those of the file that is replaced.
-            let _ = fs::rename(&data_target, self.work.join("replaced"));
+        if let Some(data_target) = data_file(&self.target) {
+            let inner = made.join(data_target.file_name().unwrap_or_default());
+            if inner.exists() {
+                fs::rename(&inner, &data).map_err(Error::io("move", &data))?;
+                steps.push((data, data_target));
+            } else if self.force && data_target.symlink_metadata().is_ok() {
+                // Those of the file that is replaced.
+                let _ = fs::rename(&data_target, self.work.join("replaced"));
+            }
         }
         steps.extend([(made, report_folder(&self.target)), (model, self.target.clone())]);
         let mut done: Vec<(&PathBuf, &PathBuf, bool)> = Vec::new();
@@ -422,6 +424,15 @@ mod tests {
         assert!(staging.commit().is_err());
         assert_eq!((read(&out), data.exists(), report.exists()), ("theirs".into(), false, false));
         assert_eq!(hidden(&folder.path().join("a")), 0);
+        // Only ONNX keeps weights beside itself.
+        let [gguf, unrelated] = ["small.gguf", "small.gguf.data"].map(|name| out.with_file_name(name));
+        fs::write(&unrelated, "theirs").unwrap();
+        for force in [false, true] {
+            let staging = Staging::new(&gguf, force, &input).unwrap();
+            fs::write(staging.path().join("small.gguf"), "mine").unwrap();
+            staging.commit().unwrap();
+            assert_eq!([read(&gguf), read(&unrelated)], ["mine", "theirs"]);
+        }
         let clash = out.with_file_name("other.onnx.data");
         fs::write(&clash, "").unwrap();
         assert!(Staging::new(&out.with_file_name("other.onnx"), true, &clash).unwrap_err().to_string().contains("part of the input"));

@@ -99,7 +99,7 @@ impl Pipeline {
             format!(
                 "{formats}: made in {} first, which needs room for it (TMPDIR names another folder), and put to {} from there",
                 folder.display(),
-                output.display()
+                crate::error::tellable(output).display()
             )
         })
     }

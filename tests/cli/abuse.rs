@@ -12,6 +12,7 @@
 //! | a pickle of PyTorch that calls a program, is packed to swell, or nests without end | calls are written down and not made; it is bounded, and values lie in a list (`store/pytorch`) |
 //! | a GGUF file that claims texts, lists, keys or tensors of 2^63, tensors that overlap or lie behind the file | every number is held to what is left of the file (`store/gguf`) |
 //! | a GGUF model of a billion layers, of heads that rows do not have, of tokens that there are not | layers are counted in tensors; numbers of tokens are held to the vocabulary |
+//! | a GGUF tensor of millions of experts of one value | its shape is held to the number of experts before they are taken apart |
 //! | texts cut at fewer tokens than the special ones, windows of 2^62 tokens | limits are held to the special tokens; sums saturate |
 //! | a YAML file whose aliases stand for millions of values | a limit on replayed aliases (`bad_input/recipes.rs`) |
 //! | a shard or a data file named outside the folder | paths in an index are names (`bad_input/folders.rs`) |
@@ -34,6 +35,8 @@ use compress::onnx::proto::{
     DataType, Dimension, DimensionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TensorShapeProto, TensorTypeProto, TypeProto,
     ValueInfoProto,
 };
+use compress::store::DType;
+use compress::store::gguf::{self, GgufFile, Kind};
 use prost::Message;
 use serde_json::{Value, json};
 
@@ -229,6 +232,19 @@ fn pickles_that_do_harm() {
 /// A key of a GGUF file, as it is stored: the key, the type and the value.
 fn key(name: &str, kind: u32, value: &[u8]) -> Vec<u8> {
     [&(name.len() as u64).to_le_bytes(), name.as_bytes(), &kind.to_le_bytes(), value].concat()
+}
+
+#[test]
+fn gguf_experts_without_number() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = GgufFile::open(&golden("gguf/mixtral.gguf")).unwrap();
+    let mut tensors: Vec<_> = file.tensors.iter().map(|(name, weight)| (name.clone(), Kind::Plain(DType::F16), weight.shape.clone())).collect();
+    tensors.iter_mut().find(|(name, ..)| name == "blk.0.ffn_up_exps.weight").unwrap().2 = vec![12_000_000, 1, 1];
+    let (header, _) = gguf::header(&file.values.into_iter().collect::<Vec<_>>(), &tensors).unwrap();
+    let evil = File::create(folder.path().join("evil.gguf")).unwrap();
+    (&evil).write_all(&header).unwrap();
+    evil.set_len(header.len() as u64 + (32 << 20)).unwrap();
+    refused(folder.path(), "inspect evil.gguf", "has the shape [12000000, 1, 1], where there are 4 experts");
 }
 
 #[test]

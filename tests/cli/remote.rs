@@ -420,14 +420,35 @@ fn a_name_that_is_taken_is_left_alone() {
         run(&server, message);
         assert_eq!(there(&held).into_iter().collect::<Vec<_>>(), [(format!("out/{name}"), b"theirs".to_vec())]);
     }
-    // A store that knows no conditions is told of, and written to.
-    let (server, held) = s3(|request| {
-        let unknown = "<Error><Code>NotImplemented</Code><Message>A header is not implemented</Message></Error>";
-        request.headers.contains_key("if-none-match").then(|| Answer::new(501, unknown))
+    // A store that knows no conditions is told of, and written to; so is one whose user says that it knows none.
+    for variable in [None, Some(("AWS_CONDITIONAL_PUT", "disabled"))] {
+        let (server, held) = s3(|request| {
+            let unknown = "<Error><Code>NotImplemented</Code><Message>A header is not implemented</Message></Error>";
+            request.headers.contains_key("if-none-match").then(|| Answer::new(501, unknown))
+        });
+        let variables: Vec<_> = bucket(&server).into_iter().chain(variable).collect();
+        let done = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &variables);
+        assert!(done.code == 0 && done.stdout.contains("of two runs that write it at once, both go on"), "{}{}", done.stdout, done.stderr);
+        assert!(there(&held).contains_key("out/report.json") && !there(&held).contains_key("out/compress.unfinished"));
+        let asked = server.requests().iter().any(|request| request.headers.contains_key("if-none-match"));
+        assert_eq!(asked, variable.is_none());
+    }
+}
+
+#[test]
+fn small_files_whose_connection_is_cut_are_written_again() {
+    let place = Place::new();
+    let cut: Arc<std::sync::Mutex<std::collections::BTreeSet<String>>> = Arc::default();
+    let seen = cut.clone();
+    let (server, held) = s3(move |request| {
+        let once = request.method == "PUT" && request.path().ends_with(".json") && seen.lock().unwrap().insert(request.path().to_owned());
+        once.then(|| Answer { cut: Some(0), ..Answer::new(200, "whole") })
     });
-    let done = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &bucket(&server));
-    assert!(done.code == 0 && done.stdout.contains("of two runs that write it at once, both go on"), "{}{}", done.stdout, done.stderr);
-    assert!(there(&held).contains_key("out/report.json") && !there(&held).contains_key("out/compress.unfinished"));
+    let run = place.run("quantize-dynamic in -o s3://bucket/out --no-measure", &bucket(&server));
+    assert_eq!(run.code, 0, "{}", run.stderr);
+    let (cut, held) = (cut.lock().unwrap(), held.lock().unwrap());
+    assert!(cut.len() > 2 && cut.iter().all(|path| held.objects.contains_key(path.trim_start_matches("/bucket/"))), "{cut:?}");
+    assert!(!held.objects.contains_key("out/compress.unfinished"));
 }
 
 #[test]

@@ -155,7 +155,10 @@ impl Writable for Bucket {
     }
 
     fn abort(&self, name: &str, upload: &str) -> io::Result<()> {
-        wait(self.store.abort_multipart(&path(name)?, &upload.to_owned()))?.map_err(refused)
+        match wait(self.store.abort_multipart(&path(name)?, &upload.to_owned()))? {
+            Ok(()) | Err(Error::NotFound { .. }) => Ok(()),
+            Err(e) => Err(refused(e)),
+        }
     }
 
     fn remove(&self, name: &str) -> io::Result<()> {
@@ -181,6 +184,8 @@ fn refused(error: Error) -> io::Error {
         Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => io::ErrorKind::PermissionDenied,
         Error::Precondition { .. } => return io::Error::other("was changed while it was read: start again"),
         Error::AlreadyExists { .. } => io::ErrorKind::AlreadyExists,
+        // Such as conditions that the user has turned off.
+        Error::NotImplemented { .. } | Error::NotSupported { .. } => io::ErrorKind::Unsupported,
         _ => io::ErrorKind::Other,
     };
     let text = error.to_string();

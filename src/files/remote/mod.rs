@@ -231,12 +231,13 @@ impl Known {
         Ok(found)
     }
 
-    /// Asks anew from now on.
-    fn forget(&self) {
-        lock(&self.folders).clear();
-        lock(&self.files).clear();
-        lock(&self.texts).clear();
-        lock(&self.open).clear();
+    /// Asks anew from now on what is in a folder.
+    fn forget(&self, folder: &str) {
+        // A list of what is around it tells of it too.
+        lock(&self.folders).retain(|known, _| !within(known, folder) && !within(folder, known));
+        lock(&self.files).retain(|name, _| !within(name, folder));
+        lock(&self.texts).retain(|name, _| !within(name, folder));
+        lock(&self.open).retain(|name, _| !within(name, folder));
     }
 
     fn demand(&self, name: &str) -> io::Result<Found> {

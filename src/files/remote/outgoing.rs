@@ -131,7 +131,7 @@ impl Outgoing {
                 self.session.complete(&self.file, usize::try_from(count).unwrap_or(usize::MAX))
             }
         };
-        self.session.known.forget();
+        self.session.forget();
         done.map_err(|error| self.session.given_up(error))
     }
 }

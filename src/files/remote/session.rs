@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use super::{Known, Writable, lock, secrets};
 
@@ -11,6 +12,8 @@ use super::{Known, Writable, lock, secrets};
 const ON_THE_WAY: usize = 8;
 /// Bytes of a file of this machine that are compared at once with what was put.
 const READ: u64 = 4 << 20;
+/// Waits between the attempts to write a small file: one under a condition is not made again by the store's own client.
+const WAITS: [Duration; 3] = [Duration::from_millis(100), Duration::from_millis(300), Duration::from_millis(900)];
 
 /// A folder that is being written, with what is on its way there.
 pub(super) struct Session {
@@ -59,6 +62,25 @@ pub(super) struct Part {
     pub bytes: Mutex<Vec<u8>>,
 }
 
+/// A request that changes something in the place, until it is dropped.
+struct Busy<'s> {
+    session: &'s Session,
+    file: &'s str,
+    /// Whether it sends a part.
+    part: bool,
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        let mut state = lock(&self.session.state);
+        (state.busy, state.parts) = (state.busy.saturating_sub(1), state.parts.saturating_sub(usize::from(self.part)));
+        if std::thread::panicking() {
+            state.failed.get_or_insert_with(|| (self.file.to_owned(), ErrorKind::Other, "the thread of a request ended without an answer".into()));
+        }
+        self.session.changed.notify_all();
+    }
+}
+
 impl Session {
     /// One whose names in the place begin so.
     pub(super) fn new(known: Arc<Known>, prefix: String) -> Session {
@@ -84,6 +106,11 @@ impl Session {
         format!("{}{file}", self.prefix)
     }
 
+    /// Asks anew from now on what is in the folder.
+    pub(super) fn forget(&self) {
+        self.known.forget(self.prefix.trim_end_matches('/'));
+    }
+
     /// The state, once `ready` says that it is as it must be; an error where something has gone wrong meanwhile, or all is over.
     pub(super) fn wait(&self, file: &str, ready: impl Fn(&State) -> bool) -> io::Result<MutexGuard<'_, State>> {
         let mut state = lock(&self.state);
@@ -107,43 +134,55 @@ impl Session {
         let mut state = self.wait(file, |_| true)?;
         state.busy = state.busy.saturating_add(1);
         drop(state);
+        let _busy = Busy { session: self, file, part: false };
         let done = self.writable().and_then(change);
-        let mut state = lock(&self.state);
-        state.busy = state.busy.saturating_sub(1);
         if let Ok(done) = &done {
-            then(&mut state, done);
+            then(&mut lock(&self.state), done);
         }
-        self.changed.notify_all();
         done
     }
 
     /// Writes a small file whose name is free.
     pub(super) fn put_new(&self, file: &str, bytes: Vec<u8>) -> io::Result<()> {
         let name = self.name(file);
-        let put = |writable: &dyn Writable| match writable.put(&name, bytes.clone(), true) {
-            // An attempt whose answer was lost.
-            Err(e) if e.kind() == ErrorKind::AlreadyExists => match self.known.place.find(&name)? {
-                Some(found) if found.bytes == bytes.len() as u64 && self.known.read(&found, 0..found.bytes)? == bytes => Ok(true),
-                _ => Err(taken(file)),
-            },
-            Err(e) if e.kind() == ErrorKind::Unsupported => {
-                self.free(file)?;
-                writable.put(&name, bytes.clone(), false).map(|()| false)
-            }
-            done => done.map(|()| true),
+        let same = || match self.known.place.find(&name)? {
+            Some(found) if found.bytes == bytes.len() as u64 => self.known.read(&found, 0..found.bytes).map(|there| there == bytes),
+            _ => Ok(false),
         };
-        let done = self.change(file, put, |state, conditional| {
-            state.conditional &= conditional;
-            state.written.push(name.clone());
-        });
-        match done {
-            // It may be there all the same.
-            Err(e) if ![ErrorKind::AlreadyExists, ErrorKind::PermissionDenied, ErrorKind::NotFound].contains(&e.kind()) => {
-                lock(&self.state).written.push(name.clone());
-                Err(e)
+        let put = |writable: &dyn Writable| {
+            let (mut conditional, mut lost, mut waits) = (true, false, WAITS.iter());
+            loop {
+                let Err(error) = writable.put(&name, bytes.clone(), conditional) else { return Ok(conditional) };
+                // It may be there all the same.
+                lost |= [ErrorKind::Other, ErrorKind::AlreadyExists].contains(&error.kind());
+                let again = error.kind() == ErrorKind::Other && conditional && !lock(&self.state).ended;
+                if error.kind() == ErrorKind::Unsupported && conditional {
+                    self.free(file)?;
+                    conditional = false;
+                    continue;
+                }
+                if !lost {
+                    return Err(error);
+                }
+                if let Some(wait) = waits.next().filter(|_| again) {
+                    std::thread::sleep(*wait);
+                    continue;
+                }
+                return match same() {
+                    // An attempt whose answer was lost.
+                    Ok(true) => Ok(conditional),
+                    _ if error.kind() == ErrorKind::AlreadyExists => Err(taken(file)),
+                    Ok(false) => Err(error),
+                    Err(_) => Err(io::Error::new(error.kind(), format!("{error}; {name} may be there all the same"))),
+                };
             }
-            done => done.map(drop),
-        }
+        };
+        // What others have put there is never taken away.
+        let written = |state: &mut State, conditional: &bool| {
+            state.conditional &= *conditional;
+            state.written.push(name.clone());
+        };
+        self.change(file, put, written).map(drop)
     }
 
     /// Refuses to write over what others have put there.
@@ -166,15 +205,14 @@ impl Session {
     }
 
     fn deliver(&self, part: &Part) {
+        let _busy = Busy { session: self, file: &part.file, part: true };
         let bytes = std::mem::take(&mut *lock(&part.bytes));
         let sent = self.writable().and_then(|writable| writable.put_part(&self.name(&part.file), &part.upload, part.number, bytes));
         let mut state = lock(&self.state);
-        (state.parts, state.busy) = (state.parts.saturating_sub(1), state.busy.saturating_sub(1));
         match sent {
             Ok(id) => drop(state.open.get_mut(&part.file).and_then(|file| file.parts.insert(part.number, id))),
             Err(e) => drop(state.failed.get_or_insert((part.file.clone(), e.kind(), secrets::without(e).to_string()))),
         }
-        self.changed.notify_all();
     }
 
     /// Makes a file of its parts.
@@ -186,10 +224,12 @@ impl Session {
         drop(state);
         let name = self.name(file);
         self.free(file)?;
-        let done = self.change(file, |writable| writable.complete(&name, &upload, parts), |state, ()| drop(state.open.remove(file)));
-        // It may be there even if the answer was lost.
-        lock(&self.state).written.push(name);
-        done
+        let complete = |writable: &dyn Writable| {
+            // It may be there even if the answer is lost.
+            lock(&self.state).written.push(name.clone());
+            writable.complete(&name, &upload, parts)
+        };
+        self.change(file, complete, |state, ()| drop(state.open.remove(file)))
     }
 
     /// Holds a file to what it was meant to be.
@@ -218,7 +258,7 @@ impl Session {
         }
         let (open, written) = (std::mem::take(&mut state.open), std::mem::take(&mut state.written));
         drop(state);
-        self.known.forget();
+        self.forget();
         let Ok(place) = self.writable() else { return written };
         // Parts without an end are kept, and paid for, until somebody says that there is none.
         let parts = open.into_iter().filter(|(file, sent)| place.abort(&self.name(file), &sent.upload).is_err()).map(|(file, _)| format!("parts of {file}"));

@@ -44,25 +44,33 @@ impl Upload {
     pub fn begin(name: &str) -> io::Result<Upload> {
         let (known, inside) = reach(name)?;
         known.place.writable()?;
-        known.forget();
+        known.forget(&inside);
         match kind(name) {
             Err(e) if e.kind() == ErrorKind::NotFound => {}
             Err(e) => return Err(e),
             Ok(_) => return Err(taken("something")),
         }
-        let prefix = if inside.is_empty() { inside } else { format!("{inside}/") };
-        let upload = Upload(Arc::new(Session::new(known, prefix)));
+        let prefix = if inside.is_empty() { String::new() } else { format!("{inside}/") };
+        let upload = Upload(Arc::new(Session::new(known.clone(), prefix)));
         // No other run writes the same.
         let [a, b] = [(); 2].map(|()| RandomState::new().build_hasher().finish());
         let text = format!("compress writes here, run {a:016x}{b:016x}. If that has ended, remove this file, and what lies beside it.\n");
         let begun =
             upload.0.put_new(UNFINISHED, text.clone().into()).and_then(|()| upload.0.compare(UNFINISHED, text.len() as u64, &|_| Ok(text.clone().into())));
-        match begun {
-            Err(e) if e.kind() == ErrorKind::AlreadyExists => Err(io::Error::new(
-                ErrorKind::AlreadyExists,
-                format!("another run writes there, or one that was killed has left {UNFINISHED}: choose another name"),
-            )),
-            begun => begun.map(|()| upload),
+        begun.map_err(|e| match e.kind() {
+            ErrorKind::AlreadyExists => {
+                io::Error::new(e.kind(), format!("another run writes there, or one that was killed has left {UNFINISHED}: choose another name"))
+            }
+            _ => e,
+        })?;
+        // Another run may have written all of it since it was looked at.
+        let others = known.place.list(&inside).map_err(secrets::without).and_then(|found| {
+            let other = found.into_iter().find(|file| file.name != upload.0.name(UNFINISHED));
+            other.map_or(Ok(()), |file| Err(taken(&file.name)))
+        });
+        match others {
+            Ok(()) => Ok(upload),
+            Err(error) => Err(upload.0.given_up(error)),
         }
     }
 
@@ -92,7 +100,7 @@ impl Upload {
             self.0.writable()?.remove(&self.0.name(UNFINISHED))
         };
         let done = put().map_err(secrets::without);
-        self.0.known.forget();
+        self.0.forget();
         match done {
             Ok(()) => self.0.end(),
             Err(error) => return Err(self.0.given_up(error)),
@@ -142,6 +150,7 @@ fn collect(folder: &Path, inside: &str, files: &mut Vec<(String, PathBuf)>) -> i
 mod tests {
     use std::collections::BTreeMap;
     use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use super::super::{Found, Known, PLACES, Place, Writable, lock};
     use super::*;
@@ -154,8 +163,13 @@ mod tests {
         order: Mutex<Vec<String>>,
         damages: &'static str,
         refuses: &'static str,
-        /// A file that others write as soon as this run has begun.
-        others: &'static str,
+        /// A file that others write as soon as one is written whose name ends so.
+        others: (&'static str, &'static str),
+        /// How many answers are lost of what is written under a condition, and whether reading fails after that.
+        lost: AtomicUsize,
+        deaf: AtomicBool,
+        /// Panics when this is written.
+        panics: &'static str,
         /// What new files are refused with.
         new: Option<ErrorKind>,
     }
@@ -167,6 +181,9 @@ mod tests {
         }
 
         fn find(&self, name: &str) -> io::Result<Option<Found>> {
+            if self.deaf.load(Ordering::Relaxed) {
+                return Err(io::Error::other("no answer"));
+            }
             let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: None, here: None };
             Ok(lock(&self.files).get(name).map(found))
         }
@@ -195,12 +212,14 @@ mod tests {
             if name.ends_with(self.damages) && !self.damages.is_empty() {
                 bytes[0] ^= 1;
             }
+            assert!(self.panics.is_empty() || !name.ends_with(self.panics), "a bug");
             lock(&self.order).push(name.to_owned());
             files.insert(name.to_owned(), bytes);
-            if !self.others.is_empty() {
-                files.entry(self.others.into()).or_insert_with(|| b"theirs".to_vec());
+            if !self.others.1.is_empty() && name.ends_with(self.others.0) {
+                files.entry(self.others.1.into()).or_insert_with(|| b"theirs".to_vec());
             }
-            Ok(())
+            let lost = new && self.lost.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+            if lost { Err(io::Error::other("no answer")) } else { Ok(()) }
         }
 
         fn begin(&self, name: &str) -> io::Result<String> {
@@ -274,16 +293,21 @@ mod tests {
         let theirs = |files: &BTreeMap<String, Vec<u8>>| files.len() == 1 && files.values().all(|bytes| bytes == b"theirs");
         for new in [None, Some(ErrorKind::Unsupported)] {
             // A file that appears meanwhile.
-            let (done, shelf) = published("raced", Shelf { others: "a/b/config.json", new, ..Shelf::default() }, &|_| Ok(()));
+            let (done, shelf) = published("raced", Shelf { others: ("a.safetensors", "a/b/config.json"), new, ..Shelf::default() }, &|_| Ok(()));
             let error = done.unwrap_err();
             assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("config.json appeared there meanwhile"), "{error}");
+            assert!(theirs(&lock(&shelf.files)), "{:?}", lock(&shelf.files));
+            // Another run that has ended since the place was looked at.
+            let (done, shelf) = published("ended", Shelf { others: (UNFINISHED, "a/b/config.json"), new, ..Shelf::default() }, &|_| Ok(()));
+            let error = done.unwrap_err();
+            assert!(error.kind() == ErrorKind::AlreadyExists && error.to_string().contains("a/b/config.json appeared there meanwhile"), "{error}");
             assert!(theirs(&lock(&shelf.files)), "{:?}", lock(&shelf.files));
             // Another run that has just begun.
             let (name, shelf) = self::shelf("begun", Shelf { new, ..Shelf::default() });
             let first = Upload::begin(&name).unwrap();
             assert_eq!(first.is_shared(), new.is_some());
             assert!(Upload::begin(&name).unwrap_err().to_string().contains("appeared there"));
-            lock(&PLACES)["s3://begun"].forget();
+            lock(&PLACES)["s3://begun"].forget("");
             assert!(first.0.put_new(UNFINISHED, b"other".to_vec()).unwrap_err().to_string().contains("meanwhile"));
             drop(first);
             assert!(lock(&shelf.files).is_empty());
@@ -297,6 +321,48 @@ mod tests {
         lock(&shelf.files).insert("a/b/x".into(), b"same".to_vec());
         upload.0.put_new("x", b"same".to_vec()).unwrap();
         assert!(upload.0.put_new("x", b"else".to_vec()).is_err());
+        shelf.lost.store(2, Ordering::Relaxed);
+        upload.0.put_new("y", b"mine".to_vec()).unwrap();
+        assert_eq!((shelf.lost.load(Ordering::Relaxed), lock(&shelf.order).len()), (1, 2));
+        drop(upload);
+        assert!(lock(&shelf.files).is_empty());
+    }
+
+    #[test]
+    fn what_others_may_have_written_is_not_removed() {
+        // The lock of another run, which cannot be looked at; and what is refused before anything is put.
+        for new in [None, Some(ErrorKind::Unsupported)] {
+            let (name, shelf) = shelf("deaf", Shelf { new, ..Shelf::default() });
+            let upload = Upload::begin(&name).unwrap();
+            lock(&shelf.files).insert("a/b/x".into(), b"theirs".to_vec());
+            shelf.deaf.store(true, Ordering::Relaxed);
+            let kind = upload.0.put_new("x", b"mine".to_vec()).unwrap_err().kind();
+            assert_eq!(kind, if new.is_none() { ErrorKind::AlreadyExists } else { ErrorKind::Other });
+            drop(upload);
+            assert!(lock(&shelf.files).keys().eq(["a/b/x"]));
+        }
+    }
+
+    #[test]
+    fn a_panic_ends_the_run_and_leaves_nothing() {
+        let (name, shelf) = shelf("panics", Shelf { panics: "x", ..Shelf::default() });
+        let upload = Upload::begin(&name).unwrap();
+        let put = std::panic::AssertUnwindSafe(|| upload.0.put_new("x", b"mine".to_vec()));
+        assert!(std::panic::catch_unwind(put).is_err());
+        let error = upload.0.put_new("y", b"mine".to_vec()).unwrap_err().to_string();
+        assert!(error.contains("x: the thread of a request ended without an answer"), "{error}");
+        assert!(lock(&shelf.files).is_empty());
+    }
+
+    #[test]
+    fn only_what_is_written_is_asked_for_anew() {
+        let (name, shelf) = shelf("kept", Shelf::default());
+        lock(&shelf.files).insert("a/in/config.json".into(), b"{}".to_vec());
+        let known = reach(&name).unwrap().0;
+        assert_eq!(known.list("a/in").unwrap().len(), 1);
+        assert!(known.list("a/b").unwrap().is_empty() && known.list("a").unwrap().len() == 1);
+        drop(Upload::begin(&name).unwrap());
+        assert!(lock(&known.folders).keys().eq(["a/in"]));
     }
 
     #[test]
