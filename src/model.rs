@@ -72,9 +72,7 @@ impl Model {
         }
         let mut checkpoint = Checkpoint::open(path)?;
         let folder = names::is_dir(path);
-        for module in Module::list(path)?.iter().filter(|module| module.has_weights()) {
-            checkpoint.add_folder(path, &module.folder)?;
-        }
+        add_modules(&mut checkpoint, path)?;
         let weight_files = checkpoint.files.clone();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         store_tied_once(&config, &mut checkpoint);
@@ -135,18 +133,27 @@ impl Model {
             if a == b {
                 continue;
             }
+            let always = input.config.shares_table();
             if !input.same_bytes(alias, original)? {
                 return Err(Error::tensor(
                     alias,
                     format!("config.json ties it to `{original}`, both are stored with different values, and a pass changes only one of them"),
-                    "name both in `targets` or both in `ignore`, or set \"tie_word_embeddings\": false in config.json",
+                    if always {
+                        "the family has one table for both: leave the wrong one out of the checkpoint"
+                    } else {
+                        "name both in `targets` or both in `ignore`, or set \"tie_word_embeddings\": false in config.json"
+                    },
                 ));
             }
             if a {
                 return Err(Error::tensor(
                     alias,
                     format!("is tied to `{original}` by config.json, but a pass changes only this one"),
-                    "name both in `targets`, or set \"tie_word_embeddings\": false in config.json to untie them",
+                    if always {
+                        "name both in `targets`: the family has one table for both"
+                    } else {
+                        "name both in `targets`, or set \"tie_word_embeddings\": false in config.json to untie them"
+                    },
                 ));
             }
             self.weights.by_name.remove(alias);
@@ -168,6 +175,11 @@ impl Model {
         };
         Ok(hash(a)? == hash(b)?)
     }
+}
+
+/// Adds the weights of modules that have folders of their own.
+fn add_modules(checkpoint: &mut Checkpoint, path: &Path) -> Result<()> {
+    Module::list(path)?.iter().filter(|module| module.has_weights()).try_for_each(|module| checkpoint.add_folder(path, &module.folder))
 }
 
 /// Leaves out tensors that are others of the same file, where the configuration ties them: loaders tie them again. Others are told.

@@ -313,6 +313,24 @@ fn poolings_that_are_not_known_are_refused_by_name() {
     }
 }
 
+/// Folders may be written from where they lie, and those without weights are looked for when the model is run.
+#[test]
+fn folders_of_modules_are_found() {
+    let place = model("sentence-dense", &[]);
+    let open = || compress::Model::open(place.path());
+    let list = place.path().join("modules.json");
+    let usual = fs::read_to_string(&list).unwrap();
+    let expected = open().unwrap().graph().unwrap().to_string();
+    fs::write(&list, usual.replace("\"1_Pooling\"", "\"./1_Pooling/\"").replace("\"2_Dense\"", "\"./2_Dense\"")).unwrap();
+    assert_eq!(open().unwrap().graph().unwrap().to_string(), expected);
+    fs::write(&list, usual.replace("\"1_Pooling\"", "\"../1_Pooling\"")).unwrap();
+    let error = open().unwrap().graph().unwrap_err().to_string();
+    assert!(error.contains("outside the model: `../1_Pooling`"), "{error}");
+    fs::write(&list, "{}").unwrap();
+    let error = open().err().unwrap().to_string();
+    assert!(error.contains("modules.json"), "{error}");
+}
+
 #[test]
 fn modules_that_are_not_known_are_refused_by_name() {
     let place = model("sentence-dense", &[]);

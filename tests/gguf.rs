@@ -288,6 +288,37 @@ fn what_a_file_cannot_say_is_refused_by_name() {
     }
 }
 
+/// Weights of sentence-transformers' modules have no place in the file.
+#[test]
+fn weights_of_modules_are_written_beside_the_file() {
+    let (folder, _) = changed("llama", "config.json", |_| {});
+    let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+    let kinds = ["models.Transformer", "models.Pooling", "models.Dense"].into_iter().zip(["", "1_Pooling", "./2_Dense"]);
+    let entries: Vec<Value> = kinds.map(|(kind, path)| serde_json::json!({ "type": format!("sentence_transformers.{kind}"), "path": path })).collect();
+    fs::write(input.join("modules.json"), Value::from(entries).to_string()).unwrap();
+    let width = Model::open(&input).unwrap().config.get("hidden_size").and_then(Value::as_u64).unwrap() as usize;
+    for (module, config) in [
+        ("1_Pooling", serde_json::json!({ "pooling_mode": "lasttoken" })),
+        ("2_Dense", serde_json::json!({ "in_features": width, "out_features": 3, "bias": false })),
+    ] {
+        fs::create_dir(input.join(module)).unwrap();
+        fs::write(input.join(module).join("config.json"), config.to_string()).unwrap();
+    }
+    let values: Vec<f32> = (0..3 * width).map(|i| i as f32 / 100.0).collect();
+    let weight = candle_core::Tensor::from_vec(values, (3, width), &candle_core::Device::Cpu).unwrap();
+    candle_core::safetensors::save(&[("linear.weight", weight)].into(), input.join("2_Dense/model.safetensors")).unwrap();
+
+    let expected = Model::open(&input).unwrap();
+    let report = Pipeline::builder().export(Gguf { file_type: FileType::F32 }).build().unwrap().run(expected.clone(), &out).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("no place for the weights of the modules `2_Dense`")), "{:?}", report.notes);
+    assert!(report.fidelity.is_some_and(|fidelity| fidelity.fidelity.cosine > 0.9999));
+    let found = Model::open(&out).unwrap();
+    same_weights(&found, &expected, "modules");
+    assert!(found.graph().unwrap().to_string() == expected.graph().unwrap().to_string());
+    let alone = Pipeline::builder().measure(false).build().unwrap().run(expected, folder.path().join("small.gguf")).unwrap();
+    assert!(alone.notes.iter().any(|note| note.contains("are not written")), "{:?}", alone.notes);
+}
+
 #[test]
 fn what_changes_nothing_is_accepted() {
     let values = |folder: &Path| gguf::GgufFile::open(&folder.join("out/model.gguf")).unwrap().values;

@@ -12,7 +12,7 @@ use compress::data::{Data, synthetic};
 use compress::exec::{Executor, Parameters, Residence};
 use compress::export::{Layout, Onnx, Safetensors};
 use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair, Target};
-use compress::pass::{Amount, PruneStructured, PruneUnstructured, QuantizeDynamic, Scope};
+use compress::pass::{ActivationRounding, Amount, PruneStructured, PruneUnstructured, QuantizeDynamic, Scope};
 use compress::pipeline::Builder;
 use compress::{Model, Pipeline, Report};
 
@@ -227,6 +227,44 @@ fn modules_keep_their_folders() {
     }
     let checks = common::work(|work| compress::pipeline::verify(&done.folder.path().join("out"), work)).unwrap();
     assert!(checks.iter().all(|check| check.ok));
+}
+
+/// What is measured is what the files hold: floats, whose layers round no inputs.
+#[test]
+fn modules_are_measured_as_they_are_written() {
+    let measured = |activations| {
+        let pass = QuantizeDynamic { activations, targets: vec!["2_Dense/linear.weight".parse().unwrap()], ..Default::default() };
+        let done = run("sentence-dense", Pipeline::builder().pass(pass));
+        assert!(done.report.notes.iter().any(|note| note.contains("sentence-transformers reads nothing else")), "{:?}", done.report.notes);
+        serde_json::to_value(done.report.fidelity.unwrap().fidelity).unwrap()
+    };
+    assert_eq!(measured(ActivationRounding::Token), measured(ActivationRounding::None));
+}
+
+/// Checkpoints of T5 may hold the one table of words under several names.
+#[test]
+fn a_table_under_two_names_is_stored_once() {
+    for (name, factor) in [("encoder.embed_tokens.weight", 1.0), ("decoder.embed_tokens.weight", 1.0), ("encoder.embed_tokens.weight", 2.0)] {
+        let folder = tempfile::tempdir().unwrap();
+        let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+        std::fs::create_dir(&input).unwrap();
+        std::fs::copy(golden("t5-encoder").join("config.json"), input.join("config.json")).unwrap();
+        let mut tensors = candle_core::safetensors::load(golden("t5-encoder").join("model.safetensors"), &Device::Cpu).unwrap();
+        tensors.insert(name.to_owned(), (&tensors["shared.weight"] * factor).unwrap());
+        candle_core::safetensors::save(&tensors, input.join("model.safetensors")).unwrap();
+        let pipeline = Pipeline::builder().pass(half(&[PrunedPart::Hidden])).build().unwrap();
+        let done = pipeline.run(Model::open(&input).unwrap(), &out);
+        if factor == 1.0 {
+            let note = format!("`{name}` is tied to `shared.weight`");
+            assert!(done.unwrap().notes.iter().any(|said| said.contains(&note)));
+            let written = Model::open(&out).unwrap();
+            assert!(!written.weights.by_name.contains_key(name) && written.weights.get("shared.weight").unwrap().shape[1] == 8);
+            outputs(&written, &Model::open(golden("t5-encoder")).unwrap());
+        } else {
+            let error = done.unwrap_err().to_string();
+            assert!(error.contains(name) && error.contains("with different values"), "{error}");
+        }
+    }
 }
 
 #[test]

@@ -429,6 +429,31 @@ fn data_that_does_not_do_is_refused() {
     assert!(error.is_out_of_memory(), "{error}");
 }
 
+/// Files about modules go over from the input, so a student's modules are those of the input.
+#[test]
+fn a_student_with_other_modules_is_refused() {
+    let name = "sentence-dense";
+    let refused = |student: PathBuf| {
+        let run = Run::new();
+        let pass = Distill { student: Some(Student::Model(student)), ..distill(1, "hidden=1") };
+        run.train(name, samples(name, run.folder.path(), 8, 0), pass).unwrap_err().to_string()
+    };
+    let error = refused(golden("bert"));
+    assert!(error.contains("student") && error.contains("is none, where the input model has Pooling"), "{error}");
+    let folder = tempfile::tempdir().unwrap();
+    let model = Model::open(golden(name)).unwrap();
+    for file in model.beside.files.iter().map(|file| golden(name).join(file)).chain(model.weight_files).chain([golden(name).join("config.json")]) {
+        let to = folder.path().join(file.strip_prefix(golden(name)).unwrap());
+        std::fs::create_dir_all(to.parent().unwrap()).unwrap();
+        std::fs::copy(file, to).unwrap();
+    }
+    let config = folder.path().join("2_Dense/config.json");
+    let text = std::fs::read_to_string(&config).unwrap();
+    std::fs::write(&config, text.replace("activation.Tanh", "activation.ReLU")).unwrap();
+    let error = refused(folder.path().to_owned());
+    assert!(error.contains("is Dense in `2_Dense`, which computes something else"), "{error}");
+}
+
 #[test]
 fn parameters_that_cannot_come_and_go_are_refused_before_the_work() {
     let run = Run::new();

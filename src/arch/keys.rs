@@ -98,33 +98,40 @@ impl Keys {
     /// # Errors
     /// There is such a value in `file`.
     pub fn sort(&self, settings: &Settings, file: &str) -> Result<Vec<String>> {
-        let mut unknown = Vec::new();
-        for (key, value) in settings.unread() {
-            let same = |text: &str| {
-                serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
-            };
-            // The towers of a model have configurations of their own.
-            let own =
-                ["text_config.", "vision_config.", "text_config_dict.", "vision_config_dict."].iter().find_map(|tower| key.strip_prefix(tower)).unwrap_or(&key);
-            match self.neutral.iter().find(|(name, _)| *name == own) {
-                Some((_, neutral)) if same(neutral) => {}
-                Some((_, neutral)) => {
-                    return Err(Error::Unsupported {
-                        what: format!("{file}: `{key}` of {value}"),
-                        hint: format!("it changes what the model computes, and only {neutral} is supported; passes over weights do not need it"),
-                    });
-                }
-                None if self.harmless.contains(&own) => {}
-                None => unknown.push(key),
-            }
-        }
-        Ok(unknown)
+        sort(self.harmless, self.neutral, settings, file)
     }
 
-    /// These, and those that every configuration of transformers may hold.
+    /// These, and those that every configuration of transformers may hold; what is harmless to the family is whatever others make of it.
     pub(super) fn sort_model(&self, settings: &Settings) -> Result<Vec<String>> {
         let unknown = self.sort(settings, "config.json")?;
-        let rest = COMMON.sort(settings, "config.json")?;
+        let own = |(name, _): &&(&str, &str)| !self.harmless.contains(name);
+        let neutral: Vec<_> = COMMON.neutral.iter().filter(own).copied().collect();
+        let rest = sort(COMMON.harmless, &neutral, settings, "config.json")?;
         Ok(unknown.into_iter().filter(|key| rest.contains(key)).collect())
     }
+}
+
+/// The keys that are in neither list.
+fn sort(harmless: &[&str], known: &[(&str, &str)], settings: &Settings, file: &str) -> Result<Vec<String>> {
+    let mut unknown = Vec::new();
+    for (key, value) in settings.unread() {
+        let same = |text: &str| {
+            serde_json::from_str::<Value>(text).is_ok_and(|neutral| neutral == *value || neutral.as_f64().is_some_and(|n| value.as_f64() == Some(n)))
+        };
+        // The towers of a model have configurations of their own.
+        let own =
+            ["text_config.", "vision_config.", "text_config_dict.", "vision_config_dict."].iter().find_map(|tower| key.strip_prefix(tower)).unwrap_or(&key);
+        match known.iter().find(|(name, _)| *name == own) {
+            Some((_, neutral)) if same(neutral) => {}
+            Some((_, neutral)) => {
+                return Err(Error::Unsupported {
+                    what: format!("{file}: `{key}` of {value}"),
+                    hint: format!("it changes what the model computes, and only {neutral} is supported; passes over weights do not need it"),
+                });
+            }
+            None if harmless.contains(&own) => {}
+            None => unknown.push(key),
+        }
+    }
+    Ok(unknown)
 }

@@ -93,7 +93,7 @@ pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, 
 pub(super) fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64, with_bias: bool) -> Result<ValueId> {
     let width = b.width(x)?;
     // The first published checkpoints say gamma and beta.
-    let [weight, bias] = if b.has(&format!("{module}.gamma")) { ["gamma", "beta"] } else { ["weight", "bias"] };
+    let [weight, bias] = if b.stored_shape(&format!("{module}.gamma")).is_some() { ["gamma", "beta"] } else { ["weight", "bias"] };
     let mut inputs = vec![x, b.param(&format!("{module}.{weight}"), &[width])?];
     if with_bias {
         inputs.push(b.param(&format!("{module}.{bias}"), &[width])?);

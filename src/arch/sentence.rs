@@ -88,6 +88,25 @@ impl SentenceModule {
         SentenceModule::described(folder).map(|(modules, _)| modules)
     }
 
+    /// Whether another computes the same, whatever its widths.
+    pub(crate) fn is_like(&self, other: &SentenceModule) -> bool {
+        let mut alike = other.clone();
+        if let (Kind::Dense { out, .. }, Kind::Dense { out: other_out, .. }) = (&self.kind, &mut alike.kind) {
+            *other_out = *out;
+        }
+        *self == alike
+    }
+
+    /// What it is, with the folder of its weights.
+    pub(crate) fn name(&self) -> String {
+        match &self.kind {
+            Kind::Pooling(_) => "Pooling".to_owned(),
+            Kind::Normalize => "Normalize".to_owned(),
+            Kind::Dense { folder, .. } => format!("Dense in `{folder}`"),
+            Kind::LayerNorm { folder } => format!("LayerNorm in `{folder}`"),
+        }
+    }
+
     /// The same, with the keys of the modules' files that are not known.
     ///
     /// # Errors
@@ -135,6 +154,7 @@ impl SentenceModule {
 impl File {
     /// The file of a module, which may say nothing if there `may_be_none`.
     fn open(folder: &Path, inside: &str, may_be_none: bool) -> Result<File> {
+        Module::require_inside(folder, inside)?;
         let (name, path) = (format!("{inside}/config.json"), folder.join(inside).join("config.json"));
         if may_be_none && (inside.is_empty() || !files::is_file(&path)) {
             return Ok(File { name, values: Map::new() });

@@ -15,8 +15,8 @@ use crate::model::Model;
 use crate::model::gguf::{Described, Family, describe, vocabulary};
 use crate::run_state::RunState;
 use crate::store::gguf::{Arranged, Kind, Value, header};
-use crate::store::writer::{self, Item, Made, Piece};
-use crate::store::{ActivationScheme, Bytes, DType, Encoding, Weight, Weights};
+use crate::store::writer::{self, FileLayout, Item, Made, Piece};
+use crate::store::{ActivationScheme, Bytes, DType, Encoding, Module, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// What matrices of a file are made of, by the names that llama.cpp has for it.
@@ -86,6 +86,8 @@ struct Prepared {
     words: bool,
     /// Whether it says all that `config.json` says of what is computed.
     whole: bool,
+    /// Weights of modules, which go to files in folders of their own.
+    beside: Vec<Item>,
 }
 
 /// The head, and the embedding that it may be tied to.
@@ -157,7 +159,12 @@ impl Gguf {
             return Err(refused("no lm_head.weight, and config.json does not tie it", "the checkpoint is not complete"));
         }
         let (mut all, mut rows) = (Vec::new(), 0);
+        let mut beside = Vec::new();
         for (name, weight) in model.weights.by_name.iter().filter(|(name, _)| *name != HEAD || head_stored) {
+            if model.weights.folder(name).is_some() {
+                beside.push(Item { name: name.clone(), weight: weight.dense(name), storage_format: StorageFormat::Plain });
+                continue;
+            }
             let there = family.to_file(name).ok_or_else(|| Error::tensor(name, format!("has no name in GGUF files of `{}`", family.architecture), ""))?;
             if there == "token_embd.weight" {
                 rows = weight.shape.first().copied().unwrap_or(0);
@@ -190,6 +197,8 @@ impl Gguf {
         values.iter_mut().filter(|(key, _)| *key == size_key).for_each(|(_, value)| *value = Value::Unsigned(rows as u64));
         let rounds = model.config.cache().ok().flatten().is_some() || quantized_inputs(model) > 0;
         let whole = notes.is_empty() && factors.is_none() && head_stored == model.weights.by_name.contains_key(HEAD) && !rounds;
+        // Of modules, the file says nothing.
+        let whole = whole && Module::list(&model.path)?.is_empty();
         if let Some((name, factors)) = factors {
             let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
             let weight = Weight::new(DType::F32, vec![factors.len()], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));
@@ -197,6 +206,14 @@ impl Gguf {
         }
         let file = file_name(run);
         notes.extend(fallbacks(&all, file));
+        if !beside.is_empty() {
+            let (folders, alone) = (model.weights.folders.join("`, `"), run.file.is_some());
+            notes.push(if alone {
+                format!("{file}: the weights of the modules `{folders}` are not written: a GGUF file has no place for them, and lies alone")
+            } else {
+                format!("{file} has no place for the weights of the modules `{folders}`: they are written beside it, as safetensors")
+            });
+        }
         let (words, without) = vocabulary(model, rows)?;
         notes.extend(without);
         values.push(("general.file_type".into(), Value::Unsigned(self.file_type.id())));
@@ -222,7 +239,7 @@ impl Gguf {
             names.push(name);
             moved.extend(elsewhere.then_some(index));
         }
-        Ok(Prepared { family, items, kinds, names, moved, pieces, tensors: tensors.len(), notes, words: has_words, whole })
+        Ok(Prepared { family, items, kinds, names, moved, pieces, tensors: tensors.len(), notes, words: has_words, whole, beside })
     }
 
     /// What is said of values and activations that the file cannot say.
@@ -328,6 +345,12 @@ fn fallbacks(all: &[Planned], file: &str) -> Option<String> {
         .then(|| format!("{file}: rows that are no whole blocks take larger types: {all}; {:.2} bits per weight in all", bits as f64 / elements.max(1) as f64))
 }
 
+/// Where the weights of modules go, unless the file lies alone.
+fn layout_beside(model: &Model, run: &RunState, beside: &[Item]) -> Result<Option<FileLayout>> {
+    let metadata = BTreeMap::from([("format".to_owned(), "pt".to_owned())]);
+    (!beside.is_empty() && run.file.is_none()).then(|| FileLayout::new(beside, &metadata, &model.weights.folders, u64::MAX)).transpose()
+}
+
 impl Format for Gguf {
     fn name(&self) -> &'static str {
         "gguf"
@@ -343,13 +366,19 @@ impl Format for Gguf {
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
         let prepared = self.prepare(model, run)?;
-        let bytes = prepared.pieces.iter().map(Piece::len).sum();
-        Ok(SizeForecast { files: vec![file_name(run).to_owned()], bytes, exact: !run.estimated, tensors: prepared.tensors })
+        let mut bytes = prepared.pieces.iter().map(Piece::len).sum();
+        let (mut files, mut tensors) = (vec![file_name(run).to_owned()], prepared.tensors);
+        if let Some(layout) = layout_beside(model, run, &prepared.beside)? {
+            files.extend(layout.names());
+            bytes += layout.bytes();
+            tensors += layout.tensors();
+        }
+        Ok(SizeForecast { files, bytes, exact: !run.estimated, tensors })
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _made: Option<&Made>, work: &Work) -> Result<Exported> {
-        let Prepared { family, items, kinds, names, moved, pieces, tensors: count, notes, words, whole } = self.prepare(model, run)?;
-        let (files, mut seen) = writer::write_pieces(folder, &[(file_name(run).to_owned(), pieces)], &items, work)?;
+        let Prepared { family, items, kinds, names, moved, pieces, tensors: mut count, notes, words, whole, beside } = self.prepare(model, run)?;
+        let (mut files, mut seen) = writer::write_pieces(folder, &[(file_name(run).to_owned(), pieces)], &items, work)?;
         // What was read lies in another order than in the input: its hash is another one.
         for index in moved {
             seen[index].input_hash = None;
@@ -380,16 +409,27 @@ impl Format for Gguf {
         if let (true, Some(embedding)) = (model.weights.by_name.contains_key(HEAD) && !by_name.contains_key(HEAD), by_name.get(EMBEDDING)) {
             by_name.insert(HEAD.to_owned(), embedding.clone());
         }
+        by_name.extend(beside.iter().map(|item| (item.name.clone(), item.weight.clone())));
+        let held = Weights { by_name, folders: model.weights.folders.clone(), ..Weights::default() };
+        let mut encodings: Vec<String> = kinds.into_iter().map(|kind| kind_name(kind).to_lowercase()).collect();
+        let mut weights: Vec<_> = names.into_iter().zip(seen).collect();
+        if let Some(layout) = layout_beside(model, run, &beside)? {
+            let (more, seen) = writer::write(folder, &beside, &layout, None, work)?;
+            files.extend(more);
+            count += layout.tensors();
+            encodings.extend(beside.iter().map(|item| item.weight.describe()));
+            weights.extend(beside.into_iter().map(|item| item.name).zip(seen));
+        }
         Ok(Exported {
             files,
             how: format!("read back: the bytes of every tensor are equal to what was computed, and the file opens {opens}"),
             max_abs_error: 0.0,
             tensors: count,
-            encodings: kinds.into_iter().map(|kind| kind_name(kind).to_lowercase()).collect(),
-            held: Some(Weights { by_name, ..Weights::default() }),
+            encodings,
+            held: Some(held),
             config: None,
             notes,
-            weights: names.into_iter().zip(seen).collect(),
+            weights,
         })
     }
 }

@@ -22,7 +22,9 @@ use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item, Made};
-use crate::store::{ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, sparse};
+use crate::store::{
+    ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, Weights, sparse,
+};
 use crate::work::Work;
 
 /// How weights are laid out.
@@ -168,6 +170,18 @@ impl Safetensors {
             config.set("quantization_config", described);
         }
         config
+    }
+
+    /// The weights as the files hold them, where floats take the place of quantized weights of modules.
+    fn held(&self, model: &Model) -> Option<Weights> {
+        let dense = |(name, weight): &(&String, &Weight)| weight.encoding != Encoding::Dense && !keeps_encoding(model, self.layout, name);
+        let floats: Vec<_> = model.weights.by_name.iter().filter(dense).map(|(name, weight)| (name.clone(), weight.dense(name))).collect();
+        if self.layout == Layout::Dense || floats.is_empty() {
+            return None;
+        }
+        let mut weights = model.weights.clone();
+        weights.by_name.extend(floats);
+        Some(weights)
     }
 
     fn notes(&self, model: &Model, run: &RunState, items: &[Item], seen: &[writer::WeightMeasurement]) -> Vec<String> {
@@ -375,7 +389,7 @@ impl Format for Safetensors {
             max_abs_error: 0.0,
             tensors: layout.tensors(),
             encodings: items.iter().map(encoding).collect(),
-            held: None,
+            held: self.held(model),
             config: Some(self.config(model, run, &items)),
             notes: self.notes(model, run, &items, &seen),
             weights: items.into_iter().map(|item| item.name).zip(seen).collect(),

@@ -39,6 +39,9 @@ const TIED: [(&str, &str); 8] = [
     ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
 ];
 
+/// Tables of T5 that are the shared one, whatever the configuration says.
+const SHARED: [(&str, &str); 2] = [("encoder.embed_tokens.weight", "shared.weight"), ("decoder.embed_tokens.weight", "shared.weight")];
+
 impl Config {
     /// Reads the file; a missing one is an empty configuration.
     ///
@@ -123,7 +126,16 @@ impl Config {
         let has_head =
             ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
         let said = self.get("tie_word_embeddings").and_then(Value::as_bool);
-        TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias))).collect()
+        let tied = TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias)));
+        // An encoder alone has no table of the decoder.
+        let there = |alias: &str| alias.starts_with("encoder.") || stored(alias) || stored("decoder.final_layer_norm.weight");
+        let shared = SHARED.into_iter().filter(|(alias, original)| self.shares_table() && stored(original) && there(alias));
+        tied.chain(shared).collect()
+    }
+
+    /// Whether the family has one table of words under several names, and no key that says otherwise.
+    pub(super) fn shares_table(&self) -> bool {
+        matches!(self.model_type(), "t5" | "mt5")
     }
 
     /// What is told of quantization again beside whatever weights are written: how keys and values are cached, and keys that nobody knows.

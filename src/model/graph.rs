@@ -11,7 +11,7 @@ use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, same};
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, rebuild, same};
 pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Affine, Encoding, OpenSizes, Weight, Weights, select};
 
@@ -93,6 +93,31 @@ impl Model {
         let Some(graph) = &self.changed_graph else { return Ok(None) };
         let described = self.described().is_ok_and(|(described, _)| same(&described, graph, &self.weights));
         Ok((!described).then(|| GraphFile::from(&**graph)))
+    }
+
+    /// The model with these weights. Inputs of layers that were quantized, and are no longer, are not rounded.
+    ///
+    /// # Errors
+    /// The graph does not fit the weights.
+    pub(crate) fn holding(&self, weights: Weights) -> Result<Model> {
+        let quantized = |weights: &Weights, name: &str| weights.by_name.get(name).is_some_and(|weight| weight.encoding != Encoding::Dense);
+        let mut changed_graph = self.changed_graph.clone();
+        if let Some(graph) = &self.changed_graph {
+            let mut plain = BTreeMap::new();
+            let floats = rebuild(graph, &weights, &mut |mut step| {
+                if quantizers::layer_weight(graph, step.node).is_some_and(|name| quantized(&self.weights, name) && !quantized(&weights, name))
+                    && let Some(input) = step.inputs.first_mut()
+                {
+                    *input = plain.get(&*input).copied().unwrap_or(*input);
+                }
+                let from = step.inputs.first().copied().filter(|_| matches!(step.node.op, Op::FakeQuantize(_)));
+                let made = step.keep()?;
+                plain.extend(from.map(|from| (made, from)));
+                Ok(made)
+            })?;
+            changed_graph = Some(Arc::new(floats));
+        }
+        Ok(Model { weights, changed_graph, ..self.clone() })
     }
 
     /// Whether another model with weights of these names computes the same; nothing where no graph tells.

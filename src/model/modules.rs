@@ -1,7 +1,7 @@
 //! Modules of sentence-transformers that have weights of their own: what their files say of widths.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
@@ -12,15 +12,16 @@ use crate::error::{Error, Result};
 const WIDTHS: [(&str, &str, usize); 3] = [("in_features", "linear.weight", 1), ("out_features", "linear.weight", 0), ("dimension", "norm.weight", 0)];
 
 impl Model {
-    /// The files of modules whose widths are not those of the weights, as they have to be, by their names inside the folder.
+    /// The files of modules, out of the folder that they are carried over from, whose widths are not those of the weights, as they have to
+    /// be, by their names inside the folder.
     ///
     /// # Errors
     /// A file cannot be read, or is no JSON object.
-    pub(crate) fn resized_modules(&self) -> Result<BTreeMap<PathBuf, String>> {
+    pub(crate) fn resized_modules(&self, carried_from: &Path) -> Result<BTreeMap<PathBuf, String>> {
         let mut found = BTreeMap::new();
         for folder in &self.weights.folders {
             let name = PathBuf::from(folder).join("config.json");
-            let mut config = Config::open(&self.path.join(&name))?;
+            let mut config = Config::open(&carried_from.join(&name))?;
             let wrong = self.other_widths(folder, &config);
             wrong.iter().for_each(|(key, width)| config.set(key, json!(width)));
             found.extend(config.render().filter(|_| !wrong.is_empty()).map(|text| (name, text)));

@@ -33,6 +33,11 @@ impl Model {
         false
     }
 
+    #[allow(clippy::unnecessary_wraps)]
+    pub(crate) fn holding(&self, weights: crate::store::Weights) -> Result<Model> {
+        Ok(Model { weights, ..self.clone() })
+    }
+
     pub(crate) fn computes_as(&self, _other: &Model) -> Option<bool> {
         None
     }

@@ -81,11 +81,11 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
-    let resized = after.resized_modules()?;
+    let resized = after.resized_modules(&model.path)?;
     carry_over(&model, config, &resized, &folder, state.file.is_some(), &work)?;
     let left_out = write_graph(&after, &folder)?;
     // What a format has rounded is measured as it is in the file.
-    let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| Model { weights, ..after.clone() });
+    let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| after.holding(weights)).transpose()?;
     let measured = pipeline.measure([&model, held.as_ref().unwrap_or(&after)], &folder, state.file.as_deref(), &mut exports, start)?;
     let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };

@@ -37,7 +37,7 @@ impl Module {
     /// The modules of a folder in their order; none where it has no list of them.
     ///
     /// # Errors
-    /// The list cannot be read, or names a folder outside the model's.
+    /// The list cannot be read, or says that weights are in a folder outside the model's.
     pub fn list(folder: &Path) -> Result<Vec<Module>> {
         let path = folder.join(Self::LIST);
         if !files::is_file(&path) {
@@ -46,14 +46,29 @@ impl Module {
         let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
         let entries: Vec<Entry> = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, e))?;
         let module = |Entry { kind, path: inside }: Entry| {
-            if inside.contains('\\') || !Path::new(&inside).components().all(|part| matches!(part, Component::Normal(_))) {
-                return Err(Error::malformed(&path, format!("names a folder outside the model: `{inside}`")));
-            }
             let own = kind.starts_with("sentence_transformers.");
             let class = kind.rsplit('.').next().filter(|_| own).unwrap_or(&kind).to_owned();
-            Ok(Module { kind: class, folder: inside.trim_end_matches('/').to_owned() })
+            let parts: Vec<&str> = inside.split('/').filter(|part| !part.is_empty() && *part != ".").collect();
+            let absolute = if inside.starts_with('/') { "/" } else { "" };
+            let module = Module { kind: class, folder: format!("{absolute}{}", parts.join("/")) };
+            // What is read of others is asked for where it is.
+            if module.has_weights() {
+                Module::require_inside(folder, &module.folder)?;
+            }
+            Ok(module)
         };
         entries.into_iter().map(module).collect()
+    }
+
+    /// Refuses a module's folder that is not inside the model's.
+    ///
+    /// # Errors
+    /// It is outside.
+    pub(crate) fn require_inside(folder: &Path, inside: &str) -> Result<()> {
+        if inside.contains('\\') || !Path::new(inside).components().all(|part| matches!(part, Component::Normal(_))) {
+            return Err(Error::malformed(&folder.join(Self::LIST), format!("names a folder outside the model: `{inside}`")));
+        }
+        Ok(())
     }
 
     /// Whether its weights are among those of the model, under the folder's name and a slash.

@@ -145,6 +145,7 @@ impl FileLayout {
             }
             total += bytes;
         }
+        shards.retain(|(_, held)| !held.is_empty() || inside.is_empty());
         let count = shards.len();
         let mut files = Vec::with_capacity(count);
         let mut weight_map = BTreeMap::new();

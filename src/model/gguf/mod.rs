@@ -23,16 +23,19 @@ pub(crate) use self::family::Family;
 use self::values::Values;
 pub(crate) use self::vocabulary::vocabulary;
 use super::files::Reason;
-use super::{Beside, Config, Model};
+use super::{Beside, Config, Model, add_modules};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::store::gguf::{Arranged, GgufFile};
-use crate::store::{Weight, Weights};
+use crate::store::{Checkpoint, Weight, Weights};
 
 impl Model {
     /// Opens a GGUF file; `path` is the file itself or its folder.
     pub(super) fn open_gguf(path: &Path, file: &Path) -> Result<Model> {
-        let (mut opened, weight_files) = GgufFile::open_whole(file)?;
+        let (mut opened, mut weight_files) = GgufFile::open_whole(file)?;
+        let mut modules = Checkpoint::default();
+        add_modules(&mut modules, path)?;
+        weight_files.append(&mut modules.files);
         let mut values = Values::new(file, std::mem::take(&mut opened.values))?;
         let Some(family) = Family::of_architecture(&values.architecture, values.has_experts()) else {
             let known = FAMILIES.iter().map(|family| family.architecture).collect::<Vec<_>>().join(", ");
@@ -44,7 +47,9 @@ impl Model {
         let config = config::config(family, &mut values, &opened.tensors)?;
         let tokenizer = tokenizer::tokenizer(&mut values, &config)?;
         let (metadata, named) = values.rest()?;
-        let by_name = weights(family, opened, &config)?;
+        let mut by_name = weights(family, opened, &config)?;
+        let of_modules = Weights::from_checkpoint(modules)?;
+        by_name.extend(of_modules.by_name);
         let mut beside = if files::is_dir(path) { Beside::of(path, &weight_files)? } else { Beside::default() };
         for (name, json) in tokenizer.files {
             // What lies in the folder was written by the model's authors.
@@ -62,16 +67,18 @@ impl Model {
         if !named.is_empty() {
             beside.in_weight_files.push(format!("not carried over from {here}: {}", named.join(", ")));
         }
-        Ok(Model {
+        let model = Model {
             path: path.to_owned(),
             config: Config::of(config),
-            weights: Weights { by_name, metadata, ..Weights::default() },
+            weights: Weights { by_name, metadata, folders: of_modules.folders },
             weight_files,
             beside,
             changed_graph: None,
             onnx: None,
             signed_activations: false,
-        })
+        };
+        model.require_widths()?;
+        Ok(model)
     }
 }
 

@@ -78,10 +78,32 @@ impl Student {
                 let count = analysis::layers(&graph).map_or(0, |layers| layers.layers.len());
                 keep(model, run, &(0..count).step_by(*step).collect::<Vec<_>>())
             }
-            Student::Model(path) => Model::open(path),
+            Student::Model(path) => {
+                let student = Model::open(path)?;
+                require_same_modules(&model, &student)?;
+                Ok(student)
+            }
             Student::Config(path) => fresh(model, path, seed),
         }
     }
+}
+
+/// Holds the modules of a student's folder to those of the input, whose files about them go over to the output.
+fn require_same_modules(model: &Model, student: &Model) -> Result<()> {
+    let (theirs, own) = (SentenceModule::open(&model.path)?, SentenceModule::open(&student.path)?);
+    let differ = |at: &usize| match (theirs.get(*at), own.get(*at)) {
+        (Some(wanted), Some(found)) => !wanted.is_like(found),
+        _ => true,
+    };
+    let Some(at) = (0..theirs.len().max(own.len())).find(differ) else { return Ok(()) };
+    let name = |modules: &[SentenceModule]| modules.get(at).map_or_else(|| "none".to_owned(), SentenceModule::name);
+    let (wanted, found) = (name(&theirs), name(&own));
+    let what = if wanted == found {
+        format!("{wanted}, which computes something else than that of the input model")
+    } else {
+        format!("{found}, where the input model has {wanted}")
+    };
+    Err(wrong(format!("module {} behind the transformer of {} is {what}: give the student the modules of the input", at + 1, student.path.display())))
 }
 
 fn keep(mut model: Model, run: &mut RunState, kept: &[usize]) -> Result<Model> {

@@ -131,17 +131,22 @@ fn take_out(model: &mut Model, graph: &Graph, found: &Layers, gone: &BTreeSet<us
     let left = graph.nodes().iter().filter(|node| !drops(&graph.value(node.output).name));
     let read: BTreeSet<&str> = left.flat_map(|node| &node.inputs).map(|id| graph.value(*id).name.as_str()).collect();
     let weights = std::mem::take(&mut model.weights.by_name);
+    // Tensors of layers that go which others read, by the names that they have afterwards.
+    let mut read_by_others: BTreeMap<String, String> = BTreeMap::new();
     for (name, weight) in weights {
         let number = analysis::number(&name, &found.tensors);
         let new = renamed(&name, &found.tensors, gone);
         // Other layers may read what the first one has, as those of T5 do.
-        if number.is_some_and(|number| gone.contains(&number)) && !read.contains(name.as_str()) {
-            changed.insert(name);
-            continue;
+        if number.is_some_and(|number| gone.contains(&number)) {
+            if !read.contains(name.as_str()) {
+                changed.insert(name);
+                continue;
+            }
+            read_by_others.insert(new.clone(), name.clone());
         }
         if model.weights.by_name.contains_key(&new) {
             return Err(Error::tensor(
-                &name,
+                read_by_others.get(&new).unwrap_or(&name),
                 format!("is read by layers that stay, and would be named `{new}`, as another tensor is"),
                 "keep the layer that has it",
             ));

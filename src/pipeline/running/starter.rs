@@ -113,7 +113,7 @@ fn head(facts: &Facts, name: &str, file: &str, out: &mut Vec<String>) {
     let parts: Vec<String> = facts.parts.iter().filter(|(_, b)| b * 100 >= total).map(|(part, b)| format!("{} {}", part.name(), percent(*b, total))).collect();
     out.push(format!("# A recipe for {}: {}{} parameters in {}, {}.", said(name), said(&family), count(model.weights.parameters()), facts.dtype, bytes(total)));
     out.push(format!("# Where the bytes are: {}.", parts.join(", ")));
-    if !model.tied_names().is_empty() {
+    if model.tied_names().iter().any(|(alias, _)| !alias.ends_with("embed_tokens.weight")) {
         out.push("# The output head shares the embedding table: it is stored once, and changed once.".into());
     }
     out.push("#".into());
