@@ -228,7 +228,9 @@ pub fn s3(first: impl Fn(&Request) -> Option<Answer> + Send + Sync + 'static) ->
             return stamped(answer);
         }
         let mut held = held.lock().unwrap();
-        let Some(key) = request.path().strip_prefix("/bucket").map(|key| key.trim_start_matches('/').replace("%2F", "/").replace("%2E", ".")) else { return Answer::new(404, "") };
+        let Some(key) = request.path().strip_prefix("/bucket").map(|key| key.trim_start_matches('/').replace("%2F", "/").replace("%2E", ".")) else {
+            return Answer::new(404, "");
+        };
         let upload = request.query("uploadId");
         stamped(match (request.method.as_str(), upload) {
             ("GET", _) if key.is_empty() => Answer::new(200, listed(&held.objects, &request.query("prefix").unwrap_or_default())),
