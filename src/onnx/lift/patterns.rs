@@ -106,6 +106,9 @@ impl Turned {
     }
 }
 
+/// Bases of rotary embeddings, or that there is none, by tables of cosines and sines and what names their length and width.
+type Bases = BTreeMap<(ValueId, ValueId, Vec<String>), Option<f64>>;
+
 /// A graph that is looked at.
 struct Seen<'g> {
     graph: &'g Graph,
@@ -114,8 +117,8 @@ struct Seen<'g> {
     makers: BTreeMap<ValueId, &'g Node>,
     /// How many read a value.
     readers: BTreeMap<ValueId, usize>,
-    /// Bases of tables of cosines and sines of a length and a width, as far as they were asked for.
-    bases: RefCell<BTreeMap<(ValueId, ValueId, Vec<String>), Option<f64>>>,
+    /// As far as they were asked for.
+    bases: RefCell<Bases>,
 }
 
 /// Values that are multiplied with each other and a number.
