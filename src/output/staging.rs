@@ -371,8 +371,7 @@ mod tests {
         assert!(!out.exists());
         staging.commit().unwrap();
         assert_eq!(fs::read_to_string(out.join("file")).unwrap(), "new");
-        let staging = Staging::new(&out.with_file_name("other"), false, &input).unwrap();
-        drop(staging);
+        drop(Staging::new(&out.with_file_name("other"), false, &input).unwrap());
         assert_eq!(hidden(&folder.path().join("a")), 0);
         drop(Staging::new(&folder.path().join("b/c/out"), false, &input).unwrap());
         assert!(!folder.path().join("b").exists());
@@ -455,9 +454,7 @@ mod tests {
         let input = input(folder.path());
         let work = |name: &str| folder.path().join(format!(".out.compress-{name}"));
         let [dead, alive, beginning, other] = ["0123456789abcdef", "1123456789abcdef", "2123456789abcdef", "notes"].map(work);
-        for path in [&dead, &alive, &beginning, &other] {
-            fs::create_dir_all(path).unwrap();
-        }
+        [&dead, &alive, &beginning, &other].map(|path| fs::create_dir_all(path).unwrap());
         for path in [&dead, &alive, &other] {
             fs::create_dir(path.join(NEW)).unwrap();
             fs::write(path.join(LOCK), "").unwrap();
