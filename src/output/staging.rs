@@ -454,7 +454,7 @@ mod tests {
         let input = input(folder.path());
         let work = |name: &str| folder.path().join(format!(".out.compress-{name}"));
         let [dead, alive, beginning, other] = ["0123456789abcdef", "1123456789abcdef", "2123456789abcdef", "notes"].map(work);
-        [&dead, &alive, &beginning, &other].map(|path| fs::create_dir_all(path).unwrap());
+        [&dead, &alive, &beginning, &other].into_iter().for_each(|path| fs::create_dir_all(path).unwrap());
         for path in [&dead, &alive, &other] {
             fs::create_dir(path.join(NEW)).unwrap();
             fs::write(path.join(LOCK), "").unwrap();

@@ -284,7 +284,7 @@ fn gguf_files_that_do_harm() {
         (key("llama.expert_count", 4, &8u32.to_le_bytes()), "`llama.expert_used_count` is missing, or zero"),
         (key("llama.surprise", 7, &[1]), "`llama.surprise`, which is true"),
         (key("llama.rope.scaling.type", 8, &[&3u64.to_le_bytes()[..], b"odd"].concat()), "rope scaling `odd`"),
-        (key("split.count", 2, &3u16.to_le_bytes()), "one file of a model in several"),
+        (key("split.count", 2, &3u16.to_le_bytes()), "is one of 3 files of a model"),
         (key("tokenizer.ggml.tokens", 4, &3u32.to_le_bytes()), "`tokenizer.ggml.tokens` is 3, expected a list of texts"),
         (key("a", 9, &[&9u32.to_le_bytes()[..], &1u64.to_le_bytes()].concat()), "is a list of lists"),
     ] {

@@ -46,7 +46,7 @@ impl Request {
         let query = self.target.split_once('?')?.1;
         let value =
             query.split('&').find_map(|pair| pair.split_once('=').unwrap_or((pair, "")).0.eq(name).then(|| pair.split_once('=').unwrap_or((pair, "")).1))?;
-        Some(value.replace("%2F", "/"))
+        Some(unescaped(value))
     }
 
     /// First byte and one past the last of the range that is asked for.
@@ -54,6 +54,17 @@ impl Request {
         let (first, last) = self.headers.get("range")?.strip_prefix("bytes=")?.split_once('-')?;
         Some((first.parse().ok()?, length.min(last.parse::<usize>().ok()? + 1)))
     }
+}
+
+/// What is written as `%2F` in an address.
+fn unescaped(text: &str) -> String {
+    let mut parts = text.split('%');
+    let mut bytes = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        bytes.push(u8::from_str_radix(&part[..2], 16).unwrap());
+        bytes.extend_from_slice(&part.as_bytes()[2..]);
+    }
+    String::from_utf8(bytes).unwrap()
 }
 
 /// What is answered.
@@ -228,7 +239,7 @@ pub fn s3(first: impl Fn(&Request) -> Option<Answer> + Send + Sync + 'static) ->
             return stamped(answer);
         }
         let mut held = held.lock().unwrap();
-        let Some(key) = request.path().strip_prefix("/bucket").map(|key| key.trim_start_matches('/').replace("%2F", "/").replace("%2E", ".")) else {
+        let Some(key) = request.path().strip_prefix("/bucket").map(|key| unescaped(key.trim_start_matches('/'))) else {
             return Answer::new(404, "");
         };
         let upload = request.query("uploadId");
