@@ -89,7 +89,7 @@ fn reads_mask(op: &Op) -> bool {
 
 /// The inputs of a file with a cache.
 pub(super) fn inputs(graph: &Graph, cache: &Cache, half: bool) -> Vec<ValueInfoProto> {
-    let tokens = graph.inputs().find(|(_, value)| value.name == TOKENS).map(|(_, value)| value.ty.shape.clone()).unwrap_or_default();
+    let tokens = tokens(graph);
     let mut ports: Vec<ValueInfoProto> = Vec::new();
     for (_, value) in graph.inputs() {
         let shape = if value.name == MASK { of_all(&tokens) } else { tokens.clone() };
@@ -103,8 +103,13 @@ pub(super) fn inputs(graph: &Graph, cache: &Cache, half: bool) -> Vec<ValueInfoP
 
 /// The outputs of a file with a cache, behind the logits.
 pub(super) fn outputs(graph: &Graph, cache: &Cache, half: bool) -> Vec<ValueInfoProto> {
-    let tokens = graph.inputs().find(|(_, value)| value.name == TOKENS).map(|(_, value)| value.ty.shape.clone()).unwrap_or_default();
+    let tokens = tokens(graph);
     kept(cache, &of_all(&tokens), half, present)
+}
+
+/// The sizes of new tokens, `[batch, sequence]`.
+fn tokens(graph: &Graph) -> Vec<Dim> {
+    graph.inputs().find(|(_, value)| value.name == TOKENS).map(|(_, value)| value.ty.shape.clone()).unwrap_or_default()
 }
 
 /// Of new tokens `[batch, sequence]`, the sizes of all.

@@ -86,8 +86,11 @@ impl ModelFile {
         };
         let named: Vec<Dim> = self.inputs().filter_map(sizes).flatten().filter(|size| size.fixed().is_none()).collect();
         for (name, size) in told {
-            let largest = if let OpenSize::All(sizes) = size { sizes.iter().max().copied() } else { told_once(size).first().copied() };
-            if let Some(size) = largest.filter(|size| i64::try_from(*size).is_err()) {
+            let given = match size {
+                OpenSize::One(size) => std::slice::from_ref(size),
+                OpenSize::All(sizes) => sizes,
+            };
+            if let Some(size) = given.iter().find(|size| i64::try_from(**size).is_err()) {
                 return Err(format!("`{name}` is {size}, and {} is the largest size", i64::MAX));
             }
             let input = self.inputs().find(|input| input.name() == name);
@@ -106,16 +109,15 @@ impl ModelFile {
                     }
                     note(&number_of(name), *number, name)?;
                 }
-                (given, Some(input)) => {
-                    let given = if let OpenSize::All(sizes) = given { sizes.clone() } else { told_once(given) };
+                (_, Some(input)) => {
                     let own = sizes(input).ok_or_else(|| format!("`{name}` is no tensor whose number of axes is known"))?;
                     if own.len() != given.len() {
                         return Err(format!("`{name}` has {} axes, and {} sizes are told", own.len(), given.len()));
                     }
                     for (own, given) in own.iter().zip(given) {
                         match own {
-                            Dim::Fixed(own) if *own != given => return Err(format!("`{name}` has a size of {own}, and {given} is told")),
-                            Dim::Named(open) => note(open, given, name)?,
+                            Dim::Fixed(own) if own != given => return Err(format!("`{name}` has a size of {own}, and {given} is told")),
+                            Dim::Named(open) => note(open, *given, name)?,
                             _ => {}
                         }
                     }
@@ -137,10 +139,6 @@ fn number_of(input: &str) -> String {
 fn is_whole(input: &ValueInfoProto) -> bool {
     let tensor = input.r#type.as_ref().and_then(|ty| ty.tensor_type.as_ref());
     tensor.and_then(|tensor| piece::element(tensor.elem_type?)) == Some(Element::Int)
-}
-
-fn told_once(size: &OpenSize) -> Vec<usize> {
-    if let OpenSize::One(size) = size { vec![*size] } else { Vec::new() }
 }
 
 /// Sizes of an input; those that are open have the names that graphs have for them.
