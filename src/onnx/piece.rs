@@ -49,6 +49,9 @@ pub(super) struct Parts {
     pub ir_version: Option<i64>,
 }
 
+/// Sizes by name.
+type Tried = Result<BTreeMap<String, Vec<usize>>, String>;
+
 /// Nodes that are loaded, for all that the last of them computes: to be tried with sizes once.
 #[derive(Debug)]
 pub(super) struct Loaded {
@@ -57,7 +60,7 @@ pub(super) struct Loaded {
     elements: Vec<Option<i32>>,
     session: Mutex<Session>,
     /// Sizes of what it computes, by those of the inputs, as far as they were asked for; or why there are none.
-    sizes: Mutex<BTreeMap<Vec<Vec<usize>>, Result<BTreeMap<String, Vec<usize>>, String>>>,
+    sizes: Mutex<BTreeMap<Vec<Vec<usize>>, Tried>>,
 }
 
 /// One of the values that loaded nodes compute.
@@ -95,7 +98,7 @@ impl Loaded {
     }
 
     /// Sizes of everything that is computed from inputs of these sizes.
-    fn try_out(&self, inputs: &[Vec<usize>]) -> Result<BTreeMap<String, Vec<usize>>, String> {
+    fn try_out(&self, inputs: &[Vec<usize>]) -> Tried {
         // Ones are tokens, marks of what is no padding, and truth.
         let given = |((name, number), sizes): (&(String, i32), &Vec<usize>)| match element(*number) {
             Some(Element::Int) => Tensor::full(self.parts.tried.get(name).copied().unwrap_or(1), sizes.as_slice(), &Device::Cpu),
