@@ -12,7 +12,7 @@ use crate::ir::{Dim, Element, TensorType};
 
 /// A number for each head, window and pair of its places, found by how far one is below and beside the other (Swin: Liu et al., 2021): a table
 /// `[(2 · window - 1)², heads]` to `[heads · windows, places, places]`. Where windows were moved over the edge of the picture, pairs of
-/// places that do not belong together get [`APART`](WindowBias::APART) less.
+/// places that do not belong together get a hundred less.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct WindowBias {
@@ -36,7 +36,7 @@ const MOST: usize = 1 << 26;
 
 impl WindowBias {
     /// What is taken from products of places that do not belong together.
-    pub const APART: f64 = 100.0;
+    pub(crate) const APART: f64 = 100.0;
 
     fn sizes(&self) -> Option<[usize; 3]> {
         let [rows, columns] = self.windows;
