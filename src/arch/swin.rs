@@ -108,11 +108,14 @@ fn picture(b: &mut Builder, node: &str, x: ValueId, grid: [usize; 2], padded: [u
     if padded == grid {
         return Ok(x);
     }
-    let [below, right] = [0, 1].map(|axis| {
-        let size = |of: [usize; 2]| of.get(axis).and_then(|size| i64::try_from(*size).ok()).unwrap_or(0);
-        size(padded).saturating_sub(size(grid))
-    });
+    let [below, right] = [0, 1].map(|axis| behind(grid, padded, axis));
     b.node(&format!("{node}.padded"), Pad { pads: vec![0, 0, 0, 0, 0, below, right, 0], ..Pad::default() }, &[x])
+}
+
+/// How many places a side of a picture lacks.
+fn behind(grid: [usize; 2], padded: [usize; 2], axis: usize) -> i64 {
+    let size = |of: [usize; 2]| of.get(axis).and_then(|size| i64::try_from(*size).ok()).unwrap_or(0);
+    size(padded).saturating_sub(size(grid))
 }
 
 /// Half as many rows and columns: of two by two places, the features one behind the other, column by column, and a layer that makes twice as
@@ -178,10 +181,9 @@ impl Windows {
         let [height, wide] = self.padded.map(TargetSize::Number);
         let x = self.whole(b, &node, x, vec![BATCH, height, wide, TargetSize::Copy(5)])?;
         let mut x = self.rolled(b, &node, x, true)?;
-        for ((axis, name), (size, all)) in [(1, "inside_rows"), (2, "inside")].into_iter().zip(self.grid.into_iter().zip(self.padded)) {
-            if size < all {
-                x = b.node(&format!("{node}.{name}"), Slice { length: Some(size), axis, ..Slice::default() }, &[x])?;
-            }
+        if self.padded != self.grid {
+            let [below, right] = [0, 1].map(|axis| behind(self.grid, self.padded, axis).saturating_neg());
+            x = b.node(&format!("{node}.inside"), Pad { pads: vec![0, 0, 0, 0, 0, below, right, 0], ..Pad::default() }, &[x])?;
         }
         let [height, wide] = self.grid;
         let places = TargetSize::Number(height.saturating_mul(wide));
