@@ -151,8 +151,11 @@ fn sizes_that_are_not_said_are_those_of_transformers() {
         let sizes: Vec<usize> = sizes.collect();
         assert_eq!((sizes.len(), sizes.iter().sum::<usize>()), (tensors, elements), "{config:?}");
         // What is put before the names of a tower by itself, transformers leaves out from version 5 on.
-        let tower = ["vision_model.", "text_model."].into_iter().filter(|tower| !names.iter().any(|name| name.starts_with(tower))).collect::<Vec<_>>();
-        let of_tower = |name: &str| tower.iter().find_map(|tower| name.strip_prefix(tower)).unwrap_or(name).to_owned();
+        // It leaves out the name of the family, too, where a model is no part of another one.
+        let family = format!("{}.", config["model_type"].as_str().unwrap());
+        let put_before =
+            ["vision_model.", "text_model.", &family].into_iter().filter(|part| !names.iter().any(|name| name.starts_with(part))).collect::<Vec<_>>();
+        let of_tower = |name: &str| put_before.iter().find_map(|part| name.strip_prefix(part)).unwrap_or(name).to_owned();
         let digit = |c: &u8| c.is_ascii_digit();
         let without_numbers =
             |name: String| name.as_bytes().chunk_by(|a, b| digit(a) && digit(b)).map(|run| if digit(&run[0]) { '0' } else { run[0] as char }).collect();
