@@ -113,6 +113,7 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
             vec![("hidden_size", 8), ("num_attention_heads", 1), ("intermediate_size", 14)],
         ),
         ("dinov2-image-classification", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
+        ("deberta", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("pooler_hidden_size", 8), ("num_attention_heads", 1)]),
         // All layers read one table, which the first one of T5 has.
         ("mpnet", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("t5-encoder", vec![PrunedPart::Layers], vec![("num_layers", 1)]),
@@ -151,6 +152,10 @@ fn graph_json_describes_the_rest() {
         ("dinov2-gated", PrunedPart::Mlp),
         ("siglip", PrunedPart::Heads),
         ("convnext", PrunedPart::Mlp),
+        ("swin", PrunedPart::Heads),
+        ("swin", PrunedPart::Hidden),
+        // The pooler would have to be as wide as the stream.
+        ("deberta-sequence-classification", PrunedPart::Hidden),
     ] {
         let done = run(name, Pipeline::builder().pass(half(&[dims])));
         let said = done.report.notes.iter().any(|note| note.contains("graph.json does"));

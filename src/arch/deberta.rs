@@ -37,7 +37,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads: ("num_attention_heads", "encoder.layer.0.attention.self.query_proj.weight", 0),
     others: &[
         ("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0),
-        ("pooler_hidden_size", "pooler.dense.weight", 0),
+        ("pooler_hidden_size", "embeddings.LayerNorm.weight", 0),
         ("embedding_size", "embeddings.word_embeddings.weight", 1),
     ],
     ..bert::SIZES
@@ -98,7 +98,10 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     match s.class() {
         "DebertaV2ForSequenceClassification" => {
             let first = b.node("pooler.first", Select { index: 0 }, &[x])?;
-            let dense = linear_with(b, "pooler.dense", "pooler.dense", first, s.size_or("pooler_hidden_size", hidden)?, true)?;
+            if s.size_or("pooler_hidden_size", hidden)? != hidden {
+                return Err(Error::graph("config.json", "`pooler_hidden_size` is not `hidden_size`: the pooler reads what the layers give"));
+            }
+            let dense = linear_with(b, "pooler.dense", "pooler.dense", first, hidden, true)?;
             let pooled = activate(b, "pooler", s.text_or("pooler_hidden_act", "gelu")?, dense)?;
             let logits = linear_with(b, "classifier", "classifier", pooled, s.labels()?, true)?;
             b.output("logits", logits);

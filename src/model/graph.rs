@@ -176,7 +176,8 @@ impl Model {
         };
         let modules = Module::listed(folder)?.unwrap_or_default().into_iter().filter(Module::computes).enumerate();
         let poolings = modules.filter(|(_, module)| module.kind == "Pooling" && !module.folder.is_empty());
-        Ok(poolings.filter_map(|(index, module)| Some((module.folder, width(index)?))).collect())
+        let known = poolings.filter_map(|(index, module)| Some((module.folder, width(index)?)));
+        known.map(|(inside, width)| Module::require_inside(folder, &inside).map(|()| (inside, width))).collect()
     }
 
     /// Layers whose inputs are quantized by parameters that are stored with their weights.
