@@ -11,9 +11,11 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use common::work;
 use compress::Model;
+use compress::data::Speech;
 use compress::exec::{Answers, Executor, Inputs, Parameters, Residence, SequenceCache};
 use compress::generation::{End, Generate, LanguageModel, Sampling};
 use compress::ir::{Graph, Op};
+use compress::model::Made;
 use compress::work::MemoryLimit;
 use serde_json::{Value, json};
 
@@ -197,6 +199,46 @@ fn texts_end_where_the_model_says() {
     assert_eq!(ended(&listed), all.tokens[..1]);
     std::fs::write(listed.path().join("generation_config.json"), json!({ "eos_token_id": "x", "repetition_penalty": 1.2 }).to_string()).unwrap();
     assert!(generated(listed.path(), &prompt, &options).unwrap_err().to_string().contains("eos_token_id"));
+}
+
+/// `scripts/goldens-speech`.
+#[test]
+fn spectrograms_are_those_of_transformers() {
+    for name in ["usual", "other"] {
+        let folder = golden().join("speech").join(name);
+        let found = Speech::open(&folder, &Made::new()).unwrap().read(&folder.join("speech.wav")).unwrap();
+        let expected = &candle_core::safetensors::load(folder.join("features.safetensors"), &Device::Cpu).unwrap()["input_features"];
+        assert_eq!(found.dims(), expected.dims());
+        let apart = (found - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(apart < 1e-4, "{name}: {apart:e}");
+    }
+}
+
+#[test]
+fn recordings_that_do_not_fit_are_refused_by_name() {
+    let speech = |name: &str| Speech::open(&golden().join("speech").join(name), &Made::new()).unwrap();
+    let wav = |name: &str| golden().join("speech").join(name).join("speech.wav");
+    let rate = speech("usual").read(&wav("other")).unwrap_err().to_string();
+    assert!(rate.contains("8000 samples a second") && rate.contains("reads 16000"), "{rate}");
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |changed: &dyn Fn(&mut Vec<u8>)| {
+        let (mut bytes, path) = (std::fs::read(wav("usual")).unwrap(), folder.path().join("speech.wav"));
+        changed(&mut bytes);
+        std::fs::write(&path, bytes).unwrap();
+        speech("usual").read(&path).unwrap_err().to_string()
+    };
+    let stereo = refused(&|bytes| bytes[22..36].copy_from_slice(&[2, 0, 0x80, 0x3e, 0, 0, 0, 0xfa, 0, 0, 4, 0, 16, 0]));
+    assert!(stereo.contains("has 2 channels"), "{stereo}");
+    let long = refused(&|bytes| {
+        bytes[40..44].copy_from_slice(&40_000u32.to_le_bytes());
+        bytes.resize(44 + 40_000, 0);
+    });
+    assert!(long.contains("1.2 seconds long") || long.contains("1.3 seconds long"), "{long}");
+    assert!(refused(&|bytes| bytes.truncate(1000)).contains("ends before its samples do"));
+    std::fs::write(folder.path().join("preprocessor_config.json"), json!({ "feature_extractor_type": "WhisperFeatureExtractor", "dither": 0.1 }).to_string())
+        .unwrap();
+    let dither = Speech::open(folder.path(), &Made::new()).unwrap_err().to_string();
+    assert!(dither.contains("`dither` of 0.1"), "{dither}");
 }
 
 /// Tokens that are out of the question do not come, and those that must not come first come later.

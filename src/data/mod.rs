@@ -64,6 +64,8 @@ pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     Ok(unknown)
 }
 
+/// The input of a decoder behind an encoder, which holds its tokens.
+pub(crate) const DECODED: &str = "decoder_input_ids";
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;
 
@@ -116,6 +118,13 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Which tokens are no padding, `[batch, sequence]`; nothing where a decoder has as many tokens as its encoder, whose values could not be
+    /// told apart.
+    pub(crate) fn mask(&self) -> Option<&Tensor> {
+        let mask = self.inputs.get("attention_mask")?;
+        self.inputs.get(DECODED).is_none_or(|tokens| tokens.dims() != mask.dims()).then_some(mask)
+    }
+
     /// The first tokens of texts, without what is known of them.
     ///
     /// # Errors

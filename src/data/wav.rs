@@ -98,7 +98,7 @@ impl Wav {
                 Format::Integer(1) => (raw as f64 - 128.0) / 128.0,
                 // The sign is in the highest bit.
                 Format::Integer(width) => {
-                    let above = 64u32.saturating_sub(8 * width as u32);
+                    let above = 64u32.saturating_sub((width as u32).saturating_mul(8));
                     (raw << above).cast_signed() as f64 / -(i64::MIN as f64)
                 }
                 Format::Float(4) => f64::from(f32::from_bits(raw as u32)),

@@ -22,7 +22,7 @@ pub use vocabulary::Vocabulary;
 
 use crate::analysis::usual_sizes;
 use crate::arch::{self, ModelKind};
-use crate::data::{Speech, longest};
+use crate::data::{DECODED, Speech, longest};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Inputs, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
 use crate::ir::decoder::LOGITS;
@@ -31,7 +31,7 @@ use crate::ir::{Dim, Graph, Node, Op};
 use crate::model::Model;
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
 use opening::Opening;
-use run::{Beginning, DECODED, FEATURES, PIECE, Run, texts};
+use run::{Beginning, FEATURES, PIECE, Run, texts};
 use sampling::Sampler;
 use settings::Settings;
 

@@ -8,14 +8,13 @@ use candle_core::{Device, Tensor};
 use super::opening::Opening;
 use super::sampling::Sampler;
 use super::{Continuation, End, Generate, LanguageModel, Reads};
+use crate::data::DECODED;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{Cause, values};
 use crate::exec::{Answers, Executor, Inputs, SequenceCache};
 use crate::ir::decoder::LOGITS;
 use crate::work::{Event, Work};
 
-/// The input of a decoder behind an encoder that its tokens go to.
-pub(super) const DECODED: &str = "decoder_input_ids";
 /// The input of spectrograms.
 pub(super) const FEATURES: &str = "input_features";
 /// Tokens of a prompt that are run together at most.
