@@ -11,9 +11,11 @@ use std::path::{Path, PathBuf};
 use candle_core::{DType, Device, Tensor};
 use common::work;
 use compress::Model;
+use compress::data::Speech;
 use compress::exec::{Answers, Executor, Inputs, Parameters, Residence, SequenceCache};
 use compress::generation::{End, Generate, LanguageModel, Sampling};
 use compress::ir::{Graph, Op};
+use compress::model::Made;
 use compress::work::MemoryLimit;
 use serde_json::{Value, json};
 
@@ -28,9 +30,11 @@ fn executor<'g>(model: &Model, graph: &'g Graph) -> Executor<'g> {
     Executor::new(graph, parameters, Device::Cpu)
 }
 
-/// Some columns of all inputs.
+/// Some columns of the inputs that tokens lie along, of a decoder behind an encoder its own alone; and the others.
 fn columns(inputs: &Inputs, from: usize, to: usize) -> Inputs {
-    inputs.iter().map(|(name, tensor)| (name.clone(), tensor.narrow(1, from, to - from).unwrap().contiguous().unwrap())).collect()
+    let along = |name: &str| name == "decoder_input_ids" || !inputs.contains_key("decoder_input_ids");
+    let part = |tensor: &Tensor| tensor.narrow(1, from, to - from).unwrap().contiguous().unwrap();
+    inputs.iter().map(|(name, tensor)| (name.clone(), if along(name) { part(tensor) } else { tensor.clone() })).collect()
 }
 
 /// The largest difference of the last tokens of outputs that are not padding.
@@ -55,8 +59,8 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
         families.push(name.clone());
         let executor = executor(&model, &graph);
         let stored = candle_core::safetensors::load(path.join("golden.safetensors"), &Device::Cpu).unwrap();
-        let inputs: Inputs = ["input_ids", "attention_mask"].map(|name| (name.to_owned(), stored[&format!("in/{name}")].clone())).into();
-        let mask = &inputs["attention_mask"];
+        let inputs: Inputs = stored.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("in/")?.to_owned(), tensor.clone()))).collect();
+        let mask = &inputs.get("decoder_input_ids").map_or_else(|| inputs["attention_mask"].clone(), |tokens| tokens.ones_like().unwrap());
         let length = mask.dim(1).unwrap();
         let wholes: Vec<BTreeMap<String, Tensor>> = (1..=length).map(|end| executor.run(&columns(&inputs, 0, end)).unwrap()).collect();
         for pieces in [vec![length], vec![1; length], vec![4, 3, 1, length - 8], vec![length - 2, 1, 1]] {
@@ -83,9 +87,27 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
         }
     }
     assert!(families.len() > 30, "{families:?}");
-    for family in
-        ["gemma2", "gemma3", "gpt2", "gpt-neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3-longrope", "qwen2-moe-fused", "qwen3-moe", "smollm3"]
-    {
+    for family in [
+        "mt5",
+        "t5",
+        "t5-gated",
+        "t5-headless",
+        "whisper",
+        "whisper-headless",
+        "gemma2",
+        "gemma3",
+        "gpt2",
+        "gpt-neox",
+        "llama",
+        "mistral",
+        "mixtral",
+        "olmo2",
+        "opt",
+        "phi3-longrope",
+        "qwen2-moe-fused",
+        "qwen3-moe",
+        "smollm3",
+    ] {
         assert!(families.iter().any(|name| name == family), "{family} is not among {families:?}");
     }
 }
@@ -113,6 +135,18 @@ fn generated(path: &Path, prompts: &[Vec<i64>], options: &Generate) -> compress:
     work(|work| model.generate(prompts, options, &Device::Cpu, MemoryLimit::default(), work))
 }
 
+fn transcribed(path: &Path, features: &[Tensor], options: &Generate) -> compress::Result<Vec<compress::generation::Continuation>> {
+    let model = LanguageModel::of(Model::open(path)?)?;
+    work(|work| model.transcribe(features, options, &Device::Cpu, MemoryLimit::default(), work))
+}
+
+/// The spectrograms of a golden model.
+fn recordings(name: &str) -> Vec<Tensor> {
+    let stored = candle_core::safetensors::load(golden().join("models").join(name).join("golden.safetensors"), &Device::Cpu).unwrap();
+    let features = &stored["in/input_features"];
+    (0..features.dim(0).unwrap()).map(|row| features.narrow(0, row, 1).unwrap()).collect()
+}
+
 /// A golden model with another configuration.
 fn changed(name: &str, keys: Value) -> tempfile::TempDir {
     let (from, folder) = (golden().join("models").join(name), tempfile::tempdir().unwrap());
@@ -130,10 +164,17 @@ fn greedy_texts_are_those_of_transformers() {
     assert!(table.len() > 8);
     for (name, rows) in table {
         let folder = changed(&name, json!({ "eos_token_id": null }));
-        let prompts: Vec<Vec<i64>> = rows.iter().map(|row| row["prompt"].clone()).collect();
         let options = Generate { tokens: rows[0]["tokens"].len(), sampling: None };
-        for (found, row) in generated(folder.path(), &prompts, &options).unwrap().iter().zip(&rows) {
-            assert_eq!((&found.tokens, found.end), (&row["tokens"], End::Tokens), "{name}, {:?}", row["prompt"]);
+        let found = if rows[0].contains_key("row") {
+            let features = recordings(&name);
+            let features: Vec<Tensor> = rows.iter().map(|row| features[row["row"][0] as usize].clone()).collect();
+            transcribed(folder.path(), &features, &options)
+        } else {
+            let prompts: Vec<Vec<i64>> = rows.iter().map(|row| row["prompt"].clone()).collect();
+            generated(folder.path(), &prompts, &options)
+        };
+        for (found, row) in found.unwrap().iter().zip(&rows) {
+            assert_eq!((&found.tokens, found.end), (&row["tokens"], End::Tokens), "{name}, {row:?}");
         }
     }
 }
@@ -160,6 +201,80 @@ fn texts_end_where_the_model_says() {
     assert!(generated(listed.path(), &prompt, &options).unwrap_err().to_string().contains("eos_token_id"));
 }
 
+/// `scripts/goldens-speech`.
+#[test]
+fn spectrograms_are_those_of_transformers() {
+    for name in ["usual", "other"] {
+        let folder = golden().join("speech").join(name);
+        let found = Speech::open(&folder, &Made::new()).unwrap().read(&folder.join("speech.wav")).unwrap();
+        let expected = &candle_core::safetensors::load(folder.join("features.safetensors"), &Device::Cpu).unwrap()["input_features"];
+        assert_eq!(found.dims(), expected.dims());
+        let apart = (found - expected).unwrap().abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap();
+        assert!(apart < 1e-4, "{name}: {apart:e}");
+    }
+}
+
+#[test]
+fn recordings_that_do_not_fit_are_refused_by_name() {
+    let speech = |name: &str| Speech::open(&golden().join("speech").join(name), &Made::new()).unwrap();
+    let wav = |name: &str| golden().join("speech").join(name).join("speech.wav");
+    let rate = speech("usual").read(&wav("other")).unwrap_err().to_string();
+    assert!(rate.contains("8000 samples a second") && rate.contains("reads 16000"), "{rate}");
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |changed: &dyn Fn(&mut Vec<u8>)| {
+        let (mut bytes, path) = (std::fs::read(wav("usual")).unwrap(), folder.path().join("speech.wav"));
+        changed(&mut bytes);
+        std::fs::write(&path, bytes).unwrap();
+        speech("usual").read(&path).unwrap_err().to_string()
+    };
+    let stereo = refused(&|bytes| bytes[22..36].copy_from_slice(&[2, 0, 0x80, 0x3e, 0, 0, 0, 0xfa, 0, 0, 4, 0, 16, 0]));
+    assert!(stereo.contains("has 2 channels"), "{stereo}");
+    let long = refused(&|bytes| {
+        bytes[40..44].copy_from_slice(&40_000u32.to_le_bytes());
+        bytes.resize(44 + 40_000, 0);
+    });
+    assert!(long.contains("1.2 seconds long") || long.contains("1.3 seconds long"), "{long}");
+    assert!(refused(&|bytes| bytes.truncate(1000)).contains("ends before its samples do"));
+    std::fs::write(folder.path().join("preprocessor_config.json"), json!({ "feature_extractor_type": "WhisperFeatureExtractor", "dither": 0.1 }).to_string())
+        .unwrap();
+    let dither = Speech::open(folder.path(), &Made::new()).unwrap_err().to_string();
+    assert!(dither.contains("`dither` of 0.1"), "{dither}");
+}
+
+/// Tokens that are out of the question do not come, and those that must not come first come later.
+#[test]
+fn tokens_that_a_model_suppresses_do_not_come() {
+    let options = Generate { tokens: 12, sampling: None };
+    let tokens = |said: Value| {
+        let folder = changed("t5", json!({ "eos_token_id": null }));
+        std::fs::write(folder.path().join("generation_config.json"), said.to_string()).unwrap();
+        generated(folder.path(), &[vec![5, 9, 21]], &options).unwrap().remove(0).tokens
+    };
+    let said = |key: &str, value: Value| json!({ "decoder_start_token_id": 0, key: value });
+    let usual = tokens(json!({ "decoder_start_token_id": 0 }));
+    let never = tokens(said("suppress_tokens", json!(usual)));
+    assert!(never.iter().all(|token| !usual.contains(token)), "{usual:?}, {never:?}");
+    assert_ne!(tokens(said("begin_suppress_tokens", json!([usual[0]])))[0], usual[0]);
+    assert_ne!(tokens(json!({ "decoder_start_token_id": 7 })), usual);
+}
+
+/// The likeliest of the languages that a model knows stands behind the first token, as in transformers.
+#[test]
+fn an_open_language_is_the_likeliest() {
+    let of = |said: Value| {
+        let folder = changed("whisper", json!({ "eos_token_id": null }));
+        std::fs::write(folder.path().join("generation_config.json"), said.to_string()).unwrap();
+        transcribed(folder.path(), &recordings("whisper")[..1], &Generate { tokens: 6, sampling: None }).unwrap().remove(0).tokens
+    };
+    let languages = 11..14i64;
+    let others: Vec<i64> = (0..48).filter(|token| !languages.contains(token)).collect();
+    let likeliest = of(json!({ "decoder_start_token_id": 2, "suppress_tokens": others }))[0];
+    let open = of(json!({ "decoder_start_token_id": 2, "lang_to_id": { "<|a|>": 11, "<|b|>": 12, "<|c|>": 13 } }));
+    let told = |language: i64| of(json!({ "decoder_start_token_id": 2, "forced_decoder_ids": [[1, language]] }));
+    assert_eq!(open, told(likeliest));
+    assert!(languages.clone().any(|language| told(language) != open));
+}
+
 #[test]
 fn draws_repeat_and_prompts_do_not_depend_on_each_other() {
     let folder = changed("llama", json!({ "eos_token_id": null }));
@@ -182,6 +297,14 @@ fn what_cannot_be_continued_is_refused_by_name() {
         let found = refused(&models.join(name), &[3], &usual);
         assert!(found.contains(reason), "{name}: {found}");
     }
+    for (name, reason) in [("t5-encoder", "`t5` is no decoder"), ("whisper", "reads recordings"), ("t5-headless", "has no `logits`")] {
+        let found = refused(&models.join(name), &[3], &usual);
+        assert!(found.contains(reason), "{name}: {found}");
+    }
+    let found = transcribed(&models.join("t5"), &[], &usual).unwrap_err().to_string();
+    assert!(found.contains("`t5` reads texts"), "{found}");
+    let found = LanguageModel::of(Model::open(models.join("whisper")).unwrap()).unwrap().speech().unwrap_err().to_string();
+    assert!(found.contains("preprocessor_config.json") && found.contains("is missing"), "{found}");
     let bidirectional = refused(changed("llama", json!({ "is_causal": false })).path(), &[3], &usual);
     assert!(bidirectional.contains("graph node `layers.0.self_attn.context_heads`") && bidirectional.contains("behind them"), "{bidirectional}");
     let llama = models.join("llama");

@@ -328,7 +328,7 @@ impl Walk<'_> {
 const TIE: &str = "tie_word_embeddings";
 /// Keys of models, by how their names begin, of which transformers 4 does something else than transformers 5, or nothing. There, all layers
 /// of Qwen2-MoE slide or none, whatever their types are.
-const NEWER: [(&str, &str); 3] = [("", TIE), ("", "is_causal"), ("qwen2-moe", "use_sliding_window")];
+const NEWER: [(&str, &str); 4] = [("", TIE), ("", "is_causal"), ("qwen2-moe", "use_sliding_window"), ("t5", "scale_decoder_outputs")];
 
 #[test]
 fn every_key_of_transformers_is_used_harmless_or_refused() {

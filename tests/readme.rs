@@ -89,7 +89,7 @@ fn save_samples(folder: &Path) {
     }
 }
 
-/// What guides find beside `minilm`: `llama` with `book.txt`, `smollm` without a tokenizer, `network`, whose graph a guide brings, with `images`,
+/// What guides find beside `minilm`: `llama` with `book.txt`, `t5`, `whisper` with `speech.wav`, `smollm` without a tokenizer, `network`, whose graph a guide brings, with `images`,
 /// and `classifier` of such images, with `samples.safetensors` and `runs`.
 fn with_all_models() -> tempfile::TempDir {
     let folder = with_model();
@@ -105,6 +105,14 @@ fn with_all_models() -> tempfile::TempDir {
     copy("models/llama/config.json", "smollm/config.json");
     copy("models/llama/model.safetensors", "smollm/model.safetensors");
     copy("evaluation/book.txt", "book.txt");
+    for model in ["whisper", "t5"] {
+        copy(&format!("models/{model}/config.json"), &format!("{model}/config.json"));
+        copy(&format!("models/{model}/model.safetensors"), &format!("{model}/model.safetensors"));
+        copy("evaluation/characters.json", &format!("{model}/tokenizer.json"));
+    }
+    copy("speech/usual/speech.wav", "speech.wav");
+    let heard = r#"{ "feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 6, "hop_length": 800, "chunk_length": 1 }"#;
+    std::fs::write(folder.path().join("whisper/preprocessor_config.json"), heard).unwrap();
     copy("evaluation/resnet-basic.json", "network/preprocessor_config.json");
     for n in 0..10 {
         let image = format!("images/LABEL_{}/{n}.png", n % 5);

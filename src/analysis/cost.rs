@@ -11,10 +11,10 @@ const SEQUENCE: usize = 128;
 /// Height and width of an image when nothing is said.
 const IMAGE: usize = 224;
 
-/// Sizes for a graph's named axes: one sample, a text of 128 tokens, an image of 224 x 224.
+/// Sizes for a graph's named axes: one sample, texts of 128 tokens, an image of 224 x 224.
 pub fn usual_sizes(graph: &Graph) -> Bindings {
     graph.bind(|name| match name {
-        "sequence" => SEQUENCE,
+        "sequence" | "decoder_sequence" => SEQUENCE,
         "height" | "width" => IMAGE,
         _ => 1,
     })

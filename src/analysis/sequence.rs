@@ -1,14 +1,21 @@
 //! Where tokens lie in the values of a graph that can go on with a sequence without computing it again.
 
 use crate::error::{Error, Result};
-use crate::ir::{Axes, Axis, Dim, Graph, Hold, Node, ValueId};
+use crate::ir::{Axes, Axis, Dim, Graph, Hold, Kind, Node, ValueId};
 
-/// The input that holds tokens.
-const TOKENS: &str = "input_ids";
+/// The inputs that may hold the tokens which others follow: of a decoder beside an encoder, and of a decoder alone.
+const TOKENS: [&str; 2] = ["decoder_input_ids", "input_ids"];
 
 /// For each value of a graph, the axis that tokens lie along.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SequenceAxes(Vec<Option<usize>>);
+pub struct SequenceAxes {
+    /// By value.
+    axes: Vec<Option<usize>>,
+    /// By value: whether it follows from tokens.
+    follows: Vec<bool>,
+    /// By node: whether it must know of earlier tokens.
+    goes_on: Vec<bool>,
+}
 
 /// What an axis of a tensor is called.
 #[derive(PartialEq)]
@@ -24,13 +31,13 @@ impl SequenceAxes {
     /// # Errors
     /// It does not work on tokens, or a node looks at tokens that come later, or at several in a way that does not go on.
     pub fn of(graph: &Graph) -> Result<SequenceAxes> {
-        let tokens = graph.inputs().find(|(_, value)| value.name == TOKENS).and_then(|(_, value)| value.ty.shape.get(1));
-        let name = match tokens {
-            Some(Dim::Named(name)) => name,
-            Some(size) => {
-                return Err(Error::graph(format!("input `{TOKENS}`"), format!("takes {size} tokens and no other number, so that no text can be continued")));
+        let tokens = TOKENS.iter().find_map(|name| graph.inputs().find(|(_, value)| value.name == *name));
+        let name = match tokens.map(|(_, value)| (&value.name, value.ty.shape.get(1))) {
+            Some((_, Some(Dim::Named(name)))) => name,
+            Some((input, Some(size))) => {
+                return Err(Error::graph(format!("input `{input}`"), format!("takes {size} tokens and no other number, so that no text can be continued")));
             }
-            None => return Err(Error::graph("this model", format!("takes no `{TOKENS}`: it does not continue texts"))),
+            _ => return Err(Error::graph("this model", "takes no `input_ids`: it does not continue texts")),
         };
         let axis = |id: ValueId| {
             let value = graph.value(id);
@@ -43,31 +50,59 @@ impl SequenceAxes {
                     (false, _) => {}
                     (true, None) if matches!(dim, Dim::Named(_)) => found = Some(axis),
                     (true, None) => return unfit("has an axis that is made of tokens and more"),
+                    (true, Some(_)) if is_pairs(graph, id) && !graph.is_output(id) => {}
                     (true, Some(_)) => return unfit("has two axes of tokens"),
                 }
             }
             Ok(found)
         };
-        let axes = SequenceAxes(graph.ids().map(axis).collect::<Result<_>>()?);
-        graph.nodes().iter().try_for_each(|node| axes.check(graph, node))?;
+        let axes: Vec<Option<usize>> = graph.ids().map(axis).collect::<Result<_>>()?;
+        let mut follows: Vec<bool> = axes.iter().map(Option::is_some).collect();
+        for node in graph.nodes() {
+            follows[node.output.index()] |= node.inputs.iter().any(|id| follows[id.index()]);
+        }
+        let goes_on = |node: &Node| {
+            let along = |input: usize| node.inputs.get(input).is_some_and(|id| axes[id.index()].is_some());
+            follows[node.output.index()] && node.op.spec().sequential().is_some_and(|op| !op.is_by_token(&along))
+        };
+        let goes_on = graph.nodes().iter().map(goes_on).collect();
+        let axes = SequenceAxes { axes, follows, goes_on };
+        (0..graph.nodes().len()).try_for_each(|node| axes.check(graph, node))?;
         Ok(axes)
+    }
+
+    /// Whether a value follows from tokens; all others are the same for every token.
+    pub fn follows(&self, id: ValueId) -> bool {
+        self.follows[id.index()]
+    }
+
+    /// Whether the node of this position must know of earlier tokens.
+    pub fn goes_on(&self, node: usize) -> bool {
+        self.goes_on[node]
     }
 
     /// The axis of a value, if it has one.
     pub fn axis(&self, id: ValueId) -> Option<usize> {
-        self.0[id.index()]
+        self.axes[id.index()]
     }
 
-    fn check(&self, graph: &Graph, node: &Node) -> Result<()> {
+    fn check(&self, graph: &Graph, at: usize) -> Result<()> {
+        let node = &graph.nodes()[at];
         let refuse = |reason: &str| {
             Err(Error::graph(format!("graph node `{}`", graph.value(node.output).name), format!("{reason}: such a model does not continue texts")))
         };
+        if !self.follows(node.output) {
+            return Ok(());
+        }
         if let Some(op) = node.op.spec().sequential() {
-            let along = node.inputs.iter().enumerate().all(|(input, id)| self.axis(*id) == Some(op.axis(input)));
+            let fits = |(input, id): (usize, &ValueId)| {
+                let by_token = input > 0 && !self.goes_on(at);
+                by_token || self.axis(*id) == op.axis(input) && (op.reads_pairs(input) || !is_pairs(graph, *id))
+            };
             return match op.looks_ahead() {
-                Some(reason) => refuse(reason),
-                None if !along => refuse(&format!("{} is not over tokens", node.op.name())),
-                None => Ok(()),
+                Some(reason) if self.goes_on(at) => refuse(reason),
+                _ if !node.inputs.iter().enumerate().all(fits) => refuse(&format!("{} is not over tokens", node.op.name())),
+                _ => Ok(()),
             };
         }
         let rank = |id: ValueId| graph.value(id).ty.shape.len();
@@ -77,11 +112,19 @@ impl SequenceAxes {
             let axes = Axes::parse(&text).ok();
             let given = axes.as_ref().and_then(|axes| name(axes.inputs.get(input)?, rank(*id), axis));
             let gives = axes.as_ref().and_then(|axes| name(&axes.output, rank(node.output), self.axis(node.output)?));
-            if given.is_none() || given != gives {
+            if given.is_none() || given != gives || is_pairs(graph, *id) {
                 return refuse(&format!("{} looks at several tokens at once", node.op.name()));
             }
         }
         Ok(())
+    }
+}
+
+/// Whether a value has a row and a column for each token.
+fn is_pairs(graph: &Graph, id: ValueId) -> bool {
+    match graph.value(id).kind {
+        Kind::Node(at) => graph.nodes()[at].op.spec().sequential().is_some_and(|op| op.makes_pairs()),
+        _ => false,
     }
 }
 

@@ -15,6 +15,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["bert.", "roberta.", ""],
     hidden: ("hidden_size", "embeddings.word_embeddings.weight", 1),
     heads: ("num_attention_heads", "encoder.layer.0.attention.self.query.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,
@@ -101,6 +102,7 @@ pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueI
         attention: Attention { causal, ..Attention::default() },
         extras: &[mask],
         qkv_bias: None,
+        cross: None,
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };

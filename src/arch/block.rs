@@ -1,4 +1,5 @@
-//! A layer of an encoder: attention and a network, each with a normalisation and a sum.
+//! A layer of a transformer: attention and a network, each with a normalisation and a sum, and between them, in a decoder behind an encoder,
+//! attention to what that says.
 
 use super::parts::{activate, attend, layer_norm, linear, linear_with, slices};
 use crate::error::Result;
@@ -35,6 +36,15 @@ pub(super) struct Names {
     pub scales: Option<[&'static str; 2]>,
 }
 
+/// Attention whose keys and values are made of another value than its queries; it sees all of that.
+#[derive(Clone, Copy)]
+pub(super) struct Cross<'b> {
+    /// Names of its parts; those of the network are not looked at, and of the norms the first is.
+    pub names: &'b Names,
+    /// What keys and values are made of.
+    pub read: ValueId,
+}
+
 /// A layer.
 #[derive(Clone, Copy)]
 pub(super) struct Block<'b> {
@@ -52,6 +62,8 @@ pub(super) struct Block<'b> {
     pub extras: &'b [ValueId],
     /// Whether queries, keys and values have biases; nothing where the checkpoint tells.
     pub qkv_bias: Option<bool>,
+    /// Attention to something else, if there is any.
+    pub cross: Option<Cross<'b>>,
     /// Neurons of the network.
     pub neurons: usize,
     /// Name of the network's function; nothing for a first layer of gates and neurons (SwiGLU).
@@ -61,35 +73,44 @@ pub(super) struct Block<'b> {
 impl Block<'_> {
     /// Adds the layer, whose nodes have this name and whose modules have that one before theirs.
     pub(super) fn add(&self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
-        self.around(b, (node, module), x, |b, x| {
-            let qkv = self.qkv(b, (node, module), x)?;
-            let context = attend(b, &format!("{node}.{}", self.names.attention), qkv, self.head_dim, self.attention, self.extras)?;
-            self.out(b, (node, module), context)
-        })
+        self.around(b, (node, module), x, |b, x| self.reading(b, (node, module), [x; 3]))
     }
 
     /// The same around another attention, which makes of what it reads what is added to it.
     pub(super) fn around(
         &self,
         b: &mut Builder,
-        (node, module): (&str, &str),
+        at: (&str, &str),
         x: ValueId,
         attended: impl FnOnce(&mut Builder, ValueId) -> Result<ValueId>,
     ) -> Result<ValueId> {
-        let (names, before) = (self.names, self.norms == NormPlace::Before);
+        let [first, second] = self.names.norms;
+        let mut x = self.half(b, at, first, self.names.attended, x, attended)?;
+        if let Some(cross) = self.cross {
+            let [norm, _] = cross.names.norms;
+            let block = Block { names: cross.names, attention: Attention::default(), extras: &[], ..*self };
+            x = self.half(b, at, norm, cross.names.attended, x, |b, x| block.reading(b, at, [x, cross.read, cross.read]))?;
+        }
+        self.half(b, at, second, self.names.sum, x, |b, x| self.network(b, at, x))
+    }
+
+    /// What is computed of the stream, its normalisation and the sum of both.
+    fn half(
+        &self,
+        b: &mut Builder,
+        (node, module): (&str, &str),
+        norm: &str,
+        sum: &str,
+        x: ValueId,
+        compute: impl FnOnce(&mut Builder, ValueId) -> Result<ValueId>,
+    ) -> Result<ValueId> {
         let name = |part: &str| if part.is_empty() { node.to_owned() } else { format!("{node}.{part}") };
-        let norm = |b: &mut Builder, at: usize, x: ValueId| match names.norms.get(at) {
-            Some(part) => layer_norm(b, &name(part), &format!("{module}.{part}"), x, self.epsilon),
-            None => Ok(x),
-        };
-        let normed = if before { norm(b, 0, x)? } else { x };
-        let given = attended(b, normed)?;
-        let sum = b.node(&name(names.attended), Add {}, &[given, x])?;
-        let attended = if before { sum } else { norm(b, 0, sum)? };
-        let normed = if before { norm(b, 1, attended)? } else { attended };
-        let given = self.network(b, (node, module), normed)?;
-        let sum = b.node(&name(names.sum), Add {}, &[given, attended])?;
-        if before { Ok(sum) } else { norm(b, 1, sum) }
+        let before = self.norms == NormPlace::Before;
+        let normed = |b: &mut Builder, x: ValueId| layer_norm(b, &name(norm), &format!("{module}.{norm}"), x, self.epsilon);
+        let read = if before { normed(b, x)? } else { x };
+        let given = compute(b, read)?;
+        let sum = b.node(&name(sum), Add {}, &[given, x])?;
+        if before { Ok(sum) } else { normed(b, sum) }
     }
 
     fn scaled(&self, b: &mut Builder, (node, module): (&str, &str), at: usize, x: ValueId) -> Result<ValueId> {
@@ -99,14 +120,21 @@ impl Block<'_> {
         b.node(&format!("{node}.{part}.scaled"), Mul {}, &[x, factors])
     }
 
-    /// Queries, keys and values of attention.
-    pub(super) fn qkv(&self, b: &mut Builder, (node, module): (&str, &str), x: ValueId) -> Result<[ValueId; 3]> {
-        let (width, names, mut qkv) = (b.width(x)?, self.names, [x; 3]);
+    /// Attention whose queries, keys and values are made of these.
+    fn reading(&self, b: &mut Builder, (node, module): (&str, &str), read: [ValueId; 3]) -> Result<ValueId> {
+        let qkv = self.qkv(b, (node, module), read)?;
+        let context = attend(b, &format!("{node}.{}", self.names.attention), qkv, self.head_dim, self.attention, self.extras)?;
+        self.out(b, (node, module), context)
+    }
+
+    /// Queries, keys and values of attention, which are made of these.
+    pub(super) fn qkv(&self, b: &mut Builder, (node, module): (&str, &str), mut qkv: [ValueId; 3]) -> Result<[ValueId; 3]> {
+        let (width, names) = (b.width(qkv[0])?, self.names);
         for (value, part) in qkv.iter_mut().zip(names.qkv) {
             let (name, path) = (format!("{node}.{}.{part}", names.attention), format!("{module}.{}.{part}", names.attention));
             *value = match self.qkv_bias {
-                Some(bias) => linear_with(b, &name, &path, x, width, bias)?,
-                None => linear(b, &name, &path, x, width)?,
+                Some(bias) => linear_with(b, &name, &path, *value, width, bias)?,
+                None => linear(b, &name, &path, *value, width)?,
             };
         }
         Ok(qkv)

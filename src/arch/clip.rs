@@ -179,6 +179,7 @@ fn encode(kind: Kind, s: &Settings, b: &mut Builder, prefixes: [&str; 2], mut x:
         attention,
         extras,
         qkv_bias: Some(true),
+        cross: None,
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", kind.function())?),
     };

@@ -87,6 +87,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         attention: Attention { scale, ..Attention::default() },
         extras: &[mask],
         qkv_bias: Some(true),
+        cross: None,
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };
@@ -172,7 +173,7 @@ impl Encoder<'_> {
     fn layer(&self, b: &mut Builder, node: &str, x: ValueId) -> Result<ValueId> {
         let (module, block, attention) = (format!("{}{node}", self.prefix), &self.block, format!("{node}.{}", NAMES.attention));
         block.around(b, (node, &module), x, |b, x| {
-            let qkv = block.qkv(b, (node, &module), x)?;
+            let qkv = block.qkv(b, (node, &module), [x; 3])?;
             let heads = split_heads(b, &attention, qkv, block.head_dim)?;
             let bias = self.distances.as_ref().map(|distances| self.bias(b, distances, node, heads)).transpose()?.flatten();
             let extras: Vec<ValueId> = block.extras.iter().copied().chain(bias).collect();

@@ -16,6 +16,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.", ""],
     hidden: ("hidden_size", "embed_tokens.weight", 1),
     heads: ("num_attention_heads", "layers.0.self_attn.o_proj.weight", 1),
+    more_heads: None,
     groups: Some(("num_key_value_heads", "layers.0.self_attn.k_proj.weight", Groups::Alone)),
     head_dim: Some("head_dim"),
     own_head_dim: false,

@@ -61,6 +61,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         attention: Attention::default(),
         extras: &[],
         qkv_bias: Some(s.flag_or("qkv_bias", true)?),
+        cross: None,
         neurons,
         activation: if gated { None } else { Some(s.text_or("hidden_act", "gelu")?) },
     };

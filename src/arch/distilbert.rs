@@ -21,6 +21,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["distilbert.", ""],
     hidden: ("dim", "embeddings.word_embeddings.weight", 1),
     heads: ("n_heads", "transformer.layer.0.attention.q_lin.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,
@@ -60,6 +61,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         attention: Attention::default(),
         extras: &[mask],
         qkv_bias: None,
+        cross: None,
         neurons: s.size("hidden_dim")?,
         activation: Some(s.text_or("activation", "gelu")?),
     };

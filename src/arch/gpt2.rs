@@ -27,6 +27,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["transformer.", ""],
     hidden: ("n_embd", "wte.weight", 1),
     heads: ("n_head", "h.0.attn.c_proj.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,

@@ -26,6 +26,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["gpt_neox.", ""],
     hidden: ("hidden_size", "embed_in.weight", 1),
     heads: ("num_attention_heads", "layers.0.attention.query_key_value.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,

@@ -104,7 +104,7 @@ impl Keys {
     /// These, and those that every configuration of transformers may hold; what is harmless to the family is whatever others make of it.
     pub(super) fn sort_model(&self, settings: &Settings) -> Result<Vec<String>> {
         let unknown = self.sort(settings, "config.json")?;
-        let own = |(name, _): &&(&str, &str)| !self.harmless.contains(name);
+        let own = |(name, _): &&(&str, &str)| !self.harmless.contains(name) && !self.neutral.iter().any(|(other, _)| other == name);
         let neutral: Vec<_> = COMMON.neutral.iter().filter(own).copied().collect();
         let rest = sort(COMMON.harmless, &neutral, settings, "config.json")?;
         Ok(unknown.into_iter().filter(|key| rest.contains(key)).collect())

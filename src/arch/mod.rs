@@ -38,6 +38,7 @@ mod swin;
 mod t5;
 mod torchvision;
 mod vit;
+mod whisper;
 
 pub use config::{ReadKeys, Settings};
 pub use keys::Keys;
@@ -61,6 +62,8 @@ pub enum ModelKind {
     Convolutional,
     /// Images and texts at once, to how well they fit.
     Pair,
+    /// Texts or recordings to texts: a decoder behind an encoder.
+    EncoderDecoder,
 }
 
 /// A family of models.
@@ -78,6 +81,13 @@ pub struct Architecture {
     pub sizes: Option<&'static Sizes>,
 }
 
+impl Architecture {
+    /// What a model of this configuration makes of what: an encoder may stand alone.
+    pub fn kind_of(&self, settings: &Settings) -> ModelKind {
+        if self.kind == ModelKind::EncoderDecoder && settings.class().ends_with("EncoderModel") { ModelKind::Encoder } else { self.kind }
+    }
+}
+
 /// All families.
 pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "bert", kind: ModelKind::Encoder, build: bert::build, keys: bert::KEYS, sizes: Some(&bert::SIZES) },
@@ -87,8 +97,9 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "mpnet", kind: ModelKind::Encoder, build: mpnet::build, keys: mpnet::KEYS, sizes: Some(&mpnet::SIZES) },
     Architecture { model_type: "modernbert", kind: ModelKind::Encoder, build: modernbert::build, keys: modernbert::KEYS, sizes: Some(&modernbert::SIZES) },
     Architecture { model_type: "deberta-v2", kind: ModelKind::Encoder, build: deberta::build, keys: deberta::KEYS, sizes: Some(&deberta::SIZES) },
-    Architecture { model_type: "t5", kind: ModelKind::Encoder, build: t5::build, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
-    Architecture { model_type: "mt5", kind: ModelKind::Encoder, build: t5::build_multilingual, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
+    Architecture { model_type: "t5", kind: ModelKind::EncoderDecoder, build: t5::build, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
+    Architecture { model_type: "mt5", kind: ModelKind::EncoderDecoder, build: t5::build_multilingual, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
+    Architecture { model_type: "whisper", kind: ModelKind::EncoderDecoder, build: whisper::build, keys: whisper::KEYS, sizes: Some(&whisper::SIZES) },
     Architecture { model_type: "gpt2", kind: ModelKind::Decoder, build: gpt2::build, keys: gpt2::KEYS, sizes: Some(&gpt2::SIZES) },
     Architecture { model_type: "gpt_neox", kind: ModelKind::Decoder, build: gpt_neox::build, keys: gpt_neox::KEYS, sizes: Some(&gpt_neox::SIZES) },
     Architecture { model_type: "opt", kind: ModelKind::Decoder, build: opt::build, keys: opt::KEYS, sizes: Some(&opt::SIZES) },

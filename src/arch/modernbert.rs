@@ -41,6 +41,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.", ""],
     hidden: ("hidden_size", "embeddings.tok_embeddings.weight", 1),
     heads: ("num_attention_heads", "layers.0.attn.Wo.weight", 1),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,

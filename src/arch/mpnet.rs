@@ -51,6 +51,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         attention: Attention::default(),
         extras: &[],
         qkv_bias: None,
+        cross: None,
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };

@@ -14,6 +14,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["model.decoder.", "decoder.", ""],
     hidden: ("hidden_size", "embed_positions.weight", 1),
     heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,

@@ -45,6 +45,8 @@ pub struct Sizes {
     pub(super) hidden: (&'static str, &'static str, usize),
     /// Heads; the axis holds the widths of all of them.
     pub(super) heads: (&'static str, &'static str, usize),
+    /// Heads that another key says, of a decoder behind an encoder.
+    pub(super) more_heads: Option<(&'static str, &'static str, usize)>,
     /// Key heads, of a matrix that holds them alone, or behind the query heads twice: keys and values.
     pub(super) groups: Option<(&'static str, &'static str, Groups)>,
     /// Width of a head, where it need not be that of the stream divided by their number.
@@ -107,6 +109,9 @@ impl Sizes {
                 Some((key, if held == Groups::Fused { all.checked_sub(heads?)?.checked_div(2)? } else { all }))
             });
             say(self.heads.0, heads);
+            if let Some((key, name, axis)) = self.more_heads {
+                say(key, size(name, axis).and_then(|wide| wide.checked_div(width)));
+            }
             // By default there are as many as heads.
             if let Some((key, count)) = groups.filter(|(key, count)| settings.get(key).is_some() || Some(*count) != heads) {
                 say(key, Some(count));

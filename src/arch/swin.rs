@@ -77,6 +77,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
             attention: Attention::default(),
             extras: &[],
             qkv_bias: Some(s.flag_or("qkv_bias", true)?),
+            cross: None,
             neurons: (s.number_or("mlp_ratio", 4.0)? * width as f64) as usize,
             activation: Some(s.text_or("hidden_act", "gelu")?),
         };
@@ -151,7 +152,7 @@ impl Windows {
         let module = format!("{prefix}{node}");
         block.around(b, (node, &module), x, |b, x| {
             let x = self.cut(b, node, x)?;
-            let qkv = block.qkv(b, (node, &module), x)?;
+            let qkv = block.qkv(b, (node, &module), [x; 3])?;
             let context = self.attend(b, block, (node, &module), qkv)?;
             let x = block.out(b, (node, &module), context)?;
             self.join(b, node, x)

@@ -1,31 +1,32 @@
-//! The encoder of T5: a bias in attention by how far tokens are from each other, no factor on products, RMS normalisations (Raffel et al., 2020).
+//! T5: a bias in attention by how far tokens are from each other, no factor on products, RMS normalisations; an encoder, alone or before a
+//! decoder that looks at what it says (Raffel et al., 2020).
 
-use super::parts::{activate, linear_with, rms_norm, text_inputs};
+use super::parts::{activate, linear_of, linear_with, rms_norm, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Attention, Embedding, MergeHeads, Mul, RelativeBias, RmsNorm, SplitHeads};
-use crate::ir::{Builder, ValueId};
+use crate::ir::ops::{Add, Attention, Embedding, MergeHeads, Mul, RelativeBias, RmsNorm, Scale, SplitHeads};
+use crate::ir::{Builder, Dim, TensorType, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
-    harmless: &[
-        "classifier_dropout",
-        "dropout_rate",
-        "initializer_factor",
-        // Of the decoder.
-        "is_encoder_decoder",
-        "num_decoder_layers",
-        "scale_decoder_outputs",
-        "n_positions",
+    harmless: &["classifier_dropout", "dropout_rate", "initializer_factor", "n_positions"],
+    // The first four are other names of keys, which count before those.
+    neutral: &[
+        ("head_dim", "null"),
+        ("hidden_size", "null"),
+        ("num_attention_heads", "null"),
+        ("num_hidden_layers", "null"),
+        ("is_causal", "true"),
+        ("is_decoder", "false"),
+        ("tie_encoder_decoder", "false"),
     ],
-    // Other names of keys, which count before those.
-    neutral: &[("head_dim", "null"), ("hidden_size", "null"), ("is_decoder", "false"), ("num_attention_heads", "null"), ("num_hidden_layers", "null")],
 };
 
 pub(super) const SIZES: Sizes = Sizes {
     prefixes: &[""],
     hidden: ("d_model", "encoder.final_layer_norm.weight", 0),
     heads: ("num_heads", "encoder.block.0.layer.0.SelfAttention.q.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: Some("d_kv"),
     own_head_dim: true,
@@ -34,11 +35,100 @@ pub(super) const SIZES: Sizes = Sizes {
     layers: "num_layers",
 };
 
-/// The only class whose whole computation is known.
-const CLASSES: [&str; 2] = ["T5EncoderModel", "MT5EncoderModel"];
+/// What of a model a class computes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    Encoder,
+    /// Both, without a head.
+    Whole,
+    LanguageModel,
+}
 
-/// What all layers share.
-struct Encoder<'s> {
+/// The classes whose whole computation is known, behind `T5` and `MT5`.
+const CLASSES: [(&str, Part); 4] =
+    [("EncoderModel", Part::Encoder), ("Model", Part::Whole), ("ForConditionalGeneration", Part::LanguageModel), ("WithLMHeadModel", Part::LanguageModel)];
+
+/// What differs between the two.
+struct Family {
+    prefix: &'static str,
+    /// The usual function of networks.
+    usual: &'static str,
+    /// Whether what the head reads may be scaled.
+    scales: bool,
+}
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    model(s, b, &Family { prefix: "T5", usual: "relu", scales: true })
+}
+
+pub(super) fn build_multilingual(s: &Settings, b: &mut Builder) -> Result<()> {
+    model(s, b, &Family { prefix: "MT5", usual: "gated-gelu", scales: false })
+}
+
+fn model(s: &Settings, b: &mut Builder, family: &Family) -> Result<()> {
+    let end = s.class().strip_prefix(family.prefix);
+    let Some((_, part)) = CLASSES.into_iter().find(|(class, _)| end == Some(class)) else {
+        let known = CLASSES.map(|(class, _)| format!("{}{class}", family.prefix)).join(", ");
+        return Err(Error::Unsupported {
+            what: format!("config.json: `architectures` of \"{}\"", s.class()),
+            hint: format!("the classes that are run are {known}; passes over weights need none"),
+        });
+    };
+    let said = s.text_or("feed_forward_proj", family.usual)?;
+    let (gated, function) = said.strip_prefix("gated-").map_or((false, said), |function| (true, function));
+    // As the paper of the gate approximates it. What is said of the parts counts before what is said of both.
+    let function = s.text_or("dense_act_fn", if (gated, function) == (true, "gelu") { "gelu_new" } else { function })?;
+    let rows = s.size_or("relative_attention_num_buckets", 32)?;
+    let (tokens, mask) = text_inputs(b)?;
+    let name = ["shared.weight", "encoder.embed_tokens.weight"].into_iter().find(|name| b.has(name)).unwrap_or("shared.weight");
+    let words = b.param(name, &[s.size("vocab_size")?, s.size("d_model")?])?;
+    let encoder = Stack {
+        side: "encoder",
+        function,
+        gated: s.flag_or("is_gated_act", gated)?,
+        epsilon: s.number_or("layer_norm_epsilon", 1e-6)?,
+        heads: s.size("num_heads")?,
+        head_dim: s.size_or("d_kv", 64)?,
+        neurons: s.size("d_ff")?,
+        bias: RelativeBias { buckets: rows, max_distance: s.size_or("relative_attention_max_distance", 128)?, both_ways: true },
+        tokens,
+        mask: Some(mask),
+        read: None,
+    };
+    let layers = s.size("num_layers")?;
+    let x = encoder.build(b, words, layers)?;
+    let deeper = s.size_or("num_decoder_layers", layers)?;
+    let (scaled, tied) = (s.get("scale_decoder_outputs").is_some(), s.flag_or("tie_word_embeddings", true)?);
+    let scaled = if scaled { s.flag_or("scale_decoder_outputs", true)? } else { tied };
+    // Published encoders say that they have a decoder too.
+    if !s.flag_or("is_encoder_decoder", true)? && part != Part::Encoder {
+        return Err(Error::graph("config.json", "`is_encoder_decoder` is false, and `architectures` names a class of both"));
+    }
+    if part == Part::Encoder {
+        b.output("last_hidden_state", x);
+        return Ok(());
+    }
+    let tokens = b.input("decoder_input_ids", TensorType::int([Dim::named("batch"), Dim::named("decoder_sequence")]))?;
+    let bias = RelativeBias { both_ways: false, ..encoder.bias };
+    let decoder = Stack { side: "decoder", bias, tokens, mask: None, read: Some((x, mask)), ..encoder };
+    let mut x = decoder.build(b, words, deeper)?;
+    b.output("last_hidden_state", x);
+    if part == Part::LanguageModel {
+        // transformers ties a head that is not stored, whatever is said.
+        let weight = if b.has("lm_head.weight") { b.param("lm_head.weight", &[s.size("vocab_size")?, s.size("d_model")?])? } else { words };
+        if scaled && family.scales {
+            x = b.node("decoder.scaled", Scale { factor: 1.0 / (s.size("d_model")? as f64).sqrt() }, &[x])?;
+        }
+        let logits = linear_of(b, "lm_head", x, weight)?;
+        b.output("logits", logits);
+    }
+    Ok(())
+}
+
+/// The layers of one side, and what they share.
+#[derive(Clone, Copy)]
+struct Stack<'s> {
+    side: &'static str,
     function: &'s str,
     gated: bool,
     epsilon: f64,
@@ -46,95 +136,76 @@ struct Encoder<'s> {
     head_dim: usize,
     neurons: usize,
     bias: RelativeBias,
-    table: ValueId,
     tokens: ValueId,
-    mask: ValueId,
+    /// Which tokens are padding; a decoder sees what is before each.
+    mask: Option<ValueId>,
+    /// What the encoder says, and which of its tokens are padding.
+    read: Option<(ValueId, ValueId)>,
 }
 
-pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
-    encoder(s, b, "relu")
-}
-
-pub(super) fn build_multilingual(s: &Settings, b: &mut Builder) -> Result<()> {
-    encoder(s, b, "gated-gelu")
-}
-
-fn encoder(s: &Settings, b: &mut Builder, usual: &str) -> Result<()> {
-    if !CLASSES.contains(&s.class()) {
-        return Err(Error::Unsupported {
-            what: format!("config.json: `architectures` of \"{}\"", s.class()),
-            hint:
-                "of T5 the encoder alone is run: with [\"T5EncoderModel\"] as `architectures` the encoder of a whole model is; passes over weights need neither"
-                    .into(),
-        });
+impl Stack<'_> {
+    fn build(&self, b: &mut Builder, words: ValueId, layers: usize) -> Result<ValueId> {
+        let side = self.side;
+        let table = b.param(&format!("{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"), &[self.bias.buckets, self.heads])?;
+        let mut x = b.node(&format!("{side}.embed_tokens"), Embedding {}, &[self.tokens, words])?;
+        for index in 0..layers {
+            let name = |half: usize| format!("{side}.block.{index}.layer.{half}");
+            x = self.half(b, &name(0), x, |b, half, x| {
+                let bias = b.node(&format!("{half}.SelfAttention.bias"), self.bias, &[self.tokens, table])?;
+                let extras: Vec<ValueId> = self.mask.into_iter().chain([bias]).collect();
+                let attention = Attention { causal: self.mask.is_none(), ..Attention::default() };
+                self.attention(b, &format!("{half}.SelfAttention"), [x; 3], attention, &extras)
+            })?;
+            if let Some((read, mask)) = self.read {
+                x = self
+                    .half(b, &name(1), x, |b, half, x| self.attention(b, &format!("{half}.EncDecAttention"), [x, read, read], Attention::default(), &[mask]))?;
+            }
+            x = self.half(b, &name(if self.read.is_some() { 2 } else { 1 }), x, |b, half, x| self.network(b, half, x))?;
+        }
+        self.norm(b, &format!("{side}.final_layer_norm"), x)
     }
-    let said = s.text_or("feed_forward_proj", usual)?;
-    let (gated, function) = said.strip_prefix("gated-").map_or((false, said), |function| (true, function));
-    // As the paper of the gate approximates it. What is said of the parts counts before what is said of both.
-    let function = s.text_or("dense_act_fn", if (gated, function) == (true, "gelu") { "gelu_new" } else { function })?;
-    let rows = s.size_or("relative_attention_num_buckets", 32)?;
-    let (width, heads) = (s.size("d_model")?, s.size("num_heads")?);
-    let (tokens, mask) = text_inputs(b)?;
-    let name = ["shared.weight", "encoder.embed_tokens.weight"].into_iter().find(|name| b.has(name)).unwrap_or("shared.weight");
-    let words = b.param(name, &[s.size("vocab_size")?, width])?;
-    let table = b.param("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", &[rows, heads])?;
-    let encoder = Encoder {
-        function,
-        gated: s.flag_or("is_gated_act", gated)?,
-        epsilon: s.number_or("layer_norm_epsilon", 1e-6)?,
-        heads,
-        head_dim: s.size_or("d_kv", 64)?,
-        neurons: s.size("d_ff")?,
-        bias: RelativeBias { buckets: rows, max_distance: s.size_or("relative_attention_max_distance", 128)?, both_ways: true },
-        table,
-        tokens,
-        mask,
-    };
-    let mut x = b.node("encoder.embed_tokens", Embedding {}, &[tokens, words])?;
-    for index in 0..s.size("num_layers")? {
-        x = encoder.layer(b, &format!("encoder.block.{index}"), x)?;
-    }
-    let x = encoder.norm(b, "encoder.final_layer_norm", x)?;
-    b.output("last_hidden_state", x);
-    Ok(())
-}
 
-impl Encoder<'_> {
     fn norm(&self, b: &mut Builder, name: &str, x: ValueId) -> Result<ValueId> {
         rms_norm(b, name, name, x, RmsNorm { epsilon: self.epsilon, offset: 0.0 })
     }
 
-    fn layer(&self, b: &mut Builder, name: &str, x: ValueId) -> Result<ValueId> {
-        let half = |at: usize, part: &str| format!("{name}.layer.{at}.{part}");
-        let linear = |b: &mut Builder, at: usize, part: &str, x: ValueId, out: usize| {
-            let module = half(at, part);
+    /// A part of a layer, of this name: what it makes of the normalised stream, and the sum of both.
+    fn half(&self, b: &mut Builder, name: &str, x: ValueId, compute: impl Fn(&mut Builder, &str, ValueId) -> Result<ValueId>) -> Result<ValueId> {
+        let normed = self.norm(b, &format!("{name}.layer_norm"), x)?;
+        let given = compute(b, name, normed)?;
+        b.node(&format!("{name}.sum"), Add {}, &[x, given])
+    }
+
+    fn attention(&self, b: &mut Builder, name: &str, read: [ValueId; 3], attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
+        let width = b.width(read[0])?;
+        let mut inputs = Vec::with_capacity(5);
+        for (part, x) in ["q", "k", "v"].into_iter().zip(read) {
+            let module = format!("{name}.{part}");
+            let flat = linear_with(b, &module, &module, x, self.heads.saturating_mul(self.head_dim), false)?;
+            inputs.push(b.node(&format!("{name}.{part}_heads"), SplitHeads { head_dim: self.head_dim }, &[flat])?);
+        }
+        inputs.extend(extras);
+        let context = b.node(&format!("{name}.context_heads"), attention, &inputs)?;
+        let context = b.node(&format!("{name}.context"), MergeHeads {}, &[context])?;
+        let module = format!("{name}.o");
+        linear_with(b, &module, &module, context, width, false)
+    }
+
+    fn network(&self, b: &mut Builder, half: &str, x: ValueId) -> Result<ValueId> {
+        let linear = |b: &mut Builder, part: &str, x: ValueId, out: usize| {
+            let module = format!("{half}.DenseReluDense.{part}");
             linear_with(b, &module, &module, x, out, false)
         };
         let width = b.width(x)?;
-        let normed = self.norm(b, &half(0, "layer_norm"), x)?;
-        let mut inputs = Vec::with_capacity(5);
-        for part in ["q", "k", "v"] {
-            let flat = linear(b, 0, &format!("SelfAttention.{part}"), normed, self.heads.saturating_mul(self.head_dim))?;
-            inputs.push(b.node(&half(0, &format!("SelfAttention.{part}_heads")), SplitHeads { head_dim: self.head_dim }, &[flat])?);
-        }
-        let bias = b.node(&half(0, "SelfAttention.bias"), self.bias, &[self.tokens, self.table])?;
-        inputs.extend([self.mask, bias]);
-        let context = b.node(&half(0, "SelfAttention.context_heads"), Attention::default(), &inputs)?;
-        let context = b.node(&half(0, "SelfAttention.context"), MergeHeads {}, &[context])?;
-        let given = linear(b, 0, "SelfAttention.o", context, width)?;
-        let x = b.node(&half(0, "sum"), Add {}, &[x, given])?;
-        let normed = self.norm(b, &half(1, "layer_norm"), x)?;
-        let first = |b: &mut Builder, part: &str| linear(b, 1, &format!("DenseReluDense.{part}"), normed, self.neurons);
-        let function = |b: &mut Builder, x: ValueId| activate(b, &half(1, "DenseReluDense.act"), self.function, x);
+        let function = |b: &mut Builder, x: ValueId| activate(b, &format!("{half}.DenseReluDense.act"), self.function, x);
         let active = if self.gated {
-            let (gate, up) = (first(b, "wi_0")?, first(b, "wi_1")?);
+            let (gate, up) = (linear(b, "wi_0", x, self.neurons)?, linear(b, "wi_1", x, self.neurons)?);
             let gate = function(b, gate)?;
-            b.node(&half(1, "DenseReluDense.gated"), Mul {}, &[gate, up])?
+            b.node(&format!("{half}.DenseReluDense.gated"), Mul {}, &[gate, up])?
         } else {
-            let wide = first(b, "wi")?;
+            let wide = linear(b, "wi", x, self.neurons)?;
             function(b, wide)?
         };
-        let given = linear(b, 1, "DenseReluDense.wo", active, width)?;
-        b.node(&half(1, "sum"), Add {}, &[x, given])
+        linear(b, "wo", active, width)
     }
 }

@@ -18,6 +18,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["vit.", ""],
     hidden: ("hidden_size", "embeddings.cls_token", 2),
     heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
+    more_heads: None,
     groups: None,
     head_dim: None,
     own_head_dim: false,
@@ -60,6 +61,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         attention: Attention::default(),
         extras: &[],
         qkv_bias: Some(qkv_bias),
+        cross: None,
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };

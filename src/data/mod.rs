@@ -22,9 +22,11 @@ mod records;
 mod rows;
 mod runs;
 mod sentences;
+mod speech;
 mod synthetic;
 mod text;
 mod tokens;
+mod wav;
 mod windows;
 
 use std::collections::BTreeMap;
@@ -39,12 +41,13 @@ pub use opened::OpenedSets;
 pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
+pub use speech::Speech;
 pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
 pub(crate) use tokens::{Tokenizer, special_tokens, token_text};
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::Made;
+use crate::model::{Config, Made};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Keys of a folder's files about samples that are not known and change nothing here, each behind its file's name.
@@ -53,10 +56,16 @@ use crate::work::{Event, ProgressUnit, Work};
 /// A file cannot be read, or asks for something that is not supported.
 pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     let mut unknown = sentences::Sentences::open(folder)?.unknown;
-    unknown.extend(pixels::unknown_keys(folder)?);
+    let beside = Config::open(&folder.join(speech::FILE))?;
+    unknown.extend(match speech::is_described(beside.values()) {
+        true => Speech::parse(&beside)?.1.into_iter().map(|key| format!("{}: {key}", speech::FILE)).collect(),
+        false => pixels::unknown_keys(folder)?,
+    });
     Ok(unknown)
 }
 
+/// The input of a decoder behind an encoder, which holds its tokens.
+pub(crate) const DECODED: &str = "decoder_input_ids";
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;
 
@@ -109,6 +118,13 @@ pub struct Batch {
 }
 
 impl Batch {
+    /// Which tokens are no padding, `[batch, sequence]`; nothing where a decoder has as many tokens as its encoder, whose values could not be
+    /// told apart.
+    pub(crate) fn mask(&self) -> Option<&Tensor> {
+        let mask = self.inputs.get("attention_mask")?;
+        self.inputs.get(DECODED).is_none_or(|tokens| tokens.dims() != mask.dims()).then_some(mask)
+    }
+
     /// The first tokens of texts, without what is known of them.
     ///
     /// # Errors

@@ -332,8 +332,10 @@ impl Data {
 
     /// What is asked, said or suggested.
     pub(super) fn task(&self, target: &Target) -> Result<Task> {
+        let decodes = target.inputs.iter().any(|port| port.name == super::DECODED);
         if let Some(task) = self.task {
-            return Ok(task);
+            let refused = "language-modelling is of decoders alone: behind an encoder, give samples as arrays, with `task: fidelity`";
+            return if decodes && task == Task::LanguageModelling { Err(Error::option("task", refused)) } else { Ok(task) };
         }
         if self.label_column.is_some() {
             return Ok(if self.pair_column.is_some() && !gives_logits(target) { Task::Embedding } else { Task::Classification });
@@ -345,7 +347,7 @@ impl Data {
         if let Some(arrays) = &self.arrays {
             return Ok(if super::arrays::has_labels(arrays)? { Task::Classification } else { Task::Fidelity });
         }
-        let next = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3) && !is_masked(target);
+        let next = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3) && !is_masked(target) && !decodes;
         Ok(if next { Task::LanguageModelling } else { Task::Fidelity })
     }
 }

@@ -17,7 +17,7 @@ impl Padding {
     /// # Errors
     /// It cannot be copied to main memory.
     pub fn of(batch: &Batch) -> candle_core::Result<Padding> {
-        let Some(mask) = batch.inputs.get("attention_mask") else { return Ok(Padding { shape: Vec::new(), kept: Vec::new() }) };
+        let Some(mask) = batch.mask() else { return Ok(Padding { shape: Vec::new(), kept: Vec::new() }) };
         let values = mask.to_dtype(DType::I64)?.flatten_all()?.to_vec1::<i64>()?;
         let kept: Vec<bool> = values.into_iter().map(|value| value != 0).collect();
         Ok(Padding { shape: if kept.contains(&false) { mask.dims().to_vec() } else { Vec::new() }, kept })

@@ -29,6 +29,7 @@ pub fn synthetic(graph: &Graph, seed: u64) -> Result<Batch> {
     let size = |name: &str| match name {
         "batch" => SAMPLES,
         "sequence" => LONG,
+        "decoder_sequence" => SHORT,
         "height" | "width" => IMAGE,
         _ => OTHER,
     };

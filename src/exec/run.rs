@@ -139,7 +139,7 @@ impl<'g> Executor<'g> {
     }
 
     /// The same behind so many tokens of a sequence, of which ops have kept this, by node.
-    pub(super) fn start_behind(&self, inputs: &Inputs, tokens: usize, past: Option<Vec<Past>>) -> Result<PartialRun> {
+    pub(super) fn start_behind(&self, inputs: &Inputs, tokens: usize, past: Option<Vec<Option<Past>>>) -> Result<PartialRun> {
         let mut run = self.nothing();
         run.past = past;
         for (id, tensor) in self.sizes.take(self.graph, inputs, tokens, &self.device, self.parameters.compute())? {
@@ -242,7 +242,7 @@ impl<'g> Executor<'g> {
     fn alone(&self, index: usize, run: &mut PartialRun) -> Result<Tensor> {
         let node = &self.graph.nodes()[index];
         let operands = self.operands(node, &node.inputs, run)?;
-        let result = match run.past.as_mut().and_then(|past| past.get_mut(index)) {
+        let result = match run.past.as_mut().and_then(|past| past.get_mut(index)?.as_mut()) {
             Some(past) => self.prepared[index].follow(&operands, past),
             None => self.prepared[index].forward(&operands),
         };
@@ -298,7 +298,7 @@ pub struct PartialRun {
     /// Steps of an observation that are done.
     pub(super) done: usize,
     /// What ops have kept of tokens before, by node.
-    pub(super) past: Option<Vec<Past>>,
+    pub(super) past: Option<Vec<Option<Past>>>,
     account: Option<Account>,
 }
 

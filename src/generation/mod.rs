@@ -4,16 +4,17 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod chat;
+mod opening;
 mod options;
+mod run;
 mod sampling;
+mod settings;
 mod vocabulary;
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::time::Instant;
+use std::collections::BTreeSet;
 
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
-use serde_json::{Map, Value};
 
 pub use chat::{ChatTemplate, Message};
 pub use options::{Generate, Sampling};
@@ -21,36 +22,29 @@ pub use vocabulary::Vocabulary;
 
 use crate::analysis::usual_sizes;
 use crate::arch::{self, ModelKind};
+use crate::data::{DECODED, Speech, longest};
 use crate::error::{Error, Result};
-use crate::exec::transfer::{Cause, values};
-use crate::exec::{Answers, Executor, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
+use crate::exec::{Executor, Inputs, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};
+use crate::ir::decoder::LOGITS;
 use crate::ir::ops::{Rotary, RotaryScaling};
-use crate::ir::{Dim, Element, Graph, Node, Op};
-use crate::model::{Model, config_beside};
+use crate::ir::{Dim, Graph, Node, Op};
+use crate::model::Model;
 use crate::work::{Event, MemoryLimit, ProgressUnit, Work};
+use opening::Opening;
+use run::{Beginning, FEATURES, PIECE, Run, texts};
 use sampling::Sampler;
+use settings::Settings;
 
-/// Tokens of a prompt that are run together at most.
-const PIECE: usize = 512;
-/// The output that next tokens are chosen by.
-const LOGITS: &str = "logits";
-/// Keys of `generation_config.json` that change which token is the likeliest one, and what they do at rest.
-const CHANGING: [(&str, f64); 14] = [
-    ("repetition_penalty", 1.0),
-    ("no_repeat_ngram_size", 0.0),
-    ("min_length", 0.0),
-    ("min_new_tokens", 0.0),
-    ("num_beams", 1.0),
-    ("suppress_tokens", f64::NAN),
-    ("begin_suppress_tokens", f64::NAN),
-    ("bad_words_ids", f64::NAN),
-    ("forced_bos_token_id", f64::NAN),
-    ("forced_eos_token_id", f64::NAN),
-    ("sequence_bias", f64::NAN),
-    ("guidance_scale", 1.0),
-    ("exponential_decay_length_penalty", f64::NAN),
-    ("stop_strings", f64::NAN),
-];
+/// What a model makes texts of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reads {
+    /// Their beginnings.
+    Beginnings,
+    /// Other texts.
+    Texts,
+    /// Recordings of speech.
+    Recordings,
+}
 
 /// What made a continuation end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -104,10 +98,15 @@ pub fn first_difference(one: &[i64], other: &[i64]) -> Option<usize> {
     (same < one.len() || same < other.len()).then_some(same)
 }
 
-/// A model that continues texts.
+/// A model that continues texts, or makes them of other texts or of recordings.
 pub struct LanguageModel {
     model: Model,
     graph: Graph,
+    reads: Reads,
+    /// What texts begin with that are not continued.
+    opening: Option<Opening>,
+    /// Tokens that never come, and those that do not come first.
+    suppressed: [BTreeSet<i64>; 2],
     /// Tokens that end a text.
     ends: BTreeSet<i64>,
     /// How many tokens a text has at most.
@@ -127,38 +126,52 @@ impl LanguageModel {
                 hint: "generate with the folder that it was made from".into(),
             });
         }
-        if let Some(family) = arch::family(model.config.model_type()).filter(|family| family.kind != ModelKind::Decoder && model.changed_graph.is_none()) {
+        let graph = model.graph()?;
+        let takes = |name: &str| graph.inputs().any(|(_, value)| value.name == name);
+        let reads = match (takes(DECODED), takes(FEATURES)) {
+            (true, true) => Reads::Recordings,
+            (true, false) => Reads::Texts,
+            (false, _) => Reads::Beginnings,
+        };
+        let decodes = |kind: ModelKind| kind == ModelKind::Decoder || kind == ModelKind::EncoderDecoder && reads != Reads::Beginnings;
+        if let Some(family) = arch::family(model.config.model_type()).filter(|family| !decodes(family.kind) && model.changed_graph.is_none()) {
             return Err(Error::graph("config.json", format!("`{}` is no decoder: it does not continue texts", family.model_type)));
         }
-        let graph = model.graph()?;
         SequenceCache::new(&graph)?;
-        for (_, value) in graph.inputs() {
-            if value.ty.element != Element::Int || !["input_ids", "attention_mask"].contains(&value.name.as_str()) {
-                return Err(Error::graph(format!("input `{}`", value.name), "is not known of texts that are continued"));
-            }
+        let known: &[&str] = match reads {
+            Reads::Beginnings => &["input_ids", "attention_mask"],
+            Reads::Texts => &["input_ids", "attention_mask", DECODED],
+            Reads::Recordings => &[FEATURES, DECODED],
+        };
+        if let Some((_, value)) = graph.inputs().find(|(_, value)| !known.contains(&value.name.as_str())) {
+            return Err(Error::graph(format!("input `{}`", value.name), "is not known of texts that are continued"));
         }
         match graph.outputs().iter().find(|(name, _)| name == LOGITS) {
             Some((_, id)) if graph.value(*id).ty.shape.len() == 3 => {}
             _ => return Err(Error::graph("this model", "has no `logits` for each token: without a language head it does not continue texts")),
         }
-        let settings = config_beside(&model.path, &model.beside.made, "generation_config.json")?;
-        let ends = [settings.values(), model.config.values()].into_iter().find_map(|values| Some(values.get("eos_token_id")?).filter(|value| !value.is_null()));
-        let ends = ends.map_or(Ok(BTreeSet::new()), |value| {
-            numbers(value).ok_or_else(|| Error::graph("eos_token_id", format!("is {value}, expected a token or a list of them")))
-        })?;
-        let positions = stated_positions(&model);
+        let settings = Settings::of(&model)?;
+        let ends = settings.ends()?;
+        let opening = match reads {
+            Reads::Beginnings => None,
+            Reads::Texts => Some(Opening::of_texts(&settings)?),
+            Reads::Recordings => Some(Opening::of_speech(&settings)?),
+        };
+        let positions = if reads == Reads::Beginnings { stated_positions(&model) } else { longest(&graph) };
         // Angles that grow with the length are there to go beyond.
         let grows = |node: &Node| matches!(&node.op, Op::Rotary(Rotary { scaling: RotaryScaling::Dynamic { .. } | RotaryScaling::Yarn { .. }, .. }));
         let positions = positions.filter(|_| !graph.nodes().iter().any(grows));
-        // Where there is no file for generation, transformers takes what config.json says.
-        let mut notes = match settings.values().is_empty() {
-            true => changing("config.json", model.config.values()),
-            false => changing("generation_config.json", settings.values()),
-        };
+        let suppressed = [settings.tokens("suppress_tokens")?, settings.tokens("begin_suppress_tokens")?];
+        let mut notes = settings.changing();
         if ends.is_empty() {
             notes.push("neither generation_config.json nor config.json names an `eos_token_id`: texts end with the number of tokens alone".into());
         }
-        Ok(LanguageModel { model, graph, ends, positions, notes })
+        Ok(LanguageModel { model, graph, reads, opening, suppressed, ends, positions, notes })
+    }
+
+    /// What it makes texts of.
+    pub fn reads(&self) -> Reads {
+        self.reads
     }
 
     /// What is to be said of the model's own settings.
@@ -192,27 +205,62 @@ impl LanguageModel {
         ChatTemplate::open(&self.model.path, &self.model.beside.made)
     }
 
-    /// Continues prompts, one after the other.
+    /// How recordings become what it reads.
     ///
     /// # Errors
-    /// A prompt has no token, or more than the model has positions; options are impossible; reading fails; the model does not fit into
-    /// memory; its answers are not numbers; the work is cancelled.
+    /// It reads none, or `preprocessor_config.json` is missing or asks for something that is not done.
+    pub fn speech(&self) -> Result<Speech> {
+        self.require_recordings()?;
+        Speech::open(&self.model.path, &self.model.beside.made)
+    }
+
+    /// Continues prompts, one after the other, or makes texts of them where the model has an encoder.
+    ///
+    /// # Errors
+    /// A prompt has no token, or more than the model has positions; the model reads recordings; options are impossible; reading fails; the
+    /// model does not fit into memory; its answers are not numbers; the work is cancelled.
     pub fn generate(&self, prompts: &[Vec<i64>], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
-        options.check()?;
         prompts.iter().enumerate().try_for_each(|(index, prompt)| self.check(index, prompt))?;
-        self.require_memory(prompts, options, memory)?;
+        let begin = |prompt: &Vec<i64>| match self.reads {
+            Reads::Beginnings => Ok(Beginning { tokens: prompt.clone(), inputs: Inputs::new() }),
+            _ => Ok(Beginning { tokens: Vec::new(), inputs: texts("input_ids", prompt.clone())? }),
+        };
+        self.all(prompts.iter().map(begin).collect::<Result<_>>()?, options, device, memory, work)
+    }
+
+    /// Makes texts of recordings, one after the other, as [`speech`](LanguageModel::speech) reads them.
+    ///
+    /// # Errors
+    /// As [`generate`](LanguageModel::generate), or the model reads no recordings.
+    pub fn transcribe(&self, recordings: &[Tensor], options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
+        self.require_recordings()?;
+        let begin = |features: &Tensor| Beginning { tokens: Vec::new(), inputs: [(FEATURES.to_owned(), features.clone())].into() };
+        self.all(recordings.iter().map(begin).collect(), options, device, memory, work)
+    }
+
+    fn require_recordings(&self) -> Result<()> {
+        match self.reads {
+            Reads::Recordings => Ok(()),
+            _ => Err(Error::option("recordings", format!("`{}` reads texts, not recordings", self.model.config.model_type()))),
+        }
+    }
+
+    fn all(&self, beginnings: Vec<Beginning>, options: &Generate, device: &Device, memory: MemoryLimit, work: &Work) -> Result<Vec<Continuation>> {
+        options.check()?;
+        self.require_memory(&beginnings, options, memory)?;
         let parameters = Parameters::load(&self.graph, &self.model.weights, device, DType::F32, Residence::Stored, work)?;
         let executor = Executor::new(&self.graph, parameters, device.clone());
-        let total = (prompts.len() as u64).saturating_mul(options.tokens as u64);
+        let total = (beginnings.len() as u64).saturating_mul(options.tokens as u64);
         work.progress.on(Event::Begin { stage: "Generating", total, unit: ProgressUnit::Steps });
         // Threads of the pool begin work at once that one of them gives to the others.
         let found: Result<Vec<Continuation>> = rayon::scope(|_| {
             let mut cache = SequenceCache::new(&self.graph)?;
-            let each = |(index, prompt): (usize, &Vec<i64>)| {
+            let each = |(index, beginning): (usize, Beginning)| {
                 cache.clear();
-                Run { model: self, executor: &executor, cache: &mut cache, work }.continuation(prompt, options, Sampler::new(options.sampling, index))
+                let run = Run { model: self, executor: &executor, cache: &mut cache, inputs: beginning.inputs, work };
+                run.continuation(beginning.tokens, options, Sampler::new(options.sampling, index))
             };
-            prompts.iter().enumerate().map(each).collect()
+            beginnings.into_iter().enumerate().map(each).collect()
         });
         work.progress.on(Event::End);
         found
@@ -220,11 +268,14 @@ impl LanguageModel {
 
     fn check(&self, index: usize, prompt: &[i64]) -> Result<()> {
         let number = index.saturating_add(1);
+        if self.reads == Reads::Recordings {
+            return Err(Error::option(format!("prompt {number}"), "is a text, and the model reads recordings: give it one with --audio"));
+        }
         if prompt.is_empty() {
             return Err(Error::option(format!("prompt {number}"), "has no token: there is nothing to continue"));
         }
         match self.positions {
-            Some(positions) if prompt.len() > positions => Err(Error::option(
+            Some(positions) if self.reads == Reads::Beginnings && prompt.len() > positions => Err(Error::option(
                 format!("prompt {number}"),
                 format!("has {} tokens, and the model's texts end at {positions} (`max_position_embeddings`)", prompt.len()),
             )),
@@ -233,17 +284,25 @@ impl LanguageModel {
     }
 
     /// Refuses what does not fit: parameters are all read for each token.
-    fn require_memory(&self, prompts: &[Vec<i64>], options: &Generate, memory: MemoryLimit) -> Result<()> {
-        let longest = prompts.iter().map(Vec::len).max().unwrap_or(1);
-        let total = longest.saturating_add(options.tokens).min(self.positions.unwrap_or(usize::MAX).max(longest));
-        let piece = if SequenceCache::is_stable(&self.graph, 1, total) { longest.min(PIECE) } else { total };
+    fn require_memory(&self, beginnings: &[Beginning], options: &Generate, memory: MemoryLimit) -> Result<()> {
+        let size = |name: &str, of: &dyn Fn(&Beginning) -> usize| {
+            let input = self.graph.inputs().find(|(_, value)| value.name == name).and_then(|(_, value)| value.ty.shape.get(1));
+            let longest = beginnings.iter().map(of).max().unwrap_or(1).max(1);
+            (longest, if let Some(Dim::Named(size)) = input { Some(size.clone()) } else { None })
+        };
+        let opening = self.opening.as_ref().map_or(0, |opening| opening.tokens(Some(0)).len());
+        let (decoded, read) = if self.reads == Reads::Beginnings { ("input_ids", None) } else { (DECODED, Some("input_ids")) };
+        let (first, name) = size(decoded, &|beginning| beginning.tokens.len().saturating_add(opening));
+        let total = first.saturating_add(options.tokens).min(self.positions.unwrap_or(usize::MAX).max(first));
+        let piece = if SequenceCache::is_stable(&self.graph, 1, total) { first.min(PIECE) } else { total };
         let mut sizes = usual_sizes(&self.graph);
-        let tokens = self.graph.inputs().find(|(_, value)| value.name == "input_ids").and_then(|(_, value)| value.ty.shape.get(1));
-        if let Some(Dim::Named(name)) = tokens {
-            sizes.insert(name.clone(), piece);
+        sizes.extend(name.map(|name| (name, piece)));
+        if let Some(read) = read {
+            let (longest, name) = size(read, &|beginning| beginning.inputs.get(read).and_then(|tokens| tokens.dims().get(1).copied()).unwrap_or(1));
+            sizes.extend(name.map(|name| (name, longest)));
         }
         let mut need = MemoryNeed::of(&self.graph, &self.model.weights, DType::F32, Residence::Stored, &sizes);
-        need.activations = need.activations.saturating_add(SequenceCache::bytes_of(&self.graph, total));
+        need.activations = need.activations.saturating_add(SequenceCache::new(&self.graph)?.bytes_of(&self.graph, total, &sizes));
         match memory.schedule(&[(self.model.config.model_type(), need.clone())])? {
             Schedule::Whole => Ok(()),
             Schedule::Blockwise { .. } => Err(Error::run(
@@ -255,94 +314,10 @@ impl LanguageModel {
     }
 }
 
-/// One prompt on its way.
-struct Run<'r, 'g> {
-    model: &'r LanguageModel,
-    executor: &'r Executor<'g>,
-    cache: &'r mut SequenceCache,
-    work: &'r Work<'r>,
-}
-
-impl Run<'_, '_> {
-    fn continuation(mut self, prompt: &[i64], options: &Generate, mut sampler: Sampler) -> Result<Continuation> {
-        let (mut all, start) = (prompt.to_vec(), Instant::now());
-        let (mut end, mut prefill_seconds) = (End::Tokens, 0.0);
-        let mut found = 0usize;
-        while found < options.tokens {
-            if self.model.positions.is_some_and(|positions| all.len() > positions) {
-                end = End::Positions;
-                break;
-            }
-            let next = sampler.next(&self.logits(&all)?)?;
-            all.push(next);
-            found = found.saturating_add(1);
-            if found == 1 {
-                prefill_seconds = start.elapsed().as_secs_f64();
-            }
-            self.work.progress.on(Event::Advance(1));
-            if self.model.ends.contains(&next) {
-                end = End::Eos;
-                break;
-            }
-        }
-        // What is left of the count is not to come.
-        self.work.progress.on(Event::Advance(options.tokens.saturating_sub(found) as u64));
-        let decode_seconds = start.elapsed().as_secs_f64() - prefill_seconds;
-        Ok(Continuation { tokens: all.split_off(prompt.len()), end, prefill_seconds, decode_seconds })
-    }
-
-    /// What may come behind all tokens so far, of which the model may have seen some.
-    fn logits(&mut self, all: &[i64]) -> Result<Vec<f32>> {
-        let graph = &self.model.graph;
-        if !SequenceCache::is_stable(graph, self.cache.tokens(), all.len()) {
-            self.cache.clear();
-        }
-        loop {
-            self.work.cancel.check()?;
-            let seen = self.cache.tokens();
-            let piece = seen.saturating_add(PIECE).min(all.len());
-            // Where the beginning would be another in the whole, the whole is run at once.
-            let piece = if SequenceCache::is_stable(graph, piece, all.len()) { piece } else { all.len() };
-            let tokens = all.get(seen..piece).unwrap_or_default().to_vec();
-            let count = tokens.len();
-            let row = |values: Vec<i64>| Tensor::from_vec(values, (1, count), &Device::Cpu).map_err(computed);
-            let inputs: BTreeMap<String, Tensor> = [("attention_mask".to_owned(), row(vec![1; count])?), ("input_ids".to_owned(), row(tokens)?)].into();
-            let outputs = self.executor.run_next(&inputs, self.cache, Answers::Last)?;
-            if piece == all.len() {
-                let logits = outputs.get(LOGITS).ok_or_else(|| Error::graph(LOGITS, "are not computed"))?;
-                let values = values(logits, Cause::Answers).map_err(computed)?;
-                let width = logits.dims().last().copied().unwrap_or(0);
-                return if values.len() == width { Ok(values) } else { Err(Error::graph(LOGITS, "are not those of the last token alone")) };
-            }
-        }
-    }
-}
-
-fn computed(e: candle_core::Error) -> Error {
-    Error::computed("generation", e)
-}
-
-/// A token, or a list of them.
-fn numbers(value: &Value) -> Option<BTreeSet<i64>> {
-    match value.as_array() {
-        Some(list) => list.iter().map(Value::as_i64).collect(),
-        None => value.as_i64().map(|number| [number].into()),
-    }
-}
-
 /// How many positions `config.json` says that the model has.
 pub(crate) fn stated_positions(model: &Model) -> Option<usize> {
     let stated = ["max_position_embeddings", "n_positions"].into_iter().find_map(|key| model.config.get(key)?.as_u64());
     stated.map(|count| usize::try_from(count).unwrap_or(usize::MAX))
-}
-
-/// Settings of the model that would change what is the likeliest token, each with a word.
-fn changing(file: &str, settings: &Map<String, Value>) -> Vec<String> {
-    let changes = |(key, rest): &(&str, f64)| {
-        let value = settings.get(*key).filter(|value| !value.is_null())?;
-        (value.as_f64() != Some(*rest) && value.as_array().is_none_or(|list| !list.is_empty())).then(|| format!("{file}: `{key}` of {value} is not used"))
-    };
-    CHANGING.iter().filter_map(changes).collect()
 }
 
 #[cfg(test)]
@@ -355,16 +330,5 @@ mod tests {
         assert_eq!(first_difference(&[1, 2, 3], &[1, 5, 3]), Some(1));
         assert_eq!(first_difference(&[1, 2], &[1, 2, 3]), Some(2));
         assert_eq!(first_difference(&[], &[]), None);
-    }
-
-    #[test]
-    fn settings_that_are_not_used_are_told() {
-        let settings = |text: &str| changing("generation_config.json", serde_json::from_str::<Value>(text).unwrap().as_object().unwrap());
-        assert!(settings(r#"{"repetition_penalty": 1.0, "temperature": 0.6, "do_sample": true, "num_beams": 1, "suppress_tokens": []}"#).is_empty());
-        let told = settings(r#"{"repetition_penalty": 1.1, "bad_words_ids": [[3]]}"#);
-        assert!(told.len() == 2 && told[0].contains("`repetition_penalty` of 1.1"), "{told:?}");
-        assert_eq!(numbers(&serde_json::json!([2, 7])), Some([2, 7].into()));
-        assert_eq!(numbers(&serde_json::json!(2)), Some([2].into()));
-        assert_eq!(numbers(&serde_json::json!("2")), None);
     }
 }

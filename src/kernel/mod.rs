@@ -44,6 +44,7 @@ mod running {
     pub mod eigen;
     pub mod epilogue;
     pub mod few_rows;
+    pub mod fourier;
     pub mod gram;
     pub mod grid;
     pub mod low_rank;

@@ -2,12 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
+use candle_core::Tensor;
 use serde_json::{Value, json};
 
 use super::args::Global;
 use super::output;
 use crate::error::{Error, Result};
-use crate::generation::{Continuation, End, Generate, LanguageModel, Message, Sampling, Speed, Vocabulary, first_difference};
+use crate::generation::{Continuation, End, Generate, LanguageModel, Message, Reads, Sampling, Speed, Vocabulary, first_difference};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::terminal::{table, wrapped};
@@ -18,21 +19,26 @@ use crate::report::terminal::{table, wrapped};
   compress generate out/smollm2-w4a16 --against ./smollm2 --prompt 'Once upon a time' --prompt 'Water boils at'
   compress generate ./smollm2-instruct --chat --prompt 'Why is the sky blue?'
   compress generate ./smollm2 --prompt 'Once upon a time' --temperature 0.8 --top-p 0.95 --seed 7
+  compress generate ./flan-t5-small --prompt 'translate English to German: The house is small.'
+  compress generate ./whisper-tiny.en --audio speech.wav
 
 Without --temperature, --top-k and --top-p, the likeliest token comes each time, as with `do_sample=False` in transformers. Texts end at
 the `eos_token_id` of generation_config.json or config.json.")]
 pub(in crate::cli) struct Args {
     /// Model folder
     model: PathBuf,
-    /// A text to continue; may be given several times
-    #[arg(long = "prompt", value_name = "TEXT", required = true, allow_hyphen_values = true)]
+    /// A text to continue, or to make another one of with an encoder and a decoder; may be given several times
+    #[arg(long = "prompt", value_name = "TEXT", required_unless_present = "recordings", allow_hyphen_values = true)]
     prompts: Vec<String>,
+    /// A recording of speech to write down, a WAV file; may be given several times
+    #[arg(long = "audio", value_name = "FILE", conflicts_with_all = ["prompts", "chat"])]
+    recordings: Vec<PathBuf>,
     /// Take each prompt as what a user says in a chat, by the model's own template, and continue with the answer
     #[arg(long)]
     chat: bool,
-    /// Tokens of a continuation at most
-    #[arg(long, value_name = "N", default_value_t = 64)]
-    tokens: usize,
+    /// Tokens of a continuation at most [default: 64; of recordings, as many as the model has positions]
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
     /// Show what another model makes of the same prompts, usually the original
     #[arg(long, value_name = "MODEL")]
     against: Option<PathBuf>,
@@ -73,18 +79,27 @@ impl Args {
         if let [(_, _, before), (_, _, after)] = models.as_slice() {
             before.require_same(after)?;
         }
+        // What no model can read is said before it is loaded too.
+        let heard = models.iter().map(|(_, model, _)| self.heard(model)).collect::<Result<Vec<_>>>()?;
         let device = global.models.device.open()?;
         let memory = memory_limit(global.models.memory, &device);
         let mut told = Vec::with_capacity(models.len());
-        for (path, model, vocabulary) in models {
+        for ((path, model, vocabulary), heard) in models.into_iter().zip(heard) {
             let template = self.chat.then(|| model.chat_template()).transpose()?;
             let encode = |text: &String| match &template {
                 Some(template) => vocabulary.encode_chat(&template.render(&[Message { role: "user".into(), content: text.clone() }])?),
                 None => vocabulary.encode(text),
             };
             let prompts = self.prompts.iter().map(encode).collect::<Result<Vec<_>>>()?;
-            let continuations = global.work(|work| model.generate(&prompts, &options, &device, memory, work))?;
-            let texts = prompts.iter().zip(&continuations).map(|(prompt, found)| vocabulary.continuation(prompt, &found.tokens)).collect::<Result<_>>()?;
+            let continuations = global.work(|work| match self.recordings.is_empty() {
+                true => model.generate(&prompts, &options, &device, memory, work),
+                false => model.transcribe(&heard, &options, &device, memory, work),
+            })?;
+            let text = |(index, found): (usize, &Continuation)| match prompts.get(index).filter(|_| model.reads() == Reads::Beginnings) {
+                Some(prompt) => vocabulary.continuation(prompt, &found.tokens),
+                None => vocabulary.decode(&found.tokens),
+            };
+            let texts = continuations.iter().enumerate().map(text).collect::<Result<_>>()?;
             told.push(Told { path, vocabulary, notes: model.notes().to_vec(), prompts, continuations, texts });
         }
         let Some(last) = told.pop() else { return Ok(()) };
@@ -98,8 +113,23 @@ impl Args {
             return Err(Error::option("--seed", "is for draws, and the likeliest token comes each time: add --temperature, --top-k or --top-p"));
         }
         let sampling = Sampling { temperature: self.temperature.unwrap_or(1.0), top_k: self.top_k, top_p: self.top_p, seed: self.seed.unwrap_or(0) };
-        let options = Generate { tokens: self.tokens, sampling: draws.then_some(sampling) };
+        let tokens = self.tokens.unwrap_or(if self.recordings.is_empty() { Generate::default().tokens } else { MOST });
+        let options = Generate { tokens, sampling: draws.then_some(sampling) };
         options.check().map(|()| options)
+    }
+
+    /// The recordings as a model reads them.
+    fn heard(&self, model: &LanguageModel) -> Result<Vec<Tensor>> {
+        if self.recordings.is_empty() {
+            return Ok(Vec::new());
+        }
+        let speech = model.speech()?;
+        self.recordings.iter().map(|path| speech.read(path)).collect()
+    }
+
+    /// What is written over each text.
+    fn heads(&self) -> Vec<String> {
+        self.prompts.iter().cloned().chain(self.recordings.iter().map(|path| path.display().to_string())).collect()
     }
 
     fn data(&self, options: &Generate, last: &Told, before: Option<&Told>) -> Value {
@@ -109,8 +139,9 @@ impl Args {
         };
         let prompt = |(index, text): (usize, &String)| {
             json!({
-                "prompt": text,
-                "prompt_tokens": last.prompts[index],
+                "prompt": self.prompts.get(index),
+                "prompt_tokens": last.prompts.get(index),
+                "audio": self.recordings.get(index).map(|_| text),
                 "continuation": of(last, index),
                 "against": before.map(|before| of(before, index)),
                 "first_difference": before.and_then(|before| last.first_difference(before, index)),
@@ -121,7 +152,7 @@ impl Args {
             "against": before.map(|before| before.path.to_string_lossy()),
             "options": options,
             "chat": self.chat,
-            "prompts": self.prompts.iter().enumerate().map(prompt).collect::<Vec<_>>(),
+            "prompts": self.heads().iter().enumerate().map(prompt).collect::<Vec<_>>(),
             "speed": last.speed(),
             "speed_against": before.map(Told::speed),
             "notes": last.notes,
@@ -136,7 +167,7 @@ impl Args {
         };
         let mut out = format!("{}: {way}, {} tokens at most\n", last.path.display(), options.tokens);
         let columns = super::columns().unwrap_or(COLUMNS);
-        for (index, prompt) in self.prompts.iter().enumerate() {
+        for (index, prompt) in self.heads().iter().enumerate() {
             out += &format!("\n> {prompt}\n");
             let Some(before) = before else {
                 let found = &last.continuations[index];
@@ -165,6 +196,8 @@ impl Args {
     }
 }
 
+/// Tokens of a recording at most, where nothing is said: models have fewer positions.
+const MOST: usize = 1 << 12;
 /// Columns where stdout is no terminal.
 const COLUMNS: u16 = 100;
 

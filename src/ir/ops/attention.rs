@@ -312,8 +312,16 @@ impl OpSpec for Attention {
 }
 
 impl Sequential for Attention {
-    fn axis(&self, input: usize) -> usize {
-        if input < 3 { 2 } else { 1 }
+    fn axis(&self, input: usize) -> Option<usize> {
+        Some(if input < 3 { 2 } else { 1 })
+    }
+
+    fn is_by_token(&self, along: &dyn Fn(usize) -> bool) -> bool {
+        !self.causal && self.window.is_none() && along(0) && !(1..6).any(along)
+    }
+
+    fn reads_pairs(&self, input: usize) -> bool {
+        input > 2
     }
 
     fn looks_ahead(&self) -> Option<&'static str> {
@@ -325,7 +333,16 @@ impl Sequential for Attention {
         let seen = self.window.map_or(usize::MAX, |window| window.saturating_sub(1));
         let mut all = vec![inputs[0].clone()];
         for (input, new) in inputs.iter().enumerate().skip(1) {
-            all.push(past.rows(input - 1).push(new, self.axis(input), seen)?);
+            let new = match (input, new.rank()) {
+                (1 | 2, _) => past.rows(input - 1).push(new, 2, seen)?,
+                (_, 2) => past.rows(input - 1).push(new, 1, seen)?,
+                // A bias has a column for each token; those of keys that no query sees are forgotten with them.
+                (_, rank) => {
+                    let (keys, columns) = (all[1].dim(2)?, new.dim(rank - 1)?);
+                    if columns > keys { new.narrow(rank - 1, columns - keys, keys)? } else { new.clone() }
+                }
+            };
+            all.push(new);
         }
         forward(&all)
     }

@@ -9,8 +9,24 @@ pub type Forward<'f> = dyn Fn(&[Tensor]) -> Result<Tensor> + 'f;
 
 /// An op whose result for a token depends on where the token stands, or on tokens before it.
 pub trait Sequential: fmt::Debug {
-    /// The axis of an input that tokens lie along.
-    fn axis(&self, input: usize) -> usize;
+    /// The axis of an input that tokens lie along; none of an input that has no row for each token.
+    fn axis(&self, input: usize) -> Option<usize>;
+
+    /// Whether it computes each token by itself where tokens lie along these inputs alone, as attention does to what does not grow: then it
+    /// needs to keep nothing.
+    fn is_by_token(&self, _along: &dyn Fn(usize) -> bool) -> bool {
+        false
+    }
+
+    /// Whether its result has a row for each new token, and a column for each of all tokens.
+    fn makes_pairs(&self) -> bool {
+        false
+    }
+
+    /// Whether an input may be such a result.
+    fn reads_pairs(&self, _input: usize) -> bool {
+        false
+    }
 
     /// Why its result for a token depends on later ones, if it does.
     fn looks_ahead(&self) -> Option<&'static str> {

@@ -56,8 +56,8 @@ impl Positions {
 }
 
 impl Sequential for Positions {
-    fn axis(&self, _input: usize) -> usize {
-        1
+    fn axis(&self, _input: usize) -> Option<usize> {
+        Some(1)
     }
 
     fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {

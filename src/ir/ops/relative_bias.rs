@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
 use super::gradient::wide;
+use super::past::{Forward, Past, Sequential};
 use super::{Backward, OpSpec, require, require_floats, require_rank};
 use crate::ir::{Element, TensorType};
 
@@ -65,15 +66,33 @@ impl RelativeBias {
         Ok(())
     }
 
-    /// The row of each pair of places, one after the other.
-    fn pairs(&self, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
-        constant(format!("rows by distance {self:?} {sequence}"), device, |device| {
-            let (far, rows) = (self.max_distance as i64, self.by_distance());
-            let places = 0..sequence as i64;
-            let of = |query: i64| places.clone().map(move |key| ((key - query).clamp(-far, far) + far) as usize);
-            let pairs: Vec<i64> = places.clone().flat_map(of).map(|at| rows[at]).collect();
-            Tensor::from_vec(pairs, sequence * sequence, device)
-        })
+    /// The row of each pair of places, one after the other, of the queries behind so many tokens.
+    fn pairs(&self, past: usize, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
+        let (far, rows) = (self.max_distance as i64, self.by_distance());
+        let (first, end) = (past as i64, (past + sequence) as i64);
+        let of = |query: i64| (0..end).map(move |key| ((key - query).clamp(-far, far) + far) as usize);
+        let pairs: Vec<i64> = (first..end).flat_map(of).map(|at| rows[at]).collect();
+        Tensor::from_vec(pairs, sequence * (past + sequence), device)
+    }
+
+    fn whole(&self, sequence: usize, device: &Device) -> candle_core::Result<Tensor> {
+        constant(format!("rows by distance {self:?} {sequence}"), device, |device| self.pairs(0, sequence, device))
+    }
+}
+
+impl Sequential for RelativeBias {
+    fn axis(&self, input: usize) -> Option<usize> {
+        (input == 0).then_some(1)
+    }
+
+    fn makes_pairs(&self) -> bool {
+        true
+    }
+
+    fn follow(&self, inputs: &[Tensor], past: &mut Past, _forward: &Forward) -> candle_core::Result<Tensor> {
+        let (past, sequence, heads) = (past.tokens(), inputs[0].dim(1)?, inputs[1].dim(1)?);
+        let rows = inputs[1].index_select(&self.pairs(past, sequence, inputs[1].device())?, 0)?;
+        rows.t()?.contiguous()?.reshape((heads, sequence, past + sequence))
     }
 }
 
@@ -102,8 +121,12 @@ impl OpSpec for RelativeBias {
 
     fn eval(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
         let (sequence, heads) = (inputs[0].dim(1)?, inputs[1].dim(1)?);
-        let rows = inputs[1].index_select(&self.pairs(sequence, inputs[1].device())?, 0)?;
+        let rows = inputs[1].index_select(&self.whole(sequence, inputs[1].device())?, 0)?;
         rows.t()?.contiguous()?.reshape((heads, sequence, sequence))
+    }
+
+    fn sequential(&self) -> Option<&dyn Sequential> {
+        Some(self)
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
@@ -111,7 +134,7 @@ impl OpSpec for RelativeBias {
         let of_table = backward.of(1, || {
             let (heads, sequence, _) = backward.gradient.dims3()?;
             let rows = wide(&backward.gradient.reshape((heads, sequence * sequence))?)?.t()?.contiguous()?;
-            let pairs = self.pairs(sequence, rows.device())?;
+            let pairs = self.whole(sequence, rows.device())?;
             Tensor::zeros(table, rows.dtype(), rows.device())?.index_add(&pairs, &rows, 0)?.to_dtype(backward.gradient.dtype())
         })?;
         Ok(vec![None, of_table])

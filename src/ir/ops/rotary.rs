@@ -215,8 +215,8 @@ impl OpSpec for Rotary {
 }
 
 impl Sequential for Rotary {
-    fn axis(&self, _input: usize) -> usize {
-        2
+    fn axis(&self, _input: usize) -> Option<usize> {
+        Some(2)
     }
 
     fn is_stable(&self, width: usize, before: usize, after: usize) -> bool {

@@ -40,9 +40,13 @@ impl Selection {
     pub fn new(pass: &PruneStructured, model: &Model, graph: &Graph) -> Result<Selection> {
         select::check("targets", &pass.targets, model.weights.by_name.keys())?;
         select::check("ignore", &pass.ignore, model.weights.by_name.keys())?;
-        let groups = analysis::groups(graph)?;
-        let parts = parts(pass, &groups)?;
+        let mut groups = analysis::groups(graph)?;
         let model_type = if model.is_described() { model.config.model_type() } else { "" };
+        // Channels in front of a transformer have no number of their own in its config.json.
+        if arch::one_width(model_type) {
+            groups.groups.iter_mut().filter(|group| group.unit == GroupUnit::Channels).for_each(|group| group.unit = GroupUnit::Other);
+        }
+        let parts = parts(pass, &groups)?;
         let units: BTreeSet<GroupUnit> = parts.iter().filter_map(|part| part.unit()).collect();
         let hidden = groups.groups.iter().find(|group| group.unit == GroupUnit::Hidden).map(|group| group.size);
         // What config.json calls by the width of the stream goes along with it.

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use crate::arch::{self, ModelKind};
+use crate::arch::{self, ModelKind, Settings};
 use crate::model::{Model, ModelPart, is_linear, part};
 use crate::report::format::{bytes, count, percent};
 use crate::store::Encoding;
@@ -39,7 +39,8 @@ impl Facts<'_> {
         parts.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
         let runs = model.graph().is_ok();
         let convolutions = parts.first().is_some_and(|(part, _)| *part == ModelPart::Convolutions);
-        let kind = arch::family(model.config.model_type()).map(|family| family.kind).or((runs && convolutions).then_some(ModelKind::Convolutional));
+        let known = arch::family(model.config.model_type()).map(|family| family.kind_of(&Settings::new(model.config.values())));
+        let kind = known.or((runs && convolutions).then_some(ModelKind::Convolutional));
         Facts {
             model,
             kind,
@@ -153,7 +154,7 @@ fn data(facts: &Facts, out: &mut Vec<String>) {
         Some(ModelKind::Encoder) => ("{ text: sentences.txt, task: fidelity }", "{ text: sentences.txt, samples: 128 }"),
         Some(ModelKind::Decoder) => ("{ text: book.txt, task: language-modelling, max_length: 512 }", "{ text: book.txt, max_length: 512, samples: 64 }"),
         Some(ModelKind::VisionTransformer | ModelKind::Convolutional) => ("{ images: test }", "{ images: train, samples: 256 }"),
-        Some(ModelKind::Pair) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
+        Some(ModelKind::Pair | ModelKind::EncoderDecoder) | None => ("{ arrays: test.safetensors }", "{ arrays: train.safetensors, samples: 128 }"),
     };
     if images {
         out.push("# A folder of images holds one folder for each class.".into());

@@ -7,7 +7,7 @@ use crate::exec::transfer::{self, Cause};
 
 /// 1 for tokens and 0 for padding, `[batch, sequence]` in f32; nothing where samples have no padding.
 pub(super) fn of(batch: &Batch, device: &Device) -> Result<Option<Tensor>> {
-    let mask = batch.inputs.get("attention_mask");
+    let mask = batch.mask();
     mask.map(|mask| transfer::to_device(mask, device, Cause::Batch)?.ne(0i64)?.to_dtype(DType::F32)).transpose()
 }
 
