@@ -68,7 +68,10 @@ impl Speech {
     pub fn open(folder: &Path, made: &Made) -> Result<Speech> {
         let config = config_beside(folder, made, FILE)?;
         if config.values().is_empty() {
-            return Err(Error::malformed(&folder.join(FILE), "is missing: it says how recordings become what the model reads"));
+            return Err(Error::malformed(
+                &folder.join(FILE),
+                "is missing: it says how recordings become what the model reads (transformers 5 writes it into processor_config.json, under `feature_extractor`: make a file of that part)",
+            ));
         }
         Speech::parse(&config).map(|(speech, _)| speech)
     }

@@ -68,12 +68,16 @@ impl Wav {
                 }
                 (Some(b"data"), Some((format, channels, rate))) => {
                     let rest = file.length().saturating_sub(start);
-                    let size = if size == u64::from(OPEN) { rest } else { size };
+                    // Who writes while recording may leave the size at nothing, too.
+                    let size = if size == u64::from(OPEN) || size == 0 { rest } else { size };
                     if size > rest {
                         return Err(wrong(format!("ends before its samples do: {size} bytes of them are announced, {rest} are there")));
                     }
                     let (Format::Integer(width) | Format::Float(width)) = format;
                     let samples = size.checked_div(width.saturating_mul(channels) as u64).unwrap_or(0);
+                    if samples == 0 {
+                        return Err(wrong("has no samples".into()));
+                    }
                     return Ok(Wav { path: path.to_owned(), format, rate, channels, start, samples, file });
                 }
                 (Some(b"data"), None) => return Err(wrong("does not say what its samples are".into())),
@@ -181,6 +185,9 @@ mod tests {
         let at = open.len() - 6;
         open[at..at + 4].copy_from_slice(&OPEN.to_le_bytes());
         assert_eq!(read(&open).unwrap(), [0.5]);
+        open[at..at + 4].fill(0);
+        assert_eq!(read(&open).unwrap(), [0.5]);
+        assert!(read(&written(1, 16, &[])).unwrap_err().to_string().contains("has no samples"));
     }
 
     #[test]

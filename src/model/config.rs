@@ -129,6 +129,8 @@ impl Config {
         let has_head =
             ["ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"].iter().any(|end| architecture.ends_with(end));
         let said = self.get("tie_word_embeddings").and_then(Value::as_bool);
+        // A head of T5 that is stored is its own, whatever is said: transformers writes that it is tied into every configuration.
+        let said = said.filter(|_| !self.shares_table());
         let tied = TIED.into_iter().filter(|(alias, original)| stored(original) && said.unwrap_or(has_head && !stored(alias)));
         // An encoder alone has no table of the decoder.
         let there = |alias: &str| alias.starts_with("encoder.") || stored(alias) || stored("decoder.final_layer_norm.weight");

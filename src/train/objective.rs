@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 
 use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
 use crate::analysis::{self, Layers};
-use crate::data::{Batch, Task};
+use crate::data::{Batch, DECODED, Task};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
 
@@ -52,6 +52,13 @@ impl Objective {
     /// # Errors
     /// A loss that the graphs or the data do not allow, by name.
     pub fn new(losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
+        if student.inputs().any(|(_, value)| value.name == DECODED) {
+            // Which tokens count, and which row of logits is whose, is known of texts with tokens of one kind.
+            return Err(Error::Unsupported {
+                what: format!("training a decoder behind an encoder (a model that takes `{DECODED}`)"),
+                hint: "passes over weights, static int8 and structured pruning take such models".into(),
+            });
+        }
         let losses = if losses.is_empty() { usual(student, teacher, task)? } else { losses.clone() };
         let mut objective = Objective { terms: Vec::new(), logits: None, notes: Vec::new(), losses: losses.clone() };
         let needs = |name: &str| teacher.ok_or_else(|| Error::option(format!("losses: {name}"), "needs a teacher: use `distill`, with `teacher`"));
@@ -365,9 +372,17 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
 
 #[cfg(test)]
 mod tests {
-    use super::{is_by_token, spread};
+    use super::{Losses, Objective, Task, is_by_token, spread};
     use crate::analysis;
     use crate::model::Model;
+
+    #[test]
+    fn decoders_behind_encoders_are_refused() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/t5");
+        let graph = crate::Model::open(folder).unwrap().graph().unwrap();
+        let refused = Objective::new(&Losses::default(), &graph, Some(&graph), Task::Fidelity).err().unwrap().to_string();
+        assert!(refused.contains("decoder_input_ids"), "{refused}");
+    }
 
     #[test]
     fn tokens_are_told_from_patches() {

@@ -6,7 +6,7 @@ use super::evaluate::Run;
 use crate::error::{Error, Result};
 use crate::evaluation::Continued;
 use crate::exec::transfer;
-use crate::generation::{Generate, LanguageModel, first_difference};
+use crate::generation::{Generate, LanguageModel, Reads, first_difference};
 use crate::model::Model;
 
 /// Texts that are continued.
@@ -35,7 +35,7 @@ impl Run<'_> {
         }
         // What is no decoder, or has no text, has no continuations.
         let Ok(before) = LanguageModel::of(self.before.clone()) else { return Ok((Vec::new(), None)) };
-        if before.vocabulary().is_err() {
+        if before.vocabulary().is_err() || before.reads() != Reads::Beginnings {
             return Ok((Vec::new(), None));
         }
         match self.continued(&before) {
