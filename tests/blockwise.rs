@@ -26,6 +26,7 @@ use compress::work::MemoryLimit;
 fn batches(graph: &Graph) -> Vec<Batch> {
     let sizes = graph.bind(|name| match name {
         "sequence" => 6,
+        "decoder_sequence" => 5,
         "batch" => 2,
         _ => 32,
     });

@@ -91,7 +91,11 @@ fn every_int8_export_computes_what_the_executor_does() {
     }
     // A number that lies between two integers may go either way. Where weights are stored input-major, ONNX rounds inputs
     // that were multiplied by the weights' scales, the executor those that were not.
-    let tolerance = |name: &str| if name.contains("gpt2") || name.ends_with("modernbert-masked-lm") { 1e-2 } else { 1e-4 };
+    let tolerance = |name: &str| match name {
+        name if name.contains("gpt2") || name.ends_with("modernbert-masked-lm") => 1e-2,
+        name if name.ends_with("t5-headless") => 1e-3,
+        _ => 1e-4,
+    };
     let failures = apart(Some(QuantizeDynamic { embeddings: true, ..Default::default() }), angle, tolerance);
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

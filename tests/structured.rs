@@ -118,6 +118,13 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         ("mpnet", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("t5-encoder", vec![PrunedPart::Layers], vec![("num_layers", 1)]),
         ("t5-encoder", vec![PrunedPart::Heads], vec![("num_heads", 2), ("d_kv", 6)]),
+        ("t5", vec![PrunedPart::Heads, PrunedPart::Mlp], vec![("num_heads", 2), ("d_kv", 6), ("d_ff", 14)]),
+        ("t5", vec![PrunedPart::Layers], vec![("num_layers", 1), ("num_decoder_layers", 3)]),
+        (
+            "whisper",
+            vec![PrunedPart::Heads, PrunedPart::Hidden, PrunedPart::Mlp],
+            vec![("d_model", 8), ("encoder_attention_heads", 1), ("decoder_attention_heads", 1), ("encoder_ffn_dim", 14), ("decoder_ffn_dim", 10)],
+        ),
         ("mt5-encoder", vec![PrunedPart::Hidden, PrunedPart::Mlp], vec![("d_model", 8), ("d_ff", 14)]),
         ("sentence-dense", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
         ("torchvision-mobilenet-v3", vec![PrunedPart::Channels], vec![]),

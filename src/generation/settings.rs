@@ -107,27 +107,26 @@ impl Settings {
         };
         CHANGING.iter().filter_map(changes).collect()
     }
-
-    /// Settings of these values, for tests.
-    #[cfg(test)]
-    pub fn told(said: Value) -> Settings {
-        Settings { file: FILE, said: said.as_object().cloned().unwrap_or_default(), config: Map::new() }
-    }
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use serde_json::json;
 
     use super::*;
 
+    /// Settings of these values.
+    pub fn told(said: Value) -> Settings {
+        Settings { file: FILE, said: said.as_object().cloned().unwrap_or_default(), config: Map::new() }
+    }
+
     #[test]
     fn settings_that_are_not_used_are_told() {
-        let settings = |value: Value| Settings::told(value).changing();
+        let settings = |value: Value| told(value).changing();
         assert!(settings(json!({ "repetition_penalty": 1.0, "temperature": 0.6, "do_sample": true, "num_beams": 1, "bad_words_ids": [] })).is_empty());
         let told = settings(json!({ "repetition_penalty": 1.1, "bad_words_ids": [[3]] }));
         assert!(told.len() == 2 && told[0].contains("`repetition_penalty` of 1.1"), "{told:?}");
-        let tokens = |value: Value| Settings::told(json!({ "suppress_tokens": value })).tokens("suppress_tokens");
+        let tokens = |value: Value| told(json!({ "suppress_tokens": value })).tokens("suppress_tokens");
         assert_eq!(tokens(json!([2, 7])).unwrap(), [2, 7].into());
         assert_eq!(tokens(json!(2)).unwrap(), [2].into());
         assert!(tokens(json!("2")).unwrap_err().to_string().contains("`suppress_tokens` is \"2\""));
