@@ -96,13 +96,16 @@ fn forced_tokens(forced: &Value) -> Option<(bool, Vec<i64>)> {
 mod tests {
     use serde_json::json;
 
-    use super::super::settings::tests::told;
     use super::*;
+
+    fn settings_of(said: Value) -> Settings {
+        Settings::new(said.as_object().cloned().unwrap_or_default(), serde_json::Map::new())
+    }
 
     fn of(value: Value) -> Result<Opening> {
         let mut all = json!({ "decoder_start_token_id": 50 });
         all.as_object_mut().unwrap().extend(value.as_object().unwrap().clone());
-        Opening::of_speech(&told(all))
+        Opening::of_speech(&settings_of(all))
     }
 
     #[test]
@@ -127,7 +130,7 @@ mod tests {
             let refused = of(value).unwrap_err().to_string();
             assert!(refused.contains(key), "{refused}");
         }
-        let nothing = Opening::of_texts(&told(json!({}))).unwrap_err().to_string();
+        let nothing = Opening::of_texts(&settings_of(json!({}))).unwrap_err().to_string();
         assert!(nothing.contains("`decoder_start_token_id`"), "{nothing}");
     }
 }

@@ -43,10 +43,12 @@ impl Settings {
     pub fn of(model: &Model) -> Result<Settings> {
         let settings = config_beside(&model.path, &model.beside.made, FILE)?;
         let config = model.config.values().clone();
-        Ok(match settings.values().is_empty() {
-            true => Settings { file: "config.json", said: config.clone(), config },
-            false => Settings { file: FILE, said: settings.values().clone(), config },
-        })
+        Ok(Settings::new(settings.values().clone(), config))
+    }
+
+    /// What the settings say, and the configuration, which counts where there are none.
+    pub fn new(said: Map<String, Value>, config: Map<String, Value>) -> Settings {
+        if said.is_empty() { Settings { file: "config.json", said: config.clone(), config } } else { Settings { file: FILE, said, config } }
     }
 
     /// A value that is there and not null.
@@ -110,23 +112,22 @@ impl Settings {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use serde_json::json;
 
     use super::*;
 
-    /// Settings of these values.
-    pub fn told(said: Value) -> Settings {
-        Settings { file: FILE, said: said.as_object().cloned().unwrap_or_default(), config: Map::new() }
+    fn settings_of(said: Value) -> Settings {
+        Settings::new(said.as_object().cloned().unwrap_or_default(), Map::new())
     }
 
     #[test]
     fn settings_that_are_not_used_are_told() {
-        let settings = |value: Value| told(value).changing();
+        let settings = |value: Value| settings_of(value).changing();
         assert!(settings(json!({ "repetition_penalty": 1.0, "temperature": 0.6, "do_sample": true, "num_beams": 1, "bad_words_ids": [] })).is_empty());
         let told = settings(json!({ "repetition_penalty": 1.1, "bad_words_ids": [[3]] }));
         assert!(told.len() == 2 && told[0].contains("`repetition_penalty` of 1.1"), "{told:?}");
-        let tokens = |value: Value| told(json!({ "suppress_tokens": value })).tokens("suppress_tokens");
+        let tokens = |value: Value| settings_of(json!({ "suppress_tokens": value })).tokens("suppress_tokens");
         assert_eq!(tokens(json!([2, 7])).unwrap(), [2, 7].into());
         assert_eq!(tokens(json!(2)).unwrap(), [2].into());
         assert!(tokens(json!("2")).unwrap_err().to_string().contains("`suppress_tokens` is \"2\""));
