@@ -7,7 +7,6 @@
 
 mod amount;
 mod cast;
-mod importance;
 mod integers;
 mod palettize;
 pub mod prune_unstructured;
@@ -24,7 +23,6 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-pub use importance::InputImportance;
 pub use integers::WeightObserver;
 pub use palettize::Palettize;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
@@ -44,6 +42,7 @@ mod running {
     mod distill;
     mod finetune;
     pub(in crate::pass) mod identity;
+    mod input_importance;
     pub(in crate::pass) mod layerwise;
     pub mod prune_structured;
     mod quantize_static;
@@ -54,6 +53,7 @@ mod running {
     pub use dequantize::Dequantize;
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
+    pub(crate) use input_importance::input_importance;
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 
@@ -70,6 +70,7 @@ mod layerwise;
 use crate::error::Result;
 use crate::model::Model;
 use crate::run_state::RunState;
+pub use crate::run_state::{InputImportance, Samples};
 use crate::store::Weight;
 use crate::work::Work;
 
@@ -130,17 +131,6 @@ pub trait Pass: fmt::Debug + Send + Sync {
     fn remedy(&self) -> &'static str {
         "a smaller change"
     }
-}
-
-/// A data set of a recipe, by what it is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Samples {
-    /// `calibration`.
-    Calibration,
-    /// `train`.
-    Train,
-    /// None: the pass computes on weights alone.
-    None,
 }
 
 /// What a pass works with.

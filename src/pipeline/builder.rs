@@ -8,7 +8,7 @@ use super::{plan, run};
 use crate::error::{Error, Result};
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::Step;
+use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
@@ -111,6 +111,12 @@ impl Pipeline {
         weights.filter_map(|(step, name)| Some(step.pass().kept_bytes(name, after.weights.by_name.get(name)?))).sum()
     }
 
+    /// What runs the model, by name, and the samples that it runs on: passes, then formats.
+    pub(super) fn runs(&self) -> impl Iterator<Item = (&'static str, Samples)> {
+        let passes = self.steps.iter().map(Step::pass).filter_map(|pass| Some((pass.name(), pass.runs_on()?)));
+        passes.chain(self.export.iter().map(Export::format).filter_map(|format| Some((format.name(), format.runs_on()?))))
+    }
+
     /// Whether a pass keeps unfinished work that an interrupted run can go on with.
     pub(super) fn keeps_work(&self) -> bool {
         self.steps.iter().any(|step| step.pass().keeps_work())
@@ -138,7 +144,9 @@ impl Pipeline {
             after = step.pass().apply(after, &mut run, None)?;
         }
         close(&mut after, model, &mut run)?;
-        settled.running.lend(&settled.steps);
+        settled.export.iter_mut().for_each(|export| export.format_mut().settle(&sets));
+        let calibrates = settled.runs().any(|(_, samples)| samples == Samples::Calibration);
+        settled.running.lend(calibrates);
         Ok((settled, after, run))
     }
 
@@ -297,7 +305,7 @@ impl Builder {
     /// # Errors
     /// The first option that cannot be, with the number of its pass.
     pub fn build(self) -> Result<Pipeline> {
-        self.0.running.check(&self.0.steps)?;
+        self.0.running.check(self.0.runs())?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
                 return Err(Error::option("export", format!("`{}` is named twice, and both would write the same files", export.format().name())));

@@ -73,7 +73,7 @@ impl Pipeline {
     }
 
     fn require_model_alone(&self) -> Result<()> {
-        let running = self.steps.iter().find(|step| step.pass().runs_on().is_some()).map(|step| step.pass().name());
+        let running = self.runs().next().map(|(name, _)| name);
         let running = running.or(self.running.evaluates().then_some("evaluation"));
         match running {
             None => Ok(()),

@@ -86,7 +86,7 @@ impl Run<'_> {
     }
 
     fn runs_on_samples(&self) -> bool {
-        self.pipeline.steps.iter().any(|step| !matches!(step.pass().runs_on(), None | Some(Samples::None)))
+        self.pipeline.runs().any(|(_, samples)| samples != Samples::None)
     }
 
     /// Runs both models side by side, block by block: the memory of a block serves the next one, and weights that both share are loaded once.
@@ -159,7 +159,7 @@ impl Run<'_> {
         let sets = &self.pipeline.running.data;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
-            let used = self.pipeline.steps.iter().any(|step| step.pass().runs_on() == Some(kind));
+            let used = self.pipeline.runs().any(|(_, samples)| samples == kind);
             let used = if used { set.samples } else { Some(0) };
             let mut any = false;
             if let Some(used) = used {
@@ -183,7 +183,7 @@ impl Run<'_> {
             Samples::Train => Some(usize::MAX),
             Samples::None => None,
         };
-        let used = self.pipeline.steps.iter().filter_map(|step| used(step.pass().runs_on()?)).max();
+        let used = self.pipeline.runs().filter_map(|(_, samples)| used(samples)).max();
         if let Some(used) = used {
             return Budget { macs: u64::MAX, samples: (used / USED_PER_MEASURED).clamp(1, MOST) };
         }
