@@ -27,8 +27,16 @@ const SILENCE: u64 = 30;
 /// Where systems keep the certificates that they trust.
 const CERTIFICATES: [&str; 4] = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"];
 
-/// Connections, which are kept open and used again.
-pub(super) static AGENT: LazyLock<Agent> = LazyLock::new(|| {
+/// What requests go over: connections, which are kept open and used again.
+pub(super) fn agent() -> Agent {
+    #[cfg(test)]
+    if let Some(agent) = super::changed_answers::agent() {
+        return agent;
+    }
+    AGENT.clone()
+}
+
+static AGENT: LazyLock<Agent> = LazyLock::new(|| {
     let said = std::env::var("HF_HUB_DOWNLOAD_TIMEOUT").ok().and_then(|text| text.parse().ok());
     let silence = Duration::from_secs(said.unwrap_or(SILENCE).max(1));
     let own = ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());
@@ -177,7 +185,7 @@ impl Address {
         for _ in 0..MOST_MOVES {
             let moved = lock(&self.moved).clone();
             let url = moved.as_deref().unwrap_or(&self.url);
-            let mut request = AGENT.get(url);
+            let mut request = agent().get(url);
             if let Some(token) = self.token.as_ref().filter(|_| origin(url) == origin(&self.url)) {
                 request = request.header("Authorization", format!("Bearer {token}"));
             }
@@ -300,17 +308,6 @@ fn scattered(wait: Duration) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader, Write};
-    use std::net::TcpListener;
-    use std::path::{Component, Path};
-    use std::sync::Arc;
-    use std::time::Instant;
-
-    use object_store::RetryConfig;
-    use object_store::aws::AmazonS3Builder;
-
-    use super::super::bucket::{Bucket, of_s3};
-    use super::super::{Found, Place, hub};
     use super::*;
 
     #[test]
@@ -325,154 +322,5 @@ mod tests {
         assert_eq!(joined("https://a/b", "http://c/d"), "http://c/d");
         assert!(require_private("http://127.0.0.1:5/x").is_ok() && require_private("https://a/x").is_ok());
         assert!(require_private("http://a/x").is_err() && require_private("ftp://127.0.0.1/x").is_err());
-    }
-
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, limit: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) as usize % limit.max(1)
-        }
-
-        /// The text with changes at one to three places: bytes, runs that are cut or doubled, and words that say something else.
-        fn changed(&mut self, text: &[u8]) -> Vec<u8> {
-            const WORDS: [&str; 14] =
-                ["\r\n", "0", "-1", "18446744073709551615", "*", "/", "\"", "<", ">", "../", "chunked", "\u{0}", "Content-Length: 3\r\n", "\u{e9}"];
-            let mut bytes = text.to_vec();
-            for _ in 0..1 + self.below(3) {
-                let at = self.below(bytes.len());
-                let end = (at + 1 + self.below(12)).min(bytes.len());
-                match self.below(6) {
-                    _ if at >= end => bytes.push(b'x'),
-                    0 => bytes[at] = self.below(256) as u8,
-                    1 => bytes[at] ^= 1 << self.below(8),
-                    2 => drop(bytes.drain(at..end)),
-                    3 => {
-                        let run = bytes[at..end].to_vec();
-                        drop(bytes.splice(at..at, run));
-                    }
-                    4 => drop(bytes.splice(at..at, WORDS[self.below(WORDS.len())].bytes())),
-                    _ => drop(bytes.splice(at..end, WORDS[self.below(WORDS.len())].bytes())),
-                }
-            }
-            bytes
-        }
-    }
-
-    /// A server that gives the same answer to everybody, which can be another one each time, and its address.
-    fn server() -> (String, Arc<Mutex<Vec<u8>>>) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (address, answer) = (format!("http://{}", listener.local_addr().unwrap()), Arc::<Mutex<Vec<u8>>>::default());
-        let told = answer.clone();
-        std::thread::spawn(move || {
-            for mut stream in listener.incoming().flatten() {
-                let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-                while lines.next().is_some_and(|line| line.is_ok_and(|line| !line.is_empty())) {}
-                let _ = stream.write_all(&lock(&told));
-            }
-        });
-        (address, answer)
-    }
-
-    const FILE: &str =
-        "HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\nContent-Range: bytes 4-11/64\r\nETag: \"one\"\r\nConnection: close\r\n\r\n01234567";
-    const ANSWERS: [&str; 6] = [
-        FILE,
-        "HTTP/1.1 200 OK\r\nContent-Length: 64\r\nConnection: close\r\n\r\n0123456789012345678901234567890123456789012345678901234567890123",
-        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n8\r\n01234567\r\n0\r\n\r\n",
-        "HTTP/1.1 302 Found\r\nLocation: /elsewhere?sig=secret\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
-        "HTTP/1.1 503 Busy\r\nRetry-After: 0\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
-        "HTTP/1.1 401 No\r\nX-Error-Message: no\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno",
-    ];
-
-    /// Ranges and small files over a connection; gives how many came.
-    fn answers(rounds: usize, seed: u64) -> usize {
-        let ((address, answer), mut random, mut came) = (server(), Random(seed), 0);
-        for round in 0..rounds {
-            *lock(&answer) = random.changed(ANSWERS[round % ANSWERS.len()].as_bytes());
-            let url = Address::new(format!("{address}/file"), None);
-            let (mut ranged, mut whole) = (Came::default(), Came::default());
-            match url.attempt(Some(4..12), Some(64), u64::MAX, &mut ranged) {
-                Ok(()) => {
-                    assert_eq!((ranged.bytes.len(), ranged.total), (8, 64), "{:?}", lock(&answer));
-                    came += 1;
-                }
-                Err(Failure::Again(reason, wait)) => assert!(!reason.contains("secret") && wait.as_secs() <= 60),
-                Err(Failure::Final(_)) => {}
-            }
-            assert!(ranged.bytes.len() <= 8);
-            came += usize::from(url.attempt(None, None, 16, &mut whole).is_ok());
-            assert!(whole.bytes.len() <= 17, "{}", whole.bytes.len());
-        }
-        came
-    }
-
-    const LIST: &str = "<?xml version=\"1.0\"?><ListBucketResult><Contents><Key>a/model.safetensors</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified>\
-    <ETag>\"one\"</ETag><Size>64</Size></Contents><Contents><Key>a/config.json</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified><Size>2</Size></Contents>\
-    <IsTruncated>false</IsTruncated></ListBucketResult>";
-
-    /// What a bucket lists and holds; gives how often there was something.
-    fn buckets(rounds: usize, seed: u64) -> usize {
-        let ((address, answer), mut random, mut came) = (server(), Random(seed), 0);
-        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(&address).with_allow_http(true).with_skip_signature(true);
-        let place = Bucket { store: of_s3(builder, RetryConfig { max_retries: 0, ..RetryConfig::default() }).unwrap() };
-        let file = Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), here: None };
-        for round in 0..rounds {
-            match round % 3 {
-                0 => {
-                    let body = random.changed(LIST.as_bytes());
-                    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", body.len());
-                    *lock(&answer) = [head.as_bytes(), &body].concat();
-                    came += place.list("a").map_or(0, |found| usize::from(!found.is_empty()));
-                }
-                1 => {
-                    *lock(&answer) = random.changed(
-                        b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\nETag: \"one\"\r\nLast-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nConnection: close\r\n\r\n",
-                    );
-                    came += usize::from(matches!(place.find("a/b"), Ok(Some(_))));
-                }
-                _ => {
-                    let with_date = FILE.replace("ETag", "Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nETag");
-                    *lock(&answer) = random.changed(with_date.as_bytes());
-                    came += place.read(&file, 4..12).map_or(0, |bytes| usize::from(bytes.len() == 8));
-                }
-            }
-        }
-        came
-    }
-
-    /// Lists of the Hub, without a connection; gives how many are lists.
-    fn pages(rounds: usize, seed: u64) -> usize {
-        let page = br#"[{"type":"file","path":"model.safetensors","size":64,"oid":"9e26","lfs":{"oid":"sha256:44136f","size":64}},{"type":"directory","path":"a"},{"type":"file","path":"a/config.json","size":2,"oid":"9e26"}]"#;
-        let link = "<https://a/x?cursor=1>; rel=\"next\", <https://a/y>; rel=\"last\"";
-        let (mut random, mut lists) = (Random(seed), 0);
-        for _ in 0..rounds {
-            let link = String::from_utf8_lossy(&random.changed(link.as_bytes())).into_owned();
-            let Ok(files) = hub::page(&random.changed(page), None) else { continue };
-            let next = hub::next(&link);
-            assert!(files.iter().all(|file| Path::new(&file.name).components().all(|part| matches!(part, Component::Normal(_)))), "{files:?}");
-            assert!(next.is_none_or(|next| link.contains(next)));
-            lists += 1;
-        }
-        lists
-    }
-
-    #[test]
-    fn changed_answers_are_refused_or_are_what_was_asked_for() {
-        let counts = [answers(120, 7), buckets(120, 7), pages(1000, 7)];
-        assert!(counts.iter().zip([230, 115, 990]).all(|(count, most)| (5..most).contains(count)), "{counts:?}");
-    }
-
-    #[test]
-    #[ignore = "minutes: `scripts/fuzz --plain http`"]
-    fn changed_answers_many_times() {
-        let rounds: usize = std::env::var("MUTATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(300_000);
-        type Check = fn(usize, u64) -> usize;
-        let all: [(&str, Check); 3] = [("answers", answers), ("buckets", buckets), ("pages", pages)];
-        for (what, check) in all {
-            let start = Instant::now();
-            println!("{what}: {} of {rounds} come, {:.0} s", check(rounds, 11), start.elapsed().as_secs_f64());
-        }
     }
 }
