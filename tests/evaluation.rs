@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use compress::data::{Batch, Data, DataSet, Order, References, Task};
-use compress::evaluation::{Outcomes, Subject, evaluate};
+use compress::evaluation::{Outcomes, Precision, Subject, evaluate};
 use serde_json::Value;
 
 fn golden(name: &str) -> PathBuf {
@@ -117,6 +117,30 @@ fn perplexity_is_that_of_transformers() {
     }
     let few = score(folder.path(), &texts("book.txt", "{ max_length: 16, samples: 3 }")).unwrap();
     assert_eq!((few.samples, few.models[0].score.as_ref().unwrap().more["tokens"]), (3, 45.0));
+}
+
+#[test]
+fn sixteen_bits_say_nearly_the_same() {
+    let folder = model("llama", &[LETTERS]);
+    let data = texts("book.txt", "{ max_length: 16, batch_size: 3 }");
+    let value = |precision| {
+        common::work(|work| {
+            let mut subject = Subject::open(folder.path(), 1)?.with_precision(precision);
+            let data = DataSet::open(&data, subject.target())?;
+            evaluate(&data, &mut [subject.load(&Device::Cpu, work)?], &[], work)
+        })
+        .unwrap()
+        .models[0]
+            .score
+            .as_ref()
+            .unwrap()
+            .value
+    };
+    let plain = value(Precision::F32);
+    for precision in [Precision::Bf16, Precision::F16] {
+        let ratio = value(precision) / plain;
+        assert!(ratio != 1.0 && (ratio - 1.0).abs() < 0.01, "{precision:?}: {ratio}");
+    }
 }
 
 #[test]

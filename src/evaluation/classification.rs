@@ -7,6 +7,7 @@ use candle_core::D;
 use super::{Metric, Outputs, Score, answer, computed, statistics};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
+use crate::exec::transfer::{self, Cause};
 
 /// Counts for each pair of true and predicted class.
 #[derive(Debug, Default)]
@@ -19,7 +20,7 @@ impl Metric for Classification {
         let References::Classes(classes) = &batch.references else { return Ok(()) };
         let (name, logits) = answer(outputs, &["logits"], 2)?;
         let count = logits.dim(1).map_err(computed)?;
-        let predicted = logits.argmax(D::Minus1).and_then(|t| t.to_vec1::<u32>()).map_err(computed)?;
+        let predicted = logits.argmax(D::Minus1).and_then(|places| transfer::values::<u32>(&places, Cause::Answers)).map_err(computed)?;
         if predicted.len() != classes.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
         }

@@ -1,13 +1,15 @@
 //! How close a model's answers are to another's.
 
+use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
-use super::embedding::{EMBEDDINGS, cosine};
-use super::{Fidelity, Outputs, computed};
+use super::embedding::{EMBEDDINGS, cosine_of};
+use super::{Fidelity, Outputs, computed, stretches};
 use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
-use crate::exec::transfer::Cause;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
+use crate::ir::ops::on_host;
 
 /// Sums of what two models say.
 #[derive(Debug, Clone, Default)]
@@ -43,16 +45,12 @@ impl Sums {
         let width = if a.rank() < 2 { 1 } else { a.dims()[a.rank() - 1] };
         let padding = Padding::of(batch).map_err(computed)?;
         let kept = padding.kept(a.dims());
-        let width = width.max(1);
-        let rows = |a: &[f32], b: &[f32]| {
-            let rows = a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).enumerate();
-            let rows = rows.filter(|(index, _)| kept.is_none_or(|kept| kept.get(*index) != Some(&false)));
-            rows.map(|(_, (a, b))| Row::of(a, b, self.logits)).collect::<Vec<_>>()
-        };
-        let (a, b) = (floats_on_host(a, Cause::Answers).map_err(computed)?, floats_on_host(b, Cause::Answers).map_err(computed)?);
+        let rows = rows(a, b, width.max(1), self.logits).map_err(computed)?;
         // Rows are looked at by several threads and added up in their order.
-        for row in read(&a, |a| read(&b, |b| Ok(rows(a, b)))).map_err(computed)? {
-            self.add_row(&row);
+        for (index, row) in rows.iter().enumerate() {
+            if kept.is_none_or(|kept| kept.get(index) != Some(&false)) {
+                self.add_row(row);
+            }
         }
         Ok(())
     }
@@ -100,9 +98,12 @@ struct Row {
 
 impl Row {
     fn of(a: &[f32], b: &[f32], logits: bool) -> Row {
-        let mut row = Row { cosine: cosine(a, b), ..Row::default() };
+        let mut row = Row::default();
+        let (mut both, mut other) = (0f64, 0f64);
         for (x, y) in a.iter().zip(b) {
             let (x, y) = (f64::from(*x), f64::from(*y));
+            both += x * y;
+            other += y * y;
             row.signal += x * x;
             row.noise += (x - y) * (x - y);
             let error = (x - y).abs();
@@ -111,12 +112,52 @@ impl Row {
             }
             row.largest = row.largest.max(x.abs());
         }
+        row.cosine = cosine_of(both, row.signal, other);
         if logits {
             row.divergence = divergence(a, b);
             row.agrees = likeliest(a) == likeliest(b);
         }
         row
     }
+}
+
+/// What two models say, row by row; of values on a device, these numbers alone come back.
+fn rows(a: &Tensor, b: &Tensor, width: usize, logits: bool) -> candle_core::Result<Vec<Row>> {
+    if on_host(a.device()) || !a.device().same_device(b.device()) {
+        let (a, b) = (floats_on_host(a, Cause::Answers)?, floats_on_host(b, Cause::Answers)?);
+        let all = |a: &[f32], b: &[f32]| a.par_chunks_exact(width).zip(b.par_chunks_exact(width)).map(|(a, b)| Row::of(a, b, logits)).collect();
+        return read(&a, |a| read(&b, |b| Ok(all(a, b))));
+    }
+    let flat = |tensor: &Tensor| tensor.reshape((tensor.elem_count() / width, width));
+    let (a, b) = (flat(a)?, flat(b)?);
+    let parts = stretches(a.dim(0)?, width).map(|rows| {
+        let part = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
+        rows_there(&part(&a)?, &part(&b)?, logits)
+    });
+    Ok(parts.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
+}
+
+/// [`Row::of`] for rows `[rows, width]`, computed where they are.
+fn rows_there(a: &Tensor, b: &Tensor, logits: bool) -> candle_core::Result<Vec<Row>> {
+    let difference = (a - b)?;
+    let sum = |products: Tensor| products.sum(D::Minus1);
+    let mut figures =
+        vec![sum((a * b)?)?, sum(a.sqr()?)?, sum(b.sqr()?)?, sum(difference.sqr()?)?, difference.abs()?.max(D::Minus1)?, a.abs()?.max(D::Minus1)?];
+    if logits {
+        let logarithms = |logits: &Tensor| logits.broadcast_sub(&logits.log_sum_exp(D::Minus1)?.unsqueeze(1)?);
+        let (p, q) = (logarithms(a)?, logarithms(b)?);
+        let (likely, terms) = (p.exp()?, (&p - q)?);
+        figures.push(sum(likely.eq(0f64)?.where_cond(&likely, &(&likely * terms)?)?)?);
+        figures.push(a.argmax(D::Minus1)?.eq(&b.argmax(D::Minus1)?)?.to_dtype(DType::F64)?);
+    }
+    let values: Vec<f64> = transfer::values(&Tensor::stack(&figures, 1)?, Cause::Answers)?;
+    let row = |values: &[f64]| {
+        let at = |index: usize| values.get(index).copied().unwrap_or(0.0);
+        let error = if at(3).is_nan() { f64::NAN } else { at(4) };
+        let cosine = cosine_of(at(0), at(1), at(2));
+        Row { cosine, signal: at(1), noise: at(3), error, largest: at(5), divergence: not_below_zero(at(6)), agrees: at(7) > 0.0 }
+    };
+    Ok(values.chunks_exact(figures.len()).map(row).collect())
 }
 
 fn likeliest(logits: &[f32]) -> Option<usize> {
@@ -132,9 +173,16 @@ fn divergence(a: &[f32], b: &[f32]) -> f64 {
     let (all_a, all_b) = (total(a), total(b));
     let term = |(x, y): (&f32, &f32)| {
         let (p, q) = (f64::from(*x) - all_a, f64::from(*y) - all_b);
-        p.exp() * (p - q)
+        let likely = p.exp();
+        // What one model rules out counts for nothing, also where the other does.
+        if likely == 0.0 { 0.0 } else { likely * (p - q) }
     };
-    a.iter().zip(b).map(term).sum::<f64>().max(0.0)
+    not_below_zero(a.iter().zip(b).map(term).sum())
+}
+
+/// A sum that rounding alone makes negative; what is no number stays so.
+fn not_below_zero(sum: f64) -> f64 {
+    if sum < 0.0 { 0.0 } else { sum }
 }
 
 #[cfg(test)]
@@ -172,6 +220,29 @@ mod tests {
         assert!((fidelity.kl.unwrap() - 3.787_466_5 / 2.0).abs() < 1e-3, "{:?}", fidelity.kl);
         assert!((fidelity.sqnr_db.unwrap() - 10.0 * (30f64 / 32.0).log10()).abs() < 1e-9);
         assert_eq!(compare("x", &[[1.0; 3]; 2], &[[1.0; 3]; 2], None).kl, None);
+    }
+
+    #[test]
+    fn rows_are_the_same_where_they_are_computed() {
+        let numbers = |seed: u32| (0..4 * 33).map(move |i: u32| ((i.wrapping_mul(2_654_435_761).wrapping_add(seed * 977) >> 16) as f32 / 8192.0) - 4.0);
+        let (mut a, mut b): (Vec<f32>, Vec<f32>) = (numbers(1).collect(), numbers(2).collect());
+        (a[7], b[7], b[33]) = (f32::NEG_INFINITY, f32::NEG_INFINITY, a[33]);
+        (66..99).for_each(|i| b[i] = a[i]);
+        (a[100], b[131]) = (f32::NAN, f32::INFINITY);
+        let tensor = |values: &[f32]| Tensor::from_slice(values, (4, 33), &Device::Cpu).unwrap().to_dtype(DType::F64).unwrap();
+        for logits in [true, false] {
+            let there = rows_there(&tensor(&a), &tensor(&b), logits).unwrap();
+            for (index, (there, (a, b))) in there.iter().zip(a.chunks(33).zip(b.chunks(33))).enumerate() {
+                let here = Row::of(a, b, logits);
+                let figures = |row: &Row| [row.cosine, row.signal, row.noise, row.error, row.divergence, f64::from(u8::from(row.agrees))];
+                for (here, there) in figures(&here).into_iter().zip(figures(there)) {
+                    assert!((here - there).abs() < 1e-9 || here == there || here.is_nan() && there.is_nan(), "{index}: {here} and {there}");
+                }
+            }
+            assert_eq!(there.len(), 4);
+        }
+        // A token that both rule out is no difference.
+        assert!(Row::of(&a[..33], &b[..33], true).divergence > 0.0);
     }
 
     #[test]

@@ -1,13 +1,14 @@
 //! The next token.
 
-use candle_core::IndexOp;
+use candle_core::{D, DType, Device, IndexOp, Tensor};
 use rayon::prelude::*;
 
-use super::{Metric, Outputs, Score, answer, computed, statistics};
+use super::{Metric, Outputs, Score, answer, computed, statistics, stretches};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
-use crate::exec::transfer::Cause;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
+use crate::ir::ops::on_host;
 use crate::kernel::rows::log_sum_exp;
 
 /// Sums of `-ln p` of the tokens that came.
@@ -31,18 +32,16 @@ impl Metric for Perplexity {
                 format!("output `{name}` is {:?} for tokens of {windows} x {length}; perplexity needs logits for each token", logits.dims()),
             ));
         }
+        let known = |token: &i64| {
+            let there = u32::try_from(*token).ok().filter(|token| (*token as usize) < vocabulary);
+            there.ok_or_else(|| Error::option("data", format!("token {token} is not among the {vocabulary} of the model")))
+        };
         for (window, places) in places.iter().enumerate().filter(|(_, places)| !places.is_empty()) {
             let tokens = ids.i(window).and_then(|t| t.to_vec1::<i64>()).map_err(computed)?;
             // The logits at a place predict the token at the next one.
             let rows = logits.i((window, places.start - 1..places.end - 1)).map_err(computed)?;
-            let next = &tokens[places.clone()];
-            let loss = |(row, token): (&[f32], &i64)| {
-                let logit = usize::try_from(*token).ok().and_then(|token| row.get(token));
-                let unknown = || Error::option("data", format!("token {token} is not among the {vocabulary} of the model"));
-                Ok(log_sum_exp(row) - f64::from(*logit.ok_or_else(unknown)?))
-            };
-            let losses = |values: &[f32]| Ok(values.par_chunks_exact(vocabulary.max(1)).zip(next).map(loss).collect::<Result<Vec<f64>>>());
-            for loss in floats_on_host(&rows, Cause::Answers).and_then(|rows| read(&rows, losses)).map_err(computed)?? {
+            let next = tokens[places.clone()].iter().map(known).collect::<Result<Vec<u32>>>()?;
+            for loss in losses(&rows, &next).map_err(computed)? {
                 self.sum += loss;
                 self.squares += loss * loss;
                 self.count += 1;
@@ -66,10 +65,28 @@ impl Metric for Perplexity {
     }
 }
 
+/// `-ln p` of the tokens that came, by rows of logits; of values on a device, these numbers alone come back.
+fn losses(rows: &Tensor, next: &[u32]) -> candle_core::Result<Vec<f64>> {
+    let width = rows.dim(1)?;
+    if on_host(rows.device()) {
+        let loss = |(row, token): (&[f32], &u32)| log_sum_exp(row) - row.get(*token as usize).map_or(f64::NAN, |logit| f64::from(*logit));
+        let all = |values: &[f32]| Ok(values.par_chunks_exact(width.max(1)).zip(next).map(loss).collect());
+        return floats_on_host(rows, Cause::Answers).and_then(|rows| read(&rows, all));
+    }
+    let parts = stretches(next.len(), width).map(|part| losses_there(&rows.narrow(0, part.start, part.len())?, &next[part]));
+    Ok(parts.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
+}
+
+/// The same, computed where the logits are.
+fn losses_there(rows: &Tensor, next: &[u32]) -> candle_core::Result<Vec<f64>> {
+    let rows = rows.to_dtype(DType::F64)?.contiguous()?;
+    let places = transfer::to_device(&Tensor::new(next, &Device::Cpu)?, rows.device(), Cause::Batch)?.unsqueeze(1)?;
+    let chosen = rows.gather(&places, 1)?.squeeze(1)?;
+    transfer::values(&(rows.log_sum_exp(D::Minus1)? - chosen)?, Cause::Answers)
+}
+
 #[cfg(test)]
 mod tests {
-    use candle_core::{Device, Tensor};
-
     use super::*;
 
     #[test]
@@ -84,5 +101,13 @@ mod tests {
         assert_eq!(score.more["tokens"], 2.0);
         let few = Tensor::zeros((1, 4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
         assert!(metric.add(&batch, &[("logits".to_owned(), few)].into()).unwrap_err().to_string().contains("token 3"));
+    }
+
+    #[test]
+    fn losses_are_the_same_where_they_are_computed() {
+        let logits = Tensor::new(&[[1f32, -2.0, 30.0, 0.5], [0.0, f32::NEG_INFINITY, 2.0, -7.0], [80.0, 81.0, 1.0, 3.0]], &Device::Cpu).unwrap();
+        let (here, there) = (losses(&logits, &[2, 0, 1]).unwrap(), losses_there(&logits, &[2, 0, 1]).unwrap());
+        assert!(here.len() == 3 && here.iter().zip(&there).all(|(a, b)| (a - b).abs() < 1e-6), "{here:?} {there:?}");
+        assert_eq!(losses_there(&logits, &[0, 1, 0]).unwrap()[1], f64::INFINITY);
     }
 }

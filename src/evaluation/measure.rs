@@ -1,6 +1,7 @@
 //! Going over a data set with one model or several.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
@@ -165,4 +166,13 @@ pub(super) fn answer<'o>(outputs: &'o Outputs, names: &[&str], rank: usize) -> R
 /// An error of a tensor that could not be computed.
 pub(super) fn computed(e: candle_core::Error) -> Error {
     Error::option("evaluation", e)
+}
+
+/// Values that figures are made of at once on a device, as doubles.
+const AT_ONCE: usize = 1 << 24;
+
+/// Rows of a width, as many as figures are made of at once.
+pub(super) fn stretches(rows: usize, width: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = (AT_ONCE / width.max(1)).max(1);
+    (0..rows).step_by(step).map(move |first| first..rows.min(first + step))
 }

@@ -6,7 +6,7 @@ mod figures;
 mod options;
 
 pub use figures::{Accuracy, Compute, Continued, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
-pub use options::Evaluate;
+pub use options::{Evaluate, Precision};
 
 #[cfg(feature = "run")]
 #[path = "."]
@@ -25,13 +25,12 @@ mod running {
 
     pub(crate) use fidelity::Sums as FidelitySums;
     pub use latency::latency;
-    use measure::{Metric, answer, computed};
+    use measure::{Metric, answer, computed, stretches};
     pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
-    pub(crate) use runner::on_host;
     pub use runner::{ByBlocks, Candle, OnnxRuntime, Runner};
     pub use subject::{Subject, load};
 
-    use super::{Fidelity, Latency, Quantiles, Runtime, Score};
+    use super::{Fidelity, Latency, Precision, Quantiles, Runtime, Score};
 }
 
 #[cfg(feature = "run")]

@@ -6,10 +6,9 @@ use std::time::Instant;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Outputs, Runtime};
+use super::{Outputs, Precision, Runtime};
 use crate::data::{Batch, References};
 use crate::error::Result;
-use crate::exec::transfer::{self, Cause};
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, Inputs, Parameters, Residence, Rounding, state_bytes};
 use crate::ir::decoder::{MASK, TOKENS};
 use crate::ir::{Graph, Port};
@@ -18,11 +17,22 @@ use crate::runtime::{self, KeptTokens, Session};
 use crate::store::Weights;
 use crate::work::Work;
 
+impl Precision {
+    /// Type of elements.
+    pub fn dtype(self) -> DType {
+        match self {
+            Precision::F32 => DType::F32,
+            Precision::Bf16 => DType::BF16,
+            Precision::F16 => DType::F16,
+        }
+    }
+}
+
 /// A model that is ready.
 pub trait Runner {
     /// Who runs it.
     fn runtime(&self) -> Runtime;
-    /// Answers a batch, floats as f32 in main memory.
+    /// Answers a batch. Answers are where the model ran, and are there when this returns.
     ///
     /// # Errors
     /// An input is missing or does not fit; memory runs out.
@@ -51,8 +61,8 @@ impl<'g> Candle<'g> {
     ///
     /// # Errors
     /// Reading fails, or memory runs out.
-    pub fn load(model: &Model, graph: &'g Graph, device: &Device, work: &Work) -> Result<Candle<'g>> {
-        let parameters = Parameters::load(graph, &model.weights, device, DType::F32, Residence::Stored, work)?;
+    pub fn load(model: &Model, graph: &'g Graph, precision: Precision, device: &Device, work: &Work) -> Result<Candle<'g>> {
+        let parameters = Parameters::load(graph, &model.weights, device, precision.dtype(), Residence::Stored, work)?;
         Ok(Candle { executor: Executor::new(graph, parameters, device.clone()) })
     }
 
@@ -74,17 +84,14 @@ impl Runner for Candle<'_> {
     }
 
     fn run(&mut self, inputs: &Inputs) -> Result<Outputs> {
-        on_host(self.executor.run(inputs)?)
+        ready(self.executor.run(inputs)?)
     }
 }
 
-/// Outputs in main memory.
-///
-/// # Errors
-/// Memory runs out.
-pub(crate) fn on_host(outputs: Outputs) -> Result<Outputs> {
-    let home = |(name, tensor): (String, Tensor)| transfer::to_host(&tensor, Cause::Answers).map(|tensor| (name, tensor)).map_err(super::computed);
-    outputs.into_iter().map(home).collect()
+/// Outputs that are computed: a device may still be at work on them.
+fn ready(outputs: Outputs) -> Result<Outputs> {
+    outputs.values().next().map_or(Ok(()), |tensor| tensor.device().synchronize()).map_err(super::computed)?;
+    Ok(outputs)
 }
 
 /// The built-in executor for a model that is larger than memory: batches that it is told of go through its blocks together, and the
@@ -102,8 +109,8 @@ pub struct ByBlocks<'m> {
 
 impl<'m> ByBlocks<'m> {
     /// Prepares a model; `states` are the bytes that batches may hold between blocks.
-    pub fn new(model: &'m Model, graph: &'m Graph, device: &Device, rounding: Rounding, states: u64, work: &Work<'m>) -> ByBlocks<'m> {
-        let options = BlockwiseOptions { rounding, limit: u64::MAX, ..BlockwiseOptions::on(device) };
+    pub fn new(model: &'m Model, graph: &'m Graph, options: BlockwiseOptions, states: u64, work: &Work<'m>) -> ByBlocks<'m> {
+        let options = BlockwiseOptions { limit: u64::MAX, ..options };
         ByBlocks { graph, weights: &model.weights, options, states, work: *work, prepared: None }
     }
 }
@@ -121,7 +128,7 @@ impl Runner for ByBlocks<'_> {
         }
         let Some((run, next)) = &mut self.prepared else { return Ok(Outputs::new()) };
         *next += 1;
-        on_host(run.answer(*next - 1)?)
+        ready(run.answer(*next - 1)?)
     }
 
     fn together(&self, inputs: &Inputs) -> Option<usize> {

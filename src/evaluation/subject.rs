@@ -2,14 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::{DType, Device};
+use candle_core::Device;
 use serde_json::{Map, Value};
 
-use super::{ByBlocks, Candle, OnnxRuntime, Runner, Runtime};
+use super::{ByBlocks, Candle, OnnxRuntime, Precision, Runner, Runtime};
 use crate::analysis;
 use crate::data::Target;
 use crate::error::{Error, Result};
-use crate::exec::{Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
+use crate::exec::{BlockwiseOptions, Inputs, MemoryNeed, Residence, Rounding, Schedule, sizes_of};
 use crate::ir::{Graph, Port};
 use crate::model::{Config, Made, Model};
 use crate::work::{MemoryLimit, Work};
@@ -45,6 +45,7 @@ pub struct Subject {
     inputs: Vec<Port>,
     outputs: Vec<Port>,
     rounding: Rounding,
+    precision: Precision,
     what: What,
 }
 
@@ -110,7 +111,16 @@ impl Subject {
         };
         let (inputs, outputs) = Port::of(&graph);
         let (folder, made, config) = (model.path.clone(), model.beside.made.clone(), model.config.values().clone());
-        Ok(Subject { folder, made, config, inputs, outputs, rounding: Rounding::Token, what: What::Folder { model: Box::new(model), graph: Box::new(graph) } })
+        Ok(Subject {
+            folder,
+            made,
+            config,
+            inputs,
+            outputs,
+            rounding: Rounding::Token,
+            precision: Precision::F32,
+            what: What::Folder { model: Box::new(model), graph: Box::new(graph) },
+        })
     }
 
     /// An ONNX file with a configuration and a folder for the tokenizer from elsewhere.
@@ -120,13 +130,28 @@ impl Subject {
     pub fn onnx(path: &Path, folder: &Path, config: Map<String, Value>, threads: usize) -> Result<Subject> {
         let session = OnnxRuntime::open(path, threads)?;
         let (inputs, outputs) = session.ports();
-        Ok(Subject { folder: folder.to_owned(), made: Made::new(), config, inputs, outputs, rounding: Rounding::Tensor, what: What::Onnx(Some(session)) })
+        Ok(Subject {
+            folder: folder.to_owned(),
+            made: Made::new(),
+            config,
+            inputs,
+            outputs,
+            rounding: Rounding::Tensor,
+            precision: Precision::F32,
+            what: What::Onnx(Some(session)),
+        })
     }
 
     /// Has the built-in executor round inputs of int8 layers in another way than for each token.
     #[must_use]
     pub fn with_rounding(self, rounding: Rounding) -> Subject {
         Subject { rounding, ..self }
+    }
+
+    /// Has the built-in executor compute with other floats than 32-bit ones.
+    #[must_use]
+    pub fn with_precision(self, precision: Precision) -> Subject {
+        Subject { precision, ..self }
     }
 
     /// Has ONNX Runtime give the last tokens of each text, so many, one by one to a decoder with a cache.
@@ -161,7 +186,7 @@ impl Subject {
     fn need(&self, inputs: Option<&Inputs>) -> Option<(&str, MemoryNeed)> {
         let What::Folder { model, graph } = &self.what else { return None };
         let sizes = inputs.map_or_else(|| analysis::usual_sizes(graph), |inputs| sizes_of(graph, inputs));
-        Some((model.config.model_type(), MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &sizes)))
+        Some((model.config.model_type(), MemoryNeed::of(graph, &model.weights, self.precision.dtype(), Residence::Stored, &sizes)))
     }
 
     /// Loads what running needs.
@@ -173,9 +198,13 @@ impl Subject {
     }
 
     fn load_as<'s>(&'s mut self, schedule: Schedule, device: &Device, work: &Work<'s>) -> Result<Box<dyn Runner + 's>> {
+        let (rounding, precision) = (self.rounding, self.precision);
         match (&mut self.what, schedule) {
-            (What::Folder { model, graph }, Schedule::Blockwise { states }) => Ok(Box::new(ByBlocks::new(model, graph, device, self.rounding, states, work))),
-            (What::Folder { model, graph }, Schedule::Whole) => Ok(Box::new(Candle::load(model, graph, device, work)?.with_rounding(self.rounding))),
+            (What::Folder { model, graph }, Schedule::Blockwise { states }) => {
+                let options = BlockwiseOptions { rounding, compute: precision.dtype(), ..BlockwiseOptions::on(device) };
+                Ok(Box::new(ByBlocks::new(model, graph, options, states, work)))
+            }
+            (What::Folder { model, graph }, Schedule::Whole) => Ok(Box::new(Candle::load(model, graph, precision, device, work)?.with_rounding(rounding))),
             (What::Onnx(session), _) => match session.take() {
                 Some(session) => Ok(Box::new(session)),
                 None => Err(crate::Error::option("ONNX Runtime", "the model was loaded before")),

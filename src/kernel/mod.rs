@@ -39,6 +39,7 @@ mod running {
     pub mod compensation;
     pub mod convolution;
     pub mod convolution_gradient;
+    pub mod cross_entropy;
     pub mod dense;
     pub mod eigen;
     pub mod epilogue;

@@ -22,7 +22,7 @@ pub(super) fn sum(row: &[f32], term: impl Fn(f32) -> f32) -> f32 {
 }
 
 #[inline(always)]
-fn largest(row: &[f32]) -> f32 {
+pub(super) fn largest(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let (blocks, tail) = row.as_chunks::<LANES>();
     let more = |a: f32, b: f32| if b > a { b } else { a };

@@ -29,7 +29,7 @@ use super::{Builder, Pipeline};
 use crate::analysis;
 use crate::data::{Data, DataSet, DataSets, OpenedSets, Target};
 use crate::error::{Error, Result};
-use crate::evaluation::{Evaluate, Runtime, Subject};
+use crate::evaluation::{Evaluate, Precision, Runtime, Subject};
 use crate::exec::{Choice, DeviceMemory, MemoryNeed, MemoryTrace, MemoryTracker, Residence, Schedule};
 use crate::export::Exported;
 use crate::ir::GraphFile;
@@ -204,6 +204,10 @@ impl Pipeline {
     /// Opens the data, so that what does not fit is said before any work is done, and leaves some of the calibration samples to be measured
     /// on, where passes would use all of them; whether they are measured on does not matter, so that what is written does not depend on it.
     pub(super) fn open_samples(&mut self, model: &Model) -> Result<Option<String>> {
+        let evaluate = self.running.evaluate.as_ref().filter(|evaluate| evaluate.precision != Precision::F32);
+        if evaluate.is_some_and(|evaluate| model.onnx.is_some() || !evaluate.runtime.is_empty() && !evaluate.runtime.contains(&Runtime::Candle)) {
+            return Err(Error::option("evaluate", "`precision` says what the built-in executor computes with, and ONNX Runtime alone runs this model"));
+        }
         if self.used_data().is_empty() {
             return Ok(None);
         }

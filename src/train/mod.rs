@@ -28,13 +28,14 @@ mod teacher;
 mod team;
 mod weights;
 
+pub use crate::evaluation::Precision;
 pub use forecast::{MemoryForecast, forecast};
 pub use log::LogFormat;
 pub use objective::Objective;
 pub(crate) use one_or_several::one_or_several;
 #[cfg(feature = "cli")]
 pub(crate) use one_or_several::one_or_several_schema;
-pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, Precision, QuantizerScales, Shard, Training};
+pub use options::{BatchNorm, BatchSize, Checkpointing, Every, Offload, QuantizerScales, Shard, Training};
 #[cfg(feature = "cli")]
 pub(crate) use options::{batch_size_schema, losses_or_none};
 pub(crate) use pass_options::{training_fields, training_pass};

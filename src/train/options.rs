@@ -3,7 +3,6 @@
 use std::fmt;
 use std::str::FromStr;
 
-use candle_core::DType;
 use serde::de::{self, Deserializer, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
@@ -12,32 +11,8 @@ use super::losses::Losses;
 use super::optimizer::Kind;
 use super::schedule::Schedule;
 use crate::error::{Error, Result};
+use crate::evaluation::Precision;
 use crate::store::{ByteSize, Pattern};
-
-/// Precision of values and gradients; weights and the optimizer are always kept in f32.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[cfg_attr(feature = "cli", derive(clap::ValueEnum, schemars::JsonSchema))]
-#[serde(rename_all = "lowercase")]
-pub enum Precision {
-    /// 32 bits
-    #[default]
-    F32,
-    /// bfloat16
-    Bf16,
-    /// 16-bit floats, with automatic loss scaling
-    F16,
-}
-
-impl Precision {
-    /// Type of elements.
-    pub fn dtype(self) -> DType {
-        match self {
-            Precision::F32 => DType::F32,
-            Precision::Bf16 => DType::BF16,
-            Precision::F16 => DType::F16,
-        }
-    }
-}
 
 /// What to keep out of the memory of the device while the model trains.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

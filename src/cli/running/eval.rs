@@ -8,7 +8,7 @@ use super::args::Global;
 use super::output;
 use crate::data::{Data, DataSet, Task};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Fidelity, Outcomes, Runtime, Score, Subject};
+use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
 use crate::model::Model;
 use crate::pipeline::memory_limit;
 use crate::report::format::{decibels, seconds};
@@ -34,6 +34,9 @@ pub(in crate::cli) struct Args {
     /// What runs the model [default: the built-in executor for folders, ONNX Runtime for .onnx files]
     #[arg(long, value_enum)]
     runtime: Option<Runtime>,
+    /// What the built-in executor computes with
+    #[arg(long, value_enum, default_value_t)]
+    precision: Precision,
 }
 
 impl Args {
@@ -47,10 +50,15 @@ impl Args {
             return Err(Error::option("eval", "name the samples with --data"));
         }
         let path = self.subject()?;
+        let others = self.against.iter().any(|other| is_file(other)) || is_file(&path) && self.runtime != Some(Runtime::Candle);
+        if others && self.precision != Precision::F32 {
+            return Err(Error::option("eval", "`--precision` says what the built-in executor computes with, and ONNX Runtime runs one of these models"));
+        }
         let mut subjects = vec![self.opened(&path, global)?];
         if let Some(other) = &self.against {
             subjects.insert(0, Args::as_file(other, global)?);
         }
+        let mut subjects: Vec<Subject> = subjects.into_iter().map(|subject| subject.with_precision(self.precision)).collect();
         let last = &subjects[subjects.len() - 1];
         let runtime = last.runtime();
         let data = DataSet::open(&options, last.target())?;

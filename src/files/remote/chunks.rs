@@ -17,7 +17,7 @@ const FETCHERS: usize = 16;
 /// Chunks ahead of a reader.
 const AHEAD: u64 = 4;
 /// Memory for all chunks, those on their way among them.
-const ROOM: u64 = 128 << 20;
+const ROOM: u64 = 72 << 20;
 
 /// A file of another machine, read in ranges.
 #[derive(Clone)]

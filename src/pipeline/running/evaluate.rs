@@ -8,7 +8,9 @@ use candle_core::Device;
 use crate::analysis;
 use crate::data::{self, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Runner, Runtime, SamplesFrom, Score, Subject};
+use crate::evaluation::{
+    self, Accuracy, Compute, Cost, Evaluate, Fidelity, MeasuredFidelity, Outcomes, Precision, Runner, Runtime, SamplesFrom, Score, Subject,
+};
 use crate::exec::{Inputs, Rounding};
 use crate::export::{Export, Exported};
 use crate::files::{self, Destination};
@@ -161,12 +163,12 @@ impl Run<'_> {
     }
 
     /// The models to run.
-    fn subjects(&self, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Subjects> {
+    fn subjects(&self, precision: Precision, roles: impl IntoIterator<Item = (Side, Runtime)>) -> Result<Subjects> {
         let mut subjects = Vec::new();
         for (side, runtime) in roles {
             let subject = match (side, runtime) {
-                (Side::Before, Runtime::Candle) => Subject::of(self.before.clone())?,
-                (Side::After, Runtime::Candle) => Subject::of(self.written()?)?,
+                (Side::Before, Runtime::Candle) => Subject::of(self.before.clone())?.with_precision(precision),
+                (Side::After, Runtime::Candle) => Subject::of(self.written()?)?.with_precision(precision),
                 (Side::AsOnnx, Runtime::Candle) => Subject::of(self.written()?)?.with_rounding(Rounding::Tensor),
                 (Side::Before, Runtime::OnnxRuntime) if self.before.onnx.is_some() => Subject::file_of(self.before, self.work.threads)?,
                 (Side::Before, Runtime::OnnxRuntime) => self.session(&self.folder.join(BEFORE).join(self.file))?,
@@ -221,7 +223,7 @@ impl Run<'_> {
         }
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
-        let mut models_to_run = self.subjects(both.chain(check))?;
+        let mut models_to_run = self.subjects(evaluate.precision, both.chain(check))?;
         let data = self.pipeline.running.data.open(options, models_to_run.subjects[0].2.target())?;
         let pairs = models_to_run.pairs();
         let batch = data.first()?;

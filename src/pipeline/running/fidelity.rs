@@ -15,7 +15,7 @@ use super::rows::Rows;
 use crate::analysis;
 use crate::data::{self, Batch, Data};
 use crate::error::{Error, Result};
-use crate::evaluation::{FidelitySums, MeasuredFidelity, SamplesFrom, Subject, on_host};
+use crate::evaluation::{FidelitySums, MeasuredFidelity, SamplesFrom, Subject};
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence, Rounding, sizes_of};
 use crate::export::Exported;
 use crate::ir::{Bindings, Graph};
@@ -117,7 +117,7 @@ impl Run<'_> {
         let mut sums = FidelitySums::default();
         for (index, sample) in samples.iter().enumerate().take(before.batches()) {
             self.work.cancel.check()?;
-            sums.add(sample, &on_host(before.answer(index)?)?, &on_host(after.answer(index)?)?)?;
+            sums.add(sample, &before.answer(index)?, &after.answer(index)?)?;
         }
         Ok(MeasuredFidelity { samples_from, samples: before.batches(), data, fidelity: sums.finish() })
     }

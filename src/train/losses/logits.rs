@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use candle_core::{D, DType, Device, Tensor};
 
 use super::Said;
+use super::host::{Wanted, add_to, is_readable};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
@@ -212,11 +213,10 @@ impl Logits {
         let mut compute = || {
             let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
             let count = self.together();
-            let mut gradient = values.zeros_like()?;
+            let mut back: Vec<Tensor> = Vec::new();
             let mut weights: Vec<(String, Tensor)> = Vec::new();
             for (number, indices) in rows.indices.chunks(count).enumerate() {
                 let targets = rows.targets.chunks(count).nth(number).unwrap_or(&[]);
-                let whole = indices.len() == values.dim(0)?;
                 let hidden = picked(&values, indices)?;
                 let logits = self.student.logits(&hidden, student.1)?;
                 let soft = match (&self.teacher, &teacher, &theirs) {
@@ -232,26 +232,40 @@ impl Logits {
                     }
                     _ => None,
                 };
-                let along = self.gradient(said, &logits, soft.as_ref(), targets, items)?;
-                let along = (along * scale)?.to_dtype(values.dtype())?;
-                let back = match &self.student {
+                let along = self.gradient(said, logits, soft.as_ref(), targets, (items, scale))?.to_dtype(values.dtype())?;
+                back.push(match &self.student {
                     LogitsSource::Value(_) => along,
                     LogitsSource::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
-                };
-                gradient = if whole { back } else { gradient.index_add(&places(indices, values.device())?, &back, 0)? };
+                });
             }
+            let gradient = match rows.indices.len() {
+                0 => values.zeros_like()?,
+                count if count == values.dim(0)? => Tensor::cat(&back, 0)?,
+                _ => values.zeros_like()?.index_add(&places(&rows.indices, values.device())?, &Tensor::cat(&back, 0)?, 0)?,
+            };
             said.parameters.append(&mut weights);
             said.add_value(self.student.value(), gradient.reshape(ours.dims())?)
         };
         compute().map_err(|e: candle_core::Error| Error::computed("losses over logits", e))
     }
 
-    /// The gradient of the losses with respect to logits `[rows, columns]`.
-    fn gradient(&self, said: &mut Said, logits: &Tensor, teacher: Option<&Tensor>, targets: &[u32], items: f64) -> candle_core::Result<Tensor> {
+    /// The gradient of the losses with respect to logits `[rows, columns]`, times the scale.
+    fn gradient(&self, said: &mut Said, logits: Tensor, teacher: Option<&Tensor>, targets: &[u32], (items, scale): (f64, f64)) -> candle_core::Result<Tensor> {
+        let items = items.max(1.0);
+        // Those of a head are nobody else's.
+        if matches!(self.student, LogitsSource::Head(_)) && [Some(&logits), teacher].into_iter().flatten().all(is_readable) {
+            let soft = self.soft.zip(teacher).map(|((weight, temperature), teacher)| (temperature, weight * temperature / items * scale, teacher));
+            let hard = self.hard.map(|(weight, smoothing)| (smoothing, weight / items * scale, targets));
+            let sums = Wanted { classes: self.classes, soft, hard }.put_gradient(&logits)?;
+            let of_soft = soft.map(|(temperature, ..)| ("soft", sums[0], temperature * temperature));
+            for (name, sum, factor) in of_soft.into_iter().chain(hard.map(|_| ("hard", sums[1], 1.0))) {
+                said.add_loss(name, &Tensor::new(sum, logits.device())?, factor / items)?;
+            }
+            return Ok(logits);
+        }
         let columns = logits.dim(1)?;
         let wide = logits.to_dtype(DType::F32)?;
         let known = wide.narrow(1, 0, self.classes)?.contiguous()?;
-        let items = items.max(1.0);
         let mut sum: Option<Tensor> = None;
         let mut add = |part: Tensor| {
             sum = Some(match sum.take() {
@@ -285,6 +299,7 @@ impl Logits {
             Some(gradient) => gradient,
             None => known.zeros_like()?,
         };
+        let gradient = (gradient * scale)?;
         if self.classes == columns { Ok(gradient) } else { gradient.pad_with_zeros(1, 0, columns - self.classes) }
     }
 }
@@ -334,6 +349,7 @@ impl Head {
             // Many rows at a time are added up, which 16 bits are too few for.
             let gradient = gradient.to_dtype(DType::F32)?;
             match sums.iter_mut().find(|(other, _)| other == name) {
+                Some((_, sum)) if [&*sum, &gradient].into_iter().all(is_readable) => add_to(sum, &gradient)?,
                 Some((_, sum)) => *sum = (&*sum + gradient)?,
                 None => sums.push((name.clone(), gradient)),
             }
@@ -360,5 +376,31 @@ mod tests {
             head.back(&tensor(1.0, (1, 2)), &tensor(1.0, (1, 4)), &parameters, &|_| true, &mut sums).unwrap();
         }
         assert_eq!(transfer::values::<f32>(&sums[0].1, Cause::Step).unwrap(), [1000.0; 8]);
+    }
+
+    /// Rows of a head are changed in place by kernels, those of a graph's value are computed anew.
+    #[test]
+    fn gradients_in_the_place_of_logits_are_those_of_tensors() {
+        let tensor = |seed: u32, columns: u32| {
+            let values = (0..5 * columns).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed) >> 20) as f32 / 512.0 - 4.0);
+            Tensor::from_vec(values.collect::<Vec<_>>(), (5, columns as usize), &Device::Cpu).unwrap()
+        };
+        let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
+        for (soft, hard) in [(Some((0.5, 2.0)), None), (None, Some((1.5, 0.1))), (Some((0.5, 2.0)), Some((1.5, 0.0)))] {
+            let found = |student: LogitsSource| {
+                let logits = Logits { soft, hard, student, teacher: None, classes: 33, by_token: true };
+                let mut said = Said::default();
+                let gradient = logits.gradient(&mut said, tensor(1, 35), Some(&tensor(77, 33)), &[3, 0, 32, 7, 7], (5.0, 4.0)).unwrap();
+                let losses: Vec<f64> = said.losses.values().map(|loss| transfer::number(loss, Cause::Step).unwrap()).collect();
+                (transfer::values::<f64>(&gradient, Cause::Step).unwrap(), losses)
+            };
+            let (in_place, anew) = (found(head.clone()), found(LogitsSource::Value("logits".into())));
+            for (a, b) in in_place.0.iter().zip(&anew.0).chain(in_place.1.iter().zip(&anew.1)) {
+                assert!((a - b).abs() < 1e-5 * (1.0 + b.abs()), "{a} and {b} with {soft:?} and {hard:?}");
+            }
+            assert_eq!((in_place.0.len(), in_place.1.len()), (5 * 35, anew.1.len()));
+            assert_eq!(in_place.0[33..35], [0.0, 0.0]);
+            assert!(in_place.0.iter().filter(|x| x.abs() > 1e-3).count() > 20);
+        }
     }
 }

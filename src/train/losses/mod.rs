@@ -6,6 +6,7 @@
 mod attention;
 mod embedding;
 mod hidden;
+mod host;
 mod logits;
 mod mask;
 mod options;

@@ -43,6 +43,14 @@ fn data_that_is_wrong() {
         ),
         with("no labels", nothing, "eval in --data labelled.csv", 2, "no labels: name the model to compare with as `--against`", ""),
         with("an unknown device", nothing, "eval in --data labelled.csv --label-column label --device gpu", 2, "`gpu` is none of auto, cpu, cuda, cuda:N", ""),
+        with(
+            "a precision of what another runtime runs",
+            nothing,
+            "eval in --data labelled.csv --label-column label --against other.onnx --precision bf16",
+            2,
+            "`--precision` says what the built-in executor computes with, and ONNX Runtime runs one of these models",
+            "",
+        ),
         with("two kinds", nothing, "eval in --text labelled.csv --images x", 2, "exactly one of `text`, `images` and `arrays`", ""),
         with("an empty file", |folder| fs::write(folder.join("labelled.csv"), "text,label\n").unwrap(), EVAL, 1, "labelled.csv: holds no samples", ""),
         with(
@@ -82,6 +90,18 @@ fn data_that_is_wrong() {
             "run recipe.yaml -o out",
             2,
             "needs `onnx` among the exports",
+            "",
+        ),
+        with(
+            "a precision of what another runtime runs, in a recipe",
+            |folder| {
+                let recipe =
+                    "model: in\ndata: { evaluation: { text: labelled.csv, label_column: label } }\nevaluate: { runtime: [onnxruntime], precision: bf16 }\n";
+                fs::write(folder.join("recipe.yaml"), recipe).unwrap();
+            },
+            "run recipe.yaml -o out",
+            2,
+            "evaluate: `precision` says what the built-in executor computes with",
             "",
         ),
     ]);
