@@ -1,4 +1,4 @@
-//! Random changes of files and answers, for tests and fuzzers: what is changed is seldom what it was, and often almost.
+// Random changes of files and answers, for tests and fuzzers: what is changed is seldom what it was, and often almost.
 
 /// Numbers, always the same from one seed on.
 pub struct Random(pub u64);

@@ -1,6 +1,7 @@
 //! What must hold of any bytes as a file of a model: they are refused, or what opens is read whole and is written so that it opens again.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use compress::Model;
 use compress::export::{FileType, Format, Gguf};
@@ -19,7 +20,9 @@ impl Place {
     pub fn new(name: &str) -> Place {
         let memory = Path::new("/dev/shm");
         let above = if memory.is_dir() { memory.to_owned() } else { std::env::temp_dir() };
-        let folder = above.join(format!("compress-{name}-{}", std::process::id()));
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let number = COUNT.fetch_add(1, Ordering::Relaxed);
+        let folder = above.join(format!("compress-{name}-{}-{number}", std::process::id()));
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).expect("a folder");
         Place(folder)

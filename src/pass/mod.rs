@@ -15,6 +15,7 @@ mod quantize_dynamic;
 mod targets;
 mod threshold;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -71,7 +72,7 @@ use crate::error::Result;
 use crate::model::Model;
 use crate::run_state::RunState;
 pub use crate::run_state::{InputImportance, Samples};
-use crate::store::Weight;
+use crate::store::Weights;
 use crate::work::Work;
 
 /// A step of a pipeline.
@@ -113,8 +114,8 @@ pub trait Pass: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Bytes on disk that such work takes for a weight that the pass changes, as it is then.
-    fn kept_bytes(&self, _name: &str, _weight: &Weight) -> u64 {
+    /// Bytes on disk that such work takes for the weights that the pass changes; `after` are those behind all passes.
+    fn kept_bytes(&self, _changed: &BTreeSet<String>, _after: &Weights) -> u64 {
         0
     }
 

@@ -107,8 +107,7 @@ impl Pipeline {
     /// Bytes that unfinished work of the passes takes beside the output.
     pub(super) fn kept_bytes(&self, after: &Model, run: &RunState) -> u64 {
         let passes = self.steps.iter().rev().zip(run.history.iter().rev());
-        let weights = passes.flat_map(|(step, applied)| applied.tensors.iter().map(move |name| (step, name)));
-        weights.filter_map(|(step, name)| Some(step.pass().kept_bytes(name, after.weights.by_name.get(name)?))).sum()
+        passes.map(|(step, applied)| step.pass().kept_bytes(&applied.tensors, &after.weights)).sum()
     }
 
     /// What runs the model, by name, and the samples that it runs on: passes, then formats.

@@ -1,5 +1,6 @@
 //! HTTP that blocks: ranges of files, tried again where that can help, and held to what was asked for.
 
+use std::cell::RefCell;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::{LazyLock, Mutex};
@@ -27,15 +28,17 @@ const SILENCE: u64 = 30;
 /// Where systems keep the certificates that they trust.
 const CERTIFICATES: [&str; 4] = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"];
 
-/// What requests go over: connections, which are kept open and used again.
-pub(super) fn agent() -> Agent {
-    #[cfg(test)]
-    if let Some(agent) = super::changed_answers::agent() {
-        return agent;
-    }
-    AGENT.clone()
+thread_local! {
+    /// What requests of this thread go over in the place of the connections of all.
+    static OTHER: RefCell<Option<Agent>> = const { RefCell::new(None) };
 }
 
+/// What requests go over.
+pub(super) fn agent() -> Agent {
+    OTHER.with_borrow(Clone::clone).unwrap_or_else(|| AGENT.clone())
+}
+
+/// Connections, which are kept open and used again.
 static AGENT: LazyLock<Agent> = LazyLock::new(|| {
     let said = std::env::var("HF_HUB_DOWNLOAD_TIMEOUT").ok().and_then(|text| text.parse().ok());
     let silence = Duration::from_secs(said.unwrap_or(SILENCE).max(1));
@@ -308,7 +311,27 @@ fn scattered(wait: Duration) -> Duration {
 
 #[cfg(test)]
 mod tests {
+    mod changes {
+        include!(concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/changes.rs"));
+    }
+    mod wire {
+        include!(concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/wire.rs"));
+    }
+
+    use std::path::{Component, Path};
+    use std::time::Instant;
+
+    use object_store::RetryConfig;
+    use object_store::aws::AmazonS3Builder;
+
+    use self::changes::Random;
+    use super::super::bucket::{Bucket, of_s3};
+    use super::super::{Found, Place, hub};
     use super::*;
+
+    /// What says something else in an answer.
+    const WORDS: [&str; 14] =
+        ["\r\n", "0", "-1", "18446744073709551615", "*", "/", "\"", "<", ">", "../", "chunked", "\u{0}", "Content-Length: 3\r\n", "\u{e9}"];
 
     #[test]
     fn addresses_and_ranges_are_taken_apart() {
@@ -322,5 +345,110 @@ mod tests {
         assert_eq!(joined("https://a/b", "http://c/d"), "http://c/d");
         assert!(require_private("http://127.0.0.1:5/x").is_ok() && require_private("https://a/x").is_ok());
         assert!(require_private("http://a/x").is_err() && require_private("ftp://127.0.0.1/x").is_err());
+    }
+
+    const FILE: &str =
+        "HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\nContent-Range: bytes 4-11/64\r\nETag: \"one\"\r\nConnection: close\r\n\r\n01234567";
+    const ANSWERS: [&str; 6] = [
+        FILE,
+        "HTTP/1.1 200 OK\r\nContent-Length: 64\r\nConnection: close\r\n\r\n0123456789012345678901234567890123456789012345678901234567890123",
+        "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n8\r\n01234567\r\n0\r\n\r\n",
+        "HTTP/1.1 302 Found\r\nLocation: /elsewhere?sig=secret\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 503 Busy\r\nRetry-After: 0\r\nContent-Length: 0\r\nConnection: close\r\n\r\n",
+        "HTTP/1.1 401 No\r\nX-Error-Message: no\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno",
+    ];
+
+    /// Ranges and small files over a connection; gives how many came.
+    fn answers(rounds: usize, seed: u64) -> usize {
+        OTHER.set(Some(wire::agent()));
+        let (mut random, mut came) = (Random(seed), 0);
+        for round in 0..rounds {
+            wire::say(random.changed(ANSWERS[round % ANSWERS.len()].as_bytes(), &WORDS));
+            let url = Address::new(format!("{}/file", wire::SERVER), None);
+            let (mut ranged, mut whole) = (Came::default(), Came::default());
+            match url.attempt(Some(4..12), Some(64), u64::MAX, &mut ranged) {
+                Ok(()) => {
+                    assert_eq!((ranged.bytes.len(), ranged.total), (8, 64), "{}", wire::said());
+                    came += 1;
+                }
+                Err(Failure::Again(reason, wait)) => assert!(!reason.contains("secret") && wait.as_secs() <= 60),
+                Err(Failure::Final(_)) => {}
+            }
+            assert!(ranged.bytes.len() <= 8);
+            came += usize::from(url.attempt(None, None, 16, &mut whole).is_ok());
+            assert!(whole.bytes.len() <= 17, "{}", whole.bytes.len());
+        }
+        came
+    }
+
+    const LIST: &str = "<?xml version=\"1.0\"?><ListBucketResult><Contents><Key>a/model.safetensors</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified>\
+    <ETag>\"one\"</ETag><Size>64</Size></Contents><Contents><Key>a/config.json</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified><Size>2</Size></Contents>\
+    <IsTruncated>false</IsTruncated></ListBucketResult>";
+
+    /// What a bucket lists and holds; gives how often there was something.
+    fn buckets(rounds: usize, seed: u64) -> usize {
+        OTHER.set(Some(wire::agent()));
+        let (mut random, mut came) = (Random(seed), 0);
+        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(wire::SERVER).with_allow_http(true).with_skip_signature(true);
+        let place = Bucket { store: of_s3(builder, RetryConfig { max_retries: 0, ..RetryConfig::default() }).unwrap() };
+        let file = Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), here: None };
+        for round in 0..rounds {
+            match round % 3 {
+                0 => {
+                    let body = random.changed(LIST.as_bytes(), &WORDS);
+                    let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", body.len());
+                    wire::say([head.as_bytes(), &body].concat());
+                    came += place.list("a").map_or(0, |found| usize::from(!found.is_empty()));
+                }
+                1 => {
+                    wire::say(random.changed(
+                        b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\nETag: \"one\"\r\nLast-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nConnection: close\r\n\r\n",
+                        &WORDS,
+                    ));
+                    came += usize::from(matches!(place.find("a/b"), Ok(Some(_))));
+                }
+                _ => {
+                    let with_date = FILE.replace("ETag", "Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nETag");
+                    wire::say(random.changed(with_date.as_bytes(), &WORDS));
+                    came += place.read(&file, 4..12).map_or(0, |bytes| usize::from(bytes.len() == 8));
+                }
+            }
+        }
+        came
+    }
+
+    /// Lists of the Hub, without a connection; gives how many are lists.
+    fn pages(rounds: usize, seed: u64) -> usize {
+        let page = br#"[{"type":"file","path":"model.safetensors","size":64,"oid":"9e26","lfs":{"oid":"sha256:44136f","size":64}},{"type":"directory","path":"a"},{"type":"file","path":"a/config.json","size":2,"oid":"9e26"}]"#;
+        let link = "<https://a/x?cursor=1>; rel=\"next\", <https://a/y>; rel=\"last\"";
+        let (mut random, mut lists) = (Random(seed), 0);
+        for _ in 0..rounds {
+            let link = String::from_utf8_lossy(&random.changed(link.as_bytes(), &WORDS)).into_owned();
+            let Ok(files) = hub::page(&random.changed(page, &WORDS), None) else { continue };
+            let next = hub::next(&link);
+            assert!(files.iter().all(|file| Path::new(&file.name).components().all(|part| matches!(part, Component::Normal(_)))), "{files:?}");
+            assert!(next.is_none_or(|next| link.contains(next)));
+            lists += 1;
+        }
+        lists
+    }
+
+    #[test]
+    fn changed_answers_are_refused_or_are_what_was_asked_for() {
+        let counts = [answers(120, 7), buckets(120, 7), pages(1000, 7)];
+        assert!(counts.iter().zip([230, 115, 990]).all(|(count, most)| (5..most).contains(count)), "{counts:?}");
+    }
+
+    #[test]
+    #[ignore = "minutes: `scripts/fuzz --plain http`"]
+    fn changed_answers_many_times() {
+        let rounds: usize = std::env::var("MUTATIONS").ok().and_then(|text| text.parse().ok()).unwrap_or(300_000);
+        type Check = fn(usize, u64) -> usize;
+        let all: [(&str, Check); 3] = [("answers", answers), ("buckets", buckets), ("pages", pages)];
+        for (what, check) in all {
+            let (start, came) = (Instant::now(), check(rounds, 11));
+            let seconds = start.elapsed().as_secs_f64();
+            println!("{what}: {came} of {rounds} come, {seconds:.0} s, {:.0} a second", rounds as f64 / seconds.max(1e-9));
+        }
     }
 }

@@ -4,8 +4,6 @@
 //! read whole; of others, ranges are read as they are needed, ahead of who reads, into memory of a fixed size, and never onto a disk.
 
 mod bucket;
-#[cfg(test)]
-mod changed_answers;
 mod chunks;
 mod http;
 mod hub;
