@@ -80,7 +80,7 @@ impl Args {
         }
         output::print(&format!(
             "\n{}\n",
-            summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), [inputs.join(", "), outputs.join(", ")], cannot_run)
+            summary(&model, (!self.header_only).then(|| zeros.iter().flatten().sum()), [inputs.join("\n"), outputs.join("\n")], cannot_run)
         ))
     }
 }

@@ -212,7 +212,7 @@ impl ModelFile {
     /// How many nodes of a graph's pieces round values by themselves, as they stand in the file.
     pub(crate) fn roundings_in_pieces(graph: &Graph) -> usize {
         let pieces = graph.nodes().iter().filter_map(|node| if let Op::Opaque(opaque) = &node.op { opaque.function.as_ref() } else { None });
-        let nodes = pieces.filter_map(|function| function.as_any().downcast_ref::<Piece>()).flat_map(|piece| &piece.parts.nodes);
+        let nodes = pieces.filter_map(|function| function.as_any().downcast_ref::<Piece>()).flat_map(|piece| &piece.parts().nodes);
         nodes.filter(|node| node.op_type() == "QuantizeLinear").filter_map(|node| node.output.first()).collect::<BTreeSet<_>>().len()
     }
 

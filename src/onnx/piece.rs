@@ -6,7 +6,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
 use prost::Message;
@@ -41,23 +41,36 @@ pub(super) struct Parts {
     pub inputs: Vec<(String, i32)>,
     /// Whole numbers that inputs are tried with, where that is not one.
     pub tried: BTreeMap<String, i64>,
-    /// Name of what it computes.
-    pub output: String,
+    /// Names of what its last node computes.
+    pub outputs: Vec<String>,
     /// The sets of operators that it uses.
     pub opsets: Vec<OperatorSetIdProto>,
     /// Version of the file format.
     pub ir_version: Option<i64>,
 }
 
-/// A piece, loaded.
+/// Sizes by name.
+type Tried = Result<BTreeMap<String, Vec<usize>>, String>;
+
+/// Nodes that are loaded, for all that the last of them computes: to be tried with sizes once.
+#[derive(Debug)]
+pub(super) struct Loaded {
+    parts: Parts,
+    /// Element types of what it computes as ONNX numbers them.
+    elements: Vec<Option<i32>>,
+    session: Mutex<Session>,
+    /// Sizes of what it computes, by those of the inputs, as far as they were asked for; or why there are none.
+    sizes: Mutex<BTreeMap<Vec<Vec<usize>>, Tried>>,
+}
+
+/// One of the values that loaded nodes compute.
 #[derive(Debug)]
 pub(super) struct Piece {
-    pub parts: Parts,
+    loaded: Arc<Loaded>,
+    /// Its name.
+    pub output: String,
     /// Its element type as ONNX numbers it.
     pub element: i32,
-    session: Mutex<Session>,
-    /// Sizes of the output by those of the inputs, as far as they were asked for.
-    sizes: Mutex<BTreeMap<Vec<Vec<usize>>, Vec<usize>>>,
 }
 
 /// What stands for elements of such a type here; nothing for types that the executor's graphs do not have.
@@ -69,15 +82,47 @@ pub(super) fn element(number: i32) -> Option<Element> {
     }
 }
 
-impl Piece {
-    /// Loads a piece of the file at a path, whose inputs have so many axes.
+impl Loaded {
+    /// Loads nodes of the file at a path, whose inputs have so many axes.
     ///
     /// # Errors
-    /// There is no ONNX Runtime, it refuses the piece, or the output is no tensor of numbers.
-    pub fn load(parts: Parts, ranks: &[usize], path: &Path) -> Result<Piece, String> {
+    /// There is no ONNX Runtime, it refuses the nodes, or nothing that they compute is a tensor of numbers.
+    pub fn new(parts: Parts, ranks: &[usize], path: &Path) -> Result<Loaded, String> {
         let session = Session::of(&parts.model(ranks).encode_to_vec(), path, runtime::Options::default()).map_err(|e| e.to_string())?;
-        let element = session.output_types().first().copied().flatten().ok_or_else(|| format!("`{}` is no tensor of numbers", parts.output))?;
-        Ok(Piece { parts, element, session: Mutex::new(session), sizes: Mutex::default() })
+        Ok(Loaded { parts, elements: session.output_types(), session: Mutex::new(session), sizes: Mutex::default() })
+    }
+
+    fn answers(&self, inputs: &[Tensor]) -> Result<BTreeMap<String, Tensor>, String> {
+        let given = self.parts.inputs.iter().map(|(name, _)| name.clone()).zip(inputs.iter().cloned()).collect();
+        self.session.lock().unwrap_or_else(PoisonError::into_inner).run(&given).map_err(|e| e.to_string())
+    }
+
+    /// Sizes of everything that is computed from inputs of these sizes.
+    fn try_out(&self, inputs: &[Vec<usize>]) -> Tried {
+        // Ones are tokens, marks of what is no padding, and truth.
+        let given = |((name, number), sizes): (&(String, i32), &Vec<usize>)| match element(*number) {
+            Some(Element::Int) => Tensor::full(self.parts.tried.get(name).copied().unwrap_or(1), sizes.as_slice(), &Device::Cpu),
+            _ => Tensor::zeros(sizes.as_slice(), DType::F32, &Device::Cpu),
+        };
+        let given = self.parts.inputs.iter().zip(inputs).map(given).collect::<candle_core::Result<Vec<_>>>().map_err(|e| e.to_string())?;
+        Ok(self.answers(&given)?.into_iter().map(|(name, answer)| (name, answer.dims().to_vec())).collect())
+    }
+}
+
+impl Piece {
+    /// A value that loaded nodes compute.
+    ///
+    /// # Errors
+    /// It is no tensor of numbers.
+    pub fn new(loaded: Arc<Loaded>, output: &str) -> Result<Piece, String> {
+        let element = loaded.parts.outputs.iter().zip(&loaded.elements).find(|(name, _)| *name == output).and_then(|(_, element)| *element);
+        let element = element.ok_or_else(|| format!("`{output}` is no tensor of numbers"))?;
+        Ok(Piece { loaded, output: output.to_owned(), element })
+    }
+
+    /// What it is made of.
+    pub fn parts(&self) -> &Parts {
+        &self.loaded.parts
     }
 
     /// The type of the output: found by running it on inputs of several sizes, where some are open; those that are numbers of samples stay small.
@@ -85,7 +130,7 @@ impl Piece {
     /// # Errors
     /// The output's elements are none that graphs have, or it runs on none of the inputs that were tried.
     pub fn learn(&self, inputs: &[TensorType], batch: &dyn Fn(&str) -> bool) -> Result<TensorType, String> {
-        let element = element(self.element).ok_or_else(|| format!("`{}` is of a type that the built-in executor does not have", self.parts.output))?;
+        let element = element(self.element).ok_or_else(|| format!("`{}` is of a type that the built-in executor does not have", self.output))?;
         let mut names: Vec<&str> = Vec::new();
         inputs.iter().flat_map(|ty| &ty.shape).for_each(|size| size.names(&mut names));
         let mut reason = String::new();
@@ -102,7 +147,7 @@ impl Piece {
             });
             match tried {
                 [Ok((sizes, _)), ..] | [_, Ok((sizes, _)), _] if sizes.contains(&0) => {
-                    reason = format!("`{}` has no elements where all that is read is zero: its sizes depend on values", self.parts.output);
+                    reason = format!("`{}` has no elements where all that is read is zero: its sizes depend on values", self.output);
                 }
                 [Ok(one), Ok(other), Ok((sizes, bindings))] => {
                     let mut shape = self.formulas(inputs, &one, &other);
@@ -122,7 +167,7 @@ impl Piece {
 
     /// A size that is known by running alone.
     fn unknown(&self, axis: usize) -> Dim {
-        Dim::Named(super::lift::plain(&format!("{}_{axis}", self.parts.output)))
+        Dim::Named(super::lift::plain(&format!("{}_{axis}", self.output)))
     }
 
     /// Sizes as formulas of those of the inputs, from two runs; a name of its own for what follows from none of them.
@@ -167,7 +212,7 @@ impl Piece {
 
     /// Whether what it computes is another each time.
     pub fn is_random(&self) -> bool {
-        let mut open: Vec<&NodeProto> = self.parts.nodes.iter().collect();
+        let mut open: Vec<&NodeProto> = self.parts().nodes.iter().collect();
         while let Some(node) = open.pop() {
             if RANDOM.contains(&node.op_type()) {
                 return true;
@@ -179,31 +224,20 @@ impl Piece {
 
     /// Whether it reads nothing but the sizes of this input.
     pub fn reads_sizes_alone(&self, input: &str) -> bool {
-        let mut readers = self.parts.nodes.iter().filter(|node| check::reads(node).contains(&input));
+        let mut readers = self.parts().nodes.iter().filter(|node| check::reads(node).contains(&input));
         readers.all(|node| ["Shape", "Size"].contains(&node.op_type()) && check::is_own(node.domain()))
     }
 
     fn answer(&self, inputs: &[Tensor]) -> Result<Tensor, String> {
-        let given = self.parts.inputs.iter().map(|(name, _)| name.clone()).zip(inputs.iter().cloned()).collect();
-        let answers = self.session.lock().unwrap_or_else(PoisonError::into_inner).run(&given).map_err(|e| e.to_string())?;
-        answers.into_values().next().ok_or_else(|| format!("`{}` is no tensor of numbers", self.parts.output))
+        self.loaded.answers(inputs)?.remove(&self.output).ok_or_else(|| format!("`{}` is no tensor of numbers", self.output))
     }
 }
 
 impl Function for Piece {
     fn shape(&self, inputs: &[Vec<usize>]) -> Result<Vec<usize>, String> {
-        if let Some(known) = self.sizes.lock().unwrap_or_else(PoisonError::into_inner).get(inputs) {
-            return Ok(known.clone());
-        }
-        // Ones are tokens, marks of what is no padding, and truth.
-        let given = |((name, number), sizes): (&(String, i32), &Vec<usize>)| match element(*number) {
-            Some(Element::Int) => Tensor::full(self.parts.tried.get(name).copied().unwrap_or(1), sizes.as_slice(), &Device::Cpu),
-            _ => Tensor::zeros(sizes.as_slice(), DType::F32, &Device::Cpu),
-        };
-        let given = self.parts.inputs.iter().zip(inputs).map(given).collect::<candle_core::Result<Vec<_>>>().map_err(|e| e.to_string())?;
-        let sizes = self.answer(&given)?.dims().to_vec();
-        self.sizes.lock().unwrap_or_else(PoisonError::into_inner).insert(inputs.to_vec(), sizes.clone());
-        Ok(sizes)
+        let mut known = self.loaded.sizes.lock().unwrap_or_else(PoisonError::into_inner);
+        let sizes = known.entry(inputs.to_vec()).or_insert_with(|| self.loaded.try_out(inputs)).as_ref().map_err(String::clone)?;
+        sizes.get(&self.output).cloned().ok_or_else(|| format!("`{}` is no tensor of numbers", self.output))
     }
 
     fn run(&self, inputs: &[Tensor]) -> candle_core::Result<Tensor> {
@@ -235,7 +269,7 @@ impl Parts {
             node: self.nodes.clone(),
             initializer: self.constants.clone(),
             input: self.inputs.iter().zip(ranks).map(port).collect(),
-            output: vec![ValueInfoProto { name: Some(self.output.clone()), ..ValueInfoProto::default() }],
+            output: self.outputs.iter().map(|name| ValueInfoProto { name: Some(name.clone()), ..ValueInfoProto::default() }).collect(),
             ..GraphProto::default()
         };
         ModelProto { ir_version: self.ir_version.max(Some(4)), graph: Some(graph), opset_import: self.opsets.clone(), ..ModelProto::default() }

@@ -10,15 +10,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, PoisonError};
 
 use super::super::check::{self, bodies, label};
-use super::super::piece::{self, Parts, Piece};
+use super::super::piece::{self, Loaded, Parts, Piece};
 use super::super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::{Known, Lift};
 use crate::ir::ops::Opaque;
 use crate::ir::{Element, TensorType, ValueId};
 use crate::store::{DType, Weight};
 
-/// Pieces that a file was found to have, by what they compute and read.
-pub(in super::super) type Pieces = BTreeMap<(String, Vec<String>), Result<Arc<Piece>, String>>;
+/// Pieces that a file was found to have, by what the last node computes and what they read.
+pub(in super::super) type Pieces = BTreeMap<(Vec<String>, Vec<String>), Result<Arc<Loaded>, String>>;
 
 /// The tensor that a node gives as it stands.
 pub(super) fn constant(node: &NodeProto) -> Option<&TensorProto> {
@@ -96,13 +96,13 @@ impl<'f> Lift<'f> {
         let last = cone.nodes.values().next_back().map_or_else(|| format!("`{name}`"), |node| label(node));
         let label = if more > 0 { format!("{last} and {more} more") } else { last };
         let number = piece.element;
-        let op = Opaque { label, inputs: types, output: Some(output), function: Some(piece) };
+        let op = Opaque { label, inputs: types, output: Some(output), function: Some(Arc::new(piece)) };
         let id = self.builder.node(name, op, &ids).map_err(|e| e.to_string())?;
         self.numbers.insert(id, number);
         Ok(id)
     }
 
-    /// A piece, loaded once for a file.
+    /// A piece, loaded once for a file, and once for all that its last node computes.
     pub(super) fn loaded(
         &self,
         cone: &Cone<'f>,
@@ -110,16 +110,20 @@ impl<'f> Lift<'f> {
         inputs: Vec<(String, i32)>,
         types: &[TensorType],
         name: &str,
-    ) -> Result<Arc<Piece>, String> {
-        let key = (name.to_owned(), inputs.iter().map(|(inner, _)| inner.clone()).collect());
+    ) -> Result<Piece, String> {
+        let outputs: Vec<String> = match self.makers.get(name) {
+            Some((_, node)) => node.output.iter().filter(|output| !output.is_empty()).cloned().collect(),
+            None => vec![name.to_owned()],
+        };
+        let key = (outputs.clone(), inputs.iter().map(|(inner, _)| inner.clone()).collect());
         let pieces = || self.file.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(held) = pieces().get(&key) {
-            return held.clone();
+            return held.clone().and_then(|loaded| Piece::new(loaded, name));
         }
         let ranks: Vec<usize> = types.iter().map(|ty| ty.shape.len()).collect();
-        let made = self.gathered(cone, turned, inputs, name).and_then(|parts| Piece::load(parts, &ranks, &self.file.path)).map(Arc::new);
+        let made = self.gathered(cone, turned, inputs, outputs).and_then(|parts| Loaded::new(parts, &ranks, &self.file.path)).map(Arc::new);
         pieces().insert(key, made.clone());
-        made
+        made.and_then(|loaded| Piece::new(loaded, name))
     }
 
     pub(super) fn weight(&self, name: &str) -> Option<&'f Weight> {
@@ -202,7 +206,7 @@ impl<'f> Lift<'f> {
         }
     }
 
-    fn gathered(&self, cone: &Cone<'f>, mut nodes: Vec<NodeProto>, inputs: Vec<(String, i32)>, output: &str) -> Result<Parts, String> {
+    fn gathered(&self, cone: &Cone<'f>, mut nodes: Vec<NodeProto>, inputs: Vec<(String, i32)>, outputs: Vec<String>) -> Result<Parts, String> {
         let model = &self.file.model;
         let own = |node: &&NodeProto| model.functions.iter().any(|of| of.name() == node.op_type() && of.domain() == node.domain());
         if let Some(node) = cone.nodes.values().find(|node| own(node)) {
@@ -222,7 +226,7 @@ impl<'f> Lift<'f> {
             ..TensorProto::default()
         }));
         let tried = inputs.iter().filter_map(|(name, _)| Some((name.clone(), self.file.told_number(name)?))).collect();
-        Ok(Parts { nodes, constants, inputs, tried, output: output.to_owned(), opsets: model.opset_import.clone(), ir_version: model.ir_version })
+        Ok(Parts { nodes, constants, inputs, tried, outputs, opsets: model.opset_import.clone(), ir_version: model.ir_version })
     }
 
     /// Puts elements back into a node, and takes weights out of its bodies.

@@ -20,7 +20,7 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
     if n.half {
         return Err(n.wrong(format!("{} computes in the floats that it was written for: export with `precision: float32`", op.label)));
     }
-    let parts = &piece.parts;
+    let parts = piece.parts();
     let from = parts.opsets.iter().find(|import| check::is_own(import.domain())).map_or(1, |import| import.version());
     for import in parts.opsets.iter().filter(|import| !check::is_own(import.domain())) {
         n.imports.insert(import.domain().to_owned(), import.version());
@@ -29,7 +29,7 @@ pub(super) fn opaque(op: &Opaque, n: &mut Lowering) -> Result<()> {
         n.reserve(body);
     }
     let mut names: Renamed = parts.inputs.iter().enumerate().map(|(at, (name, _))| (name.clone(), n.input(at))).collect();
-    names.insert(parts.output.clone(), n.output());
+    names.insert(piece.output.clone(), n.output());
     let computed = parts.nodes.iter().flat_map(|node| &node.output).filter(|name| !name.is_empty());
     for name in parts.constants.iter().map(|tensor| tensor.name().to_owned()).chain(computed.cloned()) {
         names.entry(name).or_insert_with_key(|name| n.fresh(name.clone()));

@@ -119,11 +119,12 @@ impl Seen<'_> {
     fn without_nan(&self, id: ValueId) -> Option<ValueId> {
         let node = self.maker(id)?;
         let Op::Opaque(opaque) = &node.op else { return None };
-        let parts = &opaque.function.as_ref()?.as_any().downcast_ref::<Piece>()?.parts;
+        let piece = opaque.function.as_ref()?.as_any().downcast_ref::<Piece>()?;
+        let parts = piece.parts();
         let [found, chosen] = parts.nodes.as_slice() else { return None };
         let own = [(found, "IsNaN"), (chosen, "Where")].iter().all(|(node, op)| node.op_type() == *op && check::is_own(node.domain()));
         let ([x], [condition, zero, other]) = (found.input.as_slice(), chosen.input.as_slice()) else { return None };
-        let linked = found.output.first() == Some(condition) && x == other && chosen.output.first() == Some(&parts.output);
+        let linked = found.output.first() == Some(condition) && x == other && chosen.output.first() == Some(&piece.output);
         let of = |name: &String| node.inputs.get(parts.inputs.iter().position(|(input, _)| input == name)?).copied();
         (own && linked && self.number(of(zero)?) == Some(0.0)).then(|| of(x)).flatten()
     }

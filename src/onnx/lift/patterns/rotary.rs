@@ -164,7 +164,7 @@ impl Seen<'_> {
     fn given(&self, node: &Node, at: usize, computing: &mut Computing) -> Option<Tensor> {
         let id = *node.inputs.get(at)?;
         if let Some(piece) = piece(node)
-            && let Some((name, _)) = piece.parts.inputs.get(at)
+            && let Some((name, _)) = piece.parts().inputs.get(at)
             && piece.reads_sizes_alone(name)
         {
             let ty = &self.graph.value(id).ty;
