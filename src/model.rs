@@ -72,11 +72,12 @@ impl Model {
         }
         let mut checkpoint = Checkpoint::open(path)?;
         let folder = names::is_dir(path);
-        add_modules(&mut checkpoint, path)?;
+        let unlisted = add_modules(&mut checkpoint, path)?;
         let weight_files = checkpoint.files.clone();
         let mut config = if folder { Config::open(&path.join("config.json"))? } else { Config::default() };
         store_tied_once(&config, &mut checkpoint);
-        let notes = std::mem::take(&mut checkpoint.notes);
+        let mut notes = std::mem::take(&mut checkpoint.notes);
+        notes.extend(unlisted);
         let schemes = config.take_quantization(path)?;
         checkpoint.words = schemes.words;
         let mut weights = Weights::from_checkpoint_with(checkpoint, &|name| schemes.bits(name.strip_suffix(".weight").unwrap_or(name), class_of(name)))?;
@@ -177,9 +178,13 @@ impl Model {
     }
 }
 
-/// Adds the weights of modules that have folders of their own.
-fn add_modules(checkpoint: &mut Checkpoint, path: &Path) -> Result<()> {
-    Module::list(path)?.iter().filter(|module| module.has_weights()).try_for_each(|module| checkpoint.add_folder(path, &module.folder))
+/// Adds the weights of modules that have folders of their own. A list of modules that cannot be understood is told: it goes over as it is, and
+/// whatever it speaks of with it.
+fn add_modules(checkpoint: &mut Checkpoint, path: &Path) -> Result<Option<String>> {
+    match Module::listed(path)? {
+        Ok(modules) => modules.iter().filter(|module| module.has_weights()).try_for_each(|module| checkpoint.add_folder(path, &module.folder)).map(|()| None),
+        Err(e) => Ok(Some(format!("{e}: it is carried over as it is, weights of modules are left as they are, and the model cannot be run"))),
+    }
 }
 
 /// Leaves out tensors that are others of the same file, where the configuration ties them: loaders tie them again. Others are told.

@@ -221,9 +221,17 @@ fn modules_keep_their_folders() {
         assert!(worst(&rounded.model(), &original(name), &original(name)) < 0.5);
     }
     let done = run("sentence-dense", Pipeline::builder().pass(half(&[PrunedPart::Heads, PrunedPart::Hidden])));
-    for (folder, widths) in [("2_Dense", ["\"in_features\": 8", "\"out_features\": 6"]), ("3_LayerNorm", ["\"dimension\": 6"; 2])] {
+    let says = |done: &Done, folder: &str, widths: &[&str]| {
         let config = std::fs::read_to_string(done.folder.path().join("out").join(folder).join("config.json")).unwrap();
         assert!(widths.iter().all(|width| config.contains(width)), "{config}");
+    };
+    says(&done, "1_Pooling", &["\"embedding_dimension\": 8"]);
+    says(&done, "2_Dense", &["\"in_features\": 8", "\"out_features\": 6"]);
+    says(&done, "3_LayerNorm", &["\"dimension\": 6"]);
+    for (name, folder, width) in
+        [("sentence-mean", "1_Pooling", "\"word_embedding_dimension\": 8"), ("sentence-dense-of-tokens", "2_Pooling", "\"embedding_dimension\": 10")]
+    {
+        says(&run(name, Pipeline::builder().pass(half(&[PrunedPart::Hidden]))), folder, &[width]);
     }
     let checks = common::work(|work| compress::pipeline::verify(&done.folder.path().join("out"), work)).unwrap();
     assert!(checks.iter().all(|check| check.ok));

@@ -23,7 +23,7 @@ pub(super) const SIZES: Sizes = Sizes {
     layers: "num_hidden_layers",
 };
 
-const NAMES: Names = Names {
+pub(super) const NAMES: Names = Names {
     attention: "attention.self",
     qkv: ["query", "key", "value"],
     out: "attention.output.dense",
@@ -71,13 +71,13 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// A head whose weight is the embedding table, unless it is stored by its own name.
+/// A head whose weight is the embedding table, unless it is stored by its own name. Its bias has two names, and computes by its own.
 pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str, bias: &str, x: ValueId) -> Result<ValueId> {
     let shape = [s.size("vocab_size")?, b.width(x)?];
-    let own = format!("{module}.weight");
-    let weight = b.param(if b.has(&own) || !s.flag_or("tie_word_embeddings", true)? { &own } else { table }, &shape)?;
-    let own_bias = format!("{module}.bias");
-    let bias = b.param(if b.has(bias) { bias } else { &own_bias }, &shape[..1])?;
+    let [own, own_bias] = ["weight", "bias"].map(|part| format!("{module}.{part}"));
+    let tied = s.flag_or("tie_word_embeddings", true)?;
+    let weight = b.param(if b.stores(&own) || !tied { &own } else { table }, &shape)?;
+    let bias = b.param(if b.stores(&own_bias) || (!tied && !b.stores(bias)) { &own_bias } else { bias }, &shape[..1])?;
     b.node(module, Linear { input_major: false }, &[x, weight, bias])
 }
 

@@ -61,6 +61,21 @@ pub(super) struct Block<'b> {
 impl Block<'_> {
     /// Adds the layer, whose nodes have this name and whose modules have that one before theirs.
     pub(super) fn add(&self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
+        self.around(b, (node, module), x, |b, x| {
+            let qkv = self.qkv(b, (node, module), x)?;
+            let context = attend(b, &format!("{node}.{}", self.names.attention), qkv, self.head_dim, self.attention, self.extras)?;
+            self.out(b, (node, module), context)
+        })
+    }
+
+    /// The same around another attention, which makes of what it reads what is added to it.
+    pub(super) fn around(
+        &self,
+        b: &mut Builder,
+        (node, module): (&str, &str),
+        x: ValueId,
+        attended: impl FnOnce(&mut Builder, ValueId) -> Result<ValueId>,
+    ) -> Result<ValueId> {
         let (names, before) = (self.names, self.norms == NormPlace::Before);
         let name = |part: &str| if part.is_empty() { node.to_owned() } else { format!("{node}.{part}") };
         let norm = |b: &mut Builder, at: usize, x: ValueId| match names.norms.get(at) {
@@ -68,7 +83,7 @@ impl Block<'_> {
             None => Ok(x),
         };
         let normed = if before { norm(b, 0, x)? } else { x };
-        let given = self.attended(b, (node, module), normed)?;
+        let given = attended(b, normed)?;
         let sum = b.node(&name(names.attended), Add {}, &[given, x])?;
         let attended = if before { sum } else { norm(b, 0, sum)? };
         let normed = if before { norm(b, 1, attended)? } else { attended };
@@ -84,9 +99,9 @@ impl Block<'_> {
         b.node(&format!("{node}.{part}.scaled"), Mul {}, &[x, factors])
     }
 
-    fn attended(&self, b: &mut Builder, (node, module): (&str, &str), x: ValueId) -> Result<ValueId> {
-        let (width, names) = (b.width(x)?, self.names);
-        let mut qkv = [x; 3];
+    /// Queries, keys and values of attention.
+    pub(super) fn qkv(&self, b: &mut Builder, (node, module): (&str, &str), x: ValueId) -> Result<[ValueId; 3]> {
+        let (width, names, mut qkv) = (b.width(x)?, self.names, [x; 3]);
         for (value, part) in qkv.iter_mut().zip(names.qkv) {
             let (name, path) = (format!("{node}.{}.{part}", names.attention), format!("{module}.{}.{part}", names.attention));
             *value = match self.qkv_bias {
@@ -94,8 +109,13 @@ impl Block<'_> {
                 None => linear(b, &name, &path, x, width)?,
             };
         }
-        let context = attend(b, &format!("{node}.{}", names.attention), qkv, self.head_dim, self.attention, self.extras)?;
-        let out = linear(b, &format!("{node}.{}", names.out), &format!("{module}.{}", names.out), context, width)?;
+        Ok(qkv)
+    }
+
+    /// The projection behind attention; heads are as wide as the stream.
+    pub(super) fn out(&self, b: &mut Builder, (node, module): (&str, &str), context: ValueId) -> Result<ValueId> {
+        let (width, out) = (b.width(context)?, self.names.out);
+        let out = linear(b, &format!("{node}.{out}"), &format!("{module}.{out}"), context, width)?;
         self.scaled(b, (node, module), 0, out)
     }
 

@@ -161,6 +161,11 @@ impl<'c> Settings<'c> {
         list.filter(|l| !l.is_empty()).ok_or_else(|| self.wrong(key, value, "a list of sizes"))
     }
 
+    /// A list of sizes, or a default.
+    pub(super) fn sizes_or(&self, key: &str, default: &[usize]) -> Result<Vec<usize>> {
+        if self.get(key).is_some() { self.sizes(key) } else { Ok(default.to_vec()) }
+    }
+
     /// A list of numbers.
     pub fn numbers(&self, key: &str) -> Result<Vec<f64>> {
         let value = self.get(key).ok_or_else(|| self.missing(key))?;

@@ -10,6 +10,7 @@ mod block;
 mod clip;
 mod config;
 mod convnext;
+mod deberta;
 mod decoder;
 mod dinov2;
 mod distilbert;
@@ -33,6 +34,7 @@ mod roberta;
 mod rope;
 mod sentence;
 mod smollm3;
+mod swin;
 mod t5;
 mod torchvision;
 mod vit;
@@ -41,6 +43,7 @@ pub use config::{ReadKeys, Settings};
 pub use keys::Keys;
 pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
 pub use sentence::SentenceModule;
+pub(crate) use sentence::is_of_module;
 
 use crate::error::{Error, Result};
 use crate::ir::{Builder, Graph};
@@ -83,6 +86,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "distilbert", kind: ModelKind::Encoder, build: distilbert::build, keys: distilbert::KEYS, sizes: Some(&distilbert::SIZES) },
     Architecture { model_type: "mpnet", kind: ModelKind::Encoder, build: mpnet::build, keys: mpnet::KEYS, sizes: Some(&mpnet::SIZES) },
     Architecture { model_type: "modernbert", kind: ModelKind::Encoder, build: modernbert::build, keys: modernbert::KEYS, sizes: Some(&modernbert::SIZES) },
+    Architecture { model_type: "deberta-v2", kind: ModelKind::Encoder, build: deberta::build, keys: deberta::KEYS, sizes: Some(&deberta::SIZES) },
     Architecture { model_type: "t5", kind: ModelKind::Encoder, build: t5::build, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
     Architecture { model_type: "mt5", kind: ModelKind::Encoder, build: t5::build_multilingual, keys: t5::KEYS, sizes: Some(&t5::SIZES) },
     Architecture { model_type: "gpt2", kind: ModelKind::Decoder, build: gpt2::build, keys: gpt2::KEYS, sizes: Some(&gpt2::SIZES) },
@@ -102,6 +106,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "qwen3_moe", kind: ModelKind::Decoder, build: experts::build_qwen3, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
     Architecture { model_type: "vit", kind: ModelKind::VisionTransformer, build: vit::build, keys: vit::KEYS, sizes: Some(&vit::SIZES) },
     Architecture { model_type: "dinov2", kind: ModelKind::VisionTransformer, build: dinov2::build, keys: dinov2::KEYS, sizes: Some(&dinov2::SIZES) },
+    Architecture { model_type: "swin", kind: ModelKind::VisionTransformer, build: swin::build, keys: swin::KEYS, sizes: None },
     Architecture { model_type: "clip", kind: ModelKind::Pair, build: clip::build, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "clip_text_model", kind: ModelKind::Encoder, build: clip::build_text, keys: clip::KEYS, sizes: None },
     Architecture { model_type: "clip_vision_model", kind: ModelKind::VisionTransformer, build: clip::build_vision, keys: clip::KEYS, sizes: None },

@@ -75,9 +75,9 @@ pub(super) fn has_head(b: &Builder, prefix: &str, module: &str) -> bool {
 }
 
 /// The weight of a language model's head: its own, or the embedding table where none is stored and the configuration does not deny that
-/// they are one.
+/// they are one. What is stored counts before what is said, as in transformers 5.
 pub(super) fn language_head(s: &Settings, b: &mut Builder, name: &str, table: ValueId) -> Result<ValueId> {
-    if !b.has(name) && s.flag_or("tie_word_embeddings", true)? {
+    if !b.stores(name) && s.flag_or("tie_word_embeddings", true)? {
         return Ok(table);
     }
     let shape = [s.size("vocab_size")?, b.width(table)?];
@@ -93,7 +93,7 @@ pub(super) fn layer_norm(b: &mut Builder, node: &str, module: &str, x: ValueId, 
 pub(super) fn layer_norm_with(b: &mut Builder, node: &str, module: &str, x: ValueId, epsilon: f64, with_bias: bool) -> Result<ValueId> {
     let width = b.width(x)?;
     // The first published checkpoints say gamma and beta.
-    let [weight, bias] = if b.stored_shape(&format!("{module}.gamma")).is_some() { ["gamma", "beta"] } else { ["weight", "bias"] };
+    let [weight, bias] = if b.stores(&format!("{module}.gamma")) { ["gamma", "beta"] } else { ["weight", "bias"] };
     let mut inputs = vec![x, b.param(&format!("{module}.{weight}"), &[width])?];
     if with_bias {
         inputs.push(b.param(&format!("{module}.{bias}"), &[width])?);
@@ -118,16 +118,25 @@ pub(super) fn slices<const N: usize>(b: &mut Builder, nodes: [String; N], all: V
     Ok(found)
 }
 
-/// Heads, attention, and back; `q`, `k` and `v` are `[batch, sequence, heads · head_dim]`. The factor on products is made of the width of
-/// heads; `extras` are a mask and a bias.
-pub(super) fn attend(b: &mut Builder, node: &str, [q, k, v]: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
-    let mut heads = Vec::with_capacity(5);
-    for (part, value) in [("query", q), ("key", k), ("value", v)] {
-        heads.push(b.node(&format!("{node}.{part}_heads"), SplitHeads { head_dim }, &[value])?);
+/// Heads, attention, and back; `q`, `k` and `v` are `[batch, sequence, heads · head_dim]`. The factor on products is divided by the root of the
+/// width of heads; `extras` are a mask and a bias.
+pub(super) fn attend(b: &mut Builder, node: &str, qkv: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
+    let heads = split_heads(b, node, qkv, head_dim)?;
+    attend_heads(b, node, heads, head_dim, attention, extras)
+}
+
+/// Heads of queries, keys and values.
+pub(super) fn split_heads(b: &mut Builder, node: &str, mut qkv: [ValueId; 3], head_dim: usize) -> Result<[ValueId; 3]> {
+    for (part, value) in ["query", "key", "value"].into_iter().zip(&mut qkv) {
+        *value = b.node(&format!("{node}.{part}_heads"), SplitHeads { head_dim }, &[*value])?;
     }
-    heads.extend(extras);
-    let scale = 1.0 / (head_dim as f64).sqrt();
-    let context = b.node(&format!("{node}.context_heads"), Attention { scale, ..attention }, &heads)?;
+    Ok(qkv)
+}
+
+/// Attention of heads, and back.
+pub(super) fn attend_heads(b: &mut Builder, node: &str, heads: [ValueId; 3], head_dim: usize, attention: Attention, extras: &[ValueId]) -> Result<ValueId> {
+    let scale = attention.scale / (head_dim as f64).sqrt();
+    let context = b.node(&format!("{node}.context_heads"), Attention { scale, ..attention }, &[&heads, extras].concat())?;
     b.node(&format!("{node}.context"), MergeHeads {}, &[context])
 }
 

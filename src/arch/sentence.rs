@@ -241,11 +241,21 @@ pub(super) fn add(modules: &[SentenceModule], b: &mut Builder) -> Result<()> {
         let given = found.get(module.reads.as_str()).copied();
         let given = given
             .ok_or_else(|| Error::graph(Module::LIST, format!("module {} reads `{}`, which none before it gives", index.saturating_add(1), module.reads)))?;
-        found.insert(&module.gives, module.kind.add(b, &format!("sentence.{index}"), given)?);
+        found.insert(&module.gives, module.kind.add(b, &node_of(index), given)?);
     }
     let sentence = found.get(SENTENCE).ok_or_else(|| Error::graph(Module::LIST, format!("no module gives `{SENTENCE}`")))?;
     b.output(SENTENCE, *sentence);
     Ok(())
+}
+
+/// What the names of a module's nodes begin with.
+fn node_of(index: usize) -> String {
+    format!("sentence.{index}")
+}
+
+/// Whether a node of this name belongs to a module, of those that compute something.
+pub(crate) fn is_of_module(index: usize, node: &str) -> bool {
+    node.strip_prefix(&node_of(index)).is_some_and(|rest| rest.starts_with('.'))
 }
 
 fn lacks(what: &str) -> Error {

@@ -100,6 +100,11 @@ impl<'c> Builder<'c> {
         self.catalog.is_none_or(|c| c.shape(name).is_some())
     }
 
+    /// Whether the checkpoint has a tensor of this name; without a checkpoint, no.
+    pub(crate) fn stores(&self, name: &str) -> bool {
+        self.stored_shape(name).is_some()
+    }
+
     /// The shape of a tensor of the checkpoint.
     pub fn stored_shape(&self, name: &str) -> Option<Vec<usize>> {
         self.catalog.and_then(|c| c.shape(name))

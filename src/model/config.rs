@@ -28,12 +28,13 @@ pub struct Config {
     carried: Map<String, Value>,
 }
 
-const TIED: [(&str, &str); 8] = [
+const TIED: [(&str, &str); 9] = [
     ("embed_out.weight", "gpt_neox.embed_in.weight"),
     ("lm_head.weight", "model.embed_tokens.weight"),
     ("lm_head.weight", "transformer.wte.weight"),
     ("lm_head.weight", "model.decoder.embed_tokens.weight"),
     ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
     ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
     ("lm_head.decoder.weight", "mpnet.embeddings.word_embeddings.weight"),
     ("decoder.weight", "model.embeddings.tok_embeddings.weight"),

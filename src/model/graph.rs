@@ -1,6 +1,6 @@
 //! What a model computes.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
@@ -11,9 +11,9 @@ use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, rebuild, same};
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, ValueId, cache, rebuild, same};
 pub use crate::onnx::ModelFile;
-use crate::store::{ActivationScheme, Affine, Encoding, OpenSizes, Weight, Weights, select};
+use crate::store::{ActivationScheme, Affine, Encoding, Module, OpenSizes, Weight, Weights, select};
 
 impl Catalog for Weights {
     fn shape(&self, name: &str) -> Option<Vec<usize>> {
@@ -115,7 +115,13 @@ impl Model {
                 plain.extend(from.map(|from| (made, from)));
                 Ok(made)
             })?;
-            changed_graph = Some(Arc::new(floats));
+            let read: BTreeSet<ValueId> =
+                floats.nodes().iter().flat_map(|node| node.inputs.iter().copied()).chain(floats.outputs().iter().map(|(_, id)| *id)).collect();
+            let needed = rebuild(&floats, &weights, &mut |step| match (&step.node.op, step.inputs.first()) {
+                (Op::FakeQuantize(_), Some(input)) if !read.contains(&step.node.output) => Ok(*input),
+                _ => step.keep(),
+            })?;
+            changed_graph = Some(Arc::new(needed));
         }
         Ok(Model { weights, changed_graph, ..self.clone() })
     }
@@ -158,6 +164,21 @@ impl Model {
         Ok((graph, keys.into_iter().map(|key| format!("config.json: {key}")).chain(unknown).collect()))
     }
 
+    /// Folders of poolings, with the widths of what they read, where a pass has changed what the model computes.
+    ///
+    /// # Errors
+    /// The modules of the folder cannot be read.
+    pub(super) fn pooled_widths(&self, folder: &Path) -> Result<Vec<(String, usize)>> {
+        let Some(graph) = &self.changed_graph else { return Ok(Vec::new()) };
+        let width = |index: usize| {
+            let node = graph.nodes().iter().find(|node| arch::is_of_module(index, &graph.value(node.output).name))?;
+            graph.value(*node.inputs.first()?).ty.shape.last()?.fixed()
+        };
+        let modules = Module::listed(folder)?.unwrap_or_default().into_iter().filter(Module::computes).enumerate();
+        let poolings = modules.filter(|(_, module)| module.kind == "Pooling" && !module.folder.is_empty());
+        Ok(poolings.filter_map(|(index, module)| Some((module.folder, width(index)?))).collect())
+    }
+
     /// Layers whose inputs are quantized by parameters that are stored with their weights.
     fn quantizers(&self) -> Quantizers {
         let of = |(name, weight): (&String, &Weight)| match &weight.encoding {
@@ -181,7 +202,44 @@ impl Model {
 
     /// Weights that the graph does not use, by name.
     pub fn unused(&self, graph: &Graph) -> Vec<String> {
-        let used: std::collections::BTreeSet<&str> = graph.params().map(|(_, v)| v.name.as_str()).collect();
+        let used: BTreeSet<&str> = graph.params().map(|(_, v)| v.name.as_str()).collect();
         self.weights.by_name.keys().filter(|name| !used.contains(name.as_str())).cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{Codes, DType, Granularity};
+
+    /// Queries, keys and values read one rounded value; the layer that holds floats again reads the value as it was.
+    #[test]
+    fn inputs_are_rounded_for_layers_that_are_quantized_alone() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert");
+        let model = Model::open(folder).unwrap();
+        let graph = model.graph().unwrap();
+        let by = FakeQuantize { scale: 0.1, zero_point: 3 };
+        let layer = |part: &str| format!("encoder.layer.0.{part}.weight");
+        let all = ["attention.self.query", "attention.self.key", "attention.self.value", "output.dense"].map(layer);
+        let rounding = |layers: &[String]| {
+            let quantizers = Quantizers { layers: layers.iter().map(|name| (name.clone(), by)).collect(), ..Quantizers::default() };
+            quantizers::insert(&graph, &model.weights, &quantizers).unwrap()
+        };
+        let holding = |layers: &[String]| {
+            let mut weights = model.weights.clone();
+            for name in layers {
+                let codes = (Codes::INT8, Granularity::Tensor, ActivationScheme::None);
+                let affine = Affine { codes: codes.0, granularity: codes.1, symmetric: true, scale_dtype: DType::F32, activations: codes.2 };
+                weights.by_name.get_mut(name).unwrap().encoding = Encoding::Affine(affine);
+            }
+            weights
+        };
+        let quantized = Model { weights: holding(&all), changed_graph: Some(Arc::new(rounding(&all))), ..model.clone() };
+        for left in [&all[..], &all[1..], &all[..3], &all[3..], &[]] {
+            let held = quantized.holding(holding(left)).unwrap();
+            // A quantizer stands before its first reader.
+            let lines = |graph: &Graph| graph.to_string().lines().map(str::to_owned).collect::<BTreeSet<_>>();
+            assert_eq!(lines(&held.changed_graph.unwrap()), lines(&rounding(left)), "{left:?}");
+        }
     }
 }

@@ -8,6 +8,8 @@ use serde_json::{Value, json};
 use super::{Config, Model};
 use crate::error::{Error, Result};
 
+/// The keys of a pooling's `config.json` that say how wide the vectors of tokens are.
+const POOLED: [&str; 2] = ["word_embedding_dimension", "embedding_dimension"];
 /// The keys of a module's `config.json` that say widths, with the tensors and axes that have them.
 const WIDTHS: [(&str, &str, usize); 3] = [("in_features", "linear.weight", 1), ("out_features", "linear.weight", 0), ("dimension", "norm.weight", 0)];
 
@@ -19,12 +21,18 @@ impl Model {
     /// A file cannot be read, or is no JSON object.
     pub(crate) fn resized_modules(&self, carried_from: &Path) -> Result<BTreeMap<PathBuf, String>> {
         let mut found = BTreeMap::new();
-        for folder in &self.weights.folders {
+        let mut change = |folder: &str, wrong: &dyn Fn(&Config) -> Vec<(&'static str, usize)>| {
             let name = PathBuf::from(folder).join("config.json");
             let mut config = Config::open(&carried_from.join(&name))?;
-            let wrong = self.other_widths(folder, &config);
+            let wrong = wrong(&config);
             wrong.iter().for_each(|(key, width)| config.set(key, json!(width)));
             found.extend(config.render().filter(|_| !wrong.is_empty()).map(|text| (name, text)));
+            Ok(())
+        };
+        self.weights.folders.iter().try_for_each(|folder| change(folder, &|config| self.other_widths(folder, config)))?;
+        for (folder, width) in self.pooled_widths(carried_from)? {
+            let other = |config: &Config, key: &str| config.get(key).is_some_and(|said| said.as_u64() != Some(width as u64));
+            change(&folder, &|config| POOLED.into_iter().filter(|key| other(config, key)).map(|key| (key, width)).collect())?;
         }
         Ok(found)
     }

@@ -191,7 +191,10 @@ impl<'f> Lift<'f> {
     /// Takes a node, or notes why it has no typed form.
     fn take(&mut self, node: &'f NodeProto) {
         let nothing = check::reads(node).into_iter().any(|name| matches!(self.known.get(name), Some(Known::Nothing)));
-        let found = if nothing { Ok(Known::Nothing) } else { self.one(node) };
+        if !nothing && rules::SEVERAL.contains(&node.op_type()) && self.each(node) {
+            return;
+        }
+        let found = if nothing { Ok(Known::Nothing) } else { self.one(node, 0) };
         let others = if nothing { Known::Nothing } else { Known::Untyped };
         let found = found.unwrap_or_else(|reason| {
             self.left.push(format!("{}: {reason}", label(node)));
@@ -211,14 +214,22 @@ impl<'f> Lift<'f> {
         }
     }
 
-    fn one(&mut self, node: &'f NodeProto) -> Result<Known, String> {
+    /// Takes everything that a node computes, if all of it has a typed form.
+    fn each(&mut self, node: &'f NodeProto) -> bool {
+        let found: Result<Vec<(&'f str, Known)>, String> =
+            node.output.iter().enumerate().filter(|(_, name)| !name.is_empty()).map(|(at, name)| Ok((name.as_str(), self.one(node, at)?))).collect();
+        found.map(|all| self.known.extend(all)).is_ok()
+    }
+
+    /// What stands for one of the values that a node computes.
+    fn one(&mut self, node: &'f NodeProto, at: usize) -> Result<Known, String> {
         if !check::is_own(node.domain()) {
             return Err(format!("it is of the domain {}", node.domain()));
         }
         if let Some(numbers) = numbers::of(self, node) {
             return Ok(Known::Numbers(numbers));
         }
-        let output = node.output.first().ok_or("it computes nothing")?;
+        let output = node.output.get(at).ok_or("it computes nothing")?;
         self.bounded(node, output)?;
         if node.op_type() == "Constant" || self.file.made_floats.contains(output) {
             return Ok(Known::Constant);
@@ -239,7 +250,7 @@ impl<'f> Lift<'f> {
                 self.opaque(name)?;
             }
         }
-        let made = rule(&At { lift: self, node })?;
+        let made = rule(&At { lift: self, node, output: at })?;
         let Some(Made { op, inputs }) = made else { return self.same(node) };
         let inputs = inputs.into_iter().map(|position| self.value(node, position)).collect::<Result<Vec<_>, _>>()?;
         let id = self.builder.node(output, op, &inputs).map_err(|e| e.to_string())?;
@@ -288,6 +299,8 @@ pub(super) fn plain(name: &str) -> String {
 struct At<'l, 'f> {
     lift: &'l Lift<'f>,
     node: &'f NodeProto,
+    /// Which of the values that it computes is meant.
+    output: usize,
 }
 
 impl<'f> At<'_, 'f> {

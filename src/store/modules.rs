@@ -37,14 +37,28 @@ impl Module {
     /// The modules of a folder in their order; none where it has no list of them.
     ///
     /// # Errors
-    /// The list cannot be read, or says that weights are in a folder outside the model's.
+    /// The list cannot be read, is none, or says that weights are in a folder outside the model's.
     pub fn list(folder: &Path) -> Result<Vec<Module>> {
+        Self::listed(folder)?
+    }
+
+    /// The same, where a file that is no list of modules need not end the work: what it is instead stands inside.
+    ///
+    /// # Errors
+    /// The list cannot be read.
+    pub(crate) fn listed(folder: &Path) -> Result<Result<Vec<Module>>> {
         let path = folder.join(Self::LIST);
         if !files::is_file(&path) {
-            return Ok(Vec::new());
+            return Ok(Ok(Vec::new()));
         }
         let text = files::read_to_string(&path).map_err(Error::io("read", &path))?;
-        let entries: Vec<Entry> = serde_json::from_str(&text).map_err(|e| Error::malformed(&path, e))?;
+        match serde_json::from_str(&text) {
+            Ok(entries) => Self::of(folder, entries).map(Ok),
+            Err(e) => Ok(Err(Error::malformed(&path, e))),
+        }
+    }
+
+    fn of(folder: &Path, entries: Vec<Entry>) -> Result<Vec<Module>> {
         let module = |Entry { kind, path: inside }: Entry| {
             let own = kind.starts_with("sentence_transformers.");
             let class = kind.rsplit('.').next().filter(|_| own).unwrap_or(&kind).to_owned();
@@ -69,6 +83,11 @@ impl Module {
             return Err(Error::malformed(&folder.join(Self::LIST), format!("names a folder outside the model: `{inside}`")));
         }
         Ok(())
+    }
+
+    /// Whether it stands behind the transformer and changes what comes out of it.
+    pub(crate) fn computes(&self) -> bool {
+        !["Transformer", "Dropout"].contains(&self.kind.as_str())
     }
 
     /// Whether its weights are among those of the model, under the folder's name and a slash.

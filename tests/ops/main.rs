@@ -142,7 +142,10 @@ fn products_cost_something() {
         let macs = case.op.spec().macs(&types.iter().collect::<Vec<_>>(), &output, &Bindings::new());
         assert_eq!(
             macs > 0,
-            matches!(case.op, Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::MatMul(_) | Op::Recurrent(_)),
+            matches!(
+                case.op,
+                Op::Linear(_) | Op::Conv(_) | Op::ConvTranspose(_) | Op::Attention(_) | Op::RelativeProducts(_) | Op::MatMul(_) | Op::Recurrent(_)
+            ),
             "{}",
             case.op
         );

@@ -136,7 +136,7 @@ impl Gguf {
         let rounds = model.config.cache().ok().flatten().is_some() || quantized_inputs(model) > 0;
         let whole = notes.is_empty() && factors.is_none() && head_stored == model.weights.by_name.contains_key(HEAD) && !rounds;
         // Of modules, the file says nothing.
-        let whole = whole && Module::list(&model.path)?.is_empty();
+        let whole = whole && Module::listed(&model.path)?.is_ok_and(|modules| modules.is_empty());
         if let Some((name, factors)) = factors {
             let bytes = factors.iter().flat_map(|factor| factor.to_le_bytes()).collect();
             let weight = Weight::new(DType::F32, vec![factors.len()], Encoding::Dense, Arc::new(Bytes { dtype: DType::F32, bytes }));

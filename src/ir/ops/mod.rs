@@ -34,6 +34,7 @@ mod recurrent;
 mod recurrent_steps;
 mod reduce;
 mod relative_bias;
+mod relative_products;
 mod reshape;
 mod resize;
 mod rms_norm;
@@ -45,6 +46,7 @@ mod slice;
 mod softmax;
 mod token_pool;
 mod transpose;
+mod window_bias;
 mod windows;
 
 use std::fmt;
@@ -90,6 +92,7 @@ pub use prepend::Prepend;
 pub use recurrent::{Direction, Recurrent, RecurrentKind, RecurrentResult};
 pub use reduce::{Reduce, ReduceKind};
 pub use relative_bias::RelativeBias;
+pub use relative_products::RelativeProducts;
 pub use reshape::{Reshape, TargetSize};
 pub use resize::{Coordinates, Extent, Interpolation, NearestMode, Resize};
 pub use rms_norm::RmsNorm;
@@ -101,6 +104,7 @@ pub use slice::Slice;
 pub use softmax::Softmax;
 pub use token_pool::{TokenChoice, TokenPool};
 pub use transpose::Transpose;
+pub use window_bias::WindowBias;
 
 use super::{Bindings, Dim, Element, TensorType};
 
@@ -236,7 +240,7 @@ ops! {
     Add, Mul,
     Embedding, Positions, Rotary, SplitHeads, MergeHeads, Attention,
     MaxPool, GlobalAveragePool, Flatten, Patchify, Prepend, Select, Slice,
-    MaskedMean, TokenPool, RelativeBias, Normalize, Route, Dispatch, Combine,
+    MaskedMean, TokenPool, RelativeBias, RelativeProducts, WindowBias, Normalize, Route, Dispatch, Combine,
     Reshape, Transpose, Concat, MatMul, Binary, Reduce, AveragePool, ConvTranspose, Pad, Resize, Recurrent,
     Abs, Cos, Elu, Erf, Exp, HardSigmoid, HardSwish, LeakyRelu, Log, Mish, Neg, Power, Reciprocal, Scale, Sin, Softplus, Sqrt,
     Opaque,

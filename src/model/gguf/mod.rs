@@ -34,7 +34,7 @@ impl Model {
     pub(super) fn open_gguf(path: &Path, file: &Path) -> Result<Model> {
         let (mut opened, mut weight_files) = GgufFile::open_whole(file)?;
         let mut modules = Checkpoint::default();
-        add_modules(&mut modules, path)?;
+        let unlisted = add_modules(&mut modules, path)?;
         weight_files.append(&mut modules.files);
         let mut values = Values::new(file, std::mem::take(&mut opened.values))?;
         let Some(family) = Family::of_architecture(&values.architecture, values.has_experts()) else {
@@ -64,6 +64,7 @@ impl Model {
         beside
             .in_weight_files
             .extend(tokenizer.missing.filter(|_| !beside.files.iter().any(|file| file == Path::new("tokenizer.json"))).map(|why| format!("{here}: {why}")));
+        beside.in_weight_files.extend(unlisted);
         if !named.is_empty() {
             beside.in_weight_files.push(format!("not carried over from {here}: {}", named.join(", ")));
         }

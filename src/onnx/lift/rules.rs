@@ -73,7 +73,11 @@ pub(super) const RULES: &[(&str, Rule)] = &[
     ("Dropout", |_| Ok(None)),
     ("Cast", cast),
     ("Slice", slice),
+    ("Split", split),
 ];
+
+/// The operators that compute several values, all of which have a form.
+pub(super) const SEVERAL: [&str; 1] = ["Split"];
 
 fn made(op: impl Into<Op>, inputs: Vec<usize>) -> Result<Option<Made>, String> {
     Ok(Some(Made { op: op.into(), inputs }))
@@ -259,6 +263,28 @@ fn slice(at: &At) -> Result<Option<Made>, String> {
         None => return Err("how long its axis is, is not known beforehand".into()),
     };
     first(Slice { start: known.map_or(*start, |all| (*start).clamp(all.saturating_neg(), all)), length, rest, step: 1, axis: *axis })
+}
+
+fn split(at: &At) -> Result<Option<Made>, String> {
+    let (axis, shape) = (at.int("axis", 0), at.ty(0)?.shape);
+    let place = axes_of(vec![axis], shape.len())?;
+    let all = place.first().and_then(|axis| shape.get(*axis)).and_then(|size| size.fixed());
+    let lengths = match (at.given("split", 1)?, all) {
+        (Some(lengths), _) => lengths.into_iter().map(size).collect::<Result<Vec<_>, _>>()?,
+        (None, Some(all)) => {
+            let each = all.div_ceil(at.node.output.len().max(1));
+            (0..at.node.output.len()).map(|part| each.min(all.saturating_sub(part.saturating_mul(each)))).collect()
+        }
+        (None, None) => return Err("how long its axis is, is not known beforehand".into()),
+    };
+    let sum = lengths.iter().fold(0usize, |sum, length| sum.saturating_add(*length));
+    if lengths.len() != at.node.output.len() || all.is_some_and(|all| all != sum) {
+        return Err(format!("it splits {sum} elements into {} parts", lengths.len()));
+    }
+    let start = lengths.iter().take(at.output).fold(0usize, |sum, length| sum.saturating_add(*length));
+    let start = i64::try_from(start).map_err(|e| e.to_string())?;
+    let length = lengths.get(at.output).copied().filter(|length| *length > 0).ok_or("one of its parts has no elements")?;
+    first(Slice { start, length: Some(length), rest: 0, step: 1, axis })
 }
 
 /// Between floats of one width, nothing.

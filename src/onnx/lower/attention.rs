@@ -4,7 +4,7 @@ use super::super::cached;
 use super::super::proto::AttributeProto;
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{Attention, RelativeBias, SplitHeads};
+use crate::ir::ops::{Attention, RelativeBias, RelativeProducts, SplitHeads, WindowBias};
 
 const HEADS_FIRST: [i64; 4] = [0, 2, 1, 3];
 
@@ -161,4 +161,80 @@ fn biases(op: &RelativeBias, n: &mut Lowering) -> Result<String> {
     let held = n.emit("Clip", "held", &[&behind, &least, &far], vec![]);
     let at = n.emit("Add", "at", &[&held, &far], vec![]);
     Ok(n.emit("Gather", "bias", &[&by_head, &at], vec![AttributeProto::int("axis", 1)]))
+}
+
+/// The table is brought into the order of places first, as many before a place as behind it and one more; of its products, rows that are
+/// one shorter each begin with the column of their own first place.
+pub(super) fn relative_products(op: &RelativeProducts, n: &mut Lowering) -> Result<()> {
+    let (heads, width, table) = (n.fixed(0, 1)?, n.fixed(0, 3)?, n.input(1));
+    let mut x = n.input(0);
+    let (size, key) = (n.size(0, 2)?, format!("{}|{op:?}", n.ty(0)?.shape[2]));
+    let [rows, before, beyond] = n.share_many(&format!("relative_products|{key}"), |n| {
+        let (one, first) = (n.int(1), n.ints(&[0]));
+        let before = n.emit("Sub", "before", &[&size, &one], vec![]);
+        let least = n.emit("Neg", "furthest_before", &[&before], vec![]);
+        let end = n.emit("Add", "end", &[&size, &one], vec![]);
+        let places = n.emit("Range", "places", &[&least, &end, &one], vec![]);
+        let (rows, reach) = op.by_distance();
+        let (rows, far, least) = (n.ints(&rows), n.int(reach), n.int(-reach));
+        let held = n.emit("Clip", "held", &[&places, &least, &far], vec![]);
+        let at = n.emit("Add", "at", &[&held, &far], vec![]);
+        let rows = n.emit("Gather", "rows", &[&rows, &at], vec![AttributeProto::int("axis", 0)]);
+        let [before, beyond] = [("moved", &before), ("columns", &size)].map(|(part, size)| n.emit("Unsqueeze", part, &[size, &first], vec![]));
+        Ok([rows, before, beyond])
+    })?;
+    if op.scale != 1.0 {
+        let scale = n.float(op.scale);
+        x = n.emit("Mul", "scaled", &[&x, &scale], vec![]);
+    }
+    let by_place = n.emit("Gather", "by_place", &[&table, &rows], vec![AttributeProto::int("axis", 0)]);
+    let shape = n.ints(&[-1, heads, width]);
+    let vectors = n.emit("Reshape", "vectors", &[&by_place, &shape], vec![]);
+    let vectors = n.emit("Transpose", "by_head", &[&vectors], vec![AttributeProto::ints("perm", [1, 2, 0])]);
+    let products = n.emit("MatMul", "products", &[&x, &vectors], vec![]);
+    let (flat, last, axes) = (n.ints(&[0, heads, -1]), n.ints(&[-1]), [n.ints(&[2]), n.ints(&[3])]);
+    let flat = n.emit("Reshape", "flat", &[&products, &flat], vec![]);
+    let flat = n.emit("Slice", "from_first", &[&flat, &before, &last, &axes[0]], vec![]);
+    let sizes = n.emit("Shape", "sizes", &[&x], vec![AttributeProto::int("start", 0), AttributeProto::int("end", 3)]);
+    let sizes = n.emit("Concat", "shape", &[&sizes, &last], vec![AttributeProto::int("axis", 0)]);
+    let shorter = n.emit("Reshape", "shorter", &[&flat, &sizes], vec![]);
+    let first = n.ints(&[0]);
+    let inputs = [&shorter, &first, &beyond, &axes[1]].map(String::as_str);
+    if op.of_keys {
+        let by_key = n.emit("Slice", "by_key", &inputs, vec![]);
+        n.finish("Transpose", &[&by_key], vec![AttributeProto::ints("perm", [0, 1, 3, 2])]);
+    } else {
+        n.finish("Slice", &inputs, vec![]);
+    }
+    Ok(())
+}
+
+/// Pairs of places take rows of the table; which of them belong together is told by the parts of the picture that they are from.
+pub(super) fn window_bias(op: &WindowBias, n: &mut Lowering) -> Result<()> {
+    let (table, heads, places) = (n.input(0), n.fixed(0, 1)?, (op.window * op.window) as i64);
+    let windows = (op.windows[0] * op.windows[1]) as i64;
+    let (pairs, axis) = (n.ints(&op.pairs()), AttributeProto::int("axis", 0));
+    let by_pair = n.emit("Gather", "by_pair", &[&table, &pairs], vec![axis]);
+    let by_head = n.emit("Transpose", "by_head", &[&by_pair], vec![AttributeProto::ints("perm", [1, 0])]);
+    let shape = n.ints(&[heads, 1, places, places]);
+    let by_head = n.emit("Reshape", "pairs", &[&by_head, &shape], vec![]);
+    let all = if op.shift == 0 {
+        let shape = n.ints(&[heads, windows, places, places]);
+        n.emit("Expand", "all", &[&by_head, &shape], vec![])
+    } else {
+        let apart = n.share(&format!("window_parts|{op:?}"), |n| {
+            let parts = n.ints(&op.parts());
+            let [queries, keys] = [("queries", [windows, places, 1]), ("keys", [windows, 1, places])].map(|(part, shape)| {
+                let shape = n.ints(&shape);
+                n.emit("Reshape", part, &[&parts, &shape], vec![])
+            });
+            let (apart, together) = (n.float(-WindowBias::APART), n.float(0.0));
+            let same = n.emit("Equal", "same", &[&queries, &keys], vec![]);
+            Ok(n.emit("Where", "apart", &[&same, &together, &apart], vec![]))
+        })?;
+        n.emit("Add", "all", &[&by_head, &apart], vec![])
+    };
+    let shape = n.ints(&[heads * windows, places, places]);
+    n.finish("Reshape", &[&all, &shape], vec![]);
+    Ok(())
 }

@@ -256,7 +256,9 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     if is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
         return integer_product(&weight, x, n);
     }
-    let floats = if shared { weight.floats(n)? } else { weight.dequantize(n)? };
+    // Of two products that read one weight, ONNX Runtime makes kernels under one name, and refuses the second.
+    let again = !weight.input_major && n.node().and_then(|node| node.inputs.get(1)).is_some_and(|id| n.reads(*id) > 1);
+    let floats = if shared || again { weight.floats(n)? } else { weight.dequantize(n)? };
     Ok(Pending::of("MatMul", [x.to_owned(), floats]))
 }
 

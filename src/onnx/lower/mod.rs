@@ -73,6 +73,8 @@ pub(super) fn lower(op: &Op, n: &mut Lowering) -> Result<()> {
         Op::MaskedMean(_) => sequence::masked_mean(n),
         Op::TokenPool(op) => sequence::token_pool(op, n),
         Op::RelativeBias(op) => attention::relative_bias(op, n),
+        Op::RelativeProducts(op) => attention::relative_products(op, n),
+        Op::WindowBias(op) => attention::window_bias(op, n),
         Op::Reshape(op) => shape::reshape(op, n),
         Op::Transpose(op) => shape::transpose(op, n),
         Op::Concat(op) => shape::concat(op, n),

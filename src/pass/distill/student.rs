@@ -193,6 +193,19 @@ mod tests {
     }
 
     #[test]
+    fn fresh_models_are_tied_as_their_configuration_says() {
+        for (name, head) in [("llama-grouped-tied", "lm_head.weight"), ("bert-masked-lm", "cls.predictions.decoder.weight"), ("llama", "lm_head.weight")] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let model = Model::open(&folder).unwrap();
+            let stored: Vec<String> = model.weights.by_name.keys().cloned().collect();
+            let fresh = fresh(model, &folder, 0).unwrap();
+            assert_eq!(fresh.weights.by_name.contains_key(head), name == "llama");
+            let names: Vec<String> = fresh.weights.by_name.keys().filter(|name| !name.contains("pooler")).cloned().collect();
+            assert_eq!(names, stored, "{name}");
+        }
+    }
+
+    #[test]
     fn fresh_weights_are_spread_as_asked() {
         let values = Filling::Normal(0.5).values(20_000, 1);
         let (mean, square) = values.iter().fold((0.0, 0.0), |(m, s), v| (m + f64::from(*v), s + f64::from(v * v)));
