@@ -82,6 +82,8 @@ pub struct RunState {
     pub memory: u64,
     /// The same for each thread that writes.
     pub memory_by_thread: u64,
+    /// Bytes on disk that unfinished work of the passes takes beside the output, as far as it is known beforehand.
+    pub kept_bytes: u64,
     /// Small files that passes have made, by name.
     pub attached: BTreeMap<String, Arc<Vec<u8>>>,
     /// Plain words for the report.

@@ -324,7 +324,7 @@ impl Pass for Decompose {
 
     fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
         let parts = |name: &String| [0, 1].map(|part| after.by_name.get(&part_name(name, part)));
-        // As floats, whatever a later pass makes of them. The bias of a layer is no part of it.
+        // The bias of a layer is no part of it.
         let bytes = |weight: &Weight| (weight.elements() as u64).saturating_mul(weight.dtype.bitsize() as u64 / 8);
         changed.iter().map(|name| if let [Some(first), Some(second)] = parts(name) { bytes(first) + bytes(second) } else { 0 }).sum()
     }

@@ -114,7 +114,7 @@ pub trait Pass: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Bytes on disk that such work takes for the weights that the pass changes; `after` are those behind all passes.
+    /// Bytes on disk that such work takes for the weights that the pass changes; `after` are those behind the pass.
     fn kept_bytes(&self, _changed: &BTreeSet<String>, _after: &Weights) -> u64 {
         0
     }

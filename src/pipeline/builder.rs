@@ -104,12 +104,6 @@ impl Pipeline {
         })
     }
 
-    /// Bytes that unfinished work of the passes takes beside the output.
-    pub(super) fn kept_bytes(&self, after: &Model, run: &RunState) -> u64 {
-        let passes = self.steps.iter().rev().zip(run.history.iter().rev());
-        passes.map(|(step, applied)| step.pass().kept_bytes(&applied.tensors, &after.weights)).sum()
-    }
-
     /// What runs the model, by name, and the samples that it runs on: passes, then formats.
     pub(super) fn runs(&self) -> impl Iterator<Item = (&'static str, Samples)> {
         let passes = self.steps.iter().map(Step::pass).filter_map(|pass| Some((pass.name(), pass.runs_on()?)));
@@ -140,7 +134,10 @@ impl Pipeline {
         let (mut after, mut run) = (model.clone(), self.start.clone());
         for step in &mut settled.steps {
             step.pass_mut().settle(&after, &sets);
+            let before = run.history.len();
             after = step.pass().apply(after, &mut run, None)?;
+            let kept: u64 = run.history.iter().skip(before).map(|applied| step.pass().kept_bytes(&applied.tensors, &after.weights)).sum();
+            run.kept_bytes = run.kept_bytes.saturating_add(kept);
         }
         close(&mut after, model, &mut run)?;
         settled.export.iter_mut().for_each(|export| export.format_mut().settle(&sets));

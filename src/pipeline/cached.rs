@@ -27,8 +27,10 @@ impl Pipeline {
     /// # Errors
     /// Anything that goes wrong, or a pass or a measurement that looks at other files than the model's.
     pub fn run_cached(&self, model: Model, output: impl AsRef<Path>) -> Result<Cached> {
-        self.require_model_alone()?;
         let output = output.as_ref();
+        let (pipeline, _) = self.writing(output)?;
+        // What options leave to the data decides what is read.
+        pipeline.settled(&model)?.0.require_model_alone()?;
         let key = self.key(&model)?;
         if let Some(report) = self.found(output, &key)? {
             return Ok(Cached { report, reused: true });

@@ -426,4 +426,16 @@ mod tests {
         let other = Builder(pipeline).device(Choice::Auto).build().unwrap();
         assert!(other.running.opened.get().is_none(), "another choice is another device");
     }
+
+    /// What later passes make of weights takes no room from what an earlier one keeps.
+    #[test]
+    fn room_for_unfinished_work_is_that_behind_each_pass() {
+        let model = Model::open(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        let kept = |steps: Vec<crate::pass::Step>| Pipeline::builder().passes(steps).build().unwrap().settled(&model).unwrap().2.kept_bytes;
+        let decompose = || crate::pass::Step::from(crate::pass::Decompose::default());
+        let once = kept(vec![decompose()]);
+        assert!(once > 0);
+        assert_eq!(kept(vec![decompose(), crate::pass::Cast::default().into()]), once);
+        assert!(kept(vec![decompose(), decompose()]) > once);
+    }
 }

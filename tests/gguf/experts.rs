@@ -3,11 +3,14 @@
 use std::fs;
 
 use compress::export::{FileType, Gguf};
+use compress::pass::prune_structured::{Amounts, PrunedPart};
+use compress::pass::{Amount, PruneStructured};
 use compress::store::gguf;
-use compress::store::{Bytes, DType, Encoding, Weight};
-use compress::{Model, Pipeline};
+use compress::store::{BlockSink, Bytes, DType, Encoding, Weight, WeightSource};
+use compress::{Error, Model, Pipeline};
 use serde_json::Value;
 
+use super::importance::{Networks, tiny};
 use super::{export, golden, rewritten, same_weights, source, written};
 
 /// Of Qwen 3, whose experts are in all layers there.
@@ -90,6 +93,70 @@ fn experts_of_one_tensor_become_those_of_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let error = export(model, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("where there are 4 experts"), "{error}");
+}
+
+/// A pass that changes the graph before, and config.json with it.
+#[test]
+fn experts_of_one_tensor_are_written_behind_passes_that_change_the_graph() {
+    for (dims, amount, layers) in [(PrunedPart::Layers, Amount::Count(1), 1), (PrunedPart::Heads, Amount::fraction(0.5), 2)] {
+        let folder = tempfile::tempdir().unwrap();
+        let prune = PruneStructured { dims: vec![dims], amount: Some(Amounts::All(amount)), ..Default::default() };
+        let builder = Pipeline::builder().pass(prune).export(Gguf { file_type: FileType::F32, ..Gguf::default() });
+        let report = builder.build().unwrap().run(Model::open(golden("models/mixtral-fused")).unwrap(), folder.path().join("out")).unwrap();
+        assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+        assert!(report.fidelity.is_some(), "{:?}", report.notes);
+        let found = Model::open(folder.path().join("out/model.gguf")).unwrap();
+        assert_eq!(found.config.get("num_hidden_layers"), Some(&Value::from(layers)));
+    }
+}
+
+/// Modules have one name in files, whatever the checkpoint calls them.
+#[test]
+fn experts_under_either_name_are_written() {
+    let (_source, mut model) = source("mixtral");
+    let router = "model.layers.1.block_sparse_moe.gate.weight";
+    let weights = std::mem::take(&mut model.weights.by_name);
+    let mut both = model.clone();
+    both.weights.by_name.clone_from(&weights);
+    model.weights.by_name = weights.into_iter().map(|(name, weight)| (name.replace("block_sparse_moe", "mlp"), weight)).collect();
+    let (_folder, found, report) = written(model, FileType::F32);
+    assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{}", report.outputs[0].verified.how);
+    same_weights(&found, &both, "mixtral");
+    let twice = both.weights.by_name[router].clone();
+    both.weights.by_name.insert(router.replace("block_sparse_moe", "mlp"), twice);
+    let folder = tempfile::tempdir().unwrap();
+    let error = export(both, folder.path(), FileType::F16).map(|_| ()).unwrap_err().to_string();
+    assert!(error.contains(router) && error.contains("mlp.gate") && error.contains("`blk.1.ffn_gate_inp.weight`"), "{error}");
+    assert!(!folder.path().join("out").exists());
+}
+
+/// What nobody may read.
+struct Unread;
+
+impl WeightSource for Unread {
+    fn visit(&self, _unit: usize, _sink: BlockSink) -> Result<(), Error> {
+        Err(Error::tensor("lm_head.weight", "was read", ""))
+    }
+}
+
+/// What a plan says of a head that is tied is the most that it can be, and answers are measured with the head that the file has.
+#[test]
+fn a_tied_head_is_planned_unread_and_measured_as_it_is_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let alone = tiny(folder.path(), Networks::Plain, 64);
+    let embedding = alone.weights.by_name["model.embed_tokens.weight"].clone();
+    let pipeline = |file_type| Pipeline::builder().export(Gguf { file_type, ..Gguf::default() }).force(true).build().unwrap();
+    let with = |head: Weight| {
+        let mut model = alone.clone();
+        model.weights.by_name.insert("lm_head.weight".into(), head);
+        model
+    };
+    let unread = with(Weight::new(DType::F32, embedding.shape.clone(), Encoding::Dense, std::sync::Arc::new(Unread)));
+    let [most, least] = [&unread, &alone].map(|model| pipeline(FileType::F32).plan(model).unwrap());
+    assert!(!most.output_exact && least.output_exact && most.output_bytes > least.output_bytes);
+    assert!(pipeline(FileType::F32).run(unread, folder.path().join("out")).is_err());
+    let measured = |model: &Model| pipeline(FileType::Q8_0).run(model.clone(), folder.path().join("out")).unwrap().fidelity.unwrap();
+    assert_eq!(measured(&with(embedding.clone())), measured(&alone));
 }
 
 /// A head that is stored and tied is left out: llama.cpp takes the embedding.

@@ -16,6 +16,8 @@ use compress::{Model, Pipeline, Report};
 use serde_json::json;
 
 const HIDDEN: usize = 64;
+/// Rows of whole blocks of 256.
+const LARGE: usize = 256;
 const EXPERTS: usize = 4;
 
 /// How networks are stored.
@@ -29,7 +31,7 @@ pub enum Networks {
 }
 
 /// Writes a tiny decoder of random weights whose layers read some channels that are larger than others; the same experts in both forms.
-pub fn tiny(folder: &Path, networks: Networks) -> Model {
+pub fn tiny(folder: &Path, networks: Networks, hidden: usize) -> Model {
     let mut state = 7u64;
     let mut random = |shape: &[usize], scale: f32| {
         let values: Vec<f32> = (0..shape.iter().product())
@@ -41,22 +43,22 @@ pub fn tiny(folder: &Path, networks: Networks) -> Model {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     };
     let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
-    let norm = || Tensor::from_vec((0..HIDDEN).map(|at| if at % 9 == 4 { 6.0f32 } else { 0.5 }).collect::<Vec<_>>(), HIDDEN, &Device::Cpu).unwrap();
-    tensors.insert("model.embed_tokens.weight".into(), random(&[48, HIDDEN], 1.0));
+    let norm = || Tensor::from_vec((0..hidden).map(|at| if at % 9 == 4 { 6.0f32 } else { 0.5 }).collect::<Vec<_>>(), hidden, &Device::Cpu).unwrap();
+    tensors.insert("model.embed_tokens.weight".into(), random(&[48, hidden], 1.0));
     tensors.insert("model.norm.weight".into(), norm());
     for layer in 0..2 {
         let mut put = |name: &str, tensor: Tensor| drop(tensors.insert(format!("model.layers.{layer}.{name}"), tensor));
         ["input_layernorm.weight", "post_attention_layernorm.weight"].iter().for_each(|name| put(name, norm()));
-        for (name, rows) in [("q", HIDDEN), ("k", HIDDEN / 2), ("v", HIDDEN / 2), ("o", HIDDEN)] {
-            put(&format!("self_attn.{name}_proj.weight"), random(&[rows, HIDDEN], 0.3));
+        for (name, rows) in [("q", hidden), ("k", hidden / 2), ("v", hidden / 2), ("o", hidden)] {
+            put(&format!("self_attn.{name}_proj.weight"), random(&[rows, hidden], 0.3));
         }
-        let mut matrix = || random(&[HIDDEN, HIDDEN], 0.3);
+        let mut matrix = || random(&[hidden, hidden], 0.3);
         if networks == Networks::Plain {
             ["gate", "up", "down"].iter().for_each(|name| put(&format!("mlp.{name}_proj.weight"), matrix()));
             continue;
         }
         let experts: Vec<[Tensor; 3]> = (0..EXPERTS).map(|_| [(); 3].map(|()| matrix())).collect();
-        let gate = random(&[EXPERTS, HIDDEN], 1.0);
+        let gate = random(&[EXPERTS, hidden], 1.0);
         if networks == Networks::Together {
             let of = |parts: &dyn Fn(&[Tensor; 3]) -> Tensor| Tensor::stack(&experts.iter().map(parts).collect::<Vec<_>>(), 0).unwrap();
             put("mlp.experts.gate_up_proj", of(&|[gate, up, _]| Tensor::cat(&[gate, up], 0).unwrap()));
@@ -74,7 +76,7 @@ pub fn tiny(folder: &Path, networks: Networks) -> Model {
     candle_core::safetensors::save(&tensors.into_iter().collect(), folder.join("model.safetensors")).unwrap();
     let (kind, class) = if networks == Networks::Plain { ("llama", "LlamaForCausalLM") } else { ("mixtral", "MixtralForCausalLM") };
     let config = json!({
-        "model_type": kind, "architectures": [class], "hidden_size": HIDDEN, "intermediate_size": HIDDEN, "num_hidden_layers": 2,
+        "model_type": kind, "architectures": [class], "hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 48, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
         "hidden_act": "silu", "tie_word_embeddings": true, "rope_theta": 10000.0,
     });
@@ -141,57 +143,80 @@ fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
 
 #[test]
 fn blocks_are_those_that_the_inputs_of_layers_ask_for() {
+    use BlockType::{Q4_0, Q4K, Q5_0, Q6K};
+    let cases: [(Networks, usize, FileType, &[(BlockType, usize)]); 5] = [
+        (Networks::Plain, HIDDEN, FileType::Q4_0, &[(Q4_0, 14)]),
+        // Two matrices that keep more bits are Q8_0, which nothing is searched for in.
+        (Networks::Plain, HIDDEN, FileType::Q4_K_M, &[(Q5_0, 12)]),
+        (Networks::Plain, LARGE, FileType::Q4_K_M, &[(Q4K, 12), (Q6K, 2)]),
+        (Networks::Apart, HIDDEN, FileType::Q4_0, &[(Q4_0, 32)]),
+        (Networks::Apart, HIDDEN, FileType::Q4_K_M, &[(Q5_0, 27)]),
+    ];
+    for (networks, width, file_type, expected) in cases {
+        hold_to_counted_importance(networks, width, file_type, expected);
+    }
+}
+
+/// Writes a model of this width by importance, and holds blocks of each kind, so many matrices of it, to those that are made of what is counted here.
+fn hold_to_counted_importance(networks: Networks, width: usize, file_type: FileType, kinds: &[(BlockType, usize)]) {
     let folder = tempfile::tempdir().unwrap();
-    let model = tiny(folder.path(), Networks::Plain);
+    let model = tiny(folder.path(), networks, width);
     let importance = counted(&model);
-    for (file_type, kind) in [(FileType::Q4_0, BlockType::Q4_0), (FileType::Q4_K_M, BlockType::Q5_0)] {
-        let report = run(&model, folder.path(), file_type, InputImportance::Auto).unwrap();
-        assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "activation");
-        let found = Model::open(folder.path().join("out/model.gguf")).unwrap();
-        let mut weighted = 0;
-        for layer in report.layers.iter().filter(|layer| layer.encoding == format!("{} by importance", kind.name().to_lowercase())) {
+    let report = run(&model, folder.path(), file_type, InputImportance::Auto).unwrap();
+    assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "activation");
+    let found = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    for (kind, count) in kinds {
+        let weighted: Vec<_> = report.layers.iter().filter(|layer| layer.encoding == format!("{} by importance", kind.name().to_lowercase())).collect();
+        assert_eq!(weighted.len(), *count, "{} of {}: {:?}", kind.name(), width, report.layers.iter().map(|l| (&l.name, &l.encoding)).collect::<Vec<_>>());
+        for layer in weighted {
             let (columns, values) = (&importance[&layer.name], model.weights.by_name[&layer.name].floats("").unwrap());
             let mut expected = vec![0f32; values.len()];
-            for (row, expected) in values.chunks(HIDDEN).zip(expected.chunks_mut(HIDDEN)) {
-                let mut blocks = vec![0; HIDDEN / kind.elements() * kind.bytes()];
+            for (row, expected) in values.chunks(width).zip(expected.chunks_mut(width)) {
+                let mut blocks = vec![0; width / kind.elements() * kind.bytes()];
                 kind.encode_row(row, columns, &mut blocks);
                 kind.decode(&blocks, expected);
             }
             // Sums of another order differ in their last bits, which seldom decides between two scales.
             let values = found.weights.by_name[&layer.name].floats("").unwrap();
-            let other = values.chunks(HIDDEN).zip(expected.chunks(HIDDEN)).filter(|(a, b)| a != b).count();
-            assert!(50 * other <= values.len() / HIDDEN, "{}: {other} rows", layer.name);
-            weighted += 1;
+            let other = values.chunks(width).zip(expected.chunks(width)).filter(|(a, b)| a != b).count();
+            assert!(50 * other <= values.len() / width, "{}: {other} rows", layer.name);
         }
-        let rest: Vec<&str> =
-            report.layers.iter().filter(|layer| layer.shape.len() > 1 && !layer.encoding.contains("importance")).map(|l| l.name.as_str()).collect();
-        assert!(rest.contains(&"model.embed_tokens.weight") && weighted + rest.len() == 15 && weighted >= 11, "{weighted} {rest:?}");
-        let note = report.notes.iter().find(|note| note.contains("on 48 calibration samples")).unwrap();
-        assert!(note.contains(&format!("in {weighted} matrices")), "{note}");
-        let plain = run(&model, folder.path(), file_type, InputImportance::None).unwrap();
-        assert!(plain.layers.iter().all(|layer| !layer.encoding.contains("importance")));
-        // Errors that count are fewer, of all layers together.
-        let without = Model::open(folder.path().join("out/model.gguf")).unwrap();
-        let cost = |held: &Model| {
-            let of = |(name, columns): (&String, &Vec<f32>)| {
-                let (now, before) = (held.weights.by_name[name].floats("").unwrap(), model.weights.by_name[name].floats("").unwrap());
-                let error = |(at, (a, b)): (usize, (&f32, &f32))| f64::from(columns[at % HIDDEN]) * f64::from(a - b).powi(2);
-                now.iter().zip(&before).enumerate().map(error).sum::<f64>()
-            };
-            importance.iter().filter(|(name, _)| name.contains("layers")).map(of).sum::<f64>()
-        };
-        assert!(cost(&found) < 0.9 * cost(&without), "{} and {}", cost(&found), cost(&without));
     }
+    let all: usize = kinds.iter().map(|(_, count)| count).sum();
+    let weighted = report.layers.iter().filter(|layer| layer.encoding.contains("importance")).count();
+    assert!(weighted == all && report.layers.iter().any(|layer| layer.name == "model.embed_tokens.weight" && !layer.encoding.contains("importance")));
+    let note = report.notes.iter().find(|note| note.contains("on 48 calibration samples")).unwrap();
+    assert!(note.contains(&format!("in {weighted} matrices")), "{note}");
+    let plain = run(&model, folder.path(), file_type, InputImportance::None).unwrap();
+    assert!(plain.layers.iter().all(|layer| !layer.encoding.contains("importance")));
+    // Errors that count are fewer, of all layers together.
+    let without = Model::open(folder.path().join("out/model.gguf")).unwrap();
+    let cost = |held: &Model| {
+        let of = |(name, columns): (&String, &Vec<f32>)| {
+            let (now, before) = (held.weights.by_name[name].floats("").unwrap(), model.weights.by_name[name].floats("").unwrap());
+            let error = |(at, (a, b)): (usize, (&f32, &f32))| f64::from(columns[at % width]) * f64::from(a - b).powi(2);
+            now.iter().zip(&before).enumerate().map(error).sum::<f64>()
+        };
+        importance.iter().filter(|(name, _)| name.contains("layers")).map(of).sum::<f64>()
+    };
+    assert!(cost(&found) < 0.95 * cost(&without), "{} and {}", cost(&found), cost(&without));
 }
 
 #[test]
 fn importance_needs_samples_and_a_type_that_is_searched_for() {
     let folder = tempfile::tempdir().unwrap();
-    let model = tiny(folder.path(), Networks::Plain);
+    let model = tiny(folder.path(), Networks::Plain, HIDDEN);
     let error = run(&model, folder.path(), FileType::Q8_0, InputImportance::Activation).unwrap_err().to_string();
     assert!(error.contains("gguf: importance") && error.contains("has no meaning for this type"), "{error}");
     let report = run(&model, folder.path(), FileType::Q8_0, InputImportance::Auto).unwrap();
     assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
+    // Training data are looked at where that is asked for alone.
+    let of = |importance| {
+        let builder = Pipeline::builder().train(Data::at(folder.path().join("ids.safetensors"))).export(Gguf { file_type: FileType::Q4_0, importance });
+        let report = builder.measure(false).force(true).build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
+        report.recipe["export"][0]["gguf"]["importance"].clone()
+    };
+    assert_eq!([InputImportance::Auto, InputImportance::Activation].map(of), ["none", "activation"]);
     let export = Gguf { file_type: FileType::Q4_0, importance: InputImportance::Activation };
     let error = Pipeline::builder().export(export).build().map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("gguf") && error.contains("data: { calibration: ... }"), "{error}");
@@ -207,7 +232,7 @@ fn tensors(folder: &Path) -> BTreeMap<String, (Vec<usize>, Vec<f32>)> {
 #[test]
 fn experts_together_are_written_as_experts_apart() {
     let [apart, together] = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let models = [(&apart, Networks::Apart), (&together, Networks::Together)].map(|(folder, networks)| (folder, tiny(folder.path(), networks)));
+    let models = [(&apart, Networks::Apart), (&together, Networks::Together)].map(|(folder, networks)| (folder, tiny(folder.path(), networks, HIDDEN)));
     for (file_type, importance) in
         [(FileType::F32, InputImportance::None), (FileType::Q4_0, InputImportance::None), (FileType::Q4_0, InputImportance::Activation)]
     {
@@ -219,6 +244,8 @@ fn experts_together_are_written_as_experts_apart() {
         assert_eq!(all.shape, [EXPERTS, 2 * HIDDEN, HIDDEN]);
         let one = |report: &Report| report.layers.iter().filter(|layer| layer.name.contains("experts")).map(|layer| layer.bytes_after).sum::<u64>();
         assert_eq!(one(&reports[0]), one(&reports[1]));
+        // The bins of gates are not those of what they gate.
+        assert!(reports[1].histograms.iter().all(|histogram| !histogram.name.contains("gate_up")));
         let weighted = importance == InputImportance::Activation;
         assert_eq!(all.encoding.contains("by importance"), weighted, "{}", all.encoding);
         for report in &reports {

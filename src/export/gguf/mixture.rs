@@ -74,10 +74,10 @@ impl Mixture {
             FileType::BF16 => return Kind::Plain(DType::BF16),
             FileType::Q8_0 => BlockType::Q8_0,
             FileType::Q4_0 | FileType::Q4_K_M if head => BlockType::Q6K,
+            // Of eight experts, what they share weighs more.
+            FileType::Q4_0 | FileType::Q4_K_M if self.experts == 8 && (is("attn_v") || is("attn_k")) => BlockType::Q8_0,
             FileType::Q4_0 if self.weighted && is("ffn_down") && layer < self.layers / 8 => BlockType::Q4_1,
             FileType::Q4_0 => BlockType::Q4_0,
-            // Of eight experts, what they share weighs more.
-            FileType::Q4_K_M if self.experts == 8 && (is("attn_v") || is("attn_k")) => BlockType::Q8_0,
             FileType::Q4_K_M if self.experts == 8 && is("attn_output") => BlockType::Q5K,
             FileType::Q4_K_M if (is("attn_v") || is("ffn_down")) && keeps_more(layer, self.layers) => BlockType::Q6K,
             // Few heads of keys for many queries: values weigh more.
@@ -131,6 +131,15 @@ mod tests {
         let weighted = Mixture { file_type: FileType::Q4_0, layers: 32, few_keys: true, experts: 0, weighted: true };
         let found = ["blk.3.ffn_down.weight", "blk.4.ffn_down.weight", "blk.3.ffn_up.weight"].map(|there| name(weighted.wanted(there, false)));
         assert_eq!(found, ["Q4_1", "Q4_0", "Q4_0"]);
+        let shared = ["attn_v", "attn_k", "attn_q", "attn_output", "ffn_up_exps"].map(|module| format!("blk.9.{module}.weight"));
+        let eight = |file_type| {
+            let mixture = Mixture { file_type, layers: 32, few_keys: true, experts: 8, weighted: false };
+            shared.each_ref().map(|there| name(mixture.wanted(there, false)))
+        };
+        assert_eq!(eight(FileType::Q4_0), ["Q8_0", "Q8_0", "Q4_0", "Q4_0", "Q4_0"]);
+        assert_eq!(eight(FileType::Q4_K_M), ["Q8_0", "Q8_0", "Q4_K", "Q5_K", "Q4_K"]);
+        assert_eq!(eight(FileType::Q8_0), ["Q8_0"; 5]);
+        assert_eq!(eight(FileType::BF16), ["plain"; 5]);
         let fits = |kind: BlockType, row: usize| fitting(Kind::Blocks(kind), row);
         assert_eq!(name(fits(BlockType::Q4K, 896)), "Q5_0");
         assert_eq!(name(fits(BlockType::Q6K, 896)), "Q8_0");

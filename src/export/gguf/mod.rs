@@ -69,7 +69,8 @@ const HEAD: &str = "lm_head.weight";
 const EMBEDDING: &str = "model.embed_tokens.weight";
 
 impl Gguf {
-    fn prepare(self, model: &Model, run: &RunState) -> Result<Prepared> {
+    /// What is to be written; beforehand, `reads` being false, no tensor is read, and a head that may turn out to be the embedding counts.
+    fn prepare(self, model: &Model, run: &RunState, reads: bool) -> Result<Prepared> {
         let refused = |what: &str, hint: &str| Error::Unsupported { what: format!("gguf: {}: {what}", model.path.display()), hint: hint.into() };
         if model.onnx.is_some() {
             return Err(refused("an .onnx model", "leave `export` out, or write `onnx`"));
@@ -82,7 +83,7 @@ impl Gguf {
         let (layers, heads) = (size("num_hidden_layers"), size("num_attention_heads"));
         let groups = Some(size("num_key_value_heads")).filter(|groups| *groups > 0).unwrap_or(heads);
         let experts = family.experts.as_ref().map_or(0, |experts| size(experts.count));
-        let head_stored = stores_head(model, family)?;
+        let head_stored = stores_head(model, family, reads)?;
         if !model.weights.by_name.contains_key(HEAD) && model.config.get("tie_word_embeddings").and_then(Json::as_bool) == Some(false) {
             return Err(refused("no lm_head.weight, and config.json does not tie it", "the checkpoint is not complete"));
         }
@@ -205,15 +206,19 @@ impl Gguf {
     }
 }
 
-/// Whether the head is a tensor of its own in the file.
-fn stores_head(model: &Model, family: &Family) -> Result<bool> {
-    let stored = model.weights.by_name.contains_key(HEAD);
-    let tied = model.tied_names().contains(&(HEAD, EMBEDDING));
+/// Whether there is a head that `config.json` ties to the embedding.
+fn ties_head(model: &Model) -> bool {
+    model.weights.by_name.contains_key(HEAD) && model.tied_names().contains(&(HEAD, EMBEDDING))
+}
+
+/// Whether the head is a tensor of its own in the file; one that need not be, unless values are read.
+fn stores_head(model: &Model, family: &Family, reads: bool) -> Result<bool> {
+    let (stored, tied) = (model.weights.by_name.contains_key(HEAD), ties_head(model));
     // These two have none in llama.cpp.
     if !stored || !["gemma", "gemma2"].contains(&family.architecture) {
-        return Ok(stored && !(tied && model.same_bytes(HEAD, EMBEDDING)?));
+        return Ok(stored && !(tied && reads && model.same_bytes(HEAD, EMBEDDING)?));
     }
-    if tied || model.same_bytes(HEAD, EMBEDDING)? {
+    if tied || !reads || model.same_bytes(HEAD, EMBEDDING)? {
         return Ok(false);
     }
     Err(Error::tensor(HEAD, "differs from the embedding", format!("llama.cpp takes the embedding for the head of `{}`", family.architecture)))
@@ -245,7 +250,9 @@ impl Format for Gguf {
     }
 
     fn settle(&mut self, sets: &[Samples]) {
-        self.importance = self.importance.settled(if self.file_type.weighs() { sets } else { &[] });
+        // Training data are looked at where it is asked for, and not by themselves.
+        let decides = self.file_type.weighs() && sets.contains(&Samples::Calibration);
+        self.importance = self.importance.settled(if decides { sets } else { &[] });
     }
 
     fn runs_on(&self) -> Option<Samples> {
@@ -253,7 +260,8 @@ impl Format for Gguf {
     }
 
     fn forecast(&self, model: &Model, run: &RunState) -> Result<SizeForecast> {
-        let prepared = self.prepare(model, run)?;
+        let prepared = self.prepare(model, run, false)?;
+        let certain = !ties_head(model) || prepared.names.iter().all(|name| name != HEAD);
         let mut bytes = prepared.pieces.iter().map(Piece::len).sum();
         let (mut files, mut tensors) = (vec![file_name(run).to_owned()], prepared.tensors);
         if let Some(layout) = layout_beside(model, run, &prepared.beside)? {
@@ -261,11 +269,11 @@ impl Format for Gguf {
             bytes += layout.bytes();
             tensors += layout.tensors();
         }
-        Ok(SizeForecast { files, bytes, exact: !run.estimated, tensors })
+        Ok(SizeForecast { files, bytes, exact: certain && !run.estimated, tensors })
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, _made: Option<&Made>, work: &Work) -> Result<Exported> {
-        let Prepared { family, items, encodings, names, moved, pieces, tensors: mut count, notes, words, whole, beside } = self.prepare(model, run)?;
+        let Prepared { family, items, encodings, names, moved, pieces, tensors: mut count, notes, words, whole, beside } = self.prepare(model, run, true)?;
         let (mut files, mut seen) = writer::write_pieces(folder, &[(file_name(run).to_owned(), pieces)], &items, work)?;
         // What was read lies in another order than in the input: its hash is another one.
         for index in moved {
@@ -278,10 +286,13 @@ impl Format for Gguf {
             return Err(wrong(format!("the vocabulary does not read back: {}", opened.beside.in_weight_files.join("; "))));
         }
         let mut by_name = held(family, &opened, &names, &items).map_err(wrong)?;
-        let fused = names.iter().any(|name| family.fused(name).is_some());
+        let renamed = reads_back_renamed(family, &names);
         let with = |by_name| Weights { by_name, folders: model.weights.folders.clone(), ..Weights::default() };
-        // Experts of one tensor read back as tensors of their own.
-        let computes = if fused { model.holding(with(by_name.clone()))?.computes_as(&opened) } else { model.computes_as(&opened) };
+        let computes = match renamed {
+            true if model.graph().is_ok() => model.holding(with(by_name.clone()))?.computes_as(&opened),
+            true => None,
+            false => model.computes_as(&opened),
+        };
         if whole && computes == Some(false) {
             return Err(wrong("reads back as a model that computes something else".into()));
         }
@@ -316,11 +327,17 @@ impl Format for Gguf {
     }
 }
 
-/// The weights of a file that was read back, under the names that the model has for them; all under those that files have where experts lie
-/// together in the model.
+/// Whether experts have other names in what is read back: those of one tensor are tensors of their own there, and modules have one name.
+fn reads_back_renamed(family: &Family, names: &[String]) -> bool {
+    let same = |name: &String| family.to_file(name).and_then(|there| family.to_checkpoint(&there)).is_none_or(|back| back == *name);
+    family.experts.is_some() && names.iter().any(|name| family.fused(name).is_some() || !same(name))
+}
+
+/// The weights of a file that was read back, under the names that the model has for them; all under those that files have where experts are
+/// named otherwise in the model.
 fn held(family: &Family, opened: &Model, names: &[String], items: &[Item]) -> std::result::Result<BTreeMap<String, Weight>, String> {
     let (back, mut by_name) = (&opened.weights.by_name, BTreeMap::new());
-    let fused = names.iter().any(|name| family.fused(name).is_some());
+    let renamed = reads_back_renamed(family, names);
     for (name, Item { name: there, weight, .. }) in names.iter().zip(items) {
         let other = |_| format!("`{name}` reads back in another shape");
         let is = |there: &str, shape: &[usize]| {
@@ -334,7 +351,7 @@ fn held(family: &Family, opened: &Model, names: &[String], items: &[Item]) -> st
             }
         } else if family.to_checkpoint(there).is_some() {
             let (here, weight) = is(there, &weight.shape).map_err(other)?;
-            by_name.insert(if fused { here } else { name.clone() }, weight);
+            by_name.insert(if renamed { here } else { name.clone() }, weight);
         }
     }
     Ok(by_name)
@@ -356,6 +373,8 @@ fn joined(seen: impl Iterator<Item = ((String, WeightMeasurement), String)>) -> 
                 all.changed |= part.changed;
                 all.nonfinite += part.nonfinite;
                 all.bytes += part.bytes;
+                // Bins of one part are not those of all.
+                all.histogram = None;
             }
         }
     }

@@ -1,6 +1,6 @@
 //! Weights of a model as tensors of a file.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
@@ -74,6 +74,12 @@ pub(super) fn tensors(all: &mut [Planned], experts: usize) -> Result<Vec<(String
             tensors.push((of_all(there), *kind, [&[experts], weight.shape.as_slice()].concat()));
         }
         last = Some(planned);
+    }
+    let mut names = BTreeSet::new();
+    if let Some((name, ..)) = tensors.iter().find(|(name, ..)| !names.insert(name)) {
+        let two: Vec<&str> = all.iter().filter(|planned| of_all(&planned.there) == *name).map(|planned| planned.name.as_str()).collect();
+        let reason = format!("and `{}` are both `{name}` in GGUF files", two.last().copied().unwrap_or_default());
+        return Err(Error::tensor(two.first().copied().unwrap_or_default(), reason, "leave one of them out of the checkpoint"));
     }
     // A last one that is missing leaves a tensor open.
     let open = all.iter().filter(|planned| planned.expert.is_some()).map(|planned| of_all(&planned.there));

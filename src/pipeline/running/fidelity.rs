@@ -3,7 +3,7 @@
 //! Samples are those of the calibration or training data that no pass has used, else random ones. How many depends on sizes alone, so that
 //! a run that is repeated says the same; only a machine that is far slower than expected stops earlier.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -124,14 +124,17 @@ impl Run<'_> {
 
     /// Weights that are in the output as they were in the input.
     fn unchanged<'m>(&self, written: &'m Model, exports: &[(&'static str, Exported)]) -> BTreeSet<&'m str> {
-        let changed: BTreeSet<&str> =
-            exports.iter().flat_map(|(_, exported)| &exported.weights).filter(|(_, seen)| seen.changed).map(|(name, _)| name.as_str()).collect();
+        // What was not written, like a head that is tied, is what something else holds.
+        let mut kept_as_they_were: BTreeMap<&str, bool> = BTreeMap::new();
+        for (name, seen) in exports.iter().flat_map(|(_, exported)| &exported.weights) {
+            *kept_as_they_were.entry(name).or_insert(true) &= !seen.changed;
+        }
         let same = |(name, weight): &(&'m String, &crate::store::Weight)| {
             let before = self.before.weights.by_name.get(*name);
             let kept = self.after.weights.by_name.get(*name);
             before.is_some_and(|before| before.shape == weight.shape && before.encoding == weight.encoding && before.dtype == weight.dtype)
                 && kept.is_some_and(|kept| kept.origin == crate::store::Origin::File)
-                && !changed.contains(name.as_str())
+                && kept_as_they_were.get(name.as_str()) == Some(&true)
         };
         written.weights.by_name.iter().filter(same).map(|(name, _)| name.as_str()).collect()
     }
