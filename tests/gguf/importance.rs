@@ -212,7 +212,7 @@ fn importance_needs_samples_and_a_type_that_is_searched_for() {
     assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
     // Training data are looked at where that is asked for alone.
     let of = |importance| {
-        let builder = Pipeline::builder().train(Data::at(folder.path().join("ids.safetensors"))).export(Gguf { file_type: FileType::Q4_0, importance });
+        let builder = Pipeline::builder().train(Data::at(&folder.path().join("ids.safetensors"))).export(Gguf { file_type: FileType::Q4_0, importance });
         let report = builder.measure(false).force(true).build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
         report.recipe["export"][0]["gguf"]["importance"].clone()
     };

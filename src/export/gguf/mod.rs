@@ -289,7 +289,7 @@ impl Format for Gguf {
         let renamed = reads_back_renamed(family, &names);
         let with = |by_name| Weights { by_name, folders: model.weights.folders.clone(), ..Weights::default() };
         let computes = match renamed {
-            true if model.graph().is_ok() => model.holding(with(by_name.clone()))?.computes_as(&opened),
+            true if model.computes_as(model).is_some() => model.holding(with(by_name.clone()))?.computes_as(&opened),
             true => None,
             false => model.computes_as(&opened),
         };
