@@ -211,13 +211,11 @@ fn importance_needs_samples_and_a_type_that_is_searched_for() {
     assert!(error.contains("gguf: importance") && error.contains("has no meaning for this type"), "{error}");
     let report = run(&model, folder.path(), FileType::Q8_0, InputImportance::Auto).unwrap();
     assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
-    // Training data are looked at where that is asked for alone.
-    let of = |importance| {
-        let builder = Pipeline::builder().train(Data::at(&folder.path().join("ids.safetensors"))).export(Gguf { file_type: FileType::Q4_0, importance });
-        let report = builder.measure(false).force(true).build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
-        report.recipe["export"][0]["gguf"]["importance"].clone()
-    };
-    assert_eq!([InputImportance::Auto, InputImportance::Activation].map(of), ["none", "activation"]);
+    // Training data alone decide nothing.
+    let builder = Pipeline::builder().train(Data::at(&folder.path().join("ids.safetensors")));
+    let builder = builder.export(Gguf { file_type: FileType::Q4_0, importance: InputImportance::Auto });
+    let report = builder.measure(false).force(true).build().unwrap().run(model.clone(), folder.path().join("out")).unwrap();
+    assert_eq!(report.recipe["export"][0]["gguf"]["importance"], "none");
     let export = Gguf { file_type: FileType::Q4_0, importance: InputImportance::Activation };
     let error = Pipeline::builder().export(export).build().map(|_| ()).unwrap_err().to_string();
     assert!(error.contains("gguf") && error.contains("data: { calibration: ... }"), "{error}");

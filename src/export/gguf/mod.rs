@@ -250,7 +250,7 @@ impl Format for Gguf {
     }
 
     fn settle(&mut self, sets: &[Samples]) {
-        // Training data are looked at where it is asked for, and not by themselves.
+        // Training data alone decide nothing.
         let decides = self.file_type.weighs() && sets.contains(&Samples::Calibration);
         self.importance = self.importance.settled(if decides { sets } else { &[] });
     }
