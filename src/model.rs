@@ -29,7 +29,7 @@ use crate::files as names;
 use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{continues, is_gguf};
-use crate::store::{Checkpoint, Encoding, Module, Weights, pytorch};
+use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
 
 /// A model folder, or a single file of safetensors, PyTorch, GGUF or ONNX, opened but not read.
 #[derive(Clone)]
@@ -165,16 +165,19 @@ impl Model {
 
     /// Whether two weights hold the same values in the same format.
     pub(crate) fn same_bytes(&self, a: &str, b: &str) -> Result<bool> {
-        let hash = |name: &str| -> Result<_> {
-            let weight = self.weights.get(name)?.dense(name);
+        let [first, second] = [self.weights.get(a)?.dense(a), self.weights.get(b)?.dense(b)];
+        if (first.dtype, &first.shape) != (second.dtype, &second.shape) {
+            return Ok(false);
+        }
+        let hash = |weight: &Weight| -> Result<_> {
             let mut hasher = blake3::Hasher::new();
             weight.visit(1, &mut |block| {
                 hasher.update(block.now.values);
                 Ok(())
             })?;
-            Ok((weight.dtype, weight.shape.clone(), hasher.finalize()))
+            Ok(hasher.finalize())
         };
-        Ok(hash(a)? == hash(b)?)
+        Ok(hash(&first)? == hash(&second)?)
     }
 }
 

@@ -1,5 +1,6 @@
 //! The state of a run: the passes that were applied to a model, what is left to do before writing, and what the report will say.
 
+mod importance;
 mod part;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -7,6 +8,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
+pub use self::importance::{ColumnImportance, InputImportance, Samples};
 pub use self::part::{Part, Share};
 
 use crate::error::Result;
@@ -80,12 +82,16 @@ pub struct RunState {
     pub memory: u64,
     /// The same for each thread that writes.
     pub memory_by_thread: u64,
+    /// Bytes on disk that unfinished work of the passes takes beside the output, as far as it is known beforehand.
+    pub kept_bytes: u64,
     /// Small files that passes have made, by name.
     pub attached: BTreeMap<String, Arc<Vec<u8>>>,
     /// Plain words for the report.
     pub notes: Vec<String>,
     /// What this process makes, where several share the run.
     pub part: Option<Arc<Part>>,
+    /// What errors in columns count for, where a format asks for it.
+    pub importance: Option<Arc<ColumnImportance>>,
     /// Name of the model file, where the output is one and no folder.
     pub file: Option<String>,
 }

@@ -89,6 +89,27 @@ fn data_beside_the_model_is_refused() {
     assert!(!output.exists());
 }
 
+/// Options that are left to the data decide what is read too.
+#[cfg(feature = "run")]
+#[test]
+fn what_reads_data_by_itself_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let output = folder.path().join("out");
+    let llama = Model::open(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+    let cached = |builder: compress::pipeline::Builder| {
+        let data = Data { text: Some("samples.txt".into()), ..Default::default() };
+        builder.calibration(data).build().unwrap().run_cached(llama.clone(), &output).map(|_| ()).unwrap_err().to_string()
+    };
+    let gguf = compress::export::Gguf { file_type: compress::export::FileType::Q4_0, ..Default::default() };
+    let refused = cached(Pipeline::builder().export(gguf));
+    assert!(refused.contains("gguf") && refused.contains("reads data besides the model"), "{refused}");
+    let refused = cached(Pipeline::builder().pass(compress::pass::Palettize::default()));
+    assert!(refused.contains("palettize") && refused.contains("reads data besides the model"), "{refused}");
+    assert!(!output.exists());
+    // Without data, neither reads any.
+    assert!(!Pipeline::builder().export(gguf).measure(false).build().unwrap().run_cached(llama, &output).unwrap().reused);
+}
+
 /// Builds and runs the example, and says what it prints and when its model was written.
 fn run_example(model: &Path) -> (String, SystemTime) {
     let target = Path::new(env!("CARGO_TARGET_TMPDIR")).join("build_script");

@@ -65,6 +65,13 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
         ("llama-grouped-tied", "passes: [{ quantize: { scheme: W4A16, group_size: 8 } }]", 1),
         ("llama", "passes: [{ palettize: { bits: 4 } }]", 1),
         ("gpt2", "passes: [{ prune-unstructured: { amount: 0.7 } }]\nexport: [{ safetensors: { layout: sparse } }]", 1),
+        // What a part reads of others it ranks by itself.
+        ("llama", "passes: [{ prune-unstructured: { amount: 0.5, scope: global } }, { quantize: { scheme: NVFP4A16 } }]", 3),
+        (
+            "llama-grouped-tied",
+            "passes: [{ prune-unstructured: { amount: 0.5, scope: global, targets: ['*'] } }, { quantize-dynamic: { embeddings: true } }]",
+            3,
+        ),
         ("bert", "passes: []", 1),
         ("sentence-dense", "passes: [{ prune-unstructured: { amount: 0.5, scope: global } }]", 3),
     ];
@@ -74,7 +81,12 @@ fn parts_have_the_bytes_of_a_run_by_one_process() {
         let model = golden(model);
         let whole = folder.path().join("whole");
         let before = builder(steps).build().unwrap().run(Model::open(&model).unwrap(), &whole).unwrap();
-        for count in if steps.contains("bf16") { vec![1, 3, 16] } else { vec![3] } {
+        let counts = match () {
+            () if steps.contains("bf16") => vec![1, 3, 16],
+            () if steps.contains("NVFP4") || steps.contains("embeddings") => vec![16],
+            () => vec![3],
+        };
+        for count in counts {
             let output = folder.path().join(format!("out-{count}"));
             let rounds = in_parts(steps, &model, &output, count);
             assert!(rounds <= most, "{steps}: {rounds} rounds");

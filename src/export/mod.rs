@@ -19,7 +19,7 @@ pub use crate::store::ByteSize;
 use crate::error::Result;
 use crate::files::Destination;
 use crate::model::{Config, Model};
-use crate::run_state::RunState;
+use crate::run_state::{RunState, Samples};
 use crate::store::Weights;
 use crate::store::writer::{Made, WeightMeasurement, Written};
 use crate::work::Work;
@@ -68,6 +68,14 @@ pub trait Format: fmt::Debug + Send + Sync {
     /// The options as they stand in a recipe, defaults written out.
     fn options(&self) -> Value;
 
+    /// Decides what the options leave open by the data sets there are, so that recipes and reports say what was done.
+    fn settle(&mut self, _sets: &[Samples]) {}
+
+    /// The samples that the model is run on before it is written, so that [`RunState::importance`] is told.
+    fn runs_on(&self) -> Option<Samples> {
+        None
+    }
+
     /// What would be written of a model that `run` has made.
     ///
     /// # Errors
@@ -113,6 +121,15 @@ macro_rules! formats {
         impl Export {
             /// The format behind the entry.
             pub fn format(&self) -> &dyn Format {
+                match self {
+                    $(Export::$format(format) => format,)+
+                }
+            }
+        }
+
+        impl Export {
+            /// The same, to be changed.
+            pub(crate) fn format_mut(&mut self) -> &mut dyn Format {
                 match self {
                     $(Export::$format(format) => format,)+
                 }

@@ -100,6 +100,12 @@ impl Model {
     /// # Errors
     /// The graph does not fit the weights.
     pub(crate) fn holding(&self, weights: Weights) -> Result<Model> {
+        if self.changed_graph.is_some() && self.graph_file()?.is_none() {
+            // What `config.json` describes, it describes over weights of other names too, like those of experts that lay in one tensor.
+            let held = Model { weights, ..self.clone() };
+            let (graph, _) = held.described()?;
+            return Ok(Model { changed_graph: Some(Arc::new(graph)), ..held });
+        }
         let quantized = |weights: &Weights, name: &str| weights.by_name.get(name).is_some_and(|weight| weight.encoding != Encoding::Dense);
         let mut changed_graph = self.changed_graph.clone();
         if let Some(graph) = &self.changed_graph {

@@ -156,6 +156,15 @@ pub(in crate::pass) fn computed(e: candle_core::Error) -> Error {
     Error::run("calibration", e, "")
 }
 
+/// A value of the graph that a sample has made infinite, or no number.
+pub(in crate::pass) fn not_finite(name: &str) -> Error {
+    Error::run(
+        format!("graph value `{name}`"),
+        "is not finite for a calibration sample",
+        "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
+    )
+}
+
 /// A tensor's numbers.
 ///
 /// # Errors

@@ -23,7 +23,7 @@ use crate::ir::{Graph, GraphFile, Op, Rewrite, rebuild};
 use crate::model::{self, Model};
 use crate::pass::targets::{self, Chosen};
 use crate::run_state::{Applied, RunState};
-use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, select};
+use crate::store::{BlockSink, DType, Encoding, Origin, Pattern, Weight, WeightSource, Weights, select};
 
 /// A rank of its own for some layers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -320,6 +320,13 @@ impl Pass for Decompose {
 
     fn keeps_work(&self) -> bool {
         true
+    }
+
+    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        let parts = |name: &String| [0, 1].map(|part| after.by_name.get(&part_name(name, part)));
+        // The bias of a layer is no part of it.
+        let bytes = |weight: &Weight| (weight.elements() as u64).saturating_mul(weight.dtype.bitsize() as u64 / 8);
+        changed.iter().map(|name| if let [Some(first), Some(second)] = parts(name) { bytes(first) + bytes(second) } else { 0 }).sum()
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {

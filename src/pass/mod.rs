@@ -7,7 +7,6 @@
 
 mod amount;
 mod cast;
-mod importance;
 mod integers;
 mod palettize;
 pub mod prune_unstructured;
@@ -16,6 +15,7 @@ mod quantize_dynamic;
 mod targets;
 mod threshold;
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
@@ -24,7 +24,6 @@ use serde_json::Value;
 
 pub use amount::{Amount, Fraction, NOfM};
 pub use cast::{Cast, FloatFormat, Overflow};
-pub use importance::InputImportance;
 pub use integers::WeightObserver;
 pub use palettize::Palettize;
 pub use prune_unstructured::{PruneUnstructured, Rule, Scope};
@@ -44,6 +43,7 @@ mod running {
     mod distill;
     mod finetune;
     pub(in crate::pass) mod identity;
+    mod input_importance;
     pub(in crate::pass) mod layerwise;
     pub mod prune_structured;
     mod quantize_static;
@@ -54,6 +54,7 @@ mod running {
     pub use dequantize::Dequantize;
     pub use distill::{Distill, Student};
     pub use finetune::Finetune;
+    pub(crate) use input_importance::input_importance;
     pub use prune_structured::PruneStructured;
     pub use quantize_static::{ActivationTarget, Damage, Goal, QuantizeStatic, Smooth, worth_keeping};
 
@@ -70,7 +71,8 @@ mod layerwise;
 use crate::error::Result;
 use crate::model::Model;
 use crate::run_state::RunState;
-use crate::store::Weight;
+pub use crate::run_state::{InputImportance, Samples};
+use crate::store::Weights;
 use crate::work::Work;
 
 /// A step of a pipeline.
@@ -112,8 +114,8 @@ pub trait Pass: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Bytes on disk that such work takes for a weight that the pass changes, as it is then.
-    fn kept_bytes(&self, _name: &str, _weight: &Weight) -> u64 {
+    /// Bytes on disk that such work takes for the weights that the pass changes; `after` are those behind the pass.
+    fn kept_bytes(&self, _changed: &BTreeSet<String>, _after: &Weights) -> u64 {
         0
     }
 
@@ -130,17 +132,6 @@ pub trait Pass: fmt::Debug + Send + Sync {
     fn remedy(&self) -> &'static str {
         "a smaller change"
     }
-}
-
-/// A data set of a recipe, by what it is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Samples {
-    /// `calibration`.
-    Calibration,
-    /// `train`.
-    Train,
-    /// None: the pass computes on weights alone.
-    None,
 }
 
 /// What a pass works with.

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernel::cache::CacheFormat;
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::{Affine, Weight};
+use crate::store::{Affine, Weights};
 
 /// Whether models can be run.
 ///
@@ -66,7 +66,7 @@ pub(super) fn find_cache_scales(_pass: &str, _format: CacheFormat, _model: &mut 
 }
 
 /// Nothing is kept.
-pub(super) fn kept_bytes(_name: &str, _weight: &Weight) -> u64 {
+pub(super) fn kept_bytes(_names: &BTreeSet<String>, _weights: &Weights) -> u64 {
     0
 }
 

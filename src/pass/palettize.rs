@@ -5,7 +5,7 @@
 //!   - palettize: { bits: 4, group_size: 64 }
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
@@ -161,8 +161,8 @@ impl Pass for Palettize {
         self.importance == InputImportance::Activation
     }
 
-    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
-        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
+    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(changed, after) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {

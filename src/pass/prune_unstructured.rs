@@ -31,7 +31,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, Weights, least_common_multiple};
 use crate::work::Meter;
 
 /// How much a weight matters.
@@ -259,8 +259,8 @@ impl Pass for PruneUnstructured {
         self.importance != Importance::L1
     }
 
-    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
-        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
+    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(changed, after) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {

@@ -57,24 +57,19 @@ impl Pool {
         &self.members
     }
 
-    /// Where member number `index` is cut; found now if it has not been.
+    /// Where member number `index` is cut; found now if it has not been, from all weights: of another part of a run, too, where a weight of
+    /// this part reads it.
     ///
     /// # Errors
     /// Reading fails.
     pub fn cut(&self, index: usize) -> Result<Cut> {
         let mut cuts = lock(&self.cuts);
-        let cuts = match &*cuts {
-            Some(found) => found.clone(),
-            None => cuts.insert(Arc::new(self.solve(None, None)?.unwrap_or_default())).clone(),
-        };
-        let found = cuts.get(index).copied().flatten();
-        found.ok_or_else(|| {
-            Error::tensor(
-                self.members.get(index).map_or("", |(name, _)| name),
-                "belongs to another part of the run, and a weight of this one reads it",
-                "NVFP4 and tied embeddings behind a threshold over all weights need a run in one process",
-            )
-        })
+        let known = |cuts: &Option<Arc<Vec<Option<Cut>>>>| cuts.as_ref().and_then(|cuts| cuts.get(index).copied().flatten());
+        if known(&cuts).is_none() {
+            *cuts = self.solve(None, None)?.map(Arc::new);
+        }
+        let name = self.members.get(index).map_or("", |(name, _)| name);
+        known(&cuts).ok_or_else(|| Error::tensor(name, "is not among the weights that are ranked together", ""))
     }
 
     fn readings(&self) -> u64 {

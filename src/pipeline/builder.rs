@@ -8,7 +8,7 @@ use super::{plan, run};
 use crate::error::{Error, Result};
 use crate::export::Export;
 use crate::model::Model;
-use crate::pass::Step;
+use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
 use crate::run_state::RunState;
@@ -104,11 +104,10 @@ impl Pipeline {
         })
     }
 
-    /// Bytes that unfinished work of the passes takes beside the output.
-    pub(super) fn kept_bytes(&self, after: &Model, run: &RunState) -> u64 {
-        let passes = self.steps.iter().rev().zip(run.history.iter().rev());
-        let weights = passes.flat_map(|(step, applied)| applied.tensors.iter().map(move |name| (step, name)));
-        weights.filter_map(|(step, name)| Some(step.pass().kept_bytes(name, after.weights.by_name.get(name)?))).sum()
+    /// What runs the model, by name, and the samples that it runs on: passes, then formats.
+    pub(super) fn runs(&self) -> impl Iterator<Item = (&'static str, Samples)> {
+        let passes = self.steps.iter().map(Step::pass).filter_map(|pass| Some((pass.name(), pass.runs_on()?)));
+        passes.chain(self.export.iter().map(Export::format).filter_map(|format| Some((format.name(), format.runs_on()?))))
     }
 
     /// Whether a pass keeps unfinished work that an interrupted run can go on with.
@@ -135,10 +134,15 @@ impl Pipeline {
         let (mut after, mut run) = (model.clone(), self.start.clone());
         for step in &mut settled.steps {
             step.pass_mut().settle(&after, &sets);
+            let before = run.history.len();
             after = step.pass().apply(after, &mut run, None)?;
+            let kept: u64 = run.history.iter().skip(before).map(|applied| step.pass().kept_bytes(&applied.tensors, &after.weights)).sum();
+            run.kept_bytes = run.kept_bytes.saturating_add(kept);
         }
         close(&mut after, model, &mut run)?;
-        settled.running.lend(&settled.steps);
+        settled.export.iter_mut().for_each(|export| export.format_mut().settle(&sets));
+        let calibrates = settled.runs().any(|(_, samples)| samples == Samples::Calibration);
+        settled.running.lend(calibrates);
         Ok((settled, after, run))
     }
 
@@ -297,7 +301,7 @@ impl Builder {
     /// # Errors
     /// The first option that cannot be, with the number of its pass.
     pub fn build(self) -> Result<Pipeline> {
-        self.0.running.check(&self.0.steps)?;
+        self.0.running.check(self.0.runs())?;
         for (index, export) in self.0.export.iter().enumerate() {
             if self.0.export[..index].iter().any(|other| other.format().name() == export.format().name()) {
                 return Err(Error::option("export", format!("`{}` is named twice, and both would write the same files", export.format().name())));

@@ -27,8 +27,10 @@ impl Pipeline {
     /// # Errors
     /// Anything that goes wrong, or a pass or a measurement that looks at other files than the model's.
     pub fn run_cached(&self, model: Model, output: impl AsRef<Path>) -> Result<Cached> {
-        self.require_model_alone()?;
         let output = output.as_ref();
+        let (pipeline, _) = self.writing(output)?;
+        // What options leave to the data decides what is read.
+        pipeline.settled(&model)?.0.require_model_alone()?;
         let key = self.key(&model)?;
         if let Some(report) = self.found(output, &key)? {
             return Ok(Cached { report, reused: true });
@@ -73,7 +75,7 @@ impl Pipeline {
     }
 
     fn require_model_alone(&self) -> Result<()> {
-        let running = self.steps.iter().find(|step| step.pass().runs_on().is_some()).map(|step| step.pass().name());
+        let running = self.runs().next().map(|(name, _)| name);
         let running = running.or(self.running.evaluates().then_some("evaluation"));
         match running {
             None => Ok(()),

@@ -319,11 +319,8 @@ impl Pipeline {
         if crate::output::file_name(output).is_some() {
             return Err(Error::option("--part", format!("{} is a file, and parts are joined to a folder: name one with -o", output.display())));
         }
-        if let Some(step) = self.steps.iter().find(|step| step.pass().runs_on().is_some()) {
-            return Err(Error::option(
-                "--part",
-                format!("{} works on the whole model, and cannot be done in parts: passes over weights can", step.pass().name()),
-            ));
+        if let Some((name, _)) = self.runs().next() {
+            return Err(Error::option("--part", format!("{name} works on the whole model, and cannot be done in parts: passes over weights can")));
         }
         if model.onnx.is_some() {
             return Err(Error::option("--part", "an .onnx file is one piece: parts are for folders of safetensors"));

@@ -55,7 +55,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     let folder = staging.path().to_owned();
     // What an interrupted run has kept is there already.
-    let kept = if pipeline.resume { 0 } else { pipeline.kept_bytes(&after, &state) };
+    let kept = if pipeline.resume { 0 } else { state.kept_bytes };
     // Files of parts are linked.
     let linked = made.map_or(0, |(made, _)| made.files.iter().map(|file| file.header.data_bytes()).sum());
     let forecasts: Vec<SizeForecast> =

@@ -35,7 +35,7 @@ use crate::export::Exported;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::Workplace;
-use crate::pass::{Context, Samples, Step};
+use crate::pass::{Context, Samples, input_importance};
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak};
 use crate::run_state::RunState;
@@ -79,18 +79,15 @@ impl Running {
     }
 
     /// Holds what is said of evaluation, and passes that run the model, to the data there is.
-    pub fn check(&self, steps: &[Step]) -> Result<()> {
+    pub fn check(&self, runs: impl Iterator<Item = (&'static str, Samples)>) -> Result<()> {
         match (&self.evaluate, &self.data.evaluation) {
             (Some(_), None) => return Err(Error::option("evaluate", "needs samples: add `data: { evaluation: ... }`")),
             (_, Some(data)) => data.check()?,
             (None, None) => {}
         }
-        for pass in steps.iter().map(Step::pass) {
-            if let Some((key, None)) = pass.runs_on().and_then(|samples| self.set(samples)) {
-                return Err(Error::option(
-                    pass.name(),
-                    format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line"),
-                ));
+        for (name, samples) in runs {
+            if let Some((key, None)) = self.set(samples) {
+                return Err(Error::option(name, format!("needs samples to run the model on: add `data: {{ {key}: ... }}`, or --{key} on the command line")));
             }
         }
         Ok(())
@@ -101,10 +98,10 @@ impl Running {
         [Samples::Calibration, Samples::Train].into_iter().filter(|samples| matches!(self.set(*samples), Some((_, Some(_))))).collect()
     }
 
-    /// Has passes that look at calibration data look at some of the training data where they have none of their own.
-    pub fn lend(&mut self, steps: &[Step]) {
+    /// Has those who look at calibration data look at some of the training data where there is none of their own.
+    pub fn lend(&mut self, calibrates: bool) {
         self.data.ignore_labels();
-        if self.data.calibration.is_none() && steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration)) {
+        if calibrates && self.data.calibration.is_none() {
             let some = |data: &Data| Data { samples: Some(data.samples.map_or(LENT, |samples| samples.min(LENT))), ..data.clone() };
             self.data.calibration = self.data.train.as_ref().map(some);
         }
@@ -200,7 +197,7 @@ impl Pipeline {
 
     /// The data sets that passes and evaluation read, by key.
     fn used_data(&self) -> BTreeMap<&'static str, &Data> {
-        let used = self.steps.iter().filter_map(|step| self.running.set(step.pass().runs_on()?));
+        let used = self.runs().filter_map(|(_, samples)| self.running.set(samples));
         used.chain([("evaluation", self.running.data.evaluation.as_ref())]).filter_map(|(key, options)| Some((key, options?))).collect()
     }
 
@@ -216,7 +213,7 @@ impl Pipeline {
         }
         let subject = Subject::of(model.clone())?;
         self.open_data(subject.target())?;
-        let calibrates = self.steps.iter().any(|step| step.pass().runs_on() == Some(Samples::Calibration));
+        let calibrates = self.runs().any(|(_, samples)| samples == Samples::Calibration);
         let Some(set) = self.running.data.calibration.as_ref().filter(|_| calibrates) else { return Ok(None) };
         let less = self.running.data.holding_out(set, subject.target())?;
         let note = less.samples.filter(|_| less.samples != set.samples).map(|used| {
@@ -236,7 +233,7 @@ impl Pipeline {
 
     /// The device that models run on, where any does.
     fn used_device(&self) -> Result<Option<Device>> {
-        let used = self.steps.iter().any(|step| step.pass().runs_on().is_some()) || self.running.evaluates();
+        let used = self.runs().next().is_some() || self.running.evaluates();
         used.then(|| self.running.device()).transpose()
     }
 
@@ -286,7 +283,7 @@ impl Pipeline {
 
     /// Applies the passes with all that takes running the model; nothing where no pass does.
     pub(super) fn perform(&self, model: &Model, workplace: Option<&Path>, peak: &mut Peak) -> Result<Option<(Model, RunState)>> {
-        if self.steps.iter().all(|step| step.pass().runs_on().is_none()) {
+        if self.runs().next().is_none() {
             return Ok(None);
         }
         let running = &self.running;
@@ -327,6 +324,10 @@ impl Pipeline {
             }
         }
         super::builder::close(&mut after, model, &mut run)?;
+        if self.export.iter().any(|export| export.format().runs_on().is_some()) {
+            run.prepare(&context.work)?;
+            run.importance = Some(Arc::new(input_importance(&after, &context)?));
+        }
         if running.memory_trace {
             run.attached.insert("memory-trace.json".into(), Arc::new(MemoryTrace::events(&traces).to_string().into_bytes()));
         }
@@ -424,5 +425,17 @@ mod tests {
         assert!(pipeline.running.opened.get().is_some());
         let other = Builder(pipeline).device(Choice::Auto).build().unwrap();
         assert!(other.running.opened.get().is_none(), "another choice is another device");
+    }
+
+    /// What later passes make of weights takes no room from what an earlier one keeps.
+    #[test]
+    fn room_for_unfinished_work_is_that_behind_each_pass() {
+        let model = Model::open(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/llama")).unwrap();
+        let kept = |steps: Vec<crate::pass::Step>| Pipeline::builder().passes(steps).build().unwrap().settled(&model).unwrap().2.kept_bytes;
+        let decompose = || crate::pass::Step::from(crate::pass::Decompose::default());
+        let once = kept(vec![decompose()]);
+        assert!(once > 0);
+        assert_eq!(kept(vec![decompose(), crate::pass::Cast::default().into()]), once);
+        assert!(kept(vec![decompose(), decompose()]) > once);
     }
 }

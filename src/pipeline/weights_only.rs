@@ -11,7 +11,7 @@ use super::{Check, Pipeline};
 use crate::error::{Error, Result};
 use crate::export::Exported;
 use crate::model::Model;
-use crate::pass::{Samples, Step};
+use crate::pass::Samples;
 use crate::recipe::Recipe;
 use crate::report::{Environment, Peak, Report};
 use crate::run_state::RunState;
@@ -36,7 +36,10 @@ impl Running {
         recipe.memory = self.memory;
     }
 
-    pub fn check(&self, _steps: &[Step]) -> Result<()> {
+    pub fn check(&self, mut runs: impl Iterator<Item = (&'static str, Samples)>) -> Result<()> {
+        if let Some((name, _)) = runs.find(|(_, samples)| *samples != Samples::None) {
+            return Err(Error::option(name, "this build runs no models: build it with the feature `run`"));
+        }
         if self.evaluates {
             return Err(Error::option("evaluate", "this build runs no models: build it with the feature `run`"));
         }
@@ -47,7 +50,7 @@ impl Running {
         Vec::new()
     }
 
-    pub fn lend(&mut self, _steps: &[Step]) {}
+    pub fn lend(&mut self, _calibrates: bool) {}
 
     pub fn begin(&mut self) {}
 

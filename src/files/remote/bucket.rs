@@ -255,7 +255,8 @@ impl HttpService for Service {
             let most = length.map_or(LARGEST, |length| length.max(LARGEST_REFUSAL));
             let bare = body.is_empty() && [Method::GET, Method::HEAD, Method::DELETE].contains(&parts.method);
             let request = ureq::http::Request::from_parts(parts, ());
-            let answer = if bare { http::AGENT.run(request) } else { http::AGENT.run(request.map(|()| body.as_ref())) };
+            let agent = http::agent();
+            let answer = if bare { agent.run(request) } else { agent.run(request.map(|()| body.as_ref())) };
             let (mut parts, body) = answer.map_err(told)?.into_parts();
             // It is not implemented at the next attempt either, of which there would be some.
             if parts.status == StatusCode::NOT_IMPLEMENTED {

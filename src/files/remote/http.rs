@@ -1,5 +1,6 @@
 //! HTTP that blocks: ranges of files, tried again where that can help, and held to what was asked for.
 
+use std::cell::RefCell;
 use std::io::{self, Read};
 use std::ops::Range;
 use std::sync::{LazyLock, Mutex};
@@ -27,8 +28,18 @@ const SILENCE: u64 = 30;
 /// Where systems keep the certificates that they trust.
 const CERTIFICATES: [&str; 4] = ["/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"];
 
+thread_local! {
+    /// What requests of this thread go over in the place of the connections of all.
+    static OTHER: RefCell<Option<Agent>> = const { RefCell::new(None) };
+}
+
+/// What requests go over.
+pub(super) fn agent() -> Agent {
+    OTHER.with_borrow(Clone::clone).unwrap_or_else(|| AGENT.clone())
+}
+
 /// Connections, which are kept open and used again.
-pub(super) static AGENT: LazyLock<Agent> = LazyLock::new(|| {
+static AGENT: LazyLock<Agent> = LazyLock::new(|| {
     let said = std::env::var("HF_HUB_DOWNLOAD_TIMEOUT").ok().and_then(|text| text.parse().ok());
     let silence = Duration::from_secs(said.unwrap_or(SILENCE).max(1));
     let own = ["SSL_CERT_FILE", "SSL_CERT_DIR"].iter().any(|name| std::env::var_os(name).is_some());
@@ -177,7 +188,7 @@ impl Address {
         for _ in 0..MOST_MOVES {
             let moved = lock(&self.moved).clone();
             let url = moved.as_deref().unwrap_or(&self.url);
-            let mut request = AGENT.get(url);
+            let mut request = agent().get(url);
             if let Some(token) = self.token.as_ref().filter(|_| origin(url) == origin(&self.url)) {
                 request = request.header("Authorization", format!("Bearer {token}"));
             }
@@ -300,18 +311,27 @@ fn scattered(wait: Duration) -> Duration {
 
 #[cfg(test)]
 mod tests {
-    use std::io::{BufRead, BufReader, Write};
-    use std::net::TcpListener;
+    mod changes {
+        include!(concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/changes.rs"));
+    }
+    mod wire {
+        include!(concat!(env!("CARGO_MANIFEST_DIR"), "/fuzz/wire.rs"));
+    }
+
     use std::path::{Component, Path};
-    use std::sync::Arc;
     use std::time::Instant;
 
     use object_store::RetryConfig;
     use object_store::aws::AmazonS3Builder;
 
+    use self::changes::Random;
     use super::super::bucket::{Bucket, of_s3};
     use super::super::{Found, Place, hub};
     use super::*;
+
+    /// What says something else in an answer.
+    const WORDS: [&str; 14] =
+        ["\r\n", "0", "-1", "18446744073709551615", "*", "/", "\"", "<", ">", "../", "chunked", "\u{0}", "Content-Length: 3\r\n", "\u{e9}"];
 
     #[test]
     fn addresses_and_ranges_are_taken_apart() {
@@ -327,54 +347,6 @@ mod tests {
         assert!(require_private("http://a/x").is_err() && require_private("ftp://127.0.0.1/x").is_err());
     }
 
-    struct Random(u64);
-
-    impl Random {
-        fn below(&mut self, limit: usize) -> usize {
-            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (self.0 >> 33) as usize % limit.max(1)
-        }
-
-        /// The text with changes at one to three places: bytes, runs that are cut or doubled, and words that say something else.
-        fn changed(&mut self, text: &[u8]) -> Vec<u8> {
-            const WORDS: [&str; 14] =
-                ["\r\n", "0", "-1", "18446744073709551615", "*", "/", "\"", "<", ">", "../", "chunked", "\u{0}", "Content-Length: 3\r\n", "\u{e9}"];
-            let mut bytes = text.to_vec();
-            for _ in 0..1 + self.below(3) {
-                let at = self.below(bytes.len());
-                let end = (at + 1 + self.below(12)).min(bytes.len());
-                match self.below(6) {
-                    _ if at >= end => bytes.push(b'x'),
-                    0 => bytes[at] = self.below(256) as u8,
-                    1 => bytes[at] ^= 1 << self.below(8),
-                    2 => drop(bytes.drain(at..end)),
-                    3 => {
-                        let run = bytes[at..end].to_vec();
-                        drop(bytes.splice(at..at, run));
-                    }
-                    4 => drop(bytes.splice(at..at, WORDS[self.below(WORDS.len())].bytes())),
-                    _ => drop(bytes.splice(at..end, WORDS[self.below(WORDS.len())].bytes())),
-                }
-            }
-            bytes
-        }
-    }
-
-    /// A server that gives the same answer to everybody, which can be another one each time, and its address.
-    fn server() -> (String, Arc<Mutex<Vec<u8>>>) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (address, answer) = (format!("http://{}", listener.local_addr().unwrap()), Arc::<Mutex<Vec<u8>>>::default());
-        let told = answer.clone();
-        std::thread::spawn(move || {
-            for mut stream in listener.incoming().flatten() {
-                let mut lines = BufReader::new(stream.try_clone().unwrap()).lines();
-                while lines.next().is_some_and(|line| line.is_ok_and(|line| !line.is_empty())) {}
-                let _ = stream.write_all(&lock(&told));
-            }
-        });
-        (address, answer)
-    }
-
     const FILE: &str =
         "HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\nContent-Range: bytes 4-11/64\r\nETag: \"one\"\r\nConnection: close\r\n\r\n01234567";
     const ANSWERS: [&str; 6] = [
@@ -388,14 +360,15 @@ mod tests {
 
     /// Ranges and small files over a connection; gives how many came.
     fn answers(rounds: usize, seed: u64) -> usize {
-        let ((address, answer), mut random, mut came) = (server(), Random(seed), 0);
+        OTHER.set(Some(wire::agent()));
+        let (mut random, mut came) = (Random(seed), 0);
         for round in 0..rounds {
-            *lock(&answer) = random.changed(ANSWERS[round % ANSWERS.len()].as_bytes());
-            let url = Address::new(format!("{address}/file"), None);
+            wire::say(random.changed(ANSWERS[round % ANSWERS.len()].as_bytes(), &WORDS));
+            let url = Address::new(format!("{}/file", wire::SERVER), None);
             let (mut ranged, mut whole) = (Came::default(), Came::default());
             match url.attempt(Some(4..12), Some(64), u64::MAX, &mut ranged) {
                 Ok(()) => {
-                    assert_eq!((ranged.bytes.len(), ranged.total), (8, 64), "{:?}", lock(&answer));
+                    assert_eq!((ranged.bytes.len(), ranged.total), (8, 64), "{}", wire::said());
                     came += 1;
                 }
                 Err(Failure::Again(reason, wait)) => assert!(!reason.contains("secret") && wait.as_secs() <= 60),
@@ -414,27 +387,29 @@ mod tests {
 
     /// What a bucket lists and holds; gives how often there was something.
     fn buckets(rounds: usize, seed: u64) -> usize {
-        let ((address, answer), mut random, mut came) = (server(), Random(seed), 0);
-        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(&address).with_allow_http(true).with_skip_signature(true);
+        OTHER.set(Some(wire::agent()));
+        let (mut random, mut came) = (Random(seed), 0);
+        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(wire::SERVER).with_allow_http(true).with_skip_signature(true);
         let place = Bucket { store: of_s3(builder, RetryConfig { max_retries: 0, ..RetryConfig::default() }).unwrap() };
         let file = Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), here: None };
         for round in 0..rounds {
             match round % 3 {
                 0 => {
-                    let body = random.changed(LIST.as_bytes());
+                    let body = random.changed(LIST.as_bytes(), &WORDS);
                     let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\nConnection: close\r\n\r\n", body.len());
-                    *lock(&answer) = [head.as_bytes(), &body].concat();
+                    wire::say([head.as_bytes(), &body].concat());
                     came += place.list("a").map_or(0, |found| usize::from(!found.is_empty()));
                 }
                 1 => {
-                    *lock(&answer) = random.changed(
+                    wire::say(random.changed(
                         b"HTTP/1.1 200 OK\r\nContent-Length: 64\r\nETag: \"one\"\r\nLast-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nConnection: close\r\n\r\n",
-                    );
+                        &WORDS,
+                    ));
                     came += usize::from(matches!(place.find("a/b"), Ok(Some(_))));
                 }
                 _ => {
                     let with_date = FILE.replace("ETag", "Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nETag");
-                    *lock(&answer) = random.changed(with_date.as_bytes());
+                    wire::say(random.changed(with_date.as_bytes(), &WORDS));
                     came += place.read(&file, 4..12).map_or(0, |bytes| usize::from(bytes.len() == 8));
                 }
             }
@@ -448,8 +423,8 @@ mod tests {
         let link = "<https://a/x?cursor=1>; rel=\"next\", <https://a/y>; rel=\"last\"";
         let (mut random, mut lists) = (Random(seed), 0);
         for _ in 0..rounds {
-            let link = String::from_utf8_lossy(&random.changed(link.as_bytes())).into_owned();
-            let Ok(files) = hub::page(&random.changed(page), None) else { continue };
+            let link = String::from_utf8_lossy(&random.changed(link.as_bytes(), &WORDS)).into_owned();
+            let Ok(files) = hub::page(&random.changed(page, &WORDS), None) else { continue };
             let next = hub::next(&link);
             assert!(files.iter().all(|file| Path::new(&file.name).components().all(|part| matches!(part, Component::Normal(_)))), "{files:?}");
             assert!(next.is_none_or(|next| link.contains(next)));
@@ -471,8 +446,9 @@ mod tests {
         type Check = fn(usize, u64) -> usize;
         let all: [(&str, Check); 3] = [("answers", answers), ("buckets", buckets), ("pages", pages)];
         for (what, check) in all {
-            let start = Instant::now();
-            println!("{what}: {} of {rounds} come, {:.0} s", check(rounds, 11), start.elapsed().as_secs_f64());
+            let (start, came) = (Instant::now(), check(rounds, 11));
+            let seconds = start.elapsed().as_secs_f64();
+            println!("{what}: {came} of {rounds} come, {seconds:.0} s, {:.0} a second", rounds as f64 / seconds.max(1e-9));
         }
     }
 }

@@ -85,20 +85,29 @@ impl BlockType {
         }
     }
 
-    /// Blocks of values, as close to them as the reference finds them. Nothing where the type is not written.
-    #[must_use]
-    pub fn encode(self, values: &[f32], blocks: &mut [u8]) -> bool {
+    /// Blocks of values, as close to them as the reference finds them.
+    pub fn encode(self, values: &[f32], blocks: &mut [u8]) {
+        self.encode_row(values, &[], blocks);
+    }
+
+    /// Blocks of a row, whose errors count as much as the `importance` of their columns says, one number for each; with none, all count
+    /// the same, and Q8_0 is always written so.
+    pub fn encode_row(self, values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         match self {
-            BlockType::Q4_0 => encode::q4_0(values, blocks),
-            BlockType::Q5_0 => encode::q5_0(values, blocks),
-            BlockType::Q5_1 => encode::q5_1(values, blocks),
+            BlockType::Q4_0 => encode::q4_0(values, importance, blocks),
+            BlockType::Q4_1 => encode::q4_1(values, importance, blocks),
+            BlockType::Q5_0 => encode::q5_0(values, importance, blocks),
+            BlockType::Q5_1 => encode::q5_1(values, importance, blocks),
             BlockType::Q8_0 => encode::q8_0(values, blocks),
-            BlockType::Q4K => encode::q4_k(values, blocks),
-            BlockType::Q5K => encode::q5_k(values, blocks),
-            BlockType::Q6K => encode::q6_k(values, blocks),
-            BlockType::Q4_1 => return false,
+            BlockType::Q4K => encode::q4_k(values, importance, blocks),
+            BlockType::Q5K => encode::q5_k(values, importance, blocks),
+            BlockType::Q6K => encode::q6_k(values, importance, blocks),
         }
-        true
+    }
+
+    /// Whether blocks are others where columns have an importance.
+    pub fn weighs(self) -> bool {
+        self != BlockType::Q8_0
     }
 }
 
@@ -114,7 +123,7 @@ mod tests {
 
     fn encoded(kind: BlockType, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let mut blocks = vec![0; values.len() / kind.elements() * kind.bytes()];
-        assert!(kind.encode(values, &mut blocks));
+        kind.encode(values, &mut blocks);
         let mut back = vec![0f32; values.len()];
         kind.decode(&blocks, &mut back);
         (blocks, back)
@@ -125,11 +134,50 @@ mod tests {
         let file = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/gguf/quantized.safetensors")).unwrap();
         let golden = SafeTensors::deserialize(&file).unwrap();
         let values = floats(golden.tensor("values").unwrap().data());
-        for kind in BlockType::ALL.into_iter().filter(|kind| *kind != BlockType::Q4_1) {
-            let expected = golden.tensor(kind.name()).unwrap().data().to_vec();
-            let (blocks, _) = encoded(kind, &values);
-            for (index, (ours, theirs)) in blocks.chunks(kind.bytes()).zip(expected.chunks(kind.bytes())).enumerate() {
-                assert_eq!(ours, theirs, "{} block {index}", kind.name());
+        let importance = floats(golden.tensor("importance").unwrap().data());
+        let same = |kind: BlockType, ours: &[u8], name: &str| {
+            let expected = golden.tensor(name).unwrap().data().to_vec();
+            for (index, (ours, theirs)) in ours.chunks(kind.bytes()).zip(expected.chunks(kind.bytes())).enumerate() {
+                assert_eq!(ours, theirs, "{name} block {index}");
+            }
+        };
+        for kind in BlockType::ALL {
+            same(kind, &encoded(kind, &values).0, kind.name());
+            same(kind, &encoded_by(kind, &values, &importance).0, &format!("{} by importance", kind.name()));
+        }
+    }
+
+    /// Rows as they are long in the golden file, with importance for each of their columns.
+    fn encoded_by(kind: BlockType, values: &[f32], importance: &[f32]) -> (Vec<u8>, Vec<f32>) {
+        let mut blocks = vec![0; values.len() / kind.elements() * kind.bytes()];
+        let rows = values.chunks(importance.len()).zip(blocks.chunks_mut(importance.len() / kind.elements() * kind.bytes()));
+        rows.for_each(|(row, blocks)| kind.encode_row(row, importance, blocks));
+        let mut back = vec![0f32; values.len()];
+        kind.decode(&blocks, &mut back);
+        (blocks, back)
+    }
+
+    /// What is weighted is less, over many blocks, and what is not weighted is found as before.
+    #[test]
+    fn errors_that_count_are_less_where_importance_says_so() {
+        let mut state = 3u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+        };
+        let values: Vec<f32> = (0..16 * 512).map(|_| (0..6).map(|_| random()).sum::<f32>() * 0.02).collect();
+        // A few columns of a hundred times the power of others, as activations have them.
+        let importance: Vec<f32> = (0..512).map(|_| (1.5 + random()) * if random() > 0.45 { 100.0 } else { 1.0 }).collect();
+        let cost = |back: &[f32]| {
+            let error = |(at, (a, b)): (usize, (&f32, &f32))| f64::from(importance[at % 512]) * f64::from(a - b).powi(2);
+            back.iter().zip(&values).enumerate().map(error).sum::<f64>()
+        };
+        for kind in BlockType::ALL {
+            let (plain, weighted) = (encoded(kind, &values), encoded_by(kind, &values, &importance));
+            if kind.weighs() {
+                assert!(cost(&weighted.1) < 0.97 * cost(&plain.1), "{}: {} and {}", kind.name(), cost(&weighted.1), cost(&plain.1));
+            } else {
+                assert_eq!(weighted.0, plain.0, "{}", kind.name());
             }
         }
     }
@@ -163,7 +211,5 @@ mod tests {
         let nibbles: Vec<f32> = (0..256).map(|element| (element % 16) as f32 * 0.25).collect();
         let (_, back) = encoded(BlockType::Q4K, &nibbles);
         assert!(back.iter().zip(&nibbles).all(|(a, b)| (a - b).abs() < 2e-3), "{back:?}");
-        let mut q4_1 = [0; 20];
-        assert!(!BlockType::Q4_1.encode(&[0.0; 32], &mut q4_1));
     }
 }

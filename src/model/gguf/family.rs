@@ -166,7 +166,8 @@ pub(crate) const FAMILIES: [Family; 9] = [
         model_type: "mixtral",
         also: &[],
         class: "MixtralForCausalLM",
-        layer: &[ATTENTION, NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")]],
+        // The name of published files, and that of transformers 5.
+        layer: &[ATTENTION, NORM_BEFORE, &[("ffn_gate_inp", "block_sparse_moe.gate")], ROUTER],
         experts: Some(Experts { block: "block_sparse_moe.experts", parts: ["w1", "w3", "w2"], count: "num_local_experts", own_inner: false, ..QWEN_EXPERTS }),
         ..LLAMA
     },
@@ -244,13 +245,31 @@ impl Family {
             return Some(format!("{here}.{end}"));
         }
         let (layer, module) = numbered(module, "layers.")?;
-        if let Some((experts, rest)) = self.experts.as_ref().and_then(|experts| Some((experts, module.strip_prefix(experts.block)?.strip_prefix('.')?))) {
+        if let (Some(experts), Some(rest)) = (&self.experts, self.in_experts(module)) {
             let (expert, part) = rest.split_once('.')?;
             let here = OF_ALL.iter().zip(experts.parts).find_map(|(of_all, there)| (part == there).then_some(of_all))?;
             return Some(format!("blk.{layer}.{here}.{expert}.{end}"));
         }
         let (here, _) = self.layer.iter().copied().flatten().find(|(_, there)| *there == module)?;
         Some(format!("blk.{layer}.{here}.{end}"))
+    }
+
+    /// What stands behind the module that holds the experts of a layer.
+    fn in_experts<'n>(&self, module: &'n str) -> Option<&'n str> {
+        let experts = self.experts.as_ref()?;
+        [experts.block, QWEN_EXPERTS.block].into_iter().find_map(|block| module.strip_prefix(block)?.strip_prefix('.'))
+    }
+
+    /// The tensors of a file whose rows lie in a tensor of a checkpoint that holds a part of all experts, or two parts, one behind the other in
+    /// each expert; nothing for other names.
+    pub fn fused(&self, name: &str) -> Option<Vec<String>> {
+        let (layer, module) = numbered(name.strip_prefix("model.").unwrap_or(name), "layers.")?;
+        let parts = match self.in_experts(module)? {
+            "gate_up_proj" => OF_ALL.get(..2),
+            "down_proj" => OF_ALL.get(2..),
+            _ => None,
+        };
+        Some(parts?.iter().map(|here| format!("blk.{layer}.{here}.weight")).collect())
     }
 
     /// Whether a tensor of a checkpoint is the weight of a norm.
@@ -275,6 +294,11 @@ mod tests {
         ] {
             assert_eq!((family.to_checkpoint(here).as_deref(), family.to_file(there).as_deref()), (Some(there), Some(here)));
         }
+        let fused = |name: &str| mixtral.fused(name).map(|parts| parts.join(" "));
+        assert_eq!(fused("model.layers.3.mlp.experts.gate_up_proj").as_deref(), Some("blk.3.ffn_gate_exps.weight blk.3.ffn_up_exps.weight"));
+        assert_eq!(fused("model.layers.3.block_sparse_moe.experts.down_proj").as_deref(), Some("blk.3.ffn_down_exps.weight"));
+        assert_eq!((fused("model.layers.3.mlp.experts.0.down_proj.weight"), LLAMA.fused("model.layers.3.mlp.experts.down_proj")), (None, None));
+        assert_eq!(mixtral.to_file("model.layers.3.mlp.gate.weight").as_deref(), Some("blk.3.ffn_gate_inp.weight"));
         assert_eq!(Family::of_all("blk.3.ffn_up_exps.12.weight"), Some(("blk.3.ffn_up_exps.weight".into(), 12)));
         assert!(Family::of_all("blk.3.ffn_up.weight").is_none() && Family::holds_all("blk.3.ffn_up_exps.weight") && !Family::holds_all("blk.3.ffn_up.weight"));
         assert_eq!(["blk.07.attn_q.weight", "blk.+7.attn_q.weight"].map(|name| LLAMA.to_checkpoint(name)), [None, None]);

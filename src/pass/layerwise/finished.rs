@@ -1,7 +1,7 @@
 //! Blocks that are done, each in a folder of its own, so that an interrupted run goes on behind the last one, and so that no more than one
 //! of them is in memory.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -139,8 +139,9 @@ fn storage_format(weight: &Weight) -> StorageFormat {
     if weight.encoding == Encoding::Dense { StorageFormat::Plain } else { StorageFormat::Packed }
 }
 
-/// Bytes that a weight takes there.
-pub(in crate::pass) fn kept_bytes(name: &str, weight: &Weight) -> u64 {
-    let parts = storage_format(weight).parts(name, weight);
-    parts.iter().filter_map(|part| header::byte_count(part.dtype, &part.shape)).sum()
+/// Bytes that weights of these names take there.
+pub(in crate::pass) fn kept_bytes(names: &BTreeSet<String>, weights: &Weights) -> u64 {
+    let kept = names.iter().filter_map(|name| Some((name, weights.by_name.get(name)?)));
+    let parts = kept.flat_map(|(name, weight)| storage_format(weight).parts(name, weight));
+    parts.filter_map(|part| header::byte_count(part.dtype, &part.shape)).sum()
 }

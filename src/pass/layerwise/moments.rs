@@ -2,11 +2,11 @@
 
 use candle_core::{Device, Tensor};
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::exec::transfer::Cause;
 use crate::exec::{floats_on_host, read};
 use crate::kernel::{columns, gram};
-use crate::pass::calibrate::{computed, numbers, seen};
+use crate::pass::calibrate::{computed, not_finite, numbers, seen};
 
 /// What is to be seen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -128,12 +128,4 @@ impl Moments {
     pub fn mean_magnitudes(&self) -> Vec<f64> {
         self.magnitudes.iter().map(|sum| sum / self.count.max(1) as f64).collect()
     }
-}
-
-fn not_finite(name: &str) -> Error {
-    Error::run(
-        format!("graph value `{name}`"),
-        "is not finite for a calibration sample",
-        "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
-    )
 }

@@ -279,8 +279,8 @@ impl Pass for Quantize {
         self.method.reads_samples()
     }
 
-    fn kept_bytes(&self, name: &str, weight: &Weight) -> u64 {
-        if self.keeps_work() { layerwise::kept_bytes(name, weight) } else { 0 }
+    fn kept_bytes(&self, changed: &BTreeSet<String>, after: &Weights) -> u64 {
+        if self.keeps_work() { layerwise::kept_bytes(changed, after) } else { 0 }
     }
 
     fn apply(&self, mut model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {

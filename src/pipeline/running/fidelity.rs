@@ -3,7 +3,7 @@
 //! Samples are those of the calibration or training data that no pass has used, else random ones. How many depends on sizes alone, so that
 //! a run that is repeated says the same; only a machine that is far slower than expected stops earlier.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
@@ -86,7 +86,7 @@ impl Run<'_> {
     }
 
     fn runs_on_samples(&self) -> bool {
-        self.pipeline.steps.iter().any(|step| !matches!(step.pass().runs_on(), None | Some(Samples::None)))
+        self.pipeline.runs().any(|(_, samples)| samples != Samples::None)
     }
 
     /// Runs both models side by side, block by block: the memory of a block serves the next one, and weights that both share are loaded once.
@@ -124,14 +124,17 @@ impl Run<'_> {
 
     /// Weights that are in the output as they were in the input.
     fn unchanged<'m>(&self, written: &'m Model, exports: &[(&'static str, Exported)]) -> BTreeSet<&'m str> {
-        let changed: BTreeSet<&str> =
-            exports.iter().flat_map(|(_, exported)| &exported.weights).filter(|(_, seen)| seen.changed).map(|(name, _)| name.as_str()).collect();
+        // What was not written, like a head that is tied, is what something else holds.
+        let mut kept_as_they_were: BTreeMap<&str, bool> = BTreeMap::new();
+        for (name, seen) in exports.iter().flat_map(|(_, exported)| &exported.weights) {
+            *kept_as_they_were.entry(name).or_insert(true) &= !seen.changed;
+        }
         let same = |(name, weight): &(&'m String, &crate::store::Weight)| {
             let before = self.before.weights.by_name.get(*name);
             let kept = self.after.weights.by_name.get(*name);
             before.is_some_and(|before| before.shape == weight.shape && before.encoding == weight.encoding && before.dtype == weight.dtype)
                 && kept.is_some_and(|kept| kept.origin == crate::store::Origin::File)
-                && !changed.contains(name.as_str())
+                && kept_as_they_were.get(name.as_str()) == Some(&true)
         };
         written.weights.by_name.iter().filter(same).map(|(name, _)| name.as_str()).collect()
     }
@@ -159,7 +162,7 @@ impl Run<'_> {
         let sets = &self.pipeline.running.data;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
-            let used = self.pipeline.steps.iter().any(|step| step.pass().runs_on() == Some(kind));
+            let used = self.pipeline.runs().any(|(_, samples)| samples == kind);
             let used = if used { set.samples } else { Some(0) };
             let mut any = false;
             if let Some(used) = used {
@@ -183,7 +186,7 @@ impl Run<'_> {
             Samples::Train => Some(usize::MAX),
             Samples::None => None,
         };
-        let used = self.pipeline.steps.iter().filter_map(|step| used(step.pass().runs_on()?)).max();
+        let used = self.pipeline.runs().filter_map(|(_, samples)| used(samples)).max();
         if let Some(used) = used {
             return Budget { macs: u64::MAX, samples: (used / USED_PER_MEASURED).clamp(1, MOST) };
         }

@@ -61,18 +61,7 @@ impl Arranged {
 
     fn arrange(&self, view: &View, bytes: &mut Vec<u8>) -> Result<DType> {
         let mut floats = Vec::new();
-        let (dtype, values): (DType, &[u8]) = if self.added == 0.0 && view.affine.is_none() {
-            (view.dtype, view.values)
-        } else {
-            let mut values = vec![0f32; view.elements()];
-            if !view.decode(0, &mut values) {
-                return Err(Error::tensor(&self.name, format!("is {}, where floats are needed", view.dtype), ""));
-            }
-            values.iter_mut().for_each(|value| *value += self.added);
-            floats.resize(values.len().saturating_mul(4), 0);
-            convert::f32_bytes(&values, &mut floats);
-            (DType::F32, &floats)
-        };
+        let (dtype, values) = plain(view, self.added, &self.name, &mut floats)?;
         bytes.clear();
         let row = self.row().saturating_mul(dtype.bitsize() / 8);
         match &self.order {
@@ -86,6 +75,24 @@ impl Arranged {
         }
         Ok(dtype)
     }
+}
+
+/// The values of a view as they lie, or as floats in `floats` where they are codes or something is added to them.
+///
+/// # Errors
+/// They stand for no floats.
+pub(super) fn plain<'v>(view: &View<'v>, added: f32, name: &str, floats: &'v mut Vec<u8>) -> Result<(DType, &'v [u8])> {
+    if added == 0.0 && view.affine.is_none() {
+        return Ok((view.dtype, view.values));
+    }
+    let mut values = vec![0f32; view.elements()];
+    if !view.decode(0, &mut values) {
+        return Err(Error::tensor(name, format!("is {}, where floats are needed", view.dtype), ""));
+    }
+    values.iter_mut().for_each(|value| *value += added);
+    floats.resize(values.len().saturating_mul(4), 0);
+    convert::f32_bytes(&values, floats);
+    Ok((DType::F32, floats))
 }
 
 impl WeightSource for Arranged {

@@ -13,12 +13,15 @@ pub struct InBlocks {
     upstream: Weight,
     kind: BlockType,
     name: String,
+    /// What errors in columns count for, matrix after matrix.
+    importance: Option<Arc<Vec<f32>>>,
 }
 
 impl Weight {
-    /// The weight as a GGUF file holds it, with what writes it.
+    /// The weight as a GGUF file holds it, with what writes it. Errors in its columns count as much as `importance` says, with a number for
+    /// each, for those of one matrix after another where the weight holds several.
     #[must_use]
-    pub fn in_gguf(self, kind: Kind, name: &str) -> (Weight, StorageFormat) {
+    pub fn in_gguf(self, kind: Kind, name: &str, importance: Option<Arc<Vec<f32>>>) -> (Weight, StorageFormat) {
         match kind {
             Kind::Plain(dtype) if self.is_float() => {
                 let source = Decoded { upstream: self.source(), dtype, name: name.to_owned() };
@@ -26,17 +29,42 @@ impl Weight {
             }
             Kind::Plain(_) => (self, StorageFormat::Plain),
             Kind::Blocks(kind) => {
-                let weight = self.clone();
-                (weight.then(DType::F32, Encoding::Dense, Arc::new(InBlocks { upstream: self, kind, name: name.to_owned() })), StorageFormat::Gguf(kind))
+                let (weight, name) = (self.clone(), name.to_owned());
+                (weight.then(DType::F32, Encoding::Dense, Arc::new(InBlocks { upstream: self, kind, name, importance })), StorageFormat::Gguf(kind))
             }
         }
+    }
+}
+
+impl InBlocks {
+    /// Encodes the rows from one of the weight on, which goes on.
+    fn encode(&self, values: &[f32], row: usize, at: &mut usize, blocks: &mut [u8]) -> Result<()> {
+        let Some(importance) = &self.importance else {
+            self.kind.encode(values, blocks);
+            return Ok(());
+        };
+        let matrices = importance.len().checked_div(row).unwrap_or(0);
+        let rows = self.upstream.elements().checked_div(row).and_then(|rows| rows.checked_div(matrices)).unwrap_or(0);
+        let bytes = row.checked_div(self.kind.elements()).unwrap_or(0).saturating_mul(self.kind.bytes());
+        for (values, blocks) in values.chunks(row).zip(blocks.chunks_mut(bytes.max(1))) {
+            let matrix = at.checked_div(rows).unwrap_or(0);
+            let columns = importance.get(matrix.saturating_mul(row)..matrix.saturating_add(1).saturating_mul(row));
+            let Some(columns) = columns.filter(|_| values.len() == row) else {
+                return Err(Error::tensor(&self.name, format!("has rows of {row}, and importance for {} columns", importance.len()), ""));
+            };
+            self.kind.encode_row(values, columns, blocks);
+            *at = at.saturating_add(1);
+        }
+        Ok(())
     }
 }
 
 impl WeightSource for InBlocks {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         let (mut values, mut blocks, mut bytes) = (Vec::new(), Vec::new(), Vec::new());
-        self.upstream.visit(least_common_multiple(unit, self.kind.elements()), &mut |block| {
+        let (row, mut at) = (self.upstream.shape.last().copied().unwrap_or(1).max(1), 0);
+        let whole = if self.importance.is_some() { row } else { 1 };
+        self.upstream.visit(least_common_multiple(least_common_multiple(unit, self.kind.elements()), whole), &mut |block| {
             let count = block.now.elements();
             values.resize(count, 0f32);
             blocks.resize(count.checked_div(self.kind.elements()).unwrap_or(0).saturating_mul(self.kind.bytes()), 0);
@@ -48,9 +76,7 @@ impl WeightSource for InBlocks {
             if values.iter().any(|value| !value.is_finite()) {
                 return Err(wrong("holds values that are not finite, which blocks cannot hold".into()));
             }
-            if !self.kind.encode(&values, &mut blocks) {
-                return Err(wrong(format!("cannot be written as {}", self.kind.name())));
-            }
+            self.encode(&values, row, &mut at, &mut blocks)?;
             self.kind.decode(&blocks, &mut values);
             if values.iter().any(|value| !value.is_finite()) {
                 return Err(wrong(format!("holds values that scales of {} do not reach", self.kind.name())));

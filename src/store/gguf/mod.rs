@@ -8,6 +8,7 @@
 mod arranged;
 mod header;
 mod in_blocks;
+mod rows_of_each;
 mod split;
 mod write;
 
@@ -18,6 +19,7 @@ use std::sync::Arc;
 pub use self::arranged::Arranged;
 pub use self::header::{Kind, Value};
 pub use self::in_blocks::InBlocks;
+pub(crate) use self::rows_of_each::rows_of_each;
 pub use self::split::continues;
 pub use self::write::header;
 use super::checkpoint::DataFile;
