@@ -96,8 +96,11 @@ fn forced_tokens(forced: &Value) -> Option<(bool, Vec<i64>)> {
 mod tests {
     use serde_json::json;
 
-    use super::super::settings::tests::told;
     use super::*;
+
+    fn told(said: Value) -> Settings {
+        Settings::from_values(said.as_object().cloned().unwrap_or_default(), serde_json::Map::new())
+    }
 
     fn of(value: Value) -> Result<Opening> {
         let mut all = json!({ "decoder_start_token_id": 50 });

@@ -43,10 +43,12 @@ impl Settings {
     pub fn of(model: &Model) -> Result<Settings> {
         let settings = config_beside(&model.path, &model.beside.made, FILE)?;
         let config = model.config.values().clone();
-        Ok(match settings.values().is_empty() {
-            true => Settings { file: "config.json", said: config.clone(), config },
-            false => Settings { file: FILE, said: settings.values().clone(), config },
-        })
+        Ok(Settings::from_values(settings.values().clone(), config))
+    }
+
+    /// What both files say.
+    pub fn from_values(said: Map<String, Value>, config: Map<String, Value>) -> Settings {
+        if said.is_empty() { Settings { file: "config.json", said: config.clone(), config } } else { Settings { file: FILE, said, config } }
     }
 
     /// A value that is there and not null.
@@ -110,14 +112,13 @@ impl Settings {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+mod tests {
     use serde_json::json;
 
     use super::*;
 
-    /// Settings of these values.
-    pub fn told(said: Value) -> Settings {
-        Settings { file: FILE, said: said.as_object().cloned().unwrap_or_default(), config: Map::new() }
+    fn told(said: Value) -> Settings {
+        Settings::from_values(said.as_object().cloned().unwrap_or_default(), Map::new())
     }
 
     #[test]
