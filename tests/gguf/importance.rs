@@ -146,16 +146,12 @@ fn counted(model: &Model) -> BTreeMap<String, Vec<f32>> {
 #[test]
 fn blocks_are_those_that_the_inputs_of_layers_ask_for() {
     use BlockType::{Q4_0, Q4K, Q5_0, Q6K};
-    let cases: [(Networks, usize, FileType, &[(BlockType, usize)]); 4] = [
-        (Networks::Plain, HIDDEN, FileType::Q4_0, &[(Q4_0, 14)]),
-        // Two matrices that keep more bits are Q8_0, which nothing is searched for in.
-        (Networks::Plain, HIDDEN, FileType::Q4_K_M, &[(Q5_0, 12)]),
-        (Networks::Plain, LARGE, FileType::Q4_K_M, &[(Q4K, 5), (Q6K, 2)]),
-        (Networks::Apart, HIDDEN, FileType::Q4_0, &[(Q4_0, 32)]),
-    ];
-    for (networks, width, file_type, expected) in cases {
-        hold_to_counted_importance(networks, width, file_type, expected);
-    }
+    let hold = hold_to_counted_importance;
+    hold(Networks::Plain, HIDDEN, FileType::Q4_0, &[(Q4_0, 14)]);
+    // Two matrices that keep more bits are Q8_0, which nothing is searched for in.
+    hold(Networks::Plain, HIDDEN, FileType::Q4_K_M, &[(Q5_0, 12)]);
+    hold(Networks::Plain, LARGE, FileType::Q4_K_M, &[(Q4K, 5), (Q6K, 2)]);
+    hold(Networks::Apart, HIDDEN, FileType::Q4_0, &[(Q4_0, 32)]);
 }
 
 /// Writes a model of this width by importance, and holds blocks of each kind, so many matrices of it, to those that are made of what is counted here.

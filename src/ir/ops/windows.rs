@@ -95,10 +95,10 @@ pub(super) fn sides(dims: &[usize]) -> [usize; 2] {
     }
 }
 
-/// Numbers for each axis, of an image of this rank: one of one dimension is as if it had height one, along which any step is the same.
+/// Numbers for each axis, of an image of this rank: one of one dimension is as if it had height one.
 pub(super) fn over(rank: usize, [stride, dilation]: [PerAxis; 2], padding: Padding) -> ([PerAxis; 2], Padding) {
     let [_, left, _, right] = padding.0;
-    if rank == 3 { ([stride, dilation].map(|steps| PerAxis([steps.0[1]; 2])), Padding([0, left, 0, right])) } else { ([stride, dilation], padding) }
+    if rank == 3 { ([PerAxis([1, stride.0[1]]), PerAxis([1, dilation.0[1]])], Padding([0, left, 0, right])) } else { ([stride, dilation], padding) }
 }
 
 /// The sizes behind a window of so many taps for each axis; `ceil` counts positions that begin inside, though they end beyond.
