@@ -180,7 +180,9 @@ impl Model {
             let node = graph.nodes().iter().find(|node| arch::is_of_module(index, &graph.value(node.output).name))?;
             graph.value(*node.inputs.first()?).ty.shape.last()?.fixed()
         };
-        let modules = Module::listed(folder)?.unwrap_or_default().into_iter().filter(Module::computes).enumerate();
+        // Those that stand behind the transformer and change what comes out of it are numbered.
+        let computes = |module: &Module| !["Transformer", "Dropout"].contains(&module.kind.as_str());
+        let modules = Module::listed(folder)?.unwrap_or_default().into_iter().filter(computes).enumerate();
         let poolings = modules.filter(|(_, module)| module.kind == "Pooling" && !module.folder.is_empty());
         let known = poolings.filter_map(|(index, module)| Some((module.folder, width(index)?)));
         known.map(|(inside, width)| Module::require_inside(folder, &inside).map(|()| (inside, width))).collect()

@@ -85,11 +85,6 @@ impl Module {
         Ok(())
     }
 
-    /// Whether it stands behind the transformer and changes what comes out of it.
-    pub(crate) fn computes(&self) -> bool {
-        !["Transformer", "Dropout"].contains(&self.kind.as_str())
-    }
-
     /// Whether its weights are among those of the model, under the folder's name and a slash.
     pub fn has_weights(&self) -> bool {
         !self.folder.is_empty() && WITH_WEIGHTS.contains(&self.kind.as_str())
