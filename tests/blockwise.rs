@@ -63,7 +63,7 @@ fn sites_of(graph: &Graph, nodes: Range<usize>) -> Vec<String> {
     let mut sites: Vec<String> = Vec::new();
     for node in graph.nodes()[nodes].iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))) {
         let name = &graph.value(node.inputs[0]).name;
-        if !sites.contains(name) && graph.value(node.inputs[0]).kind != Kind::Input {
+        if !sites.contains(name) && matches!(graph.value(node.inputs[0]).kind, Kind::Node(_)) {
             sites.push(name.clone());
         }
     }

@@ -96,7 +96,7 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
         ),
         (
             "two results",
-            2,
+            0,
             model(
                 11,
                 &[0, 4],
