@@ -34,7 +34,6 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
     let list = |name: &str, values: &[i64]| AttributeProto::ints(name, values.iter().copied());
     let layer = |x: &str, weight: &str, y: &str| node("MatMul", &[x, weight], y, vec![]);
     let weights = || vec![floats("first", &[4, 6]), floats("second", &[6, 4])];
-    let split = NodeProto { output: vec!["left".into(), "right".into()], ..node("Split", &["a"], "", vec![AttributeProto::int("axis", 1)]) };
     let positive = vec![
         node("ReduceMax", &["x"], "largest", vec![AttributeProto::int("keepdims", 0)]),
         node("Less", &["largest", "limit"], "small", vec![]),
@@ -92,16 +91,6 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
                     layer("e", "second", "y"),
                 ],
                 [weights(), vec![TensorProto { dims: vec![], ..ints("axis", &[1]) }]].concat(),
-            ),
-        ),
-        (
-            "two results",
-            0,
-            model(
-                11,
-                &[0, 4],
-                vec![layer("x", "first", "a"), split, node("Mul", &["left", "right"], "b", vec![]), layer("b", "third", "y")],
-                vec![floats("first", &[4, 6]), floats("third", &[3, 4])],
             ),
         ),
         ("a body with a tensor called as a weight of the graph", 1, model(11, &[0, 4], shadowed, [weights(), vec![limit.clone()]].concat())),
