@@ -4,7 +4,7 @@ use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
 use super::embedding::{EMBEDDINGS, cosine_of};
-use super::{Fidelity, Outputs, computed, stretches};
+use super::{Fidelity, Outputs, by_parts, computed};
 use crate::data::{Batch, Padding};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -130,11 +130,10 @@ fn rows(a: &Tensor, b: &Tensor, width: usize, logits: bool) -> candle_core::Resu
     }
     let flat = |tensor: &Tensor| tensor.reshape((tensor.elem_count() / width, width));
     let (a, b) = (flat(a)?, flat(b)?);
-    let parts = stretches(a.dim(0)?, width).map(|rows| {
+    by_parts(a.dim(0)?, width, |rows| {
         let part = |tensor: &Tensor| tensor.narrow(0, rows.start, rows.len())?.to_dtype(DType::F64);
         rows_there(&part(&a)?, &part(&b)?, logits)
-    });
-    Ok(parts.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
+    })
 }
 
 /// [`Row::of`] for rows `[rows, width]`, computed where they are.

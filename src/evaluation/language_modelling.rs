@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Device, IndexOp, Tensor};
 use rayon::prelude::*;
 
-use super::{Metric, Outputs, Score, answer, computed, statistics, stretches};
+use super::{Metric, Outputs, Score, answer, by_parts, computed, statistics};
 use crate::data::{Batch, References};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
@@ -73,8 +73,7 @@ fn losses(rows: &Tensor, next: &[u32]) -> candle_core::Result<Vec<f64>> {
         let all = |values: &[f32]| Ok(values.par_chunks_exact(width.max(1)).zip(next).map(loss).collect());
         return floats_on_host(rows, Cause::Answers).and_then(|rows| read(&rows, all));
     }
-    let parts = stretches(next.len(), width).map(|part| losses_there(&rows.narrow(0, part.start, part.len())?, &next[part]));
-    Ok(parts.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
+    by_parts(next.len(), width, |part| losses_there(&rows.narrow(0, part.start, part.len())?, &next[part]))
 }
 
 /// The same, computed where the logits are.

@@ -171,8 +171,9 @@ pub(super) fn computed(e: candle_core::Error) -> Error {
 /// Values that figures are made of at once on a device, as doubles.
 const AT_ONCE: usize = 1 << 24;
 
-/// Rows of a width, as many as figures are made of at once.
-pub(super) fn stretches(rows: usize, width: usize) -> impl Iterator<Item = Range<usize>> {
+/// Figures of rows of a width, made of as many at once as fit.
+pub(super) fn by_parts<T>(rows: usize, width: usize, figures: impl Fn(Range<usize>) -> candle_core::Result<Vec<T>>) -> candle_core::Result<Vec<T>> {
     let step = (AT_ONCE / width.max(1)).max(1);
-    (0..rows).step_by(step).map(move |first| first..rows.min(first + step))
+    let parts = (0..rows).step_by(step).map(|first| figures(first..rows.min(first + step)));
+    Ok(parts.collect::<candle_core::Result<Vec<_>>>()?.into_iter().flatten().collect())
 }

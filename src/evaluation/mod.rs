@@ -25,7 +25,7 @@ mod running {
 
     pub(crate) use fidelity::Sums as FidelitySums;
     pub use latency::latency;
-    use measure::{Metric, answer, computed, stretches};
+    use measure::{Metric, answer, by_parts, computed};
     pub use measure::{Outcome, Outcomes, Outputs, closeness, compare, evaluate};
     pub use runner::{ByBlocks, Candle, OnnxRuntime, Runner};
     pub use subject::{Subject, load};
