@@ -21,6 +21,9 @@ const LENGTH: usize = 1024;
 /// Bytes of a plain file that are tokenized at once: no file of usual size is cut.
 const PIECE: usize = 1 << 22;
 
+/// Texts, each with whether special tokens stand in it.
+type Texts<'a> = Box<dyn Iterator<Item = Result<(String, bool)>> + Send + 'a>;
+
 pub(super) struct Windows {
     options: Data,
     path: PathBuf,
@@ -61,8 +64,7 @@ impl Windows {
         records::open(&self.options, &self.path, false)
     }
 
-    /// Texts, each with whether special tokens stand in it.
-    fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<(String, bool)>> + Send + '_>> {
+    fn texts(&self) -> Result<Texts<'_>> {
         if self.is_one_text()? {
             let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
             let pieces = Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE };
