@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::{ActivationHistogram, Averages, Channels};
-use crate::data::{Batch, DataSet, Padding};
+use crate::data::{Batch, DataSet, Padding, Side, Sides};
 use crate::error::{Error, Result};
 use crate::exec::transfer::Cause;
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
@@ -146,10 +146,11 @@ impl ValueStatistics {
 pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, work: &Work) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
     let observation = executor.observation(|name| requests.contains_key(name));
+    let sides = Sides::of(executor.graph());
     data.for_each_batch("Calibrating", work, |batch| {
         let padding = padding(&batch)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, &padding),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding, sides.side(name))),
             _ => Ok(()),
         };
         for (name, value) in &batch.inputs {
@@ -173,6 +174,7 @@ pub fn calibrate_blockwise(
     work: &Work,
 ) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
+    let sides = Sides::of(model.0);
     observe_blockwise(
         model,
         options,
@@ -181,7 +183,7 @@ pub fn calibrate_blockwise(
         |name| requests.contains_key(name),
         work,
         |batch, name, value| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, &padding(batch)?),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding(batch)?, sides.side(name))),
             None => Ok(()),
         },
     )?;
@@ -229,7 +231,7 @@ fn padding(batch: &Batch) -> Result<Padding> {
     Padding::of(batch).map_err(|e| Error::run("input `attention_mask`", e, ""))
 }
 
-fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {
+fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, (padding, side): (&Padding, Side)) -> Result<()> {
     let shape = value.dims();
     let width = match request.axis {
         Axis::Last => shape.last(),
@@ -240,7 +242,7 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
         seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
-    let mut take = |values: &[f32]| match padding.kept(shape) {
+    let mut take = |values: &[f32]| match padding.kept(side, shape) {
         Some(kept) if request.axis == Axis::Last => {
             let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
             so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)

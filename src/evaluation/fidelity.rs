@@ -44,7 +44,7 @@ impl Sums {
         self.output = name;
         let width = if a.rank() < 2 { 1 } else { a.dims()[a.rank() - 1] };
         let padding = Padding::of(batch).map_err(computed)?;
-        let kept = padding.kept(a.dims());
+        let kept = padding.kept(batch.answered(), a.dims());
         let rows = rows(a, b, width.max(1), self.logits).map_err(computed)?;
         // Rows are looked at by several threads and added up in their order.
         for (index, row) in rows.iter().enumerate() {

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{Device, Tensor};
 
 use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
-use crate::analysis::{self, Layers};
-use crate::data::{Batch, DECODED, Task};
+use crate::analysis::{self, Layer};
+use crate::data::{Batch, Side, Sides, Task};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
 
@@ -23,7 +23,7 @@ pub struct Objective {
 /// Items that each loss counts in some samples.
 pub type Items = BTreeMap<&'static str, f64>;
 
-pub use super::losses::{Answers as Theirs, Side};
+pub use super::losses::{Answers as Theirs, ModelValues};
 
 /// A value of a graph with its width.
 fn width(graph: &Graph, name: &str) -> Result<usize> {
@@ -31,14 +31,6 @@ fn width(graph: &Graph, name: &str) -> Result<usize> {
     let value = value.ok_or_else(|| Error::option("losses", format!("there is no value `{name}`; `compress inspect --graph` lists all")))?;
     let axis = if value.ty.shape.len() == 4 { 1 } else { value.ty.shape.len().saturating_sub(1) };
     value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not known")))
-}
-
-/// Whether every token of a sample has a row of a value.
-fn is_by_token(graph: &Graph, name: &str) -> bool {
-    let shape = |value: &crate::ir::Value| value.ty.shape.get(1).cloned();
-    let tokens = graph.inputs().find(|(_, value)| value.name == "input_ids").and_then(|(_, value)| shape(value));
-    let value = graph.values().iter().find(|value| value.name == name && value.ty.shape.len() == 3);
-    tokens.is_some() && tokens == value.and_then(shape)
 }
 
 /// The student's layers beside the teacher's: evenly spread, last to last.
@@ -52,13 +44,6 @@ impl Objective {
     /// # Errors
     /// A loss that the graphs or the data do not allow, by name.
     pub fn new(losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
-        if student.inputs().any(|(_, value)| value.name == DECODED) {
-            // Which tokens count, and which row of logits is whose, is known of texts with tokens of one kind.
-            return Err(Error::Unsupported {
-                what: format!("training a decoder behind an encoder (a model that takes `{DECODED}`)"),
-                hint: "passes over weights, static int8 and structured pruning take such models".into(),
-            });
-        }
         let losses = if losses.is_empty() { usual(student, teacher, task)? } else { losses.clone() };
         let mut objective = Objective { terms: Vec::new(), logits: None, notes: Vec::new(), losses: losses.clone() };
         let needs = |name: &str| teacher.ok_or_else(|| Error::option(format!("losses: {name}"), "needs a teacher: use `distill`, with `teacher`"));
@@ -75,25 +60,33 @@ impl Objective {
                     values.push((ours.layers[a].output.clone(), theirs.layers[b].output.clone()));
                 }
             }
+            let sides = [Sides::of(student), Sides::of(teacher)];
             let mut pairs = Vec::new();
             for (a, b) in values {
                 let widths = (width(student, &a)?, width(teacher, &b)?);
-                let by_token = is_by_token(student, &a);
-                pairs.push(losses::Pair { student: a, teacher: b, widths, by_token });
+                let tokens = sides[0].tokens(&a);
+                if tokens != sides[1].tokens(&b) {
+                    let reason = format!("`{a}` of the student and `{b}` of the teacher are not of the same tokens: one is of the encoder, one of the decoder");
+                    return Err(Error::option("losses: hidden", reason));
+                }
+                pairs.push(losses::Pair { student: a, teacher: b, widths, tokens });
             }
             objective.push(options.weight, losses::Hidden { distance: options.distance, pairs });
         }
         if let Some(options) = &losses.attention {
             let teacher = needs("attention")?;
             let (ours, theirs) = both_layers("attention", student, teacher)?;
-            let last = vec![(ours.layers.len() - 1, theirs.layers.len() - 1)];
+            let last = ours.last().into_iter().zip(theirs.last()).collect();
             let named = if options.target == AttentionTarget::Relations && options.layers.is_empty() { &last } else { &options.layers };
             let mut pairs = Vec::new();
             for (a, b) in chosen("attention", named, &ours, &theirs)? {
-                let pair = (heads(student, &ours, a)?, heads(teacher, &theirs, b)?);
+                let pair = (heads(student, &ours.layers[a], a)?, heads(teacher, &theirs.layers[b], b)?);
                 if options.target == AttentionTarget::Maps && pair.0.1 != pair.1.1 {
                     let reason = format!("the student's layer {a} has {} heads, the teacher's {b} has {}: use `target: relations`", pair.0.1, pair.1.1);
                     return Err(Error::option("losses: attention", reason));
+                }
+                if pair.0.0.tokens != pair.1.0.tokens {
+                    return Err(Error::option("losses: attention", format!("layers [{a}, {b}]: one is of the encoder, one of the decoder")));
                 }
                 pairs.push((pair.0, pair.1));
             }
@@ -121,13 +114,14 @@ impl Objective {
     }
 
     fn add_logits(&mut self, losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<()> {
-        let (source, classes, by_token) = logits(student)?;
+        let (source, classes, tokens) = logits(student)?;
+        let by_token = tokens.is_some();
         let mut known = classes;
         let teacher = match teacher {
             Some(teacher) => {
-                let (source, theirs, tokens) = logits(teacher)?;
-                if tokens != by_token {
-                    return Err(Error::option("losses: soft", "one of student and teacher has an output per token, the other per sample"));
+                let (source, theirs, other) = logits(teacher)?;
+                if other != tokens {
+                    return Err(Error::option("losses: soft", "student and teacher answer to something else: to other tokens, or one of them to samples"));
                 }
                 known = classes.min(theirs);
                 if classes != theirs {
@@ -154,7 +148,7 @@ impl Objective {
             student: source,
             teacher,
             classes: known,
-            by_token,
+            tokens,
         });
         Ok(())
     }
@@ -232,7 +226,7 @@ impl Objective {
     /// Memory runs out, or labels do not fit.
     pub fn say(
         &self,
-        student: Side,
+        student: ModelValues,
         teacher: Theirs,
         projections: &BTreeMap<String, Tensor>,
         batch: &Batch,
@@ -287,8 +281,8 @@ fn usual(student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Losses>
     Ok(losses)
 }
 
-/// The logits of a graph, how many columns they have, and whether every token has some.
-fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, bool)> {
+/// The logits of a graph, how many columns they have, and whose tokens have some each.
+fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Side>)> {
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         return Err(Error::option("losses", format!("soft and hard need an output `logits`; the model gives {names}")));
@@ -306,7 +300,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, bool)> {
         }),
         _ => losses::LogitsSource::Value(value.name.clone()),
     };
-    Ok((source, columns, by_token))
+    Ok((source, columns, by_token.then(|| Sides::of(graph).side(&value.name))))
 }
 
 /// The value behind an output that is a vector for each sample.
@@ -328,18 +322,45 @@ fn embedding(graph: &Graph, wanted: Option<&str>) -> Result<String> {
     found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option("losses: embedding", reason()))
 }
 
-fn both_layers(loss: &str, student: &Graph, teacher: &Graph) -> Result<(Layers, Layers)> {
-    match (analysis::layers(student), analysis::layers(teacher)) {
-        (Some(ours), Some(theirs)) => Ok((ours, theirs)),
-        (None, _) => Err(Error::option(format!("losses: {loss}"), "the student has no layers that repeat: name pairs of `values`")),
-        (_, None) => Err(Error::option(format!("losses: {loss}"), "the teacher has no layers that repeat: name pairs of `values`")),
+/// The layers of a graph, counted through: of a decoder behind an encoder, those of the encoder come first.
+struct Counted {
+    layers: Vec<Layer>,
+    /// How many each stack has.
+    stacks: Vec<usize>,
+}
+
+impl Counted {
+    fn of(graph: &Graph) -> Counted {
+        let stacks = analysis::stacks(graph);
+        Counted { stacks: stacks.iter().map(|stack| stack.layers.len()).collect(), layers: stacks.into_iter().flat_map(|stack| stack.layers).collect() }
+    }
+
+    /// Numbers of the last layer of each stack.
+    fn last(&self) -> Vec<usize> {
+        self.stacks.iter().scan(0, |end, count| { *end += count; Some(*end - 1) }).collect()
     }
 }
 
-fn chosen(loss: &str, named: &[(usize, usize)], student: &Layers, teacher: &Layers) -> Result<Vec<(usize, usize)>> {
+fn both_layers(loss: &str, student: &Graph, teacher: &Graph) -> Result<(Counted, Counted)> {
+    let lacking = |whose: &str| Error::option(format!("losses: {loss}"), format!("the {whose} has no layers that repeat: name pairs of `values`"));
+    let (ours, theirs) = (Counted::of(student), Counted::of(teacher));
+    match (ours.stacks.len(), theirs.stacks.len()) {
+        (0, _) => Err(lacking("student")),
+        (ours, theirs) if theirs < ours => Err(lacking("teacher")),
+        _ => Ok((ours, theirs)),
+    }
+}
+
+/// Pairs of layers that are named, or of each stack those that lie evenly.
+fn chosen(loss: &str, named: &[(usize, usize)], student: &Counted, teacher: &Counted) -> Result<Vec<(usize, usize)>> {
     let (ours, theirs) = (student.layers.len(), teacher.layers.len());
     if named.is_empty() {
-        return Ok(spread(ours, theirs));
+        let (mut found, mut before) = (Vec::new(), (0, 0));
+        for (ours, theirs) in student.stacks.iter().zip(&teacher.stacks) {
+            found.extend(spread(*ours, *theirs).into_iter().map(|(a, b)| (before.0 + a, before.1 + b)));
+            before = (before.0 + ours, before.1 + theirs);
+        }
+        return Ok(found);
     }
     match named.iter().find(|(a, b)| *a >= ours || *b >= theirs) {
         Some((a, b)) => {
@@ -351,9 +372,9 @@ fn chosen(loss: &str, named: &[(usize, usize)], student: &Layers, teacher: &Laye
 }
 
 /// What the attention of a layer reads, and how many heads it has.
-fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads, usize)> {
+fn heads(graph: &Graph, found: &Layer, layer: usize) -> Result<(losses::Heads, usize)> {
     let name = |id: &ValueId| graph.value(*id).name.clone();
-    for node in graph.nodes().iter().filter(|node| layers.layers[layer].nodes.contains(&name(&node.output))) {
+    for node in graph.nodes().iter().filter(|node| found.nodes.contains(&name(&node.output))) {
         if let (Op::Attention(op), [q, k, v, ..]) = (&node.op, node.inputs.as_slice()) {
             if op.soft_cap.is_some() {
                 return Err(Error::option("losses: attention", format!("layer {layer} caps the products of queries and keys: compare hidden states instead")));
@@ -364,7 +385,8 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
                 return Err(Error::option("losses: attention", format!("layer {layer} {what}: compare hidden states instead")));
             }
             let count = graph.value(*q).ty.shape.get(1).and_then(Dim::fixed).unwrap_or(1);
-            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window }, count));
+            let tokens = Sides::of(graph).tokens(&name(q));
+            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window, tokens }, count));
         }
     }
     Err(Error::option("losses: attention", format!("layer {layer} has no attention")))
@@ -372,26 +394,43 @@ fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads,
 
 #[cfg(test)]
 mod tests {
-    use super::{Losses, Objective, Task, is_by_token, spread};
-    use crate::analysis;
+    use super::{Counted, Objective, Side, Sides, Task, both_layers, chosen, spread};
     use crate::model::Model;
 
-    #[test]
-    fn decoders_behind_encoders_are_refused() {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/t5");
-        let graph = crate::Model::open(folder).unwrap().graph().unwrap();
-        let refused = Objective::new(&Losses::default(), &graph, Some(&graph), Task::Fidelity).err().unwrap().to_string();
-        assert!(refused.contains("decoder_input_ids"), "{refused}");
+    fn graph(name: &str) -> crate::ir::Graph {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+        Model::open(folder).unwrap().graph().unwrap()
     }
 
     #[test]
-    fn tokens_are_told_from_patches() {
-        for (name, by_token) in [("bert", true), ("llama", true), ("vit-image-classification", false)] {
-            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
-            let graph = Model::open(folder).unwrap().graph().unwrap();
-            let layers = analysis::layers(&graph).unwrap();
-            assert_eq!(is_by_token(&graph, &layers.layers[0].output), by_token, "{name}");
+    fn tokens_are_told_from_patches_and_both_sides_from_each_other() {
+        let read = Some(Side::Read);
+        for (name, wanted) in [
+            ("bert", vec![read; 2]),
+            ("llama", vec![read; 2]),
+            ("vit-image-classification", vec![None; 2]),
+            ("t5", [vec![read; 2], vec![Some(Side::Said); 3]].concat()),
+            ("mt5", vec![read, Some(Side::Said)]),
+            ("whisper", vec![None, None, Some(Side::Said), Some(Side::Said)]),
+        ] {
+            let graph = graph(name);
+            let (sides, layers) = (Sides::of(&graph), Counted::of(&graph).layers);
+            assert_eq!(layers.iter().map(|layer| sides.tokens(&layer.output)).collect::<Vec<_>>(), wanted, "{name}");
         }
+    }
+
+    #[test]
+    fn layers_of_both_sides_are_counted_through() {
+        let (teacher, student) = (graph("t5"), graph("mt5"));
+        let (ours, theirs) = both_layers("hidden", &student, &teacher).unwrap();
+        assert_eq!(chosen("hidden", &[], &ours, &theirs).unwrap(), [(0, 1), (1, 4)]);
+        assert_eq!((ours.last(), theirs.last()), (vec![0, 1], vec![1, 4]));
+        let refused = |text: &str| Objective::new(&text.parse().unwrap(), &student, Some(&teacher), Task::Fidelity).err().unwrap().to_string();
+        assert!(refused("{ hidden: { layers: [[0, 3]] } }").contains("one is of the encoder"));
+        assert!(refused("{ hidden: { layers: [[0, 5]] } }").contains("the teacher 5"));
+        assert!(refused("attention=1").contains("adds a bias"));
+        let whisper = graph("whisper");
+        assert!(Objective::new(&"attention=1,hidden=1".parse().unwrap(), &whisper, Some(&whisper), Task::Fidelity).is_ok());
     }
 
     #[test]
