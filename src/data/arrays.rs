@@ -175,15 +175,20 @@ impl Arrays {
                     continue;
                 }
                 let names = names();
-                let reason = format!("{}: no array is for the model's input `{DECODED}`, the tokens that its decoder is given: give it, or \
-                    `labels`, those that it is to say; there are {names}", path.display());
+                let reason = format!(
+                    "{}: no array is for the model's input `{DECODED}`, the tokens that its decoder is given: give it, or \
+                    `labels`, those that it is to say; there are {names}",
+                    path.display()
+                );
                 return Err(Error::option("data", reason));
             }
             let Some(rows) = chosen(options, port, target.inputs, &others, path)? else { continue };
             inputs.push((port.clone(), rows.name.clone(), sample(port, rows, path)?));
         }
         // Models that only look back take no such mask; what counts is told by it all the same.
-        if let Some(rows) = others.iter().find(|rows| target.decodes() && rows.name == DECODED_MASK && inputs.iter().all(|(port, ..)| port.name != DECODED_MASK)) {
+        if let Some(rows) =
+            others.iter().find(|rows| target.decodes() && rows.name == DECODED_MASK && inputs.iter().all(|(port, ..)| port.name != DECODED_MASK))
+        {
             let port = Port { name: DECODED_MASK.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
             let shape = sample(&port, rows, path)?;
             inputs.push((port, rows.name.clone(), shape));
@@ -196,7 +201,10 @@ impl Arrays {
             decoder.require_room(path, &format!("a row of array `{}`", labels.name), *tokens)?;
             let said = |(port, _, shape): &&(Port, String, Vec<usize>)| [DECODED, DECODED_MASK].contains(&port.name.as_str()) && shape != &[*tokens];
             if let Some((_, name, shape)) = inputs.iter().find(said) {
-                return Err(Error::malformed(path, format!("array `{name}` has rows of {shape:?}, `{}` of [{tokens}]: one label is for each token", labels.name)));
+                return Err(Error::malformed(
+                    path,
+                    format!("array `{name}` has rows of {shape:?}, `{}` of [{tokens}]: one label is for each token", labels.name),
+                ));
             }
         }
         let used = inputs.iter().map(|(_, name, _)| name).chain(labels.iter().map(|rows| &rows.name));
@@ -266,7 +274,9 @@ impl Arrays {
         }
         let batch = Batch { inputs: named, references: References::None, samples: count };
         let references = match (&self.labels, self.next_tokens) {
-            (Some(_), _) => self.classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?,
+            (Some(_), _) => {
+                self.classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?
+            }
             (None, true) => References::Next(self.predicted(&batch)?),
             (None, false) => References::None,
         };

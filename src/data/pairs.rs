@@ -31,7 +31,10 @@ impl Pairs {
             return Err(Error::option("task", format!("{task} of texts: a decoder behind an encoder is asked for language-modelling or fidelity")));
         }
         if options.label_column.is_some() {
-            return Err(Error::option("data", "`label_column`: a decoder behind an encoder learns no classes: name the texts that it is to say as `pair_column`"));
+            return Err(Error::option(
+                "data",
+                "`label_column`: a decoder behind an encoder learns no classes: name the texts that it is to say as `pair_column`",
+            ));
         }
         if options.pair_column.is_none() {
             let reason = "the model makes texts of texts: name the column of those that it is to say as `pair_column`, in a file .csv, .tsv or .jsonl";

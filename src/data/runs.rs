@@ -3,9 +3,9 @@
 use std::path::{Path, PathBuf};
 
 use super::arrays::{LABELS, chosen, tensor};
-use super::side::DECODED_MASK;
 use super::options::{Column, Data, Task};
 use super::rows::{self, Rows};
+use super::side::DECODED_MASK;
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
 

@@ -76,6 +76,9 @@ impl<'g> Sides<'g> {
     }
 }
 
+/// The places of a sample at which a model is asked for the next token, each with that token.
+pub(crate) type Asked = Vec<(usize, i64)>;
+
 impl Batch {
     /// The side that a model's answers are of.
     pub(crate) fn answered(&self) -> Side {
@@ -92,11 +95,11 @@ impl Batch {
         self.inputs.get(side.names()[1])
     }
 
-    /// For each sample, the places at which a model is asked for the next token, each with that token; nothing where it is asked for none.
+    /// What is asked of each sample; nothing where samples ask for no tokens.
     ///
     /// # Errors
     /// There are no tokens, or not as many.
-    pub(crate) fn next_tokens(&self) -> Result<Option<Vec<Vec<(usize, i64)>>>> {
+    pub(crate) fn next_tokens(&self) -> Result<Option<Vec<Asked>>> {
         let asked = |row: &Vec<Option<i64>>| row.iter().enumerate().filter_map(|(at, token)| Some((at, (*token)?))).collect();
         let ranges = match &self.references {
             References::Tokens(rows) => return Ok(Some(rows.iter().map(asked).collect())),

@@ -341,7 +341,7 @@ mod tests {
         let both = |said: &[i64], kept: &[i64]| {
             let mut batch = batch(3);
             for (name, row) in [("decoder_input_ids", said), ("decoder_attention_mask", kept)] {
-                batch.inputs.insert(name.to_owned(), Tensor::new(&[row, row], &Device::Cpu).unwrap());
+                batch.inputs.insert(name.to_owned(), Tensor::from_vec(row.repeat(2), (2, row.len()), &Device::Cpu).unwrap());
             }
             keys(&batch, &[vec![0], vec![0]], 9).unwrap()
         };

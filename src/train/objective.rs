@@ -337,7 +337,13 @@ impl Counted {
 
     /// Numbers of the last layer of each stack.
     fn last(&self) -> Vec<usize> {
-        self.stacks.iter().scan(0, |end, count| { *end += count; Some(*end - 1) }).collect()
+        self.stacks
+            .iter()
+            .scan(0, |end, count| {
+                *end += count;
+                Some(*end - 1)
+            })
+            .collect()
     }
 }
 
@@ -374,8 +380,14 @@ fn chosen(loss: &str, named: &[(usize, usize)], student: &Counted, teacher: &Cou
 /// What the attention of a layer reads, and how many heads it has.
 fn heads(graph: &Graph, found: &Layer, layer: usize) -> Result<(losses::Heads, usize)> {
     let name = |id: &ValueId| graph.value(*id).name.clone();
+    let sides = Sides::of(graph);
     for node in graph.nodes().iter().filter(|node| found.nodes.contains(&name(&node.output))) {
         if let (Op::Attention(op), [q, k, v, ..]) = (&node.op, node.inputs.as_slice()) {
+            let tokens = sides.tokens(&name(q));
+            // A decoder also looks at what the encoder says.
+            if tokens != sides.tokens(&name(k)) {
+                continue;
+            }
             if op.soft_cap.is_some() {
                 return Err(Error::option("losses: attention", format!("layer {layer} caps the products of queries and keys: compare hidden states instead")));
             }
@@ -385,7 +397,6 @@ fn heads(graph: &Graph, found: &Layer, layer: usize) -> Result<(losses::Heads, u
                 return Err(Error::option("losses: attention", format!("layer {layer} {what}: compare hidden states instead")));
             }
             let count = graph.value(*q).ty.shape.get(1).and_then(Dim::fixed).unwrap_or(1);
-            let tokens = Sides::of(graph).tokens(&name(q));
             return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window, tokens }, count));
         }
     }
