@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
 use compress::data::{Data, Task};
-use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, Step, Student};
+use compress::pass::prune_unstructured::Importance;
+use compress::pass::{Distill, Finetune, PruneUnstructured, QuantizeDynamic, QuantizeStatic, Step, Student};
 use compress::report::Report;
 use compress::train::optimizer::Kind;
 use compress::train::{BatchSize, Checkpointing, Every, Offload, QuantizerScales};
@@ -450,4 +451,42 @@ fn samples_that_do_not_do_are_refused() {
     assert!(refused(pairs(path("e.csv", "source,target\na,b\n"))).contains("`decoder_start_token_id`"));
     let error = run.train("whisper", pairs(path("f.csv", "source,target\na,b\n")), finetune()).unwrap_err().to_string();
     assert!(error.contains("takes no `input_ids`"), "{error}");
+}
+
+/// What stands where padding is changes nothing of what passes see, also where both sides have as many tokens.
+#[test]
+fn calibration_sees_the_padding_of_neither_side() {
+    let stored = stored("finetune-t5");
+    let rows = |name: &str| stored[name].to_vec2::<i64>().unwrap();
+    let tensor = |rows: Vec<Vec<i64>>| Tensor::new(rows, &Device::Cpu).unwrap();
+    let each = |rows: &[Vec<i64>], kept: &[Vec<i64>], padding: i64| {
+        let row = |(row, kept): (&Vec<i64>, &Vec<i64>)| row.iter().zip(kept).map(|(token, kept)| if *kept == 0 { padding } else { *token }).collect();
+        rows.iter().zip(kept).map(row).collect::<Vec<Vec<i64>>>()
+    };
+    let (read, kept) = (rows("input_ids"), rows("attention_mask"));
+    let said: Vec<Vec<i64>> = rows("labels").iter().map(|row| row.iter().map(|label| i64::from(*label != -100)).collect()).collect();
+    assert_eq!((read[0].len(), kept[0].len()), (said[0].len(), 9));
+    let arrays = |[of_read, of_said]: [i64; 2], masked: bool| {
+        let mut arrays: Arrays = [("attention_mask".to_owned(), stored["attention_mask"].clone())].into();
+        arrays.insert("input_ids".into(), tensor(each(&read, &kept, of_read)));
+        arrays.insert("decoder_input_ids".into(), tensor(each(&read, &said, of_said)));
+        if masked {
+            arrays.insert("decoder_attention_mask".into(), tensor(said.clone()));
+        }
+        arrays
+    };
+    let prune = || PruneUnstructured { importance: Importance::Wanda, amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
+    for (what, pass) in [("wanda", Step::from(prune())), ("static", QuantizeStatic::default().into())] {
+        let made = |padding: [i64; 2], masked: bool| {
+            let run = Run::new();
+            let builder = Pipeline::builder().pass(pass.clone()).calibration(run.arrays(&arrays(padding, masked)));
+            builder.build().unwrap().run(Model::open(model("t5")).unwrap(), run.out()).unwrap_or_else(|e| panic!("{what}: {e}"));
+            (run.weights(), Model::open(run.out()).unwrap().graph().unwrap().to_string())
+        };
+        let usual = made([0, 0], true);
+        for padding in [[40, 0], [0, 40]] {
+            assert!(made(padding, true) == usual, "{what}: padding of {padding:?} is seen");
+        }
+        assert!(made([0, 40], false) != usual, "{what}: nothing is seen");
+    }
 }
