@@ -183,12 +183,12 @@ fn samples_together_have_the_losses_of_each_alone() {
                 (true, false) => 1.0,
             }
         };
-        let (together, alone): (Value, Vec<Value>) = (losses(0, 4), (0..4).map(|sample| losses(sample, 1)).collect());
+        let (together, alone): (Value, Vec<Value>) = (losses(0, 3), (0..3).map(|sample| losses(sample, 1)).collect());
         let mut compared = 0;
         for loss in ["soft", "hard", "hidden", "attention"].into_iter().filter(|loss| terms.contains(&format!("{loss}:"))) {
             let of = |losses: &Value| losses["losses"][loss].as_f64().unwrap();
             let sum: f64 = alone.iter().enumerate().map(|(sample, losses)| of(losses) * items(loss, sample)).sum();
-            let mean = sum / (0..4).map(|sample| items(loss, sample)).sum::<f64>();
+            let mean = sum / (0..3).map(|sample| items(loss, sample)).sum::<f64>();
             assert!(mean > 1e-4 && (of(&together) / mean - 1.0).abs() < 1e-5, "{name}, {loss} of {terms}: {together} together, {mean} one by one");
             compared += 1;
         }
@@ -484,9 +484,7 @@ fn calibration_sees_the_padding_of_neither_side() {
             (run.weights(), Model::open(run.out()).unwrap().graph().unwrap().to_string())
         };
         let usual = made([0, 0], true);
-        for padding in [[40, 0], [0, 40]] {
-            assert!(made(padding, true) == usual, "{what}: padding of {padding:?} is seen");
-        }
-        assert!(made([0, 40], false) != usual, "{what}: nothing is seen");
+        assert!(made([40, 41], true) == usual, "{what}: padding is seen");
+        assert!(made([0, 41], false) != usual, "{what}: nothing is seen");
     }
 }
