@@ -52,7 +52,7 @@ impl Pairs {
     }
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
-        let read = records.iter().map(|record| self.tokenizer.encode(&record.text, None)).collect::<Result<Vec<Tokens>>>()?;
+        let read = records.iter().map(|record| self.tokenizer.encode(&record.written(None, &self.path)?.0, None)).collect::<Result<Vec<Tokens>>>()?;
         let mut inputs = self.tokenizer.collate(&read)?;
         let mut said = Vec::with_capacity(records.len());
         for record in records {
