@@ -6,7 +6,7 @@ use candle_core::{DType, Tensor};
 
 use super::there::{self, Columns};
 use super::{ActivationHistogram, Averages, Channels};
-use crate::data::{Batch, DataSet, Padding};
+use crate::data::{Batch, DataSet, Padding, Side, Sides};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
@@ -184,10 +184,11 @@ fn not_finite(name: &str, what: impl std::fmt::Display) -> Error {
 pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String, Request>, work: &Work) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
     let observation = executor.observation(|name| requests.contains_key(name));
+    let sides = Sides::of(executor.graph());
     data.for_each_batch("Calibrating", work, |batch| {
         let padding = padding(&batch)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, &padding),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding, sides.side(name))),
             _ => Ok(()),
         };
         for (name, value) in &batch.inputs {
@@ -211,6 +212,7 @@ pub fn calibrate_blockwise(
     work: &Work,
 ) -> Result<BTreeMap<String, ValueStatistics>> {
     let mut seen = BTreeMap::new();
+    let sides = Sides::of(model.0);
     observe_blockwise(
         model,
         options,
@@ -219,7 +221,7 @@ pub fn calibrate_blockwise(
         |name| requests.contains_key(name),
         work,
         |batch, name, value| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, &padding(batch)?),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding(batch)?, sides.side(name))),
             None => Ok(()),
         },
     )?;
@@ -267,7 +269,7 @@ fn padding(batch: &Batch) -> Result<Padding> {
     Padding::of(batch).map_err(|e| Error::run("input `attention_mask`", e, ""))
 }
 
-fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, padding: &Padding) -> Result<()> {
+fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, (padding, side): (&Padding, Side)) -> Result<()> {
     let shape = value.dims();
     let width = match request.axis {
         Axis::Last => shape.last(),
@@ -282,10 +284,10 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
     let samples = if each { shape.first().copied().unwrap_or(1) } else { 1 };
     if !on_host(value.device()) {
         let (rows, samples) =
-            rows_there(value, width, request.axis, padding.kept(shape), samples).map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
+            rows_there(value, width, request.axis, padding.kept(side, shape), samples).map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
         return so_far.add_there(name, &rows, request.axis, samples);
     }
-    let mut take = |values: &[f32]| match padding.kept(shape) {
+    let mut take = |values: &[f32]| match padding.kept(side, shape) {
         Some(kept) if request.axis == Axis::Last => {
             let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
             so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)
@@ -331,10 +333,10 @@ mod tests {
         for (index, shape) in shapes.iter().enumerate() {
             let number = |i: usize| (((i * 7919 + index * 31) % 1009) as f32 / 90.0 - 5.0) * 2f32.powi((index % 5) as i32);
             let value = Tensor::from_vec((0..shape.iter().product()).map(number).collect::<Vec<f32>>(), *shape, &Device::Cpu).unwrap();
-            watch(&mut seen[0], "x", &value, request, &padding).unwrap();
+            watch(&mut seen[0], "x", &value, request, (&padding, Side::Read)).unwrap();
             let there = seen[1].entry("x".to_owned()).or_insert_with(|| ValueStatistics::new(width, request));
             let samples = if request.axis == Axis::Second || shape.len() == 2 { shape[0] } else { 1 };
-            let (rows, samples) = rows_there(&value, width, request.axis, padding.kept(shape), samples).unwrap();
+            let (rows, samples) = rows_there(&value, width, request.axis, padding.kept(Side::Read, shape), samples).unwrap();
             there.add_there("x", &rows, request.axis, samples).unwrap();
         }
         seen.map(|mut seen| seen.remove("x").unwrap())

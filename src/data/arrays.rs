@@ -10,6 +10,8 @@ use super::labels::Classes;
 use super::options::{Column, Data, Task};
 use super::pixels::Pixels;
 use super::rows::{self, Rows};
+use super::said::Decoder;
+use super::side::{DECODED, DECODED_MASK};
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
@@ -133,6 +135,8 @@ pub(super) struct Arrays {
     pixels: Pixels,
     /// Whether each token is to predict the next one of its row.
     next_tokens: bool,
+    /// Where labels are the tokens that a decoder behind an encoder is to say.
+    decoder: Option<Decoder>,
 }
 
 impl Arrays {
@@ -145,6 +149,7 @@ impl Arrays {
                 .find(|rows| rows.name == name)
                 .ok_or_else(|| Error::option("data", format!("{} has no array `{name}`; there are {}", path.display(), names())))
         };
+        let says = target.decodes() && task != Task::Classification;
         let labels = match (&options.label_column, task == Task::Classification) {
             (Some(Column::Name(name)), _) => Some(find(name)?),
             (Some(Column::Index(index)), _) => return Err(Error::option("data", format!("`label_column: {index}`: arrays have names; there are {}", names()))),
@@ -156,14 +161,51 @@ impl Arrays {
                     })?,
                 )
             }
+            (None, false) if says => LABELS.iter().find_map(|name| arrays.iter().find(|rows| rows.name == *name)),
             (None, false) => None,
         };
+        let decoder = labels.filter(|_| says).map(|_| Decoder::of(&target)).transpose()?;
         let asked = |rows: &Rows| options.inputs.iter().any(|(_, array)| *array == rows.name);
         let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name) || asked(rows)).collect();
         let mut inputs = Vec::new();
+        let given = |name: &str| others.iter().any(|rows| rows.name == name) || options.inputs.iter().any(|(input, _)| input == name);
         for port in target.inputs {
+            if port.name == DECODED && !given(DECODED) {
+                if decoder.is_some() {
+                    continue;
+                }
+                let names = names();
+                let reason = format!(
+                    "{}: no array is for the model's input `{DECODED}`, the tokens that its decoder is given: give it, or \
+                    `labels`, those that it is to say; there are {names}",
+                    path.display()
+                );
+                return Err(Error::option("data", reason));
+            }
             let Some(rows) = chosen(options, port, target.inputs, &others, path)? else { continue };
             inputs.push((port.clone(), rows.name.clone(), sample(port, rows, path)?));
+        }
+        // Models that only look back take no such mask; what counts is told by it all the same.
+        if let Some(rows) =
+            others.iter().find(|rows| target.decodes() && rows.name == DECODED_MASK && inputs.iter().all(|(port, ..)| port.name != DECODED_MASK))
+        {
+            let port = Port { name: DECODED_MASK.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
+            let shape = sample(&port, rows, path)?;
+            inputs.push((port, rows.name.clone(), shape));
+        }
+        if let (Some(decoder), Some(labels)) = (&decoder, labels) {
+            let [tokens] = labels.sizes() else {
+                let reason = format!("array `{}` has rows of {:?}, and the decoder is to say a row of tokens for each sample", labels.name, labels.sizes());
+                return Err(Error::malformed(path, reason));
+            };
+            decoder.require_room(path, &format!("a row of array `{}`", labels.name), *tokens)?;
+            let said = |(port, _, shape): &&(Port, String, Vec<usize>)| [DECODED, DECODED_MASK].contains(&port.name.as_str()) && shape != &[*tokens];
+            if let Some((_, name, shape)) = inputs.iter().find(said) {
+                return Err(Error::malformed(
+                    path,
+                    format!("array `{name}` has rows of {shape:?}, `{}` of [{tokens}]: one label is for each token", labels.name),
+                ));
+            }
         }
         let used = inputs.iter().map(|(_, name, _)| name).chain(labels.iter().map(|rows| &rows.name));
         let counts: Vec<(&String, usize)> =
@@ -182,22 +224,24 @@ impl Arrays {
             classes: Classes::of(options, &target),
             pixels: Pixels::plain(options),
             next_tokens: task == Task::LanguageModelling,
+            decoder,
         })
     }
 
     /// Of each row of tokens, the places that those before them predict: all but the first that no padding covers.
-    fn predicted(&self, inputs: &std::collections::BTreeMap<String, Tensor>) -> Result<Vec<Range<usize>>> {
+    fn predicted(&self, batch: &Batch) -> Result<Vec<Range<usize>>> {
         let unusable = |reason: String| Error::malformed(&self.path, reason);
-        let rows = |name: &str| inputs.get(name).map(|tensor| tensor.to_vec2::<i64>()).transpose().map_err(|e| unusable(format!("array of `{name}`: {e}")));
-        let ids = rows("input_ids")?.ok_or_else(|| Error::option("task", "language-modelling needs a model that takes `input_ids`"))?;
-        let masks = rows("attention_mask")?;
+        let rows = |tensor: Option<&Tensor>| tensor.map(|tensor| tensor.to_vec2::<i64>()).transpose().map_err(|e| unusable(format!("an array of tokens: {e}")));
+        let side = batch.answered();
+        let ids = rows(batch.tokens(side))?.ok_or_else(|| Error::option("task", "language-modelling needs a model that takes `input_ids`"))?;
+        let masks = rows(batch.mask(side))?;
         let places = |(row, ids): (usize, &Vec<i64>)| {
             let seen = |at: &usize| masks.as_ref().and_then(|masks| masks.get(row)).and_then(|mask| mask.get(*at)).is_none_or(|seen| *seen != 0);
             let (first, last) = ((0..ids.len()).find(seen), (0..ids.len()).rfind(seen));
             let (Some(first), Some(last)) = (first, last.map(|last| last.saturating_add(1))) else { return Ok(1..1) };
             match (first..last).all(|at| seen(&at)) {
                 true => Ok(first.saturating_add(1)..last),
-                false => Err(unusable(format!("`attention_mask` of row {row} has padding between tokens, across which nothing is predicted"))),
+                false => Err(unusable(format!("the mask of the tokens of row {row} has padding between tokens, across which nothing is predicted"))),
             }
         };
         ids.iter().enumerate().map(places).collect()
@@ -219,15 +263,24 @@ impl Arrays {
         let mut labels = Vec::new();
         for sample in samples {
             if let Some((dtype, bytes)) = &sample.label {
-                labels.extend(integers(bytes, *dtype)?.into_iter().map(|label| (sample.index, label)));
+                labels.push((sample.index, integers(bytes, *dtype)?));
             }
         }
+        if let Some(decoder) = &self.decoder {
+            let said: Vec<_> = labels.iter().map(|(_, row)| decoder.asked(row)).collect();
+            decoder.give(&mut named, &said)?;
+            let references = if self.next_tokens { References::Tokens(said) } else { References::None };
+            return Ok(Batch { inputs: named, references, samples: count });
+        }
+        let batch = Batch { inputs: named, references: References::None, samples: count };
         let references = match (&self.labels, self.next_tokens) {
-            (Some(_), _) => self.classes.references(labels, &self.path)?,
-            (None, true) => References::Next(self.predicted(&named)?),
+            (Some(_), _) => {
+                self.classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?
+            }
+            (None, true) => References::Next(self.predicted(&batch)?),
             (None, false) => References::None,
         };
-        Ok(Batch { inputs: named, references, samples: count })
+        Ok(Batch { references, ..batch })
     }
 }
 

@@ -17,12 +17,15 @@ mod opened;
 mod options;
 mod order;
 mod padding;
+mod pairs;
 mod pixels;
 mod plane;
 mod records;
 mod rows;
 mod runs;
+mod said;
 mod sentences;
+mod side;
 mod speech;
 mod synthetic;
 mod text;
@@ -43,6 +46,8 @@ pub use opened::OpenedSets;
 pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
+pub use side::Side;
+pub(crate) use side::{DECODED, Sides};
 pub use speech::Speech;
 pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
 pub(crate) use tokens::Tokenizer;
@@ -66,8 +71,6 @@ pub fn unknown_keys(folder: &Path) -> Result<Vec<String>> {
     Ok(unknown)
 }
 
-/// The input of a decoder behind an encoder, which holds its tokens.
-pub(crate) const DECODED: &str = "decoder_input_ids";
 /// Bytes of a sample at most.
 const LARGEST: u64 = i32::MAX as u64;
 
@@ -87,6 +90,11 @@ pub struct Target<'m> {
 }
 
 impl Target<'_> {
+    /// Whether it has a decoder behind an encoder.
+    fn decodes(&self) -> bool {
+        self.inputs.iter().any(|port| port.name == DECODED)
+    }
+
     /// How many samples it takes at a time, where it takes no other number.
     pub fn fixed_batch(&self) -> Option<usize> {
         let mut sizes = self.inputs.iter().filter_map(|port| port.shape.first());
@@ -106,6 +114,8 @@ pub enum References {
     Scores(Vec<f64>),
     /// For each window, the places `from..to` whose tokens are to be predicted by what stands before them.
     Next(Vec<std::ops::Range<usize>>),
+    /// For each sample, the token that is to be said behind each token of a decoder; none where it does not matter.
+    Tokens(Vec<Vec<Option<i64>>>),
 }
 
 /// Samples that run together.
@@ -120,13 +130,6 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// Which tokens are no padding, `[batch, sequence]`; nothing where a decoder has as many tokens as its encoder, whose values could not be
-    /// told apart.
-    pub(crate) fn mask(&self) -> Option<&Tensor> {
-        let mask = self.inputs.get("attention_mask")?;
-        self.inputs.get(DECODED).is_none_or(|tokens| tokens.dims() != mask.dims()).then_some(mask)
-    }
-
     /// The first tokens of texts, without what is known of them.
     ///
     /// # Errors
@@ -155,6 +158,7 @@ impl Batch {
             References::Classes(classes) => classes.get(some).map(|some| References::Classes(some.to_vec())),
             References::Scores(scores) => scores.get(some).map(|some| References::Scores(some.to_vec())),
             References::Next(ranges) => ranges.get(some).map(|some| References::Next(some.to_vec())),
+            References::Tokens(rows) => rows.get(some).map(|some| References::Tokens(some.to_vec())),
         };
         let references = references.ok_or_else(|| Error::option("data", format!("a batch of {} has no {count} samples from {from}", self.samples)))?;
         Ok(Batch { inputs: inputs.map_err(shaped)?, references, samples: count })
@@ -203,6 +207,7 @@ impl DataSet {
         let runs = options.arrays.as_ref().map_or(Ok(false), |path| runs::Runs::are_in(options, path, &target))?;
         let options = &Data { batch_size: options.batch_size.or(target.fixed_batch().filter(|_| !runs)), ..options.clone() };
         let (source, path): (Box<dyn SampleSource>, &Path) = match (&options.text, &options.images, &options.arrays) {
+            (Some(path), None, None) if target.decodes() => (Box::new(pairs::Pairs::open(options, path, task, target)?), path),
             (Some(path), None, None) if task == Task::LanguageModelling => (Box::new(windows::Windows::open(options, path, target)?), path),
             (Some(path), None, None) => (Box::new(text::Sentences::open(options, path, task, target)?), path),
             (None, Some(path), None) if path.is_dir() => (Box::new(images::ClassFolders::open(options, path, task, target)?), path),

@@ -102,11 +102,11 @@ pub struct Data {
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_column: Option<Column>,
-    /// Column of the second text of a pair
+    /// Column of the second text of a pair; of a model that makes texts of texts, the one that it is to say
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pair_column: Option<Column>,
-    /// Column, or array, of the label: a class by number or by name, or a score
+    /// Column, or array, of the label: a class by number or by name, a score, or the tokens that a decoder is to say
     #[cfg_attr(feature = "cli", arg(long, value_name = "COLUMN", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label_column: Option<Column>,
@@ -332,10 +332,13 @@ impl Data {
 
     /// What is asked, said or suggested.
     pub(super) fn task(&self, target: &Target) -> Result<Task> {
-        let decodes = target.inputs.iter().any(|port| port.name == super::DECODED);
         if let Some(task) = self.task {
-            let refused = "language-modelling is of decoders alone: behind an encoder, give samples as arrays, with `task: fidelity`";
-            return if decodes && task == Task::LanguageModelling { Err(Error::option("task", refused)) } else { Ok(task) };
+            return Ok(task);
+        }
+        let classifies = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 2);
+        if target.decodes() && !classifies {
+            let asked = self.pair_column.is_some() || self.label_column.is_some() || self.arrays.as_deref().map_or(Ok(false), super::arrays::has_labels)?;
+            return Ok(if asked && gives_logits_by_token(target) { Task::LanguageModelling } else { Task::Fidelity });
         }
         if self.label_column.is_some() {
             return Ok(if self.pair_column.is_some() && !gives_logits(target) { Task::Embedding } else { Task::Classification });
@@ -347,13 +350,17 @@ impl Data {
         if let Some(arrays) = &self.arrays {
             return Ok(if super::arrays::has_labels(arrays)? { Task::Classification } else { Task::Fidelity });
         }
-        let next = target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3) && !is_masked(target) && !decodes;
+        let next = gives_logits_by_token(target) && !is_masked(target);
         Ok(if next { Task::LanguageModelling } else { Task::Fidelity })
     }
 }
 
 fn gives_logits(target: &Target) -> bool {
     target.outputs.iter().any(|port| port.name == "logits")
+}
+
+fn gives_logits_by_token(target: &Target) -> bool {
+    target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3)
 }
 
 /// Whether the model fills in masked tokens, so that there is no next one.

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use super::arrays::{LABELS, chosen, tensor};
 use super::options::{Column, Data, Task};
 use super::rows::{self, Rows};
+use super::side::DECODED_MASK;
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
 
@@ -26,7 +27,7 @@ impl Runs {
         let input = |name: &str| target.inputs.iter().any(|port| port.name == name) || options.inputs.iter().any(|(_, array)| array == name);
         let files = rows::files(path)?;
         let Some(array) = files.iter().find(|file| rows::ending(file) == "npy" && input(&rows::stem(file))) else { return Ok(true) };
-        let labels = |name: &str| LABELS.contains(&name) || matches!(&options.label_column, Some(Column::Name(label)) if label == name);
+        let labels = |name: &str| LABELS.contains(&name) || name == DECODED_MASK || matches!(&options.label_column, Some(Column::Name(label)) if label == name);
         if let Some(other) = files.iter().find(|file| !input(&rows::stem(file)) && !labels(&rows::stem(file))) {
             let [array, other] = [array, other].map(|file| file.file_name().unwrap_or_default().to_string_lossy());
             let reason = format!(

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::embedding::{EMBEDDINGS, cosine_of};
 use super::{Fidelity, Outputs, by_parts, computed};
-use crate::data::{Batch, Padding};
+use crate::data::{Batch, Padding, Side};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
@@ -40,11 +40,13 @@ impl Sums {
         if a.dims() != b.dims() {
             return Err(Error::option("evaluation", format!("output `{name}` is {:?} of one model and {:?} of the other", a.dims(), b.dims())));
         }
+        // What exported files tell of an encoder beside the decoder's answers.
+        let side = if name.starts_with("encoder_") { Side::Read } else { batch.answered() };
         self.logits = name == "logits";
         self.output = name;
         let width = if a.rank() < 2 { 1 } else { a.dims()[a.rank() - 1] };
         let padding = Padding::of(batch).map_err(computed)?;
-        let kept = padding.kept(a.dims());
+        let kept = padding.kept(side, a.dims());
         let rows = rows(a, b, width.max(1), self.logits).map_err(computed)?;
         // Rows are looked at by several threads and added up in their order.
         for (index, row) in rows.iter().enumerate() {

@@ -4,7 +4,7 @@ use candle_core::{D, DType, Device, IndexOp, Tensor};
 use rayon::prelude::*;
 
 use super::{Metric, Outputs, Score, answer, by_parts, computed, statistics};
-use crate::data::{Batch, References};
+use crate::data::Batch;
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
@@ -21,9 +21,9 @@ pub(super) struct Perplexity {
 
 impl Metric for Perplexity {
     fn add(&mut self, batch: &Batch, outputs: &Outputs) -> Result<()> {
-        let References::Next(places) = &batch.references else { return Ok(()) };
+        let Some(asked) = batch.next_tokens()? else { return Ok(()) };
         let (name, logits) = answer(outputs, &["logits"], 3)?;
-        let ids = batch.inputs.get("input_ids").ok_or_else(|| Error::option("task", "perplexity needs tokens"))?;
+        let ids = batch.tokens(batch.answered()).ok_or_else(|| Error::option("task", "perplexity needs tokens"))?;
         let (windows, length) = ids.dims2().map_err(computed)?;
         let vocabulary = logits.dim(2).map_err(computed)?;
         if logits.dims() != [windows, length, vocabulary] {
@@ -32,15 +32,14 @@ impl Metric for Perplexity {
                 format!("output `{name}` is {:?} for tokens of {windows} x {length}; perplexity needs logits for each token", logits.dims()),
             ));
         }
-        let known = |token: &i64| {
-            let there = u32::try_from(*token).ok().filter(|token| (*token as usize) < vocabulary);
+        let known = |token: i64| {
+            let there = u32::try_from(token).ok().filter(|token| (*token as usize) < vocabulary);
             there.ok_or_else(|| Error::option("data", format!("token {token} is not among the {vocabulary} of the model")))
         };
-        for (window, places) in places.iter().enumerate().filter(|(_, places)| !places.is_empty()) {
-            let tokens = ids.i(window).and_then(|t| t.to_vec1::<i64>()).map_err(computed)?;
+        for (window, asked) in asked.iter().enumerate().filter(|(_, asked)| !asked.is_empty()) {
             // The logits at a place predict the token at the next one.
-            let rows = logits.i((window, places.start - 1..places.end - 1)).map_err(computed)?;
-            let next = tokens[places.clone()].iter().map(known).collect::<Result<Vec<u32>>>()?;
+            let rows = logits.i(window).and_then(|logits| rows_at(&logits, asked)).map_err(computed)?;
+            let next = asked.iter().map(|(_, token)| known(*token)).collect::<Result<Vec<u32>>>()?;
             for loss in losses(&rows, &next).map_err(computed)? {
                 self.sum += loss;
                 self.squares += loss * loss;
@@ -65,6 +64,16 @@ impl Metric for Perplexity {
     }
 }
 
+/// Rows of logits at places, which are copied only where others lie between them.
+fn rows_at(logits: &Tensor, asked: &[(usize, i64)]) -> candle_core::Result<Tensor> {
+    let (first, last) = (asked.first().map_or(0, |(at, _)| *at), asked.last().map_or(0, |(at, _)| *at));
+    if last + 1 - first == asked.len() {
+        return logits.narrow(0, first, asked.len());
+    }
+    let places: Vec<u32> = asked.iter().map(|(at, _)| *at as u32).collect();
+    logits.index_select(&transfer::to_device(&Tensor::new(places, &Device::Cpu)?, logits.device(), Cause::Batch)?, 0)
+}
+
 /// `-ln p` of the tokens that came, by rows of logits; of values on a device, these numbers alone come back.
 fn losses(rows: &Tensor, next: &[u32]) -> candle_core::Result<Vec<f64>> {
     let width = rows.dim(1)?;
@@ -87,6 +96,7 @@ fn losses_there(rows: &Tensor, next: &[u32]) -> candle_core::Result<Vec<f64>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::References;
 
     #[test]
     fn an_even_guess_has_the_perplexity_of_its_choices() {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use super::calibrate::{self, computed, not_finite, numbers};
 use super::{Context, walk};
+use crate::data::Sides;
 use crate::error::Result;
 use crate::ir::{Graph, Kind, Node, Op, ValueId};
 use crate::model::Model;
@@ -54,6 +55,7 @@ pub(crate) fn input_importance(model: &Model, context: &Context) -> Result<Colum
     let mut sums: BTreeMap<String, Sums> = BTreeMap::new();
     let mut samples = 0;
     let linear = Op::Linear(crate::ir::ops::Linear::default());
+    let sides = Sides::of(&graph);
     calibrate::observe(
         &graph,
         model,
@@ -62,7 +64,7 @@ pub(crate) fn input_importance(model: &Model, context: &Context) -> Result<Colum
         |batch, name, value| {
             let Some((first, _)) = read.first_key_value().filter(|_| read.contains_key(name)) else { return Ok(()) };
             samples += if *first == name { batch.samples } else { 0 };
-            let rows = calibrate::rows(value, &linear, batch)?;
+            let rows = calibrate::rows(value, &linear, batch, sides.side(name))?;
             let [_, squares] = calibrate::column_moments(&rows)?;
             if squares.iter().any(|sum| !sum.is_finite()) {
                 return Err(not_finite(name));

@@ -15,7 +15,7 @@ use candle_core::{Device, Tensor};
 use half::f16;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-use crate::data::Batch;
+use crate::data::{Batch, Side};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 
@@ -260,8 +260,8 @@ pub fn keys(batch: &Batch, asked: &[Vec<u32>], columns: usize) -> Result<Vec<u12
         Ok::<_, candle_core::Error>(bits.chunks(width).map(<[u64]>::to_vec).collect::<Vec<_>>())
     };
     let failed = |e| Error::computed("samples", e);
-    let mask = batch.inputs.get("attention_mask").map(&read).transpose().map_err(failed)?;
     for (name, tensor) in &batch.inputs {
+        let mask = batch.mask(Side::of_input(name)).filter(|mask| mask.dims() == tensor.dims()).map(&read).transpose().map_err(failed)?;
         for (number, (row, hasher)) in read(tensor).map_err(failed)?.iter().zip(&mut hashers).enumerate() {
             hasher.write(name.as_bytes());
             for (at, value) in row.iter().enumerate() {
@@ -337,6 +337,18 @@ mod tests {
         let of = |width, places: &[u32], columns| keys(&batch(width), &[places.to_vec(), places.to_vec()], columns).unwrap();
         let whole = of(3, &[0, 1], 9);
         assert_ne!(whole[0], whole[1]);
+        // A decoder's tokens have padding of their own.
+        let both = |said: &[i64], kept: &[i64]| {
+            let mut batch = batch(3);
+            for (name, row) in [("decoder_input_ids", said), ("decoder_attention_mask", kept)] {
+                batch.inputs.insert(name.to_owned(), Tensor::from_vec(row.repeat(2), (2, row.len()), &Device::Cpu).unwrap());
+            }
+            keys(&batch, &[vec![0], vec![0]], 9).unwrap()
+        };
+        let said = both(&[8, 9, 1], &[1, 1, 1]);
+        assert!(said[0] != said[1] && said[1] != both(&[8, 9, 2], &[1, 1, 1])[1]);
+        assert_eq!(both(&[8, 9, 1], &[1, 1, 0]), both(&[8, 9, 3], &[1, 1, 0]));
+        assert_eq!(both(&[8, 9, 1], &[1, 1, 0]), both(&[8, 9], &[1, 1]));
         // Padding does not count; rows and columns do.
         assert_eq!(whole[1], of(2, &[0, 1], 9)[0]);
         assert!(whole[0] != of(3, &[0], 9)[0] && whole[0] != of(3, &[1, 2], 9)[0] && whole[0] != of(3, &[0, 1], 8)[0]);

@@ -20,10 +20,11 @@ pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
 
 fn blocks(graph: &Graph, by_parameters: bool) -> Vec<usize> {
     let nodes = graph.nodes();
-    if let Some(layers) = analysis::layers(graph) {
+    let stacks = analysis::stacks(graph);
+    if !stacks.is_empty() {
         let place: BTreeMap<&str, usize> = nodes.iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
         let first = |layer: &analysis::Layer| layer.nodes.iter().filter_map(|name| place.get(name.as_str()).copied()).min();
-        return layers.layers.iter().filter_map(first).collect();
+        return stacks.iter().flat_map(|stack| &stack.layers).filter_map(first).collect();
     }
     if by_parameters {
         return analysis::block_ends(graph);

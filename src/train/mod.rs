@@ -10,6 +10,7 @@ pub mod communicator;
 mod cuts;
 mod floats;
 mod forecast;
+mod layers;
 mod loaded;
 pub mod log;
 pub mod losses;

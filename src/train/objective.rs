@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Device, Tensor};
 
+use super::layers::{both_layers, chosen, heads};
 use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
-use crate::analysis::{self, Layers};
-use crate::data::{Batch, DECODED, Task};
+use crate::data::{Batch, Side, Sides, Task};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Element, Graph, Op, ValueId};
 
@@ -23,7 +23,7 @@ pub struct Objective {
 /// Items that each loss counts in some samples.
 pub type Items = BTreeMap<&'static str, f64>;
 
-pub use super::losses::{Answers as Theirs, Side};
+pub use super::losses::{Answers as Theirs, ModelValues};
 
 /// A value of a graph with its width.
 fn width(graph: &Graph, name: &str) -> Result<usize> {
@@ -33,32 +33,12 @@ fn width(graph: &Graph, name: &str) -> Result<usize> {
     value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not known")))
 }
 
-/// Whether every token of a sample has a row of a value.
-fn is_by_token(graph: &Graph, name: &str) -> bool {
-    let shape = |value: &crate::ir::Value| value.ty.shape.get(1).cloned();
-    let tokens = graph.inputs().find(|(_, value)| value.name == "input_ids").and_then(|(_, value)| shape(value));
-    let value = graph.values().iter().find(|value| value.name == name && value.ty.shape.len() == 3);
-    tokens.is_some() && tokens == value.and_then(shape)
-}
-
-/// The student's layers beside the teacher's: evenly spread, last to last.
-fn spread(student: usize, teacher: usize) -> Vec<(usize, usize)> {
-    (0..student).map(|layer| (layer, ((layer + 1) * teacher).div_ceil(student) - 1)).collect()
-}
-
 impl Objective {
     /// Wires losses.
     ///
     /// # Errors
     /// A loss that the graphs or the data do not allow, by name.
     pub fn new(losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Objective> {
-        if student.inputs().any(|(_, value)| value.name == DECODED) {
-            // Which tokens count, and which row of logits is whose, is known of texts with tokens of one kind.
-            return Err(Error::Unsupported {
-                what: format!("training a decoder behind an encoder (a model that takes `{DECODED}`)"),
-                hint: "passes over weights, static int8 and structured pruning take such models".into(),
-            });
-        }
         let losses = if losses.is_empty() { usual(student, teacher, task)? } else { losses.clone() };
         let mut objective = Objective { terms: Vec::new(), logits: None, notes: Vec::new(), losses: losses.clone() };
         let needs = |name: &str| teacher.ok_or_else(|| Error::option(format!("losses: {name}"), "needs a teacher: use `distill`, with `teacher`"));
@@ -75,25 +55,33 @@ impl Objective {
                     values.push((ours.layers[a].output.clone(), theirs.layers[b].output.clone()));
                 }
             }
+            let sides = [Sides::of(student), Sides::of(teacher)];
             let mut pairs = Vec::new();
             for (a, b) in values {
                 let widths = (width(student, &a)?, width(teacher, &b)?);
-                let by_token = is_by_token(student, &a);
-                pairs.push(losses::Pair { student: a, teacher: b, widths, by_token });
+                let tokens = sides[0].tokens(&a);
+                if tokens != sides[1].tokens(&b) {
+                    let reason = format!("`{a}` of the student and `{b}` of the teacher are not of the same tokens: one is of the encoder, one of the decoder");
+                    return Err(Error::option("losses: hidden", reason));
+                }
+                pairs.push(losses::Pair { student: a, teacher: b, widths, tokens });
             }
             objective.push(options.weight, losses::Hidden { distance: options.distance, pairs });
         }
         if let Some(options) = &losses.attention {
             let teacher = needs("attention")?;
             let (ours, theirs) = both_layers("attention", student, teacher)?;
-            let last = vec![(ours.layers.len() - 1, theirs.layers.len() - 1)];
+            let last = ours.last().into_iter().zip(theirs.last()).collect();
             let named = if options.target == AttentionTarget::Relations && options.layers.is_empty() { &last } else { &options.layers };
             let mut pairs = Vec::new();
             for (a, b) in chosen("attention", named, &ours, &theirs)? {
-                let pair = (heads(student, &ours, a)?, heads(teacher, &theirs, b)?);
+                let pair = (heads(student, &ours.layers[a], a)?, heads(teacher, &theirs.layers[b], b)?);
                 if options.target == AttentionTarget::Maps && pair.0.1 != pair.1.1 {
                     let reason = format!("the student's layer {a} has {} heads, the teacher's {b} has {}: use `target: relations`", pair.0.1, pair.1.1);
                     return Err(Error::option("losses: attention", reason));
+                }
+                if pair.0.0.tokens != pair.1.0.tokens {
+                    return Err(Error::option("losses: attention", format!("layers [{a}, {b}]: one is of the encoder, one of the decoder")));
                 }
                 pairs.push((pair.0, pair.1));
             }
@@ -121,13 +109,14 @@ impl Objective {
     }
 
     fn add_logits(&mut self, losses: &Losses, student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<()> {
-        let (source, classes, by_token) = logits(student)?;
+        let (source, classes, tokens) = logits(student)?;
+        let by_token = tokens.is_some();
         let mut known = classes;
         let teacher = match teacher {
             Some(teacher) => {
-                let (source, theirs, tokens) = logits(teacher)?;
-                if tokens != by_token {
-                    return Err(Error::option("losses: soft", "one of student and teacher has an output per token, the other per sample"));
+                let (source, theirs, other) = logits(teacher)?;
+                if other != tokens {
+                    return Err(Error::option("losses: soft", "student and teacher answer to something else: to other tokens, or one of them to samples"));
                 }
                 known = classes.min(theirs);
                 if classes != theirs {
@@ -154,7 +143,7 @@ impl Objective {
             student: source,
             teacher,
             classes: known,
-            by_token,
+            tokens,
         });
         Ok(())
     }
@@ -232,7 +221,7 @@ impl Objective {
     /// Memory runs out, or labels do not fit.
     pub fn say(
         &self,
-        student: Side,
+        student: ModelValues,
         teacher: Theirs,
         projections: &BTreeMap<String, Tensor>,
         batch: &Batch,
@@ -287,8 +276,8 @@ fn usual(student: &Graph, teacher: Option<&Graph>, task: Task) -> Result<Losses>
     Ok(losses)
 }
 
-/// The logits of a graph, how many columns they have, and whether every token has some.
-fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, bool)> {
+/// The logits of a graph, how many columns they have, and whose tokens have some each.
+fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, Option<Side>)> {
     let Some((_, id)) = graph.outputs().iter().find(|(name, _)| name == "logits") else {
         let names = graph.outputs().iter().map(|(name, _)| format!("`{name}`")).collect::<Vec<_>>().join(", ");
         return Err(Error::option("losses", format!("soft and hard need an output `logits`; the model gives {names}")));
@@ -306,7 +295,7 @@ fn logits(graph: &Graph) -> Result<(losses::LogitsSource, usize, bool)> {
         }),
         _ => losses::LogitsSource::Value(value.name.clone()),
     };
-    Ok((source, columns, by_token))
+    Ok((source, columns, by_token.then(|| Sides::of(graph).side(&value.name))))
 }
 
 /// The value behind an output that is a vector for each sample.
@@ -326,79 +315,4 @@ fn embedding(graph: &Graph, wanted: Option<&str>) -> Result<String> {
         (None, _) => format!("name one of {} as `output`", names()),
     };
     found.map(|(_, id)| graph.value(*id).name.clone()).ok_or_else(|| Error::option("losses: embedding", reason()))
-}
-
-fn both_layers(loss: &str, student: &Graph, teacher: &Graph) -> Result<(Layers, Layers)> {
-    match (analysis::layers(student), analysis::layers(teacher)) {
-        (Some(ours), Some(theirs)) => Ok((ours, theirs)),
-        (None, _) => Err(Error::option(format!("losses: {loss}"), "the student has no layers that repeat: name pairs of `values`")),
-        (_, None) => Err(Error::option(format!("losses: {loss}"), "the teacher has no layers that repeat: name pairs of `values`")),
-    }
-}
-
-fn chosen(loss: &str, named: &[(usize, usize)], student: &Layers, teacher: &Layers) -> Result<Vec<(usize, usize)>> {
-    let (ours, theirs) = (student.layers.len(), teacher.layers.len());
-    if named.is_empty() {
-        return Ok(spread(ours, theirs));
-    }
-    match named.iter().find(|(a, b)| *a >= ours || *b >= theirs) {
-        Some((a, b)) => {
-            let reason = format!("layers [{a}, {b}]: the student has {ours} layers, the teacher {theirs}, the first is 0");
-            Err(Error::option(format!("losses: {loss}"), reason))
-        }
-        None => Ok(named.to_vec()),
-    }
-}
-
-/// What the attention of a layer reads, and how many heads it has.
-fn heads(graph: &Graph, layers: &Layers, layer: usize) -> Result<(losses::Heads, usize)> {
-    let name = |id: &ValueId| graph.value(*id).name.clone();
-    for node in graph.nodes().iter().filter(|node| layers.layers[layer].nodes.contains(&name(&node.output))) {
-        if let (Op::Attention(op), [q, k, v, ..]) = (&node.op, node.inputs.as_slice()) {
-            if op.soft_cap.is_some() {
-                return Err(Error::option("losses: attention", format!("layer {layer} caps the products of queries and keys: compare hidden states instead")));
-            }
-            let biased = node.inputs.iter().skip(3).any(|id| graph.value(*id).ty.shape.len() > 2);
-            if biased || (op.window.is_some() && !op.causal) {
-                let what = if biased { "adds a bias to the products of queries and keys" } else { "looks at the tokens around each alone" };
-                return Err(Error::option("losses: attention", format!("layer {layer} {what}: compare hidden states instead")));
-            }
-            let count = graph.value(*q).ty.shape.get(1).and_then(Dim::fixed).unwrap_or(1);
-            return Ok((losses::Heads { values: [name(q), name(k), name(v)], scale: op.scale, causal: op.causal, window: op.window }, count));
-        }
-    }
-    Err(Error::option("losses: attention", format!("layer {layer} has no attention")))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{Losses, Objective, Task, is_by_token, spread};
-    use crate::analysis;
-    use crate::model::Model;
-
-    #[test]
-    fn decoders_behind_encoders_are_refused() {
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/t5");
-        let graph = crate::Model::open(folder).unwrap().graph().unwrap();
-        let refused = Objective::new(&Losses::default(), &graph, Some(&graph), Task::Fidelity).err().unwrap().to_string();
-        assert!(refused.contains("decoder_input_ids"), "{refused}");
-    }
-
-    #[test]
-    fn tokens_are_told_from_patches() {
-        for (name, by_token) in [("bert", true), ("llama", true), ("vit-image-classification", false)] {
-            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
-            let graph = Model::open(folder).unwrap().graph().unwrap();
-            let layers = analysis::layers(&graph).unwrap();
-            assert_eq!(is_by_token(&graph, &layers.layers[0].output), by_token, "{name}");
-        }
-    }
-
-    #[test]
-    fn layers_are_spread_last_to_last() {
-        assert_eq!(spread(3, 6), [(0, 1), (1, 3), (2, 5)]);
-        assert_eq!(spread(2, 2), [(0, 0), (1, 1)]);
-        assert_eq!(spread(4, 6), [(0, 1), (1, 2), (2, 4), (3, 5)]);
-        assert_eq!(spread(1, 12), [(0, 11)]);
-    }
 }

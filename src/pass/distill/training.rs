@@ -96,8 +96,8 @@ fn batch(graph: &Graph, training: &Training) -> usize {
     let images = graph.inputs().any(|(_, value)| value.ty.element == Element::Float);
     match training.batch_size {
         BatchSize::Samples(count) => count,
-        BatchSize::Auto if images => 128,
         BatchSize::Auto if answers_by_token(graph) => 8,
+        BatchSize::Auto if images => 128,
         BatchSize::Auto => 32,
     }
 }

@@ -15,6 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{DType, Tensor};
 
 use crate::analysis;
+use crate::data::{Side, Sides};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
@@ -57,6 +58,7 @@ const HELD: [u64; 2] = [128 << 20, 1 << 30];
 #[derive(Debug, Clone, PartialEq)]
 struct Site {
     value: String,
+    side: Side,
     layers: Vec<Layer>,
 }
 
@@ -225,7 +227,7 @@ impl Layerwise<'_> {
                     let (mut seen, mut few) = (Vec::new(), Vec::new());
                     for site in sites {
                         let mut moments = Moments::new(site.layers.first().map_or(0, |layer| layer.size), self.wanted);
-                        self.observe(&site.value, &mut moments, &mut blocks, beside.as_mut())?;
+                        self.observe(site, &mut moments, &mut blocks, beside.as_mut())?;
                         if moments.seen < moments.count.min(moments.size) {
                             few.push((moments.seen, site.value.clone()));
                         }
@@ -303,13 +305,13 @@ impl Layerwise<'_> {
     }
 
     /// Sees what layers read.
-    fn observe(&self, value: &str, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
+    fn observe(&self, Site { value, side, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
         let mut index = 0;
         blocks.each(value, |batch, seen| {
-            let rows = calibrate::rows(seen, &op, batch)?;
+            let rows = calibrate::rows(seen, &op, batch, *side)?;
             if let Some(beside) = &mut beside {
-                moments.add_original(value, &calibrate::rows(&beside.value(index, value)?, &op, batch)?, &rows)?;
+                moments.add_original(value, &calibrate::rows(&beside.value(index, value)?, &op, batch, *side)?, &rows)?;
                 index += 1;
             }
             moments.add(value, &rows)
@@ -318,7 +320,7 @@ impl Layerwise<'_> {
 
     /// Layers by the value that they read, in the order of the graph.
     fn sites(&self, graph: &Graph) -> Result<Vec<Site>> {
-        let mut sites: Vec<Site> = Vec::new();
+        let (mut sites, sides): (Vec<Site>, Sides) = (Vec::new(), Sides::of(graph));
         let mut found = BTreeSet::new();
         let unusable = |name: &str, reason: &str| {
             Err(Error::tensor(name, format!("{reason}; {} changes linear layers that are computed once", self.name), "add it to `ignore`"))
@@ -340,7 +342,7 @@ impl Layerwise<'_> {
                 let read = &graph.value(node.inputs[0]).name;
                 match sites.iter_mut().find(|site| site.value == *read) {
                     Some(site) => site.layers.push(layer),
-                    None => sites.push(Site { value: read.clone(), layers: vec![layer] }),
+                    None => sites.push(Site { value: read.clone(), side: sides.side(read), layers: vec![layer] }),
                 }
             }
         }

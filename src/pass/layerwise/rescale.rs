@@ -99,7 +99,7 @@ impl Rescale {
             let size = site.layers.first().map_or(0, |layer| layer.size);
             let rows = ROWS.div_ceil(blocks.batches().max(1));
             let mut moments = Moments::new(size, Wanted { rows, ..Wanted::default() });
-            work.observe(&site.value, &mut moments, blocks, None)?;
+            work.observe(site, &mut moments, blocks, None)?;
             // An expert that no token has come to.
             if moments.rows.is_empty() {
                 continue;

@@ -13,6 +13,7 @@ use serde_json::{Value, json};
 use super::{NAME, cut};
 use crate::analysis::{self, Layers};
 use crate::arch;
+use crate::data::Sides;
 use crate::error::{Error, Result};
 use crate::exec::Executor;
 use crate::exec::transfer::{self, Cause};
@@ -73,13 +74,14 @@ fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) ->
     let executor = Executor::new(graph, calibrate::parameters(graph, model, context)?, context.device.clone()).tracked(context.memory_tracker.as_ref());
     let wanted: BTreeSet<&str> = found.layers.iter().flat_map(|layer| [layer.input.as_str(), layer.output.as_str()]).collect();
     let observation = executor.observation(|name| wanted.contains(name));
+    let sides = Sides::of(graph);
     let mut sums = vec![0f64; found.layers.len()];
     let mut count = 0f64;
     calibrate::for_each("Observing", model, context, |batch| {
         let mut seen: BTreeMap<String, Tensor> = BTreeMap::new();
         let linear = crate::ir::ops::Linear::default().into();
         executor.run_observed(&observation, &batch.inputs, &mut |name, tensor| {
-            seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch)?);
+            seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch, sides.side(name))?);
             Ok(())
         })?;
         for (layer, sum) in found.layers.iter().zip(&mut sums) {

@@ -7,7 +7,7 @@ use candle_core::{D, Device, Tensor};
 use super::NAME;
 use super::scores::{Scores, average};
 use crate::analysis::{Group, Member, Role};
-use crate::data::{Batch, References};
+use crate::data::{Batch, References, Sides};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{MemoryCategory, Tape};
@@ -46,6 +46,7 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
         }
     }
     let wanted: BTreeSet<&str> = read.iter().map(|(value, ..)| *value).collect();
+    let sides = Sides::of(graph);
     calibrate::observe(
         graph,
         model,
@@ -53,7 +54,7 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
         context,
         |batch, name, value| {
             let reads = read.iter_mut().filter(|(other, ..)| *other == name);
-            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, batch)?))
+            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, batch, sides.side(name))?))
         },
     )?;
     // The squares of what the layer with a weight reads.
@@ -134,7 +135,7 @@ fn gradient_of_loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> candle
             let classes: Vec<u32> = classes.iter().map(|class| *class as u32).collect();
             Some(of_cross_entropy(logits, &classes)?)
         }
-        (References::Next(places), Some(logits)) if logits.rank() == 3 => Some(of_next_tokens(batch, places, logits)?),
+        (References::Next(_) | References::Tokens(_), Some(logits)) if logits.rank() == 3 => Some(of_next_tokens(batch, logits)?),
         _ => None,
     };
     gradient.map_or_else(|| of_likeness(outputs), |gradient| Ok(("logits".to_owned(), gradient)))
@@ -150,16 +151,21 @@ fn of_cross_entropy(logits: &Tensor, classes: &[u32]) -> candle_core::Result<Ten
 }
 
 /// Of the mean over windows of the mean over the tokens of each.
-fn of_next_tokens(batch: &Batch, places: &[std::ops::Range<usize>], logits: &Tensor) -> candle_core::Result<Tensor> {
-    let Some(tokens) = batch.inputs.get("input_ids") else { candle_core::bail!("no tokens") };
-    let sequence = logits.dim(1)?;
-    let mut windows = Vec::with_capacity(places.len());
-    for (window, places) in places.iter().enumerate() {
-        let rows = logits.get(window)?.narrow(0, places.start - 1, places.len())?;
-        let next: Vec<u32> = transfer::read::<i64>(&tokens.get(window)?.narrow(0, places.start, places.len())?)?.into_iter().map(|t| t as u32).collect();
-        windows.push(of_cross_entropy(&rows, &next)?.pad_with_zeros(0, places.start - 1, sequence + 1 - places.end)?);
+fn of_next_tokens(batch: &Batch, logits: &Tensor) -> candle_core::Result<Tensor> {
+    let asked = batch.next_tokens().map_err(candle_core::Error::wrap)?.unwrap_or_default();
+    let mut windows = Vec::with_capacity(asked.len());
+    for (window, asked) in asked.iter().enumerate() {
+        let logits = logits.get(window)?;
+        let (places, next): (Vec<u32>, Vec<u32>) = asked.iter().map(|(at, token)| (*at as u32, *token as u32)).unzip();
+        if places.is_empty() {
+            windows.push(logits.zeros_like()?);
+            continue;
+        }
+        let places = transfer::to_device(&Tensor::new(places, &Device::Cpu)?, logits.device(), Cause::Batch)?;
+        let gradient = of_cross_entropy(&logits.index_select(&places, 0)?, &next)?;
+        windows.push(logits.zeros_like()?.index_add(&places, &gradient, 0)?);
     }
-    Tensor::stack(&windows, 0)? / places.len() as f64
+    Tensor::stack(&windows, 0)? / asked.len() as f64
 }
 
 fn of_likeness(outputs: &BTreeMap<String, Tensor>) -> candle_core::Result<(String, Tensor)> {

@@ -5,7 +5,7 @@ use candle_core::{D, Result, Tensor};
 
 use super::logits::log_softmax;
 use super::{AttentionTarget, Loss, Sum, mask};
-use crate::data::Batch;
+use crate::data::{Batch, Side};
 use crate::error;
 use crate::ir::ops::constant;
 
@@ -20,6 +20,8 @@ pub struct Heads {
     pub causal: bool,
     /// How many keys a query sees at most, its own included, when causal.
     pub window: Option<usize>,
+    /// Whose tokens look at each other, if they are tokens.
+    pub tokens: Option<Side>,
 }
 
 /// As far as order goes, where queries look.
@@ -112,12 +114,12 @@ impl Attention {
 
     /// Kullback-Leibler divergence of rows, averaged over heads, summed over queries with what each counts; and its gradient with respect
     /// to the student's products.
-    fn divergence(student: &Tensor, teacher: &Tensor, batch: &Batch) -> Result<(Tensor, Tensor)> {
+    fn divergence(student: &Tensor, teacher: &Tensor, batch: &Batch, tokens: Option<Side>) -> Result<(Tensor, Tensor)> {
         let (theirs, ours) = (log_softmax(teacher)?, log_softmax(student)?);
         let target = theirs.exp()?;
         let rows = (&target * (theirs - &ours)?)?.sum(D::Minus1)?.mean(1)?;
         let along = ((ours.exp()? - target)? / student.dim(1)? as f64)?;
-        let weights = mask::weights(&rows, batch, mask::are_tokens(batch))?;
+        let weights = mask::weights(&rows, batch, tokens)?;
         Ok(((rows * &weights)?.sum_all()?, along.broadcast_mul(&weights.unsqueeze(1)?.unsqueeze(3)?)?))
     }
 }
@@ -136,19 +138,19 @@ impl Loss for Attention {
     }
 
     fn items(&self, batch: &Batch) -> error::Result<f64> {
-        let tokens = mask::tokens(batch).map_err(|e| error::Error::computed("loss `attention`", e))?;
-        Ok(tokens * self.pairs.len() as f64)
+        let counts = self.pairs.iter().map(|(student, _)| mask::count(batch, student.tokens)).sum::<Result<f64>>();
+        counts.map_err(|e| error::Error::computed("loss `attention`", e))
     }
 
     fn sum(&self, student: &[Tensor], teacher: &[Tensor], _projections: &[Tensor], batch: &Batch) -> Result<Sum> {
-        let mask = mask::of(batch, student[0].device())?;
         let (mut values, mut gradients) = (Vec::new(), Vec::new());
         for (((ours, theirs), student), teacher) in self.pairs.iter().zip(student.chunks(self.read())).zip(teacher.chunks(self.read())) {
-            let sight = ours.common_sight(theirs);
+            let (sight, tokens) = (ours.common_sight(theirs), ours.tokens);
+            let mask = mask::of(batch, tokens, student[0].device())?;
             match self.target {
                 AttentionTarget::Maps => {
                     let products = |heads: &Heads, values: &[Tensor]| Self::products(&values[0], &values[1], heads.scale, sight, mask.as_ref());
-                    let (value, along) = Self::divergence(&products(ours, student)?, &products(theirs, teacher)?, batch)?;
+                    let (value, along) = Self::divergence(&products(ours, student)?, &products(theirs, teacher)?, batch, tokens)?;
                     values.push(value);
                     gradients.extend(Self::products_back(&student[0], &student[1], ours.scale, &along)?);
                 }
@@ -157,7 +159,7 @@ impl Loss for Attention {
                         let scale = |split: &Tensor| Ok::<_, candle_core::Error>(1.0 / (split.dim(3)? as f64).sqrt());
                         let relation = |split: &Tensor| Self::products(split, split, scale(split)?, sight, mask.as_ref());
                         let (split, other) = (self.split(student)?, self.split(teacher)?);
-                        let (value, along) = Self::divergence(&relation(&split)?, &relation(&other)?, batch)?;
+                        let (value, along) = Self::divergence(&relation(&split)?, &relation(&other)?, batch, tokens)?;
                         let [left, right] = Self::products_back(&split, &split, scale(&split)?, &along)?;
                         values.push((value / 3.0)?);
                         let (batch, heads, sequence, width) = student.dims4()?;
@@ -186,7 +188,7 @@ mod tests {
     }
 
     fn heads(causal: bool, window: Option<usize>) -> Heads {
-        Heads { values: ["q".into(), "k".into(), "v".into()], scale: 0.5, causal, window }
+        Heads { values: ["q".into(), "k".into(), "v".into()], scale: 0.5, causal, window, tokens: Some(Side::Read) }
     }
 
     fn mean(student: Heads, teacher: Heads, input: &str) -> f64 {
@@ -228,8 +230,9 @@ mod tests {
 
     #[test]
     fn images_count_as_much_as_texts() {
-        let pair = || (heads(false, None), heads(false, None));
-        let (text, image) = (mean(pair().0, pair().1, "input_ids"), mean(pair().0, pair().1, "pixel_values"));
+        let pair = |tokens| [(); 2].map(|()| Heads { tokens, ..heads(false, None) });
+        let [[a, b], [c, d]] = [Some(Side::Read), None].map(pair);
+        let (text, image) = (mean(a, b, "input_ids"), mean(c, d, "pixel_values"));
         assert!((text - image).abs() < 1e-6, "{image} of an image, {text} of a text");
     }
 }

@@ -4,7 +4,7 @@
 use candle_core::{D, Result, Tensor};
 
 use super::{Distance, Loss, Sum, mask};
-use crate::data::Batch;
+use crate::data::{Batch, Side};
 use crate::error;
 
 /// A value of the student and one of the teacher.
@@ -16,8 +16,8 @@ pub struct Pair {
     pub teacher: String,
     /// The width of each.
     pub widths: (usize, usize),
-    /// Whether every token has one; else a sample counts once, whatever it has.
-    pub by_token: bool,
+    /// Whose tokens have one each; else a sample counts once, whatever it has.
+    pub tokens: Option<Side>,
 }
 
 /// Pairs of values `[batch, sequence, width]`, of images' features `[batch, channels, height, width]`, or `[batch, width]`.
@@ -87,8 +87,8 @@ impl Loss for Hidden {
     }
 
     fn items(&self, batch: &Batch) -> error::Result<f64> {
-        let tokens = mask::tokens(batch).map_err(|e| error::Error::computed("loss `hidden`", e))?;
-        Ok(self.pairs.iter().map(|pair| if pair.by_token { tokens } else { batch.samples as f64 }).sum())
+        let counts = self.pairs.iter().map(|pair| mask::count(batch, pair.tokens)).sum::<Result<f64>>();
+        counts.map_err(|e| error::Error::computed("loss `hidden`", e))
     }
 
     fn sum(&self, student: &[Tensor], teacher: &[Tensor], projections: &[Tensor], batch: &Batch) -> Result<Sum> {
@@ -101,7 +101,7 @@ impl Loss for Hidden {
             let (rows, teacher) = (rows(student)?, rows(teacher)?);
             let matrix = self.projection(index).and_then(|_| matrices.next());
             let ours = matrix.map_or_else(|| Ok(rows.clone()), |matrix| projected(&rows, matrix))?;
-            let weights = |distances: &Tensor| mask::weights(distances, batch, self.pairs[index].by_token);
+            let weights = |distances: &Tensor| mask::weights(distances, batch, self.pairs[index].tokens);
             let (value, mut gradient) = apart(self.distance, &ours, &teacher, &weights)?;
             if let Some(matrix) = matrix {
                 let (of_rows, of_matrix) = projected_back(&rows, matrix, &gradient)?;
@@ -123,8 +123,8 @@ mod tests {
     use crate::data::References;
 
     /// The mean of a loss over values that are 1 apart everywhere but in places that do not count.
-    fn mean(by_token: bool, dims: &[usize], inputs: &[(&str, Tensor)]) -> f64 {
-        let pair = Pair { student: "a".into(), teacher: "b".into(), widths: (3, 3), by_token };
+    fn mean(tokens: Option<Side>, dims: &[usize], inputs: &[(&str, Tensor)]) -> f64 {
+        let pair = Pair { student: "a".into(), teacher: "b".into(), widths: (3, 3), tokens };
         let loss = Hidden { distance: Distance::Mse, pairs: vec![pair] };
         let inputs = inputs.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect();
         let batch = Batch { inputs, references: References::None, samples: 2 };
@@ -134,6 +134,8 @@ mod tests {
         let items = loss.items(&batch).unwrap();
         // Of a mean of squares, all gradients together are twice as long.
         assert!((f64::from(total) / items - 2.0).abs() < 1e-5, "{dims:?}: {total} of {items}");
+        let masks = [(Some(Side::Read), 5.0), (Some(Side::Said), 3.0)];
+        assert!(tokens.is_none() || batch.mask(tokens.unwrap()).is_none() || masks.contains(&(tokens, items)), "{items} of {tokens:?}");
         f64::from(sum.value.to_scalar::<f32>().unwrap()) / items
     }
 
@@ -142,14 +144,20 @@ mod tests {
         let ids = ("input_ids", Tensor::ones((2, 5), DType::I64, &Device::Cpu).unwrap());
         let mask = ("attention_mask", Tensor::new(&[[1i64, 1, 1, 1, 0], [1, 0, 0, 0, 0]], &Device::Cpu).unwrap());
         let pixels = ("pixel_values", Tensor::ones((2, 3, 4, 4), DType::F32, &Device::Cpu).unwrap());
-        for (by_token, dims, inputs) in [
-            (true, &[2, 5, 3][..], &[ids.clone()][..]),
-            (true, &[2, 5, 3], &[ids.clone(), mask.clone()]),
-            (false, &[2, 3], &[ids, mask]),
-            (false, &[2, 197, 3], std::slice::from_ref(&pixels)),
-            (false, &[2, 3, 7, 5], std::slice::from_ref(&pixels)),
+        let said = ("decoder_input_ids", ids.1.clone());
+        let said_mask = ("decoder_attention_mask", Tensor::new(&[[1i64, 0, 0, 0, 0], [1, 1, 0, 0, 0]], &Device::Cpu).unwrap());
+        for (tokens, dims, inputs) in [
+            (Some(Side::Read), &[2, 5, 3][..], &[ids.clone()][..]),
+            (Some(Side::Read), &[2, 5, 3], &[ids.clone(), mask.clone()]),
+            // Both sides of one length: each has its own padding.
+            (Some(Side::Read), &[2, 5, 3], &[ids.clone(), mask.clone(), said.clone(), said_mask.clone()]),
+            (Some(Side::Said), &[2, 5, 3], &[ids.clone(), mask.clone(), said.clone(), said_mask.clone()]),
+            (Some(Side::Said), &[2, 5, 3], &[pixels.clone(), said]),
+            (None, &[2, 3], &[ids, mask]),
+            (None, &[2, 197, 3], std::slice::from_ref(&pixels)),
+            (None, &[2, 3, 7, 5], std::slice::from_ref(&pixels)),
         ] {
-            assert!((mean(by_token, dims, inputs) - 1.0).abs() < 1e-6, "{dims:?}");
+            assert!((mean(tokens, dims, inputs) - 1.0).abs() < 1e-6, "{dims:?}");
         }
     }
 }

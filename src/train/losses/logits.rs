@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 use super::Said;
 use super::host::{Wanted, add_to, is_readable};
-use crate::data::{Batch, References};
+use crate::data::{Batch, References, Side};
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
@@ -78,12 +78,12 @@ pub struct Logits {
     pub teacher: Option<LogitsSource>,
     /// Columns that both have.
     pub classes: usize,
-    /// Whether every token has logits.
-    pub by_token: bool,
+    /// Whose tokens have logits each; else a sample has some.
+    pub tokens: Option<Side>,
 }
 
 /// Values of a graph, by name, and parameters.
-pub type Side<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
+pub type ModelValues<'a> = (&'a BTreeMap<String, Tensor>, &'a Parameters);
 
 /// Where the teacher's logits come from in a step.
 pub enum Answers<'a> {
@@ -116,8 +116,8 @@ impl Logits {
     /// As [`items`](Logits::items).
     pub fn places(&self, batch: &Batch) -> Result<Vec<Vec<u32>>> {
         let mut places = vec![Vec::new(); batch.samples];
-        let sequence = if self.by_token { batch.inputs.get("input_ids").map_or(1, |ids| ids.elem_count() / batch.samples.max(1)) } else { 1 };
-        let sequence = sequence.max(1) as u32;
+        let tokens = self.tokens.and_then(|side| batch.tokens(side));
+        let sequence = tokens.map_or(1, |ids| ids.elem_count() / batch.samples.max(1)).max(1) as u32;
         for index in self.rows(batch)?.indices {
             places[(index / sequence) as usize].push(index % sequence);
         }
@@ -128,7 +128,7 @@ impl Logits {
     ///
     /// # Errors
     /// Those of `each`; labels are missing, or memory runs out.
-    pub fn for_each_of_teacher(&self, teacher: Side, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
+    pub fn for_each_of_teacher(&self, teacher: ModelValues, batch: &Batch, each: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()> {
         let Some(source) = &self.teacher else { return Ok(()) };
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
         let failed = |e| Error::computed("the teacher's logits", e);
@@ -152,7 +152,7 @@ impl Logits {
 
     fn rows(&self, batch: &Batch) -> Result<Rows> {
         let missing = |what: &str| Error::option("losses: hard", format!("needs {what}"));
-        if !self.by_token {
+        let Some(side) = self.tokens else {
             let targets = match (&batch.references, self.hard) {
                 (References::Classes(classes), Some(_)) => classes.iter().map(|class| *class as u32).collect(),
                 (_, Some(_)) => return Err(missing("the class of every sample: name `label_column`, or the file of `labels`")),
@@ -162,18 +162,20 @@ impl Logits {
                 return Err(Error::option("losses: hard", format!("class {class} is out of range, the model has {}", self.classes)));
             }
             return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets });
-        }
-        let ids = batch.inputs.get("input_ids").ok_or_else(|| missing("the model's `input_ids`"))?;
-        let numbers = transfer::read::<i64>(ids).map_err(|e| Error::computed("input `input_ids`", e))?;
+        };
+        let ids = batch.tokens(side).ok_or_else(|| missing("the model's tokens"))?;
         let sequence = ids.dims().last().copied().unwrap_or(0);
-        let ids: Vec<&[i64]> = numbers.chunks(sequence.max(1)).collect();
         let place = |sample: usize, at: usize| (sample * sequence + at) as u32;
         let mut rows = Rows { indices: Vec::new(), targets: Vec::new() };
-        if let References::Next(ranges) = &batch.references {
-            for (sample, range) in ranges.iter().enumerate() {
-                for at in range.clone() {
-                    rows.indices.push(place(sample, at - 1));
-                    rows.targets.push(ids[sample][at] as u32);
+        if let Some(asked) = batch.next_tokens()? {
+            let known = |token: i64| {
+                let reason = || format!("token {token} is out of range, the model has {}", self.classes);
+                u32::try_from(token).ok().filter(|token| (*token as usize) < self.classes).ok_or_else(|| Error::option("losses: hard", reason()))
+            };
+            for (sample, asked) in asked.iter().enumerate() {
+                for (at, token) in asked {
+                    rows.indices.push(place(sample, *at));
+                    rows.targets.push(if self.hard.is_some() { known(*token)? } else { 0 });
                 }
             }
             return Ok(rows);
@@ -181,12 +183,9 @@ impl Logits {
         if self.hard.is_some() {
             return Err(missing("tokens to predict: `task: language-modelling`"));
         }
-        let mask = batch.inputs.get("attention_mask").map(transfer::read::<i64>).transpose();
-        let mask = mask.map_err(|e| Error::computed("input `attention_mask`", e))?;
-        for sample in 0..ids.len() {
-            let real = |at: &usize| mask.as_ref().is_none_or(|mask| mask[sample * sequence + at] != 0);
-            rows.indices.extend((0..sequence).filter(real).map(|at| place(sample, at)));
-        }
+        let mask = batch.mask(side).map(transfer::read::<i64>).transpose().map_err(|e| Error::computed("the mask of tokens", e))?;
+        let real = |at: &usize| mask.as_ref().is_none_or(|mask| mask.get(*at) != Some(&0));
+        rows.indices.extend((0..ids.elem_count()).filter(real).map(|at| at as u32));
         Ok(rows)
     }
 
@@ -198,7 +197,7 @@ impl Logits {
     pub fn add(
         &self,
         said: &mut Said,
-        student: Side,
+        student: ModelValues,
         teacher: Answers,
         batch: &Batch,
         trained: &dyn Fn(&str) -> bool,
@@ -388,7 +387,7 @@ mod tests {
         let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
         for (soft, hard) in [(Some((0.5, 2.0)), None), (None, Some((1.5, 0.1))), (Some((0.5, 2.0)), Some((1.5, 0.0)))] {
             let found = |student: LogitsSource| {
-                let logits = Logits { soft, hard, student, teacher: None, classes: 33, by_token: true };
+                let logits = Logits { soft, hard, student, teacher: None, classes: 33, tokens: Some(Side::Read) };
                 let mut said = Said::default();
                 let gradient = logits.gradient(&mut said, tensor(1, 35), Some(&tensor(77, 33)), &[3, 0, 32, 7, 7], (5.0, 4.0)).unwrap();
                 let losses: Vec<f64> = said.losses.values().map(|loss| transfer::number(loss, Cause::Step).unwrap()).collect();

@@ -18,7 +18,7 @@ use candle_core::{DType, Tensor};
 pub use attention::{Attention, Heads};
 pub use embedding::Embedding;
 pub use hidden::{Hidden, Pair};
-pub use logits::{Answers, Head, Logits, LogitsSource, Side};
+pub use logits::{Answers, Head, Logits, LogitsSource, ModelValues};
 pub use options::{AttentionLoss, AttentionTarget, Distance, EmbeddingLoss, HardLoss, HiddenLoss, Losses, SoftLoss};
 
 use crate::data::Batch;

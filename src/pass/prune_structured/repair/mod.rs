@@ -16,6 +16,7 @@ use candle_core::{Device, Tensor};
 
 use super::cut::Surviving;
 use super::{NAME, Repair};
+use crate::data::Sides;
 use crate::error::{Error, Result};
 use crate::exec::Parameters;
 use crate::exec::transfer::{self, Cause};
@@ -60,15 +61,17 @@ impl Repairing<'_> {
         let sites = self.sites(&smaller)?;
         let values: BTreeSet<&str> = sites.iter().map(|site| site.value.as_str()).collect();
         let mut pairs = Pairs::new([(self.graph, &self.before.weights), (&smaller, &self.after.weights)], |name| values.contains(name), self.before, context)?;
+        let sides = Sides::of(&smaller);
         let mut counts = (0, 0);
         for site in &sites {
+            let side = sides.side(&site.value);
             let changed = match &site.kind {
                 Kind::Layers { op, surviving, features } => {
                     counts.0 += site.nodes.len();
                     let mut sums = Sums::new(*features, surviving.len());
                     let weighted = !matches!(op, Op::Conv(_));
                     pairs.each(&site.value, |batch, [x, y]| {
-                        let (x, y) = (calibrate::rows(x, op, batch)?, calibrate::rows(y, op, batch)?);
+                        let (x, y) = (calibrate::rows(x, op, batch, side)?, calibrate::rows(y, op, batch, side)?);
                         sums.add(&x, &y, weighted.then(|| row_weights(&x)).transpose()?.as_ref())
                     })?;
                     let mut changed = Vec::new();
@@ -83,7 +86,7 @@ impl Repairing<'_> {
                     let mut moments = [Moments::default(), Moments::default()];
                     pairs.each(&site.value, |batch, seen| {
                         let both = moments.iter_mut().zip(seen);
-                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch)?))
+                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch, side)?))
                     })?;
                     let node = &smaller.nodes()[site.nodes[0]];
                     self.statistics(&smaller, node, op, &self.original(&smaller, node, context)?, &moments, &context.device)?
