@@ -166,14 +166,16 @@ impl Model {
         Ok(notes)
     }
 
-    /// Says that a head is a weight of its own. Its bias is then read by its own name alone.
+    /// Says that a head is a weight of its own. Its bias is stored by both of its names then: transformers 5 reads one of them, 4 the other.
     fn untie(&mut self, alias: &str, original: &str) -> String {
         self.config.set("tie_word_embeddings", false.into());
-        let bias = alias.strip_suffix("decoder.weight").map(|module| [format!("{module}decoder.bias"), format!("{module}bias")]);
-        if let Some([own, shared]) = bias
-            && let Some(stored) = self.weights.by_name.get(&shared).cloned()
-        {
-            self.weights.by_name.entry(own).or_insert(stored);
+        let weights = &mut self.weights.by_name;
+        if let Some(module) = alias.strip_suffix("decoder.weight") {
+            let [own, shared] = [format!("{module}decoder.bias"), format!("{module}bias")];
+            if let Some(shared_bias) = weights.get(&shared).cloned() {
+                let bias = weights.entry(own).or_insert(shared_bias).clone();
+                weights.insert(shared, bias);
+            }
         }
         format!("`{alias}` differs from `{original}`, to which config.json ties it: it is a weight of its own, and \"tie_word_embeddings\" becomes false")
     }

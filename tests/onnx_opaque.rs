@@ -115,11 +115,7 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
                 [weights(), vec![TensorProto { dims: vec![], ..ints("axis", &[1]) }]].concat(),
             ),
         ),
-        (
-            "a body of two results",
-            2,
-            model(13, &[0, 4], [chosen, ends("right")].concat(), [weights(), vec![floats("third", &[6, 4]), limit.clone()]].concat()),
-        ),
+        ("a body of two results", 2, model(13, &[0, 4], [chosen, ends("right")].concat(), [weights(), vec![floats("third", &[6, 4]), limit.clone()]].concat())),
         (
             "a node of two results",
             2,

@@ -6,13 +6,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use candle_core::{DType, Device, Tensor};
+use compress::calibration::ActivationObserver;
 use compress::data::Data;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::export::{Export, Layout, Onnx, Safetensors};
 use compress::ir::{Kind, Op};
 use compress::onnx::file;
 use compress::onnx::proto::{DataType, ModelProto};
-use compress::calibration::ActivationObserver;
 use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
 use compress::report::Report;
 use compress::runtime::{Options, Session, library};
@@ -245,7 +245,8 @@ fn a_layer_rounds_all_that_it_reads_by_one_scale_that_fits() {
             seen.insert(table.to_owned(), extremes(&Tensor::new(values, &Device::Cpu).unwrap()));
         }
 
-        let pass = QuantizeStatic { smooth: Smooth::None, observer: ActivationObserver::Minmax, headroom: false, embeddings: false, ..QuantizeStatic::default() };
+        let pass =
+            QuantizeStatic { smooth: Smooth::None, observer: ActivationObserver::Minmax, headroom: false, embeddings: false, ..QuantizeStatic::default() };
         let written = quantized(name, pass, vec![Safetensors::default().into()]).unwrap();
         assert!(!written.report.notes.iter().any(|note| note.contains("meaningless")), "{:?}", written.report.notes);
         let model = Model::open(written.out()).unwrap();

@@ -321,7 +321,11 @@ impl Layerwise<'_> {
         let mut sites: Vec<Site> = Vec::new();
         let mut found = BTreeSet::new();
         let unusable = |name: &str, reason: &str| {
-            Err(Error::tensor(name, format!("{reason}; {} changes linear layers that are computed once, from what samples make", self.name), "add it to `ignore`"))
+            Err(Error::tensor(
+                name,
+                format!("{reason}; {} changes linear layers that are computed once, from what samples make", self.name),
+                "add it to `ignore`",
+            ))
         };
         for node in graph.nodes() {
             for (at, id) in node.inputs.iter().enumerate() {
