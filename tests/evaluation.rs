@@ -120,6 +120,39 @@ fn perplexity_is_that_of_transformers() {
 }
 
 #[test]
+fn chats_are_those_of_transformers() {
+    let special = [LETTERS, ("special.json", "tokenizer_config.json")];
+    let folder = model("llama", &[special[0], special[1], ("chat_template.jinja", "chat_template.jinja")]);
+    let wanted = &expected()["chats"];
+    let outcomes = score(folder.path(), &texts("chats.jsonl", "{ max_length: 16 }")).unwrap();
+    let perplexity = outcomes.models[0].score.clone().unwrap();
+    assert_eq!(perplexity.more["tokens"], wanted["count"].as_f64().unwrap());
+    near(perplexity.value, &wanted["perplexity"]);
+    let made: Vec<Vec<i64>> = batches(folder.path(), &texts("chats.jsonl", "{ task: fidelity, batch_size: 1 }"))
+        .unwrap()
+        .iter()
+        .map(|batch| batch.inputs["input_ids"].flatten_all().unwrap().to_vec1().unwrap())
+        .collect();
+    // The model has 32 positions.
+    let tokens = wanted["tokens"].as_array().unwrap().iter().map(|row| row.as_array().unwrap().iter().take(32).collect::<Vec<_>>());
+    assert_eq!(serde_json::json!(made), serde_json::json!(tokens.collect::<Vec<_>>()));
+
+    let file = folder.path().join("wrong.jsonl");
+    let told = |lines: &str, more: &str| {
+        fs::write(&file, lines).unwrap();
+        refused(folder.path(), &Data { text: Some(file.clone()), ..options(&format!("{{ task: fidelity{more} }}")) })
+    };
+    let chat = r#"{"messages": [{"role": "user", "content": "a"}], "b": "c"}"#;
+    assert!(told(r#"{"messages": []}"#, "").contains("line 1: a chat without messages"));
+    assert!(told(r#"{"messages": [{"content": "a"}]}"#, "").contains("line 1: a message of a chat has no `role`"));
+    assert!(told(chat, ", pair_column: b").contains("line 1: a chat has no pair"));
+    assert!(told(&format!("{{\"text\": \"a\"}}\n{chat}"), "").contains("line 2 is a chat, and the first line is none"));
+    assert!(told(r#"{"messages": [{"role": "user", "content": 1}]}"#, "").contains("line 1: "));
+    let bare = model("llama", &special);
+    assert!(refused(bare.path(), &texts("chats.jsonl", "{}")).contains("a chat without chat_template.jinja"));
+}
+
+#[test]
 fn sixteen_bits_say_nearly_the_same() {
     let folder = model("llama", &[LETTERS]);
     let data = texts("book.txt", "{ max_length: 16, batch_size: 3 }");

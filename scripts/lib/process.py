@@ -1,10 +1,9 @@
 """What a process takes."""
 
-import os
-import resource
+import json
 import subprocess
+import sys
 import tempfile
-import time
 from pathlib import Path
 
 
@@ -12,19 +11,33 @@ class Failed(Exception):
     pass
 
 
+# A small process between: what a process begins with counts for its peak, and that is a copy of the one that starts it.
+STARTER = """
+import json, os, resource, sys, time
+limit, out, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+if limit:
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+start = time.perf_counter()
+child = os.posix_spawnp(command[0], command, os.environ)
+_, status, used = os.wait4(child, 0)
+figures = {"seconds": time.perf_counter() - start, "cpu_seconds": used.ru_utime + used.ru_stime, "peak": used.ru_maxrss * 1024}
+with open(out, "w") as file:
+    json.dump([os.waitstatus_to_exitcode(status), figures], file)
+"""
+
+
 def timed(command, memory_limit=None):
     """Seconds and peak resident bytes of a process."""
-    limit = (lambda: resource.setrlimit(resource.RLIMIT_DATA, (memory_limit, memory_limit))) if memory_limit else None
-    with tempfile.TemporaryFile() as said:
-        start = time.perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=said, preexec_fn=limit)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            said.seek(0)
-            lines = said.read().decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"]
-            if memory_limit and "memory" in lines[-1]:
+    command = [str(word) for word in command]
+    with tempfile.TemporaryFile() as said, tempfile.NamedTemporaryFile() as out:
+        subprocess.run([sys.executable, "-ISc", STARTER, str(memory_limit or 0), out.name, *command], stdout=subprocess.DEVNULL, stderr=said)
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+        text = Path(out.name).read_text()
+        code, figures = json.loads(text) if text else (None, None)
+        if code != 0:
+            last = (lines or [f"exit code {code}"])[-1]
+            if memory_limit and "memory" in last:
                 raise Failed(f"needs more than {memory_limit / 1e9:.0f} GB of memory")
-            raise Failed(f"{Path(command[0]).name}: {lines[-1]}")
-    return {"seconds": seconds, "cpu_seconds": usage.ru_utime + usage.ru_stime, "peak": usage.ru_maxrss * 1024}
+            raise Failed(f"{Path(command[0]).name}: {last}")
+    return figures

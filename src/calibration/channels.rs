@@ -1,8 +1,10 @@
 //! What each channel of a value is like.
 
+use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::histogram::{ActivationHistogram, exponent_of};
+use super::there::{Columns, counts};
 use crate::kernel::bins::{add_row, extremes, number, number_row};
 use crate::kernel::columns::STRIPE;
 
@@ -121,6 +123,23 @@ impl Channels {
                 numbers[..run.len()].iter().for_each(|bin| bins.counts[at * BINS + *bin as usize] += 1);
             }
         }
+    }
+
+    /// Takes rows of a device, as [`add_rows`](Channels::add_rows) does, of which the extremes and sums are known.
+    pub(super) fn add_there(&mut self, rows: &Tensor, columns: &Columns) -> candle_core::Result<()> {
+        for at in 0..self.low.len() {
+            (self.low[at], self.high[at]) = (self.low[at].min(columns.low[at]), self.high[at].max(columns.high[at]));
+            self.sums[at] += columns.sums[at];
+            self.squares[at] += columns.squares[at];
+        }
+        self.count += rows.dim(0)? as u64;
+        let Some(bins) = &mut self.bins else { return Ok(()) };
+        for (at, (low, high)) in self.low.iter().zip(&self.high).enumerate() {
+            bins.grow(at, exponent_of(low.abs().max(high.abs())));
+        }
+        let inverses: Vec<f32> = bins.exponents.iter().map(|exponent| inverse(*exponent)).collect();
+        bins.counts.iter_mut().zip(counts(rows, &inverses, HALF, false)?).for_each(|(count, found)| *count += found);
+        Ok(())
     }
 
     /// Adds what another has seen of the same channels.

@@ -1,7 +1,9 @@
 //! Counts of values in equal bins around zero, over a range that grows in place.
 
+use candle_core::Tensor;
 use rayon::prelude::*;
 
+use super::there;
 use crate::kernel::bins::{extremes, number};
 
 /// Number of bins, half of them below zero.
@@ -50,8 +52,7 @@ impl ActivationHistogram {
         if values.is_empty() {
             return;
         }
-        self.grow(exponent_of(low.abs().max(high.abs())));
-        (self.low, self.high) = (self.low.min(low), self.high.max(high));
+        self.make_room(low, high);
         self.total += values.len() as u64;
         let inverse = 1.0 / self.width() as f32;
         let count = |mut counts: Vec<u64>, values: &[f32]| {
@@ -70,6 +71,16 @@ impl ActivationHistogram {
         };
         let found = values.par_chunks(JOB).fold(|| vec![0; BINS], count).reduce_with(sum);
         self.counts.iter_mut().zip(found.unwrap_or_default()).for_each(|(count, found)| *count += found);
+    }
+
+    /// Counts values `[rows, columns]` of a device, of which the smallest and the largest are known.
+    pub(super) fn add_there(&mut self, values: &Tensor, low: f32, high: f32) -> candle_core::Result<()> {
+        self.make_room(low, high);
+        self.total += values.elem_count() as u64;
+        let inverses = vec![1.0 / self.width() as f32; values.dim(1)?];
+        let found = there::counts(values, &inverses, HALF, true)?;
+        self.counts.iter_mut().zip(found).for_each(|(count, found)| *count += found);
+        Ok(())
     }
 
     fn grow(&mut self, exponent: i32) {

@@ -5,6 +5,7 @@ mod channels;
 mod histogram;
 mod observer;
 mod run;
+mod there;
 
 pub use channels::Channels;
 pub use histogram::{ActivationHistogram, BINS};

@@ -2,14 +2,16 @@
 
 use std::collections::BTreeMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
+use super::there::{self, Columns};
 use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{Batch, DataSet, Padding};
 use crate::error::{Error, Result};
-use crate::exec::transfer::Cause;
+use crate::exec::transfer::{self, Cause};
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
 use crate::ir::Graph;
+use crate::ir::ops::on_host;
 use crate::kernel::bins::extremes;
 use crate::store::Weights;
 use crate::work::Work;
@@ -110,12 +112,7 @@ impl ValueStatistics {
     pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, samples: usize) -> Result<()> {
         let (low, high, finite) = extremes(values);
         if !finite {
-            let what = values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x);
-            return Err(Error::run(
-                format!("graph value `{name}`"),
-                format!("is {what} for a calibration sample"),
-                "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
-            ));
+            return Err(not_finite(name, values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x)));
         }
         self.histogram.add_within(values, low, high);
         self.averages.add(low, high);
@@ -129,25 +126,66 @@ impl ValueStatistics {
             }
             self.samples += 1;
         }
-        match axis {
-            Axis::Last => {
-                let rows = values.len() / width;
-                // One row of a batch at first, then of every second, of every fourth batch.
-                if rows > 0 && self.batches.is_power_of_two() | (self.batches < 32) && self.rows.len() < KEPT {
-                    let at = (self.batches as usize * 7919) % rows;
-                    self.rows.push(values[at * width..(at + 1) * width].to_vec());
-                }
+        let places = match axis {
+            Axis::Last => values.len() / width,
+            Axis::Second => plane.min(values.len() / width),
+        };
+        let kept = self.kept(places, axis);
+        self.rows.extend(kept.map(|at| match axis {
+            Axis::Last => values[at * width..(at + 1) * width].to_vec(),
+            Axis::Second => (0..width).map(|channel| values[channel * plane + at]).collect(),
+        }));
+        self.batches += 1;
+        Ok(())
+    }
+
+    /// Takes the values of a batch that are on a device: rows `[rows, channels]` of so many samples, an image's places one after the other.
+    fn add_there(&mut self, name: &str, rows: &Tensor, axis: Axis, samples: usize) -> Result<()> {
+        let failed = |e| Error::run(format!("graph value `{name}`"), e, "");
+        let count = rows.dim(0).map_err(failed)?;
+        let each = count / samples.max(1);
+        let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
+        for half in 0..2 {
+            let first = self.samples as usize;
+            let numbers: Vec<u32> = (0..count as u32).filter(|row| (first + *row as usize / each.max(1)) % 2 == half).collect();
+            if numbers.is_empty() {
+                continue;
             }
-            Axis::Second => {
-                if self.rows.len() < KEPT && values.len() >= width * plane {
-                    let at = (self.batches as usize * 7919) % plane;
-                    self.rows.push((0..width).map(|channel| values[channel * plane + at]).collect());
+            let own = there::rows_of(rows, numbers).map_err(failed)?;
+            for part in there::in_parts(&own).map_err(failed)? {
+                let columns = Columns::of(&part).map_err(failed)?;
+                if !columns.are_finite() {
+                    return Err(not_finite(name, "not finite"));
                 }
+                let (least, most) = columns.extremes();
+                (low, high) = (low.min(least), high.max(most));
+                self.histogram.add_there(&part, least, most).and_then(|()| self.halves[half].add_there(&part, &columns)).map_err(failed)?;
             }
+        }
+        self.averages.add(low, high);
+        self.samples += samples as u64;
+        if let Some(at) = self.kept(if axis == Axis::Last { count } else { each }, axis) {
+            let row = rows.narrow(0, at, 1).and_then(|row| transfer::values(&row, Cause::Statistics));
+            self.rows.push(row.map_err(failed)?);
         }
         self.batches += 1;
         Ok(())
     }
+
+    /// Which row of a batch is kept, or which place of its first image.
+    fn kept(&self, rows: usize, axis: Axis) -> Option<usize> {
+        // One row of a batch at first, then of every second, of every fourth batch.
+        let turn = axis == Axis::Second || self.batches.is_power_of_two() || self.batches < 32;
+        (turn && self.rows.len() < KEPT).then(|| (self.batches as usize * 7919).checked_rem(rows)).flatten()
+    }
+}
+
+fn not_finite(name: &str, what: impl std::fmt::Display) -> Error {
+    Error::run(
+        format!("graph value `{name}`"),
+        format!("is {what} for a calibration sample"),
+        "the model cannot compute this sample, or a weight is not finite: `compress eval` on the same data shows more",
+    )
 }
 
 /// Runs the model over samples and looks at the values that are asked for, by name. Padding is left out.
@@ -251,24 +289,91 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
         seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }
     let Some(so_far) = seen.get_mut(name) else { return Ok(()) };
+    let each = request.axis == Axis::Second || shape.len() == 2;
+    let samples = if each { shape.first().copied().unwrap_or(1) } else { 1 };
+    if !on_host(value.device()) {
+        let (rows, samples) =
+            rows_there(value, width, request.axis, padding.kept(shape), samples).map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
+        return so_far.add_there(name, &rows, request.axis, samples);
+    }
     let mut take = |values: &[f32]| match padding.kept(shape) {
         Some(kept) if request.axis == Axis::Last => {
             let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
             so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)
         }
-        _ => {
-            let each = request.axis == Axis::Second || shape.len() == 2;
-            so_far.add(name, values, shape, request.axis, if each { shape[0] } else { 1 })
-        }
+        _ => so_far.add(name, values, shape, request.axis, samples),
     };
     floats_on_host(value, Cause::Statistics)
         .and_then(|value| read(&value, |values| Ok(take(values))))
         .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?
 }
 
+/// A value of a device as rows of channels, without padding, and how many samples these are.
+fn rows_there(value: &Tensor, width: usize, axis: Axis, kept: Option<&[bool]>, samples: usize) -> candle_core::Result<(Tensor, usize)> {
+    let value = value.to_dtype(DType::F32)?;
+    let rows = match axis {
+        Axis::Last => value.contiguous()?,
+        Axis::Second if value.rank() > 2 => value.flatten_from(2)?.transpose(1, 2)?.contiguous()?,
+        Axis::Second => value,
+    };
+    let rows = rows.reshape((rows.elem_count() / width.max(1), width))?;
+    match kept.filter(|_| axis == Axis::Last) {
+        Some(kept) => {
+            let numbers = (0u32..).zip(kept).filter(|(_, kept)| **kept).map(|(row, _)| row).collect();
+            Ok((there::rows_of(&rows, numbers)?, 1))
+        }
+        None => Ok((rows, samples)),
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use candle_core::Device;
+
     use super::*;
+    use crate::data::References;
+
+    /// What is seen of batches of a shape, where values are on the host and where they are not.
+    fn seen(shapes: &[&[usize]], request: Request, mask: Option<&Tensor>) -> [ValueStatistics; 2] {
+        let width = shapes[0][if request.axis == Axis::Last { shapes[0].len() - 1 } else { 1 }];
+        let inputs = mask.map(|mask| ("attention_mask".to_owned(), mask.clone())).into_iter().collect();
+        let padding = Padding::of(&Batch { inputs, references: References::None, samples: 1 }).unwrap();
+        let mut seen: [BTreeMap<String, ValueStatistics>; 2] = [BTreeMap::new(), BTreeMap::new()];
+        for (index, shape) in shapes.iter().enumerate() {
+            let number = |i: usize| (((i * 7919 + index * 31) % 1009) as f32 / 90.0 - 5.0) * 2f32.powi((index % 5) as i32);
+            let value = Tensor::from_vec((0..shape.iter().product()).map(number).collect::<Vec<f32>>(), *shape, &Device::Cpu).unwrap();
+            watch(&mut seen[0], "x", &value, request, &padding).unwrap();
+            let there = seen[1].entry("x".to_owned()).or_insert_with(|| ValueStatistics::new(width, request));
+            let samples = if request.axis == Axis::Second || shape.len() == 2 { shape[0] } else { 1 };
+            let (rows, samples) = rows_there(&value, width, request.axis, padding.kept(shape), samples).unwrap();
+            there.add_there("x", &rows, request.axis, samples).unwrap();
+        }
+        seen.map(|mut seen| seen.remove("x").unwrap())
+    }
+
+    #[test]
+    fn statistics_are_the_same_where_values_are() {
+        let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();
+        let tokens: &[&[usize]] = &[&[2, 3, 10], &[2, 3, 10], &[2, 3, 10]];
+        let images: &[&[usize]] = &[&[3, 2, 4, 4], &[2, 2, 4, 4], &[1, 2, 4, 4]];
+        let vectors: &[&[usize]] = &[&[7, 2500], &[4, 2500]];
+        for (shapes, axis, mask) in [(tokens, Axis::Last, Some(&mask)), (tokens, Axis::Last, None), (images, Axis::Second, None), (vectors, Axis::Last, None)] {
+            for histograms in [true, false] {
+                let [here, there] = seen(shapes, Request { axis, histograms }, mask);
+                assert_eq!((here.histogram.clone(), here.rows.clone()), (there.histogram.clone(), there.rows.clone()));
+                assert_eq!((here.averages, here.batches, here.samples), (there.averages, there.batches, there.samples));
+                assert!(here.histogram.total() > 0 && !here.rows.is_empty());
+                for (here, there) in here.halves.iter().zip(&there.halves) {
+                    assert_eq!((here.histogram(), here.largest(), here.count()), (there.histogram(), there.largest(), there.count()));
+                    let figures = |channels: &Channels| channels.means().into_iter().chain(channels.mean_squares()).collect::<Vec<_>>();
+                    assert!(figures(here).iter().zip(figures(there)).all(|(a, b)| (a - b).abs() < 1e-9), "{shapes:?}");
+                }
+            }
+        }
+        let mut wrong = ValueStatistics::new(2, Request { axis: Axis::Last, histograms: true });
+        let value = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
+        assert!(wrong.add_there("x", &value, Axis::Last, 1).unwrap_err().to_string().contains("is not finite for a calibration sample"));
+    }
 
     /// One half can be held to the other however samples come in batches.
     #[test]

@@ -7,6 +7,7 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 mod arrays;
+mod chat;
 mod held_out;
 mod idx;
 mod images;
@@ -37,13 +38,14 @@ use std::sync::OnceLock;
 use candle_core::Tensor;
 use serde_json::{Map, Value};
 
+pub use chat::{ChatTemplate, Message};
 pub use opened::OpenedSets;
 pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, Task};
 pub use order::Order;
 pub(crate) use padding::Padding;
 pub use speech::Speech;
 pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
-pub(crate) use tokens::{Tokenizer, special_tokens, token_text};
+pub(crate) use tokens::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;

@@ -82,7 +82,7 @@ pub enum LabelKind {
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Data {
-    /// Text: .txt (one sample per line), .csv, .tsv or .jsonl
+    /// Text: .txt or .raw (one sample per line), .csv, .tsv or .jsonl
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", help_heading = "Data"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<PathBuf>,
@@ -270,7 +270,7 @@ impl Data {
         let ending = path.extension().and_then(|e| e.to_str()).unwrap_or("").to_ascii_lowercase();
         let path = Some(path.to_owned());
         match ending.as_str() {
-            "txt" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
+            "txt" | "raw" | "csv" | "tsv" | "jsonl" => Data { text: path, ..Data::default() },
             "safetensors" | "npz" | "npy" => Data { arrays: path, ..Data::default() },
             _ if super::arrays::are_in(path.as_deref().unwrap_or(Path::new(""))) => Data { arrays: path, ..Data::default() },
             _ => Data { images: path, ..Data::default() },

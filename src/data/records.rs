@@ -1,23 +1,53 @@
 //! Lines of text files: plain, with columns, or JSON objects.
 
+use std::borrow::Cow;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::Target;
+use super::chat::{Chat, ChatTemplate};
 use super::labels::Label;
 use super::options::{Column, Data};
 use crate::error::{Error, Result, tellable};
 use crate::files;
 
+/// What a model is to read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Text {
+    Plain(String),
+    Chat(Chat),
+}
+
 /// A text with what goes with it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Record {
-    pub text: String,
+    pub text: Text,
     pub pair: Option<String>,
     pub label: Option<Label>,
     /// Line in the file, from 1.
     pub line: u64,
+}
+
+impl Record {
+    /// The text, and whether the special tokens that it needs stand in it, as templates of chats write them.
+    pub fn written(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
+        let wrong = |what: String| Error::malformed(path, format!("line {}{what}", self.line));
+        match (&self.text, template) {
+            (Text::Plain(text), _) => Ok((text.into(), false)),
+            (Text::Chat(chat), Some(template)) => template.whole(chat).map(|text| (text.into(), true)).map_err(|e| wrong(format!(": {e}"))),
+            (Text::Chat(_), None) => Err(wrong(" is a chat, and the first line is none: a file holds texts or chats".into())),
+        }
+    }
+}
+
+/// The template for the chats of a file, where it holds chats.
+pub(super) fn template(mut records: impl Iterator<Item = Result<Record>>, target: &Target) -> Result<Option<ChatTemplate>> {
+    match records.next().transpose()? {
+        Some(Record { text: Text::Chat(_), .. }) => ChatTemplate::open(target.folder, target.made).map(Some),
+        _ => Ok(None),
+    }
 }
 
 pub(super) type Records = Box<dyn Iterator<Item = Result<Record>> + Send>;
@@ -31,6 +61,8 @@ pub(super) enum TextFormat {
 }
 
 const TEXT: [&str; 2] = ["text", "sentence"];
+/// The messages of a chat, in JSON objects.
+const MESSAGES: &str = "messages";
 const LABEL: [&str; 2] = ["label", "labels"];
 
 /// The layout that a file's name tells.
@@ -44,8 +76,8 @@ pub(super) fn layout(options: &Data, path: &Path) -> Result<TextFormat> {
     match ending.as_str() {
         "csv" | "tsv" => Ok(TextFormat::Columns { delimiter: if tabs { b'\t' } else { b',' }, quoting: options.quoting.unwrap_or(!tabs) }),
         "jsonl" => Ok(TextFormat::Json),
-        "txt" => Ok(TextFormat::Lines),
-        _ => Err(Error::option("data", format!("{}: text must be .txt, .csv, .tsv or .jsonl, or `delimiter` must be given", tellable(path).display()))),
+        "txt" | "raw" => Ok(TextFormat::Lines),
+        _ => Err(Error::option("data", format!("{}: text must be .txt, .raw, .csv, .tsv or .jsonl, or `delimiter` must be given", tellable(path).display()))),
     }
 }
 
@@ -59,7 +91,7 @@ pub(super) fn open(options: &Data, path: &Path, labelled: bool) -> Result<Record
             }
             Ok(Box::new(lines(file, path).filter_map(|line| match line {
                 Ok((_, text)) if text.trim().is_empty() => None,
-                Ok((line, text)) => Some(Ok(Record { text, pair: None, label: None, line })),
+                Ok((line, text)) => Some(Ok(Record { text: Text::Plain(text), pair: None, label: None, line })),
                 Err(e) => Some(Err(e)),
             })))
         }
@@ -126,7 +158,7 @@ fn columns(options: &Data, file: impl Read + Send + 'static, path: &Path, labell
             let missing = || Error::malformed(&path, format!("line {line} has {} columns, column {index} is wanted", record.len()));
             record.get(index).map(str::to_owned).ok_or_else(missing)
         };
-        Ok(Record { text: get(text)?, pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
+        Ok(Record { text: Text::Plain(get(text)?), pair: pair.map(get).transpose()?, label: label.map(get).transpose()?.map(Label::Text), line })
     });
     Ok(Box::new(records))
 }
@@ -197,12 +229,26 @@ impl Names {
                 Err(Error::malformed(&self.path, format!("line {line} has no `{name}`; there are {}", listed(&names))))
             }
         };
+        let text = match find(&self.text, &[TEXT[0], TEXT[1], MESSAGES]) {
+            Ok(Value::Array(messages)) => Text::Chat(self.chat(line, messages, &object)?),
+            found => Text::Plain(value(found)?.into_text()),
+        };
         Ok(Record {
-            text: value(find(&self.text, &TEXT))?.into_text(),
+            text,
             pair: self.pair.as_ref().map(|_| value(find(&self.pair, &[]))).transpose()?.map(Label::into_text),
             label: if self.label.is_some() || self.labelled { Some(value(find(&self.label, &LABEL))?) } else { None },
             line,
         })
+    }
+
+    fn chat(&self, line: u64, messages: &[Value], object: &Map<String, Value>) -> Result<Chat> {
+        let wrong = |what| Err(Error::malformed(&self.path, format!("line {line}: {what}")));
+        match messages {
+            [] => wrong("a chat without messages"),
+            _ if !messages.iter().all(|message| message.get("role").is_some_and(Value::is_string)) => wrong("a message of a chat has no `role`"),
+            _ if self.pair.is_some() => wrong("a chat has no pair: leave `pair_column` out"),
+            _ => Ok(Chat { messages: messages.into(), tools: object.get("tools").cloned().unwrap_or_default() }),
+        }
     }
 }
 
@@ -220,12 +266,14 @@ mod tests {
     }
 
     fn record(text: &str, pair: Option<&str>, label: Option<&str>, line: u64) -> Record {
-        Record { text: text.into(), pair: pair.map(Into::into), label: label.map(|text| Label::Text(text.into())), line }
+        Record { text: Text::Plain(text.into()), pair: pair.map(Into::into), label: label.map(|text| Label::Text(text.into())), line }
     }
 
     #[test]
     fn every_layout_is_read() {
-        assert_eq!(read("a.txt", "one\n\ntwo", "{}", false).unwrap(), [record("one", None, None, 1), record("two", None, None, 3)]);
+        for name in ["a.txt", "a.raw"] {
+            assert_eq!(read(name, "one\n\ntwo", "{}", false).unwrap(), [record("one", None, None, 1), record("two", None, None, 3)]);
+        }
         let columns = "id,text,label\n1,\"a, b\",x\n2,c,y\n";
         assert_eq!(read("a.csv", columns, "{}", true).unwrap(), [record("a, b", None, Some("x"), 2), record("c", None, Some("y"), 3)]);
         let windows = columns.replace('\n', "\r\n");

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::chat::ChatTemplate;
 use super::labels::{Classes, Label};
 use super::options::{Data, Task};
 use super::records::{self, Record};
@@ -17,6 +18,7 @@ pub(super) struct Sentences {
     path: PathBuf,
     task: Task,
     tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
     classes: Classes,
 }
 
@@ -26,10 +28,11 @@ impl Sentences {
             return Err(Error::option("data", "`task: embedding` compares pairs with scores: name `pair_column` and `label_column`"));
         }
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
-        let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, classes: Classes::of(options, &target) };
+        let classes = Classes::of(options, &target);
+        let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, template: None, classes };
         // What is wrong with the columns is said before a model is loaded.
-        drop(sentences.records()?);
-        Ok(sentences)
+        let template = records::template(sentences.records()?, &target)?;
+        Ok(Sentences { template, ..sentences })
     }
 
     fn records(&self) -> Result<impl Iterator<Item = Result<Record>> + Send + use<>> {
@@ -48,11 +51,19 @@ impl Sentences {
         };
         let rows: Vec<Tokens> = if self.task == Task::Embedding {
             let second = records.iter().filter_map(|r| r.pair.as_ref());
-            records.iter().map(|r| &r.text).chain(second).map(|text| self.tokenizer.encode(text, None)).collect::<Result<_>>()?
+            let first = records.iter().map(|record| self.encode(record, None));
+            first.chain(second.map(|text| self.tokenizer.encode(text, None))).collect::<Result<_>>()?
         } else {
-            records.iter().map(|r| self.tokenizer.encode(&r.text, r.pair.as_deref())).collect::<Result<_>>()?
+            records.iter().map(|record| self.encode(record, record.pair.as_deref())).collect::<Result<_>>()?
         };
         Ok(Batch { inputs: self.tokenizer.collate(&rows)?, references, samples: records.len() })
+    }
+
+    fn encode(&self, record: &Record, pair: Option<&str>) -> Result<Tokens> {
+        match record.written(self.template.as_ref(), &self.path)? {
+            (text, true) => self.tokenizer.encode_as_it_is(&text),
+            (text, false) => self.tokenizer.encode(&text, pair),
+        }
     }
 
     fn labels<T>(&self, records: &[Record], read: impl Fn(&Label, &str) -> Result<T>) -> Result<Vec<T>> {

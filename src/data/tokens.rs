@@ -83,13 +83,21 @@ impl Tokenizer {
     /// A text, or a pair of texts, with the special tokens around them.
     pub fn encode(&self, text: &str, pair: Option<&str>) -> Result<Tokens> {
         let text = self.cased(text);
-        let encoding = match pair {
+        self.tokens(match pair {
             Some(pair) => {
                 require_room(self.longest, self.around_pairs)?;
                 self.inner.encode_fast((text, self.cased(pair)), true)
             }
             None => self.inner.encode_fast(text, true),
-        };
+        })
+    }
+
+    /// A text in which the special tokens stand that it needs.
+    pub fn encode_as_it_is(&self, text: &str) -> Result<Tokens> {
+        self.tokens(self.inner.encode_fast(self.cased(text), false))
+    }
+
+    fn tokens(&self, encoding: tokenizers::Result<tokenizers::Encoding>) -> Result<Tokens> {
         let encoding = encoding.map_err(|e| Error::malformed(&self.path, e))?;
         let wide = |values: &[u32]| values.iter().map(|v| i64::from(*v)).collect();
         Ok(Tokens { ids: wide(encoding.get_ids()), types: wide(encoding.get_type_ids()) })

@@ -8,8 +8,9 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::chat::ChatTemplate;
 use super::options::{self, Data, Task};
-use super::records::{self, TextFormat};
+use super::records::{self, Record, TextFormat};
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
@@ -24,6 +25,7 @@ pub(super) struct Windows {
     options: Data,
     path: PathBuf,
     tokenizer: Tokenizer,
+    template: Option<ChatTemplate>,
     cut: Cut,
 }
 
@@ -46,22 +48,34 @@ impl Windows {
         if stride > room {
             return Err(Error::option("data", format!("`stride` is {stride}, but a window has room for {room} tokens: some would be skipped")));
         }
-        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, cut: Cut { first, room, stride } };
-        drop(windows.texts()?);
-        Ok(windows)
+        let windows = Windows { options: options.clone(), path: path.to_owned(), tokenizer, template: None, cut: Cut { first, room, stride } };
+        let template = if windows.is_one_text()? { None } else { records::template(windows.records()?, &target)? };
+        Ok(Windows { template, ..windows })
     }
 
-    fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<String>> + Send>> {
-        if records::layout(&self.options, &self.path)? == TextFormat::Lines {
+    fn is_one_text(&self) -> Result<bool> {
+        Ok(records::layout(&self.options, &self.path)? == TextFormat::Lines)
+    }
+
+    fn records(&self) -> Result<records::Records> {
+        records::open(&self.options, &self.path, false)
+    }
+
+    /// Texts, each with whether special tokens stand in it.
+    fn texts(&self) -> Result<Box<dyn Iterator<Item = Result<(String, bool)>> + Send + '_>> {
+        if self.is_one_text()? {
             let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
-            return Ok(Box::new(Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE }));
+            let pieces = Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE };
+            return Ok(Box::new(pieces.map(|piece| piece.map(|text| (text, false)))));
         }
-        Ok(Box::new(records::open(&self.options, &self.path, false)?.map(|record| record.map(|r| r.text))))
+        let written = |record: Record| record.written(self.template.as_ref(), &self.path).map(|(text, whole)| (text.into_owned(), whole));
+        Ok(Box::new(self.records()?.map(move |record| record.and_then(written))))
     }
 
     fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
-        let windows = self.texts()?.flat_map(move |text| match text.and_then(|text| self.tokenizer.plain(&text)) {
-            Ok(tokens) => self.cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
+        let tokens = |(text, whole): (String, bool)| Ok((self.tokenizer.plain(&text)?, if whole { self.cut.without_first() } else { self.cut }));
+        let windows = self.texts()?.flat_map(move |text| match text.and_then(tokens) {
+            Ok((tokens, cut)) => cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
             Err(e) => vec![Err(e)],
         });
         Ok(windows.take(self.options.samples.unwrap_or(usize::MAX)))
@@ -108,6 +122,12 @@ struct Cut {
 }
 
 impl Cut {
+    /// For texts that begin with what they are to begin with.
+    fn without_first(self) -> Cut {
+        let room = self.room.saturating_add(usize::from(self.first.is_some()));
+        Cut { first: None, room, stride: if self.stride == self.room { room } else { self.stride } }
+    }
+
     fn windows(&self, tokens: &[i64]) -> Vec<Window> {
         let lead = usize::from(self.first.is_some());
         let (mut windows, mut start, mut done) = (Vec::new(), 0usize, 0usize);

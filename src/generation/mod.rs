@@ -3,7 +3,6 @@
 // What is read here, anybody may have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-mod chat;
 mod opening;
 mod options;
 mod run;
@@ -16,12 +15,12 @@ use std::collections::BTreeSet;
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
-pub use chat::{ChatTemplate, Message};
 pub use options::{Generate, Sampling};
 pub use vocabulary::Vocabulary;
 
 use crate::analysis::usual_sizes;
 use crate::arch::{self, ModelKind};
+pub use crate::data::{ChatTemplate, Message};
 use crate::data::{DECODED, Speech, longest};
 use crate::error::{Error, Result};
 use crate::exec::{Executor, Inputs, MemoryNeed, Parameters, Residence, Schedule, SequenceCache};

@@ -23,7 +23,7 @@ use crate::report::terminal::table;
 pub(in crate::cli) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Data, by file name: .txt, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
+    /// Data, by file name: .txt, .raw, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
     #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]
     data: Option<PathBuf>,
     #[command(flatten)]

@@ -3,13 +3,17 @@
 
 use half::f16;
 
+use super::search::{Fits, LANES, NOTHING, Trials, around, beside, costs, lanes, with_minimum};
+
 /// One over a step, and nothing for a step that is nothing: codes mean nothing then.
+#[inline(always)]
 fn inverse(step: f32) -> f32 {
     let inverse = 1.0 / step;
     if inverse.is_finite() { inverse } else { 0.0 }
 }
 
 /// The value that is farthest from zero, the first of equals.
+#[inline(always)]
 pub(super) fn farthest(values: &[f32]) -> f32 {
     values.iter().fold(0f32, |most, value| if value.abs() > most.abs() { *value } else { most })
 }
@@ -32,19 +36,35 @@ simd! {
     }
 }
 
-/// Codes of so many values as [`q4_0`](super::decode::q4_0) finds them, the lowest code for the value that is farthest from zero.
-fn around_zero(values: &[f32; 32], middle: f32) -> (f32, [u8; 32]) {
-    let step = farthest(values) / -middle;
-    let inverse = inverse(step);
-    (step, values.map(|value| (value * inverse + (middle + 0.5)).min(2.0 * middle - 1.0) as u8))
+/// Codes of blocks as [`q4_0`](super::decode::q4_0) finds them, the lowest code for the value that is farthest from zero.
+#[inline(always)]
+fn around_zero(values: &[f32], middle: f32) -> Fits<32> {
+    let mut fits = Fits::NOTHING;
+    for (lane, values) in values.as_chunks::<32>().0.iter().enumerate().take(LANES) {
+        let step = farthest(values) / -middle;
+        let inverse = inverse(step);
+        fits.scale[lane] = step;
+        for (value, code) in values.iter().zip(&mut fits.codes[lane]) {
+            *code = (value * inverse + (middle + 0.5)).min(2.0 * middle - 1.0) as u8;
+        }
+    }
+    fits
 }
 
-/// Codes from the lowest value on, the step between them, and that value.
-fn from_lowest(values: &[f32; 32], most: f32) -> (f32, f32, [u8; 32]) {
-    let (low, high) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)));
-    let step = (high - low) / most;
-    let inverse = inverse(step);
-    (step, low, values.map(|value| ((value - low) * inverse + 0.5).min(most) as u8))
+/// Codes from the lowest value of each block on.
+#[inline(always)]
+fn from_lowest(values: &[f32], most: f32) -> Fits<32> {
+    let mut fits = Fits::NOTHING;
+    for (lane, values) in values.as_chunks::<32>().0.iter().enumerate().take(LANES) {
+        let (low, high) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), value| (low.min(*value), high.max(*value)));
+        let step = (high - low) / most;
+        let inverse = inverse(step);
+        (fits.scale[lane], fits.minimum[lane]) = (step, -low);
+        for (value, code) in values.iter().zip(&mut fits.codes[lane]) {
+            *code = ((value - low) * inverse + 0.5).min(most) as u8;
+        }
+    }
+    fits
 }
 
 fn halves(codes: &[u8; 32], bytes: &mut [u8]) {
@@ -67,38 +87,45 @@ fn power_of_row(values: &[f32], importance: &[f32]) -> f32 {
     if importance.is_empty() { 0.0 } else { power(values) }
 }
 
-/// What errors count for: the importance of a column, and more where the value is large beside a power.
-fn costs<const N: usize>(values: &[f32; N], importance: &[f32; N], power: f32) -> [f32; N] {
-    std::array::from_fn(|i| importance[i] * (power + values[i] * values[i]).sqrt())
+/// Blocks around zero; `importance` is that of their columns, or nothing.
+#[inline(always)]
+fn centred(values: &[f32], importance: Option<&[f32]>, power: f32, middle: f32) -> Fits<32> {
+    let Some(importance) = importance else { return around_zero(values, middle) };
+    let values = beside(values);
+    around(&values, &costs(&values, importance, &[power; LANES]), middle)
 }
 
-/// Step and codes of 32 values around zero; `importance` is that of a row, or nothing.
-fn centred(values: &[f32; 32], importance: Option<&[f32; 32]>, power: f32, middle: f32) -> (f32, [u8; 32]) {
-    match importance {
-        None => around_zero(values, middle),
-        Some(importance) => around(values, &costs(values, importance, power), middle),
-    }
-}
-
-/// Step, lowest value and codes of 32 values.
-fn ranged(values: &[f32; 32], importance: Option<&[f32; 32]>, power: f32, most: f32) -> (f32, f32, [u8; 32]) {
+/// Blocks from their lowest value to the highest.
+#[inline(always)]
+fn ranged(values: &[f32], importance: Option<&[f32]>, power: f32, most: f32) -> Fits<32> {
     let Some(importance) = importance else { return from_lowest(values, most) };
-    let fit = with_minimum(values, &costs(values, importance, power), most, &Trials::WEIGHTED);
-    (fit.scale, -fit.minimum, fit.codes)
+    let values = beside(values);
+    with_minimum(&values, &costs(&values, importance, &[power; LANES]), most, &Trials::WEIGHTED)
 }
 
-/// The importance of a block, where there is any.
-fn of_block<const N: usize>(importance: &[f32], index: usize) -> Option<&[f32; N]> {
-    importance.as_chunks::<N>().0.get(index)
+/// Runs of a row that go together, with the importance of their columns where there is any, and their blocks of `bytes` for `N` values.
+fn runs<'a, const N: usize, const BYTES: usize>(
+    values: &'a [f32],
+    importance: &'a [f32],
+    blocks: &'a mut [u8],
+    together: usize,
+) -> impl Iterator<Item = (&'a [f32], Option<&'a [f32]>, &'a mut [[u8; BYTES]])> {
+    let runs = values.chunks(N * together).zip(blocks.as_chunks_mut::<BYTES>().0.chunks_mut(together)).enumerate();
+    runs.map(move |(index, (values, blocks))| {
+        let first = index * N * together;
+        (values, importance.get(first..first + values.len()).filter(|some| !some.is_empty()), blocks)
+    })
 }
 
 simd! {
     pub(super) fn q4_0(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         let power = power_of_row(values, importance);
-        for (index, (values, block)) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<18>().0).enumerate() {
-            let (step, codes) = centred(values, of_block(importance, index), power, 8.0);
-            put(step, block, 0);
-            halves(&codes, &mut block[2..]);
+        for (values, importance, blocks) in runs::<32, 18>(values, importance, blocks, LANES) {
+            let fits = centred(values, importance, power, 8.0);
+            for (lane, block) in blocks.iter_mut().enumerate() {
+                put(fits.scale[lane], block, 0);
+                halves(&fits.codes[lane], &mut block[2..]);
+            }
         }
     }
 }
@@ -106,11 +133,13 @@ simd! {
 simd! {
     pub(super) fn q4_1(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         let power = power_of_row(values, importance);
-        for (index, (values, block)) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<20>().0).enumerate() {
-            let (step, low, codes) = ranged(values, of_block(importance, index), power, 15.0);
-            put(step, block, 0);
-            put(low, block, 2);
-            halves(&codes, &mut block[4..]);
+        for (values, importance, blocks) in runs::<32, 20>(values, importance, blocks, LANES) {
+            let fits = ranged(values, importance, power, 15.0);
+            for (lane, block) in blocks.iter_mut().enumerate() {
+                put(fits.scale[lane], block, 0);
+                put(-fits.minimum[lane], block, 2);
+                halves(&fits.codes[lane], &mut block[4..]);
+            }
         }
     }
 }
@@ -118,11 +147,13 @@ simd! {
 simd! {
     pub(super) fn q5_0(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         let power = power_of_row(values, importance);
-        for (index, (values, block)) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<22>().0).enumerate() {
-            let (step, codes) = centred(values, of_block(importance, index), power, 16.0);
-            put(step, block, 0);
-            block[2..6].copy_from_slice(&fifths(&codes));
-            halves(&codes, &mut block[6..]);
+        for (values, importance, blocks) in runs::<32, 22>(values, importance, blocks, LANES) {
+            let fits = centred(values, importance, power, 16.0);
+            for (lane, block) in blocks.iter_mut().enumerate() {
+                put(fits.scale[lane], block, 0);
+                block[2..6].copy_from_slice(&fifths(&fits.codes[lane]));
+                halves(&fits.codes[lane], &mut block[6..]);
+            }
         }
     }
 }
@@ -131,85 +162,29 @@ simd! {
     /// From the lowest value to the highest.
     pub(super) fn q5_1(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         let power = power_of_row(values, importance);
-        for (index, (values, block)) in values.as_chunks::<32>().0.iter().zip(blocks.as_chunks_mut::<24>().0).enumerate() {
-            let (step, low, codes) = ranged(values, of_block(importance, index), power, 31.0);
-            put(step, block, 0);
-            put(low, block, 2);
-            block[4..8].copy_from_slice(&fifths(&codes));
-            halves(&codes, &mut block[8..]);
+        for (values, importance, blocks) in runs::<32, 24>(values, importance, blocks, LANES) {
+            let fits = ranged(values, importance, power, 31.0);
+            for (lane, block) in blocks.iter_mut().enumerate() {
+                put(fits.scale[lane], block, 0);
+                put(-fits.minimum[lane], block, 2);
+                block[4..8].copy_from_slice(&fifths(&fits.codes[lane]));
+                halves(&fits.codes[lane], &mut block[8..]);
+            }
         }
     }
-}
-
-/// Codes, scale and what is taken away of so many values.
-struct Fit<const N: usize> {
-    codes: [u8; N],
-    scale: f32,
-    minimum: f32,
-}
-
-/// Scales that are tried beside that of the whole range: `steps` more than one, `apart` codes between them.
-struct Trials {
-    first: f32,
-    apart: f32,
-    steps: usize,
-}
-
-impl Trials {
-    /// Of Q4_K and Q5_K without importance.
-    const OF_FOUR_BITS: Trials = Trials { first: -1.0, apart: 0.1, steps: 20 };
-    const OF_FIVE_BITS: Trials = Trials { first: -0.5, apart: 0.1, steps: 15 };
-    /// Of all types with it.
-    const WEIGHTED: Trials = Trials { first: -0.9, apart: 0.05, steps: 36 };
 }
 
 /// A sum over `N` values, one after another.
+#[inline(always)]
 fn sum<const N: usize>(of: impl Fn(usize) -> f32) -> f32 {
     (0..N).fold(0.0, |sum, i| sum + of(i))
-}
-
-/// Scale and minimum by weighted least squares, for codes that several scales give (`make_qkx2_quants`, `make_qkx3_quants`).
-fn with_minimum<const N: usize>(values: &[f32; N], weights: &[f32; N], most: f32, trials: &Trials) -> Fit<N> {
-    let (low, high) = values.iter().fold((values[0], values[0]), |(low, high), value| (low.min(*value), high.max(*value)));
-    let low = low.min(0.0);
-    if high <= low {
-        return Fit { codes: [0; N], scale: 0.0, minimum: -low };
-    }
-    let codes_by = |inverse: f32, low: f32| values.map(|value| (inverse * (value - low)).round_ties_even().clamp(0.0, most));
-    let error = |codes: &[f32; N], scale: f32, minimum: f32| {
-        sum::<N>(|i| {
-            let difference = scale * codes[i] + minimum - values[i];
-            weights[i] * (difference * difference)
-        })
-    };
-    let (sum_w, sum_x) = (sum::<N>(|i| weights[i]), sum::<N>(|i| weights[i] * values[i]));
-    let inverse = most / (high - low);
-    let (mut best, mut scale, mut minimum) = (codes_by(inverse, low), 1.0 / inverse, low);
-    let mut least = error(&best, scale, minimum);
-    for step in 0..=trials.steps {
-        // From the best minimum so far, as the reference has it.
-        let codes = codes_by((trials.first + trials.apart * step as f32 + most) / (high - minimum), minimum);
-        let (sum_l, sum_l2) = (sum::<N>(|i| weights[i] * codes[i]), sum::<N>(|i| weights[i] * codes[i] * codes[i]));
-        let sum_xl = sum::<N>(|i| weights[i] * codes[i] * values[i]);
-        let determinant = sum_w * sum_l2 - sum_l * sum_l;
-        if determinant > 0.0 {
-            let (mut this_scale, mut this_minimum) = ((sum_w * sum_xl - sum_x * sum_l) / determinant, (sum_l2 * sum_x - sum_l * sum_xl) / determinant);
-            if this_minimum > 0.0 {
-                (this_scale, this_minimum) = (sum_xl / sum_l2, 0.0);
-            }
-            let this = error(&codes, this_scale, this_minimum);
-            if this < least {
-                (best, scale, minimum, least) = (codes, this_scale, this_minimum, this);
-            }
-        }
-    }
-    Fit { codes: best.map(|code| code as u8), scale, minimum: -minimum }
 }
 
 /// Most that six bits hold.
 const SIX_BITS: f32 = 63.0;
 
 /// Codes of scales that are not below zero, and the step between them, which makes the largest one the highest code.
+#[inline(always)]
 fn evenly(scales: &[f32; 8]) -> (f32, [u8; 8]) {
     let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
     let inverse = if largest > 0.0 { SIX_BITS / largest } else { 0.0 };
@@ -218,6 +193,7 @@ fn evenly(scales: &[f32; 8]) -> (f32, [u8; 8]) {
 
 /// Codes of scales that are not below zero, and the step between them, by least squares that count as the weights say
 /// (`make_qp_quants`).
+#[inline(always)]
 fn by_weight(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
     let largest = scales.iter().fold(0f32, |most, value| most.max(*value));
     if largest < NOTHING {
@@ -264,25 +240,49 @@ fn by_weight(scales: &[f32; 8], weights: &[f32; 8]) -> (f32, [u8; 8]) {
     (if squares > 0.0 { products / squares } else { 0.0 }, codes.map(|code| code as u8))
 }
 
-/// Scales and minima of a block of 256 in six bits each, and its codes: what Q4_K and Q5_K have in common.
-fn in_parts(values: &[f32; 256], importance: Option<&[f32; 256]>, most: f32, trials: &Trials, start: &mut [u8]) -> [u8; 256] {
-    let mut codes = [0; 256];
-    let (mut scales, mut minima, mut sums) = ([0f32; 8], [0f32; 8], [0f32; 8]);
-    let power = 2.0 * power(values);
-    for (j, values) in values.as_chunks::<32>().0.iter().enumerate() {
-        let importance = importance.and_then(|importance| of_block::<32>(importance, j));
-        let weights = match importance {
-            Some(importance) => costs(values, importance, power),
-            None => {
-                let mean = (values.iter().map(|value| value * value).sum::<f32>() / 32.0).sqrt();
-                values.map(|value| mean + value.abs())
+/// Searches for scales and minima of two blocks of 256.
+#[inline(always)]
+fn in_parts(values: &[f32], importance: Option<&[f32]>, most: f32, trials: &Trials) -> (Fits<32>, [f32; LANES]) {
+    let parts = beside::<32>(values);
+    let weights = match importance {
+        Some(importance) => {
+            let mut powers = [0f32; LANES];
+            for (values, powers) in values.as_chunks::<256>().0.iter().zip(powers.as_chunks_mut::<8>().0) {
+                *powers = [2.0 * power(values); 8];
             }
-        };
-        let fit = with_minimum(values, &weights, most, if importance.is_some() { &Trials::WEIGHTED } else { trials });
-        codes[32 * j..][..32].copy_from_slice(&fit.codes);
-        (scales[j], minima[j], sums[j]) = (fit.scale, fit.minimum, sum::<32>(|i| weights[i]));
+            costs(&parts, importance, &powers)
+        }
+        None => {
+            let mut squares = [0f32; LANES];
+            for row in &parts {
+                squares = lanes!(l => squares[l] + row[l] * row[l]);
+            }
+            let mean = lanes!(l => (squares[l] / 32.0).sqrt());
+            let mut weights = parts;
+            for row in &mut weights {
+                *row = lanes!(l => mean[l] + row[l].abs());
+            }
+            weights
+        }
+    };
+    let mut sums = [0f32; LANES];
+    for row in &weights {
+        sums = lanes!(l => sums[l] + row[l]);
     }
-    let stored = |values: &[f32; 8]| if importance.is_some() { by_weight(values, &sums) } else { evenly(values) };
+    (with_minimum(&parts, &weights, most, if importance.is_some() { &Trials::WEIGHTED } else { trials }), sums)
+}
+
+/// Scales and minima of a block of 256 in six bits each, and its codes: what Q4_K and Q5_K have in common. `half` says which of the two
+/// that were searched together.
+#[inline(always)]
+fn finished(values: &[f32; 256], (fits, sums): &(Fits<32>, [f32; LANES]), half: usize, weighted: bool, most: f32, start: &mut [u8]) -> [u8; 256] {
+    let mut codes = [0; 256];
+    let eight = |numbers: &[f32; LANES]| numbers.as_chunks::<8>().0[half];
+    let (scales, minima, sums) = (eight(&fits.scale), eight(&fits.minimum), eight(sums));
+    for (codes, found) in codes.as_chunks_mut::<32>().0.iter_mut().zip(&fits.codes[8 * half..]) {
+        *codes = *found;
+    }
+    let stored = |values: &[f32; 8]| if weighted { by_weight(values, &sums) } else { evenly(values) };
     let ((scale, scales), (minimum, minima)) = (stored(&scales), stored(&minima));
     let bytes = &mut start[4..16];
     for (j, (s, m)) in scales.into_iter().zip(minima).enumerate() {
@@ -320,67 +320,45 @@ fn nibbles(codes: &[u8; 256], bytes: &mut [u8]) {
 
 simd! {
     pub(super) fn q4_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
-        for (index, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks.as_chunks_mut::<144>().0).enumerate() {
-            block.fill(0);
-            let codes = in_parts(values, of_block(importance, index), 15.0, &Trials::OF_FOUR_BITS, block);
-            nibbles(&codes, &mut block[16..]);
+        for (values, importance, blocks) in runs::<256, 144>(values, importance, blocks, 2) {
+            let found = in_parts(values, importance, 15.0, &Trials::OF_FOUR_BITS);
+            for (half, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks).enumerate() {
+                block.fill(0);
+                let codes = finished(values, &found, half, importance.is_some(), 15.0, block);
+                nibbles(&codes, &mut block[16..]);
+            }
         }
     }
 }
 
 simd! {
     pub(super) fn q5_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
-        for (index, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks.as_chunks_mut::<176>().0).enumerate() {
-            block.fill(0);
-            let codes = in_parts(values, of_block(importance, index), 31.0, &Trials::OF_FIVE_BITS, block);
-            for (element, code) in codes.iter().enumerate() {
-                block[16 + element % 32] |= (code >> 4) << (element / 32);
+        for (values, importance, blocks) in runs::<256, 176>(values, importance, blocks, 2) {
+            let found = in_parts(values, importance, 31.0, &Trials::OF_FIVE_BITS);
+            for (half, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks).enumerate() {
+                block.fill(0);
+                let codes = finished(values, &found, half, importance.is_some(), 31.0, block);
+                for (element, code) in codes.iter().enumerate() {
+                    block[16 + element % 32] |= (code >> 4) << (element / 32);
+                }
+                nibbles(&codes, &mut block[48..]);
             }
-            nibbles(&codes, &mut block[48..]);
         }
     }
-}
-
-/// What is nothing among scales.
-const NOTHING: f32 = 1e-15;
-
-/// The scale of codes from −`middle` to `middle` − 1 by weighted least squares: of the lowest code for the value that is farthest from zero,
-/// and of those for up to nine tenths of a code more or less (`make_qx_quants`).
-fn around<const N: usize>(values: &[f32; N], weights: &[f32; N], middle: f32) -> (f32, [u8; N]) {
-    let farthest = farthest(values);
-    if farthest.abs() < NOTHING {
-        return (0.0, [0; N]);
-    }
-    let fit = |inverse: f32| {
-        let codes = values.map(|value| (inverse * value).round_ties_even().clamp(-middle, middle - 1.0));
-        (codes, sum::<N>(|i| weights[i] * values[i] * codes[i]), sum::<N>(|i| weights[i] * codes[i] * codes[i]))
-    };
-    let (mut best, products, squares) = fit(-middle / farthest);
-    let mut scale = if squares != 0.0 { products / squares } else { 0.0 };
-    let mut most = scale * products;
-    for step in (-9i8..=9).filter(|step| *step != 0) {
-        let (codes, products, squares) = fit(-(middle + 0.1 * f32::from(step)) / farthest);
-        if squares > 0.0 && products * products > most * squares {
-            scale = products / squares;
-            (best, most) = (codes, scale * products);
-        }
-    }
-    (scale, best.map(|code| (code + middle) as u8))
 }
 
 simd! {
     pub(super) fn q6_k(values: &[f32], importance: &[f32], blocks: &mut [u8]) {
         for (index, (values, block)) in values.as_chunks::<256>().0.iter().zip(blocks.as_chunks_mut::<210>().0).enumerate() {
-            let importance = of_block::<256>(importance, index);
             block.fill(0);
-            let (mut codes, mut scales) = ([0u8; 256], [0f32; 16]);
-            for (j, values) in values.as_chunks::<16>().0.iter().enumerate() {
-                let squares = values.map(|value| value * value);
-                let weights = importance.and_then(|importance| of_block::<16>(importance, j)).unwrap_or(&squares);
-                let (scale, found) = around(values, weights, 32.0);
-                scales[j] = scale;
-                codes[16 * j..][..16].copy_from_slice(&found);
-            }
+            let parts = beside::<16>(values);
+            let weights = match importance.as_chunks::<256>().0.get(index) {
+                Some(importance) => beside(importance),
+                None => parts.map(|row| row.map(|value| value * value)),
+            };
+            let Fits { codes: found, scale: scales, .. } = around(&parts, &weights, 32.0);
+            let mut codes = [0u8; 256];
+            codes.copy_from_slice(found.as_flattened());
             let largest = farthest(&scales);
             if largest.abs() < NOTHING {
                 continue;

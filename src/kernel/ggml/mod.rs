@@ -5,6 +5,7 @@
 
 mod decode;
 mod encode;
+mod search;
 
 /// Types of blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

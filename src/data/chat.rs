@@ -11,7 +11,7 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter};
 use serde_json::{Map, Value, json};
 
-use crate::data::{special_tokens, token_text};
+use super::tokens::{special_tokens, token_text};
 use crate::error::{Error, Result};
 use crate::model::{Made, config_beside, text_beside};
 
@@ -28,6 +28,13 @@ pub struct Message {
     pub role: String,
     /// What.
     pub content: String,
+}
+
+/// Messages of a data set with whatever a template knows of them, and the tools that they may call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Chat {
+    pub messages: Value,
+    pub tools: Value,
 }
 
 /// The template of a model (Jinja), as transformers has it: blocks leave no empty lines, `raise_exception` refuses messages.
@@ -56,7 +63,7 @@ impl ChatTemplate {
         };
         let text = own.or_else(stored).ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
-            hint: "continue the text itself, without --chat".into(),
+            hint: "take texts instead of chats".into(),
         })?;
         let tokens = special_tokens(folder, made, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
@@ -68,6 +75,15 @@ impl ChatTemplate {
     /// # Errors
     /// The template is broken, takes too long, or refuses the messages.
     pub fn render(&self, messages: &[Message]) -> Result<String> {
+        self.made_of(&json!(messages), &Value::Null, true)
+    }
+
+    /// The text of a whole chat.
+    pub(super) fn whole(&self, chat: &Chat) -> Result<String> {
+        self.made_of(&chat.messages, &chat.tools, false)
+    }
+
+    fn made_of(&self, messages: &Value, tools: &Value, answer: bool) -> Result<String> {
         let failed = |e: Fault| {
             let dated = e.to_string().contains("strftime_now");
             let hint = if dated { "the template asks for the date, with which answers change from day to day: put a date into its text" } else { "" };
@@ -85,10 +101,9 @@ impl ChatTemplate {
             as_python(&value, indent).map_err(|e| Fault::new(ErrorKind::BadSerialization, e.to_string()))
         });
         let mut context = self.tokens.clone();
-        context.insert("messages".into(), json!(messages));
-        context.insert("add_generation_prompt".into(), json!(true));
-        // transformers passes them always.
-        ["tools", "documents"].into_iter().for_each(|name| drop(context.insert(name.into(), Value::Null)));
+        // transformers passes all of them always.
+        let given = [("messages", messages.clone()), ("tools", tools.clone()), ("documents", Value::Null), ("add_generation_prompt", json!(answer))];
+        context.extend(given.map(|(name, value)| (name.to_owned(), value)));
         environment.render_str(&self.text, Serde(context)).map_err(failed)
     }
 }

@@ -1,0 +1,42 @@
+"""llama.cpp, from the source that a package of Python carries."""
+
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from . import cached, venv
+
+PACKAGE = "llama_cpp_python-0.3.36"
+TOOLS = ["llama-quantize", "llama-perplexity", "llama-imatrix"]
+
+
+def source(folder, only=("",)):
+    """The source in `folder`: what of it begins with one of `only`."""
+    archive = venv.cache() / f"{PACKAGE}.tar.gz"
+    if not archive.is_file():
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", f"--dest={venv.cache()}"]
+        subprocess.run([*command, PACKAGE.replace("-", "==")], check=True, stdout=sys.stderr)
+    inside = f"{PACKAGE}/vendor/llama.cpp/"
+    with tarfile.open(archive) as file:
+        file.extractall(folder, [member for member in file if member.name.startswith(tuple(inside + start for start in only))], filter="data")
+    return Path(folder, inside)
+
+
+def build(folder):
+    tools = venv.prepare("cmake", ["cmake==4.4.4", "ninja==1.13.2"], "100 MB").parent
+    print("building llama.cpp (a quarter of an hour on two cores, once)", file=sys.stderr)
+    with tempfile.TemporaryDirectory() as scratch:
+        options = ["-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_BUILD_TESTS=OFF", f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"]
+        out = Path(scratch, "build")
+        subprocess.run([tools / "cmake", "-G", "Ninja", "-S", source(scratch), "-B", out, *options], check=True, stdout=sys.stderr)
+        subprocess.run([tools / "cmake", "--build", out, "--target", *TOOLS], check=True, stdout=sys.stderr)
+        for tool in TOOLS:
+            (folder / tool).write_bytes((out / "bin" / tool).read_bytes())
+            (folder / tool).chmod(0o755)
+
+
+def tools():
+    """The folder with llama.cpp's tools; they are built when they are missing."""
+    return cached.made(venv.cache() / f"llama.cpp-{PACKAGE.rsplit('-', 1)[1]}", build)
