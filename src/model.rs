@@ -118,11 +118,12 @@ impl Model {
         self.weights.by_name.values().map(|w| w.stored_bytes).sum()
     }
 
-    /// Holds tied weights to one treatment: an alias that is stored beside its original and was left out of a
-    /// change is dropped when both were the same, so that the loader ties them again. Notes say which.
+    /// Holds tied weights to one treatment, once a pass has changed one of them. A head that is stored and differs from the table is a weight of
+    /// its own, as transformers 5 reads it: the configuration says so from then on. One that is the same and was left out of a change is dropped,
+    /// so that the loader ties them again. Notes say which.
     ///
     /// # Errors
-    /// They differ, and only one of them was changed.
+    /// A pass changes an alias alone that is the same, or one of two tables that differ where the family has one.
     pub fn settle_ties(&mut self, input: &Model) -> Result<Vec<String>> {
         let mut notes = Vec::new();
         for (alias, original) in input.tied_names() {
@@ -131,36 +132,52 @@ impl Model {
                 _ => None,
             };
             let (Some(a), Some(b)) = (changed(alias), changed(original)) else { continue };
-            if a == b {
+            let always = input.config.shares_table();
+            if (always && a == b) || !(a || b) {
                 continue;
             }
-            let always = input.config.shares_table();
-            if !input.same_bytes(alias, original)? {
-                return Err(Error::tensor(
-                    alias,
-                    format!("config.json ties it to `{original}`, both are stored with different values, and a pass changes only one of them"),
-                    if always {
-                        "the family has one table for both: leave the wrong one out of the checkpoint"
-                    } else {
-                        "name both in `targets` or both in `ignore`, or set \"tie_word_embeddings\": false in config.json"
-                    },
-                ));
+            match (input.same_bytes(alias, original)?, always) {
+                (false, false) => notes.push(self.untie(alias, original)),
+                (false, true) => {
+                    return Err(Error::tensor(
+                        alias,
+                        format!("is `{original}` in this family, both are stored with different values, and a pass changes only one of them"),
+                        "the family has one table for both: leave the wrong one out of the checkpoint",
+                    ));
+                }
+                (true, _) if a == b => {}
+                (true, _) if a => {
+                    return Err(Error::tensor(
+                        alias,
+                        format!("is tied to `{original}` by config.json, but a pass changes only this one"),
+                        if always {
+                            "name both in `targets`: the family has one table for both"
+                        } else {
+                            "name both in `targets`, or set \"tie_word_embeddings\": false in config.json to untie them"
+                        },
+                    ));
+                }
+                (true, _) => {
+                    self.weights.by_name.remove(alias);
+                    notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
+                }
             }
-            if a {
-                return Err(Error::tensor(
-                    alias,
-                    format!("is tied to `{original}` by config.json, but a pass changes only this one"),
-                    if always {
-                        "name both in `targets`: the family has one table for both"
-                    } else {
-                        "name both in `targets`, or set \"tie_word_embeddings\": false in config.json to untie them"
-                    },
-                ));
-            }
-            self.weights.by_name.remove(alias);
-            notes.push(format!("`{alias}` is tied to `{original}` and has the same values: it is stored once"));
         }
         Ok(notes)
+    }
+
+    /// Says that a head is a weight of its own. Its bias is stored by both of its names then: transformers 5 reads one of them, 4 the other.
+    fn untie(&mut self, alias: &str, original: &str) -> String {
+        self.config.set("tie_word_embeddings", false.into());
+        let weights = &mut self.weights.by_name;
+        if let Some(module) = alias.strip_suffix("decoder.weight") {
+            let [own, shared] = [format!("{module}decoder.bias"), format!("{module}bias")];
+            if let Some(shared_bias) = weights.get(&shared).cloned() {
+                let bias = weights.entry(own).or_insert(shared_bias).clone();
+                weights.insert(shared, bias);
+            }
+        }
+        format!("`{alias}` differs from `{original}`, to which config.json ties it: it is a weight of its own, and \"tie_word_embeddings\" becomes false")
     }
 
     /// Whether two weights hold the same values in the same format.

@@ -258,7 +258,7 @@ fn an_interrupted_run_goes_on_behind_the_last_block() {
 fn what_cannot_be_done_is_refused_by_name() {
     let refused = |name: &str, pass: Step| attempt(name, pass).err().unwrap().to_string();
     let pattern = |text: &str| vec![text.parse().unwrap()];
-    let cases: [(&str, Step, &str); 8] = [
+    let cases: [(&str, Step, &str); 11] = [
         (
             "llama",
             PruneUnstructured { targets: pattern("model.embed_tokens.weight"), ..pruned(Importance::Wanda) }.into(),
@@ -271,6 +271,9 @@ fn what_cannot_be_done_is_refused_by_name() {
         ("llama", Quantize { damping: Some(0.1), ..quantized(Method::Rtn, Scheme::W4A16) }.into(), "damping"),
         ("llama", quantized(Method::Gptq, Scheme::Fp8).into(), "rtn"),
         ("gpt2", quantized(Method::Gptq, Scheme::W4A16).into(), "stored as [in, out]"),
+        ("deberta", quantized(Method::Gptq, Scheme::W4A16).into(), "key_proj.weight`: is read by several layers"),
+        ("deberta", pruned(Importance::Sparsegpt).into(), "key_proj.weight`: is read by several layers"),
+        ("deberta-masked-lm", quantized(Method::Gptq, Scheme::W4A16).into(), "pos_key_proj.weight`: reads the weight `deberta.encoder.rel_embeddings.weight`"),
     ];
     for (name, step, part) in cases {
         let text = refused(name, step);

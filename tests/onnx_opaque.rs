@@ -23,8 +23,8 @@ mod nodes;
 use nodes::{close, executed, floats, in_runtime, ints, model, node, numbers, sample, value};
 
 /// An attribute that is a body.
-fn body(name: &str, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>, output: &str) -> AttributeProto {
-    let output = vec![value(output, DataType::Float, None)];
+fn body(name: &str, nodes: Vec<NodeProto>, initializer: Vec<TensorProto>, outputs: &[&str]) -> AttributeProto {
+    let output = outputs.iter().map(|output| value(output, DataType::Float, None)).collect();
     let graph = GraphProto { name: Some(name.into()), node: nodes, initializer, output, ..GraphProto::default() };
     AttributeProto { g: Some(graph), i: None, r#type: Some(5), ..AttributeProto::int(name, 0) }
 }
@@ -43,8 +43,8 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
             &["small"],
             "b",
             vec![
-                body("then_branch", vec![node("Add", &["a", "within"], "t", vec![])], vec![floats("within", &[6])], "t"),
-                body("else_branch", vec![layer("x", "turned", "e")], vec![], "e"),
+                body("then_branch", vec![node("Add", &["a", "within"], "t", vec![])], vec![floats("within", &[6])], &["t"]),
+                body("else_branch", vec![layer("x", "turned", "e")], vec![], &["e"]),
             ],
         ),
         layer("b", "second", "y"),
@@ -59,11 +59,33 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
             &["small"],
             "b",
             vec![
-                body("then_branch", vec![node("Add", &["a", "first"], "b", vec![])], vec![floats("first", &[6])], "b"),
-                body("else_branch", vec![node("Cos", &["a"], "t", vec![])], vec![], "t"),
+                body("then_branch", vec![node("Add", &["a", "first"], "b", vec![])], vec![floats("first", &[6])], &["b"]),
+                body("else_branch", vec![node("Cos", &["a"], "t", vec![])], vec![], &["t"]),
             ],
         ),
         layer("b", "second", "y"),
+    ];
+    // Two results, one of which goes to a layer as it is; the other one is read by another node first.
+    let both = |node: NodeProto| NodeProto { output: vec!["left".into(), "right".into()], ..node };
+    let ends = |right: &str| vec![layer("left", "second", "b"), layer(right, "third", "c"), node("Add", &["b", "c"], "y", vec![])];
+    let chosen = vec![
+        positive[0].clone(),
+        positive[1].clone(),
+        positive[2].clone(),
+        both(node(
+            "If",
+            &["small"],
+            "",
+            vec![
+                body("then_branch", vec![node("Cos", &["a"], "t", vec![]), node("Sin", &["a"], "u", vec![])], vec![], &["t", "u"]),
+                body("else_branch", vec![node("Sin", &["a"], "t", vec![]), node("Cos", &["a"], "u", vec![])], vec![], &["t", "u"]),
+            ],
+        )),
+    ];
+    let largest = vec![
+        layer("x", "first", "a"),
+        both(node("TopK", &["a", "count"], "", vec![])),
+        node("GatherElements", &["a", "right"], "found", vec![AttributeProto::int("axis", 1)]),
     ];
     let limit = TensorProto { dims: vec![], ..nodes::given("limit", &[], &[100.0]) };
     let shaped = vec![
@@ -91,6 +113,17 @@ fn cases() -> Vec<(&'static str, usize, ModelProto)> {
                     layer("e", "second", "y"),
                 ],
                 [weights(), vec![TensorProto { dims: vec![], ..ints("axis", &[1]) }]].concat(),
+            ),
+        ),
+        ("a body of two results", 2, model(13, &[0, 4], [chosen, ends("right")].concat(), [weights(), vec![floats("third", &[6, 4]), limit.clone()]].concat())),
+        (
+            "a node of two results",
+            2,
+            model(
+                11,
+                &[0, 4],
+                [largest, ends("found")].concat(),
+                vec![floats("first", &[4, 6]), floats("second", &[3, 4]), floats("third", &[3, 4]), ints("count", &[3])],
             ),
         ),
         ("a body with a tensor called as a weight of the graph", 1, model(11, &[0, 4], shadowed, [weights(), vec![limit.clone()]].concat())),

@@ -113,6 +113,37 @@ fn an_encoder_of_a_class_with_a_head_is_an_encoder() {
     }
 }
 
+/// A head's bias has two names. Where ties are denied, transformers 4 stores it by the shared one alone, and reads it from there.
+#[test]
+fn a_heads_bias_is_read_by_either_name_or_missed_by_its_own() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-masked-lm-untied");
+    let [own, shared] = ["cls.predictions.decoder.bias", "cls.predictions.bias"];
+    for (ties, stored, read) in [
+        ("true", &[own, shared][..], Some(own)),
+        ("true", &[own], Some(own)),
+        ("true", &[shared], Some(shared)),
+        ("false", &[own, shared], Some(own)),
+        ("false", &[own], Some(own)),
+        ("false", &[shared], Some(shared)),
+        ("false", &[], None),
+    ] {
+        let copy = tempfile::tempdir().unwrap();
+        let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+        std::fs::write(copy.path().join("config.json"), config.replace("\"tie_word_embeddings\": true", &format!("\"tie_word_embeddings\": {ties}"))).unwrap();
+        let mut tensors = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        tensors.retain(|name, _| ![own, shared].contains(&name.as_str()) || stored.contains(&name.as_str()));
+        candle_core::safetensors::save(&tensors, copy.path().join("model.safetensors")).unwrap();
+        match (Model::open(copy.path()).unwrap().graph(), read) {
+            (Ok(graph), Some(read)) => {
+                let found: Vec<&str> = graph.params().map(|(_, value)| value.name.as_str()).filter(|name| [own, shared].contains(name)).collect();
+                assert_eq!(found, [read], "{ties} {stored:?}");
+            }
+            (Err(e), None) => assert!(e.to_string().contains(own), "{e}"),
+            (found, read) => panic!("{ties} {stored:?}: {:?} instead of {read:?}", found.err()),
+        }
+    }
+}
+
 /// Published encoders of T5 say that they are of an encoder and a decoder, and those of DeBERTa name kinds of products in one text.
 #[test]
 fn configurations_may_say_the_same_in_other_words() {

@@ -72,7 +72,8 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     Ok(())
 }
 
-/// A head whose weight is the embedding table, unless it is stored by its own name. Its bias has two names, and computes by its own.
+/// A head whose weight is the embedding table, unless it is stored by its own name. Its bias has two names, and computes by its own; transformers
+/// 4 stores it by the other one alone, also where ties are denied.
 pub(super) fn tied_head(s: &Settings, b: &mut Builder, module: &str, table: &str, bias: &str, x: ValueId) -> Result<ValueId> {
     let shape = [s.size("vocab_size")?, b.width(x)?];
     let [own, own_bias] = ["weight", "bias"].map(|part| format!("{module}.{part}"));

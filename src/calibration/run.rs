@@ -76,6 +76,17 @@ impl ValueStatistics {
         ValueStatistics { histogram: ActivationHistogram::default(), averages: Averages::default(), halves, rows: Vec::new(), batches: 0, samples: 0 }
     }
 
+    /// What there is to see of a parameter, which is the same for every sample.
+    ///
+    /// # Errors
+    /// One of its numbers is not finite.
+    pub(crate) fn of_parameter(name: &str, values: &[f32], shape: &[usize], request: Request) -> Result<ValueStatistics> {
+        let width = if request.axis == Axis::Last { shape.last() } else { shape.get(1) };
+        let mut seen = ValueStatistics::new(width.copied().unwrap_or(1), request);
+        seen.add(name, values, shape, request.axis, 1)?;
+        Ok(seen)
+    }
+
     /// Channel by channel.
     pub fn channels(&self) -> Channels {
         let mut all = self.halves[0].clone();

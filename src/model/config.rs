@@ -28,7 +28,7 @@ pub struct Config {
     carried: Map<String, Value>,
 }
 
-const TIED: [(&str, &str); 11] = [
+const TIED: [(&str, &str); 12] = [
     ("embed_out.weight", "gpt_neox.embed_in.weight"),
     ("lm_head.weight", "model.embed_tokens.weight"),
     ("lm_head.weight", "transformer.wte.weight"),
@@ -39,6 +39,7 @@ const TIED: [(&str, &str); 11] = [
     ("cls.predictions.decoder.weight", "deberta.embeddings.word_embeddings.weight"),
     ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
     ("lm_head.decoder.weight", "mpnet.embeddings.word_embeddings.weight"),
+    ("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight"),
     ("decoder.weight", "model.embeddings.tok_embeddings.weight"),
 ];
 

@@ -7,7 +7,7 @@ use super::place::Slot;
 use super::proto::{AttributeProto, DataType, GraphProto, NodeProto, TensorProto};
 use super::style::{Precision, Style, TiedHead};
 use crate::error::{Error, Result};
-use crate::ir::{Element, Graph, Node, Op, TensorType, ValueId};
+use crate::ir::{Element, Graph, Kind, Node, Op, TensorType, ValueId};
 
 /// The ONNX graph as far as it is written.
 pub(super) struct Lowering<'g> {
@@ -32,6 +32,8 @@ pub(super) struct Lowering<'g> {
     pub imports: BTreeMap<String, i64>,
     /// The nodes that read each value, by position.
     readers: Vec<Vec<&'g Op>>,
+    /// Which values depend on what the model is given, by position.
+    varies: Vec<bool>,
     shared: BTreeMap<String, Vec<String>>,
     scope: String,
     node: Option<&'g Node>,
@@ -40,8 +42,10 @@ pub(super) struct Lowering<'g> {
 impl<'g> Lowering<'g> {
     pub fn new(graph: &'g Graph, style: &Style, names: Vec<String>, taken: BTreeSet<String>, places: BTreeMap<usize, Vec<Slot>>) -> Self {
         let mut readers = vec![Vec::new(); graph.values().len()];
+        let mut varies: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Input).collect();
         for node in graph.nodes() {
             node.inputs.iter().for_each(|id| readers[id.index()].push(&node.op));
+            varies[node.output.index()] = node.inputs.iter().any(|id| varies[id.index()]);
         }
         Self {
             graph,
@@ -57,6 +61,7 @@ impl<'g> Lowering<'g> {
             constants: Vec::new(),
             imports: BTreeMap::new(),
             readers,
+            varies,
             shared: BTreeMap::new(),
             scope: String::new(),
             node: None,
@@ -302,10 +307,13 @@ impl<'g> Lowering<'g> {
         self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
     }
 
-    /// The integer that stands for zero in quantized activations, given as int8.
+    /// The integer that stands for zero in the quantized first input, given as int8. What is the same for all samples has no sign: ONNX Runtime
+    /// computes it beforehand, and fails on x86 where it then takes the sign away for several layers.
     pub fn zero_point(&mut self, value: i32) -> String {
-        let (kind, value) = if self.signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
-        self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
+        let signed = self.signed && self.operand(0).is_none_or(|id| self.varies[id]);
+        let (kind, value) = if signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
+        let name = if self.signed && !signed { format!("zero_point/unsigned/{value}") } else { format!("zero_point/{value}") };
+        self.constant(&name, kind, &[], vec![value.to_le_bytes()[0]])
     }
 
     /// Whole numbers of 32 bits that only this node needs.

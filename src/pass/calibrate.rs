@@ -83,11 +83,26 @@ pub(in crate::pass) fn statistics(
     if let Schedule::Blockwise { states } = context.memory.schedule(&[(model.config.model_type(), need)])? {
         // Half of them while samples wait at a value within a block.
         let options = BlockwiseOptions { limit: states / 2, tracker: context.memory_tracker.clone(), ..BlockwiseOptions::on(&context.device) };
-        return calibrate_blockwise((graph, &model.weights), &options, states / 2, &data, requests, &context.work);
+        let mut seen = calibrate_blockwise((graph, &model.weights), &options, states / 2, &data, requests, &context.work)?;
+        see_parameters(graph, model, requests, &mut seen)?;
+        return Ok(seen);
     }
     let parameters = Parameters::load(graph, &model.weights, &context.device, DType::F32, Residence::Stored, &context.work)?;
     let executor = Executor::new(graph, parameters, context.device.clone()).tracked(context.memory_tracker.as_ref());
-    calibrate(&executor, &data, requests, &context.work)
+    let mut seen = calibrate(&executor, &data, requests, &context.work)?;
+    see_parameters(graph, model, requests, &mut seen)?;
+    Ok(seen)
+}
+
+/// Adds the parameters that are asked for, like a table that a layer reads: no sample shows them.
+fn see_parameters(graph: &Graph, model: &Model, requests: &BTreeMap<String, Request>, seen: &mut BTreeMap<String, ValueStatistics>) -> Result<()> {
+    for (_, value) in graph.params() {
+        if let Some(request) = requests.get(&value.name) {
+            let weight = model.weights.get(&value.name)?;
+            seen.insert(value.name.clone(), ValueStatistics::of_parameter(&value.name, &weight.floats(&value.name)?, &weight.shape, *request)?);
+        }
+    }
+    Ok(())
 }
 
 /// Parameters of a graph by name, as floats in 32 bits.

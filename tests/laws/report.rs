@@ -144,3 +144,40 @@ fn a_tied_weight_that_is_stored_once_counts_once() {
     assert_eq!(before.parameters, elements(&tensors));
     assert_eq!(before.nonzero, elements(&tensors) - 2 * 64 * 32);
 }
+
+/// transformers 4 would tie it. Of the two names of its bias, 5 reads one, and 4 the other.
+#[test]
+fn a_head_that_differs_from_the_table_is_a_weight_of_its_own() {
+    let golden = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models/bert-masked-lm-untied");
+    let [table, head, own, shared] =
+        ["bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "cls.predictions.bias"];
+    let config = std::fs::read_to_string(golden.join("config.json")).unwrap();
+    assert!(config.contains("\"tie_word_embeddings\": true"));
+    for targets in [&[table][..], &[head], &[table, head]] {
+        for stored in [true, false] {
+            let desk = Desk::new();
+            let mut before = read(&golden);
+            if !stored {
+                before.remove(own);
+            }
+            let input = desk.weights(&before);
+            std::fs::write(input.join("config.json"), &config).unwrap();
+            let pass = PruneUnstructured { targets: targets.iter().map(|name| name.parse().unwrap()).collect(), ..Default::default() };
+            let output = desk.run(&input, pipeline().pass(pass)).unwrap();
+            let after = read(&output.path);
+            assert!(std::fs::read_to_string(output.path.join("config.json")).unwrap().contains("\"tie_word_embeddings\": false"));
+            assert!(output.report.notes.iter().any(|note| note.contains("a weight of its own")), "{:?}", output.report.notes);
+            for name in [table, head] {
+                assert_eq!(after[name] != before[name], targets.contains(&name), "{name} for {targets:?}");
+            }
+            assert_eq!(after[own], before[if stored { own } else { shared }]);
+            assert_eq!(after[shared], after[own]);
+        }
+    }
+    // Whatever no pass changes is written as it is.
+    let desk = Desk::new();
+    let input = desk.weights(&read(&golden));
+    std::fs::write(input.join("config.json"), &config).unwrap();
+    let output = desk.run(&input, pipeline().pass(PruneUnstructured::default())).unwrap();
+    assert_eq!(std::fs::read_to_string(output.path.join("config.json")).unwrap(), config);
+}

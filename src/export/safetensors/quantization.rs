@@ -193,7 +193,11 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Ve
         .filter(|item| model.weights.folder(&item.name).is_none())
         .filter(|item| embeddings || !is_embedding(&item.name, &item.weight) || is_linear(&item.name, &item.weight))
         .map(|item| module(&item.name));
-    let heads = HEADS.into_iter().filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));
+    // A head that is tied to a table of floats is stored nowhere, and is a linear layer all the same.
+    let heads = HEADS
+        .into_iter()
+        .chain(model.tied_names().into_iter().map(|(alias, _)| module(alias)))
+        .filter(|head| !quantized.iter().any(|name| name == head || name.ends_with(&format!(".{head}"))));
     let mut ignore = Vec::new();
     for name in left_out {
         ignore.push(name.to_owned());

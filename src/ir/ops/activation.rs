@@ -294,6 +294,15 @@ impl FakeQuantize {
         FakeQuantize { scale, zero_point: zero_point as i32 }
     }
 
+    /// The quantizer that reaches as far as both; zero stays in the middle where both have it there.
+    pub(crate) fn united(self, other: FakeQuantize) -> FakeQuantize {
+        let [(low, high), (other_low, other_high)] = [self.range(), other.range()];
+        match (self.zero_point, other.zero_point) {
+            (a, b) if a == b => FakeQuantize { scale: self.scale.max(other.scale), zero_point: a },
+            _ => FakeQuantize::of_range(low.min(other_low), high.max(other_high)),
+        }
+    }
+
     /// The same with zero in the middle: zero point 0.
     pub fn symmetric(low: f32, high: f32) -> FakeQuantize {
         let scale = low.abs().max(high.abs()) / 127.5;

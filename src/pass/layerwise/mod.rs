@@ -19,7 +19,7 @@ use crate::data::{Side, Sides};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
-use crate::ir::{Graph, Op};
+use crate::ir::{Graph, Kind, Op};
 use crate::kernel::dense::transposed;
 use crate::model::Model;
 use crate::pass::{Context, calibrate, identity::identity};
@@ -323,7 +323,11 @@ impl Layerwise<'_> {
         let (mut sites, sides): (Vec<Site>, Sides) = (Vec::new(), Sides::of(graph));
         let mut found = BTreeSet::new();
         let unusable = |name: &str, reason: &str| {
-            Err(Error::tensor(name, format!("{reason}; {} changes linear layers that are computed once", self.name), "add it to `ignore`"))
+            Err(Error::tensor(
+                name,
+                format!("{reason}; {} changes linear layers that are computed once, from what samples make", self.name),
+                "add it to `ignore`",
+            ))
         };
         for node in graph.nodes() {
             for (at, id) in node.inputs.iter().enumerate() {
@@ -339,10 +343,13 @@ impl Layerwise<'_> {
                 let [a, b] = sizes[..] else { return unusable(&value.name, "is not a matrix") };
                 let (rows, size) = if op.input_major { (b, a) } else { (a, b) };
                 let layer = Layer { weight: value.name.clone(), rows, size, input_major: op.input_major };
-                let read = &graph.value(node.inputs[0]).name;
-                match sites.iter_mut().find(|site| site.value == *read) {
+                let read = graph.value(node.inputs[0]);
+                if read.kind == Kind::Param {
+                    return unusable(&value.name, &format!("reads the weight `{}`, and nothing that comes from samples", read.name));
+                }
+                match sites.iter_mut().find(|site| site.value == read.name) {
                     Some(site) => site.layers.push(layer),
-                    None => sites.push(Site { value: read.clone(), side: sides.side(read), layers: vec![layer] }),
+                    None => sites.push(Site { value: read.name.clone(), side: sides.side(&read.name), layers: vec![layer] }),
                 }
             }
         }

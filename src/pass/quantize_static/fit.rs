@@ -9,11 +9,11 @@ use super::{QuantizeStatic, scaling};
 use crate::calibration::{ActivationHistogram, ValueStatistics, with_headroom};
 use crate::error::Result;
 use crate::ir::ops::{FakeQuantize, Op};
-use crate::ir::quantizers::{self, Quantizers};
+use crate::ir::quantizers::{self, Quantizers, layer_weight};
 use crate::ir::{Graph, Kind, Node, ValueId};
 use crate::model::{self, Model};
 use crate::pass::integers::Integers;
-use crate::pass::walk::weight_input;
+use crate::pass::walk::{readers, weight_input};
 use crate::pass::{ActivationTarget, GranularityKind};
 use crate::store::{ActivationScheme, Affine, Codes, Computed, DType, Granularity, Scaled, Static, Weight};
 use crate::work::Meter;
@@ -95,7 +95,8 @@ impl QuantizeStatic {
         meter: &Arc<Meter>,
     ) -> Result<Model> {
         let mut model = prepared.model.clone();
-        let mut inserted = Quantizers::default();
+        let mut inserted = Quantizers { layers: of_layers(&prepared.graph, found), ..Quantizers::default() };
+        inserted.layers.retain(|weight, _| layers.contains(weight));
         for (value, (by, everyone)) in found {
             if *everyone {
                 inserted.values.insert(value.clone(), *by);
@@ -107,9 +108,8 @@ impl QuantizeStatic {
                 continue;
             }
             let input = &prepared.graph.value(node.inputs[0]).name;
-            let Some((by, _)) = found.get(input) else { continue };
-            inserted.layers.insert(weight.to_owned(), *by);
-            self.layer(&mut model, prepared, node, *by, seen.and_then(|seen| seen.get(input)), meter)?;
+            let Some(by) = inserted.layers.get(weight).copied() else { continue };
+            self.layer(&mut model, prepared, node, by, seen.and_then(|seen| seen.get(input)), meter)?;
         }
         if self.embeddings {
             for (name, weight) in prepared.model.weights.by_name.iter().filter(|(name, w)| model::is_embedding(name, w) && !layers.contains(*name)) {
@@ -140,7 +140,9 @@ impl QuantizeStatic {
             .reduced(self.target == ActivationTarget::Portable)
             .for_sums(if seen.is_some() { bias(graph, node, &prepared.model)? } else { None }, by.scale);
         let quantized = integers.weight();
-        if let (true, Some(id), Some(seen)) = (self.bias_correction, node.inputs.get(2), seen) {
+        // Of several inputs, a bias could take up what is lost of one.
+        let alone = node.inputs.get(1).is_some_and(|id| readers(graph, *id).0.len() == 1);
+        if let (true, Some(id), Some(seen)) = (self.bias_correction && alone, node.inputs.get(2), seen) {
             let bias_name = graph.value(*id).name.clone();
             let old = prepared.model.weights.get(&bias_name)?.clone();
             let (dtype, shape) = (old.dtype, old.shape.clone());
@@ -152,6 +154,17 @@ impl QuantizeStatic {
         model.weights.by_name.insert(name, quantized);
         Ok(())
     }
+}
+
+/// What layers round their inputs by, by the name of their weight: it is stored beside it, so that all inputs of a layer that is computed
+/// several times are rounded alike.
+pub(super) fn of_layers(graph: &Graph, found: &Found) -> BTreeMap<String, FakeQuantize> {
+    let mut layers: BTreeMap<String, FakeQuantize> = BTreeMap::new();
+    for node in graph.nodes() {
+        let (Some(weight), Some((by, _))) = (layer_weight(graph, node), found.get(&graph.value(node.inputs[0]).name)) else { continue };
+        layers.entry(weight.to_owned()).and_modify(|all| *all = all.united(*by)).or_insert(*by);
+    }
+    layers
 }
 
 /// The bias of a layer, if it has one.

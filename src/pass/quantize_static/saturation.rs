@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use super::fit::Found;
+use super::fit::{Found, of_layers};
 use super::prepare::Prepared;
 use super::{ActivationTarget, QuantizeStatic};
 use crate::calibration::ValueStatistics;
@@ -19,9 +19,10 @@ pub(super) fn notes(pass: &QuantizeStatic, prepared: &Prepared, model: &Model, f
         return Ok(Vec::new());
     }
     let (mut saturating, mut layers): (Vec<(String, f64)>, usize) = (Vec::new(), 0);
+    let quantizers = of_layers(&prepared.graph, found);
     for node in prepared.graph.nodes().iter().filter(|node| matches!(node.op, Op::Linear(_) | Op::Conv(_))) {
         let (name, input) = (weight_input(&prepared.graph, node), &prepared.graph.value(node.inputs[0]).name);
-        let (Some((by, _)), Some(seen), Some(weight)) = (found.get(input), seen.get(input), model.weights.by_name.get(name)) else { continue };
+        let (Some(by), Some(seen), Some(weight)) = (quantizers.get(name), seen.get(input), model.weights.by_name.get(name)) else { continue };
         if weight.encoding == Encoding::Dense {
             continue;
         }
