@@ -146,7 +146,11 @@ fn chats_are_those_of_transformers() {
     assert!(told(r#"{"messages": []}"#, "").contains("line 1: a chat without messages"));
     assert!(told(r#"{"messages": [{"content": "a"}]}"#, "").contains("line 1: a message of a chat has no `role`"));
     assert!(told(chat, ", pair_column: b").contains("line 1: a chat has no pair"));
-    assert!(told(&format!("{{\"text\": \"a\"}}\n{chat}"), "").contains("line 2 is a chat, and the first line is none"));
+    assert!(told(&format!("{{\"text\": \"a\"}}\n{chat}"), "").contains("line 2 is a chat, and the first line is a text"));
+    assert!(told(&format!("{chat}\n{{\"text\": \"a\"}}"), "").contains("line 2 is a text, and the first line is a chat"));
+    assert!(told(r#"{"messages": "[]"}"#, "").contains("line 1: `messages` is no list"));
+    assert!(told(r#"{"messages": [{"role": "user", "content": "a"}], "tools": "[]"}"#, "").contains("line 1: `tools` is no list of objects"));
+    assert!(told(r#"{"text": ["a"]}"#, "").contains("is no string and no number"));
     assert!(told(r#"{"messages": [{"role": "user", "content": 1}]}"#, "").contains("line 1: "));
     let bare = model("llama", &special);
     assert!(refused(bare.path(), &texts("chats.jsonl", "{}")).contains("a chat without chat_template.jinja"));

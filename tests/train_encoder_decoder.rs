@@ -305,8 +305,9 @@ fn pairs(path: PathBuf) -> Data {
 fn pairs_of_texts_are_read_and_said() {
     let (run, expected) = (Run::new(), expected()["pairs"].clone());
     let folder = with_tokenizer(&run);
+    let pass = Finetune { max_steps: Some(1), batch_size: BatchSize::Samples(5), ..finetune() };
     let data = Data { batch_size: Some(5), ..pairs(goldens().join("training/pairs.csv")) };
-    let pipeline = Pipeline::builder().pass(Finetune { max_steps: Some(1), ..finetune() }).train(data.clone()).evaluation(data).build().unwrap();
+    let pipeline = Pipeline::builder().pass(pass.clone()).train(data.clone()).evaluation(data).build().unwrap();
     let report = pipeline.run(Model::open(&folder).unwrap(), run.out()).unwrap();
     let found = report.accuracy.as_ref().unwrap();
     let loss = expected["loss"].as_f64().unwrap();
@@ -322,9 +323,9 @@ fn pairs_of_texts_are_read_and_said() {
     let mask = tensor("input_ids").ne(0i64).unwrap().to_dtype(DType::I64).unwrap();
     let arrays =
         again.arrays(&[("input_ids".to_owned(), tensor("input_ids")), ("attention_mask".to_owned(), mask), ("labels".to_owned(), tensor("labels"))].into());
-    let report = again.train("t5", arrays, Finetune { max_steps: Some(1), batch_size: BatchSize::Samples(5), ..finetune() }).unwrap();
+    let report = again.train("t5", arrays, pass).unwrap();
     let (ours, other) = (first["loss"].as_f64().unwrap(), curve(&report)[0]["loss"].as_f64().unwrap());
-    assert!((other - loss).abs() < 1e-5, "{other} and {ours} instead of {loss}");
+    assert!((ours - loss).abs() < 1e-5 && (other - loss).abs() < 1e-5, "{ours} of texts, {other} of arrays, instead of {loss}");
 }
 
 #[test]
@@ -418,7 +419,17 @@ fn samples_that_do_not_do_are_refused() {
     for (name, arrays, wanted) in [
         ("t5", without(&stored, "labels"), "no array is for the model's input `decoder_input_ids`"),
         ("t5", with(&stored, "labels", zeros(&[4])), "a row of tokens for each sample"),
-        ("t5", with(&stored, "labels", Tensor::full(48i64, (4, 3), &Device::Cpu).unwrap()), "48"),
+        (
+            "t5",
+            with(&stored, "labels", Tensor::full(48i64, (4, 3), &Device::Cpu).unwrap()),
+            "of array `labels` asks for token 48: tokens are at least 0 and below 48",
+        ),
+        ("t5", with(&stored, "labels", Tensor::full(-7i64, (4, 3), &Device::Cpu).unwrap()), "asks for token -7"),
+        (
+            "t5",
+            with(&with(&without(&stored, "labels"), "decoder_input_ids", zeros(&[4, 9])), "decoder_attention_mask", zeros(&[4, 7])),
+            "are [9], their mask `decoder_attention_mask` is [7]",
+        ),
         ("t5", with(&stored, "decoder_input_ids", zeros(&[4, 3])), "one label is for each token"),
         ("whisper", with(&speech, "labels", zeros(&[4, 25])), "positions for 24"),
         ("whisper", with(&speech, "labels", zeros(&[3, 5])), "`labels` has 3 rows"),
@@ -440,6 +451,7 @@ fn samples_that_do_not_do_are_refused() {
         path
     };
     let source = pairs(path("a.csv", "source,target\na,b\n"));
+    assert!(refused(Data { stride: Some(4), ..source.clone() }).contains("`stride`: pairs of texts"));
     assert!(refused(Data { pair_column: None, ..source.clone() }).contains("`pair_column`"));
     assert!(refused(Data { label_column: Some("target".parse().unwrap()), ..source.clone() }).contains("learns no classes"));
     assert!(refused(Data { task: Some(Task::Embedding), ..source }).contains("language-modelling or fidelity"));
@@ -448,7 +460,7 @@ fn samples_that_do_not_do_are_refused() {
     assert!(refused(pairs(path("d.txt", "a\n"))).contains("no columns"));
     let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
     std::fs::write(folder.join("config.json"), config.replace("\"decoder_start_token_id\": 0,", "")).unwrap();
-    assert!(refused(pairs(path("e.csv", "source,target\na,b\n"))).contains("`decoder_start_token_id`"));
+    assert!(refused(pairs(path("e.csv", "source,target\na,b\n"))).contains("add it to config.json"));
     let error = run.train("whisper", pairs(path("f.csv", "source,target\na,b\n")), finetune()).unwrap_err().to_string();
     assert!(error.contains("takes no `input_ids`"), "{error}");
 }

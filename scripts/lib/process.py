@@ -34,10 +34,12 @@ def timed(command, memory_limit=None):
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
         text = Path(out.name).read_text()
-        code, figures = json.loads(text) if text else (None, None)
+        if not text:
+            raise OSError(f"{command[0]}: {(lines or ['cannot be started'])[-1]}")
+        code, figures = json.loads(text)
         if code != 0:
             last = (lines or [f"exit code {code}"])[-1]
-            if memory_limit and "memory" in last:
+            if memory_limit and "memory" in last.lower():
                 raise Failed(f"needs more than {memory_limit / 1e9:.0f} GB of memory")
             raise Failed(f"{Path(command[0]).name}: {last}")
     return figures

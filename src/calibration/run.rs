@@ -110,6 +110,9 @@ impl ValueStatistics {
 
     /// Takes the values of a batch of so many samples of one size.
     pub(super) fn add(&mut self, name: &str, values: &[f32], shape: &[usize], axis: Axis, samples: usize) -> Result<()> {
+        if values.is_empty() {
+            return Ok(());
+        }
         let (low, high, finite) = extremes(values);
         if !finite {
             return Err(not_finite(name, values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x)));
@@ -143,6 +146,9 @@ impl ValueStatistics {
     fn add_there(&mut self, name: &str, rows: &Tensor, axis: Axis, samples: usize) -> Result<()> {
         let failed = |e| Error::run(format!("graph value `{name}`"), e, "");
         let count = rows.dim(0).map_err(failed)?;
+        if count == 0 {
+            return Ok(());
+        }
         let each = count / samples.max(1);
         let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
         for half in 0..2 {
@@ -154,8 +160,8 @@ impl ValueStatistics {
             let own = there::rows_of(rows, numbers).map_err(failed)?;
             for part in there::in_parts(&own).map_err(failed)? {
                 let columns = Columns::of(&part).map_err(failed)?;
-                if !columns.are_finite() {
-                    return Err(not_finite(name, "not finite"));
+                if let Some(odd) = columns.odd() {
+                    return Err(not_finite(name, odd));
                 }
                 let (least, most) = columns.extremes();
                 (low, high) = (low.min(least), high.max(most));
@@ -356,6 +362,10 @@ mod tests {
     #[test]
     fn statistics_are_the_same_where_values_are() {
         let mask = Tensor::new(&[[1i64, 1, 0], [1, 0, 0]], &Device::Cpu).unwrap();
+        let nothing = mask.zeros_like().unwrap();
+        for empty in seen(&[&[2, 3, 10]], Request { axis: Axis::Last, histograms: true }, Some(&nothing)) {
+            assert_eq!((empty.averages, empty.samples), (Averages::default(), 0));
+        }
         let tokens: &[&[usize]] = &[&[2, 3, 10], &[2, 3, 10], &[2, 3, 10]];
         let images: &[&[usize]] = &[&[3, 2, 4, 4], &[2, 2, 4, 4], &[1, 2, 4, 4]];
         let vectors: &[&[usize]] = &[&[7, 2500], &[4, 2500]];
@@ -374,7 +384,7 @@ mod tests {
         }
         let mut wrong = ValueStatistics::new(2, Request { axis: Axis::Last, histograms: true });
         let value = Tensor::new(&[[1f32, f32::NAN]], &Device::Cpu).unwrap();
-        assert!(wrong.add_there("x", &value, Axis::Last, 1).unwrap_err().to_string().contains("is not finite for a calibration sample"));
+        assert!(wrong.add_there("x", &value, Axis::Last, 1).unwrap_err().to_string().contains("is NaN for a calibration sample"));
     }
 
     /// One half can be held to the other however samples come in batches.

@@ -169,11 +169,13 @@ impl Arrays {
         let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name) || asked(rows)).collect();
         let mut inputs = Vec::new();
         let given = |name: &str| others.iter().any(|rows| rows.name == name) || options.inputs.iter().any(|(input, _)| input == name);
-        for port in target.inputs {
+        let mask = untaken_mask(target.inputs, others.iter().copied());
+        for port in target.inputs.iter().chain(&mask) {
+            // What is not given is made of labels.
+            if decoder.is_some() && [DECODED, DECODED_MASK].contains(&port.name.as_str()) && !given(&port.name) {
+                continue;
+            }
             if port.name == DECODED && !given(DECODED) {
-                if decoder.is_some() {
-                    continue;
-                }
                 let names = names();
                 let reason = format!(
                     "{}: no array is for the model's input `{DECODED}`, the tokens that its decoder is given: give it, or \
@@ -185,14 +187,7 @@ impl Arrays {
             let Some(rows) = chosen(options, port, target.inputs, &others, path)? else { continue };
             inputs.push((port.clone(), rows.name.clone(), sample(port, rows, path)?));
         }
-        // Models that only look back take no such mask; what counts is told by it all the same.
-        if let Some(rows) =
-            others.iter().find(|rows| target.decodes() && rows.name == DECODED_MASK && inputs.iter().all(|(port, ..)| port.name != DECODED_MASK))
-        {
-            let port = Port { name: DECODED_MASK.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
-            let shape = sample(&port, rows, path)?;
-            inputs.push((port, rows.name.clone(), shape));
-        }
+        require_one_shape(path, &inputs)?;
         if let (Some(decoder), Some(labels)) = (&decoder, labels) {
             let [tokens] = labels.sizes() else {
                 let reason = format!("array `{}` has rows of {:?}, and the decoder is to say a row of tokens for each sample", labels.name, labels.sizes());
@@ -229,19 +224,20 @@ impl Arrays {
     }
 
     /// Of each row of tokens, the places that those before them predict: all but the first that no padding covers.
-    fn predicted(&self, batch: &Batch) -> Result<Vec<Range<usize>>> {
+    fn predicted(&self, batch: &Batch, samples: &[Sample]) -> Result<Vec<Range<usize>>> {
         let unusable = |reason: String| Error::malformed(&self.path, reason);
         let rows = |tensor: Option<&Tensor>| tensor.map(|tensor| tensor.to_vec2::<i64>()).transpose().map_err(|e| unusable(format!("an array of tokens: {e}")));
         let side = batch.answered();
         let ids = rows(batch.tokens(side))?.ok_or_else(|| Error::option("task", "language-modelling needs a model that takes `input_ids`"))?;
         let masks = rows(batch.mask(side))?;
+        let index = |row: usize| samples.get(row).map_or(row, |sample| sample.index);
         let places = |(row, ids): (usize, &Vec<i64>)| {
             let seen = |at: &usize| masks.as_ref().and_then(|masks| masks.get(row)).and_then(|mask| mask.get(*at)).is_none_or(|seen| *seen != 0);
             let (first, last) = ((0..ids.len()).find(seen), (0..ids.len()).rfind(seen));
             let (Some(first), Some(last)) = (first, last.map(|last| last.saturating_add(1))) else { return Ok(1..1) };
             match (first..last).all(|at| seen(&at)) {
                 true => Ok(first.saturating_add(1)..last),
-                false => Err(unusable(format!("the mask of the tokens of row {row} has padding between tokens, across which nothing is predicted"))),
+                false => Err(unusable(format!("the mask of the tokens of row {} has padding between tokens, across which nothing is predicted", index(row)))),
             }
         };
         ids.iter().enumerate().map(places).collect()
@@ -267,6 +263,8 @@ impl Arrays {
             }
         }
         if let Some(decoder) = &self.decoder {
+            let name = self.labels.as_deref().unwrap_or_default();
+            labels.iter().try_for_each(|(index, row)| decoder.require_known(&self.path, &format!("row {index} of array `{name}`"), row))?;
             let said: Vec<_> = labels.iter().map(|(_, row)| decoder.asked(row)).collect();
             decoder.give(&mut named, &said)?;
             let references = if self.next_tokens { References::Tokens(said) } else { References::None };
@@ -277,10 +275,30 @@ impl Arrays {
             (Some(_), _) => {
                 self.classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?
             }
-            (None, true) => References::Next(self.predicted(&batch)?),
+            (None, true) => References::Next(self.predicted(&batch, samples)?),
             (None, false) => References::None,
         };
         Ok(Batch { references, ..batch })
+    }
+}
+
+/// The mask of a decoder's tokens, where it is given to a model that only looks back and does not take it: what counts is told by it all
+/// the same.
+pub(super) fn untaken_mask<'r>(ports: &[Port], mut arrays: impl Iterator<Item = &'r Rows>) -> Option<Port> {
+    let takes = |name: &str| ports.iter().any(|port| port.name == name);
+    let given = takes(DECODED) && !takes(DECODED_MASK) && arrays.any(|rows| rows.name == DECODED_MASK);
+    given.then(|| Port { name: DECODED_MASK.to_owned(), element: Element::Int, shape: vec![None, None], number: None })
+}
+
+/// Holds the mask of a decoder's tokens to them; inputs with their arrays and shapes.
+pub(super) fn require_one_shape(path: &Path, inputs: &[(Port, String, Vec<usize>)]) -> Result<()> {
+    let find = |name: &str| inputs.iter().find(|(port, ..)| port.name == name);
+    match (find(DECODED), find(DECODED_MASK)) {
+        (Some((_, ids, wanted)), Some((_, mask, shape))) if shape != wanted => {
+            let reason = format!("the tokens of array `{ids}` are {wanted:?}, their mask `{mask}` is {shape:?}: a mask has a number for each token");
+            Err(Error::malformed(path, reason))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -320,5 +338,36 @@ impl SampleSource for Arrays {
 
     fn count(&self) -> Result<usize> {
         Ok(self.count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::Made;
+
+    /// Files .onnx may take the mask; it is made of labels, as the tokens are.
+    #[test]
+    fn labels_alone_do_for_a_decoder_that_takes_a_mask() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("arrays.safetensors");
+        let tensor = |values: &[i64]| Tensor::from_slice(values, (2, 3), &Device::Cpu).unwrap();
+        let arrays: std::collections::HashMap<_, _> =
+            [("input_ids".to_owned(), tensor(&[5, 6, 7, 8, 9, 1])), ("labels".to_owned(), tensor(&[4, 1, -100, 3, 2, 1]))].into();
+        candle_core::safetensors::save(&arrays, &path).unwrap();
+        let config = serde_json::from_str(r#"{ "decoder_start_token_id": 0, "pad_token_id": 0, "vocab_size": 10 }"#).unwrap();
+        let port = |name: &str| Port { name: name.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
+        let inputs = ["input_ids", DECODED, DECODED_MASK].map(port);
+        let target = Target { folder: folder.path(), made: &Made::default(), config: &config, inputs: &inputs, outputs: &[] };
+        let source = Arrays::open(&Data::default(), &path, Task::LanguageModelling, target).unwrap();
+        let row = |index: usize, values: [i64; 3]| {
+            let bytes = |values: [i64; 3]| values.iter().flat_map(|value| value.to_le_bytes()).collect::<Vec<u8>>();
+            Sample { index, inputs: vec![(DType::I64, bytes([5, 6, 7]))], label: Some((DType::I64, bytes(values))) }
+        };
+        let batch = source.batch(&[row(0, [4, 1, -100]), row(1, [3, 2, 1])]).unwrap();
+        let read = |name: &str| batch.inputs[name].to_vec2::<i64>().unwrap();
+        assert_eq!((read(DECODED), read(DECODED_MASK)), (vec![vec![0, 4, 1], vec![0, 3, 2]], vec![vec![1, 1, 0], vec![1, 1, 1]]));
+        let refused = source.batch(&[row(7, [4, 10, 1])]).unwrap_err().to_string();
+        assert!(refused.contains("arrays.safetensors: row 7 of array `labels` asks for token 10"), "{refused}");
     }
 }

@@ -40,6 +40,8 @@ pub(super) struct Chat {
 /// The template of a model (Jinja), as transformers has it: blocks leave no empty lines, `raise_exception` refuses messages.
 pub struct ChatTemplate {
     text: String,
+    /// The one for chats in which tools may be called, where there is another.
+    with_tools: Option<String>,
     /// Special tokens by the names that templates know them by.
     tokens: Map<String, Value>,
     folder: String,
@@ -53,21 +55,22 @@ impl ChatTemplate {
     pub fn open(folder: &Path, made: &Made) -> Result<ChatTemplate> {
         let settings = config_beside(folder, made, SETTINGS)?;
         let own = text_beside(folder, made, FILE)?;
-        let stored = || match settings.get("chat_template")? {
-            Value::String(text) => Some(text.clone()),
-            Value::Array(named) => {
-                let usual = named.iter().find(|template| template.get("name").and_then(Value::as_str) == Some("default"))?;
-                usual.get("template")?.as_str().map(str::to_owned)
+        let stored = |name: &str| match settings.get("chat_template")? {
+            Value::String(text) => Some(text.clone()).filter(|_| name == "default"),
+            Value::Array(all) => {
+                let named = all.iter().find(|template| template.get("name").and_then(Value::as_str) == Some(name))?;
+                named.get("template")?.as_str().map(str::to_owned)
             }
             _ => None,
         };
-        let text = own.or_else(stored).ok_or_else(|| Error::Unsupported {
+        let with_tools = stored("tool_use").filter(|_| own.is_none()).map(|text| without_generation_blocks(&text));
+        let text = own.or_else(|| stored("default")).ok_or_else(|| Error::Unsupported {
             what: format!("{}: a chat without {FILE} and without `chat_template` in {SETTINGS}", folder.display()),
-            hint: "take texts instead of chats".into(),
+            hint: format!("put {FILE} beside the model, or go without chats: `generate` without --chat, data with texts"),
         })?;
         let tokens = special_tokens(folder, made, settings.values())?;
         let tokens = tokens.iter().filter_map(|(name, value)| Some((name.clone(), json!(token_text(value)?)))).collect();
-        Ok(ChatTemplate { text: without_generation_blocks(&text), tokens, folder: folder.display().to_string() })
+        Ok(ChatTemplate { text: without_generation_blocks(&text), with_tools, tokens, folder: folder.display().to_string() })
     }
 
     /// The text of messages, with the beginning of an answer.
@@ -104,7 +107,8 @@ impl ChatTemplate {
         // transformers passes all of them always.
         let given = [("messages", messages.clone()), ("tools", tools.clone()), ("documents", Value::Null), ("add_generation_prompt", json!(answer))];
         context.extend(given.map(|(name, value)| (name.to_owned(), value)));
-        environment.render_str(&self.text, Serde(context)).map_err(failed)
+        let text = self.with_tools.as_ref().filter(|_| !tools.is_null()).unwrap_or(&self.text);
+        environment.render_str(text, Serde(context)).map_err(failed)
     }
 }
 
@@ -180,6 +184,12 @@ mod tests {
         assert_eq!(rendered("{%- generation -%} a {%- endgeneration %}\nb{% generation %}c{% endgeneration %}"), "ab c".replace(' ', ""));
         assert_eq!(rendered("{{ {'a': [1, 'ä'], 'b': none} | tojson }}"), "{\"a\": [1, \"ä\"], \"b\": null}");
         assert_eq!(rendered("{{ {'a': [1]} | tojson(indent=2) }}"), "{\n  \"a\": [\n    1\n  ]\n}");
+        let folder = tempfile::tempdir().unwrap();
+        let named = json!({ "chat_template": [{ "name": "default", "template": "plain" }, { "name": "tool_use", "template": "{{ tools[0].b }}" }] });
+        std::fs::write(folder.path().join(SETTINGS), named.to_string()).unwrap();
+        let template = ChatTemplate::open(folder.path(), &Made::new()).unwrap();
+        let whole = |tools| template.whole(&Chat { messages: json!([]), tools }).unwrap();
+        assert_eq!((whole(Value::Null).as_str(), whole(json!([{ "b": "tool" }])).as_str()), ("plain", "tool"));
         // As old files of transformers say it.
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join(SETTINGS), json!({ "chat_template": "{{ bos_token }}{{ eos_token }}", "eos_token": "e" }).to_string()).unwrap();

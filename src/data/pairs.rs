@@ -40,6 +40,9 @@ impl Pairs {
             let reason = "the model makes texts of texts: name the column of those that it is to say as `pair_column`, in a file .csv, .tsv or .jsonl";
             return Err(Error::option("data", format!("{}: {reason}", path.display())));
         }
+        if options.stride.is_some() {
+            return Err(Error::option("data", "`stride`: pairs of texts are no windows, and are cut at `max_length`: leave it out"));
+        }
         let (tokenizer, decoder) = (Tokenizer::open(&target, options.max_length)?, Decoder::of(&target)?);
         let pairs = Pairs { options: options.clone(), path: path.to_owned(), task, tokenizer, decoder };
         // What is wrong with the columns is said before a model is loaded.

@@ -33,11 +33,17 @@ pub(super) struct Record {
 impl Record {
     /// The text, and whether the special tokens that it needs stand in it, as templates of chats write them.
     pub fn written(&self, template: Option<&ChatTemplate>, path: &Path) -> Result<(Cow<'_, str>, bool)> {
-        let wrong = |what: String| Error::malformed(path, format!("line {}{what}", self.line));
+        let mixed = |this: &str, first: &str| {
+            Err(Error::malformed(path, format!("line {} is {this}, and the first line is {first}: a file holds texts or chats", self.line)))
+        };
         match (&self.text, template) {
-            (Text::Plain(text), _) => Ok((text.into(), false)),
-            (Text::Chat(chat), Some(template)) => template.whole(chat).map(|text| (text.into(), true)).map_err(|e| wrong(format!(": {e}"))),
-            (Text::Chat(_), None) => Err(wrong(" is a chat, and the first line is none: a file holds texts or chats".into())),
+            (Text::Plain(text), None) => Ok((text.into(), false)),
+            (Text::Chat(chat), Some(template)) => template.whole(chat).map(|text| (text.into(), true)).map_err(|e| {
+                let hint = e.hint().unwrap_or_default();
+                Error::run(format!("{}: line {}", path.display(), self.line), e, hint)
+            }),
+            (Text::Chat(_), None) => mixed("a chat", "a text"),
+            (Text::Plain(_), Some(_)) => mixed("a text", "a chat"),
         }
     }
 }
@@ -229,9 +235,13 @@ impl Names {
                 Err(Error::malformed(&self.path, format!("line {line} has no `{name}`; there are {}", listed(&names))))
             }
         };
-        let text = match find(&self.text, &[TEXT[0], TEXT[1], MESSAGES]) {
-            Ok(Value::Array(messages)) => Text::Chat(self.chat(line, messages, &object)?),
-            found => Text::Plain(value(found)?.into_text()),
+        let named = self.text.as_deref().or_else(|| [TEXT[0], TEXT[1], MESSAGES].into_iter().find(|name| object.contains_key(*name)));
+        let text = match (named, named.and_then(|name| object.get(name))) {
+            (Some(name), Some(Value::Array(messages))) if name == MESSAGES || messages.first().is_some_and(Value::is_object) => {
+                Text::Chat(self.chat(line, messages, &object)?)
+            }
+            (Some(MESSAGES), Some(_)) => return Err(self.wrong(line, "`messages` is no list: store it as JSON, not as a text")),
+            _ => Text::Plain(value(find(&self.text, &TEXT))?.into_text()),
         };
         Ok(Record {
             text,
@@ -242,13 +252,21 @@ impl Names {
     }
 
     fn chat(&self, line: u64, messages: &[Value], object: &Map<String, Value>) -> Result<Chat> {
-        let wrong = |what| Err(Error::malformed(&self.path, format!("line {line}: {what}")));
+        let tools = object.get("tools").cloned().unwrap_or_default();
+        let usable = tools.is_null() || tools.as_array().is_some_and(|tools| tools.iter().all(Value::is_object));
         match messages {
-            [] => wrong("a chat without messages"),
-            _ if !messages.iter().all(|message| message.get("role").is_some_and(Value::is_string)) => wrong("a message of a chat has no `role`"),
-            _ if self.pair.is_some() => wrong("a chat has no pair: leave `pair_column` out"),
-            _ => Ok(Chat { messages: messages.into(), tools: object.get("tools").cloned().unwrap_or_default() }),
+            [] => Err(self.wrong(line, "a chat without messages")),
+            _ if !messages.iter().all(|message| message.get("role").is_some_and(Value::is_string)) => {
+                Err(self.wrong(line, "a message of a chat has no `role`"))
+            }
+            _ if self.pair.is_some() => Err(self.wrong(line, "a chat has no pair: leave `pair_column` out")),
+            _ if !usable => Err(self.wrong(line, "`tools` is no list of objects: store it as JSON, not as a text")),
+            _ => Ok(Chat { messages: messages.into(), tools }),
         }
+    }
+
+    fn wrong(&self, line: u64, what: &str) -> Error {
+        Error::malformed(&self.path, format!("line {line}: {what}"))
     }
 }
 

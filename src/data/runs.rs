@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::arrays::{LABELS, chosen, tensor};
+use super::arrays::{LABELS, chosen, require_one_shape, tensor, untaken_mask};
 use super::options::{Column, Data, Task};
 use super::rows::{self, Rows};
 use super::side::DECODED_MASK;
@@ -65,16 +65,18 @@ impl Runs {
 
     fn batch(&self, file: &Path) -> Result<Batch> {
         let mut arrays = rows::open(file)?;
-        let mut inputs = std::collections::BTreeMap::new();
-        for port in &self.ports {
+        let (mut inputs, mut used) = (std::collections::BTreeMap::new(), Vec::new());
+        for port in self.ports.iter().chain(&untaken_mask(&self.ports, arrays.iter())) {
             let Some(name) = chosen(&self.options, port, &self.ports, &arrays.iter().collect::<Vec<_>>(), file)?.map(|rows| rows.name.clone()) else {
                 continue;
             };
             let Some(rows) = arrays.iter_mut().find(|rows| rows.name == name) else { continue };
             fits(port, rows, file)?;
             let (bytes, dtype, shape) = (rows.whole()?, rows.dtype, rows.shape.clone());
+            used.push((port.clone(), name, shape.clone()));
             inputs.insert(port.name.clone(), tensor(port, &bytes, dtype, shape, &mut |_| Ok(()))?);
         }
+        require_one_shape(file, &used)?;
         Ok(Batch { inputs, references: References::None, samples: 1 })
     }
 }
@@ -105,5 +107,32 @@ impl SampleSource for Runs {
 
     fn runs_alone(&self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Tensor};
+
+    use super::super::side::{DECODED, Side};
+    use super::*;
+    use crate::ir::Element;
+
+    #[test]
+    fn the_mask_of_what_a_decoder_says_is_read_also_where_models_do_not_take_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, mask: &[i64]| {
+            let tensor = |values: &[i64]| Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
+            let path = folder.path().join(name);
+            let arrays: std::collections::HashMap<_, _> = [(DECODED.to_owned(), tensor(&[5, 6, 7])), (DECODED_MASK.to_owned(), tensor(mask))].into();
+            candle_core::safetensors::save(&arrays, &path).unwrap();
+            path
+        };
+        let port = Port { name: DECODED.to_owned(), element: Element::Int, shape: vec![None, None], number: None };
+        let runs = Runs { files: Vec::new(), ports: vec![port], options: Data::default() };
+        let batch = runs.batch(&file("a.safetensors", &[1, 1, 0])).unwrap();
+        assert_eq!(batch.mask(Side::Said).unwrap().to_vec2::<i64>().unwrap(), [[1, 1, 0]]);
+        let refused = runs.batch(&file("b.safetensors", &[1, 1])).unwrap_err().to_string();
+        assert!(refused.contains("b.safetensors") && refused.contains("`decoder_attention_mask` is [1, 2]"), "{refused}");
     }
 }

@@ -25,6 +25,8 @@ pub(super) struct Decoder {
     pads_alone: bool,
     /// Most tokens, where there are positions for so many.
     most: Option<usize>,
+    /// How many tokens are told apart, where that is known.
+    vocabulary: Option<i64>,
 }
 
 impl Decoder {
@@ -37,15 +39,20 @@ impl Decoder {
         let said = |key: &str| [target.config, generation.values()].into_iter().find_map(|values| values.get(key).filter(|value| !value.is_null()));
         let wrong = |key: &str, value: &Value| Error::graph("config.json", format!("`{key}` is {value}, expected a token"));
         let token = |key: &str| said(key).map(|value| value.as_i64().ok_or_else(|| wrong(key, value))).transpose();
-        let missing = || Error::graph("config.json", "names no `decoder_start_token_id`: what the texts that a decoder says begin with is not known");
+        let missing = || {
+            let reason =
+                "config.json names no `decoder_start_token_id`, which texts of a decoder begin with: add it to config.json (for T5 the `pad_token_id`)";
+            Error::graph(target.folder.display(), reason)
+        };
         let start = token("decoder_start_token_id")?.ok_or_else(missing)?;
         let pad = token("pad_token_id")?;
+        let vocabulary = target.config.get("vocab_size").and_then(Value::as_i64);
         let ends = |pad: &i64| match said("eos_token_id") {
             Some(Value::Array(ends)) => ends.iter().any(|end| end.as_i64() == Some(*pad)),
             end => end.and_then(Value::as_i64) == Some(*pad),
         };
         let most = target.config.get("max_target_positions").and_then(Value::as_u64).and_then(|most| usize::try_from(most).ok());
-        Ok(Decoder { start, pad: pad.unwrap_or(0), pads_alone: pad.is_some_and(|pad| !ends(&pad)), most })
+        Ok(Decoder { start, pad: pad.unwrap_or(0), pads_alone: pad.is_some_and(|pad| !ends(&pad)), most, vocabulary })
     }
 
     /// Refuses more tokens than there are positions for; `what` has them.
@@ -59,6 +66,17 @@ impl Decoder {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Refuses what is neither a token nor -100; `what` has these labels.
+    ///
+    /// # Errors
+    /// There is such a label.
+    pub fn require_known(&self, path: &Path, what: &str, labels: &[i64]) -> Result<()> {
+        let known = |label: i64| label == NOTHING || (label >= 0 && self.vocabulary.is_none_or(|count| label < count));
+        let Some(wrong) = labels.iter().find(|label| !known(**label)) else { return Ok(()) };
+        let vocabulary = self.vocabulary.map_or_else(String::new, |count| format!(" and below {count} (`vocab_size`)"));
+        Err(Error::malformed(path, format!("{what} asks for token {wrong}: tokens are at least 0{vocabulary}, {NOTHING} stands where nothing is to be said")))
     }
 
     /// What an array of labels asks for: -100 stands where it asks for nothing, and padding asks for nothing.
@@ -105,7 +123,7 @@ mod tests {
     use super::*;
 
     fn decoder(pads_alone: bool) -> Decoder {
-        Decoder { start: 2, pad: 0, pads_alone, most: Some(4) }
+        Decoder { start: 2, pad: 0, pads_alone, most: Some(4), vocabulary: Some(10) }
     }
 
     #[test]
@@ -127,5 +145,14 @@ mod tests {
         decoder(true).require_room(Path::new("a"), "line 3", 4).unwrap();
         let refused = decoder(true).require_room(Path::new("a"), "line 3", 5).unwrap_err().to_string();
         assert!(refused.contains("line 3 has 5 tokens") && refused.contains("`max_target_positions`"), "{refused}");
+    }
+
+    #[test]
+    fn labels_are_tokens_or_nothing() {
+        decoder(true).require_known(Path::new("a"), "row 3", &[0, 9, -100]).unwrap();
+        for wrong in [10, -1] {
+            let refused = decoder(true).require_known(Path::new("a"), "row 3", &[9, wrong]).unwrap_err().to_string();
+            assert!(refused.contains(&format!("row 3 asks for token {wrong}:")) && refused.contains("below 10"), "{refused}");
+        }
     }
 }

@@ -63,16 +63,24 @@ impl<'g> Sides<'g> {
         if self.said.contains(name) { Side::Said } else { Side::Read }
     }
 
-    /// Whose tokens the rows of a value are: of `[batch, sequence, width]`, or of heads `[batch, heads, sequence, width]`; nothing where rows
-    /// are no tokens.
+    /// Whose tokens the rows of a value `[batch, sequence, width]` are; nothing where rows are no tokens.
     pub fn tokens(&self, name: &str) -> Option<Side> {
+        self.tokens_at(name, 1)
+    }
+
+    /// The same, of heads `[batch, heads, sequence, width]`.
+    pub fn head_tokens(&self, name: &str) -> Option<Side> {
+        self.tokens_at(name, 2)
+    }
+
+    /// Whose tokens lie along an axis, which is the last but one.
+    fn tokens_at(&self, name: &str, axis: usize) -> Option<Side> {
         let side = self.side(name);
         let shape = |value: &'g Value| &value.ty.shape;
         let input = |name: &str| self.graph.inputs().find(|(_, value)| value.name == name).and_then(|(_, value)| shape(value).get(1));
         let tokens = side.names().into_iter().find_map(input)?;
         let shape = self.graph.values().iter().find(|value| value.name == name).map(shape)?;
-        let axis = shape.len().checked_sub(2).filter(|axis| (1..=2).contains(axis))?;
-        (shape.get(axis) == Some(tokens)).then_some(side)
+        (shape.len().checked_sub(2) == Some(axis) && shape.get(axis) == Some(tokens)).then_some(side)
     }
 }
 
@@ -133,7 +141,8 @@ mod tests {
             .unwrap();
         let sides = Sides::of(&graph);
         for (name, side) in [("x", Side::Read), ("k", Side::Read), ("y", Side::Said), ("z", Side::Said), ("h", Side::Said), ("logits", Side::Said)] {
-            assert_eq!((sides.side(name), sides.tokens(name)), (side, Some(side)), "{name}");
+            let (rows, heads) = if name == "h" { (None, Some(side)) } else { (Some(side), None) };
+            assert_eq!((sides.side(name), sides.tokens(name), sides.head_tokens(name)), (side, rows, heads), "{name}");
         }
         assert_eq!((sides.tokens("w"), sides.tokens("decoder_input_ids"), sides.tokens("nothing")), (None, None, None));
     }

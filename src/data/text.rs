@@ -32,6 +32,9 @@ impl Sentences {
         let sentences = Sentences { options: options.clone(), path: path.to_owned(), task, tokenizer, template: None, classes };
         // What is wrong with the columns is said before a model is loaded.
         let template = records::template(sentences.records()?, &target)?;
+        if template.is_some() && task == Task::Embedding {
+            return Err(Error::option("data", format!("{}: `task: embedding` compares texts, and these are chats", path.display())));
+        }
         Ok(Sentences { template, ..sentences })
     }
 

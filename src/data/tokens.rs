@@ -244,7 +244,9 @@ fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize
         "siglip" | "siglip_text_model" => Some(64),
         _ => None,
     };
-    let positions = number(text, "max_position_embeddings").or_else(|| number(text, "n_positions")).or(usual);
+    // T5 has relative positions: the number is that of its training, and no end.
+    let absolute = || number(text, "n_positions").filter(|_| !["t5", "mt5"].contains(&kind));
+    let positions = number(text, "max_position_embeddings").or_else(absolute).or(usual);
     // These count positions from the one after the padding token's id.
     let offset = match kind {
         "roberta" | "xlm-roberta" | "camembert" => number(target.config, "pad_token_id").unwrap_or(1).saturating_add(1),

@@ -75,7 +75,8 @@ impl Windows {
     }
 
     fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
-        let tokens = |(text, whole): (String, bool)| Ok((self.tokenizer.plain(&text)?, if whole { self.cut.without_first() } else { self.cut }));
+        let tokens =
+            |(text, whole): (String, bool)| Ok((self.tokenizer.plain(&text)?, if whole { self.cut.without_first(self.options.stride) } else { self.cut }));
         let windows = self.texts()?.flat_map(move |text| match text.and_then(tokens) {
             Ok((tokens, cut)) => cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
             Err(e) => vec![Err(e)],
@@ -125,9 +126,9 @@ struct Cut {
 
 impl Cut {
     /// For texts that begin with what they are to begin with.
-    fn without_first(self) -> Cut {
+    fn without_first(self, stride: Option<usize>) -> Cut {
         let room = self.room.saturating_add(usize::from(self.first.is_some()));
-        Cut { first: None, room, stride: if self.stride == self.room { room } else { self.stride } }
+        Cut { first: None, room, stride: stride.unwrap_or(room) }
     }
 
     fn windows(&self, tokens: &[i64]) -> Vec<Window> {

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use super::layers::Counted;
 use super::{Checkpointing, Training};
 use crate::analysis;
 use crate::ir::{Graph, Op};
@@ -20,11 +21,11 @@ pub(super) fn cuts(graph: &Graph, options: &Training) -> Vec<usize> {
 
 fn blocks(graph: &Graph, by_parameters: bool) -> Vec<usize> {
     let nodes = graph.nodes();
-    let stacks = analysis::stacks(graph);
-    if !stacks.is_empty() {
+    let found = Counted::of(graph);
+    if found.lacking().is_none() {
         let place: BTreeMap<&str, usize> = nodes.iter().enumerate().map(|(index, node)| (graph.value(node.output).name.as_str(), index)).collect();
         let first = |layer: &analysis::Layer| layer.nodes.iter().filter_map(|name| place.get(name.as_str()).copied()).min();
-        return stacks.iter().flat_map(|stack| &stack.layers).filter_map(first).collect();
+        return found.layers.iter().filter_map(first).collect();
     }
     if by_parameters {
         return analysis::block_ends(graph);

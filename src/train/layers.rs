@@ -1,8 +1,10 @@
 //! Layers of student and teacher beside each other.
 
+use std::ops::Range;
+
 use super::losses;
 use crate::analysis::{self, Layer};
-use crate::data::Sides;
+use crate::data::{DECODED, Side, Sides};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Graph, Op, ValueId};
 
@@ -14,49 +16,83 @@ fn spread(student: usize, teacher: usize) -> Vec<(usize, usize)> {
 /// The layers of a graph, counted through: of a decoder behind an encoder, those of the encoder come first.
 pub(super) struct Counted {
     pub layers: Vec<Layer>,
-    /// How many each stack has.
-    stacks: Vec<usize>,
+    /// The side of each stack, and which layers it has.
+    stacks: Vec<(Side, Range<usize>)>,
+    /// Whether there is a decoder behind an encoder.
+    decodes: bool,
 }
 
 impl Counted {
     pub fn of(graph: &Graph) -> Counted {
-        let stacks = analysis::stacks(graph);
-        Counted { stacks: stacks.iter().map(|stack| stack.layers.len()).collect(), layers: stacks.into_iter().flat_map(|stack| stack.layers).collect() }
+        let sides = Sides::of(graph);
+        let mut counted = Counted { layers: Vec::new(), stacks: Vec::new(), decodes: graph.inputs().any(|(_, value)| value.name == DECODED) };
+        for stack in analysis::stacks(graph) {
+            let first = counted.layers.len();
+            counted.layers.extend(stack.layers);
+            if let Some(last) = counted.layers.get(first..).and_then(<[Layer]>::last) {
+                counted.stacks.push((sides.side(&last.output), first..counted.layers.len()));
+            }
+        }
+        counted
     }
 
-    /// Numbers of the last layer of each stack.
-    pub fn last(&self) -> Vec<usize> {
-        self.stacks
-            .iter()
-            .scan(0, |end, count| {
-                *end += count;
-                Some(*end - 1)
-            })
-            .collect()
+    /// Layers of each stack of a side.
+    fn of_side(&self, side: Side) -> impl Iterator<Item = &Range<usize>> {
+        self.stacks.iter().filter(move |(other, _)| *other == side).map(|(_, layers)| layers)
+    }
+
+    /// What has no layers that repeat, where something should.
+    pub fn lacking(&self) -> Option<&'static str> {
+        let of = |side: Side| self.of_side(side).next().is_some();
+        match (self.decodes, of(Side::Read), of(Side::Said)) {
+            (true, false, _) => Some("encoder"),
+            (true, _, false) => Some("decoder"),
+            (false, ..) if self.stacks.is_empty() => Some("model"),
+            _ => None,
+        }
     }
 }
 
+/// Stacks of the student beside those of the teacher that are of the same side.
+fn beside<'c>(student: &'c Counted, teacher: &'c Counted) -> impl Iterator<Item = (&'c Range<usize>, &'c Range<usize>)> {
+    [Side::Read, Side::Said].into_iter().flat_map(|side| student.of_side(side).zip(teacher.of_side(side)))
+}
+
 pub(super) fn both_layers(loss: &str, student: &Graph, teacher: &Graph) -> Result<(Counted, Counted)> {
-    let lacking = |whose: &str| Error::option(format!("losses: {loss}"), format!("the {whose} has no layers that repeat: name pairs of `values`"));
     let (ours, theirs) = (Counted::of(student), Counted::of(teacher));
-    match (ours.stacks.len(), theirs.stacks.len()) {
-        (0, _) => Err(lacking("student")),
-        (ours, theirs) if theirs < ours => Err(lacking("teacher")),
-        _ => Ok((ours, theirs)),
+    let lacking = |whose: &str, what: &str| {
+        let whose = if what == "model" { format!("the {whose}") } else { format!("the {what} of the {whose}") };
+        Err(Error::option(format!("losses: {loss}"), format!("{whose} has no layers that repeat: name pairs of `values`")))
+    };
+    match (ours.lacking(), theirs.lacking()) {
+        (Some(what), _) => return lacking("student", what),
+        (_, Some(what)) => return lacking("teacher", what),
+        _ => {}
     }
+    let fewer = |side: &Side| theirs.of_side(*side).count() < ours.of_side(*side).count();
+    if let Some(side) = [Side::Read, Side::Said].iter().find(|side| fewer(side)) {
+        let what = if *side == Side::Said { "decoder" } else { "encoder" };
+        let reason = format!("the teacher has no layers for those of the student's {what}: name pairs of `values`");
+        return Err(Error::option(format!("losses: {loss}"), reason));
+    }
+    Ok((ours, theirs))
+}
+
+/// The last layers of stacks of the same side.
+pub(super) fn last(student: &Counted, teacher: &Counted) -> Vec<(usize, usize)> {
+    beside(student, teacher).filter_map(|(ours, theirs)| Some((ours.clone().last()?, theirs.clone().last()?))).collect()
 }
 
 /// Pairs of layers that are named, or of each stack those that lie evenly.
 pub(super) fn chosen(loss: &str, named: &[(usize, usize)], student: &Counted, teacher: &Counted) -> Result<Vec<(usize, usize)>> {
-    let (ours, theirs) = (student.layers.len(), teacher.layers.len());
     if named.is_empty() {
-        let (mut found, mut before) = (Vec::new(), (0, 0));
-        for (ours, theirs) in student.stacks.iter().zip(&teacher.stacks) {
-            found.extend(spread(*ours, *theirs).into_iter().map(|(a, b)| (before.0 + a, before.1 + b)));
-            before = (before.0 + ours, before.1 + theirs);
-        }
-        return Ok(found);
+        let pairs = |(ours, theirs): (&Range<usize>, &Range<usize>)| {
+            let first = (ours.start, theirs.start);
+            spread(ours.len(), theirs.len()).into_iter().map(move |(a, b)| (first.0 + a, first.1 + b))
+        };
+        return Ok(beside(student, teacher).flat_map(pairs).collect());
     }
+    let (ours, theirs) = (student.layers.len(), teacher.layers.len());
     match named.iter().find(|(a, b)| *a >= ours || *b >= theirs) {
         Some((a, b)) => {
             let reason = format!("layers [{a}, {b}]: the student has {ours} layers, the teacher {theirs}, the first is 0");
@@ -72,9 +108,9 @@ pub(super) fn heads(graph: &Graph, found: &Layer, layer: usize) -> Result<(losse
     let sides = Sides::of(graph);
     for node in graph.nodes().iter().filter(|node| found.nodes.contains(&name(&node.output))) {
         if let (Op::Attention(op), [q, k, v, ..]) = (&node.op, node.inputs.as_slice()) {
-            let tokens = sides.tokens(&name(q));
+            let tokens = sides.head_tokens(&name(q));
             // A decoder also looks at what the encoder says.
-            if tokens != sides.tokens(&name(k)) {
+            if tokens != sides.head_tokens(&name(k)) {
                 continue;
             }
             if op.soft_cap.is_some() {
@@ -94,7 +130,7 @@ pub(super) fn heads(graph: &Graph, found: &Layer, layer: usize) -> Result<(losse
 
 #[cfg(test)]
 mod tests {
-    use super::{Counted, Sides, both_layers, chosen, spread};
+    use super::{Counted, Sides, both_layers, chosen, last, spread};
     use crate::data::{Side, Task};
     use crate::model::Model;
     use crate::train::Objective;
@@ -126,13 +162,27 @@ mod tests {
         let (teacher, student) = (graph("t5"), graph("mt5"));
         let (ours, theirs) = both_layers("hidden", &student, &teacher).unwrap();
         assert_eq!(chosen("hidden", &[], &ours, &theirs).unwrap(), [(0, 1), (1, 4)]);
-        assert_eq!((ours.last(), theirs.last()), (vec![0, 1], vec![1, 4]));
+        assert_eq!(last(&ours, &theirs), [(0, 1), (1, 4)]);
         let refused = |text: &str| Objective::new(&text.parse().unwrap(), &student, Some(&teacher), Task::Fidelity).err().unwrap().to_string();
-        assert!(refused("{ hidden: { layers: [[0, 3]] } }").contains("one is of the encoder"));
+        assert!(refused("{ hidden: { layers: [[0, 3]] } }").contains("has tokens of the encoder (`input_ids`)"));
         assert!(refused("{ hidden: { layers: [[0, 5]] } }").contains("the teacher 5"));
         assert!(refused("attention=1").contains("adds a bias"));
         let whisper = graph("whisper");
         assert!(Objective::new(&"attention=1,hidden=1".parse().unwrap(), &whisper, Some(&whisper), Task::Fidelity).is_ok());
+    }
+
+    #[test]
+    fn a_side_whose_layers_are_not_found_is_named() {
+        let whole = graph("t5");
+        for (layer, wanted) in [("encoder.block.1.", "the encoder of the student"), ("decoder.block.2.", "the decoder of the student")] {
+            // Numbers with a gap are no layers that repeat.
+            let other: crate::ir::Graph = whole.to_string().replace(layer, &layer.replace(['1', '2'], "7")).parse().unwrap();
+            let refused = both_layers("hidden", &other, &whole).err().unwrap().to_string();
+            assert!(refused.contains(wanted) && refused.contains("pairs of `values`"), "{refused}");
+            let refused = both_layers("hidden", &whole, &other).err().unwrap().to_string();
+            assert!(refused.contains(&wanted.replace("student", "teacher")), "{refused}");
+            assert!(Counted::of(&other).lacking().is_some() && Counted::of(&whole).lacking().is_none());
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::{Device, Tensor};
 
-use super::layers::{both_layers, chosen, heads};
+use super::layers::{both_layers, chosen, heads, last};
 use super::losses::{self, AttentionTarget, Head, Logits, Losses, Said, Term};
 use crate::data::{Batch, Side, Sides, Task};
 use crate::error::{Error, Result};
@@ -33,6 +33,15 @@ fn width(graph: &Graph, name: &str) -> Result<usize> {
     value.ty.shape.get(axis).and_then(Dim::fixed).ok_or_else(|| Error::option("losses", format!("the width of `{name}` is not known")))
 }
 
+/// Whose tokens a value has, for messages.
+fn told(tokens: Option<Side>) -> &'static str {
+    match tokens {
+        Some(Side::Read) => "tokens of the encoder (`input_ids`)",
+        Some(Side::Said) => "tokens of the decoder (`decoder_input_ids`)",
+        None => "no tokens",
+    }
+}
+
 impl Objective {
     /// Wires losses.
     ///
@@ -59,9 +68,9 @@ impl Objective {
             let mut pairs = Vec::new();
             for (a, b) in values {
                 let widths = (width(student, &a)?, width(teacher, &b)?);
-                let tokens = sides[0].tokens(&a);
-                if tokens != sides[1].tokens(&b) {
-                    let reason = format!("`{a}` of the student and `{b}` of the teacher are not of the same tokens: one is of the encoder, one of the decoder");
+                let (tokens, theirs) = (sides[0].tokens(&a), sides[1].tokens(&b));
+                if tokens != theirs {
+                    let reason = format!("`{a}` of the student has {}, `{b}` of the teacher {}: name values of the same", told(tokens), told(theirs));
                     return Err(Error::option("losses: hidden", reason));
                 }
                 pairs.push(losses::Pair { student: a, teacher: b, widths, tokens });
@@ -71,7 +80,7 @@ impl Objective {
         if let Some(options) = &losses.attention {
             let teacher = needs("attention")?;
             let (ours, theirs) = both_layers("attention", student, teacher)?;
-            let last = ours.last().into_iter().zip(theirs.last()).collect();
+            let last = last(&ours, &theirs);
             let named = if options.target == AttentionTarget::Relations && options.layers.is_empty() { &last } else { &options.layers };
             let mut pairs = Vec::new();
             for (a, b) in chosen("attention", named, &ours, &theirs)? {
@@ -80,8 +89,10 @@ impl Objective {
                     let reason = format!("the student's layer {a} has {} heads, the teacher's {b} has {}: use `target: relations`", pair.0.1, pair.1.1);
                     return Err(Error::option("losses: attention", reason));
                 }
-                if pair.0.0.tokens != pair.1.0.tokens {
-                    return Err(Error::option("losses: attention", format!("layers [{a}, {b}]: one is of the encoder, one of the decoder")));
+                let (tokens, theirs) = (pair.0.0.tokens, pair.1.0.tokens);
+                if tokens != theirs {
+                    let reason = format!("layers [{a}, {b}]: the student's has {}, the teacher's {}: name layers of the same", told(tokens), told(theirs));
+                    return Err(Error::option("losses: attention", reason));
                 }
                 pairs.push((pair.0, pair.1));
             }

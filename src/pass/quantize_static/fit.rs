@@ -161,7 +161,8 @@ impl QuantizeStatic {
 pub(super) fn of_layers(graph: &Graph, found: &Found) -> BTreeMap<String, FakeQuantize> {
     let mut layers: BTreeMap<String, FakeQuantize> = BTreeMap::new();
     for node in graph.nodes() {
-        let (Some(weight), Some((by, _))) = (layer_weight(graph, node), found.get(&graph.value(node.inputs[0]).name)) else { continue };
+        let read = node.inputs.first().and_then(|id| found.get(&graph.value(*id).name));
+        let (Some(weight), Some((by, _))) = (layer_weight(graph, node), read) else { continue };
         layers.entry(weight.to_owned()).and_modify(|all| *all = all.united(*by)).or_insert(*by);
     }
     layers

@@ -153,11 +153,20 @@ mod tests {
             (Some(Side::Read), &[2, 5, 3], &[ids.clone(), mask.clone(), said.clone(), said_mask.clone()]),
             (Some(Side::Said), &[2, 5, 3], &[ids.clone(), mask.clone(), said.clone(), said_mask.clone()]),
             (Some(Side::Said), &[2, 5, 3], &[pixels.clone(), said]),
-            (None, &[2, 3], &[ids, mask]),
+            (None, &[2, 3], &[ids.clone(), mask.clone()]),
+            // Heads of a model of tokens.
+            (None, &[2, 5, 7, 3], &[ids.clone(), mask.clone()]),
             (None, &[2, 197, 3], std::slice::from_ref(&pixels)),
             (None, &[2, 3, 7, 5], std::slice::from_ref(&pixels)),
         ] {
             assert!((mean(tokens, dims, inputs) - 1.0).abs() < 1e-6, "{dims:?}");
+        }
+        // Other places than tokens are refused: which of them are padding is not known.
+        let value = Tensor::zeros((2, 7), DType::F32, &Device::Cpu).unwrap();
+        for inputs in [vec![ids.clone()], vec![ids, mask]] {
+            let inputs = inputs.into_iter().map(|(name, tensor)| (name.to_owned(), tensor)).collect();
+            let batch = Batch { inputs, references: References::None, samples: 2 };
+            assert!(mask::weights(&value, &batch, Some(Side::Read)).unwrap_err().to_string().contains("[2, 7]"));
         }
     }
 }

@@ -22,12 +22,15 @@ pub(super) fn count(batch: &Batch, tokens: Option<Side>) -> Result<f64> {
 }
 
 /// What each place of a value `[batch, ...]` counts: a token 1, padding 0; where places are no tokens, all those of a sample 1 together.
+///
+/// # Errors
+/// There are not as many tokens as places.
 pub(super) fn weights(value: &Tensor, batch: &Batch, tokens: Option<Side>) -> Result<Tensor> {
-    if tokens.is_none() {
+    let Some(real) = tokens.and_then(|side| batch.mask(side).or_else(|| batch.tokens(side))) else {
         return value.ones_like()? / (value.elem_count() / value.dim(0)?.max(1)).max(1) as f64;
+    };
+    if real.dims() != value.dims() {
+        candle_core::bail!("a value has places {:?}, its tokens or their mask are {:?}", value.dims(), real.dims());
     }
-    match of(batch, tokens, value.device())?.filter(|mask| mask.dims() == value.dims()) {
-        Some(mask) => Ok(mask),
-        None => value.ones_like(),
-    }
+    of(batch, tokens, value.device())?.map_or_else(|| value.ones_like(), Ok)
 }
