@@ -162,6 +162,24 @@ fn onnx_holds_integers_and_signs_as_asked() {
 }
 
 /// Where a quantizer reaches beyond what a ReLU6 lets through, runtimes compute the layer before it in floats.
+/// The product of the scales of such a channel and of its input is no float any more.
+#[test]
+fn channels_of_next_to_nothing_are_no_obstacle() {
+    let folder = tempfile::tempdir().unwrap();
+    let changed = folder.path().join("in");
+    std::fs::create_dir(&changed).unwrap();
+    std::fs::copy(golden("vit").join("config.json"), changed.join("config.json")).unwrap();
+    let mut tensors = candle_core::safetensors::load(golden("vit").join("model.safetensors"), &Device::Cpu).unwrap();
+    for (kind, value) in [("weight", 1e-40f32), ("bias", 1e-44)] {
+        let tensor = tensors.get_mut(&format!("encoder.layer.0.output.dense.{kind}")).unwrap();
+        let row = Tensor::full(value, tensor.narrow(0, 0, 1).unwrap().shape(), &Device::Cpu).unwrap();
+        *tensor = Tensor::cat(&[row, tensor.narrow(0, 1, tensor.dim(0).unwrap() - 1).unwrap()], 0).unwrap();
+    }
+    candle_core::safetensors::save(&tensors, changed.join("model.safetensors")).unwrap();
+    let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).calibration(calibration("vit", folder.path())).export(Onnx::default());
+    pipeline.build().unwrap().run(Model::open(&changed).unwrap(), folder.path().join("out")).unwrap();
+}
+
 #[test]
 fn ranges_end_where_values_are_cut_off() {
     let written = quantized("torchvision-mobilenet-v2", QuantizeStatic::default(), vec![]).unwrap();
