@@ -25,6 +25,17 @@ pub enum Axis {
     Second,
 }
 
+impl Axis {
+    /// How many channels a value of a shape has.
+    fn channels(self, shape: &[usize]) -> usize {
+        let width = match self {
+            Axis::Last => shape.last(),
+            Axis::Second => shape.get(1),
+        };
+        width.copied().unwrap_or(1)
+    }
+}
+
 /// What is to be seen of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
@@ -81,8 +92,7 @@ impl ValueStatistics {
     /// # Errors
     /// One of its numbers is not finite.
     pub(crate) fn of_parameter(name: &str, values: &[f32], shape: &[usize], request: Request) -> Result<ValueStatistics> {
-        let width = if request.axis == Axis::Last { shape.last() } else { shape.get(1) };
-        let mut seen = ValueStatistics::new(width.copied().unwrap_or(1), request);
+        let mut seen = ValueStatistics::new(request.axis.channels(shape), request);
         seen.add(name, values, shape, request.axis, 1)?;
         Ok(seen)
     }
@@ -288,11 +298,7 @@ fn padding(batch: &Batch) -> Result<Padding> {
 
 fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, (padding, side): (&Padding, Side)) -> Result<()> {
     let shape = value.dims();
-    let width = match request.axis {
-        Axis::Last => shape.last(),
-        Axis::Second => shape.get(1),
-    };
-    let width = width.copied().unwrap_or(1);
+    let width = request.axis.channels(shape);
     if !seen.contains_key(name) {
         seen.insert(name.to_owned(), ValueStatistics::new(width, request));
     }

@@ -310,8 +310,7 @@ impl Integers {
 
     /// Makes room for this bias, added to sums of products with an input of this scale, so that the scale of the sums is no number too small for a float.
     pub fn for_sums(self, bias: Option<Vec<f32>>, input_scale: f32) -> Self {
-        let least = |bias: f32| (f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32;
-        let least = |bias: f32| least(bias).max(f32::MIN_POSITIVE / input_scale);
+        let least = |bias: f32| ((f64::from(bias.abs()) / (f64::from(input_scale) * 2e9)) as f32).max(f32::MIN_POSITIVE / input_scale);
         Self { least: bias.map(|bias| bias.into_iter().map(least).collect()), ..self }
     }
 }
