@@ -5,7 +5,7 @@ use super::parts::{activate, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings};
 use crate::error::Result;
-use crate::ir::ops::{Add, Attention, Embedding, Linear, Positions, Select, Tanh};
+use crate::ir::ops::{Add, Attention, Embedding, Gelu, Linear, Positions, Select, Tanh};
 use crate::ir::{Builder, Dim, TensorType, ValueId};
 
 pub(super) const KEYS: Keys =
@@ -44,16 +44,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let types = b.node("embeddings.token_type_embeddings", Embedding {}, &[types, type_table])?;
     let hidden = encode(s, b, prefix, tokens, positions, types, mask)?;
     b.output("last_hidden_state", hidden);
-    let pooler = format!("{prefix}pooler.dense");
-    let pooled = if b.has(&format!("{pooler}.weight")) {
-        let first = b.node("pooler.first", Select { index: 0 }, &[hidden])?;
-        let dense = linear(b, "pooler.dense", &pooler, first, s.size("hidden_size")?)?;
-        let pooled = b.node("pooler", Tanh {}, &[dense])?;
-        b.output("pooler_output", pooled);
-        Some(pooled)
-    } else {
-        None
-    };
+    let pooled = pooler(b, prefix, hidden)?;
     match (s.class(), pooled) {
         ("BertForSequenceClassification", Some(pooled)) => {
             let logits = linear(b, "classifier", "classifier", pooled, s.labels()?)?;
@@ -69,6 +60,43 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         }
         _ => {}
     }
+    Ok(())
+}
+
+/// What the first token says, and its output, where the checkpoint has a layer for it.
+pub(super) fn pooler(b: &mut Builder, prefix: &str, x: ValueId) -> Result<Option<ValueId>> {
+    let module = format!("{prefix}pooler.dense");
+    if !b.has(&format!("{module}.weight")) {
+        return Ok(None);
+    }
+    let (first, width) = (b.node("pooler.first", Select { index: 0 }, &[x])?, b.width(x)?);
+    let dense = linear(b, "pooler.dense", &module, first, width)?;
+    let pooled = b.node("pooler", Tanh {}, &[dense])?;
+    b.output("pooler_output", pooled);
+    Ok(Some(pooled))
+}
+
+/// RoBERTa's head for classes, of two layers.
+pub(super) fn classes(s: &Settings, b: &mut Builder, x: ValueId) -> Result<()> {
+    let (first, width) = (b.node("classifier.first", Select { index: 0 }, &[x])?, b.width(x)?);
+    let dense = linear(b, "classifier.dense", "classifier.dense", first, width)?;
+    let active = b.node("classifier.act", Tanh {}, &[dense])?;
+    let logits = linear(b, "classifier.out_proj", "classifier.out_proj", active, s.labels()?)?;
+    b.output("logits", logits);
+    Ok(())
+}
+
+/// RoBERTa's head for words, where the checkpoint has one.
+pub(super) fn words(s: &Settings, b: &mut Builder, prefix: &str, x: ValueId) -> Result<()> {
+    if !has_head(b, prefix, "lm_head.dense") {
+        return Ok(());
+    }
+    let width = b.width(x)?;
+    let dense = linear(b, "lm_head.dense", "lm_head.dense", x, width)?;
+    let active = b.node("lm_head.act", Gelu { tanh: false }, &[dense])?;
+    let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
+    let logits = tied_head(s, b, "lm_head.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "lm_head.bias", normed)?;
+    b.output("logits", logits);
     Ok(())
 }
 
@@ -94,7 +122,7 @@ pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueI
     let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
     let sum = b.node("embeddings.with_types", Add {}, &[words, types])?;
     let sum = b.node("embeddings.sum", Add {}, &[sum, positions])?;
-    let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
+    let x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, epsilon)?;
     let block = Block {
         names: &NAMES,
         norms: NormPlace::After,
@@ -107,9 +135,5 @@ pub(super) fn encode(s: &Settings, b: &mut Builder, prefix: &str, tokens: ValueI
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };
-    for index in 0..s.size("num_hidden_layers")? {
-        let node = format!("encoder.layer.{index}");
-        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
-    }
-    Ok(x)
+    block.stack(b, prefix, "encoder.layer", s.size("num_hidden_layers")?, x)
 }

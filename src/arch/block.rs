@@ -71,6 +71,15 @@ pub(super) struct Block<'b> {
 }
 
 impl Block<'_> {
+    /// Adds so many layers, one behind the other: `encoder.layer.0` and so on, whose modules have a prefix.
+    pub(super) fn stack(&self, b: &mut Builder, prefix: &str, name: &str, layers: usize, mut x: ValueId) -> Result<ValueId> {
+        for index in 0..layers {
+            let node = format!("{name}.{index}");
+            x = self.add(b, &node, &format!("{prefix}{node}"), x)?;
+        }
+        Ok(x)
+    }
+
     /// Adds the layer, whose nodes have this name and whose modules have that one before theirs.
     pub(super) fn add(&self, b: &mut Builder, node: &str, module: &str, x: ValueId) -> Result<ValueId> {
         self.around(b, (node, module), x, |b, x| self.reading(b, (node, module), [x; 3]))

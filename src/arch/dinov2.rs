@@ -48,7 +48,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let token = b.param(&format!("{prefix}embeddings.cls_token"), &[1, 1, hidden])?;
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
-    let mut x = b.node("embeddings", Add {}, &[sequence, positions])?;
+    let x = b.node("embeddings", Add {}, &[sequence, positions])?;
     let (gated, wide) = (s.flag_or("use_swiglu_ffn", false)?, (hidden as f64 * s.number_or("mlp_ratio", 4.0)?) as usize);
     // Two thirds of the neurons, so that there are as many weights, in eights.
     let neurons = if gated { ((wide as f64 * 2.0 / 3.0) as usize).div_ceil(8).saturating_mul(8) } else { wide };
@@ -65,10 +65,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         neurons,
         activation: if gated { None } else { Some(s.text_or("hidden_act", "gelu")?) },
     };
-    for index in 0..s.size("num_hidden_layers")? {
-        let node = format!("encoder.layer.{index}");
-        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
-    }
+    let x = block.stack(b, prefix, "encoder.layer", s.size("num_hidden_layers")?, x)?;
     let x = layer_norm(b, "layernorm", &format!("{prefix}layernorm"), x, epsilon)?;
     b.output("last_hidden_state", x);
     let first = b.node("pooler", Select { index: 0 }, &[x])?;

@@ -4,7 +4,7 @@ use super::bert::tied_head;
 use super::block::{Block, Names, NormPlace};
 use super::parts::{activate, has_head, layer_norm, linear, text_inputs};
 use super::resize::Sizes;
-use super::{Keys, Settings};
+use super::{Keys, Settings, bert};
 use crate::error::Result;
 use crate::ir::Builder;
 use crate::ir::ops::{Add, Attention, Embedding, Positions, Relu, Select};
@@ -21,13 +21,9 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["distilbert.", ""],
     hidden: ("dim", "embeddings.word_embeddings.weight", 1),
     heads: ("n_heads", "transformer.layer.0.attention.q_lin.weight", 0),
-    more_heads: None,
-    groups: None,
-    head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
     others: &[("hidden_dim", "transformer.layer.0.ffn.lin1.weight", 0)],
     layers: "n_layers",
+    ..bert::SIZES
 };
 
 const NAMES: Names = Names {
@@ -52,7 +48,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let table = b.param(&format!("{prefix}embeddings.position_embeddings.weight"), &[s.size("max_position_embeddings")?, width])?;
     let positions = b.node("embeddings.position_embeddings", Embedding {}, &[positions, table])?;
     let sum = b.node("embeddings.sum", Add {}, &[words, positions])?;
-    let mut x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, EPSILON)?;
+    let x = layer_norm(b, "embeddings.LayerNorm", &format!("{prefix}embeddings.LayerNorm"), sum, EPSILON)?;
     let block = Block {
         names: &NAMES,
         norms: NormPlace::After,
@@ -65,10 +61,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         neurons: s.size("hidden_dim")?,
         activation: Some(s.text_or("activation", "gelu")?),
     };
-    for index in 0..s.size("n_layers")? {
-        let node = format!("transformer.layer.{index}");
-        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
-    }
+    let x = block.stack(b, prefix, "transformer.layer", s.size("n_layers")?, x)?;
     b.output("last_hidden_state", x);
     if s.class() == "DistilBertForSequenceClassification" {
         let first = b.node("pre_classifier.first", Select { index: 0 }, &[x])?;

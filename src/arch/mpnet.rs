@@ -1,13 +1,13 @@
 //! MPNet: BERT without token types, with a bias in attention by how far tokens are from each other (Song et al., 2020).
 
-use super::bert::tied_head;
+use super::bert::{classes, pooler};
 use super::block::{Block, Names, NormPlace};
-use super::parts::{has_head, layer_norm, linear, text_inputs};
+use super::parts::{layer_norm, text_inputs};
 use super::resize::Sizes;
 use super::{Keys, Settings, bert};
 use crate::error::Result;
 use crate::ir::Builder;
-use crate::ir::ops::{Add, Attention, Embedding, Gelu, Positions, RelativeBias, Select, Tanh};
+use crate::ir::ops::{Add, Attention, Embedding, Positions, RelativeBias};
 
 /// transformers 4 looks back alone where a decoder is meant, transformers 5 does not.
 pub(super) const KEYS: Keys = Keys { harmless: bert::KEYS.harmless, neutral: &[("is_decoder", "false")] };
@@ -21,9 +21,7 @@ const NAMES: Names = Names {
     out: "attention.attn.o",
     attended: "attention.sum",
     norms: ["attention.LayerNorm", "output.LayerNorm"],
-    network: ["intermediate.dense", "intermediate.act", "output.dense"],
-    sum: "output.sum",
-    scales: None,
+    ..bert::NAMES
 };
 
 /// Counted before the first position, whatever the configuration says of padding.
@@ -63,26 +61,11 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
     }
     b.output("last_hidden_state", x);
-    let first = |b: &mut Builder, name: &str| b.node(&format!("{name}.first"), Select { index: 0 }, &[x]);
-    let pooler = format!("{prefix}pooler.dense");
-    if b.has(&format!("{pooler}.weight")) {
-        let first = first(b, "pooler")?;
-        let dense = linear(b, "pooler.dense", &pooler, first, hidden)?;
-        let pooled = b.node("pooler", Tanh {}, &[dense])?;
-        b.output("pooler_output", pooled);
-    }
+    pooler(b, prefix, x)?;
     if s.class() == "MPNetForSequenceClassification" {
-        let first = first(b, "classifier")?;
-        let dense = linear(b, "classifier.dense", "classifier.dense", first, hidden)?;
-        let active = b.node("classifier.act", Tanh {}, &[dense])?;
-        let logits = linear(b, "classifier.out_proj", "classifier.out_proj", active, s.labels()?)?;
-        b.output("logits", logits);
-    } else if s.class() == "MPNetForMaskedLM" && has_head(b, prefix, "lm_head.dense") {
-        let dense = linear(b, "lm_head.dense", "lm_head.dense", x, hidden)?;
-        let active = b.node("lm_head.act", Gelu { tanh: false }, &[dense])?;
-        let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, epsilon)?;
-        let logits = tied_head(s, b, "lm_head.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "lm_head.bias", normed)?;
-        b.output("logits", logits);
+        classes(s, b, x)?;
+    } else if s.class() == "MPNetForMaskedLM" {
+        bert::words(s, b, prefix, x)?;
     }
     Ok(())
 }

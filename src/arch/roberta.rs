@@ -1,11 +1,11 @@
 //! RoBERTa and XLM-R: BERT with positions counted behind the padding token, and heads of their own.
 
 use super::Settings;
-use super::bert::{encode, tied_head};
-use super::parts::{has_head, layer_norm, linear, text_inputs};
+use super::bert::{classes, encode, pooler, words};
+use super::parts::text_inputs;
 use crate::error::{Error, Result};
 use crate::ir::Builder;
-use crate::ir::ops::{Gelu, Positions, Select, Tanh};
+use crate::ir::ops::Positions;
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let prefix = if b.has("roberta.embeddings.word_embeddings.weight") { "roberta." } else { "" };
@@ -22,25 +22,11 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let types = b.param(&format!("{prefix}embeddings.token_type_embeddings.weight"), &[1, hidden])?;
     let x = encode(s, b, prefix, tokens, positions, types, mask)?;
     b.output("last_hidden_state", x);
-    let pooler = format!("{prefix}pooler.dense");
-    if b.has(&format!("{pooler}.weight")) {
-        let first = b.node("pooler.first", Select { index: 0 }, &[x])?;
-        let dense = linear(b, "pooler.dense", &pooler, first, hidden)?;
-        let pooled = b.node("pooler", Tanh {}, &[dense])?;
-        b.output("pooler_output", pooled);
-    }
+    pooler(b, prefix, x)?;
     if s.class().ends_with("ForSequenceClassification") {
-        let first = b.node("classifier.first", Select { index: 0 }, &[x])?;
-        let dense = linear(b, "classifier.dense", "classifier.dense", first, hidden)?;
-        let active = b.node("classifier.act", Tanh {}, &[dense])?;
-        let logits = linear(b, "classifier.out_proj", "classifier.out_proj", active, s.labels()?)?;
-        b.output("logits", logits);
-    } else if (s.class().ends_with("ForMaskedLM") || s.class().ends_with("ForCausalLM")) && has_head(b, prefix, "lm_head.dense") {
-        let dense = linear(b, "lm_head.dense", "lm_head.dense", x, hidden)?;
-        let active = b.node("lm_head.act", Gelu { tanh: false }, &[dense])?;
-        let normed = layer_norm(b, "lm_head.layer_norm", "lm_head.layer_norm", active, s.number_or("layer_norm_eps", 1e-12)?)?;
-        let logits = tied_head(s, b, "lm_head.decoder", &format!("{prefix}embeddings.word_embeddings.weight"), "lm_head.bias", normed)?;
-        b.output("logits", logits);
+        classes(s, b, x)?;
+    } else if s.class().ends_with("ForMaskedLM") || s.class().ends_with("ForCausalLM") {
+        words(s, b, prefix, x)?;
     }
     Ok(())
 }

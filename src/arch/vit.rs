@@ -3,7 +3,7 @@
 use super::block::{Block, Names, NormPlace};
 use super::parts::{activate, image_input, layer_norm, linear};
 use super::resize::Sizes;
-use super::{Keys, Settings};
+use super::{Keys, Settings, bert};
 use crate::error::{Error, Result};
 use crate::ir::ops::{Add, Attention, Conv, Patchify, Prepend, Select};
 use crate::ir::{Builder, Dim, ValueId};
@@ -18,13 +18,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["vit.", ""],
     hidden: ("hidden_size", "embeddings.cls_token", 2),
     heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
-    more_heads: None,
-    groups: None,
-    head_dim: None,
-    own_head_dim: false,
-    heads_divide: false,
-    others: &[("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0)],
-    layers: "num_hidden_layers",
+    ..bert::SIZES
 };
 
 /// Names of the nodes that make tokens of an image.
@@ -52,7 +46,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     let sequence = b.node("embeddings.with_cls_token", Prepend {}, &[token, patches])?;
     let positions = b.param(&format!("{prefix}embeddings.position_embeddings"), &[1, side.saturating_mul(side).saturating_add(1), hidden])?;
     let qkv_bias = s.flag_or("qkv_bias", true)?;
-    let mut x = b.node("embeddings", Add {}, &[sequence, positions])?;
+    let x = b.node("embeddings", Add {}, &[sequence, positions])?;
     let block = Block {
         names: &NAMES,
         norms: NormPlace::Before,
@@ -65,10 +59,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
         neurons: s.size("intermediate_size")?,
         activation: Some(s.text_or("hidden_act", "gelu")?),
     };
-    for index in 0..s.size("num_hidden_layers")? {
-        let node = format!("encoder.layer.{index}");
-        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
-    }
+    let x = block.stack(b, prefix, "encoder.layer", s.size("num_hidden_layers")?, x)?;
     let x = layer_norm(b, "layernorm", &format!("{prefix}layernorm"), x, epsilon)?;
     b.output("last_hidden_state", x);
     let pooler = format!("{prefix}pooler.dense");

@@ -124,12 +124,9 @@ fn encoder(s: &Settings, b: &mut Builder, prefix: &str) -> Result<ValueId> {
     }
     let x = b.node("encoder.places", Transpose { perm: vec![0, 2, 1] }, &[x])?;
     let positions = b.param(&format!("{prefix}encoder.embed_positions.weight"), &[places, width])?;
-    let mut x = b.node("encoder.embeddings", Add {}, &[x, positions])?;
+    let x = b.node("encoder.embeddings", Add {}, &[x, positions])?;
     let block = block(s, ["encoder_attention_heads", "encoder_ffn_dim"], Attention::default(), None)?;
-    for index in 0..s.size("encoder_layers")? {
-        let node = format!("encoder.layers.{index}");
-        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
-    }
+    let x = block.stack(b, prefix, "encoder.layers", s.size("encoder_layers")?, x)?;
     layer_norm(b, "encoder.layer_norm", &format!("{prefix}encoder.layer_norm"), x, EPSILON)
 }
 
@@ -142,14 +139,11 @@ fn decoder(s: &Settings, b: &mut Builder, prefix: &str, heard: ValueId) -> Resul
     let positions = b.node("decoder.positions", Positions::default(), &[tokens])?;
     let places = b.param(&format!("{prefix}decoder.embed_positions.weight"), &[s.size("max_target_positions")?, width])?;
     let places = b.node("decoder.embed_positions", Embedding {}, &[positions, places])?;
-    let mut x = b.node("decoder.embeddings", Add {}, &[words, places])?;
+    let x = b.node("decoder.embeddings", Add {}, &[words, places])?;
     let cross = Cross { names: &CROSS, read: heard };
     let causal = Attention { causal: true, ..Attention::default() };
     let block = block(s, ["decoder_attention_heads", "decoder_ffn_dim"], causal, Some(cross))?;
-    for index in 0..s.size("decoder_layers")? {
-        let node = format!("decoder.layers.{index}");
-        x = block.add(b, &node, &format!("{prefix}{node}"), x)?;
-    }
+    let x = block.stack(b, prefix, "decoder.layers", s.size("decoder_layers")?, x)?;
     let x = layer_norm(b, "decoder.layer_norm", &format!("{prefix}decoder.layer_norm"), x, EPSILON)?;
     Ok((x, table))
 }

@@ -14,7 +14,7 @@ pub enum Precision {
     F32,
     /// bfloat16
     Bf16,
-    /// 16-bit floats; training scales its loss by itself
+    /// 16-bit floats
     F16,
 }
 

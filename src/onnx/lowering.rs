@@ -31,7 +31,7 @@ pub(super) struct Lowering<'g> {
     /// Versions of operators of other domains, where one was asked for.
     pub imports: BTreeMap<String, i64>,
     /// The nodes that read each value, by position.
-    readers: Vec<Vec<&'g Op>>,
+    readers: Vec<Vec<&'g Node>>,
     /// Which values depend on what the model is given, by position.
     varies: Vec<bool>,
     shared: BTreeMap<String, Vec<String>>,
@@ -44,7 +44,7 @@ impl<'g> Lowering<'g> {
         let mut readers = vec![Vec::new(); graph.values().len()];
         let mut varies: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Input).collect();
         for node in graph.nodes() {
-            node.inputs.iter().for_each(|id| readers[id.index()].push(&node.op));
+            node.inputs.iter().for_each(|id| readers[id.index()].push(node));
             varies[node.output.index()] = node.inputs.iter().any(|id| varies[id.index()]);
         }
         Self {
@@ -104,11 +104,21 @@ impl<'g> Lowering<'g> {
         self.readers[value.index()].len()
     }
 
+    /// Whether an input of the current node depends on what the model is given.
+    pub fn varies(&self, index: usize) -> bool {
+        self.operand(index).is_none_or(|id| self.varies[id])
+    }
+
+    /// How many nodes that depend on what the model is given read an input of the current node.
+    pub fn varying_readers(&self, index: usize) -> usize {
+        self.operand(index).map_or(0, |id| self.readers[id].iter().filter(|node| self.varies[node.output.index()]).count())
+    }
+
     /// Whether the current node's value is read by one layer normalisation and nobody else.
     pub fn feeds_layer_norm(&self) -> bool {
         let Some(output) = self.node.map(|node| node.output) else { return false };
         let public = self.graph.outputs().iter().any(|(_, id)| *id == output);
-        !public && matches!(self.readers[output.index()][..], [Op::LayerNorm(_)])
+        !public && matches!(self.readers[output.index()][..], [Node { op: Op::LayerNorm(_), .. }])
     }
 
     /// Position of the value behind an input.
@@ -307,13 +317,10 @@ impl<'g> Lowering<'g> {
         self.constant(&format!("int/{value}"), DataType::Int64, &[], value.to_le_bytes().to_vec())
     }
 
-    /// The integer that stands for zero in the quantized first input, given as int8. What is the same for all samples has no sign: ONNX Runtime
-    /// computes it beforehand, and fails on x86 where it then takes the sign away for several layers.
+    /// The integer that stands for zero in the quantized first input, given as int8.
     pub fn zero_point(&mut self, value: i32) -> String {
-        let signed = self.signed && self.operand(0).is_none_or(|id| self.varies[id]);
-        let (kind, value) = if signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
-        let name = if self.signed && !signed { format!("zero_point/unsigned/{value}") } else { format!("zero_point/{value}") };
-        self.constant(&name, kind, &[], vec![value.to_le_bytes()[0]])
+        let (kind, value) = if self.signed { (DataType::Int8, value) } else { (DataType::Uint8, value + 128) };
+        self.constant(&format!("zero_point/{value}"), kind, &[], vec![value.to_le_bytes()[0]])
     }
 
     /// Whole numbers of 32 bits that only this node needs.

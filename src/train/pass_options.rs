@@ -46,7 +46,7 @@ macro_rules! training_pass {
             /// Largest norm of all gradients together; 0 disables clipping
             #[cfg_attr(feature = "cli", arg(long, default_value_t = Self::default().clip_norm))]
             pub clip_norm: f64,
-            /// Precision of values and gradients
+            /// Precision of values and gradients; of `f16` the loss is scaled as far as gradients allow
             #[cfg_attr(feature = "cli", arg(long, value_enum, default_value_t = Self::default().precision))]
             pub precision: Precision,
             /// Recompute activations in the backward pass instead of storing them: none, blocks, or every=K layers

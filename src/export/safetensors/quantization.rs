@@ -213,6 +213,11 @@ fn ignored(items: &[Item], model: &Model, groups: &[Group], tied: &[&str]) -> Ve
     ignore
 }
 
+/// Whether a weight is that of one expert, as in `mlp.experts.3.up_proj.weight`.
+fn is_of_expert(name: &str) -> bool {
+    name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
+}
+
 /// What readers make of the schemes, where they differ.
 pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let mut notes = Vec::new();
@@ -226,6 +231,13 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     }
     if groups.iter().any(|g| g.class == "Embedding") {
         notes.push("quantized embeddings: transformers 5 loads them, transformers 4 and vLLM do not in this form".to_owned());
+    }
+    let quantized = |item: &&Item| matches!(item.weight.encoding, Encoding::Affine(_));
+    if items.iter().filter(quantized).any(|item| is_of_expert(&item.name)) {
+        notes.push(
+            "quantized experts: transformers 4 and vLLM load them; transformers 5 makes one tensor of all experts of a layer, and cannot of quantized ones"
+                .to_owned(),
+        );
     }
     let integers = |g: &&Group| g.affine.codes.is_integer();
     if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {

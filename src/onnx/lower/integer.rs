@@ -70,7 +70,7 @@ impl Integers {
         })
     }
 
-    /// The floats that they stand for. Scales run along the outputs, those of groups along what was a row in the checkpoint.
+    /// The floats that they stand for, as a matrix. Scales run along the outputs, those of groups along what was a row in the checkpoint.
     fn dequantize(&self, n: &mut Lowering) -> Result<String> {
         let axis = |axis| AttributeProto::int("axis", axis);
         let attributes = match self.affine.granularity {
@@ -81,14 +81,12 @@ impl Integers {
         self.dequantized(n, attributes)
     }
 
-    /// The node that does so, one for all that read the weight.
+    /// The node that does so, of this layer alone: kernels take over only weights that nobody else reads.
     fn dequantized(&self, n: &mut Lowering, attributes: Vec<AttributeProto>) -> Result<String> {
-        n.share(&format!("{}/floats|", self.values), |n| {
-            let zero_points = self.written_zero_points(n)?;
-            let mut inputs = vec![self.values.as_str(), &self.scales];
-            inputs.extend(zero_points.as_deref());
-            Ok(n.emit("DequantizeLinear", "value", &inputs, attributes))
-        })
+        let zero_points = self.written_zero_points(n)?;
+        let mut inputs = vec![self.values.as_str(), &self.scales];
+        inputs.extend(zero_points.as_deref());
+        Ok(n.emit("DequantizeLinear", "weight", &inputs, attributes))
     }
 
     /// The same, for a matrix `[in, out]` that is read by others too: in operators that runtimes evaluate when they load the
@@ -215,7 +213,14 @@ fn rounded(scale: &str, zero_point: i32, n: &mut Lowering) -> Result<()> {
     let x = n.wide(&n.input(0))?;
     let zero_point = n.zero_point(zero_point);
     let integers = n.emit("QuantizeLinear", "integers", &[&x, scale, &zero_point], vec![]);
-    n.finish_wide("DequantizeLinear", &[&integers, scale, &zero_point], vec![]);
+    if n.varies(0) {
+        n.finish_wide("DequantizeLinear", &[&integers, scale, &zero_point], vec![]);
+        return Ok(());
+    }
+    // Runtimes compute constants when they load the file, and leave this operator alone.
+    let [integers, zero_point] = [("steps", integers), ("zero_steps", zero_point)].map(|(part, value)| n.cast(part, &value, DataType::Float));
+    let centred = n.emit("Sub", "centred", &[&integers, &zero_point], vec![]);
+    n.finish_wide("Mul", &[&centred, scale], vec![]);
     Ok(())
 }
 
@@ -256,9 +261,10 @@ fn product(mut weight: Integers, x: &str, n: &mut Lowering) -> Result<Pending> {
     if is_head || weight.affine.activations == ActivationScheme::DynamicToken && !weight.grouped() {
         return integer_product(&weight, x, n);
     }
-    // Of two products that read one weight, ONNX Runtime makes kernels under one name, and refuses the second.
-    let again = !weight.input_major && n.node().and_then(|node| node.inputs.get(1)).is_some_and(|id| n.reads(*id) > 1);
-    let floats = if shared || again { weight.floats(n)? } else { weight.dequantize(n)? };
+    // Of two products that read one weight, ONNX Runtime makes kernels under one name, and refuses the second. One of constants is
+    // computed when the file is loaded, unless a `DequantizeLinear` stands before it.
+    let whole = !weight.input_major && (n.varying_readers(1) > 1 || !n.varies(0));
+    let floats = if shared || whole { weight.floats(n)? } else { weight.dequantize(n)? };
     Ok(Pending::of("MatMul", [x.to_owned(), floats]))
 }
 
