@@ -1,6 +1,7 @@
 """What a process takes."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,9 +15,11 @@ class Failed(Exception):
 # A small process between: what a process begins with counts for its peak, and that is a copy of the one that starts it.
 STARTER = """
 import json, os, resource, sys, time
-limit, out, command = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+limit, most, out, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:]
 if limit:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+if most:
+    resource.setrlimit(resource.RLIMIT_CPU, (most, most + 5))
 start = time.perf_counter()
 child = os.posix_spawnp(command[0], command, os.environ)
 _, status, used = os.wait4(child, 0)
@@ -26,11 +29,11 @@ with open(out, "w") as file:
 """
 
 
-def timed(command, memory_limit=None):
-    """Seconds and peak resident bytes of a process."""
+def timed(command, memory_limit=None, processor_limit=None):
+    """Seconds and peak resident bytes of a process, which may use so many bytes and so many seconds of processor time."""
     command = [str(word) for word in command]
     with tempfile.TemporaryFile() as said, tempfile.NamedTemporaryFile() as out:
-        subprocess.run([sys.executable, "-ISc", STARTER, str(memory_limit or 0), out.name, *command], stdout=subprocess.DEVNULL, stderr=said)
+        subprocess.run([sys.executable, "-ISc", STARTER, str(memory_limit or 0), str(processor_limit or 0), out.name, *command], stdout=subprocess.DEVNULL, stderr=said)
         said.seek(0)
         lines = said.read().decode(errors="replace").strip().splitlines()
         text = Path(out.name).read_text()
@@ -39,6 +42,8 @@ def timed(command, memory_limit=None):
         code, figures = json.loads(text)
         if code != 0:
             last = (lines or [f"exit code {code}"])[-1]
+            if processor_limit and code == -signal.SIGXCPU:
+                raise Failed(f"takes more than {processor_limit} s of processor time")
             if memory_limit and "memory" in last.lower():
                 raise Failed(f"needs more than {memory_limit / 1e9:.0f} GB of memory")
             raise Failed(f"{Path(command[0]).name}: {last}")
