@@ -123,6 +123,11 @@ impl Seen {
         }
     }
 
+    /// Whether the part has some rows of the weight alone.
+    pub fn is_cut(&self) -> bool {
+        self.rows.is_some()
+    }
+
     pub fn measurement(self) -> Option<WeightMeasurement> {
         let ([signal, other, noise, dot], [zeros_before, zeros_after]) = (self.sums.map(f64::from_bits), self.zeros);
         let histogram = self.histogram.map(|(ends, [before, after])| {

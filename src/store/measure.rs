@@ -80,7 +80,7 @@ pub(super) struct Measure {
 
 enum Hasher {
     Whole(Box<blake3::Hasher>),
-    Rows { row: usize, of: usize, rows: Range<usize>, run: Option<RunHasher> },
+    Rows { row: usize, of: usize, rows: Range<usize>, run: Option<Box<RunHasher>> },
 }
 
 /// What is seen of some rows of a weight, as far as it takes to tell what is seen of all.
@@ -164,7 +164,7 @@ impl Measure {
                 seen.input_hash = Some(hasher.finalize());
             }
             Hasher::Rows { of, rows, run, .. } => {
-                let hash = run.and_then(RunHasher::finish).unwrap_or_default();
+                let hash = run.and_then(|run| run.finish()).unwrap_or_default();
                 seen.rows = Some(Box::new(SeenRows { rows, of, sums: self.sums, hash, sample: self.sample }));
             }
         }
@@ -177,7 +177,7 @@ impl Measure {
             Hasher::Rows { .. } if before.affine.is_some() => {}
             Hasher::Rows { row, rows, run, .. } => {
                 let line = (*row * before.dtype.bitsize() / 8) as u64;
-                let begin = || RunHasher::new(rows.start as u64 * line, rows.end as u64 * line);
+                let begin = || Box::new(RunHasher::new(rows.start as u64 * line, rows.end as u64 * line));
                 run.get_or_insert_with(begin).update(before.values);
             }
         }
