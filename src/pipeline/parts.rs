@@ -201,10 +201,10 @@ impl Pipeline {
             }
             joined.push(path);
         }
-        let pieces = if cut.is_empty() { String::new() } else { format!(", {} of the tensors in pieces", cut.len()) };
+        let pieces = if cut.is_empty() { String::new() } else { format!(", {} of the tensors from pieces", cut.len()) };
         let mut pipeline = self.clone();
         pipeline.start.notes.push(format!(
-            "made in {count} parts{pieces}, each in {} of memory at most, and joined; the time of a pass is that of all parts, on all their threads",
+            "made in {count} parts, each in {} of memory at most, and joined{pieces}; the time of a pass is that of all parts, on all their threads",
             crate::report::format::bytes(most)
         ));
         let seconds: Vec<Duration> = seconds.into_iter().map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()).collect();
