@@ -16,6 +16,7 @@ mod running;
 #[cfg(not(feature = "run"))]
 #[path = "pipeline/weights_only.rs"]
 mod running;
+mod told;
 mod verdict;
 mod verify;
 

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use serde_json::Value;
 
 pub use self::importance::{ColumnImportance, InputImportance, Samples};
-pub use self::part::{Part, Share};
+pub use self::part::{Dealt, Part, Share};
 
 use crate::error::Result;
+use crate::store::Weight;
 use crate::work::{Meter, Work};
 
 /// Work that must be over before the weights can be written: a reading of data that several of them share.
@@ -100,6 +101,14 @@ impl RunState {
     /// Whether this process makes what is stored under a name.
     pub fn makes(&self, name: &str) -> bool {
         self.part.as_ref().is_none_or(|part| part.owns(name))
+    }
+
+    /// What this process makes of a weight, if anything.
+    ///
+    /// # Errors
+    /// The weight cannot be made in the rows that are this part's.
+    pub fn own(&self, name: &str, weight: &Weight) -> Result<Option<Weight>> {
+        self.part.as_ref().map_or_else(|| Ok(Some(weight.clone())), |part| part.own(name, weight))
     }
 
     /// Does what the passes left to be done before writing; whether all of it is done, for which parts of a run wait for one another.

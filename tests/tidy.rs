@@ -22,13 +22,14 @@ const LAYERS: [&[&str]; 12] = [
 ];
 
 /// What a line may use of itself.
-const BESIDE: [(&str, &str); 8] = [
+const BESIDE: [(&str, &str); 9] = [
     ("pipeline", "report"),
     ("pipeline", "recipe"),
     ("exec", "analysis"),
     ("exec", "data"),
     ("model", "arch"),
     ("model", "onnx"),
+    ("run_state", "store"),
     ("store", "kernel"),
     ("ir", "kernel"),
 ];

@@ -19,7 +19,7 @@ pub use crate::store::ByteSize;
 use crate::error::Result;
 use crate::files::Destination;
 use crate::model::{Config, Model};
-use crate::run_state::{RunState, Samples};
+use crate::run_state::{Dealt, RunState, Samples};
 use crate::store::Weights;
 use crate::store::writer::{Made, WeightMeasurement, Written};
 use crate::work::Work;
@@ -94,12 +94,12 @@ pub trait Format: fmt::Debug + Send + Sync {
         false
     }
 
-    /// The weights of each file, in the order of their names, where processes can write parts of a model that are joined; nothing where they
-    /// cannot.
+    /// The weights of each file, in the order of their names, where processes can write parts of a model that are joined, each with the rows
+    /// that stay together; nothing where they cannot.
     ///
     /// # Errors
     /// The format cannot express the model, by name.
-    fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<String>>>> {
+    fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<Dealt>>>> {
         Ok(None)
     }
 }

@@ -20,7 +20,7 @@ use crate::error::{Error, Result};
 use crate::files::Destination;
 use crate::kernel::{bitmask, convert};
 use crate::model::{Config, Model, class, is_embedding};
-use crate::run_state::RunState;
+use crate::run_state::{Dealt, RunState};
 use crate::store::writer::{self, Item, Made};
 use crate::store::{
     ActivationScheme, Affine, Block, BlockSink, Bytes, Codes, DType, Encoding, Granularity, StorageFormat, View, Weight, WeightSource, Weights, sparse,
@@ -94,7 +94,8 @@ impl Safetensors {
             items.extend(shared_scales(model));
         }
         items.extend(input_scales(model, self.layout));
-        items.retain(|item| run.makes(&item.name));
+        let own = |item: Item| Ok(run.own(&item.name, &item.weight)?.map(|weight| Item { weight, ..item }));
+        let mut items: Vec<Item> = items.into_iter().map(own).filter_map(Result::transpose).collect::<Result<_>>()?;
         items.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(items)
     }
@@ -354,15 +355,23 @@ impl Format for Safetensors {
         Ok(SizeForecast { files: layout.names(), bytes: layout.bytes(), exact: self.layout != Layout::Sparse && !run.estimated, tensors: layout.tensors() })
     }
 
-    fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<String>>>> {
+    fn weights_by_file(&self, model: &Model, run: &RunState) -> Result<Option<Vec<Vec<Dealt>>>> {
         let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
-        Ok(Some(self.layout_of(&items, model)?.items_by_file(&items)))
+        let dealt = |item: &Item| Dealt {
+            name: item.name.clone(),
+            bytes: item.weight.stored_bytes.max(1),
+            rows: item.weight.all_rows().end,
+            // How many values stay decides how all of a weight is stored.
+            together: if self.layout == Layout::Sparse && eligible_for_sparse(&item.weight) { None } else { item.storage_format.rows_together(&item.weight) },
+        };
+        let by_file = self.layout_of(&items, model)?.items_by_file();
+        Ok(Some(by_file.into_iter().map(|file| file.into_iter().filter_map(|index| items.get(index)).map(dealt).collect()).collect()))
     }
 
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, made: Option<&Made>, work: &Work) -> Result<Exported> {
         let mut kept: BTreeMap<&str, u64> = BTreeMap::new();
         if let Some(made) = made {
-            kept = made.items.iter().filter_map(|(name, seen)| Some((name.as_str(), seen.kept?))).collect();
+            kept = made.items.iter().filter_map(|(name, seen)| Some((name.as_str(), seen.first()?.kept?))).collect();
         } else if self.layout == Layout::Sparse {
             let jobs: Vec<(&String, &Weight)> = model.weights.by_name.iter().filter(|(name, w)| run.makes(name) && eligible_for_sparse(w)).collect();
             let counts = work.run(

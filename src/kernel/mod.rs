@@ -11,6 +11,7 @@ pub mod bitmask;
 pub mod cache;
 pub mod compare;
 pub mod convert;
+pub mod exact;
 mod float;
 pub mod ggml;
 pub mod histogram;

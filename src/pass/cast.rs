@@ -5,6 +5,7 @@
 //!   - cast: { to: bf16 }
 //! ```
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -16,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{F64, Float, convert, with_float};
 use crate::model::Model;
 use crate::run_state::{Applied, RunState};
-use crate::store::{Block, BlockSink, DType, Encoding, Pattern, View, Weight, WeightSource};
+use crate::store::{Block, BlockSink, DType, Encoding, Pattern, Rows, View, Weight, WeightSource};
 use crate::work::Meter;
 
 /// A format to convert to.
@@ -131,6 +132,7 @@ impl Pass for Cast {
 }
 
 /// A weight in another format.
+#[derive(Clone)]
 struct Converted {
     name: String,
     upstream: Weight,
@@ -207,5 +209,10 @@ impl WeightSource for Converted {
             self.meter.time(|| with_float!(block.now.dtype, F => self.convert::<F>(block.now.values, &mut floats, &mut output), else Ok(())))?;
             sink(block.becomes(View::dense(self.to.dtype(), &output)))
         })
+    }
+
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let (upstream, block) = self.upstream.rows(rows, unit)?;
+        Some(Rows { source: Arc::new(Converted { upstream, ..self.clone() }), block })
     }
 }

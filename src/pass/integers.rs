@@ -3,6 +3,7 @@
 //! The arithmetic is that of compressed-tensors: with `steps = 2^bits - 1`, symmetric `scale = absmax / (steps / 2)`, asymmetric
 //! `scale = (max - min) / steps`, FP8 `scale = absmax / 448`, FP4 as `narrow` and NVIDIA's global scale say, the scale rounded to the model's own format before it is used (up, where that is subnormal).
 
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
@@ -10,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::kernel::quantize::{Bounds, FourthPowers, Squares};
 use crate::kernel::{Float, convert, narrow, quantize, with_float};
-use crate::store::{Affine, Block, BlockSink, Codes, DType, Encoding, Granularity, View, Weight, WeightSource, least_common_multiple};
+use crate::store::{Affine, Block, BlockSink, Codes, DType, Encoding, Granularity, Rows, View, Weight, WeightSource, least_common_multiple};
 use crate::work::Meter;
 
 /// How the range of a scale is chosen.
@@ -103,6 +104,11 @@ impl Integers {
     pub fn weight(self) -> Weight {
         let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
         upstream.then(affine.value_dtype(upstream.dtype), Encoding::Affine(affine), Arc::new(self))
+    }
+
+    /// Rows that share scales.
+    fn high(&self) -> usize {
+        if let Granularity::Block([high, _]) = self.affine.granularity { high } else { 1 }
     }
 
     fn bounds(&self) -> Bounds {
@@ -256,7 +262,7 @@ impl Integers {
         };
         let mut runs = 0;
         let mut out = Output::default();
-        let high = if let Granularity::Block([high, _]) = self.affine.granularity { high } else { 1 };
+        let high = self.high();
         let global_scale = match &self.peers {
             Some(peers) if self.affine.has_global_scale() => peers.global_scale(&self.meter)?,
             _ => 1.0,
@@ -340,6 +346,14 @@ impl Output {
 impl WeightSource for Integers {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
+    }
+
+    /// Where no scale is for all rows.
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let shared = self.affine.granularity == Granularity::Tensor || self.affine.has_global_scale() || self.least.is_some();
+        let (upstream, block) = self.upstream.rows(rows, least_common_multiple(unit, self.upstream.row() * self.high())).filter(|_| !shared)?;
+        let integers = Integers::new(&self.name, &upstream, self.affine.clone(), self.observer, &self.meter);
+        Some(Rows { source: Arc::new(Integers { reduced: self.reduced, ..integers }), block })
     }
 
     fn unrounded(&self) -> Option<&Weight> {

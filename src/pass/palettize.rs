@@ -6,6 +6,7 @@
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
@@ -20,7 +21,7 @@ use crate::model::{self, Model};
 use crate::run_state::{Applied, RunState};
 use crate::store::header::byte_count;
 use crate::store::{
-    Affine, Block, BlockSink, DType, Encoding, Granularity, Pattern, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
+    Affine, Block, BlockSink, DType, Encoding, Granularity, Pattern, Rows, StorageFormat, View, Weight, WeightSource, Weights, least_common_multiple,
 };
 use crate::work::{Meter, lock};
 
@@ -300,5 +301,10 @@ impl WeightSource for Palettized {
                 blocks: &[],
             }))
         })
+    }
+
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let (upstream, block) = self.upstream.rows(rows, least_common_multiple(unit, group_of(&self.affine, self.upstream.row().max(1))))?;
+        Some(Rows { source: Arc::new(Palettized::new(&self.name, &upstream, self.affine.clone(), &self.meter)), block })
     }
 }

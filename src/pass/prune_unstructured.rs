@@ -18,6 +18,7 @@
 //! ```
 
 use std::collections::BTreeSet;
+use std::ops::Range;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -31,7 +32,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{Float, mask, scan, with_float};
 use crate::model::{self, Model};
 use crate::run_state::{Applied, Prepare, RunState};
-use crate::store::{Block, BlockSink, Encoding, Pattern, View, Weight, WeightSource, Weights, least_common_multiple};
+use crate::store::{Block, BlockSink, Encoding, Pattern, Rows, View, Weight, WeightSource, Weights, least_common_multiple};
 use crate::work::Meter;
 
 /// How much a weight matters.
@@ -142,13 +143,13 @@ impl PruneUnstructured {
         let members: Vec<(String, Weight)> = names.iter().map(member).collect::<Result<_>>()?;
         if self.scope == Scope::Global {
             let weights = members.iter().map(|(_, w)| w.elements() as u64).sum();
-            return Ok(vec![Arc::new(Pool::new(members, count("the selected tensors", weights)?)?)]);
+            return Ok(vec![Arc::new(Pool::new(members, count("the selected tensors", weights)?, true)?)]);
         }
         members
             .into_iter()
             .map(|(name, weight)| {
                 let count = count(&format!("tensor `{name}`"), weight.elements() as u64)?;
-                Ok(Arc::new(Pool::new(vec![(name, weight)], count)?))
+                Ok(Arc::new(Pool::new(vec![(name, weight)], count, false)?))
             })
             .collect()
     }
@@ -164,11 +165,11 @@ impl PruneUnstructured {
                 if pool.count() == 0 {
                     continue;
                 }
-                if self.scope == Scope::Global {
+                if pool.is_counted_before() {
                     run.preparations.push(pool.clone() as Arc<dyn Prepare>);
                 }
                 for (index, (name, weight)) in pool.members().iter().enumerate() {
-                    let source = Masked { upstream: weight.clone(), pool: pool.clone(), index, meter: meter.clone() };
+                    let source = Masked { upstream: weight.clone(), pool: pool.clone(), index, rows: weight.all_rows(), meter: meter.clone() };
                     model.weights.by_name.insert(name.clone(), weight.then(weight.dtype, Encoding::Dense, Arc::new(source)));
                 }
             }
@@ -309,12 +310,14 @@ struct Masked {
     upstream: Weight,
     pool: Arc<Pool>,
     index: usize,
+    /// The rows of the member that the weight is.
+    rows: Range<usize>,
     meter: Arc<Meter>,
 }
 
 impl Masked {
     fn visit_as<F: Float>(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let cut = self.meter.time(|| self.pool.cut(self.index))?;
+        let cut = self.meter.time(|| self.pool.cut(self.index, &self.rows))?;
         let threshold = F::from_key(cut.threshold);
         let mut ties = cut.ties;
         let mut output = Vec::new();
@@ -357,6 +360,14 @@ impl WeightSource for Masked {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
         with_float!(self.upstream.dtype, F => self.visit_as::<F>(unit, sink), else self.upstream.visit(unit, sink))
     }
+
+    /// With a threshold that parts of a run have counted together: one of the weight's own takes all of the weight.
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let (upstream, block) = self.upstream.rows(rows, unit).filter(|_| self.pool.is_counted_before())?;
+        let rows = self.rows.start + rows.start..self.rows.start + rows.end;
+        let masked = Masked { upstream, pool: self.pool.clone(), index: self.index, rows, meter: self.meter.clone() };
+        Some(Rows { source: Arc::new(masked), block })
+    }
 }
 
 /// A weight of which N of every M inputs stay.
@@ -376,5 +387,10 @@ impl WeightSource for Patterned {
             self.meter.time(|| with_float!(block.now.dtype, F => mask::keep_n_of_m::<F>(block.now.values, &mut output, n, m, self.stride), else ()));
             sink(block.becomes(View::dense(block.now.dtype, &output)))
         })
+    }
+
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let (upstream, block) = self.upstream.rows(rows, least_common_multiple(unit, self.pattern.m * self.stride))?;
+        Some(Rows { source: Arc::new(Patterned { upstream, meter: self.meter.clone(), ..*self }), block })
     }
 }

@@ -1,6 +1,8 @@
 //! The exact magnitude below which a number of weights lie, over one tensor or a whole model, by counting.
 
-use std::sync::{Arc, Mutex};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Mutex;
 
 use crate::error::{Error, Result};
 use crate::kernel::histogram::{MagnitudeHistogram, Window};
@@ -23,16 +25,20 @@ pub struct Pool {
     members: Vec<(String, Weight)>,
     count: u64,
     key: DType,
-    /// Nothing for the weights of other parts of a run.
-    cuts: Mutex<Option<Arc<Vec<Option<Cut>>>>>,
+    /// Whether it is counted before anything is written.
+    before: bool,
+    cuts: Mutex<Cuts>,
 }
 
+/// By the number of the member and its rows: all, or those of a part of a run.
+type Cuts = BTreeMap<(usize, usize, usize), Cut>;
+
 impl Pool {
-    /// Ranks these weights together, to find the `count` smallest.
+    /// Ranks these weights together, to find the `count` smallest, `before` anything is written or when a cut is asked for.
     ///
     /// # Errors
     /// F64 weights are mixed with others.
-    pub fn new(members: Vec<(String, Weight)>, count: u64) -> Result<Pool> {
+    pub fn new(members: Vec<(String, Weight)>, count: u64, before: bool) -> Result<Pool> {
         let first = members.first().map_or(DType::F32, |(_, w)| w.dtype);
         let key = if members.iter().all(|(_, w)| w.dtype == first) { first } else { DType::F32 };
         if key != DType::F64
@@ -44,7 +50,7 @@ impl Pool {
                 "prune it in a pass of its own, or use scope: tensor",
             ));
         }
-        Ok(Pool { members, count, key, cuts: Mutex::new(None) })
+        Ok(Pool { members, count, key, before, cuts: Mutex::default() })
     }
 
     /// How many of the smallest elements go.
@@ -57,19 +63,24 @@ impl Pool {
         &self.members
     }
 
-    /// Where member number `index` is cut; found now if it has not been, from all weights: of another part of a run, too, where a weight of
+    /// Whether parts of a run count together before they write.
+    pub fn is_counted_before(&self) -> bool {
+        self.before
+    }
+
+    /// Where these rows of member number `index` are cut; found now if it has not been, from all weights: of another part of a run, too, where a weight of
     /// this part reads it.
     ///
     /// # Errors
     /// Reading fails.
-    pub fn cut(&self, index: usize) -> Result<Cut> {
+    pub fn cut(&self, index: usize, rows: &Range<usize>) -> Result<Cut> {
         let mut cuts = lock(&self.cuts);
-        let known = |cuts: &Option<Arc<Vec<Option<Cut>>>>| cuts.as_ref().and_then(|cuts| cuts.get(index).copied().flatten());
-        if known(&cuts).is_none() {
-            *cuts = self.solve(None, None)?.map(Arc::new);
+        let place = (index, rows.start, rows.end);
+        if !cuts.contains_key(&place) {
+            cuts.extend(self.solve(None, None)?.into_iter().flatten());
         }
         let name = self.members.get(index).map_or("", |(name, _)| name);
-        known(&cuts).ok_or_else(|| Error::tensor(name, "is not among the weights that are ranked together", ""))
+        cuts.get(&place).copied().ok_or_else(|| Error::tensor(name, "is not among the weights that are ranked together", ""))
     }
 
     fn readings(&self) -> u64 {
@@ -81,13 +92,15 @@ impl Pool {
     }
 
     /// Where each is cut, as far as it is this part's; nothing while other parts have not counted.
-    fn solve(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Vec<Option<Cut>>>> {
+    fn solve(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Cuts>> {
         let wrong = || Error::option("prune-unstructured", "weights that are not floats");
         with_float!(self.key, F => self.solve_as::<F>(work, part), else Err(wrong()))
     }
 
-    fn solve_as<F: Float>(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Vec<Option<Cut>>>> {
-        let own: Vec<&(String, Weight)> = self.members.iter().filter(|(name, _)| part.is_none_or(|(part, _)| part.owns(name))).collect();
+    fn solve_as<F: Float>(&self, work: Option<&Work>, part: Option<(&Part, &str)>) -> Result<Option<Cuts>> {
+        let own = |(name, weight): &(String, Weight)| part.map_or_else(|| Ok(Some(weight.clone())), |(part, _)| part.own(name, weight));
+        let own = self.members.iter().enumerate().map(|(index, member)| Ok(own(member)?.map(|weight| (index, weight)))).collect::<Result<Vec<_>>>()?;
+        let own: Vec<(usize, Weight)> = own.into_iter().flatten().collect();
         let mut wanted = self.count;
         let mut window = Window::leading(F::BITS);
         let mut round = 0;
@@ -119,14 +132,13 @@ impl Pool {
             let counts = counts.map_or_else(count_own, Ok)?;
             // Ties go in the order of names, which is that of parts.
             let mut wanted = wanted.saturating_sub(before.get(bin).copied().unwrap_or(0));
-            let mut counts = counts.iter();
-            let cuts = self.members.iter().map(|(name, weight)| {
-                part.is_none_or(|(part, _)| part.owns(name)).then(|| {
-                    let equal = counts.next().and_then(|counts| counts.iter().find(|(b, _)| usize::from(*b) == bin)).map_or(0, |(_, n)| *n);
-                    let ties = equal.min(wanted);
-                    wanted -= ties;
-                    own_cut(self.key, weight.dtype, threshold, ties)
-                })
+            let cuts = own.iter().zip(&counts).map(|((index, weight), counts)| {
+                let equal = counts.iter().find(|(b, _)| usize::from(*b) == bin).map_or(0, |(_, n)| *n);
+                let ties = equal.min(wanted);
+                wanted -= ties;
+                let first = weight.rows_of.map_or(0, |of| of.first);
+                let rows = weight.all_rows();
+                ((*index, first + rows.start, first + rows.end), own_cut(self.key, weight.dtype, threshold, ties))
             });
             return Ok(Some(cuts.collect()));
         }
@@ -189,7 +201,7 @@ impl Prepare for Pool {
     fn prepare(&self, work: &Work, part: Option<(&Part, &str)>) -> Result<bool> {
         let cuts = self.solve(Some(work), part)?;
         let found = cuts.is_some();
-        *lock(&self.cuts) = cuts.map(Arc::new);
+        lock(&self.cuts).extend(cuts.into_iter().flatten());
         Ok(found)
     }
 }

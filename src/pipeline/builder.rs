@@ -27,6 +27,8 @@ pub struct Pipeline {
     sizes: OpenSizes,
     pub(super) force: bool,
     pub(super) resume: bool,
+    /// Bytes of a weight below which parts of a run do not cut it.
+    pub(super) least_cut: u64,
     /// Whether fidelity is measured where no evaluation data is named.
     pub(super) measures: bool,
     /// What a run begins with, before its first pass.
@@ -58,6 +60,9 @@ fn left_experts(model: &Model, run: &RunState) -> Option<String> {
     ))
 }
 
+/// Bytes of a weight below which parts of a run do not cut it, unless the pipeline says otherwise: a moment's work.
+const LEAST_CUT: u64 = 4 << 20;
+
 /// Puts a [`Pipeline`] together.
 #[must_use]
 pub struct Builder(pub(super) Pipeline);
@@ -74,6 +79,7 @@ impl Pipeline {
             sizes: OpenSizes::new(),
             force: false,
             resume: false,
+            least_cut: LEAST_CUT,
             measures: true,
             start: RunState::default(),
             threads: std::thread::available_parallelism().map_or(1, usize::from),
@@ -275,6 +281,13 @@ impl Builder {
     /// Adds a note to the report.
     pub fn note(mut self, note: impl Into<String>) -> Self {
         self.0.start.notes.push(note.into());
+        self
+    }
+
+    /// Bytes of a weight from which on [`run_part`](Pipeline::run_part) cuts it, where it is large beside a share; the same for all parts
+    /// and for [`merge`](Pipeline::merge).
+    pub fn least_cut(mut self, bytes: u64) -> Self {
+        self.0.least_cut = bytes;
         self
     }
 

@@ -5,19 +5,19 @@
 // What is read here, other processes have written.
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 use super::Pipeline;
 use super::run::{require_finite, require_space, run};
+use super::told::{Seen, TOLD, Told};
 use crate::error::{Error, Result};
 use crate::export::SizeForecast;
 use crate::files::File;
-use crate::kernel::compare::Difference;
 use crate::model::Model;
 use crate::output::{Staging, check_place, require_here};
 use crate::recipe::Recipe;
@@ -25,8 +25,8 @@ use crate::report::{Report, Tool};
 use crate::run_state::{Part, Share};
 use crate::store::checkpoint::DataFile;
 use crate::store::hash::hash_of;
-use crate::store::writer::{Made, MadeFile, WeightMeasurement};
-use crate::store::{Checkpoint, ContentKey, ValueHistogram};
+use crate::store::writer::{Made, MadeFile};
+use crate::store::{Checkpoint, ContentKey};
 
 /// What became of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -40,82 +40,6 @@ pub enum PartOutcome {
     Counted,
 }
 
-/// What a part tells about itself.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Told {
-    /// Of everything that must be the same for all parts.
-    key: String,
-    version: String,
-    part: usize,
-    parts: usize,
-    /// As YAML.
-    recipe: String,
-    /// Seconds of each pass.
-    seconds: Vec<f64>,
-    /// The most memory that was resident.
-    peak_rss_bytes: Option<u64>,
-    /// Names, sizes and BLAKE3 of the files.
-    files: Vec<(String, u64, String)>,
-    weights: Vec<Seen>,
-}
-
-/// What was seen of a weight. Numbers are kept as their bits: text has no infinities.
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Seen {
-    name: String,
-    /// Signal, other, noise and product.
-    sums: [u64; 4],
-    max: u32,
-    zeros: [u64; 2],
-    changed: bool,
-    nonfinite: u64,
-    input_hash: Option<String>,
-    bytes: u64,
-    kept: Option<u64>,
-    histogram: Option<([u32; 2], [Vec<u32>; 2])>,
-}
-
-impl Seen {
-    fn of(name: &str, seen: &WeightMeasurement) -> Seen {
-        let Difference { signal, other, noise, dot, max, zeros_before, zeros_after } = seen.difference;
-        let histogram = seen.histogram.as_ref().map(|h| ([h.low, h.high].map(f32::to_bits), [h.before.clone(), h.after.clone()]));
-        Seen {
-            name: name.to_owned(),
-            sums: [signal, other, noise, dot].map(f64::to_bits),
-            max: max.to_bits(),
-            zeros: [zeros_before, zeros_after],
-            changed: seen.changed,
-            nonfinite: seen.nonfinite,
-            input_hash: seen.input_hash.map(|hash| hash.to_string()),
-            bytes: seen.bytes,
-            kept: seen.kept,
-            histogram,
-        }
-    }
-
-    fn measurement(self) -> Option<WeightMeasurement> {
-        let ([signal, other, noise, dot], [zeros_before, zeros_after]) = (self.sums.map(f64::from_bits), self.zeros);
-        let histogram = self.histogram.map(|(ends, [before, after])| {
-            let [low, high] = ends.map(f32::from_bits);
-            ValueHistogram { low, high, before, after }
-        });
-        Some(WeightMeasurement {
-            difference: Difference { signal, other, noise, dot, max: f32::from_bits(self.max), zeros_before, zeros_after },
-            changed: self.changed,
-            nonfinite: self.nonfinite,
-            input_hash: self.input_hash.map(blake3::Hash::from_hex).transpose().ok()?,
-            bytes: self.bytes,
-            kept: self.kept,
-            histogram,
-        })
-    }
-}
-
-/// The file in which a part tells about itself.
-const TOLD: &str = "part.json";
-
 /// The folder of the parts of an output.
 pub fn parts_folder(output: &Path) -> PathBuf {
     let mut name = output.file_name().unwrap_or_default().to_owned();
@@ -125,12 +49,6 @@ pub fn parts_folder(output: &Path) -> PathBuf {
 
 /// Why parts need a folder of their own.
 const MEET: &str = "parts meet in a folder beside the output";
-
-fn opened(folder: &Path) -> Result<Told> {
-    let path = folder.join(TOLD);
-    let text = std::fs::read_to_string(&path).map_err(Error::io("read", &path))?;
-    serde_json::from_str(&text).map_err(|e| Error::malformed(&path, format!("not written by this version of compress: {e}")))
-}
 
 /// Folders of the parts that there are.
 fn there(output: &Path) -> Result<BTreeMap<Share, PathBuf>> {
@@ -157,7 +75,7 @@ pub fn recipe_of_parts(output: &Path) -> Result<Recipe> {
             hint: "run every part first, with `--part 1/N` to `--part N/N` and the same output".into(),
         });
     };
-    Recipe::parse(&opened(&first)?.recipe, &first.join(TOLD))
+    Recipe::parse(&Told::open(&first)?.recipe, &first.join(TOLD))
 }
 
 impl Pipeline {
@@ -194,8 +112,7 @@ impl Pipeline {
         let Some(files) = export.format().weights_by_file(&after, &state)? else {
             return Err(Error::option("--part", format!("`{}` is one file, and cannot be written in parts", export.format().name())));
         };
-        let bytes = |name: &str| after.weights.by_name.get(name).map_or(1, |weight| weight.stored_bytes);
-        state.part = Some(Arc::new(Part::new(share, &files, &bytes, counts)));
+        state.part = Some(Arc::new(Part::new(share, files, pipeline.least_cut, counts)));
         let work = pipeline.work();
         if !state.prepare(&work)? {
             return Ok(PartOutcome::Counted);
@@ -235,14 +152,19 @@ impl Pipeline {
         let folder = parts_folder(output);
         require_here(output, MEET)?;
         check_place(output, self.force, &model.path)?;
-        let (pipeline, ..) = self.settled(&model)?;
+        let (pipeline, after, state) = self.settled(&model)?;
         pipeline.require_parts(&model, output)?;
         let (key, parts) = pipeline.all_parts(&model, output)?;
+        // Parts that are kept share nothing with the output, and more parts than files have no whole ones.
+        let files = pipeline.export.first().map(|export| export.format().weights_by_file(&after, &state)).transpose()?.flatten();
+        let links = !keep && files.is_some_and(|files| files.len() >= parts.len());
+        let mut cut = BTreeSet::new();
         let (count, mut joined, mut most) = (parts.len(), vec![folder.join(counts_name(&key))], 0);
         let work = self.work();
         let mut made = Made::default();
         let mut seconds: Vec<f64> = Vec::new();
         for (path, told) in parts {
+            let own: BTreeSet<String> = told.weights.iter().filter(|seen| seen.is_cut()).map(|seen| seen.name.clone()).collect();
             for (name, bytes, blake3) in &told.files {
                 let file = path.join(name);
                 let length = std::fs::metadata(&file).map_err(Error::io("open", &file))?.len();
@@ -254,29 +176,35 @@ impl Pipeline {
                         reason: format!("was changed or damaged: remove the folder {part}, and run its part again"),
                     });
                 }
-                // Parts that are kept share nothing with the output.
-                if !keep && name.ends_with(".safetensors") {
-                    made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, name: name.clone(), blake3: hash });
+                if links && name.ends_with(".safetensors") {
+                    let header = DataFile::open(&file)?.1;
+                    if !header.tensors.iter().any(|tensor| own.contains(&tensor.name)) {
+                        made.files.push(MadeFile { header, path: file, name: name.clone(), blake3: hash });
+                    }
                 }
             }
+            cut.extend(own);
             most = most.max(told.peak_rss_bytes.unwrap_or(0));
             seconds.resize(told.seconds.len(), 0.0);
             seconds.iter_mut().zip(&told.seconds).for_each(|(sum, seconds)| *sum += seconds);
-            let mut held = Checkpoint::open(&path)?;
+            // A part may have weights of folders alone.
+            let beside = told.files.iter().any(|(name, ..)| !name.contains('/'));
+            let mut held = if beside { Checkpoint::open(&path)? } else { Checkpoint::default() };
             for folder in told.files.iter().filter_map(|(name, ..)| Some(name.rsplit_once('/')?.0)) {
                 held.add_folder(&path, folder)?;
             }
-            made.tensors.append(&mut held.tensors);
+            held.tensors.into_iter().for_each(|(name, tensor)| made.tensors.entry(name).or_default().push(tensor));
             for seen in told.weights {
                 let name = seen.name.clone();
-                let found = seen.measurement().ok_or_else(|| Error::malformed(&path.join(TOLD), format!("no hash of `{name}`")))?;
-                made.items.insert(name, found);
+                let found = seen.measurement().ok_or_else(|| Error::malformed(&path.join(TOLD), format!("what it tells of `{name}` is not whole")))?;
+                made.items.entry(name).or_default().push(found);
             }
             joined.push(path);
         }
+        let pieces = if cut.is_empty() { String::new() } else { format!(", {} of the tensors from pieces", cut.len()) };
         let mut pipeline = self.clone();
         pipeline.start.notes.push(format!(
-            "made in {count} parts, each in {} of memory at most, and joined; the time of a pass is that of all parts, on all their threads",
+            "made in {count} parts, each in {} of memory at most, and joined{pieces}; the time of a pass is that of all parts, on all their threads",
             crate::report::format::bytes(most)
         ));
         let seconds: Vec<Duration> = seconds.into_iter().map(|seconds| Duration::try_from_secs_f64(seconds).unwrap_or_default()).collect();
@@ -307,7 +235,7 @@ impl Pipeline {
             return Err(refuse(reason, &format!("run them with the same recipe and output, like `--part {first}/{count}`")));
         }
         let key = self.part_key(model, *count)?;
-        let told = there.into_values().map(|path| opened(&path).map(|told| (path, told))).collect::<Result<Vec<_>>>()?;
+        let told = there.into_values().map(|path| Told::open(&path).map(|told| (path, told))).collect::<Result<Vec<_>>>()?;
         match told.iter().find(|(_, told)| told.key != key) {
             None => Ok((key, told)),
             Some((path, told)) => Err(other_run(path, &told.version)),
@@ -337,7 +265,7 @@ impl Pipeline {
         let work = self.work();
         let mut key = ContentKey::new(&work);
         let tool = Tool::default();
-        key.line(&format!("{} {:?} {count}", tool.version, tool.commit));
+        key.line(&format!("{} {:?} {count} {}", tool.version, tool.commit, self.least_cut));
         key.line(&serde_json::to_string(&recipe).unwrap_or_default());
         key.line(&serde_json::to_string(model.config.values()).unwrap_or_default());
         for (name, weight) in &model.weights.by_name {
@@ -352,7 +280,7 @@ impl Pipeline {
 
 /// Whether a folder holds a part of a run, whole by the sizes of its files.
 fn found_part(folder: &Path, key: &str) -> Result<()> {
-    let told = opened(folder)?;
+    let told = Told::open(folder)?;
     let whole = |(name, bytes, _): &(String, u64, String)| std::fs::metadata(folder.join(name)).is_ok_and(|found| found.len() == *bytes);
     if told.key == key && told.files.iter().all(whole) { Ok(()) } else { Err(other_run(folder, &told.version)) }
 }

@@ -1,5 +1,8 @@
 //! A weight on its way from disk to disk: a run of elements at a time.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use super::Codes;
 use super::{Affine, DType};
 use crate::error::Result;
@@ -18,11 +21,15 @@ pub fn block_elements(unit: usize) -> usize {
 /// The smallest number that both divide; zero counts as one.
 pub fn least_common_multiple(a: usize, b: usize) -> usize {
     let (a, b) = (a.max(1), b.max(1));
-    let (mut x, mut y) = (a, b);
-    while y > 0 {
-        (x, y) = (y, x % y);
+    a / greatest_common_divisor(a, b) * b
+}
+
+/// The largest number that divides both.
+pub(super) fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
+    while b > 0 {
+        (a, b) = (b, a % b);
     }
-    a / x * b
+    a
 }
 
 /// What a visitor is called with.
@@ -40,6 +47,20 @@ pub trait WeightSource: Send + Sync {
     fn unrounded(&self) -> Option<&super::Weight> {
         None
     }
+
+    /// Some rows alone, where nothing else tells what they become: visited by `unit`, they come as they do in a visit of the whole, if what
+    /// lies before them is whole blocks. Nothing where a row needs others, or a source does not say.
+    fn rows(&self, _rows: &Range<usize>, _unit: usize) -> Option<Rows> {
+        None
+    }
+}
+
+/// Some rows of a source.
+pub struct Rows {
+    /// They alone.
+    pub source: Arc<dyn WeightSource>,
+    /// Elements of a block of the whole.
+    pub block: usize,
 }
 
 /// A small tensor that is in memory.

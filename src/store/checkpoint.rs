@@ -4,13 +4,14 @@
 #![cfg_attr(not(test), deny(clippy::indexing_slicing, clippy::arithmetic_side_effects))]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
 
 use super::header::{Entry, Header, MAX_HEADER};
-use super::{Block, BlockSink, DType, View, Weight, WeightSource, WordsLabel, block_elements, pytorch};
+use super::{Block, BlockSink, DType, Rows, View, Weight, WeightSource, WordsLabel, block_elements, pytorch};
 use crate::error::{Error, Result};
 use crate::files::{self, File, Kind};
 
@@ -142,6 +143,16 @@ impl WeightSource for RawTensor {
             sink(Block::untouched(View::dense(self.dtype, &buffer)))?;
         }
         Ok(())
+    }
+
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let bits = self.dtype.bitsize();
+        let row = (super::affine::row(&self.shape).checked_mul(bits)? / 8) as u64;
+        let mut shape = self.shape.clone();
+        *shape.first_mut().filter(|_| bits >= 8)? = rows.len();
+        let begin = self.begin.checked_add(row.checked_mul(rows.start as u64)?)?;
+        let source = Arc::new(RawTensor { shape, begin, bytes: row.checked_mul(rows.len() as u64)?, ..self.clone() });
+        Some(Rows { source, block: block_elements(unit) })
     }
 }
 

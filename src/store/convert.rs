@@ -1,8 +1,9 @@
 //! A weight decoded to floats, or with its scales in another format.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Affine, BlockSink, DType, View, WeightSource};
+use super::{Affine, BlockSink, DType, Rows, View, WeightSource};
 use crate::error::{Error, Result};
 use crate::kernel::convert;
 
@@ -49,6 +50,11 @@ impl WeightSource for Decoded {
             sink(block.becomes(View::dense(self.dtype, &bytes)))
         })
     }
+
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let Rows { source: upstream, block } = self.upstream.rows(rows, unit)?;
+        Some(Rows { source: Arc::new(Decoded { upstream, dtype: self.dtype, name: self.name.clone() }), block })
+    }
 }
 
 fn beyond(name: &str, value: f32, dtype: DType) -> Error {
@@ -86,5 +92,10 @@ impl WeightSource for Rescaled {
             }
             sink(block.becomes(View { dtype, affine: Some((&self.affine, row)), scales: &bytes, ..block.now }))
         })
+    }
+
+    fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
+        let Rows { source: upstream, block } = self.upstream.rows(rows, unit)?;
+        Some(Rows { source: Arc::new(Rescaled { upstream, affine: self.affine.clone(), name: self.name.clone() }), block })
     }
 }

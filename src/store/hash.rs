@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use blake3::hazmat::{ChainingValue, HasherExt, Mode, merge_subtrees_non_root, merge_subtrees_root};
+use blake3::hazmat::{ChainingValue, HasherExt, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root};
 
 use crate::error::{Error, Result};
 use crate::files::File;
@@ -18,6 +18,101 @@ const BUFFER: usize = 256 << 10;
 /// The file cannot be read.
 pub fn hash_of(path: &Path, work: &Work) -> Result<blake3::Hash> {
     segments(path, SEGMENT, work).map(|values| root(&values))
+}
+
+/// Bytes of a leaf of BLAKE3's tree.
+pub(super) const CHUNK: usize = blake3::CHUNK_LEN;
+
+/// A whole subtree of the tree of a hash.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Subtree {
+    /// How many bytes it is of.
+    pub bytes: u64,
+    /// What they give to the hash.
+    pub value: ChainingValue,
+}
+
+/// Hashes a run of bytes that lies somewhere in others.
+pub(super) struct RunHasher {
+    found: Vec<Subtree>,
+    hasher: blake3::Hasher,
+    /// Where the subtree that is begun starts, and bytes of it.
+    start: u64,
+    filled: u64,
+    size: u64,
+    end: u64,
+}
+
+impl RunHasher {
+    /// Of bytes `start..end`, where `start` is a multiple of [`CHUNK`], and of the whole there is more.
+    pub fn new(start: u64, end: u64) -> RunHasher {
+        let mut run = RunHasher { found: Vec::new(), hasher: blake3::Hasher::new(), start, filled: 0, size: 0, end };
+        run.begin();
+        run
+    }
+
+    /// The largest subtree that starts here.
+    fn begin(&mut self) {
+        let left = self.end.saturating_sub(self.start);
+        let whole = 1u64.checked_shl(left.checked_ilog2().unwrap_or(0)).unwrap_or(left);
+        let aligned = 1u64.checked_shl(self.start.trailing_zeros()).unwrap_or(u64::MAX);
+        self.size = if left <= CHUNK as u64 { left } else { whole.min(aligned) };
+        self.filled = 0;
+        if left > 0 {
+            self.hasher = blake3::Hasher::new();
+            self.hasher.set_input_offset(self.start);
+        }
+    }
+
+    pub fn update(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() && self.size > 0 {
+            let (now, rest) = bytes.split_at(bytes.len().min((self.size - self.filled) as usize));
+            self.hasher.update(now);
+            self.filled += now.len() as u64;
+            if self.filled == self.size {
+                self.found.push(Subtree { bytes: self.size, value: self.hasher.finalize_non_root() });
+                self.start += self.size;
+                self.begin();
+            }
+            bytes = rest;
+        }
+        if !bytes.is_empty() {
+            // More than was announced is no run of these bytes.
+            self.end = u64::MAX;
+        }
+    }
+
+    /// The subtrees, in order; nothing where fewer bytes came than were announced.
+    pub fn finish(self) -> Option<Vec<Subtree>> {
+        (self.start == self.end).then_some(self.found)
+    }
+}
+
+/// The hash of a whole, from all its subtrees in order, of which there are several; nothing where they are not those of one tree.
+pub(super) fn joined(subtrees: &[Subtree]) -> Option<blake3::Hash> {
+    let bytes = subtrees.iter().try_fold(0u64, |sum, subtree| sum.checked_add(subtree.bytes))?;
+    let mut rest = subtrees;
+    if subtrees.len() < 2 || bytes <= CHUNK as u64 {
+        return None;
+    }
+    let left = left_subtree_len(bytes);
+    let (left, right) = (node(&mut rest, left)?, node(&mut rest, bytes - left)?);
+    rest.is_empty().then(|| merge_subtrees_root(&left, &right, Mode::Hash))
+}
+
+/// The value of so many bytes, of which subtrees are next.
+fn node(rest: &mut &[Subtree], bytes: u64) -> Option<ChainingValue> {
+    let (first, others) = rest.split_first()?;
+    if first.bytes == bytes {
+        *rest = others;
+        return Some(first.value);
+    }
+    if first.bytes > bytes || bytes <= CHUNK as u64 {
+        return None;
+    }
+    let left = left_subtree_len(bytes);
+    let (left, right) = (node(rest, left)?, node(rest, bytes - left)?);
+    Some(merge_subtrees_non_root(&left, &right, Mode::Hash))
 }
 
 /// What segments of so many bytes, a power of two, of a file give to [`root`].
@@ -82,6 +177,30 @@ fn subtree(values: &[ChainingValue]) -> ChainingValue {
 mod tests {
     use super::*;
     use crate::work::{Cancel, Silent};
+
+    #[test]
+    fn runs_of_bytes_are_joined_to_the_hash_of_the_whole() {
+        let bytes: Vec<u8> = (0..300 * CHUNK).map(|i| (i * 31 % 251) as u8).collect();
+        for length in [CHUNK + 1, 2 * CHUNK, 3 * CHUNK, 4 * CHUNK, 7 * CHUNK + 5, 256 * CHUNK, 300 * CHUNK] {
+            for cuts in [vec![1], vec![1, 2], vec![2, 3, 5], vec![64, 128], vec![7, 131, 132, 255]] {
+                let cuts: Vec<usize> = cuts.into_iter().map(|cut| cut * CHUNK).filter(|cut| *cut < length).collect();
+                let ends = cuts.iter().copied().chain([length]);
+                let mut found = Vec::new();
+                for (start, end) in [0].into_iter().chain(cuts.iter().copied()).zip(ends).filter(|run| *run != (0, length)) {
+                    let mut run = RunHasher::new(start as u64, end as u64);
+                    bytes[start..end].chunks(777).for_each(|part| run.update(part));
+                    found.extend(run.finish().unwrap());
+                }
+                if found.is_empty() {
+                    continue;
+                }
+                assert_eq!(joined(&found), Some(blake3::hash(&bytes[..length])), "{length} bytes, cut at {cuts:?}");
+                found.pop();
+                assert_ne!(joined(&found), Some(blake3::hash(&bytes[..length])));
+            }
+        }
+        assert!(RunHasher::new(CHUNK as u64, 3 * CHUNK as u64).finish().is_none());
+    }
 
     #[test]
     fn equals_the_plain_hash() {

@@ -1,9 +1,13 @@
 //! Comparing a weight with its input while it is written, and a coarse picture of how its values lie.
 
+use std::ops::Range;
+
 use super::convert::RUN;
+use super::hash::{RunHasher, Subtree, joined};
 use super::writer::WeightMeasurement;
-use super::{Block, Codes, DType, View};
+use super::{Block, Codes, DType, RowsOf, View, Weight};
 use crate::kernel::compare::{self, Difference};
+use crate::kernel::exact::ExactSum;
 use crate::kernel::{Float, scan, with_float};
 
 /// Values that the picture of a weight is made of: a fixed number, so that it costs the same for any weight.
@@ -66,25 +70,121 @@ pub(super) struct Measure {
     every: usize,
     take: usize,
     runs: usize,
+    /// Values that were kept, those of rows before these counted.
+    taken: usize,
     sample: [Vec<f32>; 2],
+    /// Signal, other, noise and product: sums that rows of a weight give to those of the whole.
+    sums: [ExactSum; 4],
+    hasher: Hasher,
+}
+
+enum Hasher {
+    Whole(Box<blake3::Hasher>),
+    Rows { row: usize, of: usize, rows: Range<usize>, run: Option<Box<RunHasher>> },
+}
+
+/// What is seen of some rows of a weight, as far as it takes to tell what is seen of all.
+#[derive(Debug, Clone)]
+pub struct SeenRows {
+    /// Where they lie.
+    pub rows: Range<usize>,
+    /// Rows of the whole weight.
+    pub of: usize,
+    /// Signal, other, noise and product.
+    pub sums: [ExactSum; 4],
+    /// Their part of the tree of the hash; nothing where the hash of the whole is not that of runs of bytes.
+    pub hash: Vec<Subtree>,
+    /// Values of the picture, before and after.
+    pub sample: [Vec<f32>; 2],
+}
+
+fn difference(sums: &[ExactSum; 4], known: Difference) -> Difference {
+    let [signal, other, noise, dot] = sums.map(|sum| sum.value());
+    Difference { signal, other, noise, dot, ..known }
+}
+
+/// What is seen of a whole weight, from what is seen of all its rows, in order; `None` where their hashes are not of one tree.
+pub(super) fn of_rows(pieces: &[WeightMeasurement]) -> Option<WeightMeasurement> {
+    let mut whole = WeightMeasurement::default();
+    let (mut sums, mut hash, mut sample, mut hashed) = ([ExactSum::default(); 4], Vec::new(), [Vec::new(), Vec::new()], true);
+    for (seen, rows) in pieces.iter().filter_map(|seen| Some((seen, seen.rows.as_ref()?))) {
+        whole.difference.add(&seen.difference);
+        sums.iter_mut().zip(&rows.sums).for_each(|(sum, part)| sum.join(part));
+        whole.changed |= seen.changed;
+        whole.nonfinite = whole.nonfinite.saturating_add(seen.nonfinite);
+        hashed &= !rows.hash.is_empty();
+        hash.extend(rows.hash.iter().cloned());
+        sample.iter_mut().zip(&rows.sample).for_each(|(all, part)| all.extend(part));
+    }
+    whole.difference = difference(&sums, whole.difference);
+    // The input of a weight that has no hash is read again.
+    whole.input_hash = if hashed { Some(joined(&hash)?) } else { None };
+    let [before, after] = &sample;
+    whole.histogram = ValueHistogram::of(before, after);
+    Some(whole)
 }
 
 impl Measure {
-    /// For a weight of so many elements.
-    pub(super) fn new(elements: usize) -> Measure {
+    /// For a weight, or some rows of one: then as if those before had been added.
+    pub(super) fn new(weight: &Weight) -> Measure {
+        let (row, of) = (weight.row(), weight.rows_of);
+        let elements = of.map_or(weight.elements(), |of| of.of * row);
         let runs = elements.div_ceil(RUN).max(1);
         let every = runs.div_ceil(PLACES);
         let take = (SAMPLE / runs.div_ceil(every)).min(RUN);
-        Measure { before: Vec::new(), after: Vec::new(), every, take, runs: 0, sample: Default::default() }
+        let hasher = match of {
+            None => Hasher::Whole(Box::default()),
+            Some(RowsOf { first, of, .. }) => Hasher::Rows { row, of, rows: first..first + weight.all_rows().end, run: None },
+        };
+        let (before, after, sample, sums) = Default::default();
+        let mut measure = Measure { before, after, every, take, runs: 0, taken: 0, sample, sums, hasher };
+        if let Some(of) = of {
+            let each = of.block.div_ceil(RUN).max(1);
+            measure.runs = of.first * row / of.block.max(1) * each;
+            for run in (0..measure.runs).step_by(every) {
+                let count = if run % each + 1 < each { RUN } else { of.block - (each - 1) * RUN };
+                measure.taken += measure.next_taken(run, count);
+            }
+        }
+        measure
     }
 
-    /// The picture, of what was added.
-    pub(super) fn histogram(&self) -> Option<ValueHistogram> {
-        let [before, after] = &self.sample;
-        ValueHistogram::of(before, after)
+    /// How many values of a run are kept.
+    fn next_taken(&self, run: usize, count: usize) -> usize {
+        if run.is_multiple_of(self.every) && self.taken < SAMPLE { self.take.min(count) } else { 0 }
+    }
+
+    /// Tells the sums, the hash and the picture of what was added.
+    pub(super) fn finish(self, seen: &mut WeightMeasurement) {
+        seen.difference = difference(&self.sums, seen.difference);
+        match self.hasher {
+            Hasher::Whole(hasher) => {
+                let [before, after] = &self.sample;
+                seen.histogram = ValueHistogram::of(before, after);
+                seen.input_hash = Some(hasher.finalize());
+            }
+            Hasher::Rows { of, rows, run, .. } => {
+                let hash = run.and_then(|run| run.finish()).unwrap_or_default();
+                seen.rows = Some(Box::new(SeenRows { rows, of, sums: self.sums, hash, sample: self.sample }));
+            }
+        }
+    }
+
+    fn hash(&mut self, before: &View) {
+        match &mut self.hasher {
+            Hasher::Whole(hasher) => super::writer::hash_values(hasher, before),
+            // Scales lie between codes, block by block.
+            Hasher::Rows { .. } if before.affine.is_some() => {}
+            Hasher::Rows { row, rows, run, .. } => {
+                let line = (*row * before.dtype.bitsize() / 8) as u64;
+                let begin = || Box::new(RunHasher::new(rows.start as u64 * line, rows.end as u64 * line));
+                run.get_or_insert_with(begin).update(before.values);
+            }
+        }
     }
 
     pub(super) fn add(&mut self, block: &Block, seen: &mut WeightMeasurement) {
+        self.hash(&block.before);
         let (now, before) = (&block.now, &block.before);
         // Integers are finite, their scales need not be.
         let (dtype, floats) = before.affine.map_or((before.dtype, before.values), |(affine, _)| (affine.scale_dtype, before.scales));
@@ -110,10 +210,12 @@ impl Measure {
         let elements = now.elements();
         for start in (0..elements).step_by(RUN) {
             let count = RUN.min(elements - start);
-            let sampled = changed && self.runs.is_multiple_of(self.every) && self.sample[0].len() < SAMPLE;
-            let taken = if sampled { self.take.min(count) } else { 0 };
-            let Some(difference) = self.compare(before, now, start, count) else { continue };
-            seen.difference.add(&difference);
+            let taken = if changed { self.next_taken(self.runs, count) } else { 0 };
+            let Some(found) = self.compare(before, now, start, count) else { continue };
+            seen.difference.add(&found);
+            let sums = [found.signal, found.other, found.noise, found.dot];
+            self.sums.iter_mut().zip(sums).for_each(|(sum, value)| sum.add(value));
+            self.taken += taken;
             for (sample, view) in self.sample.iter_mut().zip([before, now]) {
                 let length = sample.len();
                 sample.resize(length + taken, 0.0);
@@ -172,11 +274,18 @@ mod tests {
             let after: Vec<f32> = before.iter().map(|v| if *v < 0.5 { 0.0 } else { *v }).collect();
             let bytes = |values: &[f32]| values.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>();
             let (before, after) = (bytes(&before), bytes(&after));
-            let (mut measure, mut seen) = (Measure::new(elements), WeightMeasurement::default());
+            let weight = Weight::new(
+                DType::F32,
+                vec![elements],
+                super::super::Encoding::Dense,
+                std::sync::Arc::new(super::super::Bytes { dtype: DType::F32, bytes: Vec::new() }),
+            );
+            let (mut measure, mut seen) = (Measure::new(&weight), WeightMeasurement::default());
             for (before, after) in before.chunks(4 << 17).zip(after.chunks(4 << 17)) {
                 measure.add(&Block { now: View::dense(DType::F32, after), before: View::dense(DType::F32, before) }, &mut seen);
             }
-            let picture = measure.histogram().unwrap();
+            measure.finish(&mut seen);
+            let picture = seen.histogram.unwrap();
             let total = picture.before.iter().sum::<u32>() as usize;
             assert!(total <= SAMPLE + RUN && total >= elements.min(SAMPLE / 2), "{total} of {elements}");
             assert_eq!(picture.after.iter().sum::<u32>() as usize, total);

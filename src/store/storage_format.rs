@@ -121,6 +121,12 @@ impl StorageFormat {
         parts
     }
 
+    /// The bytes of a part that tells nothing but the shape of the weight; nothing for other parts.
+    pub(super) fn shape_part(self, part: usize, weight: &Weight) -> Option<Vec<u8>> {
+        let codes = if let Encoding::Affine(affine) = &weight.encoding { Some(affine.codes) } else { None };
+        (part == 1 && self.value_parts(codes) > 1).then(|| shape_bytes(&weight.shape))
+    }
+
     fn value_parts(self, codes: Option<Codes>) -> usize {
         match self {
             StorageFormat::Plain | StorageFormat::Transposed | StorageFormat::Halves { .. } | StorageFormat::Blocks(_) | StorageFormat::Gguf(_) => 1,
@@ -129,6 +135,10 @@ impl StorageFormat {
             StorageFormat::Sparse { .. } => 3,
         }
     }
+}
+
+fn shape_bytes(shape: &[usize]) -> Vec<u8> {
+    shape.iter().flat_map(|&size| (size as i64).to_le_bytes()).collect()
 }
 
 /// Turns the blocks of one weight into the bytes of its parts.
@@ -158,7 +168,7 @@ pub(super) struct Emitter {
 }
 
 /// Rows whose packed zero points are whole words, whatever the number of bits.
-const WORD_ROWS: usize = 32;
+pub(super) const WORD_ROWS: usize = 32;
 
 /// Receives bytes of the part with this number.
 pub(super) type PartSink<'a> = &'a mut dyn FnMut(usize, &[u8]) -> Result<()>;
@@ -194,8 +204,7 @@ impl Emitter {
     pub(super) fn emit(&mut self, view: &View, sink: PartSink) -> Result<()> {
         let first = !std::mem::replace(&mut self.started, true);
         if first && self.storage_format.value_parts(self.codes) > 1 {
-            let shape: Vec<u8> = self.shape.iter().flat_map(|&d| (d as i64).to_le_bytes()).collect();
-            sink(1, &shape)?;
+            sink(1, &shape_bytes(&self.shape))?;
         }
         match self.storage_format {
             StorageFormat::Plain => sink(0, view.values)?,

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::affine::row;
 use super::convert::Decoded;
-use super::{Affine, BlockSink, Checkpoint, DType, WeightSource, assemble};
+use super::{Affine, BlockSink, Checkpoint, DType, RowsOf, WeightSource, assemble};
 use crate::error::{Error, Result};
 
 /// How elements are represented.
@@ -66,6 +66,8 @@ pub struct Weight {
     pub role: Option<Role>,
     /// Names of what reads it, where the file tells: patterns match them too.
     pub readers: Vec<String>,
+    /// Of some rows of a weight, where they lie in it.
+    pub rows_of: Option<RowsOf>,
     source: Arc<dyn WeightSource>,
 }
 
@@ -88,6 +90,7 @@ impl Weight {
             origin: Origin::File,
             role: None,
             readers: Vec::new(),
+            rows_of: None,
             source,
         }
     }

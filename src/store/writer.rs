@@ -3,15 +3,17 @@
 //! What is meant to be in the file is hashed as it is made; every segment of the file is read again once it is written, and held to it.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use super::header::Header;
+pub use super::made::{Made, MadeFile};
+pub use super::measure::SeenRows;
 use super::measure::{Measure, ValueHistogram};
 use super::part_writer::PartWriter;
 use super::storage_format::Emitter;
 use super::verified_file::VerifiedFile;
 use super::weight::in_folder;
-use super::{Block, RawTensor, StorageFormat, StoredTensor, View, Weight, checkpoint};
+use super::{Block, StorageFormat, StoredTensor, View, Weight, checkpoint};
 use crate::error::{Error, Result};
 use crate::files::Destination;
 use crate::kernel::compare::Difference;
@@ -45,39 +47,8 @@ pub struct WeightMeasurement {
     pub kept: Option<u64>,
     /// How its values lie, when they changed.
     pub histogram: Option<ValueHistogram>,
-}
-
-/// Items that other processes have made: the tensors that they are stored as, and what was seen of each.
-#[derive(Debug, Default)]
-pub struct Made {
-    /// By the names in the files.
-    pub tensors: BTreeMap<String, RawTensor>,
-    /// By the name of the item.
-    pub items: BTreeMap<String, WeightMeasurement>,
-    /// Files that can become files of the whole where these have the same header: linked, and not copied.
-    pub files: Vec<MadeFile>,
-}
-
-/// A file of items that other processes have made.
-#[derive(Debug)]
-pub struct MadeFile {
-    /// Where it is.
-    pub path: PathBuf,
-    /// Its name inside the folder that it was made in.
-    pub name: String,
-    /// What is in it.
-    pub header: Header,
-    /// Hash of the file, as it was read just now.
-    pub blake3: blake3::Hash,
-}
-
-impl Made {
-    /// The hash of a file that was made with this header, which has this name now; nothing where there is none, or the file system has no links.
-    fn link(&self, file: &LaidOut, path: &Path) -> Option<blake3::Hash> {
-        let inside = |name: &str| Path::new(name).parent().map(Path::to_owned);
-        let made = self.files.iter().find(|made| made.header == file.header && inside(&made.name) == inside(&file.name))?;
-        std::fs::hard_link(&made.path, path).ok().map(|()| made.blake3)
-    }
+    /// Of some rows of a weight, what all of it takes; hash and histogram are told by this alone.
+    pub rows: Option<Box<SeenRows>>,
 }
 
 /// A written file.
@@ -93,9 +64,9 @@ pub struct Written {
 
 /// A file, whose tensors have names without the folder that it is in.
 #[derive(Debug)]
-struct LaidOut {
-    name: String,
-    header: Header,
+pub(super) struct LaidOut {
+    pub name: String,
+    pub header: Header,
 }
 
 impl LaidOut {
@@ -167,14 +138,14 @@ impl FileLayout {
         Ok(FileLayout { files, index, parts })
     }
 
-    /// Names of the items in each file.
-    pub fn items_by_file(&self, items: &[Item]) -> Vec<Vec<String>> {
+    /// The items in each file, by their places in the list.
+    pub fn items_by_file(&self) -> Vec<Vec<usize>> {
         let places = self.files.iter().zip(0..).flat_map(|(file, at)| file.header.tensors.iter().map(move |tensor| (file.whole(&tensor.name), at)));
         let places: BTreeMap<String, usize> = places.collect();
         let mut found = vec![Vec::new(); self.files.len()];
-        for (item, parts) in items.iter().zip(&self.parts) {
+        for (item, parts) in self.parts.iter().enumerate() {
             let file = parts.first().and_then(|part| found.get_mut(*places.get(&part.name)?));
-            file.into_iter().for_each(|names| names.push(item.name.clone()));
+            file.into_iter().for_each(|items| items.push(item));
         }
         found
     }
@@ -261,7 +232,10 @@ fn write_items(
         let mut writers: Vec<PartWriter> = places.iter().map(|place| PartWriter::new(&files[place.file], place.offset, place.length)).collect();
         let seen = match made {
             None => write_item(item, &mut writers, work)?,
-            Some(made) => copy_item(item, made, places, &mut writers, work)?,
+            Some(made) => {
+                let names: Vec<&str> = places.iter().map(|place| place.name).collect();
+                made.copy(item, &names, &mut writers, work)?
+            }
         };
         for (writer, place) in writers.into_iter().zip(*places) {
             writer.finish(place.name)?;
@@ -379,13 +353,13 @@ pub fn write(folder: &Destination, items: &[Item], layout: &FileLayout, made: Op
 pub fn input_hash(weight: &Weight) -> Result<blake3::Hash> {
     let mut hasher = blake3::Hasher::new();
     weight.visit(1, &mut |block: Block| {
-        add(&mut hasher, &block.before);
+        hash_values(&mut hasher, &block.before);
         Ok(())
     })?;
     Ok(hasher.finalize())
 }
 
-fn add(hasher: &mut blake3::Hasher, before: &View) {
+pub(super) fn hash_values(hasher: &mut blake3::Hasher, before: &View) {
     hasher.update(before.values);
     if before.affine.is_some() {
         hasher.update(before.scales);
@@ -410,29 +384,6 @@ fn write_item(item: &Item, writers: &mut [PartWriter], work: &Work) -> Result<We
     Ok(seen)
 }
 
-/// Bytes that are copied at once.
-const COPIED: u64 = 256 << 10;
-
-fn copy_item(item: &Item, made: &Made, places: &[Place], writers: &mut [PartWriter], work: &Work) -> Result<WeightMeasurement> {
-    let missing = |name: &str, reason: &str| Error::tensor(name, reason, "run the part again that has it");
-    let total = item.weight.stored_bytes.max(1);
-    let mut buffer = Vec::new();
-    for (place, writer) in places.iter().zip(writers) {
-        let tensor = made.tensors.get(place.name).ok_or_else(|| missing(place.name, "is in no part"))?;
-        if tensor.bytes() != place.length {
-            return Err(missing(place.name, &format!("has {} bytes in its part, and {} are meant", tensor.bytes(), place.length)));
-        }
-        for start in (0..place.length).step_by(COPIED as usize) {
-            buffer.resize(COPIED.min(place.length - start) as usize, 0);
-            tensor.read_at(start, &mut buffer)?;
-            writer.write(&buffer)?;
-            work.cancel.check()?;
-        }
-    }
-    work.advance(total)?;
-    made.items.get(&item.name).cloned().ok_or_else(|| missing(&item.name, "was seen by no part"))
-}
-
 /// What there is to see of a weight whose bytes are written without going through it.
 ///
 /// # Errors
@@ -443,16 +394,13 @@ pub fn measure(weight: &Weight) -> Result<WeightMeasurement> {
 
 /// What there is to see of a weight, block by block; `each` does more with them.
 fn measured(weight: &Weight, each: &mut dyn FnMut(&Block) -> Result<()>) -> Result<WeightMeasurement> {
-    let mut hasher = blake3::Hasher::new();
     let mut seen = WeightMeasurement::default();
-    let mut measure = Measure::new(weight.elements());
+    let mut measure = Measure::new(weight);
     weight.visit(1, &mut |block: Block| {
-        add(&mut hasher, &block.before);
         measure.add(&block, &mut seen);
         each(&block)
     })?;
-    seen.input_hash = Some(hasher.finalize());
-    seen.histogram = measure.histogram();
+    measure.finish(&mut seen);
     Ok(seen)
 }
 

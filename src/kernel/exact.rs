@@ -1,0 +1,125 @@
+//! Sums that do not depend on the order in which they are added up.
+
+/// What the lowest bit counts: 2^-149, the least f32, of which products of f32 in f32 are multiples.
+const LOWEST: i32 = -149;
+/// Numbers of this size and more are not told apart: no sum of squares of f32 in a few thousand lanes comes near.
+const BEYOND: f64 = f64::from_bits((1023 + 190) << 52);
+
+/// A sum of floats of which no bit is lost, in two's complement; what is no number of this range makes it infinite, or no number.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct ExactSum {
+    limbs: [u64; 6],
+    beyond: f64,
+}
+
+impl ExactSum {
+    /// Adds a number, but for what it has below 2^-149.
+    pub fn add(&mut self, value: f64) {
+        if !value.is_finite() || value.abs() >= BEYOND {
+            self.beyond += if value.is_nan() { value } else { f64::INFINITY.copysign(value) };
+            return;
+        }
+        let (bits, hidden) = (value.to_bits(), 1u64 << 52);
+        let exponent = (bits >> 52 & 0x7FF) as i32;
+        let mantissa = bits & (hidden - 1) | if exponent > 0 { hidden } else { 0 };
+        // The number is `mantissa · 2^(exponent - 1075)`.
+        let shift = exponent.max(1) - 1075 - LOWEST;
+        let (mantissa, shift) = if shift < 0 { (mantissa.checked_shr(shift.unsigned_abs()).unwrap_or(0), 0) } else { (mantissa, shift.unsigned_abs()) };
+        let wide = u128::from(mantissa) << (shift % 64);
+        let mut part = [0; 6];
+        let at = (shift / 64) as usize;
+        part.iter_mut().skip(at).zip([wide as u64, (wide >> 64) as u64]).for_each(|(limb, bits)| *limb = bits);
+        self.put(&if value < 0.0 { negative(part) } else { part });
+    }
+
+    /// Adds another sum.
+    pub fn join(&mut self, other: &ExactSum) {
+        self.beyond += other.beyond;
+        self.put(&other.limbs);
+    }
+
+    fn put(&mut self, part: &[u64; 6]) {
+        let mut carry = false;
+        for (limb, bits) in self.limbs.iter_mut().zip(part) {
+            let (sum, first) = limb.overflowing_add(*bits);
+            let (sum, second) = sum.overflowing_add(u64::from(carry));
+            (*limb, carry) = (sum, first || second);
+        }
+    }
+
+    /// The sum, rounded.
+    pub fn value(&self) -> f64 {
+        if self.beyond != 0.0 {
+            return self.beyond;
+        }
+        let below = self.limbs.last().is_some_and(|limb| limb >> 63 == 1);
+        let limbs = if below { negative(self.limbs) } else { self.limbs };
+        // Small numbers first would round once more; the leading limbs hold more bits than a float.
+        let size = limbs.iter().rev().fold(0.0, |sum, limb| sum * 18_446_744_073_709_551_616.0 + *limb as f64) * f64::from_bits(((1023 + LOWEST) as u64) << 52);
+        if below { -size } else { size }
+    }
+
+    /// As whole numbers, for texts.
+    pub fn to_bits(&self) -> [u64; 7] {
+        let [a, b, c, d, e, f] = self.limbs;
+        [a, b, c, d, e, f, self.beyond.to_bits()]
+    }
+
+    /// From [`to_bits`](ExactSum::to_bits).
+    pub fn from_bits([a, b, c, d, e, f, beyond]: [u64; 7]) -> ExactSum {
+        ExactSum { limbs: [a, b, c, d, e, f], beyond: f64::from_bits(beyond) }
+    }
+}
+
+fn negative(limbs: [u64; 6]) -> [u64; 6] {
+    let mut carry = true;
+    limbs.map(|limb| {
+        let (sum, over) = (!limb).overflowing_add(u64::from(carry));
+        carry = over;
+        sum
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sum(values: impl IntoIterator<Item = f64>) -> ExactSum {
+        let mut sum = ExactSum::default();
+        values.into_iter().for_each(|value| sum.add(value));
+        sum
+    }
+
+    #[test]
+    fn nothing_is_lost_in_any_order() {
+        let least = f64::from(f32::from_bits(1));
+        let values = [1e30, -3.5, 0.1f32.into(), least, -1e30, 7.25e-20f32.into(), 2f64.powi(132), -(2f64.powi(132)), 3.5, -0.0, 0.0];
+        let forth = sum(values);
+        assert_eq!(forth, sum(values.into_iter().rev()));
+        assert_eq!(forth.value(), f64::from(0.1f32) + f64::from(7.25e-20f32));
+        assert_eq!(sum([1e30, least, -1e30]).value(), least);
+        assert_eq!(sum([-1.5, 0.25]).value(), -1.25);
+        for value in [0.0, 1.0, -1.0, least, f64::from(f32::MAX) * 4096.0, 1.0 / 3.0, -1e-30] {
+            let rounded = (value / least).trunc() * least;
+            assert_eq!(sum([value]).value(), rounded, "{value:e}");
+        }
+    }
+
+    #[test]
+    fn parts_are_joined() {
+        let values: Vec<f64> = (0..1000).map(|i| f64::from((f64::from(i) * 0.37).sin() as f32) * 10f64.powi(i % 40 - 20)).collect();
+        let mut joined = sum(values[..321].iter().copied());
+        joined.join(&ExactSum::from_bits(sum(values[321..].iter().copied()).to_bits()));
+        assert_eq!(joined, sum(values.iter().copied()));
+        let plain: f64 = values.iter().sum();
+        assert!((joined.value() - plain).abs() <= 1e-9 * plain.abs(), "{} {plain}", joined.value());
+    }
+
+    #[test]
+    fn what_is_no_number_stays() {
+        assert_eq!(sum([1.0, f64::INFINITY, 2.0]).value(), f64::INFINITY);
+        assert_eq!(sum([2f64.powi(200)]).value(), f64::INFINITY);
+        assert!(sum([f64::INFINITY, f64::NEG_INFINITY]).value().is_nan());
+        assert!(ExactSum::from_bits(sum([f64::NAN]).to_bits()).value().is_nan());
+    }
+}
