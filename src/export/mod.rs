@@ -102,6 +102,14 @@ pub trait Format: fmt::Debug + Send + Sync {
     fn weights_by_file(&self, _model: &Model, _run: &RunState) -> Result<Option<Vec<Vec<Dealt>>>> {
         Ok(None)
     }
+
+    /// Bytes of the files that other processes have made whole, which are linked and not copied.
+    ///
+    /// # Errors
+    /// As [`forecast`](Format::forecast).
+    fn linked_bytes(&self, _model: &Model, _run: &RunState, _made: &Made) -> Result<u64> {
+        Ok(0)
+    }
 }
 
 /// Writes the table of formats.

@@ -368,6 +368,11 @@ impl Format for Safetensors {
         Ok(Some(by_file.into_iter().map(|file| file.into_iter().filter_map(|index| items.get(index)).map(dealt).collect()).collect()))
     }
 
+    fn linked_bytes(&self, model: &Model, run: &RunState, made: &Made) -> Result<u64> {
+        let items = self.items(model, run, |_, weight| Ok(weight.elements() as u64))?;
+        Ok(self.layout_of(&items, model)?.linked_bytes(made))
+    }
+
     fn write(&self, model: &Model, run: &RunState, folder: &Destination, made: Option<&Made>, work: &Work) -> Result<Exported> {
         let mut kept: BTreeMap<&str, u64> = BTreeMap::new();
         if let Some(made) = made {

@@ -31,8 +31,9 @@ impl Difference {
         self.noise += part.noise;
         self.dot += part.dot;
         self.max = self.max.max(part.max);
-        self.zeros_before += part.zeros_before;
-        self.zeros_after += part.zeros_after;
+        // Of parts of a run, others tell them.
+        self.zeros_before = self.zeros_before.saturating_add(part.zeros_before);
+        self.zeros_after = self.zeros_after.saturating_add(part.zeros_after);
     }
 
     /// Signal to noise in decibels; `None` when there is no noise or no signal, or more than can be summed.

@@ -54,8 +54,14 @@ impl ExactSum {
         }
         let below = self.limbs.last().is_some_and(|limb| limb >> 63 == 1);
         let limbs = if below { negative(self.limbs) } else { self.limbs };
-        // Small numbers first would round once more; the leading limbs hold more bits than a float.
-        let size = limbs.iter().rev().fold(0.0, |sum, limb| sum * 18_446_744_073_709_551_616.0 + *limb as f64) * f64::from_bits(((1023 + LOWEST) as u64) << 52);
+        let Some(top) = limbs.iter().rposition(|limb| *limb > 0) else { return 0.0 };
+        // 64 leading bits, the last of which stands for all behind them too: so they are rounded once.
+        let free = limbs[top].leading_zeros();
+        let next = if top > 0 { limbs[top - 1] } else { 0 };
+        let lost = u128::from(next) << free & u128::from(u64::MAX) > 0 || limbs[..top.saturating_sub(1)].iter().any(|limb| *limb > 0);
+        let leading = limbs[top] << free | (u128::from(next) << free >> 64) as u64 | u64::from(lost);
+        let power = 64 * top as i32 - free as i32 + LOWEST;
+        let size = leading as f64 * f64::from_bits(((1023 + power) as u64) << 52);
         if below { -size } else { size }
     }
 
@@ -99,6 +105,13 @@ mod tests {
         assert_eq!(forth.value(), f64::from(0.1f32) + f64::from(7.25e-20f32));
         assert_eq!(sum([1e30, least, -1e30]).value(), least);
         assert_eq!(sum([-1.5, 0.25]).value(), -1.25);
+        // Halfway between two floats, and next to it: each is rounded once.
+        let half = 2f64.powi(-53);
+        assert_eq!(sum([1.0, half]).value(), 1.0);
+        assert_eq!(sum([1.0, half, 2f64.powi(-140)]).value(), 1.0 + 2.0 * half);
+        assert_eq!(sum([1.0, 3.0 * half, -(2f64.powi(-140))]).value(), 1.0 + 2.0 * half);
+        assert_eq!(sum([2f64.powi(66), 4096.0, 2f64.powi(-100)]).value(), 2f64.powi(66));
+        assert_eq!(sum([2f64.powi(66), 8192.0, 2f64.powi(-100)]).value(), 2f64.powi(66) + 16384.0);
         for value in [0.0, 1.0, -1.0, least, f64::from(f32::MAX) * 4096.0, 1.0 / 3.0, -1e-30] {
             let rounded = (value / least).trunc() * least;
             assert_eq!(sum([value]).value(), rounded, "{value:e}");

@@ -152,19 +152,16 @@ impl Pipeline {
         let folder = parts_folder(output);
         require_here(output, MEET)?;
         check_place(output, self.force, &model.path)?;
-        let (pipeline, after, state) = self.settled(&model)?;
+        let (pipeline, ..) = self.settled(&model)?;
         pipeline.require_parts(&model, output)?;
         let (key, parts) = pipeline.all_parts(&model, output)?;
-        // Parts that are kept share nothing with the output, and more parts than files have no whole ones.
-        let files = pipeline.export.first().map(|export| export.format().weights_by_file(&after, &state)).transpose()?.flatten();
-        let links = !keep && files.is_some_and(|files| files.len() >= parts.len());
         let mut cut = BTreeSet::new();
         let (count, mut joined, mut most) = (parts.len(), vec![folder.join(counts_name(&key))], 0);
         let work = self.work();
         let mut made = Made::default();
         let mut seconds: Vec<f64> = Vec::new();
         for (path, told) in parts {
-            let own: BTreeSet<String> = told.weights.iter().filter(|seen| seen.is_cut()).map(|seen| seen.name.clone()).collect();
+            cut.extend(told.weights.iter().filter(|seen| seen.is_cut()).map(|seen| seen.name.clone()));
             for (name, bytes, blake3) in &told.files {
                 let file = path.join(name);
                 let length = std::fs::metadata(&file).map_err(Error::io("open", &file))?.len();
@@ -176,14 +173,11 @@ impl Pipeline {
                         reason: format!("was changed or damaged: remove the folder {part}, and run its part again"),
                     });
                 }
-                if links && name.ends_with(".safetensors") {
-                    let header = DataFile::open(&file)?.1;
-                    if !header.tensors.iter().any(|tensor| own.contains(&tensor.name)) {
-                        made.files.push(MadeFile { header, path: file, name: name.clone(), blake3: hash });
-                    }
+                // Parts that are kept share nothing with the output.
+                if !keep && name.ends_with(".safetensors") {
+                    made.files.push(MadeFile { header: DataFile::open(&file)?.1, path: file, name: name.clone(), blake3: hash });
                 }
             }
-            cut.extend(own);
             most = most.max(told.peak_rss_bytes.unwrap_or(0));
             seconds.resize(told.seconds.len(), 0.0);
             seconds.iter_mut().zip(&told.seconds).for_each(|(sum, seconds)| *sum += seconds);

@@ -56,8 +56,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let folder = staging.path().to_owned();
     // What an interrupted run has kept is there already.
     let kept = if pipeline.resume { 0 } else { state.kept_bytes };
-    // Files of parts are linked.
-    let linked = made.map_or(0, |(made, _)| made.files.iter().map(|file| file.header.data_bytes()).sum());
+    let linked = made.map_or(Ok(0), |(made, _)| pipeline.export.iter().map(|e| e.format().linked_bytes(&after, &state, made)).sum::<Result<u64>>())?;
     let forecasts: Vec<SizeForecast> =
         forecasts.into_iter().zip(&pipeline.export).filter(|(_, e)| !(staging.destination().is_away() && e.format().streams())).map(|(f, _)| f).collect();
     require_space(&staging, &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;

@@ -20,12 +20,17 @@ pub fn block_elements(unit: usize) -> usize {
 
 /// The smallest number that both divide; zero counts as one.
 pub fn least_common_multiple(a: usize, b: usize) -> usize {
+    common_multiple(a, b).unwrap_or(usize::MAX)
+}
+
+/// The same, where there is one.
+pub(super) fn common_multiple(a: usize, b: usize) -> Option<usize> {
     let (a, b) = (a.max(1), b.max(1));
-    a / greatest_common_divisor(a, b) * b
+    (a / greatest_common_divisor(a, b)).checked_mul(b)
 }
 
 /// The largest number that divides both.
-pub(super) fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
+fn greatest_common_divisor(mut a: usize, mut b: usize) -> usize {
     while b > 0 {
         (a, b) = (b, a % b);
     }

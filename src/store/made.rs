@@ -43,10 +43,15 @@ pub struct MadeFile {
 const COPIED: u64 = 256 << 10;
 
 impl Made {
+    /// The file that was made with this header, for the same folder.
+    pub(super) fn file(&self, file: &LaidOut) -> Option<&MadeFile> {
+        let inside = |name: &str| Path::new(name).parent().map(Path::to_owned);
+        self.files.iter().find(|made| made.header == file.header && inside(&made.name) == inside(&file.name))
+    }
+
     /// The hash of a file that was made with this header, which has this name now; nothing where there is none, or the file system has no links.
     pub(super) fn link(&self, file: &LaidOut, path: &Path) -> Option<blake3::Hash> {
-        let inside = |name: &str| Path::new(name).parent().map(Path::to_owned);
-        let made = self.files.iter().find(|made| made.header == file.header && inside(&made.name) == inside(&file.name))?;
+        let made = self.file(file)?;
         std::fs::hard_link(&made.path, path).ok().map(|()| made.blake3)
     }
 
@@ -79,6 +84,7 @@ impl Made {
         let pieces = match self.items.get(name).map_or(&[][..], Vec::as_slice) {
             [] => return Err(unfit(name, "was seen by no part".into())),
             [whole] if whole.rows.is_none() => return Ok((vec![all], whole.clone())),
+            [_] => return Err(unfit(name, "has some of its rows in one part, and the others in none".into())),
             pieces => pieces,
         };
         let mut cuts: Vec<Range<usize>> = Vec::new();

@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 
-use super::block::greatest_common_divisor;
+use super::block::common_multiple;
 use super::hash::CHUNK;
 use super::storage_format::WORD_ROWS;
 use super::{Encoding, Granularity, Rows, StorageFormat, Weight};
@@ -44,7 +44,7 @@ impl Weight {
     fn rows_together(&self) -> Option<usize> {
         let (_, block) = self.rows(&self.all_rows(), 1)?;
         let row = Some(self.row()).filter(|row| *row > 0)?;
-        common(common(block, row)?, CHUNK)?.checked_div(row)
+        common_multiple(common_multiple(block, row)?, CHUNK)?.checked_div(row)
     }
 }
 
@@ -59,16 +59,11 @@ impl StorageFormat {
                 match affine.granularity {
                     Granularity::Tensor => return None,
                     Granularity::Channel | Granularity::Group(_) => words,
-                    Granularity::Block([high, _]) => common(words, high)?,
+                    Granularity::Block([high, _]) => common_multiple(words, high)?,
                 }
             }
             _ => return None,
         };
-        common(weight.rows_together()?, stored)
+        common_multiple(weight.rows_together()?, stored)
     }
-}
-
-/// The smallest number that both divide, where there is one.
-fn common(a: usize, b: usize) -> Option<usize> {
-    a.checked_div(greatest_common_divisor(a, b))?.checked_mul(b).filter(|both| *both > 0)
 }

@@ -150,6 +150,11 @@ impl FileLayout {
         found
     }
 
+    /// Bytes of the files that were made whole, and need no room of their own.
+    pub fn linked_bytes(&self, made: &Made) -> u64 {
+        self.files.iter().filter(|file| made.file(file).is_some()).map(|file| file.header.data_bytes()).sum()
+    }
+
     /// Bytes of all files, headers included.
     pub fn bytes(&self) -> u64 {
         self.files.iter().map(|file| file.header.data_bytes() + file.header.to_bytes().len() as u64).sum()
