@@ -22,7 +22,7 @@ pub enum WeightObserver {
     /// From the smallest to the largest value
     #[default]
     Minmax,
-    /// The range with the least squared error, among 80 % to 100 % of minmax and the one whose largest value is a whole number of steps; by samples, from 40 %, weighted by what errors cost
+    /// The range with the least squared error, among 80 % to 100 % of minmax; by samples, from 40 %, weighted by what errors cost
     Mse,
     /// The same by fourth powers of errors, which cuts off less: for integers without samples
     L4,
@@ -191,19 +191,10 @@ impl Integers {
         }
     }
 
-    /// The ranges that are tried. The largest magnitude of symmetric integers is half a step away from the outermost of them, and always nearer
-    /// to zero on the positive side: of the few weights of a depthwise kernel, that is most of the error, and of one sign in all layers.
-    fn tries(&self, (low, high): (f32, f32)) -> impl Iterator<Item = (f32, f32)> {
-        let [least, most] = quantize::bounds(self.affine.codes.bits());
-        let outermost = if high >= -low { most } else { -least };
-        let whole = (self.affine.symmetric && self.affine.codes.is_integer() && !self.reduced).then_some((most - least) / 2.0 / outermost);
-        (0..=MSE_STEPS).map(shrink).chain(whole).map(move |part| (low * part, high * part))
-    }
-
-    fn best(&self, range: (f32, f32), error: impl Fn(f32, f32) -> f64) -> (f32, f32) {
-        let mut best = (f64::INFINITY, self.parameters(range));
-        for range in self.tries(range) {
-            let (scale, zero) = self.parameters(range);
+    fn best(&self, (low, high): (f32, f32), error: impl Fn(f32, f32) -> f64) -> (f32, f32) {
+        let mut best = (f64::INFINITY, self.parameters((low, high)));
+        for step in 0..=MSE_STEPS {
+            let (scale, zero) = self.parameters((low * shrink(step), high * shrink(step)));
             let error = error(scale, zero);
             if error < best.0 {
                 best = (error, (scale, zero));
@@ -226,12 +217,18 @@ impl Integers {
         let found = match self.observer {
             WeightObserver::Minmax => self.parameters(range),
             WeightObserver::Mse | WeightObserver::L4 => {
-                let mut tries: Vec<((f32, f32), f64)> = self.tries(range).map(|range| (self.parameters(range), 0.0)).collect();
+                let mut errors = [0f64; MSE_STEPS + 1];
                 self.upstream.visit(1, &mut |block| {
-                    self.meter.time(|| tries.iter_mut().for_each(|((scale, zero), error)| *error += self.error::<F>(block.now.values, *scale, *zero)));
+                    self.meter.time(|| {
+                        for (step, error) in errors.iter_mut().enumerate() {
+                            let (scale, zero) = self.parameters((range.0 * shrink(step), range.1 * shrink(step)));
+                            *error += self.error::<F>(block.now.values, scale, zero);
+                        }
+                    });
                     Ok(())
                 })?;
-                tries.into_iter().reduce(|best, other| if other.1 < best.1 { other } else { best }).map_or(self.parameters(range), |(found, _)| found)
+                let best = (0..errors.len()).reduce(|best, step| if errors[step] < errors[best] { step } else { best }).unwrap_or(0);
+                self.parameters((range.0 * shrink(best), range.1 * shrink(best)))
             }
         };
         Ok(*self.shared.get_or_init(|| found))
