@@ -103,7 +103,8 @@ impl Gguf {
             let part = parts.len() > 1;
             for (there, dense) in parts {
                 if there == "token_embd.weight" {
-                    rows = weight.shape.first().copied().unwrap_or(0);
+                    // A table without columns holds nothing, however many rows it says.
+                    rows = weight.shape.first().copied().filter(|_| weight.elements() > 0).unwrap_or(0);
                 }
                 let (of_all, expert) = Family::of_all(&there).map_or((there.clone(), None), |(of_all, expert)| (of_all, Some(expert)));
                 let head = there == "output.weight" || (there == "token_embd.weight" && !head_stored);
