@@ -86,6 +86,7 @@ fn is_described(name: &str) -> bool {
 #[test]
 fn every_family_is_close_to_its_floats_and_opens_again() {
     let ready = library().is_ok();
+    let mut outputs = Vec::new();
     for name in names() {
         let mut exports: Vec<Export> = vec![if is_described(&name) { Safetensors::default() } else { Safetensors::layout(Layout::Sparse) }.into()];
         if ready {
@@ -111,9 +112,13 @@ fn every_family_is_close_to_its_floats_and_opens_again() {
         let theirs = Session::open(&written.out().join(file::MODEL), Options::default()).unwrap().run(&inputs).unwrap();
         for (output, tensor) in &after {
             let cosine = self::cosine(tensor, &theirs[output]);
+            outputs.push(cosine);
             assert!(cosine > 0.999, "{name} {output}: {cosine} between the executor and ONNX Runtime");
         }
     }
+    // A sum between two steps goes to either of them; apart from these the executor computes what the file says, biases in steps of sums too.
+    let alike = outputs.iter().filter(|cosine| **cosine > 0.99999).count();
+    assert!(alike * 10 >= outputs.len() * 9, "{alike} of {} outputs are alike", outputs.len());
 }
 
 #[test]

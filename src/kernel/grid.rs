@@ -1,6 +1,7 @@
 //! Values with equal distances: the grid of integers of a few bits that weights are rounded to.
 
 use super::activation::ROUND;
+use crate::kernel::quantize;
 
 /// Independent running sums of one loop; fixed, so that results do not depend on the instruction set.
 const LANES: usize = 16;
@@ -96,12 +97,12 @@ simd! {
     }
 }
 
-/// The step of the least error among ranges from all of minmax down to `least` of it, in hundredths.
+/// The step of the least error among [the parts of minmax that are tried](quantize::parts).
 pub fn best(integers: Integers, values: &[f32], costs: &[f32], least: u32, store: impl Fn(f64) -> f32) -> Step {
     let (low, high) = range(values);
+    let bounds = integers.bounds().into();
     let mut best = (f32::INFINITY, integers.step((low, high), &store));
-    for hundredths in (least..=100).rev() {
-        let part = hundredths as f32 / 100.0;
+    for part in quantize::parts(bounds, integers.symmetric, (low, high), least) {
         let step = integers.step((low * part, high * part), &store);
         let error = error(integers, values, costs, step);
         if error < best.0 {

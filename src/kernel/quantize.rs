@@ -48,6 +48,15 @@ pub fn bounds(bits: u8) -> Bounds {
     super::packing::range(bits).map(f32::from)
 }
 
+/// The parts of a range that a search tries: all of it down to `least` hundredths, and the one whose largest value is a whole number of
+/// symmetric steps. Without that one the largest value is half a step away from the outermost integer, and always nearer to zero where it is
+/// positive: of the few weights of a depthwise kernel that is most of the error, and of one sign in all layers.
+pub fn parts([lowest, highest]: Bounds, symmetric: bool, (low, high): (f32, f32), least: u32) -> impl Iterator<Item = f32> {
+    let outermost = if high >= -low { highest } else { -lowest };
+    let whole = symmetric.then_some((highest - lowest) / 2.0 / outermost);
+    (least..=100).rev().map(|hundredths| hundredths as f32 / 100.0).chain(whole)
+}
+
 #[inline(always)]
 fn level(value: f32, scale: f32, zero_point: f32, [least, most]: Bounds) -> f32 {
     let q = value / scale + zero_point;

@@ -22,7 +22,7 @@ pub enum WeightObserver {
     /// From the smallest to the largest value
     #[default]
     Minmax,
-    /// The range with the least squared error, among 80 % to 100 % of minmax; by samples, from 40 %, weighted by what errors cost
+    /// The range with the least squared error, among 80 % to 100 % of minmax and the one whose largest value is a whole number of steps; by samples, from 40 %, weighted by what errors cost
     Mse,
     /// The same by fourth powers of errors, which cuts off less: for integers without samples
     L4,
@@ -76,17 +76,13 @@ pub(super) struct Integers {
 /// 255 · 64 · 2 is below 2¹⁵.
 const REDUCED: Bounds = [-64.0, 64.0];
 
-/// Steps of the search by errors, each one percent of the range.
-const MSE_STEPS: usize = 20;
+/// Where the search by errors ends, in hundredths of the range.
+const LEAST: u32 = 80;
 
 /// One of so many parts of a range.
 fn step(low: f32, high: f32, steps: f32) -> f32 {
     // The range can be wider than f32 reaches.
     if (high - low).is_finite() { (high - low) / steps } else { high / steps - low / steps }
-}
-
-fn shrink(step: usize) -> f32 {
-    (1.0 - step as f64 / 100.0) as f32
 }
 
 impl Integers {
@@ -109,6 +105,11 @@ impl Integers {
     /// Rows that share scales.
     fn high(&self) -> usize {
         if let Granularity::Block([high, _]) = self.affine.granularity { high } else { 1 }
+    }
+
+    /// Elements that have to come together, where so many are asked for together.
+    fn unit(&self, unit: usize) -> usize {
+        least_common_multiple(unit, self.upstream.row() * self.high())
     }
 
     fn bounds(&self) -> Bounds {
@@ -191,10 +192,15 @@ impl Integers {
         }
     }
 
-    fn best(&self, (low, high): (f32, f32), error: impl Fn(f32, f32) -> f64) -> (f32, f32) {
-        let mut best = (f64::INFINITY, self.parameters((low, high)));
-        for step in 0..=MSE_STEPS {
-            let (scale, zero) = self.parameters((low * shrink(step), high * shrink(step)));
+    /// The ranges that the search tries, as scales and zero points.
+    fn tries(&self, (low, high): (f32, f32)) -> impl Iterator<Item = (f32, f32)> {
+        let symmetric = self.affine.symmetric && self.affine.codes.is_integer() && !self.reduced;
+        quantize::parts(self.bounds(), symmetric, (low, high), LEAST).map(move |part| self.parameters((low * part, high * part)))
+    }
+
+    fn best(&self, range: (f32, f32), error: impl Fn(f32, f32) -> f64) -> (f32, f32) {
+        let mut best = (f64::INFINITY, self.parameters(range));
+        for (scale, zero) in self.tries(range) {
             let error = error(scale, zero);
             if error < best.0 {
                 best = (error, (scale, zero));
@@ -217,18 +223,12 @@ impl Integers {
         let found = match self.observer {
             WeightObserver::Minmax => self.parameters(range),
             WeightObserver::Mse | WeightObserver::L4 => {
-                let mut errors = [0f64; MSE_STEPS + 1];
+                let mut tries: Vec<((f32, f32), f64)> = self.tries(range).map(|found| (found, 0.0)).collect();
                 self.upstream.visit(1, &mut |block| {
-                    self.meter.time(|| {
-                        for (step, error) in errors.iter_mut().enumerate() {
-                            let (scale, zero) = self.parameters((range.0 * shrink(step), range.1 * shrink(step)));
-                            *error += self.error::<F>(block.now.values, scale, zero);
-                        }
-                    });
+                    self.meter.time(|| tries.iter_mut().for_each(|((scale, zero), error)| *error += self.error::<F>(block.now.values, *scale, *zero)));
                     Ok(())
                 })?;
-                let best = (0..errors.len()).reduce(|best, step| if errors[step] < errors[best] { step } else { best }).unwrap_or(0);
-                self.parameters((range.0 * shrink(best), range.1 * shrink(best)))
+                tries.into_iter().reduce(|best, other| if other.1 < best.1 { other } else { best }).map_or(self.parameters(range), |(found, _)| found)
             }
         };
         Ok(*self.shared.get_or_init(|| found))
@@ -268,7 +268,7 @@ impl Integers {
             _ => 1.0,
         };
         let floats = !self.affine.codes.is_integer() && shared.is_none();
-        self.upstream.visit(least_common_multiple(unit, row * high), &mut |block: Block| {
+        self.upstream.visit(self.unit(unit), &mut |block: Block| {
             let input = block.now.values;
             self.require_range::<F>(input)?;
             self.meter.time(|| {
@@ -351,7 +351,7 @@ impl WeightSource for Integers {
     /// Where no scale is for all rows.
     fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
         let shared = self.affine.granularity == Granularity::Tensor || self.affine.has_global_scale() || self.least.is_some();
-        let (upstream, block) = self.upstream.rows(rows, least_common_multiple(unit, self.upstream.row() * self.high())).filter(|_| !shared)?;
+        let (upstream, block) = self.upstream.rows(rows, self.unit(unit)).filter(|_| !shared)?;
         let integers = Integers::new(&self.name, &upstream, self.affine.clone(), self.observer, &self.meter);
         Some(Rows { source: Arc::new(Integers { reduced: self.reduced, ..integers }), block })
     }

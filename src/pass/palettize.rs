@@ -259,6 +259,11 @@ impl Palettized {
         Ok(made)
     }
 
+    /// Elements that share a palette.
+    fn group(&self) -> usize {
+        group_of(&self.affine, self.upstream.row().max(1))
+    }
+
     fn weight(self) -> Weight {
         let (upstream, affine) = (self.upstream.clone(), self.affine.clone());
         upstream.then(affine.scale_dtype, Encoding::Affine(affine), Arc::new(self))
@@ -267,8 +272,7 @@ impl Palettized {
 
 impl WeightSource for Palettized {
     fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
-        let row = self.upstream.row().max(1);
-        let group = group_of(&self.affine, row);
+        let (row, group) = (self.upstream.row().max(1), self.group());
         let (dtype, size) = (self.affine.scale_dtype, self.affine.codes.entries() * self.affine.scale_dtype.bitsize() / 8);
         let (mut values, mut places, mut palettes) = (Vec::new(), Vec::new(), Vec::new());
         let mut index = 0;
@@ -304,7 +308,7 @@ impl WeightSource for Palettized {
     }
 
     fn rows(&self, rows: &Range<usize>, unit: usize) -> Option<Rows> {
-        let (upstream, block) = self.upstream.rows(rows, least_common_multiple(unit, group_of(&self.affine, self.upstream.row().max(1))))?;
+        let (upstream, block) = self.upstream.rows(rows, least_common_multiple(unit, self.group()))?;
         Some(Rows { source: Arc::new(Palettized::new(&self.name, &upstream, self.affine.clone(), &self.meter)), block })
     }
 }

@@ -1,11 +1,22 @@
 //! A bias as it is added to sums of integers: 32 bits, in units of the products.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{Block, BlockSink, DType, Encoding, Granularity, View, Weight, WeightSource};
 use crate::error::{Error, Result};
 
-/// `round(bias / (input scale · weight scale))`, or those products of scales, one for each output.
+/// What is made of a bias.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum BiasPart {
+    /// `round(bias / (input scale · weight scale))`, as I32.
+    Integers,
+    /// Those products of scales, one for each output, as F32.
+    Scales,
+    /// What the integers stand for, as F32: a network of floats then computes what one of integers does.
+    Floats,
+}
+
+/// A bias in units of the products of its layer.
 pub struct Bias {
     /// Name, for errors.
     pub name: String,
@@ -15,15 +26,24 @@ pub struct Bias {
     pub weight: Weight,
     /// Scale of the layer's input.
     pub input_scale: f32,
-    /// Whether the scales are wanted, and not the integers.
-    pub scales: bool,
+    /// What is wanted of it.
+    pub part: BiasPart,
+}
+
+/// It is asked for again and again, by the executor and by every format, and making it rounds the whole weight.
+struct Made {
+    bias: Bias,
+    bytes: OnceLock<Vec<u8>>,
 }
 
 impl Bias {
-    /// The integers (I32) or scales (F32) as a weight of their own.
+    /// That part as a weight of its own.
     pub fn weight(self) -> Weight {
-        let dtype = if self.scales { DType::F32 } else { DType::I32 };
-        Weight::new(dtype, self.values.shape.clone(), Encoding::Dense, Arc::new(self))
+        Weight::new(self.dtype(), self.values.shape.clone(), Encoding::Dense, Arc::new(Made { bias: self, bytes: OnceLock::new() }))
+    }
+
+    fn dtype(&self) -> DType {
+        if self.part == BiasPart::Integers { DType::I32 } else { DType::F32 }
     }
 
     /// Scales of the sums, one for each output.
@@ -45,19 +65,21 @@ impl Bias {
         }
         Ok(scales)
     }
-}
 
-impl WeightSource for Bias {
-    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+    fn bytes(&self) -> Result<Vec<u8>> {
         let scales = self.products()?;
-        if self.scales {
-            let bytes: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
-            return sink(Block::untouched(View::dense(DType::F32, &bytes)));
+        if self.part == BiasPart::Scales {
+            return Ok(scales.iter().flat_map(|scale| scale.to_le_bytes()).collect());
         }
         let values = self.values.floats(&self.name)?;
         let mut bytes = Vec::with_capacity(4 * values.len());
         for (value, scale) in values.iter().zip(&scales) {
             let units = (f64::from(*value) / f64::from(*scale)).round_ties_even();
+            if self.part == BiasPart::Floats {
+                let whole = (units * f64::from(*scale)) as f32;
+                bytes.extend(if whole.is_finite() { whole } else { *value }.to_le_bytes());
+                continue;
+            }
             if units.is_nan() || units.abs() > f64::from(i32::MAX) {
                 return Err(Error::tensor(
                     &self.name,
@@ -67,6 +89,15 @@ impl WeightSource for Bias {
             }
             bytes.extend((units as i32).to_le_bytes());
         }
-        sink(Block::untouched(View::dense(DType::I32, &bytes)))
+        Ok(bytes)
+    }
+}
+
+impl WeightSource for Made {
+    fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
+        if self.bytes.get().is_none() {
+            let _ = self.bytes.set(self.bias.bytes()?);
+        }
+        self.bytes.get().map_or(Ok(()), |bytes| sink(Block::untouched(View::dense(self.bias.dtype(), bytes))))
     }
 }

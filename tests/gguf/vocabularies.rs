@@ -5,10 +5,10 @@ use std::path::Path;
 
 use compress::Model;
 use compress::export::FileType;
-use compress::store::gguf;
+use compress::store::{Computed, gguf};
 use serde_json::Value;
 
-use super::{golden, rewritten, tokens, written};
+use super::{export, golden, rewritten, tokens, written};
 
 #[test]
 fn tokenizers_give_the_tokens_that_they_gave() {
@@ -59,4 +59,15 @@ fn vocabularies_of_pieces_have_defaults_and_need_scores() {
         _ => panic!("no tokens"),
     });
     assert!(model.unwrap().beside.in_weight_files.iter().any(|note| note.contains("a token of 600 bytes")));
+}
+
+/// Rows without columns take no bytes, so that a small file can say as many as it likes.
+#[test]
+fn a_table_of_nothing_has_no_words() {
+    let (folder, model) = rewritten("llama", |values, tensors| {
+        values.retain(|key, _| !key.starts_with("tokenizer."));
+        tensors.insert("token_embd.weight".into(), Computed { values: || Ok(Vec::new()) }.weight(vec![1 << 45, 0]));
+    });
+    let error = export(model.unwrap(), folder.path(), FileType::F32).unwrap_err();
+    assert!(error.to_string().contains("no embedding of tokens"), "{error}");
 }
