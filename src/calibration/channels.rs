@@ -5,12 +5,15 @@ use rayon::prelude::*;
 
 use super::histogram::{ActivationHistogram, exponent_of};
 use super::there::{Columns, counts};
-use crate::kernel::bins::{add_row, extremes, number, number_row};
+use crate::kernel::bins::{add_row, extremes, number, number_row, sums};
 use crate::kernel::columns::STRIPE;
 
 /// Bins of a channel, half of them below zero.
 const BINS: usize = 256;
 const HALF: i32 = BINS as i32 / 2;
+
+/// Values that one job takes at least.
+const JOB: usize = 1 << 15;
 
 /// Sums, extremes and, where wanted, a small histogram for each channel.
 #[derive(Debug, Clone, PartialEq)]
@@ -91,7 +94,7 @@ impl Channels {
                 for row in values.chunks_exact(width) {
                     number_row(&row[index * STRIPE..], &inverses, HALF, &mut numbers);
                     for (bin, counts) in numbers.iter().zip(counts.as_chunks_mut::<BINS>().0) {
-                        counts[*bin as usize] += 1;
+                        counts[*bin as usize % BINS] += 1;
                     }
                 }
             });
@@ -101,28 +104,29 @@ impl Channels {
 
     /// Takes values that lie in planes of `size`, a plane for a channel, image after image.
     pub fn add_planes(&mut self, values: &[f32], size: usize) {
-        let width = self.low.len();
-        for (plane, values) in values.chunks_exact(size.max(1)).enumerate() {
-            let at = plane % width;
-            let (low, high, _) = extremes(values);
-            (self.low[at], self.high[at]) = (self.low[at].min(low), self.high[at].max(high));
-            for value in values.iter().map(|x| f64::from(*x)) {
-                self.sums[at] += value;
-                self.squares[at] += value * value;
+        let width = self.low.len().max(1);
+        let planes = |channel: usize| values.chunks_exact(size.max(1)).skip(channel).step_by(width);
+        // Every channel is followed from image to image by one thread.
+        let job = JOB.div_ceil((values.len() / width).max(1));
+        let so_far = (&mut self.low, &mut self.high, &mut self.sums, &mut self.squares).into_par_iter().enumerate();
+        so_far.with_min_len(job).for_each(|(channel, (least, most, sum, squares))| {
+            for plane in planes(channel) {
+                let ((low, high, _), of_plane) = (extremes(plane), sums(plane));
+                (*least, *most) = (least.min(low), most.max(high));
+                (*sum, *squares) = (*sum + of_plane.0, *squares + of_plane.1);
             }
-        }
-        self.count += (values.len() / width.max(1)) as u64;
+        });
+        self.count += (values.len() / width) as u64;
         let Some(bins) = &mut self.bins else { return };
-        let mut numbers = [0; 256];
-        for (plane, values) in values.chunks_exact(size.max(1)).enumerate() {
-            let at = plane % width;
-            bins.grow(at, exponent_of(self.low[at].abs().max(self.high[at].abs())));
-            let inverse = inverse(bins.exponents[at]);
-            for run in values.chunks(numbers.len()) {
-                number(run, inverse, HALF, &mut numbers);
-                numbers[..run.len()].iter().for_each(|bin| bins.counts[at * BINS + *bin as usize] += 1);
+        let so_far = (&self.low, &self.high, &mut bins.exponents, bins.counts.as_chunks_mut::<BINS>().0).into_par_iter().enumerate();
+        so_far.with_min_len(job).for_each(|(channel, (low, high, exponent, counts))| {
+            grow(exponent, counts, exponent_of(low.abs().max(high.abs())));
+            let mut numbers = [0; 256];
+            for run in planes(channel).flat_map(|plane| plane.chunks(256)) {
+                number(run, inverse(*exponent), HALF, &mut numbers);
+                numbers[..run.len()].iter().for_each(|bin| counts[*bin as usize % BINS] += 1);
             }
-        }
+        });
     }
 
     /// Takes rows of a device, as [`add_rows`](Channels::add_rows) does, of which the extremes and sums are known.
@@ -171,10 +175,10 @@ impl Channels {
         self.count
     }
 
-    /// The middles of a channel's bins that hold something, with how much.
-    pub fn each_bin(&self, channel: usize, mut see: impl FnMut(f64, f64)) {
+    /// The middles of a channel's bins that hold something, with how much, when the channel is multiplied by a number.
+    pub fn each_bin(&self, channel: usize, factor: f64, mut see: impl FnMut(f64, f64)) {
         let Some(bins) = &self.bins else { return };
-        let width = bins.factors[channel] * 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
+        let width = bins.factors[channel] * factor * 2f64.powi(bins.exponents[channel]) / f64::from(HALF);
         for (bin, count) in bins.counts[channel * BINS..(channel + 1) * BINS].iter().enumerate().filter(|(_, count)| **count > 0) {
             see((f64::from(bin as i32 - HALF) + 0.5) * width, *count as f64);
         }
@@ -213,13 +217,20 @@ impl Channels {
         self.bins.is_some()
     }
 
+    /// A histogram that all channels fit into, when each is multiplied by a number; with nothing in it.
+    pub(super) fn room(&self, factors: impl Fn(usize) -> f64) -> ActivationHistogram {
+        let mut room = ActivationHistogram::default();
+        for (channel, (low, high)) in self.low.iter().zip(&self.high).enumerate().filter(|(_, (low, high))| low <= high) {
+            let [low, high] = [low, high].map(|end| (f64::from(*end) * factors(channel)) as f32);
+            room.make_room(low, high);
+        }
+        room
+    }
+
     /// All channels in one histogram, each value in the middle of its bin.
     pub fn histogram(&self) -> ActivationHistogram {
-        let mut all = ActivationHistogram::default();
-        for channel in (0..self.low.len()).filter(|channel| self.low[*channel] <= self.high[*channel]) {
-            all.make_room(self.low[channel], self.high[channel]);
-            self.each_bin(channel, |middle, count| all.add_many(middle, count as u64));
-        }
+        let mut all = self.room(|_| 1.0);
+        (0..self.low.len()).for_each(|channel| self.each_bin(channel, 1.0, |middle, count| all.add_many(middle, count as u64)));
         all
     }
 }
@@ -266,7 +277,7 @@ mod tests {
             one.add_rows(&values.iter().skip(channel).step_by(width).copied().collect::<Vec<_>>());
             let bins = |channels: &Channels, channel| {
                 let mut bins = Vec::new();
-                channels.each_bin(channel, |middle, count| bins.push((middle, count)));
+                channels.each_bin(channel, 1.0, |middle, count| bins.push((middle, count)));
                 bins
             };
             assert_eq!((one.means()[0], one.largest()[0], bins(&one, 0)), (all.means()[channel], all.largest()[channel], bins(&all, channel)));

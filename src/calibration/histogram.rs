@@ -60,7 +60,7 @@ impl ActivationHistogram {
             for run in values.chunks(numbers.len()) {
                 number(run, inverse, HALF, &mut numbers);
                 for bin in &numbers[..run.len()] {
-                    counts[*bin as usize] += 1;
+                    counts[*bin as usize % BINS] += 1;
                 }
             }
             counts
@@ -140,7 +140,7 @@ impl ActivationHistogram {
 
     /// The smallest and the largest value, zero included; of nothing, zeros.
     pub fn range(&self) -> (f32, f32) {
-        if self.total == 0 { (0.0, 0.0) } else { (self.low.min(0.0), self.high.max(0.0)) }
+        (self.low.min(0.0), self.high.max(0.0))
     }
 
     /// The middle of a bin.

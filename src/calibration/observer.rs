@@ -64,8 +64,8 @@ impl ActivationObserver {
             ActivationObserver::MovingAverage => return seen.averages.range(),
             ActivationObserver::Percentile => percentiles(histogram, wide, percentile),
             ActivationObserver::Entropy => entropy(histogram, wide),
-            ActivationObserver::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels(), weights)) {
-                Some(weighted) => search(wide, |range| weighted.error(range)),
+            ActivationObserver::Mse => match weights.and_then(|weights| Weighted::of(&seen.channels(), None, weights)) {
+                Some(weighted) => return weighted.range(),
                 None => squares(histogram, wide),
             },
         };
@@ -81,11 +81,9 @@ const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 pub fn with_headroom(observer: ActivationObserver, seen: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(seen, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
-    let Some(halves) = seen.halves() else { return (low, high) };
+    let Some([a, b]) = halves(observer, seen, None, weights, percentile) else { return (low, high) };
     let mut errors = [0f64; HEADROOM.len()];
-    for (train, test) in [(&halves[0], &halves[1]), (&halves[1], &halves[0])] {
-        let range = observer.range(train, Some(weights), percentile);
-        let Some(costs) = Weighted::of(&test.channels(), weights) else { return (low, high) };
+    for (range, costs) in [(a.0, b.1), (b.0, a.1)] {
         errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += costs.error(wider(range, by)));
     }
     let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
@@ -93,8 +91,31 @@ pub fn with_headroom(observer: ActivationObserver, seen: &ValueStatistics, weigh
     (low as f32, high as f32)
 }
 
+/// The range that each half of the samples asks for, and what ranges cost it, when every channel is multiplied by a number: where both halves
+/// have something, and there is a weight for every channel.
+pub fn halves(
+    observer: ActivationObserver,
+    seen: &ValueStatistics,
+    factors: Option<&[f64]>,
+    weights: &[f64],
+    percentile: f64,
+) -> Option<[((f32, f32), Weighted); 2]> {
+    let [a, b] = seen.channels_of_halves()?.each_ref().map(|half| Weighted::of(half, factors, weights));
+    let (a, b) = (a?, b?);
+    let ranges = match observer {
+        ActivationObserver::Mse => [a.range(), b.range()],
+        _ => seen.halves()?.map(|mut half| {
+            factors.into_iter().for_each(|factors| half.multiply(factors));
+            observer.range(&half, None, percentile)
+        }),
+    };
+    Some([(ranges[0], a), (ranges[1], b)])
+}
+
 /// What errors cost, by value and by channel.
 pub struct Weighted {
+    /// From the smallest to the largest value, zero included.
+    wide: (f64, f64),
     /// Middles of bins, and the weight of what lies in them.
     values: Vec<(f64, f64)>,
     /// Mean square and weight of each channel.
@@ -102,23 +123,34 @@ pub struct Weighted {
 }
 
 impl Weighted {
-    /// Of channels with histograms.
-    pub fn of(channels: &Channels, weights: &[f64]) -> Option<Weighted> {
+    /// Of channels with histograms, when each is multiplied by a number.
+    pub fn of(channels: &Channels, factors: Option<&[f64]>, weights: &[f64]) -> Option<Weighted> {
         if !channels.has_histograms() || weights.len() != channels.channels() {
             return None;
         }
+        let factor = |channel: usize| factors.map_or(1.0, |factors| factors[channel]);
         let mut all = vec![0f64; BINS];
-        let grid = channels.histogram();
+        let grid = channels.room(factor);
+        let width = grid.width();
         for (channel, weight) in weights.iter().enumerate() {
-            channels.each_bin(channel, |middle, count| {
-                let bin = (middle / grid.width()).floor() + BINS as f64 / 2.0;
-                all[bin.clamp(0.0, (BINS - 1) as f64) as usize] += weight * count;
+            channels.each_bin(channel, factor(channel), |middle, count| {
+                // The conversion rounds down, and takes what is below to zero.
+                let bin = (middle / width + BINS as f64 / 2.0) as usize;
+                all[bin.min(BINS - 1)] += weight * count;
             });
         }
         let values = all.into_iter().enumerate().filter(|(_, weight)| *weight > 0.0).map(|(bin, weight)| (grid.middle(bin), weight)).collect();
         let count = channels.count() as f64;
-        let channels = channels.mean_squares().into_iter().zip(weights).map(|(square, weight)| (square, weight * count)).collect();
-        Some(Weighted { values, channels })
+        let squares = channels.mean_squares().into_iter().enumerate().map(|(channel, square)| square * factor(channel) * factor(channel));
+        let channels = squares.zip(weights).map(|(square, weight)| (square, weight * count)).collect();
+        let (low, high) = grid.range();
+        Some(Weighted { wide: (low.into(), high.into()), values, channels })
+    }
+
+    /// The range with the least error.
+    pub fn range(&self) -> (f32, f32) {
+        let (low, high) = search(self.wide, |range| self.error(range));
+        (low as f32, high as f32)
     }
 
     /// What rounding to 256 levels of a range costs: a step's uniform noise within it, and what is cut off.
@@ -126,9 +158,9 @@ impl Weighted {
         let step = (high - low) / 255.0;
         let noise = step * step / 12.0;
         let rounded: f64 = self.channels.iter().map(|(square, weight)| weight * square.min(noise)).sum();
-        let outside = |value: f64| if value < low { low - value } else { (value - high).max(0.0) };
-        let cut: f64 = self.values.iter().map(|(value, weight)| weight * outside(*value) * outside(*value)).sum();
-        rounded + cut
+        let (below, above) = (self.values.partition_point(|(value, _)| *value < low), self.values.partition_point(|(value, _)| *value <= high));
+        let outside = |values: &[(f64, f64)], end: f64| -> f64 { values.iter().map(|(value, weight)| weight * (value - end) * (value - end)).sum() };
+        rounded + outside(&self.values[..below], low) + outside(&self.values[above.max(below)..], high)
     }
 }
 

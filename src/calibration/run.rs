@@ -104,6 +104,11 @@ impl ValueStatistics {
         all
     }
 
+    /// The channels of both halves, where both have something.
+    pub(super) fn channels_of_halves(&self) -> Option<&[Channels; 2]> {
+        self.halves.iter().all(|half| half.has_histograms() && half.count() > 0).then_some(&self.halves)
+    }
+
     /// The halves of what was seen as if each were all of it, where both have something.
     pub fn halves(&self) -> Option<[ValueStatistics; 2]> {
         let half = |index: usize| {
@@ -114,8 +119,7 @@ impl ValueStatistics {
             let halves = [channels.clone(), Channels::new(channels.channels(), true)];
             ValueStatistics { histogram, averages, halves, rows: Vec::new(), batches: self.batches / 2, samples: self.samples / 2 }
         };
-        let both = self.halves.iter().all(|half| half.has_histograms() && half.count() > 0);
-        both.then(|| [half(0), half(1)])
+        self.channels_of_halves().map(|_| [half(0), half(1)])
     }
 
     /// Takes the values of a batch of so many samples of one size.

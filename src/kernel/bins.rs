@@ -1,5 +1,10 @@
 //! Counting the values of a running model.
 
+use super::activation::ROUND;
+
+/// Independent running sums of one loop; fixed, so that results do not depend on the instruction set.
+const LANES: usize = 16;
+
 simd! {
     /// The smallest and the largest value, and whether all are finite.
     pub fn extremes(values: &[f32]) -> (f32, f32, bool) {
@@ -22,12 +27,38 @@ simd! {
     }
 }
 
+/// The bin of a value in units of bins; what is no number is in the lowest. Conversions that saturate keep a loop from being one of vectors.
+#[inline(always)]
+fn bin(at: f32, half: i32) -> i32 {
+    let (least, most) = (-(half as f32), half as f32 - 1.0);
+    let at = at.floor();
+    let at = if at > least { at } else { least };
+    let at = if at < most { at } else { most };
+    ((at + ROUND).to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32).wrapping_add(half)
+}
+
+simd! {
+    /// The sum of values and that of their squares.
+    pub fn sums(values: &[f32]) -> (f64, f64) {
+        let (mut sums, mut squares) = ([0f64; LANES], [0f64; LANES]);
+        let (blocks, tail) = values.as_chunks::<LANES>();
+        for block in blocks {
+            for lane in 0..LANES {
+                let x = f64::from(block[lane]);
+                sums[lane] += x;
+                squares[lane] += x * x;
+            }
+        }
+        let rest = |sum: f64, of: fn(f64) -> f64| tail.iter().fold(sum, |sum, x| sum + of(f64::from(*x)));
+        (rest(sums.iter().sum(), |x| x), rest(squares.iter().sum(), |x| x * x))
+    }
+}
+
 simd! {
     /// Numbers of the bins of values, for `2 · half` bins of width `1 / inverse` around zero.
     pub fn number(values: &[f32], inverse: f32, half: i32, out: &mut [i32]) {
-        for (value, bin) in values.iter().zip(out) {
-            let at = (value * inverse).floor() as i32 + half;
-            *bin = at.clamp(0, 2 * half - 1);
+        for (value, number) in values.iter().zip(out) {
+            *number = bin(value * inverse, half);
         }
     }
 }
@@ -48,8 +79,8 @@ simd! {
 simd! {
     /// Numbers of the bins of a row's values, for bins of a width of its own for each channel.
     pub fn number_row(row: &[f32], inverses: &[f32], half: i32, out: &mut [i32]) {
-        for ((x, inverse), bin) in row.iter().zip(inverses).zip(out) {
-            *bin = ((x * inverse).floor() as i32 + half).clamp(0, 2 * half - 1);
+        for ((x, inverse), number) in row.iter().zip(inverses).zip(out) {
+            *number = bin(x * inverse, half);
         }
     }
 }

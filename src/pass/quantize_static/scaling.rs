@@ -4,8 +4,10 @@
 
 use std::collections::BTreeMap;
 
+use rayon::prelude::*;
+
 use super::ceiling::Ceiling;
-use crate::calibration::{ActivationObserver, ValueStatistics, Weighted};
+use crate::calibration::{ActivationObserver, Channels, ValueStatistics, Weighted, halves};
 use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node};
@@ -60,11 +62,12 @@ pub(super) fn rescale(
         let before = measure.error(&still, observer, percentile);
         let tries = if chain.ceilings.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
         let strengths: Vec<f64> = fixed.map_or(tries.to_vec(), |strength| vec![strength]);
-        let tried = strengths.into_iter().map(|strength| {
+        let tried = strengths.into_par_iter().map(|strength| {
             let powers = measure.powers(strength, if fine { FINE } else { 1.0 });
             (measure.error(&powers, observer, percentile), strength, powers)
         });
-        let Some((error, strength, powers)) = tried.min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
+        let tried: Vec<_> = tried.collect();
+        let Some((error, strength, powers)) = tried.into_iter().min_by(|a, b| a.0.total_cmp(&b.0)) else { continue };
         let gain = if chain.costly || !chain.ceilings.is_empty() { COSTLY_GAIN } else { GAIN };
         if powers.iter().all(|p| *p == 0.0) || (fixed.is_none() && error > before * (1.0 - gain)) {
             continue;
@@ -88,8 +91,17 @@ pub(super) fn rescale(
 /// What is needed to tell the error of a chain's layers from the powers.
 struct Measure<'s> {
     width: usize,
-    sinks: Vec<(Layer, &'s ValueStatistics, &'s [usize])>,
+    sinks: Vec<Sink<'s>>,
     ceiling: Option<Ceiling>,
+}
+
+/// A layer that reads a value.
+struct Sink<'s> {
+    layer: Layer,
+    seen: &'s ValueStatistics,
+    /// All that was seen of its channels.
+    channels: Channels,
+    index: &'s [usize],
 }
 
 /// What an error of each input of a layer costs: the squares of its weights.
@@ -157,7 +169,7 @@ impl<'s> Measure<'s> {
             let Some(seen) = seen.get(&graph.value(sink.value).name) else { continue };
             let channels = seen.channels();
             if channels.has_histograms() && channels.channels() == sink.index.len() {
-                sinks.push((Layer::of(model, sink)?, seen, sink.index.as_slice()));
+                sinks.push(Sink { layer: Layer::of(model, sink)?, seen, channels, index: &sink.index });
             }
         }
         let ceiling = if chain.ceilings.is_empty() { None } else { Some(Ceiling::of(chain, graph, model, seen)?) };
@@ -167,11 +179,11 @@ impl<'s> Measure<'s> {
     /// `log2 (a^strength / w^(1 - strength))` for each channel, in so many steps to one, around zero.
     fn powers(&self, strength: f64, steps: f64) -> Vec<f64> {
         let (mut activations, mut weights) = (vec![0f64; self.width], vec![0f64; self.width]);
-        for (layer, seen, index) in &self.sinks {
-            let largest = seen.channels().largest();
-            for (input, channel) in index.iter().enumerate() {
+        for sink in &self.sinks {
+            let largest = sink.channels.largest();
+            for (input, channel) in sink.index.iter().enumerate() {
                 activations[*channel] = activations[*channel].max(f64::from(largest[input]));
-                weights[*channel] = weights[*channel].max(f64::from(layer.columns[input]));
+                weights[*channel] = weights[*channel].max(f64::from(sink.layer.columns[input]));
             }
         }
         if let Some(ceiling) = &self.ceiling {
@@ -196,35 +208,34 @@ impl<'s> Measure<'s> {
     /// Estimated squared error of the layers' outputs when channels are divided by `2ᵖ`: ranges are chosen on one half of the
     /// samples and held to the other.
     fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
-        self.sinks.iter().map(|(layer, seen, index)| layer.error(seen, index, powers, observer, percentile)).sum()
+        self.sinks.iter().map(|sink| sink.error(powers, observer, percentile)).sum()
     }
 }
 
-impl Layer {
-    fn error(&self, seen: &ValueStatistics, index: &[usize], powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
-        let by: Vec<f64> = index.iter().map(|channel| powers[*channel].exp2()).collect();
-        let mut divided = seen.clone();
-        divided.multiply(&by.iter().map(|by| 1.0 / by).collect::<Vec<_>>());
-        let columns: Vec<f64> = self.squares.iter().zip(&by).map(|(square, by)| square * by * by).collect();
-        let channels = divided.channels();
-        let activations = match divided.halves() {
-            Some([a, b]) => [(&a, &b), (&b, &a)].into_iter().map(|(train, test)| cost(observer.range(train, Some(&columns), percentile), test, &columns)).sum(),
-            None => cost(observer.range(&divided, Some(&columns), percentile), &divided, &columns),
-        } / channels.count().max(1) as f64;
-        let energy: f64 = channels.mean_squares().iter().sum();
-        if self.depthwise {
+impl Sink<'_> {
+    fn error(&self, powers: &[f64], observer: ActivationObserver, percentile: f64) -> f64 {
+        let by: Vec<f64> = self.index.iter().map(|channel| powers[*channel].exp2()).collect();
+        let inverse: Vec<f64> = by.iter().map(|by| 1.0 / by).collect();
+        let columns: Vec<f64> = self.layer.squares.iter().zip(&by).map(|(square, by)| square * by * by).collect();
+        let cost = |(low, high): (f32, f32), seen: &Weighted| seen.error((low.into(), high.into()));
+        let activations = match halves(observer, self.seen, Some(&inverse), &columns, percentile) {
+            Some([a, b]) => cost(a.0, &b.1) + cost(b.0, &a.1),
+            None => {
+                let mut divided = self.seen.clone();
+                divided.multiply(&inverse);
+                let range = observer.range(&divided, Some(&columns), percentile);
+                Weighted::of(&self.channels, Some(&inverse), &columns).map_or(0.0, |seen| cost(range, &seen))
+            }
+        } / self.channels.count().max(1) as f64;
+        if self.layer.depthwise {
             return activations;
         }
+        let energy: f64 = self.channels.mean_squares().iter().zip(&inverse).map(|(square, by)| square * by * by).sum();
         let row = |row: &[f32]| {
             let largest = row.iter().zip(&by).map(|(w, by)| f64::from(*w) * by).fold(0f64, f64::max);
             let step = largest / 127.5;
             step * step / 12.0 * energy
         };
-        activations + self.largest.chunks_exact(self.inputs.max(1)).map(row).sum::<f64>()
+        activations + self.layer.largest.chunks_exact(self.layer.inputs.max(1)).map(row).sum::<f64>()
     }
-}
-
-/// What rounding to a range costs in the outputs.
-fn cost((low, high): (f32, f32), seen: &ValueStatistics, columns: &[f64]) -> f64 {
-    Weighted::of(&seen.channels(), columns).map_or(0.0, |weighted| weighted.error((low.into(), high.into())))
 }
