@@ -289,3 +289,39 @@ fn a_layer_rounds_all_that_it_reads_by_one_scale_that_fits() {
         assert!(held >= 14, "{name}: {held}");
     }
 }
+
+/// A bias that two layers read is in the steps of neither: what one of them loses on average is not added to the other.
+#[test]
+fn a_bias_of_two_layers_stays() {
+    let text = "input x: float[batch, 6]\nparam a.weight: float[5, 6]\nparam b.weight: float[5, 6]\nparam c.weight: float[5, 6]\nparam shared: float[5]\nparam own: float[5]\n\
+        p = Linear{\"input_major\":false}(x, a.weight, shared) -> float[batch, 5]\nq = Linear{\"input_major\":false}(x, b.weight, shared) -> float[batch, 5]\n\
+        r = Linear{\"input_major\":false}(x, c.weight, own) -> float[batch, 5]\n\
+        s = Tanh(p) -> float[batch, 5]\nt = Tanh(q) -> float[batch, 5]\nu = Tanh(r) -> float[batch, 5]\noutput s = s\noutput t = t\noutput u = u\n";
+    let graph: compress::ir::Graph = text.parse().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let place = folder.path().join("in");
+    std::fs::create_dir(&place).unwrap();
+    std::fs::write(place.join("config.json"), "{}").unwrap();
+    std::fs::write(place.join("graph.json"), serde_json::to_string(&compress::ir::GraphFile::from(&graph)).unwrap()).unwrap();
+    let values = |seed: usize, shape: &[usize]| {
+        let number = |at: usize| ((at * 37 + seed * 11) % 23) as f32 / 11.0 - 0.9;
+        Tensor::from_vec((0..shape.iter().product()).map(number).collect(), shape, &Device::Cpu).unwrap()
+    };
+    let tensors = graph.params().enumerate().map(|(seed, (_, value))| {
+        let shape: Vec<usize> = value.ty.shape.iter().map(|dim| dim.fixed().unwrap()).collect();
+        (value.name.clone(), values(seed, &shape))
+    });
+    let before: std::collections::HashMap<_, _> = tensors.collect();
+    candle_core::safetensors::save(&before, place.join("model.safetensors")).unwrap();
+    let samples = folder.path().join("samples.safetensors");
+    candle_core::safetensors::save(&[("x".to_owned(), values(9, &[32, 6]))].into_iter().collect(), &samples).unwrap();
+    let data = Data { arrays: Some(samples), ..Data::default() };
+    let pipeline = Pipeline::builder().pass(QuantizeStatic::default()).calibration(data).export(Safetensors::default()).build().unwrap();
+    pipeline.run(Model::open(&place).unwrap(), folder.path().join("out")).unwrap();
+    let after = Model::open(folder.path().join("out")).unwrap().weights;
+    let bias = |name: &str| (before[name].to_vec1::<f32>().unwrap(), after.get(name).unwrap().floats(name).unwrap());
+    let (before, after) = bias("shared");
+    assert_eq!(before, after);
+    let (before, after) = bias("own");
+    assert_ne!(before, after);
+}
