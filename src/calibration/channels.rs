@@ -120,6 +120,9 @@ impl Channels {
         let Some(bins) = &mut self.bins else { return };
         let so_far = (&self.low, &self.high, &mut bins.exponents, bins.counts.as_chunks_mut::<BINS>().0).into_par_iter().enumerate();
         so_far.with_min_len(job).for_each(|(channel, (low, high, exponent, counts))| {
+            if low > high {
+                return;
+            }
             grow(exponent, counts, exponent_of(low.abs().max(high.abs())));
             let mut numbers = [0; 256];
             for run in planes(channel).flat_map(|plane| plane.chunks(256)) {

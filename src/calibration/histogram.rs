@@ -138,7 +138,7 @@ impl ActivationHistogram {
         self.total
     }
 
-    /// The smallest and the largest value, zero included; of nothing, zeros.
+    /// The smallest and the largest value that there is room for, zero included; at first, zeros.
     pub fn range(&self) -> (f32, f32) {
         (self.low.min(0.0), self.high.max(0.0))
     }

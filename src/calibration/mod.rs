@@ -9,5 +9,5 @@ mod there;
 
 pub use channels::Channels;
 pub use histogram::{ActivationHistogram, BINS};
-pub use observer::{ActivationObserver, Averages, Weighted, halves, with_headroom};
+pub use observer::{ActivationObserver, Averages, Weighted, crossed, with_headroom};
 pub use run::{Axis, Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};

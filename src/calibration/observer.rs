@@ -81,9 +81,9 @@ const HEADROOM: [f64; 6] = [1.0, 1.1, 1.2, 1.35, 1.5, 1.75];
 pub fn with_headroom(observer: ActivationObserver, seen: &ValueStatistics, weights: &[f64], percentile: f64) -> (f32, f32) {
     let (low, high) = observer.range(seen, Some(weights), percentile);
     let wider = |(low, high): (f32, f32), by: f64| (f64::from(low) * by, f64::from(high) * by);
-    let Some([a, b]) = halves(observer, seen, None, weights, percentile) else { return (low, high) };
+    let Some(crossed) = crossed(observer, seen, None, weights, percentile) else { return (low, high) };
     let mut errors = [0f64; HEADROOM.len()];
-    for (range, costs) in [(a.0, b.1), (b.0, a.1)] {
+    for (range, costs) in crossed {
         errors.iter_mut().zip(HEADROOM).for_each(|(error, by)| *error += costs.error(wider(range, by)));
     }
     let best = (0..errors.len()).reduce(|best, at| if errors[at] < errors[best] { at } else { best }).unwrap_or(0);
@@ -91,9 +91,9 @@ pub fn with_headroom(observer: ActivationObserver, seen: &ValueStatistics, weigh
     (low as f32, high as f32)
 }
 
-/// The range that each half of the samples asks for, and what ranges cost it, when every channel is multiplied by a number: where both halves
+/// The range that each half of the samples asks for, and what ranges cost the other half, when every channel is multiplied by a number: where both
 /// have something, and there is a weight for every channel.
-pub fn halves(
+pub fn crossed(
     observer: ActivationObserver,
     seen: &ValueStatistics,
     factors: Option<&[f64]>,
@@ -109,7 +109,7 @@ pub fn halves(
             observer.range(&half, None, percentile)
         }),
     };
-    Some([(ranges[0], a), (ranges[1], b)])
+    Some([(ranges[0], b), (ranges[1], a)])
 }
 
 /// What errors cost, by value and by channel.

@@ -23,7 +23,7 @@ use crate::onnx::proto::DataType;
 use crate::onnx::{Draft, ModelFile, OPSETS, Precision, Rewritten, Slot, Style, TiedHead, WeightOnly, draft, file};
 use crate::run_state::RunState;
 use crate::store::writer::{self, Item, Made, Piece};
-use crate::store::{Affine, Bias, BiasPart, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
+use crate::store::{Affine, Bias, BiasForm, Codes, DType, Decoded, Encoding, Rescaled, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// The ONNX format.
@@ -177,8 +177,8 @@ fn item(slot: &Slot, weights: &Weights) -> Result<Item> {
     let name = slot.weight.clone();
     let weight = weights.get(&name)?;
     if let Some(sums) = &slot.sums {
-        let part = if sums.scales { BiasPart::Scales } else { BiasPart::Integers };
-        let of = Bias { name: name.clone(), values: weight.clone(), weight: weights.get(&sums.weight)?.clone(), input_scale: sums.input_scale, part };
+        let form = if sums.scales { BiasForm::Scales } else { BiasForm::Integers };
+        let of = Bias { name: name.clone(), values: weight.clone(), weight: weights.get(&sums.weight)?.clone(), input_scale: sums.input_scale, form };
         let name = if sums.scales { format!("{name}_scale") } else { name };
         return Ok(Item { name, weight: of.weight(), storage_format: StorageFormat::Plain });
     }

@@ -2,9 +2,6 @@
 
 use super::activation::ROUND;
 
-/// Independent running sums of one loop; fixed, so that results do not depend on the instruction set.
-const LANES: usize = 16;
-
 simd! {
     /// The smallest and the largest value, and whether all are finite.
     pub fn extremes(values: &[f32]) -> (f32, f32, bool) {
@@ -27,7 +24,7 @@ simd! {
     }
 }
 
-/// The bin of a value in units of bins; what is no number is in the lowest. Conversions that saturate keep a loop from being one of vectors.
+/// The bin of a value in units of bins; what is no number is in the lowest. `as i32` saturates, which would keep loops from being vectorized.
 #[inline(always)]
 fn bin(at: f32, half: i32) -> i32 {
     let (least, most) = (-(half as f32), half as f32 - 1.0);
@@ -40,6 +37,8 @@ fn bin(at: f32, half: i32) -> i32 {
 simd! {
     /// The sum of values and that of their squares.
     pub fn sums(values: &[f32]) -> (f64, f64) {
+        // Fixed, so that results do not depend on the instruction set.
+        const LANES: usize = 16;
         let (mut sums, mut squares) = ([0f64; LANES], [0f64; LANES]);
         let (blocks, tail) = values.as_chunks::<LANES>();
         for block in blocks {

@@ -133,6 +133,14 @@ mod tests {
         assert_eq!(rounded, [0.0, 2.0, 2.0, -8.0, 7.0, 0.0]);
     }
 
+    #[test]
+    fn the_largest_value_can_be_a_whole_number_of_steps() {
+        for (value, steps) in [(1.0, 127.0), (-1.0, 128.0)] {
+            let found = best(Integers { bits: 8, symmetric: true }, &[value], &[1.0], 80, |scale| scale as f32);
+            assert!((found.scale * steps - 1.0).abs() < 1e-6, "{value}: {found:?}");
+        }
+    }
+
     proptest! {
         #[test]
         fn a_searched_range_is_never_worse(

@@ -22,7 +22,7 @@ pub enum WeightObserver {
     /// From the smallest to the largest value
     #[default]
     Minmax,
-    /// The range with the least squared error, among 80 % to 100 % of minmax and the one whose largest value is a whole number of steps; by samples, from 40 %, weighted by what errors cost
+    /// The range with the least squared error, among 80 % to 100 % of minmax and, of symmetric integers, the one whose largest value is a whole number of steps; by samples, from 40 %, weighted by what errors cost
     Mse,
     /// The same by fourth powers of errors, which cuts off less: for integers without samples
     L4,

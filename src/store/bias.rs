@@ -1,13 +1,13 @@
-//! A bias as it is added to sums of integers: 32 bits, in units of the products.
+//! A bias as it is added to sums of integers: in units of the products.
 
 use std::sync::{Arc, OnceLock};
 
 use super::{Block, BlockSink, DType, Encoding, Granularity, View, Weight, WeightSource};
 use crate::error::{Error, Result};
 
-/// What is made of a bias.
+/// The forms of a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum BiasPart {
+pub enum BiasForm {
     /// `round(bias / (input scale · weight scale))`, as I32.
     Integers,
     /// Those products of scales, one for each output, as F32.
@@ -16,7 +16,7 @@ pub enum BiasPart {
     Floats,
 }
 
-/// A bias in units of the products of its layer.
+/// A bias, and the layer whose products it is added to.
 pub struct Bias {
     /// Name, for errors.
     pub name: String,
@@ -27,23 +27,23 @@ pub struct Bias {
     /// Scale of the layer's input.
     pub input_scale: f32,
     /// What is wanted of it.
-    pub part: BiasPart,
+    pub form: BiasForm,
 }
 
-/// It is asked for again and again, by the executor and by every format, and making it rounds the whole weight.
-struct Made {
+/// A form is asked for again and again, by the executor and by every format, and making it rounds the whole weight.
+struct Remembered {
     bias: Bias,
     bytes: OnceLock<Vec<u8>>,
 }
 
 impl Bias {
-    /// That part as a weight of its own.
+    /// That form as a weight of its own.
     pub fn weight(self) -> Weight {
-        Weight::new(self.dtype(), self.values.shape.clone(), Encoding::Dense, Arc::new(Made { bias: self, bytes: OnceLock::new() }))
+        Weight::new(self.dtype(), self.values.shape.clone(), Encoding::Dense, Arc::new(Remembered { bias: self, bytes: OnceLock::new() }))
     }
 
     fn dtype(&self) -> DType {
-        if self.part == BiasPart::Integers { DType::I32 } else { DType::F32 }
+        if self.form == BiasForm::Integers { DType::I32 } else { DType::F32 }
     }
 
     /// Scales of the sums, one for each output.
@@ -68,15 +68,15 @@ impl Bias {
 
     fn bytes(&self) -> Result<Vec<u8>> {
         let scales = self.products()?;
-        if self.part == BiasPart::Scales {
+        if self.form == BiasForm::Scales {
             return Ok(scales.iter().flat_map(|scale| scale.to_le_bytes()).collect());
         }
         let values = self.values.floats(&self.name)?;
         let mut bytes = Vec::with_capacity(4 * values.len());
         for (value, scale) in values.iter().zip(&scales) {
             let units = (f64::from(*value) / f64::from(*scale)).round_ties_even();
-            if self.part == BiasPart::Floats {
-                let whole = (units * f64::from(*scale)) as f32;
+            if self.form == BiasForm::Floats {
+                let whole = units as f32 * scale;
                 bytes.extend(if whole.is_finite() { whole } else { *value }.to_le_bytes());
                 continue;
             }
@@ -93,7 +93,7 @@ impl Bias {
     }
 }
 
-impl WeightSource for Made {
+impl WeightSource for Remembered {
     fn visit(&self, _unit: usize, sink: BlockSink) -> Result<()> {
         if self.bytes.get().is_none() {
             let _ = self.bytes.set(self.bias.bytes()?);

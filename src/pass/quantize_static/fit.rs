@@ -15,7 +15,7 @@ use crate::model::{self, Model};
 use crate::pass::integers::Integers;
 use crate::pass::walk::{readers, weight_input};
 use crate::pass::{ActivationTarget, GranularityKind};
-use crate::store::{ActivationScheme, Affine, Bias, BiasPart, Codes, Computed, DType, Granularity, Origin, Scaled, Static, Weight};
+use crate::store::{ActivationScheme, Affine, Bias, BiasForm, Codes, Computed, DType, Granularity, Origin, Scaled, Static, Weight};
 use crate::work::Meter;
 
 /// Quantizers of values by name, and whether everybody sees them.
@@ -128,7 +128,8 @@ impl QuantizeStatic {
         Affine { codes: Codes::INT8, granularity, symmetric: true, scale_dtype, activations }
     }
 
-    /// Gives a layer its int8 weight, and a bias that takes up what the rounding does on average and is what a kernel of integers adds.
+    /// Gives a layer its int8 weight, and a bias that takes up what the rounding does on average; one of 32-bit floats is what a kernel
+    /// of integers adds.
     fn layer(&self, model: &mut Model, prepared: &Prepared, node: &Node, by: FakeQuantize, seen: Option<&ValueStatistics>, meter: &Arc<Meter>) -> Result<()> {
         let graph = &prepared.graph;
         let name = weight_input(graph, node).to_owned();
@@ -140,22 +141,23 @@ impl QuantizeStatic {
             .reduced(self.target == ActivationTarget::Portable)
             .for_sums(if seen.is_some() { bias(graph, node, &prepared.model)? } else { None }, by.scale);
         let quantized = integers.weight();
-        // For one layer and one input: of several, a bias could take up what is lost of one alone, and be in steps of its sums alone.
-        let alone = node.inputs.iter().skip(1).all(|id| readers(graph, *id).0.len() == 1);
-        if let (true, Some(id), Some(seen)) = (alone, node.inputs.get(2), seen) {
+        let read_once = |id: &ValueId| readers(graph, *id).0.len() == 1;
+        if let (Some(id), Some(seen)) = (node.inputs.get(2).filter(|id| read_once(id)), seen) {
             let bias_name = graph.value(*id).name.clone();
             let mut bias = prepared.model.weights.get(&bias_name)?.clone();
             let dtype = bias.dtype;
-            if self.bias_correction {
+            // Of several inputs, a bias could take up what is lost of one.
+            if self.bias_correction && node.inputs.get(1).is_some_and(read_once) {
                 let (old, shape) = (bias.clone(), bias.shape.clone());
                 let (means, before, after, full) = (seen.channels().means(), weight, quantized.clone(), (name.clone(), bias_name.clone()));
                 let values = move || corrected(old.floats(&full.1)?, &before.floats(&full.0)?, &after.floats(&full.0)?, &means);
                 bias = Scaled { name: bias_name.clone(), upstream: Computed { values }.weight(shape), rows: None, columns: None }.weight(dtype);
             }
             if dtype == DType::F32 {
-                bias = Bias { name: bias_name.clone(), values: bias, weight: quantized.clone(), input_scale: by.scale, part: BiasPart::Floats }.weight();
+                let rounded = Bias { name: bias_name.clone(), values: bias, weight: quantized.clone(), input_scale: by.scale, form: BiasForm::Floats };
+                bias = rounded.weight().of_origin(Origin::Rescaled);
             }
-            model.weights.by_name.insert(bias_name, bias.of_origin(Origin::Rescaled));
+            model.weights.by_name.insert(bias_name, bias);
         }
         model.weights.by_name.insert(name, quantized);
         Ok(())
@@ -220,24 +222,24 @@ mod tests {
             };
             let affine = QuantizeStatic::default().affine(&dense(&[], vec![0]), Granularity::Channel, ActivationScheme::None);
             let weight = Integers::new("w", &dense(&weights, vec![4, 3]), affine, WeightObserver::Mse, &Arc::new(Meter::default())).weight();
-            let of = |values: &Weight, part| Bias { name: "b".into(), values: values.clone(), weight: weight.clone(), input_scale, part }.weight();
+            let of = |values: &Weight, form| Bias { name: "b".into(), values: values.clone(), weight: weight.clone(), input_scale, form }.weight();
             let integers = |values: &Weight| -> Vec<i32> {
                 let mut found = Vec::new();
                 let read = |block: crate::store::Block| {
                     found.extend(block.now.values.as_chunks().0.iter().map(|bytes| i32::from_le_bytes(*bytes)));
                     Ok(())
                 };
-                of(values, BiasPart::Integers).visit(1, &mut { read }).unwrap();
+                of(values, BiasForm::Integers).visit(1, &mut { read }).unwrap();
                 found
             };
             let given = dense(&values, vec![4]);
-            let [scales, floats] = [BiasPart::Scales, BiasPart::Floats].map(|part| of(&given, part).floats("b").unwrap());
+            let [scales, floats] = [BiasForm::Scales, BiasForm::Floats].map(|form| of(&given, form).floats("b").unwrap());
             let units = integers(&given);
             for at in 0..4 {
-                prop_assert_eq!(floats[at], (f64::from(units[at]) * f64::from(scales[at])) as f32);
-                prop_assert!((floats[at] - values[at]).abs() <= 0.500_001 * scales[at]);
+                prop_assert_eq!(floats[at], units[at] as f32 * scales[at]);
+                prop_assert!((floats[at] - values[at]).abs() <= 0.5 * scales[at] + f32::EPSILON * values[at].abs());
             }
-            prop_assert_eq!(integers(&of(&given, BiasPart::Floats)), units);
+            prop_assert_eq!(integers(&of(&given, BiasForm::Floats)), units);
         }
     }
 }

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use rayon::prelude::*;
 
 use super::ceiling::Ceiling;
-use crate::calibration::{ActivationObserver, Channels, ValueStatistics, Weighted, halves};
+use crate::calibration::{ActivationObserver, Channels, ValueStatistics, Weighted, crossed};
 use crate::error::Result;
 use crate::ir::ops::Op;
 use crate::ir::{Graph, Node};
@@ -62,7 +62,9 @@ pub(super) fn rescale(
         let before = measure.error(&still, observer, percentile);
         let tries = if chain.ceilings.is_empty() { &STRENGTHS[..] } else { &[BALANCED] };
         let strengths: Vec<f64> = fixed.map_or(tries.to_vec(), |strength| vec![strength]);
-        let tried = strengths.into_par_iter().map(|strength| {
+        // Other observers than the least error take copies of what was seen.
+        let together = if observer == ActivationObserver::Mse { 1 } else { strengths.len() };
+        let tried = strengths.into_par_iter().with_min_len(together).map(|strength| {
             let powers = measure.powers(strength, if fine { FINE } else { 1.0 });
             (measure.error(&powers, observer, percentile), strength, powers)
         });
@@ -218,8 +220,8 @@ impl Sink<'_> {
         let inverse: Vec<f64> = by.iter().map(|by| 1.0 / by).collect();
         let columns: Vec<f64> = self.layer.squares.iter().zip(&by).map(|(square, by)| square * by * by).collect();
         let cost = |(low, high): (f32, f32), seen: &Weighted| seen.error((low.into(), high.into()));
-        let activations = match halves(observer, self.seen, Some(&inverse), &columns, percentile) {
-            Some([a, b]) => cost(a.0, &b.1) + cost(b.0, &a.1),
+        let activations = match crossed(observer, self.seen, Some(&inverse), &columns, percentile) {
+            Some(crossed) => crossed.iter().map(|(range, seen)| cost(*range, seen)).sum(),
             None => {
                 let mut divided = self.seen.clone();
                 divided.multiply(&inverse);
