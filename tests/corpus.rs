@@ -3,6 +3,10 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../fuzz/checks.rs"]
+#[allow(dead_code)]
+mod checks;
+
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
@@ -121,8 +125,9 @@ fn seeds_are_read_or_refused() {
 fn what_fuzzers_have_found_is_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("in.safetensors");
-    let (mut read, mut all) = ([0; 5], [0; 5]);
-    for (target, name) in ["reader", "recipe", "graph", "onnx", "opening"].into_iter().enumerate() {
+    let place = checks::Place::new("corpus-gguf");
+    let (mut read, mut all) = ([0; 6], [0; 6]);
+    for (target, name) in ["reader", "recipe", "graph", "onnx", "opening", "gguf"].into_iter().enumerate() {
         for (_, bytes) in kept(name) {
             all[target] += 1;
             read[target] += usize::from(match name {
@@ -137,6 +142,7 @@ fn what_fuzzers_have_found_is_read_or_refused() {
                     std::fs::write(&path, bytes).unwrap();
                     Model::open(&path).is_ok_and(|model| model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()))
                 }
+                "gguf" => checks::gguf(&place, &bytes, true) != checks::Became::Refused,
                 _ => decode(&[Piece::Bytes(bytes)]).is_ok_and(|model| ModelProto::decode(model.encode_to_vec().as_slice()).is_ok()),
             });
         }
