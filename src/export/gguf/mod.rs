@@ -116,7 +116,8 @@ impl Gguf {
                     Some("attn_k") if family.neighbours => Some(groups),
                     _ => None,
                 };
-                let order = turned.map(|count| Arranged::beside_each_other(weight.shape.first().copied().unwrap_or(0).checked_div(count).unwrap_or(0)));
+                let filled = weight.shape.first().copied().filter(|_| weight.elements() > 0).unwrap_or(0);
+                let order = turned.map(|count| Arranged::beside_each_other(filled.checked_div(count).unwrap_or(0)));
                 let added = if family.norms_from_zero && Family::is_norm(name) { 1.0 } else { 0.0 };
                 if !dense.is_float() {
                     return Err(Error::tensor(name, format!("is {}, where `{there}` holds floats", dense.describe()), ""));
