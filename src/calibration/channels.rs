@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::histogram::{ActivationHistogram, exponent_of};
 use super::there::{Columns, counts};
-use crate::kernel::bins::{add_row, extremes, number, number_row, sums};
+use crate::kernel::bins::{add_row, count, extremes, number_row, sums};
 use crate::kernel::columns::STRIPE;
 
 /// Bins of a channel, half of them below zero.
@@ -124,11 +124,7 @@ impl Channels {
                 return;
             }
             grow(exponent, counts, exponent_of(low.abs().max(high.abs())));
-            let mut numbers = [0; 256];
-            for run in planes(channel).flat_map(|plane| plane.chunks(256)) {
-                number(run, inverse(*exponent), HALF, &mut numbers);
-                numbers[..run.len()].iter().for_each(|bin| counts[*bin as usize % BINS] += 1);
-            }
+            planes(channel).for_each(|plane| count(plane, inverse(*exponent), counts));
         });
     }
 

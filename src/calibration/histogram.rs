@@ -4,7 +4,7 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::there;
-use crate::kernel::bins::{extremes, number};
+use crate::kernel::bins::{count, extremes};
 
 /// Number of bins, half of them below zero.
 pub const BINS: usize = 8192;
@@ -55,21 +55,15 @@ impl ActivationHistogram {
         self.make_room(low, high);
         self.total += values.len() as u64;
         let inverse = 1.0 / self.width() as f32;
-        let count = |mut counts: Vec<u64>, values: &[f32]| {
-            let mut numbers = [0i32; 1024];
-            for run in values.chunks(numbers.len()) {
-                number(run, inverse, HALF, &mut numbers);
-                for bin in &numbers[..run.len()] {
-                    counts[*bin as usize % BINS] += 1;
-                }
-            }
+        let add = |mut counts: Vec<u64>, values: &[f32]| {
+            counts.as_chunks_mut::<BINS>().0.iter_mut().for_each(|counts| count(values, inverse, counts));
             counts
         };
         let sum = |mut a: Vec<u64>, b: Vec<u64>| {
             a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
             a
         };
-        let found = values.par_chunks(JOB).fold(|| vec![0; BINS], count).reduce_with(sum);
+        let found = values.par_chunks(JOB).fold(|| vec![0; BINS], add).reduce_with(sum);
         self.counts.iter_mut().zip(found.unwrap_or_default()).for_each(|(count, found)| *count += found);
     }
 

@@ -55,10 +55,19 @@ simd! {
 
 simd! {
     /// Numbers of the bins of values, for `2 · half` bins of width `1 / inverse` around zero.
-    pub fn number(values: &[f32], inverse: f32, half: i32, out: &mut [i32]) {
+    fn number(values: &[f32], inverse: f32, half: i32, out: &mut [i32]) {
         for (value, number) in values.iter().zip(out) {
             *number = bin(value * inverse, half);
         }
+    }
+}
+
+/// Counts values in bins of width `1 / inverse` around zero.
+pub fn count<const BINS: usize>(values: &[f32], inverse: f32, counts: &mut [u64; BINS]) {
+    let mut numbers = [0; 256];
+    for run in values.chunks(256) {
+        number(run, inverse, BINS as i32 / 2, &mut numbers);
+        numbers[..run.len()].iter().for_each(|bin| counts[*bin as usize % BINS] += 1);
     }
 }
 

@@ -170,6 +170,11 @@ impl Weight {
         self.shape.iter().product()
     }
 
+    /// Rows, or none where they hold nothing: rows without columns take no bytes, so that a small file can say as many as it likes.
+    pub fn filled_rows(&self) -> usize {
+        self.shape.first().copied().filter(|_| self.elements() > 0).unwrap_or(0)
+    }
+
     /// Elements of one output row.
     pub fn row(&self) -> usize {
         row(&self.shape)

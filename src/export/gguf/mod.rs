@@ -103,8 +103,7 @@ impl Gguf {
             let part = parts.len() > 1;
             for (there, dense) in parts {
                 if there == "token_embd.weight" {
-                    // A table without columns holds nothing, however many rows it says.
-                    rows = weight.shape.first().copied().filter(|_| weight.elements() > 0).unwrap_or(0);
+                    rows = weight.filled_rows();
                 }
                 let (of_all, expert) = Family::of_all(&there).map_or((there.clone(), None), |(of_all, expert)| (of_all, Some(expert)));
                 let head = there == "output.weight" || (there == "token_embd.weight" && !head_stored);
@@ -116,8 +115,7 @@ impl Gguf {
                     Some("attn_k") if family.neighbours => Some(groups),
                     _ => None,
                 };
-                let filled = weight.shape.first().copied().filter(|_| weight.elements() > 0).unwrap_or(0);
-                let order = turned.map(|count| Arranged::beside_each_other(filled.checked_div(count).unwrap_or(0)));
+                let order = turned.map(|count| Arranged::beside_each_other(weight.filled_rows().checked_div(count).unwrap_or(0)));
                 let added = if family.norms_from_zero && Family::is_norm(name) { 1.0 } else { 0.0 };
                 if !dense.is_float() {
                     return Err(Error::tensor(name, format!("is {}, where `{there}` holds floats", dense.describe()), ""));

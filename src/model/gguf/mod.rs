@@ -138,8 +138,7 @@ fn weights(family: &Family, mut opened: GgufFile, config: &Map<String, Json>) ->
             _ => None,
         };
         let order = count.filter(|_| family.neighbours).map(|count| {
-            // Rows without columns take no bytes: a small file can say as many as it likes.
-            let rows = weight.shape.first().copied().filter(|_| weight.elements() > 0).unwrap_or(0);
+            let rows = weight.filled_rows();
             rows.checked_div(count).filter(|head| head.is_multiple_of(2) && head.checked_mul(count) == Some(rows) && *head > 0)
         });
         let weight = match order {
