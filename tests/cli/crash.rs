@@ -10,11 +10,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::support::{METADATA, Run, command, f32s, file, floats, model, names, ok, raw_file, snapshot, work_folders};
 
 /// Bytes of each of the four tensors of [`large`].
-const EACH: u64 = 1 << 29;
+const EACH: u64 = 1 << 28;
 
-/// A checkpoint of 2 GiB of zeros that takes no room: long enough to be interrupted.
+/// A checkpoint of 1 GiB of zeros that takes no room: long enough to be interrupted.
 fn large(path: &Path) {
-    let entry = |i: u64| format!("\"layers.{i}.weight\":{{\"dtype\":\"F32\",\"shape\":[8192,16384],\"data_offsets\":[{},{}]}}", i * EACH, (i + 1) * EACH);
+    let entry = |i: u64| format!("\"layers.{i}.weight\":{{\"dtype\":\"F32\",\"shape\":[8192,8192],\"data_offsets\":[{},{}]}}", i * EACH, (i + 1) * EACH);
     raw_file(path, format!("{{{}}}", (0..4).map(entry).collect::<Vec<_>>().join(",")).as_bytes(), &[]);
     let header = fs::metadata(path).unwrap().len();
     fs::File::options().write(true).open(path).unwrap().set_len(header + 4 * EACH).unwrap();
@@ -28,7 +28,9 @@ fn started(folder: &Path, args: &str) -> (Child, PathBuf) {
         if let Some(work) = work_folders(folder).into_iter().find(|work| fs::metadata(work.join("new/model.safetensors")).is_ok_and(|m| m.len() > 1 << 20)) {
             return (child, work);
         }
-        assert!(child.try_wait().unwrap().is_none(), "the run was over before it could be stopped");
+        if child.try_wait().unwrap().is_some() {
+            panic!("`{args}` was over before it could be stopped: {}", Run::from(child.wait_with_output().unwrap()).stderr);
+        }
         std::thread::sleep(Duration::from_millis(1));
     }
 }
