@@ -94,6 +94,7 @@ fn tokens_that_follow_are_answered_as_in_the_whole() {
         "t5-headless",
         "whisper",
         "whisper-headless",
+        "deepseek-v2",
         "gemma2",
         "gemma3",
         "gpt2",

@@ -156,6 +156,7 @@ fn every_decoder_goes_on_with_padded_texts_as_the_executor_does() {
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
     for family in [
+        "deepseek_v2",
         "gemma2",
         "gemma3_text",
         "gpt2",

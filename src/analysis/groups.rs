@@ -223,6 +223,7 @@ impl Roles {
             attends: graph.nodes().iter().any(|node| matches!(node.op, Op::Attention(_))),
             members: BTreeMap::new(),
         };
+        let mut added: BTreeSet<AxisId> = BTreeSet::new();
         for (node, letters) in graph.nodes().iter().zip(&traced.letters) {
             let letter = |name: &str| letters.get(name).map(|(axis, _)| atoms_of(*axis)).unwrap_or_default();
             match &node.op {
@@ -232,6 +233,7 @@ impl Roles {
                 }
                 Op::Conv(_) | Op::ConvTranspose(_) => ["k", "o", "g", "c"].iter().for_each(|name| roles.channels.extend(letter(name))),
                 Op::Embedding(_) => roles.stream.extend(letter("c")),
+                Op::Add(_) => added.extend(letter("c")),
                 _ => {}
             }
             let over = letters.values().filter(|(_, hold)| *hold == Hold::Normalised).flat_map(|(axis, _)| atoms_of(*axis));
@@ -248,7 +250,11 @@ impl Roles {
                 _ => {}
             }
         }
-        roles.stream.extend(roles.normalised.iter().copied());
+        // A vector that layers make of the stream, and that is normalised for their own use, has a width of its own.
+        let goes_on = roles.normalised.iter().filter(|atom| added.contains(atom) || roles.stream.contains(atom));
+        let widths: BTreeSet<usize> = goes_on.map(|atom| traced.atoms.size(*atom)).collect();
+        let of_stream = |atom: &AxisId| widths.is_empty() || widths.contains(&traced.atoms.size(*atom));
+        roles.stream.extend(roles.normalised.iter().copied().filter(of_stream));
         for (node, letters) in graph.nodes().iter().zip(&traced.letters) {
             if let (Op::Linear(_), Some((input, _)), Some((output, _))) = (&node.op, letters.get("k"), letters.get("o")) {
                 let writes = atoms_of(*output);

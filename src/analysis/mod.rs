@@ -8,6 +8,7 @@ mod group_text;
 mod groups;
 mod layers;
 mod live;
+mod mixtures;
 mod sequence;
 
 pub use atoms::Place;
@@ -16,4 +17,5 @@ pub use cost::{cost, usual_sizes};
 pub use groups::{FrozenAxis, Group, GroupUnit, Groups, Member, Role, groups};
 pub use layers::{Layer, Layers, layers, number, stacks};
 pub use live::{dead_after, node_by_node};
+pub use mixtures::{Expert, Mixture, mixtures};
 pub use sequence::SequenceAxes;

@@ -4,6 +4,7 @@
 
 use super::Settings;
 use super::experts::Experts;
+use super::latent::Latent;
 use super::parts::{activate, language_head, linear_with, rms_norm, slices, text_inputs};
 use super::resize::{Groups, Sizes};
 use super::rope::{RopeDefaults, rotary};
@@ -91,6 +92,8 @@ pub(super) struct Decoder<'s, 'c> {
     pub logit_cap: Option<f64>,
     /// Experts, where networks are made of them.
     pub experts: Option<Experts>,
+    /// What keys and values are made of, where that is less than a projection of the stream.
+    pub latent: Option<Latent>,
 }
 
 impl<'s, 'c> Decoder<'s, 'c> {
@@ -131,6 +134,7 @@ impl<'s, 'c> Decoder<'s, 'c> {
             embedding_scale: None,
             logit_cap: None,
             experts: None,
+            latent: None,
         })
     }
 
@@ -183,8 +187,20 @@ impl<'s, 'c> Decoder<'s, 'c> {
     }
 
     fn attention(&self, b: &mut Builder, at: &Place, layer: Layer, x: ValueId, mask: ValueId) -> Result<ValueId> {
-        let mut heads = Vec::with_capacity(4);
-        for (part, flat) in ["q", "k", "v"].into_iter().zip(self.projections(b, at, x)?) {
+        let [q, k, v] = match &self.latent {
+            Some(latent) => latent.heads(self, b, at, &layer, x)?,
+            None => self.split(b, at, &layer, x)?,
+        };
+        let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap, ..Attention::default() };
+        let context = b.node(&at.node("self_attn.context_heads"), attention, &[q, k, v, mask])?;
+        let context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
+        self.linear(b, at, "self_attn.o_proj", context, self.s.size("hidden_size")?, self.out_bias)
+    }
+
+    /// Heads of queries, keys and values, `[batch, heads, sequence, head_dim]`, that know their positions.
+    fn split(&self, b: &mut Builder, at: &Place, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
+        let mut heads = self.projections(b, at, x)?;
+        for (part, value) in ["q", "k", "v"].into_iter().zip(&mut heads) {
             let name = format!("self_attn.{part}");
             let norm = |b: &mut Builder, over: HeadNorms, value: ValueId| {
                 if self.head_norms != over || part == "v" {
@@ -192,19 +208,14 @@ impl<'s, 'c> Decoder<'s, 'c> {
                 }
                 rms_norm(b, &at.node(&format!("{name}_norm")), &at.module(&format!("{name}_norm")), value, self.norm)
             };
-            let flat = norm(b, HeadNorms::Projection, flat)?;
+            let flat = norm(b, HeadNorms::Projection, *value)?;
             let split = b.node(&at.node(&format!("{name}_heads")), SplitHeads { head_dim: self.head_dim }, &[flat])?;
-            let mut value = norm(b, HeadNorms::Head, split)?;
+            *value = norm(b, HeadNorms::Head, split)?;
             if let Some(rotary) = layer.rotary.as_ref().filter(|_| part != "v") {
-                value = b.node(&at.node(&format!("{name}_rotary")), rotary.clone(), &[value])?;
+                *value = b.node(&at.node(&format!("{name}_rotary")), rotary.clone(), &[*value])?;
             }
-            heads.push(value);
         }
-        heads.push(mask);
-        let attention = Attention { scale: self.scale, causal: self.causal, window: layer.window, soft_cap: self.soft_cap, ..Attention::default() };
-        let context = b.node(&at.node("self_attn.context_heads"), attention, &heads)?;
-        let context = b.node(&at.node("self_attn.context"), MergeHeads {}, &[context])?;
-        self.linear(b, at, "self_attn.o_proj", context, self.s.size("hidden_size")?, self.out_bias)
+        Ok(heads)
     }
 
     /// Queries, keys and values, `[batch, sequence, heads · head_dim]`.

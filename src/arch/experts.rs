@@ -1,4 +1,6 @@
-//! Mixtral, Qwen2-MoE and Qwen3-MoE: networks of experts, of which a few see each token.
+//! Mixtral, Qwen2-MoE, Qwen3-MoE and DeepSeek: networks of experts, of which a few see each token.
+
+use serde_json::{Map, Value};
 
 use super::decoder::{self, Decoder, HeadNorms, PARTS, Place, every_layer, slides};
 use super::llama;
@@ -7,7 +9,7 @@ use super::resize::Sizes;
 use super::rope::RopeDefaults;
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Add, Combine, Dispatch, Mul, Reshape, Route, Sigmoid, Slice, TargetSize};
+use crate::ir::ops::{Add, Combine, Dispatch, ExpertGroups, Mul, Reshape, Route, Sigmoid, Slice, TargetSize};
 use crate::ir::{Builder, ValueId};
 
 pub(super) const KEYS: Keys = Keys {
@@ -37,6 +39,11 @@ pub(super) const QWEN_SIZES: Sizes = Sizes {
     ..decoder::SIZES
 };
 
+/// The key of a configuration that says how many experts there are, where it says so.
+pub fn experts_key(config: &Map<String, Value>) -> Option<&'static str> {
+    ["num_experts", "num_local_experts", "n_routed_experts"].into_iter().find(|key| config.contains_key(*key))
+}
+
 /// Experts of a layer, and which layers have them.
 pub(super) struct Experts {
     count: usize,
@@ -47,25 +54,37 @@ pub(super) struct Experts {
     block: &'static str,
     /// Gate, up and down, where each is a tensor.
     parts: [&'static str; 3],
-    /// Neurons of the expert that sees all tokens.
-    shared: Option<usize>,
+    /// The expert that sees all tokens.
+    shared: Option<Shared>,
     /// Layers with a plain network.
     plain: Vec<usize>,
+    /// The first layer with experts.
+    first: usize,
     /// Of so many layers, the last one has experts.
     step: usize,
+}
+
+/// An expert that sees all tokens.
+struct Shared {
+    name: &'static str,
+    /// Its neurons.
+    inner: usize,
+    /// Whether a gate says how much it counts.
+    gated: bool,
 }
 
 pub(super) fn build_mixtral(s: &Settings, b: &mut Builder) -> Result<()> {
     let decoder = Decoder::with_epsilon(s, None, 1e-5)?;
     let experts = Experts {
         count: s.size_or("num_local_experts", 8)?,
-        route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true },
+        route: Route { top: s.size_or("num_experts_per_tok", 2)?, normalised: true, ..Route::default() },
         inner: s.size("intermediate_size")?,
         // The name of published files, and that of transformers 5.
         block: if b.stored_shape("model.layers.0.mlp.gate.weight").is_some() { "mlp" } else { "block_sparse_moe" },
         parts: ["w1", "w3", "w2"],
         shared: None,
         plain: Vec::new(),
+        first: 0,
         step: 1,
     };
     let rope = RopeDefaults { theta: 1e6, ..RopeDefaults::default() };
@@ -74,7 +93,7 @@ pub(super) fn build_mixtral(s: &Settings, b: &mut Builder) -> Result<()> {
 }
 
 pub(super) fn build_qwen2(s: &Settings, b: &mut Builder) -> Result<()> {
-    let shared = s.size_or("shared_expert_intermediate_size", 5632)?;
+    let shared = Shared { name: "shared_expert", inner: s.size_or("shared_expert_intermediate_size", 5632)?, gated: true };
     let experts = Experts { shared: Some(shared), ..qwen(s, [60, 4, 1408])? };
     let used = s.flag_or("use_sliding_window", false)?;
     let window = |layer: usize| match slides(s, layer, used)? {
@@ -95,17 +114,53 @@ pub(super) fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
     decoder.build(b, every_layer(s, decoder.head_dim, RopeDefaults::default(), |_| Ok(used))?)
 }
 
+/// Experts of DeepSeek-V2: behind the first layers, beside a network for all tokens that is so many experts wide.
+pub(super) fn deepseek(s: &Settings) -> Result<Experts> {
+    const METHOD: &str = "topk_method";
+    const SHARED: &str = "n_shared_experts";
+    // Groups mean nothing to the simple way, which is told of them all the same.
+    let [count, top] = ["n_group", "topk_group"].map(|key| if s.get(key).is_some() { s.size(key).map(Some) } else { Ok(None) });
+    let (count, top) = (count?, top?);
+    let groups = match s.text_or(METHOD, "greedy")? {
+        "greedy" => None,
+        "group_limited_greedy" => match (count, top) {
+            (Some(count), Some(top)) => Some(ExpertGroups { count, top }),
+            _ => return Err(Error::graph("config.json", format!("`{METHOD}` of group_limited_greedy needs `n_group` and `topk_group`"))),
+        },
+        other => {
+            return Err(Error::Unsupported { what: format!("config.json: `{METHOD}` of {other}"), hint: "known: greedy, group_limited_greedy".into() });
+        }
+    };
+    let inner = s.size_or("moe_intermediate_size", 1407)?;
+    let shared = match s.is_null(SHARED) {
+        true => None,
+        false => Some(Shared { name: "shared_experts", inner: inner.saturating_mul(s.size_or(SHARED, 2)?), gated: false }),
+    };
+    Ok(Experts {
+        count: s.size_or("n_routed_experts", 64)?,
+        route: Route { top: s.size("num_experts_per_tok")?, scale: s.number_or("routed_scaling_factor", 1.0)?, groups, ..Route::default() },
+        inner,
+        block: "mlp",
+        parts: PARTS,
+        shared,
+        plain: Vec::new(),
+        first: usize::try_from(s.token_or("first_k_dense_replace", 0)?).unwrap_or(0),
+        step: 1,
+    })
+}
+
 /// Experts as both generations name them, with defaults of their number, of how many see a token, and of their neurons.
 fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
     let key = if s.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     Ok(Experts {
         count: s.size_or(key, count)?,
-        route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)? },
+        route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)?, ..Route::default() },
         inner: s.size_or("moe_intermediate_size", inner)?,
         block: "mlp",
         parts: PARTS,
         shared: None,
         plain: plain_layers(s)?,
+        first: 0,
         step: s.size_or("decoder_sparse_step", 1)?,
     })
 }
@@ -113,7 +168,7 @@ fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
 fn plain_layers(s: &Settings) -> Result<Vec<usize>> {
     const KEY: &str = "mlp_only_layers";
     let Some(value) = s.get(KEY) else { return Ok(Vec::new()) };
-    let number = |value: &serde_json::Value| usize::try_from(value.as_u64()?).ok();
+    let number = |value: &Value| usize::try_from(value.as_u64()?).ok();
     let found: Option<Vec<usize>> = value.as_array().and_then(|list| list.iter().map(number).collect());
     found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected a list of numbers of layers")))
 }
@@ -121,7 +176,7 @@ fn plain_layers(s: &Settings) -> Result<Vec<usize>> {
 impl Experts {
     /// Whether the layer of this number has them.
     pub(super) fn are_in(&self, layer: usize) -> bool {
-        !self.plain.contains(&layer) && layer.checked_add(1).is_some_and(|number| number.is_multiple_of(self.step))
+        layer >= self.first && !self.plain.contains(&layer) && layer.checked_add(1).is_some_and(|number| number.is_multiple_of(self.step))
     }
 
     /// The network of a layer.
@@ -139,11 +194,13 @@ impl Experts {
             });
         }
         let sum = b.node(&at.node(&name("experts")), Combine {}, &said)?;
-        let Some(wide) = self.shared else { return Ok(sum) };
-        let shared = decoder.gated(b, at, (&name("shared_expert"), PARTS), x, wide, decoder.mlp_bias)?;
-        let gate = decoder.linear(b, at, &name("shared_expert_gate"), x, 1, false)?;
-        let gate = b.node(&at.node(&name("shared_expert_gate.sigmoid")), Sigmoid {}, &[gate])?;
-        let shared = b.node(&at.node(&name("shared_expert.weighted")), Mul {}, &[gate, shared])?;
+        let Some(Shared { name: part, inner, gated }) = self.shared else { return Ok(sum) };
+        let mut shared = decoder.gated(b, at, (&name(part), PARTS), x, inner, decoder.mlp_bias)?;
+        if gated {
+            let gate = decoder.linear(b, at, &name(&format!("{part}_gate")), x, 1, false)?;
+            let gate = b.node(&at.node(&name(&format!("{part}_gate.sigmoid"))), Sigmoid {}, &[gate])?;
+            shared = b.node(&at.node(&name(&format!("{part}.weighted"))), Mul {}, &[gate, shared])?;
+        }
         b.node(&at.node(&name("sum")), Add {}, &[sum, shared])
     }
 

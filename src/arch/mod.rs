@@ -12,6 +12,7 @@ mod config;
 mod convnext;
 mod deberta;
 mod decoder;
+mod deepseek;
 mod dinov2;
 mod distilbert;
 mod efficientnet;
@@ -20,6 +21,7 @@ mod gemma;
 mod gpt2;
 mod gpt_neox;
 mod keys;
+mod latent;
 mod llama;
 mod mobilenet;
 mod modernbert;
@@ -41,6 +43,7 @@ mod vit;
 mod whisper;
 
 pub use config::{ReadKeys, Settings};
+pub use experts::experts_key;
 pub use keys::Keys;
 pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
 pub use sentence::SentenceModule;
@@ -115,6 +118,7 @@ pub const ARCHITECTURES: &[Architecture] = &[
     Architecture { model_type: "mixtral", kind: ModelKind::Decoder, build: experts::build_mixtral, keys: experts::KEYS, sizes: Some(&experts::MIXTRAL_SIZES) },
     Architecture { model_type: "qwen2_moe", kind: ModelKind::Decoder, build: experts::build_qwen2, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
     Architecture { model_type: "qwen3_moe", kind: ModelKind::Decoder, build: experts::build_qwen3, keys: experts::KEYS, sizes: Some(&experts::QWEN_SIZES) },
+    Architecture { model_type: "deepseek_v2", kind: ModelKind::Decoder, build: deepseek::build, keys: deepseek::KEYS, sizes: Some(&deepseek::SIZES) },
     Architecture { model_type: "vit", kind: ModelKind::VisionTransformer, build: vit::build, keys: vit::KEYS, sizes: Some(&vit::SIZES) },
     Architecture { model_type: "dinov2", kind: ModelKind::VisionTransformer, build: dinov2::build, keys: dinov2::KEYS, sizes: Some(&dinov2::SIZES) },
     Architecture { model_type: "swin", kind: ModelKind::VisionTransformer, build: swin::build, keys: swin::KEYS, sizes: None },

@@ -2,7 +2,7 @@
 
 use super::decoder::{self, Decoder, every_layer};
 use super::resize::{Groups, Sizes};
-use super::rope::{RopeDefaults, parameters};
+use super::rope::{RopeDefaults, kind, parameters};
 use super::{Keys, Settings};
 use crate::error::{Error, Result};
 use crate::ir::Builder;
@@ -18,7 +18,7 @@ pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
     // Published folders name code of their own, which transformers has had itself for long.
     let _ = s.get("auto_map");
     let decoder = Decoder { fused: true, qkv_bias: false, out_bias: false, ..Decoder::with_epsilon(s, None, 1e-5)? };
-    let kind = parameters(s)?.map_or(Ok("default"), |p| p.text_or("rope_type", p.text_or("type", "default")?))?;
+    let kind = parameters(s)?.map_or(Ok("default"), |p| kind(&p))?;
     if !["default", "longrope", "su"].contains(&kind) {
         return Err(Error::Unsupported { what: format!("rope scaling `{kind}` of Phi-3"), hint: "known: default, longrope".into() });
     }

@@ -49,8 +49,7 @@ pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, hea
     let Some(p) = parameters else { return Ok(Rotary { theta, scaling: RotaryScaling::None, width }) };
     let max_position = s.size_or("max_position_embeddings", 2048)?;
     let original = || s.size_or("original_max_position_embeddings", p.size_or("original_max_position_embeddings", defaults.original.unwrap_or(max_position))?);
-    let kind = p.text_or("rope_type", p.text_or("type", "default")?)?;
-    let scaling = match kind {
+    let scaling = match kind(&p)? {
         "default" => RotaryScaling::None,
         "linear" => RotaryScaling::Linear { factor: p.number("factor")? },
         "dynamic" => RotaryScaling::Dynamic { factor: p.number("factor")?, max_position },
@@ -83,6 +82,11 @@ pub(super) fn scaled(s: &Settings, parameters: Option<Settings>, theta: f64, hea
         return Err(Error::graph("config.json", "dynamic rope scaling needs heads of at least 4 elements"));
     }
     Ok(Rotary { theta, scaling, width })
+}
+
+/// What scaling is asked for.
+pub(super) fn kind<'c>(p: &Settings<'c>) -> Result<&'c str> {
+    p.text_or("rope_type", p.text_or("type", "default")?)
 }
 
 /// The embedding of layers of one type, by the parameters under its name, by the key of an older version and its default, and by a scaling
@@ -138,11 +142,22 @@ fn turned(s: &Settings, parameters: Option<Settings>, head_dim: usize, defaults:
     Ok(turned)
 }
 
+/// What longer sequences sharpen attention by.
+fn sharper(factor: f64, m: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 }
+}
+
+/// The factor on queries, and on keys, of families that have it in the factor on their products.
+pub(super) fn attention_scale(p: &Settings) -> Result<f64> {
+    let all = p.number_or("mscale_all_dim", 0.0)?;
+    if all == 0.0 || kind(p)? == "default" { Ok(1.0) } else { Ok(sharper(p.number("factor")?, all)) }
+}
+
 fn attention_factor(p: &Settings, factor: f64) -> Result<f64> {
     if p.get("attention_factor").is_some() {
         return p.number("attention_factor");
     }
-    let scale = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * factor.ln() + 1.0 };
+    let scale = |m: f64| sharper(factor, m);
     let (mscale, all) = (p.number_or("mscale", 0.0)?, p.number_or("mscale_all_dim", 0.0)?);
     Ok(if mscale != 0.0 && all != 0.0 { scale(mscale) / scale(all) } else { scale(1.0) })
 }

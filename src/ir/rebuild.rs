@@ -37,11 +37,10 @@ pub fn rebuild(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrit
     if unread(&made) { once(&made, catalog, &mut |step| step.keep()) } else { Ok(made) }
 }
 
-/// Whether some parameter is read by no node and is no result.
+/// Whether no result depends on some node or parameter.
 fn unread(graph: &Graph) -> bool {
-    let mut read = vec![false; graph.values().len()];
-    graph.nodes().iter().flat_map(|node| &node.inputs).chain(graph.outputs().iter().map(|(_, id)| id)).for_each(|id| read[id.index()] = true);
-    graph.params().any(|(id, _)| !read[id.index()])
+    let needed = graph.dependencies(graph.outputs().iter().map(|(_, id)| *id));
+    graph.ids().any(|id| !needed[id.index()] && graph.value(id).kind != Kind::Input)
 }
 
 fn once(graph: &Graph, catalog: &dyn Catalog, edit: &mut dyn FnMut(Rewrite) -> Result<ValueId>) -> Result<Graph> {

@@ -200,7 +200,7 @@ macro_rules! passes {
 crate::entry::gather! { passes []
     /// Zero the weights that are smallest in absolute value
     "prune-unstructured" => PruneUnstructured,
-    /// Remove heads, neurons, channels, width or layers from a model: smaller tensors, less to compute
+    /// Remove heads, neurons, channels, width, layers or experts from a model: smaller tensors, less to compute
     "prune-structured" => PruneStructured if runs,
     /// Put two thin layers in the place of one: fewer parameters, less to compute
     "decompose" => Decompose if runs,

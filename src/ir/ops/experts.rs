@@ -17,35 +17,67 @@ use crate::ir::{Element, TensorType};
 
 /// Weights of experts for each token, of scores `[…, experts]`: their softmax, and zero for all but the largest. Of equal ones, the first
 /// are taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Route {
     /// How many experts see a token.
     pub top: usize,
     /// Whether their weights are divided by their sum.
     pub normalised: bool,
+    /// What weights are multiplied by in the end.
+    #[serde(skip_serializing_if = "is_one")]
+    pub scale: f64,
+    /// Groups of experts, of which a token sees few.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub groups: Option<ExpertGroups>,
+}
+
+/// Experts stand in groups of neighbours, all of one size. A token sees experts of those groups alone whose best ones have the largest scores
+/// (DeepSeek-AI, *DeepSeek-V2*, 2024).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertGroups {
+    /// How many groups there are.
+    pub count: usize,
+    /// How many of them a token sees.
+    pub top: usize,
+}
+
+fn is_one(scale: &f64) -> bool {
+    *scale == 1.0
+}
+
+/// One for the `top` largest of the last axis, else zero.
+fn largest(values: &Tensor, top: usize) -> candle_core::Result<Tensor> {
+    let count = values.dim(D::Minus1)?;
+    let numbers = constant(format!("numbers of {count}"), values.device(), |device| Tensor::arange(0u32, u32::try_from(count).unwrap_or(0), device))?;
+    let (mut left, mut taken) = (values.clone(), values.zeros_like()?);
+    for _ in 0..top.min(count) {
+        let best = left.argmax_keepdim(D::Minus1)?.broadcast_eq(&numbers)?.to_dtype(left.dtype())?;
+        taken = (taken + &best)?;
+        // Below all probabilities.
+        left = (left - (best * 2.0)?)?;
+    }
+    Ok(taken)
 }
 
 impl Default for Route {
     fn default() -> Self {
-        Self { top: 1, normalised: false }
+        Self { top: 1, normalised: false, scale: 1.0, groups: None }
     }
 }
 
 impl Route {
     /// One for experts that are taken, else zero; of probabilities.
     fn taken(&self, probabilities: &Tensor) -> candle_core::Result<Tensor> {
-        let experts = probabilities.dim(D::Minus1)?;
-        let numbers =
-            constant(format!("numbers of {experts}"), probabilities.device(), |device| Tensor::arange(0u32, u32::try_from(experts).unwrap_or(0), device))?;
-        let (mut left, mut taken) = (probabilities.clone(), probabilities.zeros_like()?);
-        for _ in 0..self.top.min(experts) {
-            let best = left.argmax_keepdim(D::Minus1)?.broadcast_eq(&numbers)?.to_dtype(left.dtype())?;
-            taken = (taken + &best)?;
-            // Below all probabilities.
-            left = (left - (best * 2.0)?)?;
-        }
-        Ok(taken)
+        let Some(groups) = self.groups else { return largest(probabilities, self.top) };
+        let (all, mut dims) = (probabilities.dims(), probabilities.dims().to_vec());
+        let experts = dims.pop().unwrap_or(0);
+        dims.extend([groups.count, experts / groups.count]);
+        let seen = largest(&probabilities.reshape(&dims[..])?.max(D::Minus1)?, groups.top)?;
+        let seen = seen.unsqueeze(D::Minus1)?.broadcast_as(&dims[..])?.reshape(all)?;
+        // Experts of other groups have a weight of zero, even where one of them fills a place.
+        largest(&(probabilities * &seen)?, self.top)? * seen
     }
 }
 
@@ -57,7 +89,12 @@ impl OpSpec for Route {
     fn infer(&self, inputs: &[&TensorType]) -> Result<TensorType, String> {
         require(inputs[0], Element::Float, "the scores")?;
         match last(inputs[0])?.fixed() {
-            Some(experts) if (1..=experts).contains(&self.top) => Ok(inputs[0].clone()),
+            Some(experts) if (1..=experts).contains(&self.top) => match self.groups {
+                Some(ExpertGroups { count, top }) if count == 0 || !experts.is_multiple_of(count) || !(1..=count).contains(&top) => {
+                    Err(format!("{experts} experts cannot stand in {count} groups, of which a token sees {top}"))
+                }
+                _ => Ok(inputs[0].clone()),
+            },
             Some(experts) => Err(format!("{} experts of {experts} cannot see a token", self.top)),
             None => Err("the number of experts must be known".into()),
         }
@@ -71,13 +108,14 @@ impl OpSpec for Route {
         let probabilities = softmax(&wide(&inputs[0])?)?;
         let kept = (&probabilities * self.taken(&probabilities)?)?;
         let kept = if self.normalised { kept.broadcast_div(&kept.sum_keepdim(D::Minus1)?)? } else { kept };
+        let kept = if self.scale == 1.0 { kept } else { (kept * self.scale)? };
         kept.to_dtype(inputs[0].dtype())
     }
 
     fn backward(&self, backward: &Backward) -> candle_core::Result<Vec<Option<Tensor>>> {
         let of_scores = backward.of(0, || {
             let probabilities = softmax(&wide(backward.inputs[0].tensor()?)?)?;
-            let (taken, gradient) = (self.taken(&probabilities)?, wide(backward.gradient)?);
+            let (taken, gradient) = (self.taken(&probabilities)?, (wide(backward.gradient)? * self.scale)?);
             let of_scores = if self.normalised {
                 // A softmax of those that are taken.
                 let kept = (probabilities * taken)?;

@@ -71,7 +71,7 @@ pub use conv::Conv;
 pub use conv_transpose::ConvTranspose;
 pub use elementwise::{Add, Mul};
 pub use embedding::Embedding;
-pub use experts::{Combine, Dispatch, Route};
+pub use experts::{Combine, Dispatch, ExpertGroups, Route};
 pub use flatten::Flatten;
 pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};

@@ -5,21 +5,49 @@ use std::collections::BTreeMap;
 use super::super::proto::{AttributeProto, DataType};
 use super::Lowering;
 use crate::error::Result;
-use crate::ir::ops::{Dispatch, Op, Route, Slice};
+use crate::ir::ops::{Dispatch, ExpertGroups, Op, Route, Slice};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
 pub(super) fn route(op: &Route, n: &mut Lowering) -> Result<()> {
     let (x, top, axis) = (n.wide(&n.input(0))?, n.ints(&[op.top as i64]), || vec![AttributeProto::int("axis", -1)]);
     let probabilities = n.emit("Softmax", "probabilities", &[&x], axis());
-    let [mut weights, experts] = n.emit_many("TopK", ["weights", "experts"], &[&probabilities, &top], axis());
+    let candidates = match &op.groups {
+        Some(groups) => seen_groups(groups, &probabilities, n)?,
+        None => probabilities.clone(),
+    };
+    let [mut weights, experts] = n.emit_many("TopK", ["weights", "experts"], &[&candidates, &top], axis());
     if op.normalised {
         let sum = n.reduce("ReduceSum", "sum", &weights, -1, true);
         weights = n.emit("Div", "parts", &[&weights, &sum], vec![]);
+    }
+    if op.scale != 1.0 {
+        let scale = n.float_wide(op.scale);
+        weights = n.emit("Mul", "scaled", &[&weights, &scale], vec![]);
     }
     let zero = n.float_wide(0.0);
     let zeros = n.emit("Mul", "zeros", &[&probabilities, &zero], vec![]);
     n.finish_wide("ScatterElements", &[&zeros, &experts, &weights], axis());
     Ok(())
+}
+
+/// Probabilities of experts in the groups that a token sees, and zeros.
+fn seen_groups(groups: &ExpertGroups, probabilities: &str, n: &mut Lowering) -> Result<String> {
+    let (axis, top, each) = (|| vec![AttributeProto::int("axis", -1)], n.ints(&[groups.top as i64]), n.width(0)? / groups.count.max(1) as i64);
+    // Leading axes stay as they are.
+    let leading = n.ty(0)?.shape.len().saturating_sub(1);
+    let [apart, together] = [vec![groups.count as i64, each], vec![n.width(0)?]].map(|last| [vec![0; leading], last].concat());
+    let (apart, together, last) = (n.ints(&apart), n.ints(&together), n.ints(&[-1]));
+    let by_group = n.emit("Reshape", "by_group", &[probabilities, &apart], vec![]);
+    let best = n.reduce("ReduceMax", "best", &by_group, -1, false);
+    let [scores, numbers] = n.emit_many("TopK", ["group_scores", "groups"], &[&best, &top], axis());
+    let (zero, one) = (n.float_wide(0.0), n.float_wide(1.0));
+    let zeros = n.emit("Mul", "no_groups", &[&best, &zero], vec![]);
+    let ones = n.emit("Mul", "no_scores", &[&scores, &zero], vec![]);
+    let ones = n.emit("Add", "ones", &[&ones, &one], vec![]);
+    let seen = n.emit("ScatterElements", "seen_groups", &[&zeros, &numbers, &ones], axis());
+    let seen = n.emit("Unsqueeze", "seen_columns", &[&seen, &last], vec![]);
+    let kept = n.emit("Mul", "seen_by_group", &[&by_group, &seen], vec![]);
+    Ok(n.emit("Reshape", "candidates", &[&kept, &together], vec![]))
 }
 
 pub(super) fn dispatch(op: &Dispatch, n: &mut Lowering) -> Result<()> {

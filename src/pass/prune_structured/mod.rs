@@ -1,4 +1,4 @@
-//! Structured pruning: heads, neurons, channels, the width of the residual stream or whole layers are taken out, so that
+//! Structured pruning: heads, neurons, channels, the width of the residual stream, whole layers or experts are taken out, so that
 //! tensors get smaller and the model gets faster.
 //!
 //! What goes together is found by [`analysis::groups`](crate::analysis::groups). Units are ranked by the size of their
@@ -17,6 +17,7 @@
 //! ```
 
 mod cut;
+mod experts;
 mod latency;
 mod layers;
 mod options;
@@ -43,7 +44,7 @@ use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use selection::Selection;
 
-/// Take heads, neurons, channels, width or layers out of a model.
+/// Take heads, neurons, channels, width, layers or experts out of a model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
@@ -136,19 +137,19 @@ impl PruneStructured {
         matches!(self.importance, Importance::Auto | Importance::L1 | Importance::L2)
     }
 
-    /// Whether whole layers go.
-    fn takes_layers(&self) -> bool {
+    /// Whether this part is named.
+    fn takes(&self, part: PrunedPart) -> bool {
         match (&self.amount, self.dims.is_empty()) {
-            (Some(Amounts::Each(amounts)), true) => amounts.contains_key(&PrunedPart::Layers),
-            _ => self.dims.contains(&PrunedPart::Layers),
+            (Some(Amounts::Each(amounts)), true) => amounts.contains_key(&part),
+            _ => self.dims.contains(&part),
         }
     }
 
-    /// Whether anything but layers goes.
+    /// Whether anything but whole layers and experts goes.
     fn takes_units(&self) -> bool {
         match (&self.amount, self.dims.is_empty()) {
-            (Some(Amounts::Each(amounts)), true) => amounts.keys().any(|part| *part != PrunedPart::Layers),
-            _ => self.dims.is_empty() || self.dims.iter().any(|part| *part != PrunedPart::Layers),
+            (Some(Amounts::Each(amounts)), true) => amounts.keys().any(|part| part.unit().is_some()),
+            _ => self.dims.is_empty() || self.dims.iter().any(|part| part.unit().is_some()),
         }
     }
 
@@ -157,18 +158,23 @@ impl PruneStructured {
         let mut applied = Applied::new(NAME, self.options());
         let meter = applied.meter.clone();
         let mut details = Map::new();
-        if self.takes_layers() {
-            let removed = layers::remove(&mut model, self.amount(PrunedPart::Layers), context)?;
+        let mut rules = Vec::new();
+        for part in [PrunedPart::Layers, PrunedPart::Experts].into_iter().filter(|part| self.takes(*part)) {
+            let amount = self.amount(part);
+            let removed = meter.time(|| match part {
+                PrunedPart::Experts => experts::remove(&mut model, amount, context, &meter),
+                _ => layers::remove(&mut model, amount, context),
+            })?;
             applied.tensors.extend(removed.tensors);
             applied.notes.extend(removed.notes);
-            applied.rule = "whole layers".to_owned();
-            details.insert("layers".to_owned(), removed.details);
+            rules.push(format!("whole {part}"));
+            details.insert(part.to_string(), removed.details);
         }
         if self.takes_units() {
             let graph = model.graph()?;
             let selection = Selection::new(self, &model, &graph)?;
-            let scores = context.map(|context| selection.scores(self, &graph, &model, context)).transpose()?;
-            let widths = selection.widths(self, &graph, &model, scores.as_ref(), context)?;
+            let scores = context.map(|context| meter.time(|| selection.scores(self, &graph, &model, context))).transpose()?;
+            let widths = meter.time(|| selection.widths(self, &graph, &model, scores.as_ref(), context))?;
             let gone = selection.gone(&widths, scores.as_ref());
             applied.notes.extend(selection.notes(&widths));
             if self.ranks_by_weights() && is_transformer(&graph) && !gone.is_empty() {
@@ -182,13 +188,14 @@ impl PruneStructured {
             }
             if let Some(context) = context.filter(|_| self.repair != Repair::None && !gone.is_empty()) {
                 let repairing = repair::Repairing { before: &before, graph: &graph, after: &mut model, surviving: &places, repair: self.repair };
-                let (layers, normalisations) = repairing.run(context)?;
+                let (layers, normalisations) = meter.time(|| repairing.run(context))?;
                 applied.notes.push(format!("repaired on calibration data: {layers} layers, {normalisations} batch normalisations"));
             }
             details.insert("groups".to_owned(), selection.details(&widths).into());
-            applied.rule = [applied.rule.as_str(), selection.rule.as_str()].into_iter().filter(|rule| !rule.is_empty()).collect::<Vec<_>>().join("; ");
+            rules.push(selection.rule.clone());
             run.estimated |= context.is_none() && self.scope() == Scope::Global;
         }
+        applied.rule = rules.join("; ");
         let details = Value::Object(details);
         applied.details = Arc::new(move || details.clone());
         run.history.push(applied);
@@ -223,8 +230,20 @@ impl Pass for PruneStructured {
                 return wrong("target", format!("{} {} is not between 0 and 1: it is the fraction that is left", target.name(), target.fraction()));
             }
         }
-        if self.target.is_some() && self.takes_layers() {
-            return wrong("target", "cannot be combined with layers: remove layers in a separate pass, with an `amount`".into());
+        let whole = [PrunedPart::Layers, PrunedPart::Experts].into_iter().find(|part| self.takes(*part));
+        if let Some(part) = whole.filter(|_| self.target.is_some()) {
+            return wrong("target", format!("cannot be combined with {part}: remove {part} in a separate pass, with an `amount`"));
+        }
+        if let Some(part) = whole.filter(|_| !self.takes_units()) {
+            let unused = [
+                ("targets", !self.targets.is_empty()),
+                ("ignore", !self.ignore.is_empty()),
+                ("repair", self.repair != Repair::None),
+                ("importance", !matches!(self.importance, Importance::Auto | Importance::L1)),
+            ];
+            if let Some((option, _)) = unused.into_iter().find(|(_, given)| *given) {
+                return wrong(option, format!("is about heads, neurons, channels and widths, and `dims` takes whole {part} alone"));
+            }
         }
         if let Some(Amounts::Each(amounts)) = &self.amount
             && let Some(part) = amounts.keys().find(|part| !self.dims.is_empty() && !self.dims.contains(part))
@@ -235,20 +254,21 @@ impl Pass for PruneStructured {
     }
 
     fn settle(&mut self, model: &Model, sets: &[Samples]) {
-        if self.importance == Importance::Auto {
+        // Whole layers and experts have a ranking of their own.
+        if self.importance == Importance::Auto && self.takes_units() {
             let ranked = || {
                 let graph = model.graph()?;
                 Ok::<_, Error>(is_transformer(&graph) && Selection::new(self, model, &graph)?.is_read(&graph))
             };
             // What is wrong with the options is told by the pass itself.
-            let seen = self.takes_units() && !sets.is_empty() && ranked().unwrap_or(false);
+            let seen = !sets.is_empty() && ranked().unwrap_or(false);
             self.importance = if seen { Importance::Activation } else { Importance::L1 };
         }
     }
 
     fn runs_on(&self) -> Option<Samples> {
         let looks = matches!(self.importance, Importance::Taylor | Importance::Activation) || self.repair != Repair::None;
-        Some(if looks { Samples::Calibration } else { Samples::None })
+        Some(if looks || self.takes(PrunedPart::Experts) { Samples::Calibration } else { Samples::None })
     }
 
     fn apply(&self, model: Model, run: &mut RunState, context: Option<&Context>) -> Result<Model> {

@@ -25,17 +25,19 @@ pub enum PrunedPart {
     Hidden,
     /// Whole layers of a transformer
     Layers,
+    /// Whole experts of mixtures, by how often and how much calibration data uses them
+    Experts,
 }
 
 impl PrunedPart {
-    /// The units of groups that it means; none for layers.
+    /// The units of groups that it means; none for whole layers and experts.
     pub fn unit(self) -> Option<GroupUnit> {
         match self {
             PrunedPart::Heads => Some(GroupUnit::Heads),
             PrunedPart::Mlp => Some(GroupUnit::Mlp),
             PrunedPart::Channels => Some(GroupUnit::Channels),
             PrunedPart::Hidden => Some(GroupUnit::Hidden),
-            PrunedPart::Layers => None,
+            PrunedPart::Layers | PrunedPart::Experts => None,
         }
     }
 }
@@ -44,6 +46,7 @@ impl fmt::Display for PrunedPart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.unit() {
             Some(unit) => unit.fmt(f),
+            None if *self == PrunedPart::Experts => f.write_str("experts"),
             None => f.write_str("layers"),
         }
     }
@@ -53,8 +56,8 @@ impl FromStr for PrunedPart {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parts = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden, PrunedPart::Layers];
-        parts.into_iter().find(|part| part.to_string() == text).ok_or_else(|| format!("`{text}` is none of heads, mlp, channels, hidden, layers"))
+        let parts = [PrunedPart::Heads, PrunedPart::Mlp, PrunedPart::Channels, PrunedPart::Hidden, PrunedPart::Layers, PrunedPart::Experts];
+        parts.into_iter().find(|part| part.to_string() == text).ok_or_else(|| format!("`{text}` is none of heads, mlp, channels, hidden, layers, experts"))
     }
 }
 
@@ -215,7 +218,7 @@ mod schema {
             let part = || amount.clone();
             json_schema!({ "anyOf": [part(), {
                 "type": "object",
-                "properties": { "heads": part(), "mlp": part(), "channels": part(), "hidden": part(), "layers": part() },
+                "properties": { "heads": part(), "mlp": part(), "channels": part(), "hidden": part(), "layers": part(), "experts": part() },
                 "additionalProperties": false
             }] })
         }

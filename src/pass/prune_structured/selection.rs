@@ -311,6 +311,6 @@ fn stage(group: &Group) -> usize {
     group.members.iter().filter(|member| member.role == crate::analysis::Role::Writes).filter_map(number).max().unwrap_or(0)
 }
 
-fn count(number: usize, what: &str) -> String {
+pub(super) fn count(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }

@@ -1,0 +1,59 @@
+//! DeepSeek-V2: keys and values from a short vector, positions in a part of each head, experts behind the first layers.
+
+use super::decoder::{self, Decoder, every_layer};
+use super::experts;
+use super::latent::Latent;
+use super::resize::Sizes;
+use super::rope::{RopeDefaults, attention_scale, parameters};
+use super::{Keys, Settings};
+use crate::error::{Error, Result};
+use crate::ir::Builder;
+
+pub(super) const KEYS: Keys = Keys {
+    // What balances experts is about training, and widths of heads are sums of others.
+    harmless: &[
+        "attention_dropout",
+        "aux_loss_alpha",
+        "ep_size",
+        "head_dim",
+        "intermediate_size",
+        "max_position_embeddings",
+        "output_router_logits",
+        "pretraining_tp",
+        "qk_head_dim",
+        "seq_aux",
+    ],
+    neutral: &[("layer_types", "[]"), ("moe_layer_freq", "1"), ("norm_topk_prob", "false"), ("partial_rotary_factor", "1.0"), ("scoring_func", "\"softmax\"")],
+};
+
+pub(super) const SIZES: Sizes = Sizes {
+    heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
+    groups: None,
+    head_dim: Some("qk_head_dim"),
+    others: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
+    ..decoder::SIZES
+};
+
+pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {
+    // Published folders name code of their own, which transformers has had itself for long.
+    let _ = s.get("auto_map");
+    let latent = Latent::new(s)?;
+    let plain = Decoder::new(s, Some(latent.head_dim()))?;
+    if plain.groups != plain.heads {
+        return Err(Error::graph(
+            "config.json",
+            format!(
+                "`num_key_value_heads` is {}, expected as many as `num_attention_heads`, {}: keys of all heads come from one vector",
+                plain.groups, plain.heads
+            ),
+        ));
+    }
+    let head_dim = latent.head_dim();
+    let sharper = match parameters(s)? {
+        Some(p) => attention_scale(&p)?,
+        None => 1.0,
+    };
+    let decoder =
+        Decoder { head_dim, scale: sharper * sharper / (head_dim as f64).sqrt(), experts: Some(experts::deepseek(s)?), latent: Some(latent), ..plain };
+    decoder.build(b, every_layer(s, latent.turned, RopeDefaults::default(), |_| Ok(false))?)
+}

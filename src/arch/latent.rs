@@ -1,0 +1,92 @@
+//! Attention whose keys and values come from a short vector for each token, with one key for positions that all heads share
+//! (DeepSeek-AI, *DeepSeek-V2*, 2024, <https://arxiv.org/abs/2405.04434>).
+
+use super::Settings;
+use super::decoder::{Decoder, Layer, Place};
+use super::parts::{rms_norm, slices};
+use crate::error::Result;
+use crate::ir::ops::{Concat, RmsNorm, Rotary, Slice, SplitHeads};
+use crate::ir::{Builder, ValueId};
+
+/// Widths of such an attention.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Latent {
+    /// Of the vector that queries come from; none where they come from the stream.
+    pub query_rank: Option<usize>,
+    /// Of the vector that keys and values come from.
+    pub rank: usize,
+    /// Of the part of a key that knows no position.
+    pub plain: usize,
+    /// Of the part that does.
+    pub turned: usize,
+    /// Of a head of values.
+    pub values: usize,
+}
+
+/// The number that these normalisations add, whatever the configuration says of others.
+const NORM: RmsNorm = RmsNorm { epsilon: 1e-6, offset: 0.0 };
+
+impl Latent {
+    /// As the configuration says, with the defaults of DeepSeek-V2.
+    pub(super) fn new(s: &Settings) -> Result<Latent> {
+        const QUERY_RANK: &str = "q_lora_rank";
+        Ok(Latent {
+            query_rank: if s.is_null(QUERY_RANK) { None } else { Some(s.size_or(QUERY_RANK, 1536)?) },
+            rank: s.size_or("kv_lora_rank", 512)?,
+            plain: s.size_or("qk_nope_head_dim", 128)?,
+            turned: s.size_or("qk_rope_head_dim", 64)?,
+            values: s.size_or("v_head_dim", 128)?,
+        })
+    }
+
+    /// Width of a head of queries, and of one of keys.
+    pub(super) fn head_dim(&self) -> usize {
+        self.plain.saturating_add(self.turned)
+    }
+
+    /// Heads of queries, keys and values. Those of queries and keys begin with the part that knows positions.
+    pub(super) fn heads(&self, decoder: &Decoder, b: &mut Builder, at: &Place, layer: &Layer, x: ValueId) -> Result<[ValueId; 3]> {
+        let q = self.queries(decoder, b, at, x)?;
+        let [even, odd] = pairs(b, at, "q", q, self.plain, self.turned)?;
+        let rest = b.node(&at.node("self_attn.q_plain"), Slice::of_last(0, self.plain), &[q])?;
+        let mut q = b.node(&at.node("self_attn.q"), Concat::default(), &[even, odd, rest])?;
+
+        let all = decoder.linear(b, at, "self_attn.kv_a_proj_with_mqa", x, self.rank.saturating_add(self.turned), decoder.qkv_bias)?;
+        let [latent, shared] = slices(b, ["latent", "shared_key"].map(|part| at.node(&format!("self_attn.{part}"))), all, [self.rank, self.turned])?;
+        let latent = rms_norm(b, &at.node("self_attn.kv_a_layernorm"), &at.module("self_attn.kv_a_layernorm"), latent, NORM)?;
+        let wide = self.plain.saturating_add(self.values);
+        let kv = decoder.linear(b, at, "self_attn.kv_b_proj", latent, decoder.heads.saturating_mul(wide), false)?;
+        let kv = b.node(&at.node("self_attn.kv_heads"), SplitHeads { head_dim: wide }, &[kv])?;
+        let [k, v] = slices(b, ["k_plain", "v"].map(|part| at.node(&format!("self_attn.{part}"))), kv, [self.plain, self.values])?;
+        let shared = b.node(&at.node("self_attn.shared_key_heads"), SplitHeads { head_dim: self.turned }, &[shared])?;
+        let [even, odd] = pairs(b, at, "shared_key", shared, 0, self.turned)?;
+        let mut shared = b.node(&at.node("self_attn.shared_key_pairs"), Concat::default(), &[even, odd])?;
+        if let Some(rotary) = &layer.rotary {
+            q = b.node(&at.node("self_attn.q_rotary"), Rotary { width: Some(self.turned), ..rotary.clone() }, &[q])?;
+            shared = b.node(&at.node("self_attn.shared_key_rotary"), rotary.clone(), &[shared])?;
+        }
+        let shared = b.node(&at.node("self_attn.shared_keys"), Concat { axis: 1 }, &vec![shared; decoder.heads])?;
+        let k = b.node(&at.node("self_attn.k"), Concat::default(), &[shared, k])?;
+        Ok([q, k, v])
+    }
+
+    fn queries(&self, decoder: &Decoder, b: &mut Builder, at: &Place, x: ValueId) -> Result<ValueId> {
+        let wide = decoder.heads.saturating_mul(self.head_dim());
+        let flat = match self.query_rank {
+            None => decoder.linear(b, at, "self_attn.q_proj", x, wide, false)?,
+            Some(rank) => {
+                let low = decoder.linear(b, at, "self_attn.q_a_proj", x, rank, decoder.qkv_bias)?;
+                let low = rms_norm(b, &at.node("self_attn.q_a_layernorm"), &at.module("self_attn.q_a_layernorm"), low, NORM)?;
+                decoder.linear(b, at, "self_attn.q_b_proj", low, wide, false)?
+            }
+        };
+        b.node(&at.node("self_attn.q_heads"), SplitHeads { head_dim: self.head_dim() }, &[flat])
+    }
+}
+
+/// First and second elements of neighbours that are turned together. Queries and keys in another order have the same products.
+fn pairs(b: &mut Builder, at: &Place, part: &str, x: ValueId, from: usize, width: usize) -> Result<[ValueId; 2]> {
+    let mut every_second =
+        |name: &str, start: usize| b.node(&at.node(&format!("self_attn.{part}_{name}")), Slice { step: 2, ..Slice::of_last(start, width.div_ceil(2)) }, &[x]);
+    Ok([every_second("even", from)?, every_second("odd", from.saturating_add(1))?])
+}
