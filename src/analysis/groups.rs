@@ -250,10 +250,16 @@ impl Roles {
                 _ => {}
             }
         }
-        // A vector that layers make of the stream, and that is normalised for their own use, has a width of its own.
-        let goes_on = roles.normalised.iter().filter(|atom| added.contains(atom) || roles.stream.contains(atom));
-        let widths: BTreeSet<usize> = goes_on.map(|atom| traced.atoms.size(*atom)).collect();
-        let of_stream = |atom: &AxisId| widths.is_empty() || widths.contains(&traced.atoms.size(*atom));
+        // What attention makes of the stream and normalises before it makes keys of it has a width of its own.
+        let mut read: BTreeMap<AxisId, bool> = BTreeMap::new();
+        for (node, letters) in graph.nodes().iter().zip(&traced.letters).filter(|_| roles.attends) {
+            if let (Op::Linear(_), Some((input, _)), Some((output, _))) = (&node.op, letters.get("k"), letters.get("o")) {
+                let goes_on = atoms_of(*output).iter().any(|atom| added.contains(atom) || roles.normalised.contains(atom));
+                let ends = traced.features.iter().any(|(_, axis)| atoms_of(*axis).iter().any(|atom| atoms_of(*output).contains(atom)));
+                atoms_of(*input).into_iter().for_each(|atom| *read.entry(atom).or_default() |= goes_on || ends);
+            }
+        }
+        let of_stream = |atom: &AxisId| added.contains(atom) || read.get(atom).copied().unwrap_or(true);
         roles.stream.extend(roles.normalised.iter().copied().filter(of_stream));
         for (node, letters) in graph.nodes().iter().zip(&traced.letters) {
             if let (Op::Linear(_), Some((input, _)), Some((output, _))) = (&node.op, letters.get("k"), letters.get("o")) {

@@ -28,8 +28,8 @@ pub struct Layers {
 
 /// The number behind a prefix, where it is a component of its own.
 pub fn number(name: &str, prefix: &str) -> Option<usize> {
-    let rest = name.strip_prefix(prefix)?;
-    rest.split('.').next()?.parse().ok()
+    let digits = name.strip_prefix(prefix)?.split('.').next()?;
+    digits.parse().ok().filter(|number: &usize| number.to_string() == digits)
 }
 
 /// Finds the layers of a transformer; with a decoder behind an encoder, those of the encoder.

@@ -39,10 +39,16 @@ pub struct Expert {
 /// # Errors
 /// One is wired so that experts cannot be told apart.
 pub fn mixtures(graph: &Graph) -> Result<Vec<Mixture>> {
-    graph.nodes().iter().filter(|node| matches!(node.op, Op::Combine(_))).map(|node| mixture(graph, node)).collect()
+    let sums = graph.nodes().iter().filter(|node| matches!(node.op, Op::Combine(_)));
+    // Values that follow from inputs, and not from weights alone.
+    let mut follows: Vec<bool> = graph.values().iter().map(|value| value.kind == Kind::Input).collect();
+    for node in graph.nodes() {
+        follows[node.output.index()] = node.inputs.iter().any(|id| follows[id.index()]);
+    }
+    sums.map(|node| mixture(graph, node, &follows)).collect()
 }
 
-fn mixture(graph: &Graph, sum: &Node) -> Result<Mixture> {
+fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     let name = |id: ValueId| graph.value(id).name.as_str();
     let refuse = |id: ValueId, reason: &str| Error::graph(format!("graph node `{}`", name(id)), format!("{reason}, so that no expert can be taken out"));
     let node_of = |id: ValueId| if let Kind::Node(at) = graph.value(id).kind { graph.nodes().get(at) } else { None };
@@ -67,55 +73,65 @@ fn mixture(graph: &Graph, sum: &Node) -> Result<Mixture> {
     }
     let router = router.inputs.iter().skip(1).zip([axis, 0]).map(|(id, axis)| (name(*id).to_owned(), axis)).collect();
 
+    // Values of the tokens of an expert, and what is made of weights alone for them.
     let mut owner: BTreeMap<ValueId, usize> = BTreeMap::new();
-    let mut experts = vec![Expert::default(); count];
-    let mut stacked = BTreeSet::new();
+    let mut beside: BTreeMap<ValueId, usize> = BTreeMap::new();
+    let mut stacked: BTreeSet<ValueId> = BTreeSet::new();
     for node in graph.nodes().iter().filter(|node| node.output != sum.output) {
-        let of = match &node.op {
-            Op::Dispatch(op) if node.inputs.get(1) == Some(&weights) => BTreeSet::from([op.expert]),
-            _ => node.inputs.iter().filter_map(|id| owner.get(id).copied()).collect(),
+        let mut of: BTreeSet<usize> = node.inputs.iter().filter_map(|id| owner.get(id).copied()).collect();
+        let dispatched = match &node.op {
+            Op::Dispatch(op) if node.inputs.get(1) == Some(&weights) => of.insert(op.expert) || of.len() == 1,
+            _ => false,
         };
         let Some(number) = of.first().copied() else { continue };
-        let (Some(expert), 1) = (experts.get_mut(number), of.len()) else { return Err(refuse(node.output, "looks at several experts")) };
-        if graph.outputs().iter().any(|(_, id)| *id == node.output) {
-            return Err(refuse(node.output, "is an output of the model and belongs to an expert"));
+        if of.len() > 1 || number >= count {
+            return Err(refuse(node.output, "looks at several experts"));
         }
         owner.insert(node.output, number);
-        expert.nodes.insert(name(node.output).to_owned());
-        // What is computed of weights alone belongs to the expert that reads it.
-        let dispatched = matches!(node.op, Op::Dispatch(_));
-        let mut beside: Vec<ValueId> = if dispatched { Vec::new() } else { node.inputs.iter().filter(|id| !owner.contains_key(id)).copied().collect() };
-        while let Some(id) = beside.pop() {
-            match node_of(id) {
-                Some(side) => {
-                    if !depends_on_weights_alone(graph, id) {
-                        return Err(refuse(node.output, "looks at more than the tokens of its expert"));
-                    }
-                    expert.nodes.insert(name(id).to_owned());
-                    match (&side.op, side.inputs.first()) {
-                        (Op::Slice(slice), Some(all)) if is_slice_of(graph, slice, *all, [number, count]) => {
-                            stacked.insert(name(*all).to_owned());
-                        }
-                        _ => beside.extend(&side.inputs),
-                    }
-                }
-                None => {
-                    expert.tensors.insert(name(id).to_owned());
-                }
+        let mut others: Vec<ValueId> = if dispatched { Vec::new() } else { node.inputs.iter().filter(|id| !owner.contains_key(id)).copied().collect() };
+        while let Some(id) = others.pop() {
+            if follows[id.index()] {
+                return Err(refuse(node.output, "looks at more than the tokens of its expert"));
+            }
+            if beside.insert(id, number).is_some_and(|other| other != number) {
+                return Err(refuse(node.output, &format!("reads `{}`, as another expert does", name(id))));
+            }
+            let Some(side) = node_of(id) else { continue };
+            match (&side.op, side.inputs.first()) {
+                (Op::Slice(slice), Some(all)) if is_slice_of(graph, slice, *all, [number, count]) => drop(stacked.insert(*all)),
+                _ => others.extend(&side.inputs),
             }
         }
     }
-    let answers = sum.inputs.iter().skip(1).enumerate();
-    if answers.into_iter().any(|(number, id)| owner.get(id) != Some(&number)) {
+    if sum.inputs.iter().skip(1).enumerate().any(|(number, id)| owner.get(id) != Some(&number)) {
         return Err(refuse(sum.output, "does not sum up its experts in their order"));
     }
+    for node in graph.nodes() {
+        for id in &node.inputs {
+            let wanted = beside.get(id);
+            let reads = wanted.is_none_or(|number| owner.get(&node.output) == Some(number) || beside.get(&node.output) == Some(number));
+            let slices = match (&node.op, beside.get(&node.output)) {
+                (Op::Slice(slice), Some(number)) => is_slice_of(graph, slice, *id, [*number, count]),
+                _ => false,
+            };
+            if !reads || (stacked.contains(id) && (wanted.is_some() || !slices)) {
+                return Err(refuse(node.output, &format!("reads `{}`, which experts have", name(*id))));
+            }
+        }
+    }
+    let own = |id: &ValueId| owner.contains_key(id) || beside.contains_key(id) || stacked.contains(id);
+    if let Some((output, _)) = graph.outputs().iter().find(|(_, id)| own(id)) {
+        return Err(Error::graph(format!("output `{output}`"), "is what an expert has or says, so that no expert can be taken out"));
+    }
+    let mut experts = vec![Expert::default(); count];
+    for (id, number) in owner.iter().chain(&beside) {
+        let Some(expert) = experts.get_mut(*number) else { continue };
+        let names = if graph.value(*id).kind == Kind::Param { &mut expert.tensors } else { &mut expert.nodes };
+        names.insert(name(*id).to_owned());
+    }
+    let stacked = stacked.into_iter().map(|id| name(id).to_owned()).collect();
     let prefixes = [prefix(&experts, |expert| &expert.nodes), prefix(&experts, |expert| &expert.tensors)];
     Ok(Mixture { sum: name(sum.output).to_owned(), weights: name(weights).to_owned(), route: *route, router, experts, stacked, prefixes })
-}
-
-fn depends_on_weights_alone(graph: &Graph, id: ValueId) -> bool {
-    let needed = graph.dependencies([id].into_iter());
-    graph.ids().all(|id| !needed[id.index()] || graph.value(id).kind != Kind::Input)
 }
 
 /// Whether this is the part of an expert of a tensor of so many.
@@ -132,4 +148,74 @@ fn prefix(experts: &[Expert], names: impl Fn(&Expert) -> &BTreeSet<String>) -> O
     let ends = first.match_indices('.').map(|(at, _)| &first[..=at]);
     let fits = |prefix: &&str| experts.iter().enumerate().all(|(number, expert)| names(expert).iter().all(|name| super::number(name, prefix) == Some(number)));
     ends.filter(fits).map(str::to_owned).next()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two experts, each with a weight of its own beside one of all; what is put in the place of lines.
+    fn found(changes: &[(&str, &str)]) -> Result<Vec<Mixture>> {
+        let mut text = [
+            "input x: float[batch, 4]",
+            "param r: float[2, 4]",
+            "param e.0.w: float[4, 4]",
+            "param e.1.w: float[4, 4]",
+            "param all: float[2, 4, 4]",
+            "s = Linear(x, r) -> float[batch, 2]",
+            "p = Route(s) -> float[batch, 2]",
+            "e.0 = Dispatch(x, p) -> float[batch, 4]",
+            "e.0.up = Linear(e.0, e.0.w) -> float[batch, 4]",
+            "e.0.slice = Slice{\"axis\":0}(all) -> float[1, 4, 4]",
+            "e.0.matrix = Reshape{\"shape\":[{\"copy\":1},{\"copy\":2}]}(e.0.slice) -> float[4, 4]",
+            "e.0.down = Linear(e.0.up, e.0.matrix) -> float[batch, 4]",
+            "e.1 = Dispatch{\"expert\":1}(x, p) -> float[batch, 4]",
+            "e.1.up = Linear(e.1, e.1.w) -> float[batch, 4]",
+            "e.1.slice = Slice{\"axis\":0,\"start\":1}(all) -> float[1, 4, 4]",
+            "e.1.matrix = Reshape{\"shape\":[{\"copy\":1},{\"copy\":2}]}(e.1.slice) -> float[4, 4]",
+            "e.1.down = Linear(e.1.up, e.1.matrix) -> float[batch, 4]",
+            "y = Combine(p, e.0.down, e.1.down) -> float[batch, 4]",
+            "output logits = y",
+        ]
+        .join("\n");
+        for (line, other) in changes {
+            assert!(text.contains(line), "{line}");
+            text = text.replace(line, other);
+        }
+        mixtures(&text.parse::<Graph>().unwrap())
+    }
+
+    #[test]
+    fn experts_have_nodes_and_tensors() {
+        let found = found(&[]).unwrap();
+        let [mixture] = &found[..] else { panic!("{found:?}") };
+        assert_eq!((mixture.router.as_slice(), mixture.experts.len()), ([("r".to_owned(), 0)].as_slice(), 2));
+        assert_eq!(mixture.stacked, BTreeSet::from(["all".to_owned()]));
+        assert_eq!(mixture.experts[1].tensors, BTreeSet::from(["e.1.w".to_owned()]));
+        assert_eq!(mixture.experts[1].nodes.len(), 5);
+        assert_eq!(mixture.prefixes, [Some("e.".to_owned()), Some("e.".to_owned())]);
+    }
+
+    #[test]
+    fn experts_that_cannot_be_told_apart_are_refused() {
+        for (changes, reason) in [
+            // Tensors that others read too.
+            (vec![("e.1.up = Linear(e.1, e.1.w)", "e.1.up = Linear(e.1, e.0.w)"), ("param e.1.w: float[4, 4]\n", "")], "as another expert does"),
+            (vec![("output logits = y", "z = Linear(y, e.0.w) -> float[batch, 4]\noutput logits = z")], "which experts have"),
+            (vec![("output logits = y", "z = Slice{\"axis\":0}(all) -> float[1, 4, 4]\noutput logits = y\noutput part = z")], "which experts have"),
+            // A slice that is another expert's.
+            (vec![("{\"axis\":0,\"start\":1}", "{\"axis\":0}")], "which experts have"),
+            // An expert behind another, and one that looks past its tokens.
+            (vec![("e.1 = Dispatch{\"expert\":1}(x, p)", "e.1 = Dispatch{\"expert\":1}(e.0, p)")], "looks at several experts"),
+            (vec![("e.1.down = Linear(e.1.up, e.1.matrix)", "e.1.down = Add(e.1.up, x)")], "looks at more than the tokens"),
+            (vec![("Combine(p, e.0.down, e.1.down)", "Combine(p, e.1.down, e.0.down)")], "in their order"),
+            // What the router has or says.
+            (vec![("output logits = y", "output logits = y\noutput routing = p")], "read by more than the experts"),
+            (vec![("output logits = y", "z = Linear(y, r) -> float[batch, 2]\noutput logits = z")], "that others read"),
+            (vec![("output logits = y", "output logits = y\noutput inner = e.0.up")], "what an expert has or says"),
+        ] {
+            let message = found(&changes).unwrap_err().to_string();
+            assert!(message.contains(reason), "{message}");
+        }
+    }
 }

@@ -29,7 +29,8 @@ pub(super) const KEYS: Keys = Keys {
 pub(super) const SIZES: Sizes = Sizes {
     heads: ("num_attention_heads", "layers.0.self_attn.q_proj.weight", 0),
     groups: None,
-    head_dim: Some("qk_head_dim"),
+    head_dim: None,
+    heads_divide: true,
     others: &[("moe_intermediate_size", "layers.0.mlp.experts.0.down_proj.weight", 1), ("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
     ..decoder::SIZES
 };

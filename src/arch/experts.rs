@@ -39,9 +39,19 @@ pub(super) const QWEN_SIZES: Sizes = Sizes {
     ..decoder::SIZES
 };
 
-/// The key of a configuration that says how many experts there are, where it says so.
+/// The key of a configuration that says how many experts there are, of families that have them.
 pub fn experts_key(config: &Map<String, Value>) -> Option<&'static str> {
-    ["num_experts", "num_local_experts", "n_routed_experts"].into_iter().find(|key| config.contains_key(*key))
+    match config.get("model_type")?.as_str()? {
+        "mixtral" => Some("num_local_experts"),
+        "qwen2_moe" | "qwen3_moe" => Some(qwen_key(&Settings::new(config))),
+        "deepseek_v2" => Some("n_routed_experts"),
+        _ => None,
+    }
+}
+
+/// Both generations have a name for it.
+fn qwen_key(s: &Settings) -> &'static str {
+    if s.get("num_local_experts").is_some() && s.get("num_experts").is_none() { "num_local_experts" } else { "num_experts" }
 }
 
 /// Experts of a layer, and which layers have them.
@@ -118,13 +128,18 @@ pub(super) fn build_qwen3(s: &Settings, b: &mut Builder) -> Result<()> {
 pub(super) fn deepseek(s: &Settings) -> Result<Experts> {
     const METHOD: &str = "topk_method";
     const SHARED: &str = "n_shared_experts";
+    let experts = s.size_or("n_routed_experts", 64)?;
     // Groups mean nothing to the simple way, which is told of them all the same.
     let [count, top] = ["n_group", "topk_group"].map(|key| if s.get(key).is_some() { s.size(key).map(Some) } else { Ok(None) });
     let (count, top) = (count?, top?);
     let groups = match s.text_or(METHOD, "greedy")? {
         "greedy" => None,
         "group_limited_greedy" => match (count, top) {
-            (Some(count), Some(top)) => Some(ExpertGroups { count, top }),
+            (Some(count), Some(top)) if experts.is_multiple_of(count) && top <= count => Some(ExpertGroups { count, top }),
+            (Some(count), Some(top)) => {
+                let reason = format!("`n_group` of {count} does not divide `n_routed_experts`, {experts}, or `topk_group` of {top} is more than that");
+                return Err(Error::graph("config.json", reason));
+            }
             _ => return Err(Error::graph("config.json", format!("`{METHOD}` of group_limited_greedy needs `n_group` and `topk_group`"))),
         },
         other => {
@@ -137,23 +152,22 @@ pub(super) fn deepseek(s: &Settings) -> Result<Experts> {
         false => Some(Shared { name: "shared_experts", inner: inner.saturating_mul(s.size_or(SHARED, 2)?), gated: false }),
     };
     Ok(Experts {
-        count: s.size_or("n_routed_experts", 64)?,
+        count: experts,
         route: Route { top: s.size("num_experts_per_tok")?, scale: s.number_or("routed_scaling_factor", 1.0)?, groups, ..Route::default() },
         inner,
         block: "mlp",
         parts: PARTS,
         shared,
         plain: Vec::new(),
-        first: usize::try_from(s.token_or("first_k_dense_replace", 0)?).unwrap_or(0),
+        first: first_layer(s)?,
         step: 1,
     })
 }
 
 /// Experts as both generations name them, with defaults of their number, of how many see a token, and of their neurons.
 fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
-    let key = if s.get("num_experts").is_some() { "num_experts" } else { "num_local_experts" };
     Ok(Experts {
-        count: s.size_or(key, count)?,
+        count: s.size_or(qwen_key(s), count)?,
         route: Route { top: s.size_or("num_experts_per_tok", top)?, normalised: s.flag_or("norm_topk_prob", false)?, ..Route::default() },
         inner: s.size_or("moe_intermediate_size", inner)?,
         block: "mlp",
@@ -163,6 +177,13 @@ fn qwen(s: &Settings, [count, top, inner]: [usize; 3]) -> Result<Experts> {
         first: 0,
         step: s.size_or("decoder_sparse_step", 1)?,
     })
+}
+
+fn first_layer(s: &Settings) -> Result<usize> {
+    const KEY: &str = "first_k_dense_replace";
+    let Some(value) = s.get(KEY) else { return Ok(0) };
+    let found = value.as_u64().and_then(|number| usize::try_from(number).ok());
+    found.ok_or_else(|| Error::graph("config.json", format!("`{KEY}` is {value}, expected how many layers have no experts")))
 }
 
 fn plain_layers(s: &Settings) -> Result<Vec<usize>> {

@@ -11,7 +11,7 @@ use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, GraphFile, Node, Op, ValueId, cache, rebuild, same};
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, rebuild, same};
 pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Affine, Encoding, Module, OpenSizes, Weight, Weights, select};
 
@@ -121,13 +121,7 @@ impl Model {
                 plain.extend(from.map(|from| (made, from)));
                 Ok(made)
             })?;
-            let read: BTreeSet<ValueId> =
-                floats.nodes().iter().flat_map(|node| node.inputs.iter().copied()).chain(floats.outputs().iter().map(|(_, id)| *id)).collect();
-            let needed = rebuild(&floats, &weights, &mut |step| match (&step.node.op, step.inputs.first()) {
-                (Op::FakeQuantize(_), Some(input)) if !read.contains(&step.node.output) => Ok(*input),
-                _ => step.keep(),
-            })?;
-            changed_graph = Some(Arc::new(needed));
+            changed_graph = Some(Arc::new(floats));
         }
         Ok(Model { weights, changed_graph, ..self.clone() })
     }

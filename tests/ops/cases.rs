@@ -175,6 +175,8 @@ pub fn cases() -> Vec<Case> {
         case(Resize { sizes: scales(&[2.0, 3.0]), ..Resize::default() }, &[&[2, 3, 3, 2]]),
         case(Resize { sizes: scales(&[0.6, 0.5]), coordinates: Coordinates::Asymmetric, nearest: NearestMode::Floor, ..Resize::default() }, &[&[2, 3, 5, 4]]),
         case(Resize { sizes: scales(&[2.0, 1.5]), mode: Interpolation::Linear, ..Resize::default() }, &[&[2, 3, 3, 4]]),
+        case(Resize { sizes: scales(&[2.5, 1.0]), mode: Interpolation::Linear, ..Resize::default() }, &[&[2, 3, 3, 4]]),
+        case(Resize { sizes: scales(&[1.0, 1.7]), nearest: NearestMode::Ceil, ..Resize::default() }, &[&[2, 3, 3, 4]]),
         case(
             Resize {
                 sizes: vec![Extent::Scale(1.0), Extent::Scale(1.0), Extent::Size(5), Extent::Size(2)],

@@ -10,6 +10,7 @@ use super::gradient::wide;
 use super::places::{given_back, places, taken};
 use super::{Backward, OpSpec, require, unfit};
 use crate::ir::{Dim, Element, TensorType};
+use crate::kernel::resize::Places;
 
 /// What becomes of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -166,7 +167,7 @@ impl Resize {
     }
 
     /// Of each element the one that it is, or those that it lies between; and how near it is to the second of them.
-    fn parts(&self, changed: Changed, device: &Device) -> candle_core::Result<(Vec<Tensor>, Option<Tensor>)> {
+    fn places(&self, changed: Changed) -> Places {
         let last = changed.before.saturating_sub(1) as f32;
         if self.mode == Interpolation::Nearest {
             let nearest = match self.nearest {
@@ -175,16 +176,35 @@ impl Resize {
                 NearestMode::Floor => f32::floor,
                 NearestMode::Ceil => f32::ceil,
             };
-            let only = places(self.key(changed, "nearest"), device, || self.lies(changed).map(|at| nearest(at).clamp(0.0, last) as u32).collect())?;
-            return Ok((vec![only], None));
+            return Places { first: self.lies(changed).map(|at| nearest(at).clamp(0.0, last) as u32).collect(), second: None };
         }
-        let held = |at: f32| at.clamp(0.0, last);
-        let first = places(self.key(changed, "first"), device, || self.lies(changed).map(|at| held(at).floor() as u32).collect())?;
-        let second = places(self.key(changed, "second"), device, || self.lies(changed).map(|at| (held(at).floor() + 1.0).min(last) as u32).collect())?;
-        let share = constant(self.key(changed, "share"), device, |device| {
-            Tensor::from_vec(self.lies(changed).map(|at| held(at).fract()).collect::<Vec<_>>(), changed.after, device)
-        })?;
-        Ok((vec![first, second], Some(share)))
+        let held: Vec<f32> = self.lies(changed).map(|at| at.clamp(0.0, last)).collect();
+        let second = held.iter().map(|at| (at.floor() + 1.0).min(last) as u32).collect();
+        Places { first: held.iter().map(|at| at.floor() as u32).collect(), second: Some((second, held.iter().map(|at| at.fract()).collect())) }
+    }
+
+    /// The same on a device.
+    fn parts(&self, changed: Changed, device: &Device) -> candle_core::Result<(Vec<Tensor>, Option<Tensor>)> {
+        let mut parts = vec![places(self.key(changed, "first"), device, || self.places(changed).first)?];
+        let mut share = None;
+        if self.mode == Interpolation::Linear {
+            let second = || self.places(changed).second.unwrap_or_default();
+            parts.push(places(self.key(changed, "second"), device, || second().0)?);
+            share = Some(constant(self.key(changed, "share"), device, |device| Tensor::from_vec(second().1, changed.after, device))?);
+        }
+        Ok((parts, share))
+    }
+
+    /// Places of rows and of columns of images `[images, channels, rows, columns]`, and how many there are afterwards; `None` where other axes
+    /// change.
+    pub(super) fn of_images(&self, dims: &[usize]) -> candle_core::Result<Option<([Option<Places>; 2], [usize; 2])>> {
+        let &[_, _, rows, columns] = dims else { return Ok(None) };
+        let (mut found, mut sizes) = ([None, None], [rows, columns]);
+        for changed in self.changed(dims)? {
+            let Some(at) = changed.axis.checked_sub(2) else { return Ok(None) };
+            (found[at], sizes[at]) = (Some(self.places(changed)), changed.after);
+        }
+        Ok(Some((found, sizes)))
     }
 }
 

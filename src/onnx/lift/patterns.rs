@@ -66,7 +66,7 @@ pub(super) fn together(graph: &Graph, weights: &Weights) -> Result<Graph> {
     let seen = Seen::new(graph, weights);
     // What is read, in the graph that is made.
     let (mut made, mut turned) = (BTreeMap::<ValueId, ValueId>::new(), Turned::default());
-    let whole = rebuild(graph, weights, &mut |step| {
+    rebuild(graph, weights, &mut |step| {
         made.extend(step.node.inputs.iter().copied().zip(step.inputs.iter().copied()));
         for (_, pattern) in PATTERNS {
             if let Some((op, reads)) = pattern(&seen, step.node)
@@ -78,9 +78,7 @@ pub(super) fn together(graph: &Graph, weights: &Weights) -> Result<Graph> {
             }
         }
         step.keep()
-    })?;
-    // What nobody reads any more goes.
-    rebuild(&whole, weights, &mut |step| step.keep())
+    })
 }
 
 /// Whether an op of such inputs gives what the pattern gives.

@@ -21,7 +21,7 @@ use crate::pass::calibrate;
 use crate::pass::{Amount, Context};
 use crate::work::Meter;
 
-use super::layers::Removed;
+use super::layers::{Removed, renamed, renumbered};
 use super::selection::count;
 
 /// Experts of a mixture that go, by the place of the mixture.
@@ -42,6 +42,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
         Some(context) => Some(importance(model, &graph, &mixtures, context)?),
         None => None,
     };
+    let open = mixtures.iter().any(|mixture| is_open(model, mixture));
     let gone: Gone = mixtures
         .iter()
         .zip(&wanted)
@@ -63,21 +64,20 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
         json!({ "mixture": mixture.sum, "before": mixture.experts.len(), "gone": gone, "importance": importance })
     };
     let details: Vec<Value> = mixtures.iter().zip(&gone).enumerate().map(detail).collect();
-    Ok(Removed { tensors, notes, details: details.into() })
+    Ok(Removed { tensors, notes, details: details.into(), open })
 }
 
 /// How many experts of a mixture go, the same of each of its groups.
 fn wanted(mixture: &Mixture, amount: Amount) -> Result<usize> {
     let (all, top) = (mixture.experts.len(), mixture.route.top);
     let wanted = amount.of(all as u64).map_or(all, |count| count as usize);
+    let seen = |left: usize| mixture.route.groups.map_or(left, |groups| left / groups.count.max(1) * groups.top);
     let refuse = |reason: String| Err(Error::option(format!("{NAME}: amount"), format!("{amount} of the {all} experts of `{}` {reason}", mixture.sum)));
-    if all.saturating_sub(wanted) < top {
-        return refuse(format!("leaves {}, and {top} see each token", all.saturating_sub(wanted)));
-    }
     match mixture.route.groups {
         Some(groups) if !wanted.is_multiple_of(groups.count) => {
             refuse(format!("is {wanted}, which {} groups do not share: take a multiple of {}", groups.count, groups.count))
         }
+        _ if seen(all.saturating_sub(wanted)) < top => refuse(format!("leaves {} to choose from, and {top} see each token", seen(all.saturating_sub(wanted)))),
         _ => Ok(wanted),
     }
 }
@@ -133,9 +133,14 @@ fn importance(model: &Model, graph: &Graph, mixtures: &[Mixture], context: &Cont
     Ok(sums)
 }
 
-/// The number that an expert has afterwards.
-fn renumbered(number: usize, gone: &BTreeSet<usize>) -> usize {
-    number - gone.range(..number).count()
+/// Whether names or shapes of what is left depend on which experts go.
+fn is_open(model: &Model, mixture: &Mixture) -> bool {
+    let shapes = |number: usize| -> Vec<&[usize]> {
+        let tensors = mixture.experts.get(number).map(|expert| &expert.tensors);
+        tensors.into_iter().flatten().filter_map(|name| Some(model.weights.by_name.get(name)?.shape.as_slice())).collect()
+    };
+    let named = mixture.prefixes[1].is_some() || mixture.experts.iter().all(|expert| expert.tensors.is_empty());
+    !named || (1..mixture.experts.len()).any(|number| shapes(number) != shapes(0))
 }
 
 /// Cuts routers and tensors of all experts, drops and renames those of single ones; answers names that have changed, and the smaller graph.
@@ -156,35 +161,31 @@ fn take_out(model: &mut Model, graph: &Graph, mixtures: &[Mixture], gone: &Gone,
     // What only experts that go have read.
     let read = |graph: &Graph| graph.params().map(|(_, value)| value.name.clone()).collect::<BTreeSet<String>>();
     let unread: BTreeSet<String> = read(graph).difference(&read(&smaller)).cloned().collect();
-    let renamed = |name: &str| {
-        for (mixture, gone) in mixtures.iter().zip(gone) {
-            for prefix in mixture.prefixes.iter().flatten() {
-                if let Some(number) = analysis::number(name, prefix).filter(|number| *number < mixture.experts.len()) {
-                    return format!("{prefix}{}{}", renumbered(number, gone), &name[prefix.len() + number.to_string().len()..]);
-                }
-            }
-        }
-        name.to_owned()
+    // By what stands before the numbers of experts, in names of nodes or of tensors.
+    let of_expert = |name: &str, names: usize| {
+        let found = mixtures.iter().zip(gone).filter_map(|(mixture, gone)| Some((mixture.prefixes[names].as_deref()?, mixture.experts.len(), gone)));
+        let mut found = found.filter_map(|(prefix, count, gone)| Some((prefix, analysis::number(name, prefix).filter(|number| *number < count)?, gone)));
+        found.next()
     };
-    let of_gone = |name: &str| {
-        let belongs = |(mixture, gone): (&Mixture, &BTreeSet<usize>)| {
-            let number = mixture.prefixes[1].as_ref().and_then(|prefix| analysis::number(name, prefix));
-            number.is_some_and(|number| gone.contains(&number))
-        };
-        unread.contains(name) || mixtures.iter().zip(gone).any(belongs)
-    };
+    let new_name = |name: &str, names: usize| of_expert(name, names).map_or_else(|| name.to_owned(), |(prefix, _, gone)| renamed(name, prefix, gone));
     for (name, weight) in std::mem::take(&mut model.weights.by_name) {
-        if of_gone(&name) {
+        let goes = of_expert(&name, 1).is_some_and(|(_, number, gone)| gone.contains(&number));
+        if goes || unread.contains(&name) {
             changed.insert(name);
             continue;
         }
-        let new = renamed(&name);
+        let new = new_name(&name, 1);
+        if model.weights.by_name.contains_key(&new) {
+            return Err(Error::tensor(&name, format!("would be named `{new}`, as another tensor is"), "give one of them another name"));
+        }
         if new != name {
             changed.insert(name);
         }
         model.weights.by_name.insert(new, weight);
     }
-    let file = GraphFile::from(&smaller).edited(&|_| false, &renamed);
+    let nodes: BTreeSet<&str> = smaller.nodes().iter().map(|node| smaller.value(node.output).name.as_str()).collect();
+    let refer = |name: &str| new_name(name, usize::from(!nodes.contains(name)));
+    let file = GraphFile::from(&smaller).edited(&|_| false, &refer);
     Ok((changed, Some(file.build(&model.weights)?)))
 }
 

@@ -28,6 +28,8 @@ pub(super) struct Removed {
     pub tensors: BTreeSet<String>,
     pub notes: Vec<String>,
     pub details: Value,
+    /// Whether names or shapes depend on what calibration data says.
+    pub open: bool,
 }
 
 /// Takes layers out of a model.
@@ -66,7 +68,7 @@ pub(super) fn remove(model: &mut Model, amount: Amount, context: Option<&Context
     if !gone.is_empty() {
         notes.extend(settle(model, &found, &gone)?);
     }
-    Ok(Removed { tensors, notes, details: json!({ "before": all, "gone": gone, "influence": influence }) })
+    Ok(Removed { tensors, notes, details: json!({ "before": all, "gone": gone, "influence": influence }), open: false })
 }
 
 /// One less the mean cosine between what goes into each layer and what comes out.
@@ -101,13 +103,13 @@ fn cosines(a: &Tensor, b: &Tensor) -> candle_core::Result<f64> {
     transfer::number(&cosine.sum_all()?, Cause::Statistics)
 }
 
-/// The number that a layer has afterwards.
-fn renumbered(number: usize, gone: &BTreeSet<usize>) -> usize {
+/// The number that a layer, or an expert, has afterwards.
+pub(super) fn renumbered(number: usize, gone: &BTreeSet<usize>) -> usize {
     number - gone.range(..number).count()
 }
 
-/// A name with the number that its layer has afterwards.
-fn renamed(name: &str, prefix: &str, gone: &BTreeSet<usize>) -> String {
+/// A name with the number that its layer, or what else is numbered behind a prefix, has afterwards.
+pub(super) fn renamed(name: &str, prefix: &str, gone: &BTreeSet<usize>) -> String {
     match analysis::number(name, prefix) {
         Some(number) => {
             let rest = &name[prefix.len() + number.to_string().len()..];

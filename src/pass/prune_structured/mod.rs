@@ -167,6 +167,7 @@ impl PruneStructured {
             })?;
             applied.tensors.extend(removed.tensors);
             applied.notes.extend(removed.notes);
+            run.estimated |= context.is_none() && removed.open;
             rules.push(format!("whole {part}"));
             details.insert(part.to_string(), removed.details);
         }
@@ -234,15 +235,19 @@ impl Pass for PruneStructured {
         if let Some(part) = whole.filter(|_| self.target.is_some()) {
             return wrong("target", format!("cannot be combined with {part}: remove {part} in a separate pass, with an `amount`"));
         }
-        if let Some(part) = whole.filter(|_| !self.takes_units()) {
+        if !self.takes_units() {
             let unused = [
                 ("targets", !self.targets.is_empty()),
                 ("ignore", !self.ignore.is_empty()),
                 ("repair", self.repair != Repair::None),
                 ("importance", !matches!(self.importance, Importance::Auto | Importance::L1)),
+                ("scope", self.scope == Some(Scope::Global)),
+                ("round_to", self.round_to != Self::default().round_to),
+                ("minimum", self.minimum.is_some()),
+                ("uniform", self.uniform.is_some()),
             ];
             if let Some((option, _)) = unused.into_iter().find(|(_, given)| *given) {
-                return wrong(option, format!("is about heads, neurons, channels and widths, and `dims` takes whole {part} alone"));
+                return wrong(option, "is about heads, neurons, channels and widths, and `dims` names none of them".into());
             }
         }
         if let Some(Amounts::Each(amounts)) = &self.amount
@@ -276,7 +281,9 @@ impl Pass for PruneStructured {
     }
 
     fn remedy(&self) -> &'static str {
-        if self.ranks_by_weights() && self.takes_units() {
+        if !self.takes_units() {
+            "a smaller `amount`, or a `distill` pass behind it"
+        } else if self.ranks_by_weights() {
             "`importance: activation` with calibration data, a smaller `amount`, `repair: least-squares`, or a `distill` pass behind it"
         } else {
             "a smaller `amount`, `repair: least-squares`, or a `distill` pass behind it"

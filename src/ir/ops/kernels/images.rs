@@ -1,14 +1,15 @@
-//! Loops over the planes of images: batch normalisation and pooling.
+//! Loops over the planes of images: batch normalisation, pooling, other sizes.
 
 use candle_core::{Device, Error, Result, Tensor};
 
 use super::super::batch_norm::Channels;
-use super::super::{Backward, BatchNorm, GlobalAveragePool, MaxPool, OpSpec};
+use super::super::{Backward, BatchNorm, GlobalAveragePool, MaxPool, OpSpec, Resize};
 use super::host::{Host, by_channel, channels, channels_first, planes, readable, with_planes};
 use super::{Gradients, Kernel};
 use crate::kernel::channels as kernel;
 use crate::kernel::convolution::{Window, max_pool};
 use crate::kernel::convolution_gradient::max_pool_gradient;
+use crate::kernel::resize::resize;
 use crate::kernel::rows::means;
 use crate::kernel::scratch::cleared;
 
@@ -124,6 +125,22 @@ impl Kernel for MaxPool {
         };
         let found = compute().map(|y| channels_first(y, [images, count, height, width])).transpose()?;
         Ok(found.map(|gradient| vec![Some(gradient)]))
+    }
+}
+
+impl Kernel for Resize {
+    fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
+        let x = &inputs[0];
+        let (&[images, count, _, columns], Some(([of_rows, of_columns], [rows_after, columns_after]))) = (x.dims(), self.of_images(x.dims())?) else {
+            return Ok(None);
+        };
+        let compute = || {
+            let host = Host::of(x)?;
+            let mut y = cleared(images * count * rows_after * columns_after);
+            resize(&planes(x, &host)?, columns, [of_rows.as_ref(), of_columns.as_ref()], [rows_after, columns_after], &mut y);
+            Some(y)
+        };
+        compute().map(|y| channels_first(y, [images, count, rows_after, columns_after])).transpose()
     }
 }
 

@@ -111,6 +111,7 @@ fn of_host(op: &Op) -> Option<Box<dyn Kernel>> {
         Op::Attention(op) => Box::new(*op),
         Op::MaxPool(op) => Box::new(*op),
         Op::GlobalAveragePool(op) => Box::new(*op),
+        Op::Resize(op) => Box::new(op.clone()),
         Op::Dispatch(op) => Box::new(*op),
         Op::Combine(op) => Box::new(*op),
         _ => return None,
