@@ -262,6 +262,10 @@ impl HttpService for Service {
             if parts.status == StatusCode::NOT_IMPLEMENTED {
                 parts.status = StatusCode::METHOD_NOT_ALLOWED;
             }
+            let part = http::header(&parts.headers, "content-range").filter(|_| parts.status == StatusCode::PARTIAL_CONTENT);
+            if let Some(said) = part.filter(|said| http::content_range(said).is_none()) {
+                return Err(HttpError::new(HttpErrorKind::Interrupted, Plain(format!("the store sends `{said}` where a range was asked for"))));
+            }
             // As much as is said to come, within reason: what comes beyond grows it.
             let announced = http::header(&parts.headers, "content-length").and_then(|text| text.parse().ok()).unwrap_or(0);
             let mut bytes = Vec::with_capacity(if head { 0 } else { announced.min(LARGEST_AHEAD) });

@@ -272,7 +272,7 @@ fn received(answer: Response<Body>, wanted: Option<&Range<u64>>, total: Option<u
 }
 
 /// First byte, one past the last, and bytes of the whole, of `bytes 0-9/100`.
-fn content_range(text: &str) -> Option<(u64, u64, u64)> {
+pub(super) fn content_range(text: &str) -> Option<(u64, u64, u64)> {
     let (range, total) = text.strip_prefix("bytes ")?.split_once('/')?;
     let (first, end) = range.split_once('-')?;
     Some((first.trim().parse().ok()?, end.trim().parse::<u64>().ok()?.checked_add(1)?, total.trim().parse().ok()?))
@@ -385,13 +385,35 @@ mod tests {
     <ETag>\"one\"</ETag><Size>64</Size></Contents><Contents><Key>a/config.json</Key><LastModified>2025-01-01T00:00:00.000Z</LastModified><Size>2</Size></Contents>\
     <IsTruncated>false</IsTruncated></ListBucketResult>";
 
+    const FILE_OF_BUCKET: &str = "HTTP/1.1 206 Partial Content\r\nContent-Length: 8\r\nContent-Range: bytes 4-11/64\r\n\
+        Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nETag: \"one\"\r\nConnection: close\r\n\r\n01234567";
+
+    /// A bucket, and a file in it.
+    fn bucket() -> (Bucket, Found) {
+        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(wire::SERVER).with_allow_http(true).with_skip_signature(true);
+        let place = Bucket { store: of_s3(builder, RetryConfig { max_retries: 0, ..RetryConfig::default() }).unwrap() };
+        (place, Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), here: None })
+    }
+
+    /// The crate that reads buckets adds one to the last byte.
+    #[test]
+    fn a_range_of_a_bucket_that_ends_beyond_all_numbers_is_refused() {
+        OTHER.set(Some(wire::agent()));
+        let (place, file) = bucket();
+        let read = |range: &str| {
+            wire::say(FILE_OF_BUCKET.replace("4-11/64", range).into_bytes());
+            place.read(&file, 4..12)
+        };
+        assert_eq!(read("4-11/64").unwrap().len(), 8);
+        let message = read("4-18446744073709551615/64").unwrap_err().to_string();
+        assert!(message.contains("bytes 4-18446744073709551615/64"), "{message}");
+    }
+
     /// What a bucket lists and holds; gives how often there was something.
     fn buckets(rounds: usize, seed: u64) -> usize {
         OTHER.set(Some(wire::agent()));
         let (mut random, mut came) = (Random(seed), 0);
-        let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(wire::SERVER).with_allow_http(true).with_skip_signature(true);
-        let place = Bucket { store: of_s3(builder, RetryConfig { max_retries: 0, ..RetryConfig::default() }).unwrap() };
-        let file = Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), here: None };
+        let (place, file) = bucket();
         for round in 0..rounds {
             match round % 3 {
                 0 => {
@@ -408,8 +430,7 @@ mod tests {
                     came += usize::from(matches!(place.find("a/b"), Ok(Some(_))));
                 }
                 _ => {
-                    let with_date = FILE.replace("ETag", "Last-Modified: Wed, 01 Jan 2025 00:00:00 GMT\r\nETag");
-                    wire::say(random.changed(with_date.as_bytes(), &WORDS));
+                    wire::say(random.changed(FILE_OF_BUCKET.as_bytes(), &WORDS));
                     came += place.read(&file, 4..12).map_or(0, |bytes| usize::from(bytes.len() == 8));
                 }
             }
