@@ -16,16 +16,28 @@ pub struct Places {
     pub second: Option<(Vec<u32>, Vec<f32>)>,
 }
 
-/// Rows and columns of each plane; an axis without places stays as it is. Planes have rows of `width` elements, the output `size`.
+/// Rows and columns of an image; those without places stay as they are.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ImagePlaces {
+    /// Of rows.
+    pub rows: Option<Places>,
+    /// Of columns.
+    pub columns: Option<Places>,
+    /// How many rows and columns there are in the end.
+    pub size: [usize; 2],
+}
+
+/// Rows and columns of each plane, which has rows of `width` elements.
 ///
 /// # Panics
 /// Places lie beyond the planes, or there are not as many as the output has rows and columns.
-pub fn resize(planes: &[&[f32]], width: usize, [rows, columns]: [Option<&Places>; 2], [height_after, width_after]: [usize; 2], output: &mut [f32]) {
+pub fn resize(planes: &[&[f32]], width: usize, places: &ImagePlaces, output: &mut [f32]) {
+    let ([height_after, width_after], rows) = (places.size, places.rows.as_ref());
     let lines = output.par_chunks_mut(width_after.max(1)).with_min_len(ROWS).enumerate();
     lines.for_each(|(line, out)| {
         let (plane, at) = (planes[line / height_after], line % height_after);
         let row = |at: u32| &plane[at as usize * width..][..width];
-        let Some(columns) = columns else {
+        let Some(columns) = &places.columns else {
             return match rows {
                 None => out.copy_from_slice(row(at as u32)),
                 Some(Places { first, second: None }) => out.copy_from_slice(row(first[at])),

@@ -10,7 +10,7 @@ use super::gradient::wide;
 use super::places::{given_back, places, taken};
 use super::{Backward, OpSpec, require, unfit};
 use crate::ir::{Dim, Element, TensorType};
-use crate::kernel::resize::Places;
+use crate::kernel::resize::{ImagePlaces, Places};
 
 /// What becomes of an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -195,16 +195,19 @@ impl Resize {
         Ok((parts, share))
     }
 
-    /// Places of rows and of columns of images `[images, channels, rows, columns]`, and how many there are afterwards; `None` where other axes
-    /// change.
-    pub(super) fn of_images(&self, dims: &[usize]) -> candle_core::Result<Option<([Option<Places>; 2], [usize; 2])>> {
+    /// Places in images `[images, channels, rows, columns]`; `None` where other axes change.
+    pub(super) fn of_images(&self, dims: &[usize]) -> candle_core::Result<Option<ImagePlaces>> {
         let &[_, _, rows, columns] = dims else { return Ok(None) };
-        let (mut found, mut sizes) = ([None, None], [rows, columns]);
+        let mut found = ImagePlaces { rows: None, columns: None, size: [rows, columns] };
         for changed in self.changed(dims)? {
-            let Some(at) = changed.axis.checked_sub(2) else { return Ok(None) };
-            (found[at], sizes[at]) = (Some(self.places(changed)), changed.after);
+            let (places, size) = (Some(self.places(changed)), changed.after);
+            match changed.axis {
+                2 => (found.rows, found.size[0]) = (places, size),
+                3 => (found.columns, found.size[1]) = (places, size),
+                _ => return Ok(None),
+            }
         }
-        Ok(Some((found, sizes)))
+        Ok(Some(found))
     }
 }
 

@@ -131,13 +131,12 @@ impl Kernel for MaxPool {
 impl Kernel for Resize {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let x = &inputs[0];
-        let (&[images, count, _, columns], Some(([of_rows, of_columns], [rows_after, columns_after]))) = (x.dims(), self.of_images(x.dims())?) else {
-            return Ok(None);
-        };
+        let (&[images, count, _, columns], Some(places)) = (x.dims(), self.of_images(x.dims())?) else { return Ok(None) };
+        let [rows_after, columns_after] = places.size;
         let compute = || {
             let host = Host::of(x)?;
             let mut y = cleared(images * count * rows_after * columns_after);
-            resize(&planes(x, &host)?, columns, [of_rows.as_ref(), of_columns.as_ref()], [rows_after, columns_after], &mut y);
+            resize(&planes(x, &host)?, columns, &places, &mut y);
             Some(y)
         };
         compute().map(|y| channels_first(y, [images, count, rows_after, columns_after])).transpose()
