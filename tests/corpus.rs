@@ -128,9 +128,9 @@ fn seeds_are_read_or_refused() {
 fn what_fuzzers_have_found_is_read_or_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("in.safetensors");
-    let place = checks::Place::new("corpus-gguf");
-    let (mut read, mut all) = ([0; 6], [0; 6]);
-    for (target, name) in ["reader", "recipe", "graph", "onnx", "opening", "gguf"].into_iter().enumerate() {
+    let place = checks::Place::new("corpus-files");
+    let (mut read, mut all) = ([0; 7], [0; 7]);
+    for (target, name) in ["reader", "recipe", "graph", "onnx", "opening", "gguf", "pytorch"].into_iter().enumerate() {
         for (_, bytes) in kept(name) {
             all[target] += 1;
             read[target] += usize::from(match name {
@@ -146,6 +146,7 @@ fn what_fuzzers_have_found_is_read_or_refused() {
                     Model::open(&path).is_ok_and(|model| model.weights.by_name.values().all(|weight| weight.visit(1, &mut |_| Ok(())).is_ok()))
                 }
                 "gguf" => checks::gguf(&place, &bytes, true) != checks::Became::Refused,
+                "pytorch" => checks::pytorch(&place, &bytes),
                 _ => decode(&[Piece::Bytes(bytes)]).is_ok_and(|model| ModelProto::decode(model.encode_to_vec().as_slice()).is_ok()),
             });
         }

@@ -76,6 +76,12 @@ fn the_graph_is_one() {
     check(folder.path(), "compress inspect . --graph");
 }
 
+#[test]
+fn the_family_of_the_example_is_one() {
+    let file = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("src/arch/olmo2.rs")).unwrap();
+    assert_eq!(blocks("ARCHITECTURE.md", "rust"), [file]);
+}
+
 /// Arrays for `classifier`, twelve rows, and `runs` of the encoder, a file for each.
 fn save_samples(folder: &Path) {
     save_weights(&folder.join("samples.safetensors"), &[("pixel_values", &[12, 3, 32, 32])]);

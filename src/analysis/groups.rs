@@ -252,11 +252,13 @@ impl Roles {
         }
         // What attention makes of the stream and normalises before it makes keys of it has a width of its own.
         let mut read: BTreeMap<AxisId, bool> = BTreeMap::new();
+        let answers = graph.outputs().iter().flat_map(|(_, id)| traced.values[id.index()].iter().flatten());
+        let answers: BTreeSet<AxisId> = answers.flat_map(|axis| atoms_of(*axis)).collect();
         for (node, letters) in graph.nodes().iter().zip(&traced.letters).filter(|_| roles.attends) {
             if let (Op::Linear(_), Some((input, _)), Some((output, _))) = (&node.op, letters.get("k"), letters.get("o")) {
-                let goes_on = atoms_of(*output).iter().any(|atom| added.contains(atom) || roles.normalised.contains(atom));
-                let ends = traced.features.iter().any(|(_, axis)| atoms_of(*axis).iter().any(|atom| atoms_of(*output).contains(atom)));
-                atoms_of(*input).into_iter().for_each(|atom| *read.entry(atom).or_default() |= goes_on || ends);
+                let goes_on = |atom: &AxisId| added.contains(atom) || roles.normalised.contains(atom) || answers.contains(atom);
+                let goes_on = atoms_of(*output).iter().any(goes_on);
+                atoms_of(*input).into_iter().for_each(|atom| *read.entry(atom).or_default() |= goes_on);
             }
         }
         let of_stream = |atom: &AxisId| added.contains(atom) || read.get(atom).copied().unwrap_or(true);

@@ -59,15 +59,16 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     let Some((Op::Route(route), scores)) = node_of(weights).and_then(|node| Some((&node.op, *node.inputs.first()?))) else {
         return Err(refuse(sum.output, "has weights of experts that no router gives"));
     };
-    if readers(weights).any(|node| !matches!(node.op, Op::Dispatch(_)) && node.output != sum.output) || graph.outputs().iter().any(|(_, id)| *id == weights) {
+    let is_output = |id: ValueId| graph.outputs().iter().any(|(_, output)| *output == id);
+    if readers(weights).any(|node| !matches!(node.op, Op::Dispatch(_)) && node.output != sum.output) || is_output(weights) {
         return Err(refuse(weights, "is read by more than the experts"));
     }
-    let router = node_of(scores).filter(|_| readers(scores).count() == 1).and_then(|node| match &node.op {
+    let router = node_of(scores).filter(|_| readers(scores).count() == 1 && !is_output(scores)).and_then(|node| match &node.op {
         Op::Linear(op) => Some((node, usize::from(op.input_major))),
         _ => None,
     });
     let Some((router, axis)) = router else { return Err(refuse(weights, "has scores that no layer gives to it alone")) };
-    let own = |id: &&ValueId| graph.value(**id).kind == Kind::Param && readers(**id).count() == 1;
+    let own = |id: &&ValueId| graph.value(**id).kind == Kind::Param && readers(**id).count() == 1 && !is_output(**id);
     if router.inputs.iter().skip(1).any(|id| !own(&id)) {
         return Err(refuse(router.output, "has weights that are computed, or that others read"));
     }
@@ -93,8 +94,10 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
             if follows[id.index()] {
                 return Err(refuse(node.output, "looks at more than the tokens of its expert"));
             }
-            if beside.insert(id, number).is_some_and(|other| other != number) {
-                return Err(refuse(node.output, &format!("reads `{}`, as another expert does", name(id))));
+            match beside.insert(id, number) {
+                Some(other) if other == number => continue,
+                Some(_) => return Err(refuse(node.output, &format!("reads `{}`, as another expert does", name(id)))),
+                None => {}
             }
             let Some(side) = node_of(id) else { continue };
             match (&side.op, side.inputs.first()) {
@@ -212,6 +215,7 @@ mod tests {
             // What the router has or says.
             (vec![("output logits = y", "output logits = y\noutput routing = p")], "read by more than the experts"),
             (vec![("output logits = y", "z = Linear(y, r) -> float[batch, 2]\noutput logits = z")], "that others read"),
+            (vec![("output logits = y", "output logits = y\noutput scores = s")], "no layer gives to it alone"),
             (vec![("output logits = y", "output logits = y\noutput inner = e.0.up")], "what an expert has or says"),
         ] {
             let message = found(&changes).unwrap_err().to_string();
