@@ -4,16 +4,14 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use crate::error::{Error, Result};
 use crate::ir::ops::{Route, Slice};
-use crate::ir::{Graph, Kind, Node, Op, ValueId};
+use crate::ir::{Dim, Graph, Kind, Node, Op, ValueId};
 
 /// Experts whose answers one node sums up.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Mixture {
     /// The node that sums up what experts say.
     pub sum: String,
-    /// The node that says what each expert counts for.
-    pub weights: String,
-    /// How it says so.
+    /// How it is said what each of them counts for.
     pub route: Route,
     /// Tensors of the layer that scores experts, and the axis of each that is theirs.
     pub router: Vec<(String, usize)>,
@@ -80,16 +78,14 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     let mut stacked: BTreeSet<ValueId> = BTreeSet::new();
     for node in graph.nodes().iter().filter(|node| node.output != sum.output) {
         let mut of: BTreeSet<usize> = node.inputs.iter().filter_map(|id| owner.get(id).copied()).collect();
-        let dispatched = match &node.op {
-            Op::Dispatch(op) if node.inputs.get(1) == Some(&weights) => of.insert(op.expert) || of.len() == 1,
-            _ => false,
-        };
+        let dispatch = if let Op::Dispatch(op) = &node.op { Some(op).filter(|_| node.inputs.get(1) == Some(&weights)) } else { None };
+        of.extend(dispatch.map(|op| op.expert));
         let Some(number) = of.first().copied() else { continue };
         if of.len() > 1 || number >= count {
             return Err(refuse(node.output, "looks at several experts"));
         }
         owner.insert(node.output, number);
-        let mut others: Vec<ValueId> = if dispatched { Vec::new() } else { node.inputs.iter().filter(|id| !owner.contains_key(id)).copied().collect() };
+        let mut others: Vec<ValueId> = if dispatch.is_some() { Vec::new() } else { node.inputs.iter().filter(|id| !owner.contains_key(id)).copied().collect() };
         while let Some(id) = others.pop() {
             if follows[id.index()] {
                 return Err(refuse(node.output, "looks at more than the tokens of its expert"));
@@ -134,14 +130,14 @@ fn mixture(graph: &Graph, sum: &Node, follows: &[bool]) -> Result<Mixture> {
     }
     let stacked = stacked.into_iter().map(|id| name(id).to_owned()).collect();
     let prefixes = [prefix(&experts, |expert| &expert.nodes), prefix(&experts, |expert| &expert.tensors)];
-    Ok(Mixture { sum: name(sum.output).to_owned(), weights: name(weights).to_owned(), route: *route, router, experts, stacked, prefixes })
+    Ok(Mixture { sum: name(sum.output).to_owned(), route: *route, router, experts, stacked, prefixes })
 }
 
 /// Whether this is the part of an expert of a tensor of so many.
 fn is_slice_of(graph: &Graph, slice: &Slice, all: ValueId, [number, count]: [usize; 2]) -> bool {
     let value = graph.value(all);
     value.kind == Kind::Param
-        && value.ty.shape.first().and_then(crate::ir::Dim::fixed) == Some(count)
+        && value.ty.shape.first().and_then(Dim::fixed) == Some(count)
         && *slice == Slice { start: i64::try_from(number).unwrap_or(-1), length: Some(1), axis: 0, ..Slice::default() }
 }
 

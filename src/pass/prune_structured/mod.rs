@@ -159,7 +159,7 @@ impl PruneStructured {
         let meter = applied.meter.clone();
         let mut details = Map::new();
         let mut rules = Vec::new();
-        for part in [PrunedPart::Layers, PrunedPart::Experts].into_iter().filter(|part| self.takes(*part)) {
+        for part in PrunedPart::WHOLE.into_iter().filter(|part| self.takes(*part)) {
             let amount = self.amount(part);
             let removed = meter.time(|| match part {
                 PrunedPart::Experts => experts::remove(&mut model, amount, context, &meter),
@@ -231,7 +231,7 @@ impl Pass for PruneStructured {
                 return wrong("target", format!("{} {} is not between 0 and 1: it is the fraction that is left", target.name(), target.fraction()));
             }
         }
-        let whole = [PrunedPart::Layers, PrunedPart::Experts].into_iter().find(|part| self.takes(*part));
+        let whole = PrunedPart::WHOLE.into_iter().find(|part| self.takes(*part));
         if let Some(part) = whole.filter(|_| self.target.is_some()) {
             return wrong("target", format!("cannot be combined with {part}: remove {part} in a separate pass, with an `amount`"));
         }

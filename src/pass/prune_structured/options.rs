@@ -30,6 +30,9 @@ pub enum PrunedPart {
 }
 
 impl PrunedPart {
+    /// Parts that go as a whole, and have no units.
+    pub(super) const WHOLE: [PrunedPart; 2] = [PrunedPart::Layers, PrunedPart::Experts];
+
     /// The units of groups that it means; none for whole layers and experts.
     pub fn unit(self) -> Option<GroupUnit> {
         match self {
