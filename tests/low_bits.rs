@@ -356,6 +356,18 @@ fn scales_of_caches_are_found_and_written_for_every_method() {
     }
 }
 
+/// compressed-tensors finds attention by the names of its layers.
+#[test]
+fn caches_that_transformers_does_not_read_are_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let pass = || quantize(json!({ "scheme": "W8A16", "group_size": -1, "kv_cache": "fp8" }));
+    for (name, said) in [("gpt-neox", true), ("olmo2", false), ("phi3", false), ("qwen3", false)] {
+        let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+        let report = written(folder.path(), &model, pass(), vec![Safetensors::default().into()]).unwrap();
+        assert_eq!(report.notes.iter().any(|note| note.contains("transformers leaves those of")), said, "{name}: {:?}", report.notes);
+    }
+}
+
 #[test]
 fn a_result_that_is_used_again_has_its_cache() {
     let folder = tempfile::tempdir().unwrap();

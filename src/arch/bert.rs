@@ -22,6 +22,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("intermediate_size", "encoder.layer.0.intermediate.dense.weight", 0)],
     layers: "num_hidden_layers",
+    beside: &[],
 };
 
 pub(super) const NAMES: Names = Names {

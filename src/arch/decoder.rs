@@ -24,6 +24,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("intermediate_size", "layers.0.mlp.down_proj.weight", 1)],
     layers: "num_hidden_layers",
+    beside: &[],
 };
 
 /// Names of the normalisations of a layer: before and after attention, before and after the network.

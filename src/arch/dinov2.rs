@@ -30,7 +30,7 @@ pub(super) const KEYS: Keys = Keys {
     neutral: &[("head_dim", "null")],
 };
 
-pub(super) const SIZES: Sizes = Sizes { prefixes: &["dinov2.", ""], others: &[], ..vit::SIZES };
+pub(super) const SIZES: Sizes = Sizes { prefixes: &["dinov2.", ""], others: &[], beside: &[("embeddings.mask_token", 1)], ..vit::SIZES };
 
 const NAMES: Names = Names {
     norms: ["norm1", "norm2"],

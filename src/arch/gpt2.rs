@@ -34,6 +34,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("n_inner", "h.0.mlp.c_fc.weight", 1)],
     layers: "n_layer",
+    beside: &[],
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {

@@ -33,6 +33,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: true,
     others: &[("intermediate_size", "layers.0.mlp.dense_h_to_4h.weight", 0)],
     layers: "num_hidden_layers",
+    beside: &[],
 };
 
 pub(super) fn build(s: &Settings, b: &mut Builder) -> Result<()> {

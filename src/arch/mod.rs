@@ -45,7 +45,7 @@ mod whisper;
 pub use config::{ReadKeys, Settings};
 pub use experts::experts_key;
 pub use keys::Keys;
-pub use resize::{Shapes, Sizes, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
+pub use resize::{Shapes, Sizes, beside_the_stream, heads_fill_the_stream, layers_key, one_width, refused_heads, resized};
 pub use sentence::SentenceModule;
 pub(crate) use sentence::is_of_module;
 

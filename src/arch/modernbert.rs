@@ -48,6 +48,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("intermediate_size", "layers.0.mlp.Wo.weight", 1)],
     layers: "num_hidden_layers",
+    beside: &[],
 };
 
 /// What all layers share.

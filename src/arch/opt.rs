@@ -21,6 +21,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("ffn_dim", "layers.0.fc1.weight", 0), ("word_embed_proj_dim", "embed_tokens.weight", 1)],
     layers: "num_hidden_layers",
+    beside: &[],
 };
 
 const EPSILON: f64 = 1e-5;

@@ -26,6 +26,20 @@ pub fn layers_key(model_type: &str) -> Option<&'static str> {
     sizes(model_type).map(|sizes| sizes.layers)
 }
 
+/// An axis of a tensor, by its number.
+pub type Axis = (String, usize);
+
+/// The tensor that tells the width of the residual stream, and those that the graph does not read and that are as wide.
+pub fn beside_the_stream(model_type: &str, shapes: Shapes) -> Option<(Axis, Vec<Axis>)> {
+    let sizes = sizes(model_type)?;
+    let of = |(name, axis): (&str, usize)| {
+        let found = sizes.prefixes.iter().map(|prefix| format!("{prefix}{name}")).find_map(|name| shapes(&name).map(|shape| (name, shape)))?;
+        Some((*found.1.get(axis)?, (found.0, axis)))
+    };
+    let (width, stream) = of((sizes.hidden.1, sizes.hidden.2))?;
+    Some((stream, sizes.beside.iter().filter_map(|axis| of(*axis)).filter(|(size, _)| *size == width).map(|(_, axis)| axis).collect()))
+}
+
 /// Why transformers does not open a configuration of these heads, if so.
 pub fn refused_heads(config: &Map<String, Value>) -> Option<String> {
     let settings = Settings::new(config);
@@ -59,6 +73,8 @@ pub struct Sizes {
     pub(super) others: &'static [(&'static str, &'static str, usize)],
     /// How many layers there are.
     pub(super) layers: &'static str,
+    /// Tensors that the graph does not read, each with the axis that is as wide as the residual stream.
+    pub(super) beside: &'static [(&'static str, usize)],
 }
 
 /// What a matrix holds beside keys.

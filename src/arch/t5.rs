@@ -33,6 +33,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("d_ff", "encoder.block.0.layer.1.DenseReluDense.wo.weight", 1)],
     layers: "num_layers",
+    beside: &[],
 };
 
 /// What of a model a class computes.

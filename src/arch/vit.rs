@@ -18,6 +18,7 @@ pub(super) const SIZES: Sizes = Sizes {
     prefixes: &["vit.", ""],
     hidden: ("hidden_size", "embeddings.cls_token", 2),
     heads: ("num_attention_heads", "encoder.layer.0.attention.attention.query.weight", 0),
+    beside: &[("embeddings.mask_token", 2)],
     ..bert::SIZES
 };
 

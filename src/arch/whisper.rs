@@ -53,6 +53,7 @@ pub(super) const SIZES: Sizes = Sizes {
     heads_divide: false,
     others: &[("encoder_ffn_dim", "encoder.layers.0.fc1.weight", 0), ("decoder_ffn_dim", "decoder.layers.0.fc1.weight", 0)],
     layers: "encoder_layers",
+    beside: &[],
 };
 
 const NAMES: Names = Names {

@@ -218,6 +218,15 @@ fn is_of_expert(name: &str) -> bool {
     name.split('.').zip(name.split('.').skip(1)).any(|(part, number)| part == "experts" && number.parse::<usize>().is_ok())
 }
 
+/// Layers by which compressed-tensors knows attention whose keys and values it caches.
+const KEY_LAYERS: [&str; 4] = ["k_proj", "v_proj", "qkv_proj", "kv_b_proj"];
+
+/// Whether compressed-tensors knows a module as attention.
+fn is_known_attention(items: &[Item], module: &str) -> bool {
+    let layer = |item: &Item| item.name.strip_prefix(module).and_then(|rest| rest.strip_prefix('.')).and_then(|rest| rest.split('.').next()).map(str::to_owned);
+    items.iter().filter_map(layer).any(|layer| KEY_LAYERS.contains(&layer.as_str()))
+}
+
 /// What readers make of the schemes, where they differ.
 pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
     let mut notes = Vec::new();
@@ -238,6 +247,12 @@ pub(super) fn notes(items: &[Item], model: &Model) -> Vec<String> {
             "quantized experts: transformers 4 and vLLM load them; transformers 5 makes one tensor of all experts of a layer, and cannot of quantized ones"
                 .to_owned(),
         );
+    }
+    if let Some(module) = items.iter().filter_map(|item| item.name.strip_suffix(".k_scale")).find(|module| !is_known_attention(items, module)) {
+        notes.push(format!(
+            "scales of cached keys and values: transformers leaves those of `{module}` aside and caches floats, because compressed-tensors knows attention by layers named {}; compress and its ONNX export use them",
+            KEY_LAYERS.join(", ")
+        ));
     }
     let integers = |g: &&Group| g.affine.codes.is_integer();
     if groups.iter().filter(integers).any(|g| g.class == "Linear" && g.affine.activations == ActivationScheme::None && !g.packed) {

@@ -30,6 +30,12 @@ pub(super) fn surviving(model: &Model, groups: &Groups, gone: &BTreeMap<usize, V
             }
         }
     }
+    let shape = |name: &str| model.weights.by_name.get(name).map(|weight| weight.shape.clone());
+    if let Some((stream, others)) = arch::beside_the_stream(model.config.model_type(), &shape)
+        && let Some(of_stream) = surviving.get(&stream).cloned()
+    {
+        surviving.extend(others.into_iter().map(|axis| (axis, of_stream.clone())));
+    }
     let places = |surviving: Vec<bool>| surviving.iter().enumerate().filter(|(_, surviving)| **surviving).map(|(at, _)| at).collect();
     Ok(surviving.into_iter().map(|(axis, surviving)| (axis, places(surviving))).collect())
 }

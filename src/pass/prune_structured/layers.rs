@@ -22,6 +22,10 @@ use crate::model::Model;
 use crate::pass::calibrate::{self, computed};
 use crate::pass::{Amount, Context};
 
+/// What transformers calls what goes into the first layer of a backbone, and what comes out of the others before their numbers.
+const STEM: &str = "stem";
+const STAGE: &str = "stage";
+
 /// What came of it.
 pub(super) struct Removed {
     /// Tensors that are gone or have another name.
@@ -185,11 +189,42 @@ fn settle(model: &mut Model, found: &Layers, gone: &BTreeSet<usize>) -> Result<V
         values.push((key.to_owned(), json!(all - gone.len())));
     }
     for (key, value) in model.config.values() {
-        if let Some(list) = value.as_array().filter(|list| ["layer_types", "no_rope_layers"].contains(&key.as_str()) && list.len() == all) {
-            let kept: Vec<&Value> = list.iter().enumerate().filter(|(at, _)| !gone.contains(at)).map(|(_, value)| value).collect();
-            values.push((key.clone(), json!(kept)));
+        let Some(list) = value.as_array() else { continue };
+        match key.as_str() {
+            "layer_types" | "no_rope_layers" if list.len() == all => {
+                let kept: Vec<&Value> = list.iter().enumerate().filter(|(at, _)| !gone.contains(at)).map(|(_, value)| value).collect();
+                values.push((key.clone(), json!(kept)));
+            }
+            // What goes into the first layer, and what comes out of each.
+            "stage_names" if list.len() == all + 1 => values.push((key.clone(), json!(list[..=all - gone.len()]))),
+            "out_features" | "_out_features" | "out_indices" | "_out_indices" => values.push((key.clone(), json!(stages(list, all, gone)))),
+            _ => {}
         }
     }
     let smaller = model.graph()?;
     cut::settle(model, smaller, values)
+}
+
+/// The stages that a backbone of `all` layers answers, by number or by name, as they are numbered afterwards: what came out of a layer that
+/// is gone comes out of the one before.
+fn stages(list: &[Value], all: usize, gone: &BTreeSet<usize>) -> Vec<Value> {
+    let mut kept: Vec<Value> = Vec::new();
+    for stage in list {
+        let stage = match stage {
+            Value::String(name) => match analysis::number(name, STAGE).map(|number| renumbered(number, gone)) {
+                Some(0) => json!(STEM),
+                Some(number) => json!(format!("{STAGE}{number}")),
+                None => stage.clone(),
+            },
+            _ => match stage.as_i64() {
+                // Below zero, numbers count from behind the last.
+                Some(number) => json!(renumbered(usize::try_from(if number < 0 { number + all as i64 + 1 } else { number }).unwrap_or(0), gone)),
+                None => stage.clone(),
+            },
+        };
+        if !kept.contains(&stage) {
+            kept.push(stage);
+        }
+    }
+    kept
 }

@@ -2,7 +2,9 @@
 #![cfg(feature = "run")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod whole;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -116,6 +118,7 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
             vec![PrunedPart::Heads, PrunedPart::Hidden, PrunedPart::Mlp],
             vec![("hidden_size", 8), ("num_attention_heads", 1), ("intermediate_size", 14)],
         ),
+        ("dinov2", vec![PrunedPart::Heads, PrunedPart::Hidden, PrunedPart::Mlp], vec![("hidden_size", 8), ("num_attention_heads", 1)]),
         ("dinov2-image-classification", vec![PrunedPart::Layers], vec![("num_hidden_layers", 1)]),
         ("deberta", vec![PrunedPart::Heads, PrunedPart::Hidden], vec![("hidden_size", 8), ("pooler_hidden_size", 8), ("num_attention_heads", 1)]),
         // All layers read one table, which the first one of T5 has.
@@ -141,6 +144,10 @@ fn config_json_is_rewritten_where_it_can_describe_the_result() {
         }
         assert!(done.macs() < 0.95, "{name} {dims:?}: {}", done.macs());
         outputs(&done.model(), &Model::open(golden(name)).unwrap());
+        // No graph reads it, and transformers loads it.
+        if let Some(token) = done.model().weights.by_name.get("embeddings.mask_token") {
+            assert_eq!(token.shape.last(), done.model().weights.by_name["embeddings.cls_token"].shape.last(), "{name} {dims:?}");
+        }
     }
 }
 
@@ -360,131 +367,6 @@ fn data_ranks_and_repairs() {
     };
     let (none, least) = (with(Repair::None), with(Repair::LeastSquares));
     assert!(least < none, "{none} {least}");
-}
-
-#[test]
-fn layers_go_by_their_influence() {
-    let folder = tempfile::tempdir().unwrap();
-    let ids: Vec<i64> = (0..64).map(|i| i * 7 % 40).collect();
-    let ids = Tensor::from_vec(ids, (8, 8), &Device::Cpu).unwrap();
-    let path = folder.path().join("tokens.safetensors");
-    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
-    let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
-    let done = run("llama", Pipeline::builder().calibration(Data::at(&path)).pass(pass));
-    let influence = done.report.passes[0].details["layers"]["influence"].as_array().unwrap().clone();
-    assert_eq!(influence.len(), 2);
-    let gone = done.report.passes[0].details["layers"]["gone"][0].as_u64().unwrap() as usize;
-    assert!(influence[gone].as_f64() <= influence[1 - gone].as_f64());
-    assert!(done.described());
-}
-
-/// The numbers of a tensor that stand in these places of its first axis.
-fn rows(weights: &BTreeMap<String, Tensor>, name: &str, numbers: &[u32]) -> Vec<f32> {
-    let numbers = Tensor::new(numbers, &Device::Cpu).unwrap();
-    weights[name].index_select(&numbers, 0).unwrap().flatten_all().unwrap().to_vec1().unwrap()
-}
-
-#[test]
-fn whole_experts_go_by_how_much_they_are_used() {
-    let folder = tempfile::tempdir().unwrap();
-    let weights = |folder: &Path| -> BTreeMap<String, Tensor> {
-        candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap().into_iter().collect()
-    };
-    for (name, amount, key, layer) in [
-        ("mixtral", 1, "num_local_experts", "layers.0.block_sparse_moe"),
-        ("mixtral-fused", 2, "num_local_experts", "layers.1.mlp"),
-        ("qwen2-moe", 2, "num_experts", "layers.1.mlp"),
-        ("qwen3-moe", 1, "num_local_experts", "layers.0.mlp"),
-        ("deepseek-v2-lite", 2, "n_routed_experts", "layers.1.mlp"),
-        ("deepseek-v2", 4, "n_routed_experts", "layers.0.mlp"),
-    ] {
-        let amount = Amount::Count(amount);
-        let pass = PruneStructured { amount: Some(Amounts::All(amount)), ..half(&[PrunedPart::Experts]) };
-        let done = run(name, Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
-        assert!(done.described(), "{name}: {:?}", done.report.notes);
-        let detail = |at: &str| {
-            let mixtures = done.report.passes[0].details["experts"].as_array().unwrap();
-            mixtures.iter().find(|mixture| mixture["mixture"].as_str().unwrap().starts_with(layer)).unwrap()[at].clone()
-        };
-        let count = detail("before").as_u64().unwrap() as u32;
-        let importance: Vec<f64> = serde_json::from_value(detail("importance")).unwrap();
-        let gone: Vec<u32> = serde_json::from_value(detail("gone")).unwrap();
-        let stay: Vec<u32> = (0..count).filter(|number| !gone.contains(number)).collect();
-        assert_eq!((done.config(key), stay.len()), (stay.len() as u64, count as usize - amount.of(u64::from(count)).unwrap() as usize), "{name}");
-
-        // How often and how much, counted by hand.
-        let original = Model::open(golden(name)).unwrap();
-        let graph = original.graph().unwrap();
-        let last = |expert: u32| if name == "mixtral" { format!("{layer}.experts.{expert}.w2") } else { format!("{layer}.experts.{expert}.down_proj") };
-        let wanted: Vec<String> = (0..count).map(last).chain([format!("{layer}.routing")]).collect();
-        let part = compress::ir::part(&graph, &wanted, &|op| op.clone()).unwrap();
-        let parameters = common::work(|work| Parameters::load(&part, &original.weights, &Device::Cpu, DType::F32, Residence::Computed, work)).unwrap();
-        // The last sample is kept to compare the result with the original.
-        let samples = candle_core::safetensors::load(folder.path().join("ids.safetensors"), &Device::Cpu).unwrap();
-        let seen = samples.into_iter().map(|(name, values)| (name, values.narrow(0, 0, 11).unwrap())).collect();
-        let found = Executor::new(&part, parameters, Device::Cpu).run(&seen).unwrap();
-        for (expert, importance) in (0..count).zip(&importance) {
-            let length = found[&last(expert)].sqr().unwrap().sum(2).unwrap().sqrt().unwrap();
-            let weight = found[&format!("{layer}.routing")].narrow(2, expert as usize, 1).unwrap().squeeze(2).unwrap();
-            let sum = f64::from((length * weight).unwrap().sum_all().unwrap().to_scalar::<f32>().unwrap());
-            assert!((sum - importance).abs() <= 1e-4 * sum.max(1.0), "{name}, expert {expert}: {sum} {importance}");
-        }
-        // Experts in groups go from each of them.
-        let groups = if name == "deepseek-v2" { 2 } else { 1 };
-        for group in 0..groups {
-            let of_group = |numbers: &[u32]| -> Vec<f64> {
-                numbers.iter().filter(|number| **number / (count / groups) == group).map(|number| importance[*number as usize]).collect()
-            };
-            let (gone, stay) = (of_group(&gone), of_group(&stay));
-            assert!(!gone.is_empty(), "{name}");
-            assert!(gone.iter().all(|gone| stay.iter().all(|stay| gone <= stay)), "{name}: {gone:?} {stay:?}");
-        }
-
-        let (before, after) = (weights(&golden(name)), weights(&done.folder.path().join("out")));
-        let all: Vec<u32> = (0..stay.len() as u32).collect();
-        let mut compared = 0;
-        for tensor in before.keys().filter(|tensor| tensor.starts_with(&format!("model.{layer}."))) {
-            let part = tensor.strip_prefix(&format!("model.{layer}.")).unwrap();
-            if part == "gate.weight" || ["experts.gate_up_proj", "experts.down_proj"].contains(&part) {
-                assert_eq!(rows(&before, tensor, &stay), rows(&after, tensor, &all), "{name}: {tensor}");
-                compared += 1;
-            } else if let Some((expert, rest)) = part.strip_prefix("experts.").and_then(|part| part.split_once('.')) {
-                let Some(now) = stay.iter().position(|stay| stay.to_string() == expert) else { continue };
-                let whole = |weights: &BTreeMap<String, Tensor>, name: &str| weights[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
-                assert_eq!(whole(&before, tensor), whole(&after, &format!("model.{layer}.experts.{now}.{rest}")), "{name}: {tensor}");
-                compared += 1;
-            }
-        }
-        assert!(compared >= 3 && after.len() <= before.len(), "{name}: {compared}");
-        outputs(&done.model(), &original);
-    }
-}
-
-#[test]
-fn experts_that_tokens_need_stay() {
-    let folder = tempfile::tempdir().unwrap();
-    let failure = |name: &str, amount: Amount, data: bool| {
-        let pass = PruneStructured { amount: Some(Amounts::All(amount)), ..half(&[PrunedPart::Experts]) };
-        let builder = if data { Pipeline::builder().calibration(tokens(folder.path())) } else { Pipeline::builder() };
-        let built = builder.pass(pass).build();
-        built.and_then(|pipeline| pipeline.run(Model::open(golden(name)).unwrap(), folder.path().join("out"))).unwrap_err().to_string()
-    };
-    assert!(failure("mixtral", Amount::Count(3), true).contains("leaves 1 to choose from, and 2 see each token"));
-    assert!(failure("deepseek-v2", Amount::Count(3), true).contains("is 3, which 2 groups do not share"));
-    // Two experts see a token, of one of two groups.
-    assert!(failure("deepseek-v2", Amount::Count(6), true).contains("leaves 1 to choose from, and 2 see each token"));
-    assert!(failure("llama", Amount::Count(1), true).contains("the model has no experts"));
-    assert!(failure("mixtral", Amount::Count(1), false).contains("calibration"));
-    assert!(!folder.path().join("out").exists());
-    // What is about units of tensors says nothing about whole parts.
-    for pass in [
-        PruneStructured { ignore: vec!["*".parse().unwrap()], ..half(&[PrunedPart::Experts]) },
-        PruneStructured { repair: Repair::Bias, ..half(&[PrunedPart::Layers]) },
-        PruneStructured { importance: Importance::Taylor, ..half(&[PrunedPart::Layers, PrunedPart::Experts]) },
-    ] {
-        let message = Pipeline::builder().calibration(tokens(folder.path())).pass(pass).build().map(|_| ()).unwrap_err().to_string();
-        assert!(message.contains("`dims` names none of them"), "{message}");
-    }
 }
 
 /// Random tokens for the tiny Llama.
