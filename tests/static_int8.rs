@@ -11,8 +11,8 @@ use compress::data::Data;
 use compress::exec::{Executor, Inputs, Parameters, Residence};
 use compress::export::{Export, Layout, Onnx, Safetensors};
 use compress::ir::{Kind, Op};
-use compress::onnx::file;
 use compress::onnx::proto::{DataType, ModelProto};
+use compress::onnx::{Precision, file};
 use compress::pass::{ActivationTarget, QuantizeStatic, Smooth};
 use compress::report::Report;
 use compress::runtime::{Options, Session, library};
@@ -164,6 +164,23 @@ fn onnx_holds_integers_and_signs_as_asked() {
     let reduced = nodes(QuantizeStatic { target: ActivationTarget::Portable, ..QuantizeStatic::default() });
     let integers = reduced.initializer.iter().filter(|t| t.data_type() == DataType::Int8 && t.dims.len() > 1);
     assert!(integers.flat_map(|t| t.raw_data()).all(|b| (-64..=64).contains(&(*b as i8))));
+}
+
+/// Between tokens, products become floats before biases are added, and of a product and an `Add` ONNX Runtime makes a product of floats.
+#[test]
+fn biases_of_layers_over_tokens_are_floats() {
+    for precision in [Precision::Float32, Precision::Float16] {
+        let written = quantized("vit", QuantizeStatic::default(), vec![Onnx { precision, ..Onnx::default() }.into()]).unwrap();
+        let bytes = std::fs::read(written.out().join(file::MODEL)).unwrap();
+        let graph = ModelProto::decode(bytes.as_slice()).unwrap().graph.unwrap();
+        let biases: Vec<_> = graph.initializer.iter().filter(|t| t.name().starts_with("encoder.") && t.name().ends_with("dense.bias")).collect();
+        assert_eq!(biases.len(), 6, "{:?}", biases.iter().map(|bias| bias.name()).collect::<Vec<_>>());
+        for bias in biases {
+            assert_eq!(bias.data_type(), DataType::Float, "{}", bias.name());
+            let readers: Vec<_> = graph.node.iter().filter(|node| node.input.iter().any(|input| input == bias.name())).map(|node| node.op_type()).collect();
+            assert_eq!(readers, ["Sum"], "{}", bias.name());
+        }
+    }
 }
 
 /// Where a quantizer reaches beyond what a ReLU6 lets through, runtimes compute the layer before it in floats.

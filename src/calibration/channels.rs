@@ -13,7 +13,7 @@ const BINS: usize = 256;
 const HALF: i32 = BINS as i32 / 2;
 
 /// Values that one job takes at least.
-const JOB: usize = 1 << 15;
+const JOB: usize = 1 << 16;
 
 /// Sums, extremes and, where wanted, a small histogram for each channel.
 #[derive(Debug, Clone, PartialEq)]
@@ -59,6 +59,73 @@ fn inverse(exponent: i32) -> f32 {
     (f64::from(HALF) / 2f64.powi(exponent)) as f32
 }
 
+/// One channel.
+struct One<'c> {
+    low: &'c mut f32,
+    high: &'c mut f32,
+    sum: &'c mut f64,
+    square: &'c mut f64,
+    bins: Option<(&'c mut i32, &'c mut [u64; BINS])>,
+}
+
+impl One<'_> {
+    /// Takes values of this channel, and counts them in a histogram of all, too.
+    fn add(&mut self, values: &[f32], all: &mut ActivationHistogram) -> (f32, f32, bool) {
+        let (seen, (sum, square)) = (extremes(values), sums(values));
+        (*self.low, *self.high) = (self.low.min(seen.0), self.high.max(seen.1));
+        (*self.sum, *self.square) = (*self.sum + sum, *self.square + square);
+        all.add_within(values, seen.0, seen.1);
+        if let Some((exponent, counts)) = self.bins.as_mut().filter(|_| *self.low <= *self.high) {
+            grow(exponent, *counts, exponent_of(self.low.abs().max(self.high.abs())));
+            count(values, inverse(**exponent), counts);
+        }
+        seen
+    }
+}
+
+/// Takes `samples` whose values lie in planes of `size`, a plane for a channel, image after image, and counts them in a histogram of all
+/// channels, too. Samples go to one half and the other by turns, from that of `turn` on. Gives the smallest and the largest value, and
+/// whether all are finite.
+pub(super) fn add_images(
+    halves: &mut [Channels; 2],
+    (turn, samples): (usize, usize),
+    (values, size): (&[f32], usize),
+    all: &mut ActivationHistogram,
+) -> (f32, f32, bool) {
+    let width = halves[0].channels().max(1);
+    let size = size.max(1);
+    let images = values.len() / (width * size);
+    let each = (images / samples.max(1)).max(1);
+    let half = |image: usize| (turn + image / each) % 2;
+    (0..images).for_each(|image| halves[half(image)].count += size as u64);
+    let [first, second] = halves;
+    let channels = first.each().into_iter().zip(second.each()).map(|(first, second)| [first, second]).collect::<Vec<_>>();
+    // Every channel is followed from image to image by one thread, and a plane stays near while all is taken from it.
+    let job = JOB.div_ceil((images * size).max(1));
+    let take = |(mut so_far, mut seen): (ActivationHistogram, _), (channel, mut halves): (usize, [One; 2])| {
+        for (image, plane) in values.chunks_exact(size).skip(channel).step_by(width).enumerate() {
+            seen = wider(seen, halves[half(image)].add(plane, &mut so_far));
+        }
+        (so_far, seen)
+    };
+    let jobs = channels.into_par_iter().enumerate().with_min_len(job).fold(|| (all.emptied(), NOTHING), take);
+    let found = jobs.reduce_with(|(mut so_far, seen), (other, also)| {
+        so_far.merge(&other);
+        (so_far, wider(seen, also))
+    });
+    let Some((found, seen)) = found else { return NOTHING };
+    all.merge(&found);
+    seen
+}
+
+/// The smallest and the largest of no values, all finite.
+const NOTHING: (f32, f32, bool) = (f32::INFINITY, f32::NEG_INFINITY, true);
+
+/// The smallest and the largest of both, and whether both are finite.
+fn wider(a: (f32, f32, bool), b: (f32, f32, bool)) -> (f32, f32, bool) {
+    (a.0.min(b.0), a.1.max(b.1), a.2 && b.2)
+}
+
 impl Channels {
     /// Of this many channels; with histograms, 2 KiB each.
     pub fn new(count: usize, histograms: bool) -> Channels {
@@ -102,30 +169,12 @@ impl Channels {
         self.count += (values.len() / width) as u64;
     }
 
-    /// Takes values that lie in planes of `size`, a plane for a channel, image after image.
-    pub fn add_planes(&mut self, values: &[f32], size: usize) {
-        let width = self.low.len().max(1);
-        let planes = |channel: usize| values.chunks_exact(size.max(1)).skip(channel).step_by(width);
-        // Every channel is followed from image to image by one thread.
-        let job = JOB.div_ceil((values.len() / width).max(1));
-        let so_far = (&mut self.low, &mut self.high, &mut self.sums, &mut self.squares).into_par_iter().enumerate();
-        so_far.with_min_len(job).for_each(|(channel, (least, most, sum, squares))| {
-            for plane in planes(channel) {
-                let ((low, high, _), of_plane) = (extremes(plane), sums(plane));
-                (*least, *most) = (least.min(low), most.max(high));
-                (*sum, *squares) = (*sum + of_plane.0, *squares + of_plane.1);
-            }
-        });
-        self.count += (values.len() / width) as u64;
-        let Some(bins) = &mut self.bins else { return };
-        let so_far = (&self.low, &self.high, &mut bins.exponents, bins.counts.as_chunks_mut::<BINS>().0).into_par_iter().enumerate();
-        so_far.with_min_len(job).for_each(|(channel, (low, high, exponent, counts))| {
-            if low > high {
-                return;
-            }
-            grow(exponent, counts, exponent_of(low.abs().max(high.abs())));
-            planes(channel).for_each(|plane| count(plane, inverse(*exponent), counts));
-        });
+    /// The channels, each by itself.
+    fn each(&mut self) -> Vec<One<'_>> {
+        let mut bins = self.bins.as_mut().map(|bins| bins.exponents.iter_mut().zip(bins.counts.as_chunks_mut().0));
+        let extremes = self.low.iter_mut().zip(&mut self.high);
+        let sums = self.sums.iter_mut().zip(&mut self.squares);
+        extremes.zip(sums).map(|((low, high), (sum, square))| One { low, high, sum, square, bins: bins.as_mut().and_then(Iterator::next) }).collect()
     }
 
     /// Takes rows of a device, as [`add_rows`](Channels::add_rows) does, of which the extremes and sums are known.
@@ -243,8 +292,10 @@ mod tests {
         let mut rows = Channels::new(2, true);
         rows.add_rows(&[1.0, -8.0, 3.0, 0.5]);
         assert_eq!((rows.means(), rows.mean_squares(), rows.largest()), (vec![2.0, -3.75], vec![5.0, 32.125], vec![3.0, 8.0]));
-        let mut planes = Channels::new(2, false);
-        planes.add_planes(&[1.0, 3.0, -8.0, 0.5], 2);
+        let (mut halves, mut all) = ([(); 2].map(|()| Channels::new(2, false)), ActivationHistogram::default());
+        assert_eq!(add_images(&mut halves, (1, 1), (&[1.0, 3.0, -8.0, 0.5], 2), &mut all), (-8.0, 3.0, true));
+        assert_eq!((all.total(), halves[0].count()), (4, 0));
+        let [_, planes] = halves;
         assert_eq!((planes.means(), planes.largest()), (rows.means(), rows.largest()));
     }
 
@@ -281,6 +332,24 @@ mod tests {
             };
             assert_eq!((one.means()[0], one.largest()[0], bins(&one, 0)), (all.means()[channel], all.largest()[channel], bins(&all, channel)));
         }
+    }
+
+    #[test]
+    fn images_do_not_depend_on_threads() {
+        let (width, size) = (5, 40 * 500);
+        let values: Vec<f32> = (0..3 * width * size).map(|i| (((i * 7919) % 1009) as f32 / 100.0 - 5.0) * (i / size + 1) as f32).collect();
+        let add = |threads| {
+            let (mut halves, mut all) = ([(); 2].map(|()| Channels::new(width, true)), ActivationHistogram::default());
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            let seen = pool.install(|| add_images(&mut halves, (0, 3), (&values, size), &mut all));
+            (seen, halves, all)
+        };
+        let (seen, halves, all) = add(1);
+        assert_eq!((seen, halves.clone(), all.clone()), add(3));
+        assert_eq!((seen.2, all.total(), halves[0].count(), halves[1].count()), (true, values.len() as u64, 2 * size as u64, size as u64));
+        let mut singly = ActivationHistogram::default();
+        values.chunks(7).for_each(|few| singly.add(few));
+        assert_eq!(all, singly);
     }
 
     #[test]

@@ -44,7 +44,7 @@ impl ActivationHistogram {
     /// Counts finite values; others are for the caller to refuse.
     pub fn add(&mut self, values: &[f32]) {
         let (low, high, _) = extremes(values);
-        self.add_within(values, low, high);
+        self.add_in_parts(values, low, high);
     }
 
     /// Counts values of which the smallest and the largest are known.
@@ -55,16 +55,21 @@ impl ActivationHistogram {
         self.make_room(low, high);
         self.total += values.len() as u64;
         let inverse = 1.0 / self.width() as f32;
-        let add = |mut counts: Vec<u64>, values: &[f32]| {
-            counts.as_chunks_mut::<BINS>().0.iter_mut().for_each(|counts| count(values, inverse, counts));
-            counts
+        self.counts.as_chunks_mut().0.iter_mut().for_each(|counts: &mut [u64; BINS]| count(values, inverse, counts));
+    }
+
+    /// The same, by all threads.
+    pub(super) fn add_in_parts(&mut self, values: &[f32], low: f32, high: f32) {
+        let add = |mut so_far: ActivationHistogram, values: &[f32]| {
+            so_far.add_within(values, low, high);
+            so_far
         };
-        let sum = |mut a: Vec<u64>, b: Vec<u64>| {
-            a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
-            a
-        };
-        let found = values.par_chunks(JOB).fold(|| vec![0; BINS], add).reduce_with(sum);
-        self.counts.iter_mut().zip(found.unwrap_or_default()).for_each(|(count, found)| *count += found);
+        let parts = values.par_chunks(JOB).fold(|| self.emptied(), add);
+        let found = parts.reduce_with(|mut all, part| {
+            all.merge(&part);
+            all
+        });
+        found.iter().for_each(|found| self.merge(found));
     }
 
     /// Counts values `[rows, columns]` of a device, of which the smallest and the largest are known.
@@ -95,13 +100,18 @@ impl ActivationHistogram {
 
     /// Adds what another has counted.
     pub fn merge(&mut self, other: &ActivationHistogram) {
-        let mut other = other.clone();
-        let exponent = self.exponent.max(other.exponent);
-        self.grow(exponent);
-        other.grow(exponent);
-        self.counts.iter_mut().zip(&other.counts).for_each(|(a, b)| *a += b);
+        self.grow(other.exponent);
+        let shift = (self.exponent - other.exponent).min(20);
+        for (bin, found) in other.counts.iter().enumerate().filter(|(_, found)| **found > 0) {
+            self.counts[(((bin as i32 - HALF) >> shift) + HALF) as usize] += found;
+        }
         (self.low, self.high) = (self.low.min(other.low), self.high.max(other.high));
         self.total += other.total;
+    }
+
+    /// Nothing, over the same range.
+    pub(super) fn emptied(&self) -> ActivationHistogram {
+        ActivationHistogram { exponent: self.exponent, ..ActivationHistogram::default() }
     }
 
     /// Makes room for values between these.

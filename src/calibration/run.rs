@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
+use super::channels::add_images;
 use super::there::{self, Columns};
 use super::{ActivationHistogram, Averages, Channels};
 use crate::data::{Batch, DataSet, Padding, Side, Sides};
@@ -127,22 +128,24 @@ impl ValueStatistics {
         if values.is_empty() {
             return Ok(());
         }
-        let (low, high, finite) = extremes(values);
+        let width = self.halves[0].channels().max(1);
+        let plane = shape.iter().skip(2).product::<usize>().max(1);
+        let (low, high, finite) = match axis {
+            Axis::Last => {
+                let seen = extremes(values);
+                self.histogram.add_in_parts(values, seen.0, seen.1);
+                for (index, sample) in values.chunks((values.len() / samples.max(1)).max(1)).enumerate() {
+                    self.halves[(self.samples as usize + index) % 2].add_rows(sample);
+                }
+                seen
+            }
+            Axis::Second => add_images(&mut self.halves, (self.samples as usize, samples), (values, plane), &mut self.histogram),
+        };
+        self.samples += samples as u64;
         if !finite {
             return Err(not_finite(name, values.iter().find(|x| !x.is_finite()).map_or(f32::NAN, |x| *x)));
         }
-        self.histogram.add_within(values, low, high);
         self.averages.add(low, high);
-        let width = self.halves[0].channels().max(1);
-        let plane = shape.iter().skip(2).product::<usize>().max(1);
-        for sample in values.chunks((values.len() / samples.max(1)).max(1)) {
-            let half = &mut self.halves[(self.samples % 2) as usize];
-            match axis {
-                Axis::Last => half.add_rows(sample),
-                Axis::Second => half.add_planes(sample, plane),
-            }
-            self.samples += 1;
-        }
         let places = match axis {
             Axis::Last => values.len() / width,
             Axis::Second => plane.min(values.len() / width),

@@ -7,6 +7,7 @@ use candle_core::{CpuStorage, DType, Device, InplaceOp1, Layout, Result, Storage
 use half::slice::HalfFloatSliceExt;
 
 use super::transfer::{self, Cause};
+use crate::ir::ops::contiguous;
 
 /// Calls a function with the elements of an f32 tensor in host memory that has no gaps.
 ///
@@ -28,7 +29,7 @@ pub(crate) fn read<R>(tensor: &Tensor, function: impl FnOnce(&[f32]) -> Result<R
 /// # Errors
 /// Memory runs out.
 pub(crate) fn floats_on_host(tensor: &Tensor, cause: Cause) -> Result<Tensor> {
-    transfer::beside(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?.contiguous()
+    contiguous(&transfer::beside(tensor, &Device::Cpu, cause)?.to_dtype(DType::F32)?)
 }
 
 /// Bytes that the elements of a tensor take.

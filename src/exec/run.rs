@@ -10,7 +10,7 @@ use super::plan::{self, FusedNodes};
 use super::sizes::Sizes;
 use super::{MemoryTracker, Parameters, Rounding, bytes_of};
 use crate::error::{Error, Result};
-use crate::ir::ops::{Fused, Op, Past, PreparedOp};
+use crate::ir::ops::{Fused, Op, Past, PreparedOp, contiguous};
 use crate::ir::{Graph, Kind, Node, ValueId};
 
 /// Values for the graph's inputs, by name.
@@ -101,7 +101,7 @@ impl<'g> Executor<'g> {
         let output = |(name, id): &(String, ValueId)| {
             let tensor = run.get(self.graph, *id)?;
             let tensor = if tensor.dtype().is_float() { tensor.to_dtype(DType::F32) } else { Ok(tensor) };
-            Ok((name.clone(), tensor.and_then(|t| t.contiguous()).map_err(failed(name))?))
+            Ok((name.clone(), tensor.and_then(|t| contiguous(&t)).map_err(failed(name))?))
         };
         self.graph.outputs().iter().map(output).collect()
     }
@@ -196,7 +196,7 @@ impl<'g> Executor<'g> {
     }
 
     fn shown(&self, run: &PartialRun, id: ValueId) -> Result<Tensor> {
-        run.get(self.graph, id)?.contiguous().map_err(failed(&self.graph.value(id).name))
+        contiguous(&run.get(self.graph, id)?).map_err(failed(&self.graph.value(id).name))
     }
 
     /// Computes the value of a step's last node.

@@ -6,7 +6,7 @@ use rayon::prelude::*;
 
 use super::scratch::Scratch;
 
-/// Planes `[height, width]` of an image, and how a window moves over them.
+/// Planes `[height, width]` of an image, and how a window moves over them; of two numbers, the first is that of the height.
 #[derive(Debug, Clone, Copy)]
 pub struct Window {
     /// Height of the image.
@@ -15,37 +15,37 @@ pub struct Window {
     pub width: usize,
     /// Height and width of the window.
     pub kernel: [usize; 2],
-    /// Step in both directions.
-    pub stride: usize,
-    /// Places around the image.
-    pub padding: usize,
-    /// Distance of the window's taps.
-    pub dilation: usize,
+    /// Steps.
+    pub stride: [usize; 2],
+    /// Places above the image, left of it, below it and right of it.
+    pub padding: [usize; 4],
+    /// Distances of the window's taps.
+    pub dilation: [usize; 2],
 }
 
 impl Window {
     /// Height and width of the result; the window fits the image.
     pub fn positions(&self) -> [usize; 2] {
-        let count = |size: usize, kernel: usize| (size + 2 * self.padding - self.dilation * (kernel - 1) - 1) / self.stride + 1;
-        [count(self.height, self.kernel[0]), count(self.width, self.kernel[1])]
+        let padded = self.padded();
+        [0, 1].map(|axis| (padded[axis] - self.dilation[axis] * (self.kernel[axis] - 1) - 1) / self.stride[axis] + 1)
     }
 
-    fn padded_width(&self) -> usize {
-        self.width + 2 * self.padding
-    }
-
-    fn padded_plane(&self) -> usize {
-        (self.height + 2 * self.padding) * self.padded_width()
+    /// Height and width with the places around the image.
+    pub fn padded(&self) -> [usize; 2] {
+        let [above, left, below, right] = self.padding;
+        [above + self.height + below, left + self.width + right]
     }
 
     /// The planes with `value` around them.
     fn pad(&self, planes: &[&[f32]], value: f32) -> Scratch {
-        let mut padded = Scratch::new(planes.len() * self.padded_plane());
-        padded.par_chunks_mut(self.padded_plane().max(1)).zip(planes).for_each(|(padded, plane)| {
+        let [height, width] = self.padded();
+        let [above, left, ..] = self.padding;
+        let mut padded = Scratch::new(planes.len() * height * width);
+        padded.par_chunks_mut((height * width).max(1)).zip(planes).for_each(|(padded, plane)| {
             padded.fill(value);
-            let rows = padded.chunks_exact_mut(self.padded_width()).skip(self.padding);
-            for (row, values) in rows.zip(plane.chunks_exact(self.width)) {
-                row[self.padding..][..self.width].copy_from_slice(values);
+            let rows = padded.chunks_exact_mut(width.max(1)).skip(above);
+            for (row, values) in rows.zip(plane.chunks_exact(self.width.max(1))) {
+                row[left..][..self.width].copy_from_slice(values);
             }
         });
         padded
@@ -55,17 +55,17 @@ impl Window {
 simd! {
     /// The windows' sums over one padded plane with one weight for each tap.
     fn slide(padded: &[f32], weight: &[f32], window: Window, out: &mut [f32]) {
-        let (width, stride) = (window.padded_width(), window.stride);
+        let ([_, width], [down, along]) = (window.padded(), window.stride);
         let [_, columns] = window.positions();
         for (y, out) in out.chunks_exact_mut(columns).enumerate() {
             for (row, weights) in weight.chunks_exact(window.kernel[1]).enumerate() {
                 for (column, weight) in weights.iter().enumerate() {
-                    let start = (y * stride + row * window.dilation) * width + column * window.dilation;
+                    let start = (y * down + row * window.dilation[0]) * width + column * window.dilation[1];
                     let values = &padded[start..];
-                    if stride == 1 {
+                    if along == 1 {
                         out.iter_mut().zip(values).for_each(|(out, x)| *out += weight * x);
                     } else {
-                        out.iter_mut().zip(values.iter().step_by(stride)).for_each(|(out, x)| *out += weight * x);
+                        out.iter_mut().zip(values.iter().step_by(along)).for_each(|(out, x)| *out += weight * x);
                     }
                 }
             }
@@ -84,20 +84,20 @@ pub fn depthwise(planes: &[&[f32]], images: usize, weight: &[f32], window: Windo
 
 simd! {
     fn largest(padded: &[f32], window: Window, out: &mut [f32]) {
-        let (width, stride) = (window.padded_width(), window.stride);
+        let ([_, width], [down, along]) = (window.padded(), window.stride);
         let [_, columns] = window.positions();
         let larger = |best: f32, x: f32| if x > best || x.is_nan() { x } else { best };
         // Down the window first, for whole rows at once; then along it.
         let mut tall = vec![0f32; width];
         for (y, out) in out.chunks_exact_mut(columns).enumerate() {
-            let rows = &padded[y * stride * width..];
+            let rows = &padded[y * down * width..];
             tall.copy_from_slice(&rows[..width]);
             for row in 1..window.kernel[0] {
                 tall.iter_mut().zip(&rows[row * width..][..width]).for_each(|(best, x)| *best = larger(*best, *x));
             }
-            out.fill(f32::MIN);
+            out.fill(f32::NEG_INFINITY);
             for column in 0..window.kernel[1] {
-                out.iter_mut().zip(tall[column..].iter().step_by(stride)).for_each(|(best, x)| *best = larger(*best, *x));
+                out.iter_mut().zip(tall[column..].iter().step_by(along)).for_each(|(best, x)| *best = larger(*best, *x));
             }
         }
     }
@@ -106,5 +106,5 @@ simd! {
 /// The largest value of each window of each plane.
 pub fn max_pool(planes: &[&[f32]], window: Window, output: &mut [f32]) {
     let size: usize = window.positions().iter().product();
-    output.par_chunks_mut(size.max(1)).zip(planes).for_each(|(out, plane)| largest(&window.pad(&[plane], f32::MIN), window, out));
+    output.par_chunks_mut(size.max(1)).zip(planes).for_each(|(out, plane)| largest(&window.pad(&[plane], f32::NEG_INFINITY), window, out));
 }

@@ -44,9 +44,10 @@ impl Sizes {
     /// The convolution that takes gradients back, if it is one: of the gradient with the weight turned around.
     fn back(&self) -> Option<Window> {
         let [height, width] = self.window.positions();
-        let kernel = self.window.kernel;
-        let padding = (self.window.dilation * (kernel[0] - 1)).checked_sub(self.window.padding)?;
-        (self.window.stride == 1 && kernel[0] == kernel[1]).then_some(Window { height, width, padding, ..self.window })
+        let Window { kernel, stride, dilation, padding, .. } = self.window;
+        let turned = |side: usize| (dilation[side % 2] * (kernel[side % 2] - 1)).checked_sub(padding[side]);
+        let padding = [turned(0)?, turned(1)?, turned(2)?, turned(3)?];
+        (stride == [1, 1]).then_some(Window { height, width, padding, ..self.window })
     }
 }
 
@@ -104,30 +105,39 @@ pub fn input_gradient(sizes: Sizes, weight: &[f32], gradient: &[f32], output: &m
     }
 }
 
-/// Positions from which a tap lies inside an axis of the image.
-fn inside(size: usize, positions: usize, offset: usize, window: Window) -> Range<usize> {
-    let first = window.padding.saturating_sub(offset).div_ceil(window.stride);
-    let end = (size + window.padding).saturating_sub(offset).div_ceil(window.stride).min(positions);
-    first.min(end)..end
+/// Positions from which a tap lies inside the image, for its rows and its columns.
+fn inside([down, along]: [usize; 2], window: Window) -> [Range<usize>; 2] {
+    let of = |axis: usize, size: usize, offset: usize| {
+        let (before, stride) = (window.padding[axis], window.stride[axis]);
+        let end = (size + before).saturating_sub(offset).div_ceil(stride).min(window.positions()[axis]);
+        before.saturating_sub(offset).div_ceil(stride).min(end)..end
+    };
+    [of(0, window.height, down), of(1, window.width, along)]
+}
+
+/// Where a tap lies at a position, as an element of the plane; inside it.
+fn pixel([row, column]: [usize; 2], [down, along]: [usize; 2], window: Window) -> usize {
+    let (stride, padding) = (window.stride, window.padding);
+    (row * stride[0] + down - padding[0]) * window.width + column * stride[1] + along - padding[1]
 }
 
 simd! {
     /// Adds the values of one tap's positions to the pixels that it lay on.
     fn spread(values: &[f32], factor: f32, tap: usize, window: Window, out: &mut [f32]) {
-        let [rows, columns] = window.positions();
-        let (down, along) = (tap / window.kernel[1] * window.dilation, tap % window.kernel[1] * window.dilation);
-        let inside_row = inside(window.width, columns, along, window);
-        if inside_row.is_empty() {
+        let [_, columns] = window.positions();
+        let offset = [tap / window.kernel[1] * window.dilation[0], tap % window.kernel[1] * window.dilation[1]];
+        let [inside_rows, inside_columns] = inside(offset, window);
+        if inside_columns.is_empty() {
             return;
         }
-        for row in inside(window.height, rows, down, window) {
-            let start = (row * window.stride + down - window.padding) * window.width + inside_row.start * window.stride + along - window.padding;
-            let values = &values[row * columns..][inside_row.clone()];
+        for row in inside_rows {
+            let start = pixel([row, inside_columns.start], offset, window);
+            let values = &values[row * columns..][inside_columns.clone()];
             let out = &mut out[start..];
-            if window.stride == 1 {
+            if window.stride[1] == 1 {
                 out.iter_mut().zip(values).for_each(|(out, x)| *out += factor * x);
             } else {
-                out.iter_mut().step_by(window.stride).zip(values).for_each(|(out, x)| *out += factor * x);
+                out.iter_mut().step_by(window.stride[1]).zip(values).for_each(|(out, x)| *out += factor * x);
             }
         }
     }
@@ -177,17 +187,17 @@ simd! {
     /// The sum of one tap's pixels times the gradients of the positions where it lay on them.
     fn meeting(plane: &[f32], gradient: &[f32], tap: usize, window: Window) -> f32 {
         const LANES: usize = 16;
-        let [rows, columns] = window.positions();
-        let (down, along) = (tap / window.kernel[1] * window.dilation, tap % window.kernel[1] * window.dilation);
-        let inside_row = inside(window.width, columns, along, window);
+        let [_, columns] = window.positions();
+        let offset = [tap / window.kernel[1] * window.dilation[0], tap % window.kernel[1] * window.dilation[1]];
+        let [inside_rows, inside_columns] = inside(offset, window);
         let mut lanes = [0f32; LANES];
-        if inside_row.is_empty() {
+        if inside_columns.is_empty() {
             return 0.0;
         }
-        for row in inside(window.height, rows, down, window) {
-            let start = (row * window.stride + down - window.padding) * window.width + inside_row.start * window.stride + along - window.padding;
-            let gradient = &gradient[row * columns..][inside_row.clone()];
-            if window.stride == 1 {
+        for row in inside_rows {
+            let start = pixel([row, inside_columns.start], offset, window);
+            let gradient = &gradient[row * columns..][inside_columns.clone()];
+            if window.stride[1] == 1 {
                 let (pixels, pixels_tail) = plane[start..][..gradient.len()].as_chunks::<LANES>();
                 let (gradients, gradient_tail) = gradient.as_chunks::<LANES>();
                 for (x, g) in pixels.iter().zip(gradients) {
@@ -199,7 +209,7 @@ simd! {
                     *lane += x * g;
                 }
             } else {
-                for (at, (x, g)) in plane[start..].iter().step_by(window.stride).zip(gradient).enumerate() {
+                for (at, (x, g)) in plane[start..].iter().step_by(window.stride[1]).zip(gradient).enumerate() {
                     lanes[at % LANES] += x * g;
                 }
             }
@@ -219,17 +229,17 @@ struct Across {
 impl Across {
     fn new(planes: &[&[f32]], images: usize, window: Window) -> Across {
         let channels = planes.len() / images.max(1);
-        let (height, width) = (window.height + 2 * window.padding, window.width + 2 * window.padding);
+        let ([height, width], [above, left, ..]) = (window.padded(), window.padding);
         // A panel more, so that runs can be read whole.
         let mut padded = Scratch::new(images * height * width * channels + PANEL);
         let end = padded.len() - PANEL;
         padded[end..].fill(0.0);
         padded[..end].par_chunks_mut((height * width * channels).max(1)).enumerate().for_each(|(image, padded)| {
-            if window.padding > 0 {
+            if window.padding != [0; 4] {
                 padded.fill(0.0);
             }
             for row in 0..window.height {
-                let out = &mut padded[((row + window.padding) * width + window.padding) * channels..][..window.width * channels];
+                let out = &mut padded[((row + above) * width + left) * channels..][..window.width * channels];
                 for (channel, plane) in planes.iter().skip(image).step_by(images).enumerate() {
                     let values = &plane[row * window.width..][..window.width];
                     out[channel..].iter_mut().step_by(channels).zip(values).for_each(|(out, x)| *out = *x);
@@ -242,24 +252,23 @@ impl Across {
     /// Where the windows of some positions begin.
     fn starts(&self, positions: Range<usize>) -> Vec<usize> {
         let [height, width] = self.window.positions();
-        let (padded_height, padded_width) = (self.window.height + 2 * self.window.padding, self.window.width + 2 * self.window.padding);
+        let ([padded_height, padded_width], [down, along]) = (self.window.padded(), self.window.stride);
         let start = |position: usize| {
             let (image, row, column) = (position / (height * width), position / width % height, position % width);
-            ((image * padded_height + row * self.window.stride) * padded_width + column * self.window.stride) * self.channels
+            ((image * padded_height + row * down) * padded_width + column * along) * self.channels
         };
         positions.map(start).collect()
     }
 
     /// Stretches of columns that lie side by side: the first column, where it begins in a window, and how many there are.
     fn pieces(&self) -> Vec<(usize, usize, usize)> {
-        let padded_width = self.window.width + 2 * self.window.padding;
-        let [height, width] = self.window.kernel;
-        let (runs, taps) = if self.window.dilation == 1 { (1, width) } else { (width, 1) };
+        let ([_, padded_width], [height, width], [down, along]) = (self.window.padded(), self.window.kernel, self.window.dilation);
+        let (runs, taps) = if along == 1 { (1, width) } else { (width, 1) };
         let mut pieces = Vec::new();
         for row in 0..height {
             for run in 0..runs {
                 let (column, length) = ((row * width + run) * self.channels, taps * self.channels);
-                let offset = self.window.dilation * (row * padded_width + run) * self.channels;
+                let offset = (down * row * padded_width + along * run) * self.channels;
                 pieces.extend((0..length).step_by(PANEL).map(|at| (column + at, offset + at, PANEL.min(length - at))));
             }
         }
@@ -293,11 +302,14 @@ pub fn max_pool_gradient(planes: &[&[f32]], gradient: &[f32], window: Window, ou
         out.fill(0.0);
         let [_, columns] = window.positions();
         for (at, g) in gradient.iter().enumerate() {
-            let (row, column) = (at / columns * window.stride, at % columns * window.stride);
-            let span = |from: usize, kernel: usize, size: usize| from.saturating_sub(window.padding)..(from + kernel - window.padding).min(size);
+            let first = [at / columns * window.stride[0], at % columns * window.stride[1]];
+            let span = |axis: usize, size: usize| {
+                let end = (first[axis] + window.kernel[axis]).saturating_sub(window.padding[axis]);
+                first[axis].saturating_sub(window.padding[axis])..end.min(size)
+            };
             let mut best = (f32::NEG_INFINITY, None);
-            for y in span(row, window.kernel[0], window.height) {
-                for x in span(column, window.kernel[1], window.width) {
+            for y in span(0, window.height) {
+                for x in span(1, window.width) {
                     let value = plane[y * window.width + x];
                     if value > best.0 || value.is_nan() || best.1.is_none() {
                         best = (value, Some(y * window.width + x));
@@ -328,8 +340,8 @@ mod tests {
             let (out, image, row, column) = (at / (sizes.images * rows * columns), at / (rows * columns) % sizes.images, at / columns % rows, at % columns);
             for step in 0..inner * taps {
                 let (channel, tap) = (step / taps, step % taps);
-                let y = (row * window.stride + tap / window.kernel[1] * window.dilation).wrapping_sub(window.padding);
-                let x_at = (column * window.stride + tap % window.kernel[1] * window.dilation).wrapping_sub(window.padding);
+                let y = (row * window.stride[0] + tap / window.kernel[1] * window.dilation[0]).wrapping_sub(window.padding[0]);
+                let x_at = (column * window.stride[1] + tap % window.kernel[1] * window.dilation[1]).wrapping_sub(window.padding[1]);
                 if y < window.height && x_at < window.width {
                     let pixel = (((out / group * inner + channel) * sizes.images + image) * window.height + y) * window.width + x_at;
                     dx[pixel] += f64::from(weight[out * inner * taps + step]) * f64::from(*along);
@@ -342,22 +354,29 @@ mod tests {
 
     #[test]
     fn gradients_are_as_defined_and_the_same_with_any_number_of_threads() {
-        let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: 1, padding: 1, dilation: 1 };
+        let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: [1; 2], padding: [1; 4], dilation: [1; 2] };
         let shapes = [
             (3, 5, 7, 1, square(6)),
             (40, 16, 20, 1, square(9)),
-            (2, 5, 7, 1, Window { stride: 2, ..square(7) }),
-            (2, 5, 7, 1, Window { stride: 2, width: 9, ..square(8) }),
-            (2, 6, 4, 2, Window { stride: 2, padding: 0, ..square(8) }),
-            (2, 6, 4, 2, Window { dilation: 2, padding: 2, ..square(8) }),
+            (2, 5, 7, 1, Window { stride: [2; 2], ..square(7) }),
+            (2, 5, 7, 1, Window { padding: [2, 0, 1, 1], ..square(8) }),
+            (2, 5, 7, 1, Window { padding: [2, 0, 1, 1], dilation: [2, 1], ..square(8) }),
+            (2, 6, 6, 6, Window { padding: [2, 0, 1, 1], ..square(8) }),
+            (2, 6, 6, 6, Window { padding: [2, 0, 1, 1], dilation: [1, 2], ..square(8) }),
+            (2, 6, 6, 6, Window { stride: [1, 2], padding: [0, 1, 2, 0], ..square(9) }),
+            (2, 5, 7, 1, Window { stride: [2, 1], padding: [1, 0, 0, 2], ..square(8) }),
+            (2, 5, 7, 1, Window { stride: [1, 3], dilation: [2, 1], padding: [0, 2, 3, 1], width: 9, ..square(8) }),
+            (2, 5, 7, 1, Window { stride: [2; 2], width: 9, ..square(8) }),
+            (2, 6, 4, 2, Window { stride: [2; 2], padding: [0; 4], ..square(8) }),
+            (2, 6, 4, 2, Window { dilation: [2; 2], padding: [2; 4], ..square(8) }),
             (2, 6, 6, 6, square(8)),
-            (2, 6, 6, 6, Window { stride: 2, width: 33, ..square(8) }),
-            (2, 6, 6, 6, Window { stride: 2, dilation: 2, ..square(9) }),
-            (2, 40, 4, 1, Window { kernel: [1, 1], padding: 0, stride: 2, ..square(7) }),
-            (2, 4, 40, 1, Window { kernel: [1, 1], padding: 0, ..square(7) }),
-            (2, 3, 8, 1, Window { kernel: [4, 4], padding: 0, stride: 4, ..square(12) }),
-            (2, 3, 8, 1, Window { kernel: [1, 5], padding: 3, ..square(12) }),
-            (1, 1, 1, 1, Window { kernel: [1, 1], padding: 2, stride: 3, ..square(4) }),
+            (2, 6, 6, 6, Window { stride: [2; 2], width: 33, ..square(8) }),
+            (2, 6, 6, 6, Window { stride: [2; 2], dilation: [2; 2], ..square(9) }),
+            (2, 40, 4, 1, Window { kernel: [1, 1], padding: [0; 4], stride: [2; 2], ..square(7) }),
+            (2, 4, 40, 1, Window { kernel: [1, 1], padding: [0; 4], ..square(7) }),
+            (2, 3, 8, 1, Window { kernel: [4, 4], padding: [0; 4], stride: [4; 2], ..square(12) }),
+            (2, 3, 8, 1, Window { kernel: [1, 5], padding: [3; 4], ..square(12) }),
+            (1, 1, 1, 1, Window { kernel: [1, 1], padding: [2; 4], stride: [3; 2], ..square(4) }),
         ];
         for (images, inputs, outputs, groups, window) in shapes {
             let sizes = Sizes { images, inputs, outputs, groups, window };
@@ -386,7 +405,7 @@ mod tests {
     #[test]
     fn the_first_of_the_largest_gets_the_gradient() {
         let mut output = [0.0; 9];
-        let window = Window { height: 3, width: 3, kernel: [2, 2], stride: 1, padding: 0, dilation: 1 };
+        let window = Window { height: 3, width: 3, kernel: [2, 2], stride: [1; 2], padding: [0; 4], dilation: [1; 2] };
         max_pool_gradient(&[&[1.0, 5.0, 2.0, 0.0, 5.0, 2.0, 7.0, 0.0, 0.0]], &[1.0, 2.0, 3.0, 4.0], window, &mut output);
         assert_eq!(output, [0.0, 3.0, 0.0, 0.0, 4.0, 0.0, 3.0, 0.0, 0.0]);
     }

@@ -11,55 +11,55 @@ use super::matmul::Left;
 use super::scratch::Scratch;
 use super::tile::{self, BLOCK, PANEL, Panel};
 
+/// Values that stay in the first cache while blocks are multiplied with them.
+const NEAR: usize = 8 << 10;
+
 /// How a padded image lies while it is convolved.
 struct PaddedImage {
     window: Window,
+    channels: usize,
     /// Width of a row of a phase.
     step: usize,
     /// Elements of a phase.
     phase: usize,
     /// Elements of a channel.
     channel: usize,
-    /// Rows and columns of the result, as one row where nothing lies between rows.
-    shape: [usize; 2],
 }
 
 impl PaddedImage {
-    fn new(window: Window) -> PaddedImage {
-        let long = |size: usize| (size + 2 * window.padding).div_ceil(window.stride);
-        let step = long(window.width);
-        let phase = long(window.height) * step;
-        let [rows, columns] = window.positions();
-        let shape = if step == columns { [1, rows * columns] } else { [rows, columns] };
-        PaddedImage { window, step, phase, channel: phase * window.stride * window.stride, shape }
+    fn new(window: Window, channels: usize) -> PaddedImage {
+        let (padded, [down, along]) = (window.padded(), window.stride);
+        let step = padded[1].div_ceil(along);
+        let phase = padded[0].div_ceil(down) * step;
+        PaddedImage { window, channels, step, phase, channel: phase * down * along }
     }
 
-    /// Where the taps of some channels begin.
-    fn offsets(&self, channels: usize) -> Vec<usize> {
-        let Window { kernel: [height, width], stride, dilation, .. } = self.window;
+    /// Where the taps of all channels begin.
+    fn offsets(&self) -> Vec<usize> {
+        let Window { kernel: [height, width], stride: [down, along], dilation, .. } = self.window;
         let tap = |channel: usize, row: usize, column: usize| {
-            let (row, column) = (row * dilation, column * dilation);
-            channel * self.channel + (row % stride * stride + column % stride) * self.phase + row / stride * self.step + column / stride
+            let (row, column) = (row * dilation[0], column * dilation[1]);
+            channel * self.channel + (row % down * along + column % along) * self.phase + row / down * self.step + column / along
         };
-        (0..channels).flat_map(|channel| (0..height * width).map(move |at| tap(channel, at / width, at % width))).collect()
+        (0..self.channels).flat_map(|channel| (0..height * width).map(move |at| tap(channel, at / width, at % width))).collect()
     }
 
     /// Lays a plane out.
     fn fill(&self, plane: &[f32], out: &mut [f32]) {
-        let Window { padding, stride, width, .. } = self.window;
-        if padding > 0 || stride > 1 {
+        let Window { padding, stride: [down, along], width, .. } = self.window;
+        if padding != [0; 4] || [down, along] != [1, 1] {
             out.fill(0.0);
         }
         for (row, values) in plane.chunks_exact(width.max(1)).enumerate() {
-            let row = row + padding;
-            for column in 0..stride.min(width) {
+            let row = row + padding[0];
+            for column in 0..along.min(width) {
                 // The first pixel of this phase, and where it goes.
-                let at = column + padding;
-                let out = &mut out[(row % stride * stride + at % stride) * self.phase + row / stride * self.step + at / stride..];
-                if stride == 1 {
+                let at = column + padding[1];
+                let out = &mut out[(row % down * along + at % along) * self.phase + row / down * self.step + at / along..];
+                if along == 1 {
                     out[..width].copy_from_slice(values);
                 } else {
-                    values[column..].iter().step_by(stride).zip(out).for_each(|(x, out)| *out = *x);
+                    values[column..].iter().step_by(along).zip(out).for_each(|(x, out)| *out = *x);
                 }
             }
         }
@@ -69,50 +69,68 @@ impl PaddedImage {
 /// A convolution: `left` is the weight, a row for each channel of the result with a column for each channel and tap; `planes`
 /// lie as in [`convolution`](super::convolution), and `output` gets such planes too.
 pub fn convolve(planes: &[&[f32]], images: usize, left: &Left, window: Window, epilogue: Epilogue, output: &mut [f32]) {
-    let layout = PaddedImage::new(window);
-    let channels = planes.len() / images.max(1);
-    let offsets = layout.offsets(channels);
-    let size: usize = window.positions().iter().product();
+    let layout = PaddedImage::new(window, planes.len() / images.max(1));
+    let offsets = layout.offsets();
+    let [rows, columns] = window.positions();
+    let size = rows * columns;
     let mut by_image: Vec<Vec<&mut [f32]>> = (0..images).map(|_| Vec::with_capacity(left.rows())).collect();
     for (index, plane) in output.chunks_exact_mut(size.max(1)).enumerate() {
         by_image[index % images].push(plane);
     }
-    by_image.into_par_iter().enumerate().for_each(|(image, mut out)| {
-        let mut padded = Scratch::new(channels * layout.channel + PANEL);
-        for (channel, padded) in padded.chunks_exact_mut(layout.channel.max(1)).take(channels).enumerate() {
-            layout.fill(planes[channel * images + image], padded);
+    // Threads that have no image of their own share one, by bands of its rows.
+    let band = rows.div_ceil(rayon::current_num_threads().div_ceil(images.max(1))).max(1);
+    by_image.into_par_iter().enumerate().for_each(|(image, out)| {
+        let mut padded = Scratch::new(layout.channels * layout.channel + PANEL);
+        let fill = |(channel, padded): (usize, &mut [f32])| layout.fill(planes[channel * images + image], padded);
+        if band < rows {
+            padded.par_chunks_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
+        } else {
+            // A thread that waits may take another image, and would hold both.
+            padded.chunks_mut(layout.channel.max(1)).take(layout.channels).enumerate().for_each(fill);
         }
-        one_image(left, &padded, &offsets, &layout, epilogue, [image * size, images * size], &mut out);
+        let mut bands: Vec<Vec<&mut [f32]>> = (0..rows.div_ceil(band)).map(|_| Vec::with_capacity(out.len())).collect();
+        for plane in out {
+            bands.iter_mut().zip(plane.chunks_mut((band * columns).max(1))).for_each(|(band, rows)| band.push(rows));
+        }
+        bands.into_par_iter().enumerate().for_each(|(index, mut out)| {
+            let first = index * band;
+            one_band(left, &padded[first * layout.step..], &offsets, &layout, epilogue, [image * size + first * columns, images * size], &mut out);
+        });
     });
 }
 
 simd! {
-    /// All tiles of one image; its results begin at column `place[0]` of rows `place[1]` wide.
-    fn one_image(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, epilogue: Epilogue, place: [usize; 2], out: &mut [&mut [f32]]) {
-        let [rows, columns] = layout.shape;
+    /// All tiles of some rows of one image; its results begin at column `place[0]` of rows `place[1]` wide.
+    fn one_band(left: &Left, padded: &[f32], offsets: &[usize], layout: &PaddedImage, epilogue: Epilogue, place: [usize; 2], out: &mut [&mut [f32]]) {
+        let [_, columns] = layout.window.positions();
+        let all = out.first().map_or(0, |plane| plane.len());
+        // One row where nothing lies between rows.
+        let [rows, columns] = if layout.step == columns { [1, all] } else { [all / columns.max(1), columns] };
         let span = (rows * layout.step).saturating_sub(layout.step - columns.min(layout.step)).max(if rows == 1 { columns } else { 0 });
         let mut sums = [[0f32; PANEL]; BLOCK];
-        for index in 0..left.rows().div_ceil(BLOCK) {
-            let first = index * BLOCK;
-            let count = BLOCK.min(left.rows() - first);
-            for start in (0..span).step_by(PANEL) {
-                let width = PANEL.min(span - start);
-                tile::multiply(left.block(index), Panel::Shifted { values: &padded[start..], offsets }, [count, width], &mut sums);
-                let mut at = start;
-                while at < start + width {
-                    let (row, column) = if rows == 1 { (0, at) } else { (at / layout.step, at % layout.step) };
-                    if column >= columns {
-                        at += layout.step - column;
-                        continue;
-                    }
-                    let run = (columns - column).min(start + width - at);
-                    let position = row * columns + column;
-                    for (lane, sums) in sums[..count].iter_mut().enumerate() {
-                        let values = &mut sums[at - start..][..run];
-                        epilogue.store(values, [first + lane, place[0] + position, place[1]], &mut out[first + lane][position..][..run]);
-                    }
-                    at += run;
+        let (blocks, panels) = (left.rows().div_ceil(BLOCK), span.div_ceil(PANEL));
+        // What is larger, the weight or the image, is read once; of an image, as many panels at a time as stay near.
+        let near = NEAR / (layout.channels * layout.window.kernel[0] * PANEL).max(1);
+        let together = if span * layout.channels > left.rows() * offsets.len() { near } else { panels }.max(1);
+        let groups = (0..panels).step_by(together).map(|first| first..panels.min(first + together));
+        for (index, panel) in groups.flat_map(|group| (0..blocks).flat_map(move |index| group.clone().map(move |panel| (index, panel)))) {
+            let (first, start) = (index * BLOCK, panel * PANEL);
+            let (count, width) = (BLOCK.min(left.rows() - first), PANEL.min(span - start));
+            tile::multiply(left.block(index), Panel::Shifted { values: &padded[start..], offsets }, [count, width], &mut sums);
+            let mut at = start;
+            while at < start + width {
+                let (row, column) = if rows == 1 { (0, at) } else { (at / layout.step, at % layout.step) };
+                if column >= columns {
+                    at += layout.step - column;
+                    continue;
                 }
+                let run = (columns - column).min(start + width - at);
+                let position = row * columns + column;
+                for (lane, sums) in sums[..count].iter_mut().enumerate() {
+                    let values = &mut sums[at - start..][..run];
+                    epilogue.store(values, [first + lane, place[0] + position, place[1]], &mut out[first + lane][position..][..run]);
+                }
+                at += run;
             }
         }
     }
@@ -136,8 +154,8 @@ mod tests {
             let (out, image, row, column) = (at / (images * rows * columns), at / (rows * columns) % images, at / columns % rows, at % columns);
             let term = |step: usize| {
                 let (channel, tap) = (step / taps, step % taps);
-                let y = (row * window.stride + tap / window.kernel[1] * window.dilation).wrapping_sub(window.padding);
-                let x_at = (column * window.stride + tap % window.kernel[1] * window.dilation).wrapping_sub(window.padding);
+                let y = (row * window.stride[0] + tap / window.kernel[1] * window.dilation[0]).wrapping_sub(window.padding[0]);
+                let x_at = (column * window.stride[1] + tap % window.kernel[1] * window.dilation[1]).wrapping_sub(window.padding[1]);
                 let inside = y < window.height && x_at < window.width;
                 let pixel = || x[((channel * images + image) * window.height + y) * window.width + x_at];
                 if inside { f64::from(pixel()) * f64::from(weight[out * inputs * taps + step]) } else { 0.0 }
@@ -149,17 +167,19 @@ mod tests {
 
     #[test]
     fn convolutions_are_as_defined_and_the_same_with_any_number_of_threads() {
-        let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: 1, padding: 1, dilation: 1 };
+        let square = |size| Window { height: size, width: size, kernel: [3, 3], stride: [1; 2], padding: [1; 4], dilation: [1; 2] };
         for (images, inputs, outputs, window) in [
             (3, 5, 7, square(6)),
             (2, 3, 30, square(40)),
-            (2, 5, 17, Window { stride: 2, ..square(7) }),
-            (2, 5, 4, Window { stride: 2, width: 9, padding: 0, ..square(8) }),
-            (2, 2, 3, Window { stride: 3, dilation: 2, padding: 4, ..square(11) }),
-            (2, 20, 14, Window { kernel: [1, 1], padding: 0, ..square(7) }),
-            (2, 3, 8, Window { kernel: [4, 4], padding: 0, stride: 4, ..square(12) }),
-            (2, 3, 8, Window { kernel: [2, 5], padding: 3, ..square(12) }),
-            (1, 1, 1, Window { kernel: [1, 1], padding: 2, stride: 3, ..square(4) }),
+            (2, 5, 17, Window { stride: [2; 2], ..square(7) }),
+            (2, 5, 17, Window { stride: [2, 1], padding: [1, 0, 0, 2], ..square(8) }),
+            (2, 5, 17, Window { stride: [1, 3], dilation: [2, 1], padding: [0, 2, 3, 1], width: 9, ..square(8) }),
+            (2, 5, 4, Window { stride: [2; 2], width: 9, padding: [0; 4], ..square(8) }),
+            (2, 2, 3, Window { stride: [3; 2], dilation: [2; 2], padding: [4; 4], ..square(11) }),
+            (2, 20, 14, Window { kernel: [1, 1], padding: [0; 4], ..square(7) }),
+            (2, 3, 8, Window { kernel: [4, 4], padding: [0; 4], stride: [4; 2], ..square(12) }),
+            (2, 3, 8, Window { kernel: [2, 5], padding: [3; 4], ..square(12) }),
+            (1, 1, 1, Window { kernel: [1, 1], padding: [2; 4], stride: [3; 2], ..square(4) }),
             (1, 2, 3, Window { height: 5, width: 1, ..square(1) }),
         ] {
             let taps = inputs * window.kernel[0] * window.kernel[1];

@@ -272,10 +272,11 @@ impl Use<'_> {
         matches!(self.op, Op::Conv(_)) && self.input == 1 && !self.result
     }
 
-    /// The layer that multiplies integers and adds the parameter as its bias, if there is one.
+    /// The layer that multiplies integers and adds the parameter as its bias, if there is one. Sums of integers that are no matrix become
+    /// floats before ONNX Runtime adds to them.
     fn added_to(&self, graph: &Graph, style: &Style) -> Option<Sums> {
         let affine = style.integers.get(self.weight).filter(|affine| affine.symmetric && !matches!(affine.granularity, Granularity::Group(_)))?;
-        let layer = matches!(self.op, Op::Linear(op) if !op.input_major) || matches!(self.op, Op::Conv(_));
+        let layer = matches!(self.op, Op::Linear(op) if !op.input_major && self.rank == 2) || matches!(self.op, Op::Conv(_));
         let Kind::Node(producer) = self.first.map(|id| graph.value(id).kind)? else { return None };
         match &graph.nodes()[producer].op {
             Op::FakeQuantize(op) if layer && self.input == 2 && !self.result && affine.activations != ActivationScheme::DynamicToken => {

@@ -42,6 +42,9 @@ pub fn cases() -> Vec<Case> {
         case(conv(2, 2, 0), &[&[2, 4, 7, 6], &[6, 2, 3, 3], &[6]]),
         case(conv(4, 1, 1), &[&[2, 4, 5, 5], &[4, 1, 3, 3]]),
         case(conv(4, 2, 1), &[&[2, 4, 5, 5], &[8, 1, 3, 3], &[8]]),
+        // One position on the axis of the larger step.
+        case(Conv { stride: PerAxis([2, 5]), ..Conv::default() }, &[&[2, 3, 9, 7], &[4, 3, 3, 3], &[4]]),
+        case(Conv { stride: PerAxis([1, 30]), dilation: PerAxis([2, 1]), ..Conv::default() }, &[&[2, 3, 9, 7], &[4, 3, 3, 3]]),
         case(Conv { stride: PerAxis([2, 1]), padding: Padding([1, 0, 0, 2]), ..Conv::default() }, &[&[2, 4, 5, 6], &[6, 4, 3, 2], &[6]]),
         case(Conv { dilation: PerAxis([1, 2]), groups: 2, ..Conv::default() }, &[&[2, 4, 5, 6], &[6, 2, 3, 2]]),
         case(Conv { stride: PerAxis([1, 2]), padding: 1.into(), groups: 4, ..Conv::default() }, &[&[2, 4, 5, 5], &[4, 1, 3, 3], &[4]]),
@@ -163,6 +166,7 @@ pub fn cases() -> Vec<Case> {
         case(Reduce { kind: ReduceKind::L2, axes: vec![1], keep: false }, &[&[2, 3, 5]]),
         case(Reduce { kind: ReduceKind::SumOfSquares, axes: vec![0], keep: true }, &[&[2, 3, 5]]),
         case(ConvTranspose::default(), &[&[2, 3, 4, 5], &[3, 2, 3, 3], &[2]]),
+        case(ConvTranspose { stride: PerAxis([2, 5]), output_padding: PerAxis([0, 4]), ..ConvTranspose::default() }, &[&[2, 3, 4, 1], &[3, 2, 3, 3]]),
         case(ConvTranspose { stride: PerAxis([3, 2]), output_padding: 1.into(), ..ConvTranspose::default() }, &[&[2, 3, 3, 4], &[3, 2, 3, 3]]),
         case(ConvTranspose { stride: 2.into(), padding: Padding([0, 1, 1, 0]), groups: 2, ..ConvTranspose::default() }, &[&[2, 4, 3, 4], &[4, 3, 2, 3], &[6]]),
         case(ConvTranspose { dilation: PerAxis([1, 2]), stride: 2.into(), ..ConvTranspose::default() }, &[&[1, 2, 3, 3], &[2, 2, 2, 2]]),

@@ -75,6 +75,7 @@ pub use experts::{Combine, Dispatch, ExpertGroups, Route};
 pub use flatten::Flatten;
 pub use gradient::{Backward, Saved};
 pub use heads::{MergeHeads, SplitHeads};
+pub(crate) use kernels::contiguous;
 pub use kernels::{Fused, Kernel, PreparedOp, disable, kernel, moments, on_host, sum, transposed_product};
 pub use layer_norm::LayerNorm;
 pub use learned_fake_quantize::LearnedFakeQuantize;

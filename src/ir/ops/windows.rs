@@ -57,12 +57,22 @@ impl Slide {
         }
     }
 
-    /// The same as kernels know it, which have one number for both axes and for all sides.
-    pub fn even(&self) -> Option<Window> {
-        let ([height, width], kernel) = (self.size, self.kernel);
-        let window = Window { height, width, kernel, stride: self.step()?, padding: self.before[0], dilation: self.distance()? };
-        let fits = |axis: usize| self.size[axis] + 2 * window.padding > window.dilation * (kernel[axis] - 1);
-        (self.before == [window.padding; 2] && fits(0) && fits(1) && window.positions() == self.positions).then_some(window)
+    /// The same as kernels know it: with as many places behind the image as the window reaches, and no step beyond them.
+    pub fn window(&self) -> Window {
+        let ([height, width], [above, left]) = (self.size, self.before);
+        let behind = |axis: usize| self.covered(axis).saturating_sub(self.size[axis] + self.before[axis]);
+        let padding = [above, left, behind(0), behind(1)];
+        let window = Window { height, width, kernel: self.kernel, stride: self.stride, padding, dilation: self.dilation };
+        let padded = window.padded();
+        Window { stride: [0, 1].map(|axis| self.stride[axis].min(padded[axis].max(1))), ..window }
+    }
+
+    /// Padding, stride and dilation, where one number does for both axes and all sides.
+    fn even(&self) -> Option<[usize; 3]> {
+        let (padding, stride, dilation) = (self.before[0], self.step()?, self.distance()?);
+        let window = Window { padding: [padding; 4], stride: [stride; 2], dilation: [dilation; 2], ..self.window() };
+        let fits = |axis: usize| window.padded()[axis] > dilation * (self.kernel[axis] - 1);
+        (self.before == [padding; 2] && fits(0) && fits(1) && window.positions() == self.positions).then_some([padding, stride, dilation])
     }
 
     /// Images as far as the window covers them, and how it moves over those.
@@ -175,7 +185,7 @@ pub(super) fn from_taps(slide: &Slide, mut part: impl FnMut(usize) -> Result<Ten
 /// A convolution of images, its channels in groups.
 pub(super) fn convolved(x: &Tensor, weight: &Tensor, slide: &Slide, groups: usize) -> Result<Tensor> {
     let (x, slide) = if slide.even().is_some() { (x.clone(), *slide) } else { slide.cut(x, 0.0)? };
-    let (Some(padding), Some(stride), Some(dilation)) = (slide.even().map(|even| even.padding), slide.step(), slide.distance()) else {
+    let Some([padding, stride, dilation]) = slide.even() else {
         let product = matrices(weight, groups)?.broadcast_matmul(&columns(&x, &slide, groups)?)?;
         return product.reshape((x.dim(0)?, weight.dim(0)?, slide.positions[0], slide.positions[1]));
     };

@@ -121,11 +121,9 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
     weight.input_major = op.input_major;
     let x = n.wide(&n.input(0))?;
     if let Some(bias) = bias_of_sums(n) {
-        if weight.affine.symmetric && n.ty(0)?.shape.len() == 2 {
-            // Of matrices, ONNX Runtime makes integer kernels only with zero points that are written out.
-            let count = if weight.affine.granularity == Granularity::Tensor { None } else { Some(n.fixed(1, 0)? as usize) };
-            weight.zero_points = Some(n.own_int8_zeros(count));
-        }
+        // Such layers see matrices, of which ONNX Runtime makes integer kernels only with zero points that are written out.
+        let count = if weight.affine.granularity == Granularity::Tensor { None } else { Some(n.fixed(1, 0)? as usize) };
+        weight.zero_points = Some(n.own_int8_zeros(count));
         let product = product(weight, &x, n)?.emit("product", n);
         n.finish_wide("Add", &[&product, &bias], vec![]);
         return Ok(());
@@ -139,8 +137,9 @@ pub(super) fn linear(op: &Linear, n: &mut Lowering) -> Result<()> {
     match bias {
         None => n.finish_wide(pending.op, &pending.operands(), pending.attributes.clone()),
         Some(bias) => {
-            // Of a matrix product and an `Add`, ONNX Runtime makes a `Gemm` of floats before it looks at the integers.
-            let add = if pending.op == "MatMul" && n.ty(0)?.shape.len() == 2 { "Sum" } else { "Add" };
+            // Of a product and an `Add`, ONNX Runtime makes a `Gemm` of floats before it looks at the integers: of all ranks, where it knows
+            // the sizes.
+            let add = if pending.op == "MatMul" { "Sum" } else { "Add" };
             let product = pending.emit("product", n);
             n.finish_wide(add, &[&product, &bias], vec![]);
         }

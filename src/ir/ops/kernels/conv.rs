@@ -21,15 +21,7 @@ impl Kernel for Conv {
 
     fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
         let (rank, weight) = (inputs[0].rank(), images(&inputs[1])?.contiguous()?);
-        let (mut x, mut slide) = (images(&inputs[0])?, self.slide(inputs[0].dims(), inputs[1].dims())?);
-        if slide.even().is_none() {
-            (x, slide) = slide.cut(&x, 0.0)?;
-            // What comes of images that lie channel by channel has no planes that can be read.
-            x = x.contiguous()?;
-        }
-        // Unequal steps on the two axes are left to what the op means.
-        let Some(window) = slide.even() else { return Ok(None) };
-        let x = &x;
+        let (x, window) = (&with_planes(&images(&inputs[0])?)?, self.slide(inputs[0].dims(), inputs[1].dims())?.window());
         let (images, (outputs, inner, _, _)) = (x.dim(0)?, weight.dims4()?);
         let [rows, columns] = window.positions();
         let shape = [images, outputs, rows, columns];
@@ -65,7 +57,7 @@ impl Kernel for Conv {
             return Ok(None);
         }
         let &[images, inputs, height, width] = x.dims() else { return Ok(None) };
-        let (outputs, Some(window)) = (weight.dim(0)?, self.slide(x.dims(), weight.dims())?.even()) else { return Ok(None) };
+        let (outputs, window) = (weight.dim(0)?, self.slide(x.dims(), weight.dims())?.window());
         let sizes = Sizes { images, inputs, outputs, groups: self.groups, window };
         let (x, weight, gradient) = (with_planes(x)?, weight.contiguous()?, by_channel(backward.gradient)?);
         let hosts = [Host::of(&x), Host::of(&weight), Host::of(&gradient)];

@@ -103,14 +103,45 @@ fn inverse(order: &[usize]) -> Vec<usize> {
 /// A tensor of the same sizes, its elements lying as those of another do.
 pub(super) fn laid_like(tensor: &Tensor, like: &Tensor) -> Result<Tensor> {
     match order(like) {
-        Some(order) if !alike(tensor, like) => tensor.permute(order.as_slice())?.contiguous()?.permute(inverse(&order)),
+        Some(order) if !alike(tensor, like) => contiguous(&tensor.permute(order.as_slice())?)?.permute(inverse(&order)),
         _ => Ok(tensor.clone()),
     }
 }
 
+/// Elements that lie side by side and are copied together; fewer are left to candle.
+const RUN: usize = 16;
+
+/// The tensor without gaps, in the order of its axes.
+///
+/// # Errors
+/// It cannot be copied.
+pub fn contiguous(x: &Tensor) -> Result<Tensor> {
+    let (dims, strides) = (x.dims(), x.stride());
+    let (mut axes, mut run) = (dims.len(), 1);
+    while axes > 0 && (dims[axes - 1] == 1 || strides[axes - 1] == run) {
+        axes -= 1;
+        run *= dims[axes];
+    }
+    if axes == 0 || run < RUN || !readable([x]) {
+        return x.contiguous();
+    }
+    let host = Host::of(x);
+    let Some(values) = host.as_ref().and_then(Host::floats) else { return x.contiguous() };
+    let mut copied = cleared(x.elem_count());
+    copied.par_chunks_mut(run).with_min_len(CHUNK.div_ceil(run)).enumerate().for_each(|(mut index, out)| {
+        let mut start = 0;
+        for axis in (0..axes).rev() {
+            start += index % dims[axis] * strides[axis];
+            index /= dims[axis];
+        }
+        out.copy_from_slice(&values[start..start + run]);
+    });
+    Tensor::from_vec(copied, dims, x.device())
+}
+
 /// Images, channel by channel and without gaps.
 pub(super) fn by_channel(x: &Tensor) -> Result<Tensor> {
-    x.transpose(0, 1)?.contiguous()?.transpose(0, 1)
+    contiguous(&x.transpose(0, 1)?)?.transpose(0, 1)
 }
 
 /// The channels of images that lie [`by_channel`].
@@ -119,10 +150,14 @@ pub(super) fn channels<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>>
     Some(host.floats()?.get(..count)?.chunks_exact((count / x.dim(1).ok()?.max(1)).max(1)).collect())
 }
 
+/// Whether the rows of images lie side by side.
+fn has_planes(dims: &[usize], strides: &[usize]) -> bool {
+    matches!((dims, strides), (&[_, _, height, width], &[_, _, row, column]) if (column == 1 || width == 1) && (row == width || height == 1))
+}
+
 /// Images that [`planes`] can read.
 pub(super) fn with_planes(x: &Tensor) -> Result<Tensor> {
-    let (_, _, _, width) = x.dims4()?;
-    if x.stride()[2..] == [width, 1] { Ok(x.clone()) } else { by_channel(x) }
+    if has_planes(x.dims(), x.stride()) { Ok(x.clone()) } else { by_channel(x) }
 }
 
 /// Whether two tensors have the same sizes and lie in memory the same way.
@@ -228,8 +263,8 @@ pub(super) fn column_sums(x: &Tensor) -> Result<Option<Tensor>> {
 pub(super) fn planes<'h>(x: &Tensor, host: &'h Host) -> Option<Vec<&'h [f32]>> {
     let (images, channels, height, width) = x.dims4().ok()?;
     let values = host.floats()?;
-    let &[image, channel, row, column] = host.strides() else { return None };
-    if (column != 1 && width != 1) || (row != width && height != 1) {
+    let &[image, channel, ..] = host.strides() else { return None };
+    if !has_planes(x.dims(), host.strides()) {
         return None;
     }
     (0..channels * images).map(|i| values.get(i / images * channel + i % images * image..)?.get(..height * width)).collect()
@@ -253,4 +288,24 @@ pub(super) fn heads<'h>(host: &'h Host) -> Option<Heads<'h>> {
 /// A tensor `[batch, channels, …]` out of elements that lie channel by channel.
 pub(super) fn channels_first(values: Vec<f32>, [images, channels, height, width]: [usize; 4]) -> Result<Tensor> {
     Tensor::from_vec(values, (channels, images, height, width), &Device::Cpu)?.transpose(0, 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_copy_without_gaps_is_that_of_candle() {
+        let x = Tensor::arange(0f32, 2.0 * 3.0 * 5.0 * 20.0, &Device::Cpu).unwrap().reshape((2, 3, 5, 20)).unwrap();
+        let turned = x.transpose(0, 1).unwrap();
+        let broadcast = x.narrow(1, 0, 1).unwrap().broadcast_as((2, 3, 5, 20)).unwrap();
+        let views =
+            [turned.clone(), turned.transpose(1, 2).unwrap(), x.narrow(1, 1, 2).unwrap(), x.narrow(3, 2, 17).unwrap(), x.transpose(2, 3).unwrap(), broadcast];
+        for view in views.into_iter().chain([x.narrow(0, 0, 0).unwrap(), turned.narrow(1, 1, 1).unwrap()]) {
+            let values = |x: Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            let copy = contiguous(&view).unwrap();
+            assert!(copy.is_contiguous() && copy.dims() == view.dims());
+            assert_eq!(values(copy), values(view.contiguous().unwrap()), "{:?}", view.layout());
+        }
+    }
 }

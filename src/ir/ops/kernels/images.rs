@@ -90,16 +90,16 @@ impl Kernel for BatchNorm {
 }
 
 impl MaxPool {
-    /// The window over images that the kernels know.
-    fn even(&self, dims: &[usize]) -> Result<Option<Window>> {
-        Ok(if dims.len() == 4 { self.slide(dims)?.even().filter(|window| window.dilation == 1) } else { None })
+    /// The window over images, where the kernels know it.
+    fn window(&self, dims: &[usize]) -> Result<Option<Window>> {
+        Ok(if dims.len() == 4 { Some(self.slide(dims)?.window()).filter(|window| window.dilation == [1, 1]) } else { None })
     }
 }
 
 impl Kernel for MaxPool {
     fn forward(&self, inputs: &[Tensor]) -> Result<Option<Tensor>> {
         let x = &inputs[0];
-        let (&[images, count, ..], Some(window)) = (x.dims(), self.even(x.dims())?) else { return Ok(None) };
+        let (&[images, count, ..], Some(window)) = (x.dims(), self.window(x.dims())?) else { return Ok(None) };
         let [rows, columns] = window.positions();
         let compute = || {
             let host = Host::of(x)?;
@@ -115,7 +115,7 @@ impl Kernel for MaxPool {
             return Ok(Some(vec![None]));
         }
         let x = backward.inputs[0].tensor()?;
-        let (&[images, count, height, width], Some(window)) = (x.dims(), self.even(x.dims())?) else { return Ok(None) };
+        let (&[images, count, height, width], Some(window)) = (x.dims(), self.window(x.dims())?) else { return Ok(None) };
         let (x, gradient) = (with_planes(x)?, by_channel(backward.gradient)?);
         let compute = || {
             let (host, gradient) = (Host::of(&x)?, Host::of(&gradient)?);

@@ -6,7 +6,7 @@ use candle_core::{CpuStorage, Result, Tensor};
 
 use super::super::linear::by_row;
 use super::super::{Backward, Linear};
-use super::host::{Host, column_sums, readable, steps};
+use super::host::{Host, column_sums, contiguous, readable, steps};
 use super::{Fused, Gradients, Kernel};
 use crate::kernel::activation::activate;
 use crate::kernel::epilogue::Epilogue;
@@ -21,7 +21,7 @@ impl Kernel for Linear {
     }
 
     fn fused(&self, inputs: &[Tensor], epilogue: &[Fused<Tensor>]) -> Result<Option<Tensor>> {
-        let (x, weight) = (inputs[0].contiguous()?, inputs[1].contiguous()?);
+        let (x, weight) = (contiguous(&inputs[0])?, contiguous(&inputs[1])?);
         let (first, second) = weight.dims2()?;
         let out = if self.input_major { second } else { first };
         let mut shape = x.dims().to_vec();

@@ -20,6 +20,7 @@ use candle_core::{DType, Device, Result, Tensor};
 
 use super::{Backward, Op, Past};
 pub use crate::kernel::epilogue::Fused;
+pub use host::contiguous;
 
 /// Gradients by input.
 type Gradients = Vec<Option<Tensor>>;
