@@ -33,8 +33,8 @@ pub type Axis = (String, usize);
 pub fn beside_the_stream(model_type: &str, shapes: Shapes) -> Option<(Axis, Vec<Axis>)> {
     let sizes = sizes(model_type)?;
     let of = |(name, axis): (&str, usize)| {
-        let found = sizes.prefixes.iter().map(|prefix| format!("{prefix}{name}")).find_map(|name| shapes(&name).map(|shape| (name, shape)))?;
-        Some((*found.1.get(axis)?, (found.0, axis)))
+        let (name, shape) = sizes.stored(name, shapes)?;
+        Some((*shape.get(axis)?, (name, axis)))
     };
     let (width, stream) = of((sizes.hidden.1, sizes.hidden.2))?;
     Some((stream, sizes.beside.iter().filter_map(|axis| of(*axis)).filter(|(size, _)| *size == width).map(|(_, axis)| axis).collect()))
@@ -100,8 +100,13 @@ pub fn resized(config: &Map<String, Value>, head_dim: Option<usize>, shapes: Sha
 }
 
 impl Sizes {
+    /// A tensor's name in the checkpoint, and its shape.
+    fn stored(&self, name: &str, shapes: Shapes) -> Option<(String, Vec<usize>)> {
+        self.prefixes.iter().map(|prefix| format!("{prefix}{name}")).find_map(|name| shapes(&name).map(|shape| (name, shape)))
+    }
+
     fn resized(&self, settings: &Settings, head_dim: Option<usize>, shapes: Shapes) -> Vec<(&'static str, Value)> {
-        let shape = |name: &str| self.prefixes.iter().find_map(|prefix| shapes(&format!("{prefix}{name}")));
+        let shape = |name: &str| self.stored(name, shapes).map(|(_, shape)| shape);
         // Not every layer has every part.
         let layers = settings.size(self.layers).unwrap_or(1);
         let first = |name: &str| shape(name).or_else(|| (1..layers).find_map(|layer| shape(&name.replacen("layers.0.", &format!("layers.{layer}."), 1))));

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use rayon::prelude::*;
 
-use super::histogram::{ActivationHistogram, exponent_of};
+use super::histogram::{ActivationHistogram, add_narrower, exponent_of};
 use super::there::{Columns, counts};
 use crate::kernel::bins::{add_row, count, extremes, number_row, sums};
 use crate::kernel::columns::STRIPE;
@@ -47,9 +47,7 @@ fn grow(so_far: &mut i32, counts: &mut [u64], exponent: i32) {
         return;
     }
     let mut wider = [0u64; BINS];
-    for (bin, count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
-        wider[(((bin as i32 - HALF) >> doublings.min(20)) + HALF) as usize] += count;
-    }
+    add_narrower(&mut wider, counts, doublings);
     counts.copy_from_slice(&wider);
     *so_far = exponent;
 }
@@ -196,18 +194,15 @@ impl Channels {
 
     /// Adds what another has seen of the same channels.
     pub fn merge(&mut self, other: &Channels) {
-        let mut other = other.clone();
         for channel in 0..self.low.len() {
             self.low[channel] = self.low[channel].min(other.low[channel]);
             self.high[channel] = self.high[channel].max(other.high[channel]);
             self.sums[channel] += other.sums[channel];
             self.squares[channel] += other.squares[channel];
-            if let (Some(bins), Some(others)) = (&mut self.bins, &mut other.bins) {
-                let exponent = bins.exponents[channel].max(others.exponents[channel]);
-                bins.grow(channel, exponent);
-                others.grow(channel, exponent);
+            if let (Some(bins), Some(others)) = (&mut self.bins, &other.bins) {
+                bins.grow(channel, others.exponents[channel]);
                 let range = channel * BINS..(channel + 1) * BINS;
-                bins.counts[range.clone()].iter_mut().zip(&others.counts[range]).for_each(|(a, b)| *a += b);
+                add_narrower(&mut bins.counts[range.clone()], &others.counts[range], bins.exponents[channel] - others.exponents[channel]);
             }
         }
         self.count += other.count;

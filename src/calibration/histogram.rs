@@ -40,6 +40,14 @@ pub(super) fn exponent_of(largest: f32) -> i32 {
     if largest < f32::MIN_POSITIVE { LEAST } else { ((largest.to_bits() >> 23) as i32 - 126).max(LEAST) }
 }
 
+/// Adds counts of bins around zero to those of as many bins over a range that has been doubled so many times more.
+pub(super) fn add_narrower(counts: &mut [u64], narrower: &[u64], doublings: i32) {
+    let (half, shift) = (counts.len() as i32 / 2, doublings.min(20));
+    for (bin, count) in narrower.iter().enumerate().filter(|(_, count)| **count > 0) {
+        counts[(((bin as i32 - half) >> shift) + half) as usize] += count;
+    }
+}
+
 impl ActivationHistogram {
     /// Counts finite values; others are for the caller to refuse.
     pub fn add(&mut self, values: &[f32]) {
@@ -88,12 +96,8 @@ impl ActivationHistogram {
             return;
         }
         if self.total > 0 {
-            let shift = doublings.min(20);
-            let mut counts = vec![0; BINS];
-            for (bin, count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
-                counts[(((bin as i32 - HALF) >> shift) + HALF) as usize] += count;
-            }
-            self.counts = counts;
+            let counts = std::mem::replace(&mut self.counts, vec![0; BINS]);
+            add_narrower(&mut self.counts, &counts, doublings);
         }
         self.exponent = exponent;
     }
@@ -101,10 +105,7 @@ impl ActivationHistogram {
     /// Adds what another has counted.
     pub fn merge(&mut self, other: &ActivationHistogram) {
         self.grow(other.exponent);
-        let shift = (self.exponent - other.exponent).min(20);
-        for (bin, found) in other.counts.iter().enumerate().filter(|(_, found)| **found > 0) {
-            self.counts[(((bin as i32 - HALF) >> shift) + HALF) as usize] += found;
-        }
+        add_narrower(&mut self.counts, &other.counts, self.exponent - other.exponent);
         (self.low, self.high) = (self.low.min(other.low), self.high.max(other.high));
         self.total += other.total;
     }

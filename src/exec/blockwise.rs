@@ -14,6 +14,7 @@ use super::{BlockwiseOptions, Executor, MemoryCategory, Observation, Parameters,
 use crate::analysis::{self, Block};
 use crate::data::Batch;
 use crate::error::{Error, Result};
+use crate::ir::ops::contiguous;
 use crate::ir::{Graph, Kind, ValueId};
 use crate::store::Weights;
 use crate::work::{Event, ProgressUnit, Silent, Work};
@@ -313,7 +314,7 @@ impl<'a> Blockwise<'a> {
             _ => {}
         }
         if leads_in {
-            return self.samples[index].start.get(id, &self.options.device)?.contiguous().map_err(|e| Error::computed(format!("graph node `{value}`"), e));
+            return contiguous(&self.samples[index].start.get(id, &self.options.device)?).map_err(|e| Error::computed(format!("graph node `{value}`"), e));
         }
         let mut run = self.resume(index, |run| run.done < done.unwrap_or(0) || run.values[id.index()].is_some())?;
         let tensor = self.executor.advance(&self.observation, &mut run, value)?;

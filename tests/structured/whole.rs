@@ -4,7 +4,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use compress::data::Data;
 use compress::exec::{Executor, Parameters, Residence};
 use compress::pass::prune_structured::{Amounts, Importance, PrunedPart, Repair};
 use compress::pass::{Amount, PruneStructured};
@@ -16,12 +15,8 @@ use super::{common, golden, half, outputs, run, tokens};
 #[test]
 fn layers_go_by_their_influence() {
     let folder = tempfile::tempdir().unwrap();
-    let ids: Vec<i64> = (0..64).map(|i| i * 7 % 40).collect();
-    let ids = Tensor::from_vec(ids, (8, 8), &Device::Cpu).unwrap();
-    let path = folder.path().join("tokens.safetensors");
-    candle_core::safetensors::save(&[("input_ids".to_owned(), ids.clone()), ("attention_mask".to_owned(), ids.ones_like().unwrap())].into(), &path).unwrap();
     let pass = PruneStructured { amount: Some(Amounts::All(Amount::Count(1))), ..half(&[PrunedPart::Layers]) };
-    let done = run("llama", Pipeline::builder().calibration(Data::at(&path)).pass(pass));
+    let done = run("llama", Pipeline::builder().calibration(tokens(folder.path())).pass(pass));
     let influence = done.report.passes[0].details["layers"]["influence"].as_array().unwrap().clone();
     assert_eq!(influence.len(), 2);
     let gone = done.report.passes[0].details["layers"]["gone"][0].as_u64().unwrap() as usize;

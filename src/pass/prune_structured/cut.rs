@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::analysis::{Group, Groups};
 use crate::arch;
 use crate::error::{Error, Result};
-use crate::ir::{Graph, GraphFile, Op};
+use crate::ir::{Catalog, Graph, GraphFile, Op};
 use crate::model::Model;
 use crate::work::Meter;
 
@@ -30,8 +30,7 @@ pub(super) fn surviving(model: &Model, groups: &Groups, gone: &BTreeMap<usize, V
             }
         }
     }
-    let shape = |name: &str| model.weights.by_name.get(name).map(|weight| weight.shape.clone());
-    if let Some((stream, others)) = arch::beside_the_stream(model.config.model_type(), &shape)
+    if let Some((stream, others)) = arch::beside_the_stream(model.config.model_type(), &|name| model.weights.shape(name))
         && let Some(of_stream) = surviving.get(&stream).cloned()
     {
         surviving.extend(others.into_iter().map(|axis| (axis, of_stream.clone())));
@@ -79,8 +78,7 @@ pub(super) fn settle(model: &mut Model, graph: Graph, more: Vec<(String, Value)>
         Op::SplitHeads(op) => Some(op.head_dim),
         _ => None,
     });
-    let shape = |name: &str| model.weights.by_name.get(name).map(|weight| weight.shape.clone());
-    let resized = arch::resized(model.config.values(), head_dim, &shape).into_iter().map(|(key, value)| (key.to_owned(), value));
+    let resized = arch::resized(model.config.values(), head_dim, &|name| model.weights.shape(name)).into_iter().map(|(key, value)| (key.to_owned(), value));
     let values: Vec<(String, Value)> = resized.chain(more).collect();
     let before = model.config.clone();
     let keys: Vec<&str> = values.iter().map(|(key, _)| key.as_str()).collect();
