@@ -44,6 +44,26 @@ fn quantiles(mut seconds: Vec<f64>) -> Quantiles {
 mod tests {
     use super::*;
 
+    /// Sleeps for a time at each run.
+    struct Sleeper(u64);
+
+    impl Runner for Sleeper {
+        fn runtime(&self) -> super::super::Runtime {
+            super::super::Runtime::Candle
+        }
+
+        fn run(&mut self, _: &Inputs) -> Result<super::super::Outputs> {
+            std::thread::sleep(std::time::Duration::from_millis(self.0));
+            Ok(Default::default())
+        }
+    }
+
+    #[test]
+    fn a_faster_model_has_a_speedup_above_one() {
+        let found = latency(&mut Sleeper(40), &mut Sleeper(4), &Inputs::new(), 1).unwrap();
+        assert!(found.speedup > 1.0 && found.before_ms.p50 > found.after_ms.p50, "{found:?}");
+    }
+
     #[test]
     fn quantiles_of_a_hundred() {
         let quantiles = quantiles((1..=100).rev().map(f64::from).collect());

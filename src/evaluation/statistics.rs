@@ -88,6 +88,14 @@ mod tests {
         assert_eq!(pearson(&a, &[1.0; 5]), None);
     }
 
+    // scipy.stats.norm.interval(0.95, loc=np.mean(x), scale=scipy.stats.sem(x)) of x = [1, 2, 3, 4].
+    #[test]
+    fn the_interval_of_a_mean_is_that_of_its_standard_error() {
+        let [low, high] = mean(10.0, 30.0, 4).unwrap();
+        near(low, 1.234_848_69);
+        near(high, 3.765_151_31);
+    }
+
     #[test]
     fn intervals_hold_the_value() {
         let [low, high] = correlation(0.82, 1379).unwrap();
