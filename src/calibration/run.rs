@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use super::channels::add_images;
 use super::there::{self, Columns};
 use super::{ActivationHistogram, Averages, Channels};
-use crate::data::{Batch, DataSet, Padding, Side, Sides};
+use crate::data::{Batch, DataSet, Padding, Sides, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{Blockwise, BlockwiseOptions, Executor, floats_on_host, read, state_bytes};
@@ -222,7 +222,7 @@ pub fn calibrate(executor: &Executor, data: &DataSet, requests: &BTreeMap<String
     data.for_each_batch("Calibrating", work, |batch| {
         let padding = padding(&batch)?;
         let mut look = |name: &str, value: &Tensor| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, (&padding, sides.side(name))),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding, sides.token_axis(name))),
             _ => Ok(()),
         };
         for (name, value) in &batch.inputs {
@@ -255,7 +255,7 @@ pub fn calibrate_blockwise(
         |name| requests.contains_key(name),
         work,
         |batch, name, value| match requests.get(name) {
-            Some(request) => watch(&mut seen, name, value, *request, (&padding(batch)?, sides.side(name))),
+            Some(request) => watch(&mut seen, name, value, *request, (&padding(batch)?, sides.token_axis(name))),
             None => Ok(()),
         },
     )?;
@@ -303,7 +303,7 @@ fn padding(batch: &Batch) -> Result<Padding> {
     Padding::of(batch).map_err(|e| Error::run("input `attention_mask`", e, ""))
 }
 
-fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, (padding, side): (&Padding, Side)) -> Result<()> {
+fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tensor, request: Request, (padding, tokens): (&Padding, TokenAxis)) -> Result<()> {
     let shape = value.dims();
     let width = request.axis.channels(shape);
     if !seen.contains_key(name) {
@@ -313,13 +313,13 @@ fn watch(seen: &mut BTreeMap<String, ValueStatistics>, name: &str, value: &Tenso
     let each = request.axis == Axis::Second || shape.len() == 2;
     let samples = if each { shape.first().copied().unwrap_or(1) } else { 1 };
     if !on_host(value.device()) {
-        let (rows, samples) =
-            rows_there(value, width, request.axis, padding.kept(side, shape), samples).map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
+        let (rows, samples) = rows_there(value, width, request.axis, padding.kept(tokens, shape).as_deref(), samples)
+            .map_err(|e| Error::run(format!("graph value `{name}`"), e, ""))?;
         return so_far.add_there(name, &rows, request.axis, samples);
     }
-    let mut take = |values: &[f32]| match padding.kept(side, shape) {
+    let mut take = |values: &[f32]| match padding.kept(tokens, shape) {
         Some(kept) if request.axis == Axis::Last => {
-            let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
+            let real: Vec<f32> = values.chunks_exact(width.max(1)).zip(&*kept).filter(|(_, kept)| **kept).flat_map(|(row, _)| row.iter().copied()).collect();
             so_far.add(name, &real, &[real.len() / width.max(1), width], request.axis, 1)
         }
         _ => so_far.add(name, values, shape, request.axis, samples),
@@ -352,21 +352,22 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
-    use crate::data::References;
+    use crate::data::{References, Side};
 
     /// What is seen of batches of a shape, where values are on the host and where they are not.
     fn seen(shapes: &[&[usize]], request: Request, mask: Option<&Tensor>) -> [ValueStatistics; 2] {
         let width = shapes[0][if request.axis == Axis::Last { shapes[0].len() - 1 } else { 1 }];
         let inputs = mask.map(|mask| ("attention_mask".to_owned(), mask.clone())).into_iter().collect();
+        let tokens = TokenAxis { side: Side::Read, axis: shapes[0].len().checked_sub(2) };
         let padding = Padding::of(&Batch { inputs, references: References::None, samples: 1 }).unwrap();
         let mut seen: [BTreeMap<String, ValueStatistics>; 2] = [BTreeMap::new(), BTreeMap::new()];
         for (index, shape) in shapes.iter().enumerate() {
             let number = |i: usize| (((i * 7919 + index * 31) % 1009) as f32 / 90.0 - 5.0) * 2f32.powi((index % 5) as i32);
             let value = Tensor::from_vec((0..shape.iter().product()).map(number).collect::<Vec<f32>>(), *shape, &Device::Cpu).unwrap();
-            watch(&mut seen[0], "x", &value, request, (&padding, Side::Read)).unwrap();
+            watch(&mut seen[0], "x", &value, request, (&padding, tokens)).unwrap();
             let there = seen[1].entry("x".to_owned()).or_insert_with(|| ValueStatistics::new(width, request));
             let samples = if request.axis == Axis::Second || shape.len() == 2 { shape[0] } else { 1 };
-            let (rows, samples) = rows_there(&value, width, request.axis, padding.kept(Side::Read, shape), samples).unwrap();
+            let (rows, samples) = rows_there(&value, width, request.axis, padding.kept(tokens, shape).as_deref(), samples).unwrap();
             there.add_there("x", &rows, request.axis, samples).unwrap();
         }
         seen.map(|mut seen| seen.remove("x").unwrap())
@@ -380,9 +381,16 @@ mod tests {
             assert_eq!((empty.averages, empty.samples), (Averages::default(), 0));
         }
         let tokens: &[&[usize]] = &[&[2, 3, 10], &[2, 3, 10], &[2, 3, 10]];
+        let heads: &[&[usize]] = &[&[2, 4, 3, 10], &[2, 4, 3, 10]];
         let images: &[&[usize]] = &[&[3, 2, 4, 4], &[2, 2, 4, 4], &[1, 2, 4, 4]];
         let vectors: &[&[usize]] = &[&[7, 2500], &[4, 2500]];
-        for (shapes, axis, mask) in [(tokens, Axis::Last, Some(&mask)), (tokens, Axis::Last, None), (images, Axis::Second, None), (vectors, Axis::Last, None)] {
+        for (shapes, axis, mask) in [
+            (tokens, Axis::Last, Some(&mask)),
+            (heads, Axis::Last, Some(&mask)),
+            (tokens, Axis::Last, None),
+            (images, Axis::Second, None),
+            (vectors, Axis::Last, None),
+        ] {
             for histograms in [true, false] {
                 let [here, there] = seen(shapes, Request { axis, histograms }, mask);
                 assert_eq!((here.histogram.clone(), here.rows.clone()), (there.histogram.clone(), there.rows.clone()));

@@ -47,7 +47,7 @@ pub use options::{ChannelOrder, Column, Data, DataSets, ImageLayout, LabelKind, 
 pub use order::Order;
 pub(crate) use padding::Padding;
 pub use side::Side;
-pub(crate) use side::{DECODED, Sides};
+pub(crate) use side::{DECODED, Sides, TokenAxis};
 pub use speech::Speech;
 pub use synthetic::{KINDS, longest, synthetic, synthetic_for, synthetic_of};
 pub(crate) use tokens::Tokenizer;

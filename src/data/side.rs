@@ -1,12 +1,12 @@
 //! Which of a model's sequences the values of its graph belong to: with a decoder behind an encoder, there are two.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use candle_core::Tensor;
 
 use super::{Batch, References};
 use crate::error::{Error, Result};
-use crate::ir::{Graph, Value, ValueId};
+use crate::ir::{Dim, Graph, ValueId};
 
 /// The input of a decoder behind an encoder, which holds its tokens.
 pub(crate) const DECODED: &str = "decoder_input_ids";
@@ -37,11 +37,21 @@ impl Side {
     }
 }
 
+/// The axis of a value along which the tokens of a sequence lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct TokenAxis {
+    /// The sequence.
+    pub side: Side,
+    /// The axis; none where a value has no row for each token.
+    pub axis: Option<usize>,
+}
+
 /// The sides of the values of a graph: whatever follows from the tokens of a decoder is its own, also where both sequences have one length.
 #[derive(Debug, Clone)]
 pub(crate) struct Sides<'g> {
     graph: &'g Graph,
     said: BTreeSet<&'g str>,
+    shapes: BTreeMap<&'g str, &'g [Dim]>,
 }
 
 impl<'g> Sides<'g> {
@@ -55,7 +65,8 @@ impl<'g> Sides<'g> {
                 said.insert(name(node.output));
             }
         }
-        Sides { graph, said }
+        let shapes = graph.values().iter().map(|value| (value.name.as_str(), value.ty.shape.as_slice())).collect();
+        Sides { graph, said, shapes }
     }
 
     /// The side of a value, by name.
@@ -76,11 +87,24 @@ impl<'g> Sides<'g> {
     /// Whose tokens lie along an axis, which is the last but one.
     fn tokens_at(&self, name: &str, axis: usize) -> Option<Side> {
         let side = self.side(name);
-        let shape = |value: &'g Value| &value.ty.shape;
-        let input = |name: &str| self.graph.inputs().find(|(_, value)| value.name == name).and_then(|(_, value)| shape(value).get(1));
-        let tokens = side.names().into_iter().find_map(input)?;
-        let shape = self.graph.values().iter().find(|value| value.name == name).map(shape)?;
-        (shape.len().checked_sub(2) == Some(axis) && shape.get(axis) == Some(tokens)).then_some(side)
+        let shape = self.shapes.get(name)?;
+        (shape.len().checked_sub(2) == Some(axis) && shape.get(axis) == Some(self.length(side)?)).then_some(side)
+    }
+
+    /// The size of a sequence.
+    fn length(&self, side: Side) -> Option<&'g Dim> {
+        side.names().into_iter().find_map(|name| self.graph.inputs().find(|(_, value)| value.name == name)?.1.ty.shape.get(1))
+    }
+
+    /// The axis of the tokens among those that make rows of the last one: of hidden states `[batch, sequence, width]` the second, of heads
+    /// `[batch, heads, sequence, width]` the third.
+    pub fn token_axis(&self, name: &str) -> TokenAxis {
+        let side = self.side(name);
+        let shape = self.shapes.get(name).copied().unwrap_or_default();
+        let length = self.length(side);
+        let found = (1..shape.len().saturating_sub(1)).rev().find(|axis| length.is_some() && shape.get(*axis) == length);
+        // Sizes of exported files may have names of their own.
+        TokenAxis { side, axis: found.or((shape.len() == 3).then_some(1)) }
     }
 }
 
@@ -143,6 +167,9 @@ mod tests {
         for (name, side) in [("x", Side::Read), ("k", Side::Read), ("y", Side::Said), ("z", Side::Said), ("h", Side::Said), ("logits", Side::Said)] {
             let (rows, heads) = if name == "h" { (None, Some(side)) } else { (Some(side), None) };
             assert_eq!((sides.side(name), sides.tokens(name), sides.head_tokens(name)), (side, rows, heads), "{name}");
+        }
+        for (name, axis) in [("x", Some(1)), ("h", Some(2)), ("w", None), ("input_ids", None)] {
+            assert_eq!(sides.token_axis(name).axis, axis, "{name}");
         }
         assert_eq!((sides.tokens("w"), sides.tokens("decoder_input_ids"), sides.tokens("nothing")), (None, None, None));
     }

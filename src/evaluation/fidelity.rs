@@ -1,20 +1,88 @@
 //! How close a model's answers are to another's.
 
+use std::collections::BTreeMap;
+
 use candle_core::{D, DType, Tensor};
 use rayon::prelude::*;
 
-use super::embedding::{EMBEDDINGS, cosine_of};
-use super::{Fidelity, Outputs, by_parts, computed};
-use crate::data::{Batch, Padding, Side};
+use super::embedding::cosine_of;
+use super::{Fidelity, OutputFidelity, Outputs, by_parts, computed};
+use crate::data::{Batch, Padding, Side, TokenAxis};
 use crate::error::{Error, Result};
 use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
 use crate::ir::ops::on_host;
 
-/// Sums of what two models say.
+/// Signal to noise ratio, in decibels, that stands for every lower one.
+const LEAST_SQNR: f64 = -300.0;
+
+/// Differences of all float outputs of two models, summed over batches.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Sums {
-    output: String,
+    outputs: BTreeMap<String, OutputSums>,
+    not_compared: BTreeMap<String, String>,
+}
+
+impl Sums {
+    pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
+        let padding = Padding::of(batch).map_err(computed)?;
+        let floats = |outputs: &'_ Outputs| outputs.iter().filter(|(_, tensor)| tensor.dtype().is_float()).map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let mut names = floats(before);
+        names.extend(floats(after));
+        names.sort();
+        names.dedup();
+        let (mut compared, mut reasons) = (false, Vec::new());
+        for name in names {
+            let reason = match (before.get(&name), after.get(&name)) {
+                (Some(a), Some(b)) if a.dims() == b.dims() => {
+                    self.outputs.entry(name.clone()).or_default().add(&name, batch, &padding, a, b)?;
+                    compared = true;
+                    continue;
+                }
+                (Some(a), Some(b)) => format!("is {:?} of one model and {:?} of the other", a.dims(), b.dims()),
+                _ => "only one of the models has it".to_owned(),
+            };
+            reasons.push(format!("output `{name}` {reason}"));
+            self.not_compared.insert(name, reason);
+        }
+        if compared {
+            return Ok(());
+        }
+        let names = |outputs: &Outputs| outputs.keys().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
+        let outputs = format!("the first model has {}, the second {}", names(before), names(after));
+        Err(Error::option("evaluation", format!("the models share no float output that can be compared: {outputs}; {}", reasons.join(", "))))
+    }
+
+    pub fn finish(self) -> Fidelity {
+        Fidelity::worst_of(self.outputs.into_iter().map(|(name, sums)| (name, sums.finish())).collect(), self.not_compared)
+    }
+}
+
+/// How many values of an output make a row, and what rows are.
+struct Layout {
+    width: usize,
+    /// Whether rows are the tokens of the batch.
+    tokens: bool,
+    /// Whether rows are logits of classes.
+    logits: bool,
+}
+
+impl Layout {
+    fn new(name: &str, dims: &[usize], batch: &Batch) -> Layout {
+        let tokens = dims.len() == 3 && batch.inputs.values().any(|input| input.rank() == 2 && dims.starts_with(input.dims()));
+        let logits = name == "logits" && matches!(dims.len(), 2 | 3) && dims.last() > Some(&1);
+        let width = match dims {
+            [] | [_] => 1,
+            [.., last] if tokens || logits => *last,
+            [_, sample @ ..] => sample.iter().product(),
+        };
+        Layout { width: width.max(1), tokens, logits }
+    }
+}
+
+/// Differences of one output.
+#[derive(Debug, Clone, Default)]
+struct OutputSums {
     logits: bool,
     rows: u64,
     cosines: f64,
@@ -27,30 +95,17 @@ pub(crate) struct Sums {
     largest: f64,
 }
 
-impl Sums {
-    pub fn add(&mut self, batch: &Batch, before: &Outputs, after: &Outputs) -> Result<()> {
-        let shared = || before.iter().filter(|(name, tensor)| tensor.dtype().is_float() && after.contains_key(*name)).map(|(name, _)| name);
-        let usual = ["logits"].into_iter().chain(EMBEDDINGS);
-        let name = usual.filter(|name| before.contains_key(*name) && after.contains_key(*name)).map(str::to_owned).next().or_else(|| shared().next().cloned());
-        let Some(name) = name else {
-            let names = |outputs: &Outputs| outputs.keys().map(|n| format!("`{n}`")).collect::<Vec<_>>().join(", ");
-            return Err(Error::option("evaluation", format!("the models share no output: one gives {}, the other {}", names(before), names(after))));
-        };
-        let (a, b) = (&before[&name], &after[&name]);
-        if a.dims() != b.dims() {
-            return Err(Error::option("evaluation", format!("output `{name}` is {:?} of one model and {:?} of the other", a.dims(), b.dims())));
-        }
-        // What exported files tell of an encoder beside the decoder's answers.
+impl OutputSums {
+    fn add(&mut self, name: &str, batch: &Batch, padding: &Padding, a: &Tensor, b: &Tensor) -> Result<()> {
+        // Exported encoder-decoder models also return the encoder's hidden states.
         let side = if name.starts_with("encoder_") { Side::Read } else { batch.answered() };
-        self.logits = name == "logits";
-        self.output = name;
-        let width = if a.rank() < 2 { 1 } else { a.dims()[a.rank() - 1] };
-        let padding = Padding::of(batch).map_err(computed)?;
-        let kept = padding.kept(side, a.dims());
-        let rows = rows(a, b, width.max(1), self.logits).map_err(computed)?;
-        // Rows are looked at by several threads and added up in their order.
+        let layout = Layout::new(name, a.dims(), batch);
+        self.logits = layout.logits;
+        let kept = if layout.tokens { padding.kept(TokenAxis { side, axis: Some(1) }, a.dims()) } else { None };
+        let rows = rows(a, b, layout.width, layout.logits).map_err(computed)?;
+        // Threads compute the rows; they are summed in order.
         for (index, row) in rows.iter().enumerate() {
-            if kept.is_none_or(|kept| kept.get(index) != Some(&false)) {
+            if kept.as_ref().is_none_or(|kept| kept.get(index) != Some(&false)) {
                 self.add_row(row);
             }
         }
@@ -71,13 +126,13 @@ impl Sums {
         self.agreements += u64::from(row.agrees);
     }
 
-    pub fn finish(self) -> Fidelity {
+    fn finish(self) -> OutputFidelity {
         let rows = self.rows.max(1) as f64;
-        Fidelity {
-            output: self.output,
+        OutputFidelity {
             cosine: self.cosines / rows,
             cosine_min: self.least.unwrap_or(1.0),
-            sqnr_db: Some(10.0 * (self.signal / self.noise).log10()).filter(|db| db.is_finite()),
+            // Finite, also where the first model gives zeros only: a report cannot hold minus infinity.
+            sqnr_db: (self.noise > 0.0).then(|| (10.0 * (self.signal / self.noise).log10()).max(LEAST_SQNR)),
             kl: self.logits.then_some(self.divergence / rows),
             top1_agreement: self.logits.then_some(self.agreements as f64 / rows),
             max_abs_error: self.error,
@@ -86,7 +141,7 @@ impl Sums {
     }
 }
 
-/// What two models say to one sample, or to one token of it.
+/// Differences of one row: of a sample, or of a token.
 #[derive(Default)]
 struct Row {
     cosine: f64,
@@ -123,7 +178,7 @@ impl Row {
     }
 }
 
-/// What two models say, row by row; of values on a device, these numbers alone come back.
+/// Differences row by row; rows on a device are reduced there.
 fn rows(a: &Tensor, b: &Tensor, width: usize, logits: bool) -> candle_core::Result<Vec<Row>> {
     if on_host(a.device()) || !a.device().same_device(b.device()) {
         let (a, b) = (floats_on_host(a, Cause::Answers)?, floats_on_host(b, Cause::Answers)?);
@@ -200,9 +255,73 @@ mod tests {
         };
         let inputs = mask.map(|mask| ("attention_mask".to_owned(), Tensor::new(&[mask], &Device::Cpu).unwrap()));
         let batch = Batch { inputs: inputs.into_iter().collect(), references: References::None, samples: 2 };
+        compared(&batch, &[(name, tensor(a))], &[(name, tensor(b))]).unwrap()
+    }
+
+    fn compared(batch: &Batch, before: &[(&str, Tensor)], after: &[(&str, Tensor)]) -> Result<Fidelity> {
+        let outputs = |named: &[(&str, Tensor)]| named.iter().map(|(name, tensor)| ((*name).to_owned(), tensor.clone())).collect::<Outputs>();
         let mut sums = Sums::default();
-        sums.add(&batch, &[(name.to_owned(), tensor(a))].into(), &[(name.to_owned(), tensor(b))].into()).unwrap();
-        sums.finish()
+        sums.add(batch, &outputs(before), &outputs(after))?;
+        Ok(sums.finish())
+    }
+
+    fn numbers(shape: &[usize], seed: u32) -> Tensor {
+        let count = shape.iter().product::<usize>() as u32;
+        let values: Vec<f32> = (0..count).map(|i| (i.wrapping_mul(2_654_435_761).wrapping_add(seed * 977) >> 16) as f32 / 8192.0 - 3.9).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    }
+
+    /// A detector's outputs: corrupting any of them lowers the fidelity, and an additional output changes no figure of the others.
+    #[test]
+    fn every_float_output_counts() {
+        let batch = Batch { inputs: BTreeMap::new(), references: References::None, samples: 2 };
+        let names = ["boxes", "logits", "scores", "segments"];
+        let shapes: [&[usize]; 4] = [&[2, 5, 4], &[2, 7], &[2], &[2, 3, 6, 6]];
+        let outputs = |seed: u32| -> Vec<(&str, Tensor)> { names.iter().zip(shapes).map(|(name, shape)| (*name, numbers(shape, seed))).collect() };
+        let before = outputs(1);
+        let slightly: Vec<(&str, Tensor)> = before.iter().map(|(name, tensor)| (*name, (tensor + 0.01).unwrap())).collect();
+        let good = compared(&batch, &before, &slightly).unwrap();
+        assert_eq!(good.outputs.keys().map(String::as_str).collect::<Vec<_>>(), names);
+        for index in 0..names.len() {
+            for corrupt in [slightly[index].1.zeros_like().unwrap(), numbers(shapes[index], 9).neg().unwrap()] {
+                let mut after = slightly.clone();
+                after[index].1 = corrupt;
+                let bad = compared(&batch, &before, &after).unwrap();
+                assert!(bad.cosine < good.cosine && bad.cosine_min < good.cosine_min && bad.sqnr_db < good.sqnr_db, "{}: {bad:?}", names[index]);
+                assert_eq!(bad.output, names[index]);
+                assert!(good.outputs.iter().all(|(name, output)| name == names[index] || bad.outputs[name] == *output));
+            }
+            let without = |outputs: &[(&'static str, Tensor)]| outputs.iter().filter(|(name, _)| *name != names[index]).cloned().collect::<Vec<_>>();
+            let fewer = compared(&batch, &without(&before), &without(&slightly)).unwrap();
+            assert!(fewer.outputs.iter().all(|(name, output)| good.outputs[name] == *output));
+            let lost = compared(&batch, &before, &without(&slightly)).unwrap();
+            assert!(lost.not_compared.keys().eq([names[index]]) && lost.outputs == fewer.outputs, "{lost:?}");
+        }
+        let other = [("boxes", numbers(&[2, 4, 5], 1)), ("scores", before[2].1.clone())];
+        assert!(compared(&batch, &before, &other).unwrap().not_compared["boxes"].contains("[2, 5, 4]"));
+        let error = compared(&batch, &before[..1], &other[..1]).unwrap_err().to_string();
+        assert!(error.contains("`boxes`") && error.contains("[2, 4, 5]"), "{error}");
+    }
+
+    /// One row of pixels that is zero in one model alone is a small part of a sample.
+    #[test]
+    fn outputs_without_tokens_are_compared_by_sample() {
+        let dark = Tensor::cat(&[Tensor::zeros((2, 1, 1, 6), DType::F32, &Device::Cpu).unwrap(), numbers(&[2, 1, 5, 6], 1)], 2).unwrap();
+        let lit = Tensor::cat(&[Tensor::full(0.01f32, (2, 1, 1, 6), &Device::Cpu).unwrap(), numbers(&[2, 1, 5, 6], 1)], 2).unwrap();
+        let pixels = Batch { inputs: [("pixel_values".to_owned(), numbers(&[2, 3, 6, 6], 1))].into(), references: References::None, samples: 2 };
+        assert!(compared(&pixels, &[("mask", dark.clone())], &[("mask", lit.clone())]).unwrap().cosine_min > 0.999);
+        let depth = |tensor: &Tensor| tensor.squeeze(1).unwrap();
+        assert!(compared(&pixels, &[("depth", depth(&dark))], &[("depth", depth(&lit))]).unwrap().cosine_min > 0.999);
+        let tokens = Batch { inputs: [("input_ids".to_owned(), Tensor::zeros((2, 6), DType::I64, &Device::Cpu).unwrap())].into(), ..pixels };
+        assert_eq!(compared(&tokens, &[("states", depth(&dark))], &[("states", depth(&lit))]).unwrap().cosine_min, 0.0);
+        let segments = compared(&tokens, &[("logits", dark.clone())], &[("logits", lit)]).unwrap();
+        assert_eq!((segments.kl, segments.top1_agreement), (None, None));
+    }
+
+    #[test]
+    fn noise_without_signal_is_not_the_same() {
+        let fidelity = compare("x", &[[0.0; 3]; 2], &[[1.0; 3]; 2], None);
+        assert_eq!((fidelity.cosine, fidelity.sqnr_db), (0.0, Some(LEAST_SQNR)));
     }
 
     #[test]

@@ -30,25 +30,84 @@ pub fn lower_is_better(metric: &str) -> bool {
     metric == "perplexity"
 }
 
-/// Closeness of one model's answers to another's.
+/// Closeness of one model's outputs to another's: every float output that both have is compared, and each figure is that of the output
+/// where it is worst.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Fidelity {
-    /// Which output is compared.
+    /// The output with the lowest mean cosine.
     pub output: String,
-    /// Mean cosine of the answers: one for a sample, or one for each of its tokens that is not padding.
+    /// Mean cosine of the rows of an output.
     pub cosine: f64,
-    /// The least of these cosines.
+    /// Lowest cosine of any row.
     pub cosine_min: f64,
-    /// Signal to noise over all answers; none when there is no difference.
+    /// Signal to noise ratio; none when there is no difference.
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits.
     pub kl: Option<f64>,
-    /// Part of the answers whose likeliest class is the same; only for logits.
+    /// Fraction of the predictions with the same top class; only for logits.
     pub top1_agreement: Option<f64>,
-    /// Largest difference of a number.
+    /// Largest absolute difference, of the output where it is largest relative to the values.
     pub max_abs_error: f64,
-    /// Largest number of the first model's answers, without its sign.
+    /// Largest absolute value of the same output of the first model.
     pub largest: f64,
+    /// Figures of each output.
+    #[serde(default)]
+    pub outputs: BTreeMap<String, OutputFidelity>,
+    /// Float outputs that were not compared, each with the reason.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub not_compared: BTreeMap<String, String>,
+}
+
+/// Closeness of one output. A row is a token (padding excluded) of a text, a distribution of `logits`, or else a whole sample.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OutputFidelity {
+    /// Mean cosine of the rows.
+    pub cosine: f64,
+    /// Lowest cosine of any row.
+    pub cosine_min: f64,
+    /// Signal to noise ratio over all rows; none when there is no difference.
+    pub sqnr_db: Option<f64>,
+    /// Mean Kullback-Leibler divergence, in nats; only for logits.
+    pub kl: Option<f64>,
+    /// Fraction of the rows with the same top class; only for logits.
+    pub top1_agreement: Option<f64>,
+    /// Largest absolute difference.
+    pub max_abs_error: f64,
+    /// Largest absolute value of the first model.
+    pub largest: f64,
+}
+
+impl Fidelity {
+    /// The worst figures of several outputs. Without any output, nothing differs.
+    pub fn worst_of(outputs: BTreeMap<String, OutputFidelity>, not_compared: BTreeMap<String, String>) -> Fidelity {
+        // NaN is worse than any number.
+        let bad = |value: f64| if value.is_nan() { f64::INFINITY } else { value };
+        let worst = |badness: &dyn Fn(&OutputFidelity) -> Option<f64>| {
+            let rated = outputs.iter().filter_map(|(name, output)| Some((name, output, bad(badness(output)?))));
+            rated.max_by(|a, b| a.2.total_cmp(&b.2).then(b.0.cmp(a.0))).map(|(name, output, _)| (name, output))
+        };
+        let cosine = worst(&|output| Some(-output.cosine));
+        let error = worst(&|output| Some(output.max_abs_error / output.largest.max(1.0))).map(|(_, output)| output);
+        Fidelity {
+            output: cosine.map(|(name, _)| name.clone()).unwrap_or_default(),
+            cosine: cosine.map_or(1.0, |(_, output)| output.cosine),
+            cosine_min: worst(&|output| Some(-output.cosine_min)).map_or(1.0, |(_, output)| output.cosine_min),
+            sqnr_db: worst(&|output| output.sqnr_db.map(|db| -db)).and_then(|(_, output)| output.sqnr_db),
+            kl: worst(&|output| output.kl).and_then(|(_, output)| output.kl),
+            top1_agreement: worst(&|output| output.top1_agreement.map(|part| -part)).and_then(|(_, output)| output.top1_agreement),
+            max_abs_error: error.map_or(0.0, |output| output.max_abs_error),
+            largest: error.map_or(0.0, |output| output.largest),
+            outputs,
+            not_compared,
+        }
+    }
+
+    /// Why the figures are unusable, if a value of an output is infinite or not a number.
+    pub(crate) fn not_finite(&self) -> Option<String> {
+        let unusable = |output: &OutputFidelity| !(output.cosine.is_finite() && output.max_abs_error.is_finite());
+        let name = self.outputs.iter().find(|(_, output)| unusable(output)).map(|(name, _)| name)?;
+        Some(format!("output `{name}` holds values that are infinite or not a number"))
+    }
 }
 
 /// Where the samples of a [`Fidelity`] come from.
@@ -196,4 +255,45 @@ pub struct Cost {
     pub macs: u64,
     /// Most bytes of values that are alive at once, four a number, weights not counted.
     pub activation_bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worse_score_is_a_positive_drop() {
+        let score = |metric: &str, value| Score { metric: metric.into(), value, ci95: None, more: BTreeMap::new() };
+        assert!(lower_is_better("perplexity") && !lower_is_better("accuracy") && !lower_is_better("spearman"));
+        assert_eq!(score("perplexity", 20.0).drop_to(&score("perplexity", 25.0)), 5.0);
+        assert_eq!(score("accuracy", 0.75).drop_to(&score("accuracy", 0.5)), 0.25);
+    }
+
+    #[test]
+    fn every_figure_is_that_of_the_worst_output() {
+        let output = |cosine: f64, sqnr_db, kl, max_abs_error, largest| OutputFidelity {
+            cosine,
+            cosine_min: cosine - 0.1,
+            sqnr_db,
+            kl,
+            top1_agreement: kl.map(|kl| 1.0 - kl),
+            max_abs_error,
+            largest,
+        };
+        let good = [
+            ("boxes", output(0.99, Some(20.0), None, 5.0, 100.0)),
+            ("logits", output(0.9, Some(25.0), Some(0.25), 0.5, 2.0)),
+            ("same", output(1.0, None, None, 0.0, 1.0)),
+        ];
+        let named = |outputs: &[(&str, OutputFidelity)]| outputs.iter().map(|(name, output)| ((*name).to_owned(), output.clone())).collect::<BTreeMap<_, _>>();
+        let worst = Fidelity::worst_of(named(&good), BTreeMap::new());
+        assert_eq!((worst.output.as_str(), worst.cosine, worst.cosine_min, worst.sqnr_db), ("logits", 0.9, 0.8, Some(20.0)));
+        assert_eq!((worst.kl, worst.top1_agreement, worst.max_abs_error, worst.largest), (Some(0.25), Some(0.75), 0.5, 2.0));
+        assert_eq!(worst.not_finite(), None);
+        let mut broken = named(&good);
+        broken.insert("x".into(), output(f64::NAN, None, None, f64::NAN, 1.0));
+        let broken = Fidelity::worst_of(broken, BTreeMap::new());
+        assert!(broken.output == "x" && broken.cosine.is_nan() && broken.max_abs_error.is_nan() && broken.not_finite().unwrap().contains("`x`"));
+        assert_eq!(broken.outputs["logits"], good[1].1);
+    }
 }

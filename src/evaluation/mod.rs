@@ -5,7 +5,9 @@
 mod figures;
 mod options;
 
-pub use figures::{Accuracy, Compute, Continued, Cost, Fidelity, Latency, MeasuredFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better};
+pub use figures::{
+    Accuracy, Compute, Continued, Cost, Fidelity, Latency, MeasuredFidelity, OutputFidelity, Quantiles, Runtime, SamplesFrom, Score, lower_is_better,
+};
 pub use options::{Evaluate, Precision};
 
 #[cfg(feature = "run")]
@@ -30,7 +32,7 @@ mod running {
     pub use runner::{ByBlocks, Candle, OnnxRuntime, Runner};
     pub use subject::{Subject, load};
 
-    use super::{Fidelity, Latency, Precision, Quantiles, Runtime, Score};
+    use super::{Fidelity, Latency, OutputFidelity, Precision, Quantiles, Runtime, Score};
 }
 
 #[cfg(feature = "run")]

@@ -7,7 +7,7 @@ use candle_core::{D, DType, Device, Tensor};
 
 use crate::analysis;
 use crate::calibration::{Request, ValueStatistics, calibrate, calibrate_blockwise, observe_blockwise};
-use crate::data::{Batch, DataSet, Padding, Side, Target};
+use crate::data::{Batch, DataSet, Padding, Target, TokenAxis};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::transfer::{self, Cause};
@@ -145,20 +145,20 @@ pub(in crate::pass) fn parameters_to_differentiate(graph: &Graph, model: &Model,
     Ok((parameters, analysis::block_ends(graph)))
 }
 
-/// The rows `[n, features]` of a value of a side that a layer reads, padding left out.
+/// The rows `[n, features]` of a value that a layer reads, without those of padding.
 ///
 /// # Errors
 /// Memory runs out.
-pub(in crate::pass) fn rows(value: &Tensor, op: &Op, batch: &Batch, side: Side) -> Result<Tensor> {
+pub(in crate::pass) fn rows(value: &Tensor, op: &Op, batch: &Batch, tokens: TokenAxis) -> Result<Tensor> {
     let flat = || {
         if matches!(op, Op::Conv(_) | Op::BatchNorm(_)) && value.rank() > 2 {
             return value.flatten_from(2)?.transpose(1, 2)?.contiguous()?.flatten_to(1);
         }
         let rows = value.flatten_to(value.rank().saturating_sub(2))?;
-        match Padding::of(batch)?.kept(side, value.dims()) {
+        match Padding::of(batch)?.kept(tokens, value.dims()) {
             None => Ok(rows),
             Some(kept) => {
-                let kept: Vec<u32> = (0..).zip(kept).filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
+                let kept: Vec<u32> = (0..).zip(&*kept).filter(|(_, kept)| **kept).map(|(at, _)| at).collect();
                 rows.index_select(&Tensor::from_vec(kept.clone(), kept.len(), rows.device())?, 0)
             }
         }

@@ -64,7 +64,7 @@ pub(crate) fn input_importance(model: &Model, context: &Context) -> Result<Colum
         |batch, name, value| {
             let Some((first, _)) = read.first_key_value().filter(|_| read.contains_key(name)) else { return Ok(()) };
             samples += if *first == name { batch.samples } else { 0 };
-            let rows = calibrate::rows(value, &linear, batch, sides.side(name))?;
+            let rows = calibrate::rows(value, &linear, batch, sides.token_axis(name))?;
             let [_, squares] = calibrate::column_moments(&rows)?;
             if squares.iter().any(|sum| !sum.is_finite()) {
                 return Err(not_finite(name));

@@ -86,7 +86,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     // What a format has rounded is measured as it is in the file.
     let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| after.holding(weights)).transpose()?;
     let measured = pipeline.measure([&model, held.as_ref().unwrap_or(&after)], &folder, state.file.as_deref(), &mut exports, start)?;
-    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, pipeline, &state));
+    let ruined = measured.fidelity.as_ref().and_then(|fidelity| verdict::ruined(fidelity, measured.accuracy.as_ref(), pipeline, &state));
     let Some((_, first)) = exports.first() else { return Err(Error::option("export", "nothing to write")) };
     let mut sizes = sizes(&model, &after, first)?;
     let written: Vec<PathBuf> = first.files.iter().filter(|f| !f.name.ends_with(".json")).map(|f| staging.destination().place(&f.name)).collect();

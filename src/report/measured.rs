@@ -2,7 +2,7 @@
 
 use super::Report;
 use super::format::{bytes, count, decibels, milliseconds};
-use crate::evaluation::{Accuracy, Fidelity};
+use crate::evaluation::{Accuracy, Fidelity, OutputFidelity};
 
 /// The rows, none when nothing was run.
 pub(super) fn rows(report: &Report) -> Vec<[String; 3]> {
@@ -46,16 +46,39 @@ pub(super) fn accuracy_rows(accuracy: &Accuracy) -> Vec<[String; 3]> {
     rows
 }
 
-/// Those of closeness.
+/// Outputs that are listed one by one.
+const OUTPUTS: usize = 8;
+
+/// Those of closeness: the worst of all outputs, and each output where there are several.
 pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
+    let of = if fidelity.outputs.len() > 1 { format!("the worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
     let mut rows = Vec::new();
-    let mut add = |name: &str, value: String| rows.push([format!("{name} of `{}`", fidelity.output), "-".into(), value]);
+    let mut add = |name: &str, value: String| rows.push([format!("{name} of {of}"), "-".into(), value]);
     add("cosine, mean", format!("{:.4}", fidelity.cosine));
     add("cosine, least", format!("{:.4}", fidelity.cosine_min));
     add("SQNR", decibels(fidelity.sqnr_db));
-    if let (Some(kl), Some(top1)) = (fidelity.kl, fidelity.top1_agreement) {
+    if let Some(kl) = fidelity.kl {
         add("divergence", format!("{kl:.4}"));
+    }
+    if let Some(top1) = fidelity.top1_agreement {
         add("same top class", format!("{:.1} %", 100.0 * top1));
     }
+    rows.extend(output_rows(fidelity).into_iter().map(|[name, value]| [name, "-".into(), value]));
+    rows
+}
+
+/// The outputs one by one where there are several, the worst first, and those that were not compared.
+pub(crate) fn output_rows(fidelity: &Fidelity) -> Vec<[String; 2]> {
+    let mut outputs: Vec<_> = fidelity.outputs.iter().filter(|_| fidelity.outputs.len() > 1).collect();
+    outputs.sort_by(|a, b| a.1.cosine.total_cmp(&b.1.cosine));
+    let more = outputs.len().saturating_sub(OUTPUTS);
+    let row = |(name, output): (&String, &OutputFidelity)| {
+        [format!("`{name}`: cosine, mean and least; SQNR"), format!("{:.4}, {:.4}; {}", output.cosine, output.cosine_min, decibels(output.sqnr_db))]
+    };
+    let mut rows: Vec<[String; 2]> = outputs.into_iter().take(OUTPUTS).map(row).collect();
+    if more > 0 {
+        rows.push([format!("{more} more outputs"), "closer".into()]);
+    }
+    rows.extend(fidelity.not_compared.iter().map(|(name, reason)| [format!("`{name}`: not compared"), reason.clone()]));
     rows
 }

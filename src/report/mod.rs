@@ -8,7 +8,7 @@ pub(crate) mod environment;
 pub mod format;
 mod html;
 mod markdown;
-mod measured;
+pub(crate) mod measured;
 mod sections;
 #[cfg(feature = "cli")]
 pub mod terminal;

@@ -165,6 +165,8 @@ fn fidelity_table(fidelity: &Fidelity, against: &Path) -> comfy_table::Table {
         ("same top class", optional(fidelity.top1_agreement, 4)),
         ("largest difference", format!("{:.3e}", fidelity.max_abs_error)),
     ];
-    let head = format!("`{}`, against {}", fidelity.output, against.display());
-    table(&[&head, ""], rows.map(|(name, value)| vec![name.to_owned(), value]))
+    let of = if fidelity.outputs.len() > 1 { format!("worst of {} outputs", fidelity.outputs.len()) } else { format!("`{}`", fidelity.output) };
+    let rows = rows.into_iter().map(|(name, value)| vec![name.to_owned(), value]);
+    let outputs = crate::report::measured::output_rows(fidelity).into_iter().map(Vec::from);
+    table(&[&format!("{of}, against {}", against.display()), ""], rows.chain(outputs))
 }

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use candle_core::{DType, Tensor};
 
 use crate::analysis;
-use crate::data::{Side, Sides};
+use crate::data::{Sides, TokenAxis};
 use crate::error::{Error, Result};
 use crate::evaluation::Subject;
 use crate::exec::{Blockwise, BlockwiseOptions, MemoryNeed, Residence};
@@ -58,7 +58,7 @@ const HELD: [u64; 2] = [128 << 20, 1 << 30];
 #[derive(Debug, Clone, PartialEq)]
 struct Site {
     value: String,
-    side: Side,
+    tokens: TokenAxis,
     layers: Vec<Layer>,
 }
 
@@ -305,13 +305,13 @@ impl Layerwise<'_> {
     }
 
     /// Sees what layers read.
-    fn observe(&self, Site { value, side, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
+    fn observe(&self, Site { value, tokens, .. }: &Site, moments: &mut Moments, blocks: &mut Blockwise, mut beside: Option<&mut Blockwise>) -> Result<()> {
         let op = Op::Linear(crate::ir::ops::Linear::default());
         let mut index = 0;
         blocks.each(value, |batch, seen| {
-            let rows = calibrate::rows(seen, &op, batch, *side)?;
+            let rows = calibrate::rows(seen, &op, batch, *tokens)?;
             if let Some(beside) = &mut beside {
-                moments.add_original(value, &calibrate::rows(&beside.value(index, value)?, &op, batch, *side)?, &rows)?;
+                moments.add_original(value, &calibrate::rows(&beside.value(index, value)?, &op, batch, *tokens)?, &rows)?;
                 index += 1;
             }
             moments.add(value, &rows)
@@ -349,7 +349,7 @@ impl Layerwise<'_> {
                 }
                 match sites.iter_mut().find(|site| site.value == read.name) {
                     Some(site) => site.layers.push(layer),
-                    None => sites.push(Site { value: read.name.clone(), side: sides.side(&read.name), layers: vec![layer] }),
+                    None => sites.push(Site { value: read.name.clone(), tokens: sides.token_axis(&read.name), layers: vec![layer] }),
                 }
             }
         }

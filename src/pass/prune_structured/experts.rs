@@ -122,7 +122,7 @@ fn importance(model: &Model, graph: &Graph, mixtures: &[Mixture], context: &Cont
         context,
         |batch, name, value| {
             let Some(sums) = place.get(name).and_then(|at| sums.get_mut(*at)) else { return Ok(()) };
-            let [of_columns, _] = calibrate::column_moments(&calibrate::rows(value, &linear, batch, sides.side(name))?)?;
+            let [of_columns, _] = calibrate::column_moments(&calibrate::rows(value, &linear, batch, sides.token_axis(name))?)?;
             if of_columns.iter().any(|sum| !sum.is_finite()) {
                 return Err(calibrate::not_finite(name));
             }

@@ -87,7 +87,7 @@ fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) ->
         let mut seen: BTreeMap<String, Tensor> = BTreeMap::new();
         let linear = crate::ir::ops::Linear::default().into();
         executor.run_observed(&observation, &batch.inputs, &mut |name, tensor| {
-            seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch, sides.side(name))?);
+            seen.insert(name.to_owned(), calibrate::rows(tensor, &linear, &batch, sides.token_axis(name))?);
             Ok(())
         })?;
         for (layer, sum) in found.layers.iter().zip(&mut sums) {

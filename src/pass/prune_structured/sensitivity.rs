@@ -54,7 +54,7 @@ pub(super) fn by_activation(groups: &[&Group], graph: &Graph, model: &Model, con
         context,
         |batch, name, value| {
             let reads = read.iter_mut().filter(|(other, ..)| *other == name);
-            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, batch, sides.side(name))?))
+            reads.into_iter().try_for_each(|(_, op, moments)| moments.add(&calibrate::rows(value, op, batch, sides.token_axis(name))?))
         },
     )?;
     // The squares of what the layer with a weight reads.

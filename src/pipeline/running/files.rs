@@ -32,11 +32,11 @@ impl Run<'_> {
             Err(reason) => skipped(format!("{reason}; {}", reason.hint().unwrap_or_default())),
             Ok(_) if is_large(self.before) => skipped("the model is large; `data: { evaluation: ... }` asks for it".into()),
             Ok(_) => match self.compared_files() {
-                Ok(found) if found.fidelity.cosine.is_finite() && found.fidelity.max_abs_error.is_finite() => {
-                    measured.fidelity = Some(found);
-                    None
+                Ok(found) => {
+                    let unusable = found.fidelity.not_finite();
+                    measured.fidelity = Some(found).filter(|_| unusable.is_none());
+                    unusable.and_then(skipped)
                 }
-                Ok(_) => skipped("the answers are not finite numbers".into()),
                 Err(Error::Cancelled) => return Err(Error::Cancelled),
                 Err(e) => skipped(e.to_string()),
             },

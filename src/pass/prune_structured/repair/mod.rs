@@ -64,14 +64,14 @@ impl Repairing<'_> {
         let sides = Sides::of(&smaller);
         let mut counts = (0, 0);
         for site in &sites {
-            let side = sides.side(&site.value);
+            let tokens = sides.token_axis(&site.value);
             let changed = match &site.kind {
                 Kind::Layers { op, surviving, features } => {
                     counts.0 += site.nodes.len();
                     let mut sums = Sums::new(*features, surviving.len());
                     let weighted = !matches!(op, Op::Conv(_));
                     pairs.each(&site.value, |batch, [x, y]| {
-                        let (x, y) = (calibrate::rows(x, op, batch, side)?, calibrate::rows(y, op, batch, side)?);
+                        let (x, y) = (calibrate::rows(x, op, batch, tokens)?, calibrate::rows(y, op, batch, tokens)?);
                         sums.add(&x, &y, weighted.then(|| row_weights(&x)).transpose()?.as_ref())
                     })?;
                     let mut changed = Vec::new();
@@ -86,7 +86,7 @@ impl Repairing<'_> {
                     let mut moments = [Moments::default(), Moments::default()];
                     pairs.each(&site.value, |batch, seen| {
                         let both = moments.iter_mut().zip(seen);
-                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch, side)?))
+                        both.into_iter().try_for_each(|(moments, value)| moments.add(&calibrate::rows(value, &Op::BatchNorm(*op), batch, tokens)?))
                     })?;
                     let node = &smaller.nodes()[site.nodes[0]];
                     self.statistics(&smaller, node, op, &self.original(&smaller, node, context)?, &moments, &context.device)?
