@@ -117,7 +117,9 @@ fn gpu(number: usize) -> Result<Device> {
         let hint = "build with `--features cuda` (scripts/cuda-toolchain brings the compiler), or use the device `cpu`";
         return Err(Error::run(format!("device `{what}`"), "this program was built without CUDA", hint));
     }
-    Device::new_cuda(number).map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the GPUs there are; the device `cpu` is always there"))
+    // One explicit stream for all threads: the per-thread default stream would order nothing between a thread that loads parameters, or
+    // reduces gradients, and the thread that computes.
+    Device::new_cuda_with_stream(number).map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the GPUs there are; the device `cpu` is always there"))
 }
 
 #[cfg(test)]

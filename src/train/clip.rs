@@ -15,6 +15,17 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
     move |e| Error::computed(format!("the gradient of `{name}`"), e)
 }
 
+/// Elements of a gradient that are converted to f64 at a time on a device.
+const PIECE: usize = if cfg!(test) { 3 } else { 1 << 22 };
+
+/// The sum of squares of a tensor as a number in f64, without a copy of the whole tensor in f64.
+fn squares_by_operations(gradient: &Tensor) -> candle_core::Result<Tensor> {
+    let (values, count) = (gradient.flatten_all()?, gradient.elem_count());
+    let pieces = (0..count).step_by(PIECE).map(|at| values.narrow(0, at, PIECE.min(count - at))?.to_dtype(DType::F64)?.sqr()?.sum_all());
+    let sums = pieces.collect::<candle_core::Result<Vec<_>>>()?;
+    if sums.is_empty() { Tensor::zeros((), DType::F64, gradient.device()) } else { Tensor::stack(&sums, 0)?.sum_all() }
+}
+
 /// The sum of squares of each gradient, a number in f64 where the gradient is, in the order of names.
 ///
 /// # Errors
@@ -22,7 +33,7 @@ fn failed(name: &str) -> impl FnOnce(candle_core::Error) -> Error {
 pub(super) fn squares(gradients: &BTreeMap<String, Tensor>) -> Result<Vec<Tensor>> {
     let sum = |gradient: &Tensor| match on_host(gradient.device()) {
         true => Tensor::new(floats::read(&floats::on_host(gradient)?, |values| Ok(floats::squares(values)))?, gradient.device()),
-        false => gradient.to_dtype(DType::F64)?.sqr()?.sum_all(),
+        false => squares_by_operations(gradient),
     };
     gradients.iter().map(|(name, gradient)| sum(gradient).map_err(failed(name))).collect()
 }
@@ -106,6 +117,18 @@ mod tests {
         assert_eq!(clip(&mut short, 6.0).unwrap(), 5.0);
         assert_eq!(short["b"].to_vec1::<f32>().unwrap(), [4.0]);
         assert_eq!(norm(&BTreeMap::new()).unwrap(), 0.0);
+    }
+
+    #[test]
+    fn squares_are_summed_in_pieces_of_any_length() {
+        for count in [0, 1, 2, 3, 4, 7, 9] {
+            let values: Vec<f32> = (0..count).map(|i| i as f32 - 2.5).collect();
+            let sum: f64 = values.iter().map(|x| f64::from(x * x)).sum();
+            let tensor = Tensor::from_vec(values, count, &Device::Cpu).unwrap();
+            assert_eq!(squares_by_operations(&tensor).unwrap().to_scalar::<f64>().unwrap(), sum, "{count}");
+        }
+        let transposed = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu).unwrap().t().unwrap();
+        assert_eq!(squares_by_operations(&transposed).unwrap().to_scalar::<f64>().unwrap(), 30.0);
     }
 
     #[test]

@@ -2,23 +2,23 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use candle_core::{Device, DeviceLocation, Result, Tensor};
+use candle_core::{Device, Result, Tensor};
 
 /// How many are kept.
 const MOST: usize = 24;
 
 /// The ones asked for last stand at the end.
-static KEPT: Mutex<Vec<(String, DeviceLocation, Tensor)>> = Mutex::new(Vec::new());
+static KEPT: Mutex<Vec<(String, Tensor)>> = Mutex::new(Vec::new());
 
-/// What `make` makes on a device. The key says what it depends on.
+/// Returns the tensor cached under `key` on this device, or computes and caches it. The key must contain everything that `make` depends on.
 pub(crate) fn constant(key: String, device: &Device, make: impl FnOnce(&Device) -> Result<Tensor>) -> Result<Tensor> {
     let kept = || KEPT.lock().unwrap_or_else(PoisonError::into_inner);
-    let place = device.location();
     {
         let mut kept = kept();
-        if let Some(at) = kept.iter().position(|(other, location, _)| *other == key && *location == place) {
+        // Not by location: a GPU that is opened twice is two devices, whose tensors candle refuses to combine.
+        if let Some(at) = kept.iter().position(|(other, tensor)| *other == key && tensor.device().same_device(device)) {
             let entry = kept.remove(at);
-            let tensor = entry.2.clone();
+            let tensor = entry.1.clone();
             kept.push(entry);
             return Ok(tensor);
         }
@@ -28,6 +28,6 @@ pub(crate) fn constant(key: String, device: &Device, make: impl FnOnce(&Device) 
     if kept.len() >= MOST {
         kept.remove(0);
     }
-    kept.push((key, place, tensor.clone()));
+    kept.push((key, tensor.clone()));
     Ok(tensor)
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::gradient::wide;
+use super::gradient::{sum_rows_by_index, wide};
 use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 
@@ -43,7 +43,7 @@ impl OpSpec for Embedding {
         let of_table = backward.of(1, || {
             let indices = backward.inputs[0].tensor()?.flatten_all()?;
             let rows = wide(&backward.gradient.reshape((indices.elem_count(), table[1]))?)?;
-            Tensor::zeros(table, rows.dtype(), rows.device())?.index_add(&indices, &rows, 0)?.to_dtype(backward.gradient.dtype())
+            sum_rows_by_index(&rows, &indices, table[0])?.to_dtype(backward.gradient.dtype())
         })?;
         Ok(vec![None, of_table])
     }

@@ -6,7 +6,7 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::gradient::wide;
+use super::gradient::{sum_rows_by_index, wide};
 use super::past::{Forward, Past, Sequential};
 use super::{Backward, OpSpec, require, require_floats, require_rank};
 use crate::ir::{Element, TensorType};
@@ -135,7 +135,7 @@ impl OpSpec for RelativeBias {
             let (heads, sequence, _) = backward.gradient.dims3()?;
             let rows = wide(&backward.gradient.reshape((heads, sequence * sequence))?)?.t()?.contiguous()?;
             let pairs = self.whole(sequence, rows.device())?;
-            Tensor::zeros(table, rows.dtype(), rows.device())?.index_add(&pairs, &rows, 0)?.to_dtype(backward.gradient.dtype())
+            sum_rows_by_index(&rows, &pairs, table[0])?.to_dtype(backward.gradient.dtype())
         })?;
         Ok(vec![None, of_table])
     }

@@ -6,7 +6,7 @@ use candle_core::{Device, Result as Computed, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::gradient::wide;
+use super::gradient::{sum_rows_by_index, wide};
 use super::{Backward, OpSpec, elements, require_floats};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 
@@ -181,7 +181,7 @@ impl OpSpec for RelativeProducts {
         let of_table = |sum: Tensor| {
             let rows = sum.transpose(0, 1)?.contiguous()?.reshape((2 * sequence, heads * width))?;
             let columns = self.columns(sequence, rows.device())?;
-            Tensor::zeros(table.dims(), rows.dtype(), rows.device())?.index_add(&columns, &rows, 0)?.to_dtype(table.dtype())
+            sum_rows_by_index(&rows, &columns, table.dim(0)?)?.to_dtype(table.dtype())
         };
         Ok(vec![backward.of(0, || Tensor::cat(&of_heads, 0))?, of_vectors.map(of_table).transpose()?])
     }

@@ -6,7 +6,7 @@ use candle_core::{Device, Result as Computed, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::gradient::wide;
+use super::gradient::{sum_rows_by_index, wide};
 use super::{Backward, OpSpec, require_floats};
 use crate::ir::{Dim, Element, TensorType};
 
@@ -127,7 +127,7 @@ impl OpSpec for WindowBias {
             let by_window = wide(backward.gradient)?.reshape((heads, (), places * places))?;
             let pairs = by_window.sum(1)?.t()?.contiguous()?;
             let rows = self.rows(pairs.device())?;
-            Tensor::zeros(table, pairs.dtype(), pairs.device())?.index_add(&rows, &pairs, 0)?.to_dtype(backward.gradient.dtype())
+            sum_rows_by_index(&pairs, &rows, table[0])?.to_dtype(backward.gradient.dtype())
         })?;
         Ok(vec![of_table])
     }

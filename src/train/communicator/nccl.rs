@@ -63,6 +63,10 @@ impl CustomOp1 for Exchange<'_> {
 
 /// Joins the others, says so, and works until nobody asks any more.
 fn work(stream: Arc<CudaStream>, rank: usize, size: usize, id: Id, ready: &Sender<Result<(), String>>, jobs: &Receiver<Job>) {
+    // NCCL initializes on the device whose context is current in this thread, which is device 0 in a new thread.
+    if let Err(e) = stream.context().bind_to_thread() {
+        return drop(ready.send(Err(format!("CUDA: {e}"))));
+    }
     let connection = match Comm::from_rank(stream, rank, size, id) {
         Ok(connection) => connection,
         Err(e) => return drop(ready.send(Err(format!("NCCL: {:?}", e.0)))),

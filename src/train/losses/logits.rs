@@ -14,8 +14,10 @@ use crate::exec::transfer::{self, Cause};
 use crate::ir::ops::{Backward, Linear, PreparedOp, Saved};
 use crate::train::cache::Cache;
 
-/// Logits that are in memory at a time.
+/// Logits that are in memory at a time: on the host, and on a GPU, which needs products of several hundred rows to be busy at a
+/// vocabulary of 150,000.
 const CHUNK: usize = 1 << 24;
+const CHUNK_ON_GPU: usize = 1 << 26;
 
 /// A linear layer that makes logits.
 #[derive(Debug, Clone)]
@@ -133,7 +135,7 @@ impl Logits {
         let value = teacher.0.get(source.value()).ok_or_else(|| missing(source.value()))?;
         let failed = |e| Error::computed("the teacher's logits", e);
         let value = flat(value).map_err(failed)?;
-        for indices in self.rows(batch)?.indices.chunks(self.together()) {
+        for indices in self.rows(batch)?.indices.chunks(self.together(value.device())) {
             let logits = picked(&value, indices).and_then(|rows| self.of_teacher(source, &rows, teacher.1));
             each(&logits.map_err(failed)?)?;
         }
@@ -141,8 +143,9 @@ impl Logits {
     }
 
     /// Rows whose logits are in memory at a time.
-    fn together(&self) -> usize {
-        (CHUNK / self.classes.max(1)).max(1)
+    fn together(&self, device: &Device) -> usize {
+        let chunk = if device.is_cpu() { CHUNK } else { CHUNK_ON_GPU };
+        (chunk / self.classes.max(1)).max(1)
     }
 
     /// The teacher's logits of rows, in 32 bits: another model's may have other ones, and more columns.
@@ -211,7 +214,7 @@ impl Logits {
         };
         let mut compute = || {
             let (values, theirs) = (flat(ours)?, theirs.map(flat).transpose()?);
-            let count = self.together();
+            let count = self.together(values.device());
             let mut back: Vec<Tensor> = Vec::new();
             let mut weights: Vec<(String, Tensor)> = Vec::new();
             for (number, indices) in rows.indices.chunks(count).enumerate() {

@@ -4,12 +4,14 @@
 //! elements keep theirs in f32. A step decodes a block, steps in f32, and encodes it again. A second moment that is not zero never
 //! becomes zero: a first moment that is still there would be divided by nothing.
 
-use candle_core::{D, DType, Result, Tensor};
+use candle_core::{D, DType, Device, Result, Tensor};
 use rayon::prelude::*;
 
 use super::super::floats::{self, CHUNK};
 use super::adamw::AdamW;
 use super::{Algorithm, Now, Settings, StateTensor};
+use crate::exec::transfer::{self, Cause};
+use crate::ir::ops::constant;
 use crate::kernel::codes::{self, BLOCK, Range};
 use crate::kernel::update;
 
@@ -52,9 +54,36 @@ fn step_blocks(step: &update::AdamW, parameter: &mut [f32], gradient: &[f32], mo
     }
 }
 
+/// Rows of the lookup tables of a code on a device.
+#[derive(Clone, Copy)]
+enum Table {
+    /// The number of each code.
+    Values,
+    /// The magnitude above which the next code is nearer, by code.
+    Borders,
+    /// How many codes a band has.
+    Counts,
+    /// The reciprocal of the upper end of a band.
+    Reciprocals,
+    /// The first code of a band.
+    Firsts,
+}
+
+/// One lookup table of a code. All tables are uploaded once per device.
+fn table(range: Range, table: Table, device: &Device) -> Result<Tensor> {
+    let tables = constant(format!("8-bit codes {range:?}"), device, |device| {
+        let bands = range.bands();
+        let by_band = |value: fn((f64, usize, usize)) -> f64| std::array::from_fn(|i| bands.get(i).map_or(0.0, |band| value(*band) as f32));
+        let rows: [[f32; 256]; 5] =
+            [*range.values(), *range.borders(), by_band(|band| band.1 as f64), by_band(|band| 1.0 / band.0), by_band(|band| band.2 as f64)];
+        transfer::to_device(&Tensor::new(&rows, &Device::Cpu)?, device, Cause::State)
+    })?;
+    tables.get(table as usize)
+}
+
 /// `[blocks, 256]` numbers from codes of this shape and scales `[blocks]`.
 fn decode(range: Range, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
-    let values = Tensor::new(range.values(), codes.device())?;
+    let values = table(range, Table::Values, codes.device())?;
     // Of u8 indices, candle takes 255 for none.
     let numbers = values.index_select(&codes.flatten_all()?.to_dtype(DType::U32)?, 0)?;
     numbers.reshape(codes.dims())?.broadcast_mul(&scales.unsqueeze(1)?)
@@ -64,20 +93,19 @@ fn decode(range: Range, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
 /// rounding down; the nearest code is that one or one beside it.
 fn encode(range: Range, numbers: &Tensor) -> Result<(Tensor, Tensor)> {
     let device = numbers.device();
-    let chosen = |table: &[f32], by: &Tensor| Tensor::new(table, device)?.index_select(&by.to_dtype(DType::U32)?.flatten_all()?, 0)?.reshape(by.dims());
+    let chosen = |row: Table, by: &Tensor| table(range, row, device)?.index_select(&by.to_dtype(DType::U32)?.flatten_all()?, 0)?.reshape(by.dims());
     let magnitudes = numbers.abs()?;
     let scales = magnitudes.max_keepdim(D::Minus1)?;
     let magnitudes = magnitudes.broadcast_div(&(&scales + scales.eq(0f64)?.to_dtype(DType::F32)?)?)?;
-    let bands = range.bands();
-    let last = (bands.len() - 1) as f64;
+    let last = (range.bands().len() - 1) as f64;
     let logarithm = magnitudes.maximum(1e-9)?.log()?.affine(1.0 / std::f64::consts::LN_10, last + 1.0)?;
     let band = logarithm.floor()?.clamp(0.0, last)?;
-    let count = chosen(&bands.map(|band| band.1 as f32), &band)?;
-    let place = (magnitudes.mul(&chosen(&bands.map(|band| (1.0 / band.0) as f32), &band)?)?.affine(1.0 / 0.9, -0.1 / 0.9)? * &count)?;
+    let count = chosen(Table::Counts, &band)?;
+    let place = (magnitudes.mul(&chosen(Table::Reciprocals, &band)?)?.affine(1.0 / 0.9, -0.1 / 0.9)? * &count)?;
     let place = place.floor()?.maximum(0.0)?.minimum(&count.affine(1.0, -1.0)?)?;
-    let code = (place + chosen(&bands.map(|band| band.2 as f32), &band)?)?;
-    let above = chosen(range.borders(), &code)?;
-    let below = chosen(range.borders(), &code.affine(1.0, -1.0)?)?;
+    let code = (place + chosen(Table::Firsts, &band)?)?;
+    let above = chosen(Table::Borders, &code)?;
+    let below = chosen(Table::Borders, &code.affine(1.0, -1.0)?)?;
     let code = ((&code + magnitudes.gt(&above)?.to_dtype(DType::F32)?)? - magnitudes.le(&below)?.to_dtype(DType::F32)?)?;
     let code = match range {
         Range::Unsigned => code,
@@ -148,7 +176,6 @@ mod tests {
     use super::super::tests::numbers;
     use super::super::{Kind, build};
     use super::*;
-    use candle_core::Device;
 
     fn tensor(dims: &[usize], seed: u64) -> Tensor {
         Tensor::from_vec(numbers(dims.iter().product(), seed), dims, &Device::Cpu).unwrap()
