@@ -111,3 +111,13 @@ fn what_is_wrong_is_said() {
     let error = Session::open(&path, Options::default()).unwrap_err().to_string();
     assert!(error.contains("broken.onnx") && error.contains("refuses"), "{error}");
 }
+
+/// Many tests compare with ONNX Runtime where it is installed and pass without it. The gate sets this variable
+/// so that none of them is skipped there unnoticed.
+#[test]
+fn onnx_runtime_is_installed_where_the_tests_require_it() {
+    if std::env::var_os("COMPRESS_TEST_REQUIRE_ONNXRUNTIME").is_some() {
+        let found = library();
+        assert!(found.is_ok(), "{}", found.unwrap_err());
+    }
+}

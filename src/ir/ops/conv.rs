@@ -186,3 +186,24 @@ pub(super) fn with_bias(y: Tensor, bias: Option<&Tensor>) -> candle_core::Result
 pub(super) fn sum(parts: impl Iterator<Item = candle_core::Result<Tensor>>) -> candle_core::Result<Tensor> {
     parts.reduce(|a, b| a? + b?).ok_or_else(|| candle_core::Error::Msg("a window without taps".into()))?
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ir::Dim;
+
+    /// Each output element is a sum over the channels of its group and over all taps of the window.
+    #[test]
+    fn multiply_accumulates_are_counted_over_channels_and_taps() {
+        let floats = |shape: &[usize]| TensorType { element: crate::ir::Element::Float, shape: shape.iter().map(|size| Dim::Fixed(*size)).collect() };
+        for (x, weight, groups, expected) in [
+            (vec![2, 4, 9, 7], vec![8, 2, 3, 5], 2, 2 * 8 * 7 * 3 * (2 * 3 * 5)),
+            (vec![1, 6, 8, 8], vec![6, 1, 3, 3], 6, 6 * 6 * 6 * 9),
+            (vec![3, 5, 11], vec![7, 5, 4], 1, 3 * 7 * 8 * (5 * 4)),
+        ] {
+            let (conv, x, weight) = (Conv { groups, ..Conv::default() }, floats(&x), floats(&weight));
+            let output = conv.infer(&[&x, &weight]).unwrap();
+            assert_eq!(conv.macs(&[&x, &weight], &output, &Bindings::new()), expected);
+        }
+    }
+}

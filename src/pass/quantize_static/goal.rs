@@ -216,3 +216,18 @@ impl<'m> Judge<'m> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_goal_is_met_on_its_better_side_only() {
+        let goal = |text: &str| text.parse::<Goal>().unwrap();
+        let drop = goal("{max_drop: 0.01}");
+        assert!(drop.margin(0.005) > 0.0 && drop.margin(0.02) < 0.0 && drop.margin(-0.5) > drop.margin(0.0));
+        let cosine = goal("{min_cosine: 0.99}");
+        assert!(cosine.margin(0.995) > 0.0 && cosine.margin(0.98) < 0.0);
+        assert_eq!([drop.margin(0.01), cosine.margin(0.99)], [0.0; 2]);
+    }
+}
