@@ -21,6 +21,7 @@ use std::sync::Arc;
 
 pub use config::{Config, OWN_METHOD};
 pub use diff::{Diff, WeightDiff, diff};
+use files::PREPROCESSING;
 pub use files::{Beside, Made, Reason, config_beside, text_beside};
 pub use roles::{LINEAR_RULE, ModelPart, PRUNABLE_RULE, class, is_embedding, is_linear, is_prunable, part};
 
@@ -30,6 +31,7 @@ use crate::model::roles::class_of;
 use crate::store::checkpoint::INDEX;
 use crate::store::gguf::{continues, is_gguf};
 use crate::store::{Checkpoint, Encoding, Module, Weight, Weights, pytorch};
+use crate::work::{Event, ProgressUnit, Work};
 
 /// A model folder, or a single file of safetensors, PyTorch, GGUF or ONNX, opened but not read.
 #[derive(Clone)]
@@ -102,10 +104,49 @@ impl Model {
         Ok(model)
     }
 
-    /// Every file that a run reads: weights, configuration, and what is carried over.
+    /// Every file that a run reads: weights, configuration, and the files next to them, whether they are carried over or only determine
+    /// how weights are unpacked and texts are tokenized.
     pub fn inputs(&self) -> Vec<PathBuf> {
-        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter().filter(|path| names::is_file(path));
-        described.chain(self.weight_files.iter().cloned()).chain(self.beside.files.iter().map(|file| self.path.join(file))).collect()
+        let described = ["config.json", INDEX, pytorch::INDEX].map(|name| self.path.join(name)).into_iter();
+        // Samples for a single ONNX file are made with the files of its folder.
+        let folder = self.path.parent().filter(|_| self.onnx.is_some() && !names::is_dir(&self.path));
+        let preprocessing = folder.into_iter().flat_map(|folder| PREPROCESSING.map(|name| folder.join(name)));
+        let described = described.chain(preprocessing).filter(|path| names::is_file(path));
+        described.chain(self.weight_files.iter().cloned()).chain(self.beside.read().map(|file| self.path.join(file))).collect()
+    }
+
+    /// [`check_contents`](Model::check_contents) of the model at `path`, if that is on another machine.
+    ///
+    /// # Errors
+    /// As there, or the model cannot be opened.
+    pub fn check_remote(path: &Path, work: &Work) -> Result<()> {
+        if names::is_remote(path) { Model::open(path)?.check_contents(work) } else { Ok(()) }
+    }
+
+    /// Compares the weight files of other machines with the hashes that their servers state (SHA-256 on the Hub); see
+    /// [`files::check_content`](crate::files::check_content).
+    ///
+    /// # Errors
+    /// The contents of a file differ from the stated hash, a file cannot be read, or the work is cancelled.
+    pub fn check_contents(&self, work: &Work) -> Result<()> {
+        let mut stated = Vec::new();
+        for path in &self.weight_files {
+            if names::content_hash(path).map_err(Error::io("open", path))?.is_some() {
+                stated.push(path);
+            }
+        }
+        if stated.is_empty() {
+            return Ok(());
+        }
+        work.progress.on(Event::Begin { stage: "Hashing", total: 0, unit: ProgressUnit::Bytes });
+        let checked = stated.into_iter().try_for_each(|path| {
+            names::check_content(path, &|bytes| work.advance(bytes).is_ok()).map_err(|e| match e.kind() {
+                std::io::ErrorKind::Interrupted => Error::Cancelled,
+                _ => Error::io("read", path)(e),
+            })
+        });
+        work.progress.on(Event::End);
+        checked
     }
 
     /// Pairs (alias, original) of names that are tied: the alias need not be stored.

@@ -23,7 +23,10 @@ pub(super) struct Args {
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
         let (before, after) = (Model::open(&self.before)?, Model::open(&self.after)?);
-        let mut found = global.work(|work| diff(&before, &after, work))?;
+        let mut found = global.work(|work| {
+            let found = diff(&before, &after, work)?;
+            [&before, &after].into_iter().try_for_each(|model| model.check_contents(work)).map(|()| found)
+        })?;
         found.weights.sort_by(|a, b| natural(&a.name, &b.name));
         if global.json {
             return output::json(&found);

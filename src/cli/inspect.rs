@@ -37,7 +37,7 @@ impl Args {
             vec![None; weights.len()]
         } else {
             global.work(|work| {
-                work.run(
+                let zeros = work.run(
                     "Reading",
                     &weights,
                     |(_, w)| w.stored_bytes,
@@ -46,7 +46,8 @@ impl Args {
                         work.advance(w.stored_bytes)?;
                         Ok(zeros)
                     },
-                )
+                )?;
+                model.check_contents(work).map(|()| zeros)
             })?
         };
         let Computation { inputs, outputs, cannot_run, unused } = Computation::of(&model);

@@ -212,12 +212,22 @@ pub fn length(path: &Path) -> io::Result<u64> {
     if is_remote(path) { File::open(path).map(|file| file.length) } else { fs::metadata(path).map(|about| about.len()) }
 }
 
-/// What is known of the contents of a file without reading them: another text for other contents. Nothing where only reading tells.
+/// The SHA-256 of a file's contents in hexadecimal digits, as stated by the server that stores it (the Git LFS object id on the Hub).
+/// `None` for local files and where the server states no such hash: an ETag, a modification time or a size do not identify contents.
 ///
 /// # Errors
-/// It is not there, or cannot be reached.
-pub fn version(path: &Path) -> io::Result<Option<String>> {
-    remote_name(path).map_or(Ok(None), remote::version)
+/// The file does not exist or cannot be reached.
+pub fn content_hash(path: &Path) -> io::Result<Option<String>> {
+    remote_name(path).map_or(Ok(None), remote::content_hash)
+}
+
+/// Compares the contents of a file with its [`content_hash`], where there is one. Ranges that were read in the order of the file are
+/// hashed as they arrive; the others are read again. `step` receives the number of bytes of each range and returns whether to continue.
+///
+/// # Errors
+/// `InvalidData` if the hash differs, `Interrupted` if `step` returns `false`, or reading fails.
+pub fn check_content(path: &Path, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
+    remote_name(path).map_or(Ok(()), |name| remote::check_content(name, step))
 }
 
 /// What is in a folder, in the order of names.

@@ -42,7 +42,11 @@ pub(super) fn read(_name: &str) -> io::Result<Vec<u8>> {
     Err(refused())
 }
 
-pub(super) fn version(_name: &str) -> io::Result<Option<String>> {
+pub(super) fn content_hash(_name: &str) -> io::Result<Option<String>> {
+    Err(refused())
+}
+
+pub(super) fn check_content(_name: &str, _step: &dyn Fn(u64) -> bool) -> io::Result<()> {
     Err(refused())
 }
 

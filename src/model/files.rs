@@ -42,6 +42,8 @@ pub fn config_beside(folder: &Path, made: &Made, name: &str) -> Result<Config> {
 pub struct Beside {
     /// Files that go over to the output unchanged, weights of modules that are not known among them.
     pub files: Vec<PathBuf>,
+    /// Files that would be carried over to a folder, and are not, since the output is a single file.
+    pub not_carried: Vec<PathBuf>,
     /// Files that go over and that the file of weights holds in another form.
     pub made: Made,
     /// Empty folders, which go over too.
@@ -94,6 +96,16 @@ const NAMES_OF_WEIGHTS: [&str; 6] = ["model", "pytorch_model", "diffusion_pytorc
 const OTHER_FOLDERS: [&str; 4] = ["original", "onnx", "openvino", "coreml"];
 /// Descriptions of quantized weights beside `config.json`.
 pub(super) const DESCRIPTIONS: [&str; 2] = ["quantize_config.json", "quant_config.json"];
+/// Files that determine the samples of a model that is a single ONNX file.
+pub(super) const PREPROCESSING: [&str; 7] = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "preprocessor_config.json",
+];
 /// The description of an ONNX file, which goes over where that file keeps its operators and its name.
 const RUNTIME: &str = "genai_config.json";
 /// The name of an ONNX file in a folder that is written.
@@ -152,6 +164,12 @@ impl Beside {
             self.empty.push(inside.to_owned());
         }
         Ok(())
+    }
+
+    /// Files that a run may read, whether they are carried over or not.
+    pub(crate) fn read(&self) -> impl Iterator<Item = &PathBuf> {
+        let described = self.left.iter().filter(|(_, reason)| *reason == Reason::Described).map(|(path, _)| path);
+        self.files.iter().chain(&self.not_carried).chain(described)
     }
 
     /// Leaves the description of an ONNX file behind: the output has another one.

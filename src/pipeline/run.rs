@@ -61,6 +61,10 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         forecasts.into_iter().zip(&pipeline.export).filter(|(_, e)| !(staging.destination().is_away() && e.format().streams())).map(|(f, _)| f).collect();
     require_space(&staging, &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
+    if workplace.is_some() {
+        // Checkpoints outlive a run whose input turns out to be damaged.
+        model.check_contents(&work)?;
+    }
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
         state.file = file;
@@ -102,6 +106,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         details: (applied.details)(),
     });
     let environment = pipeline.environment(measured.fidelity.is_some())?;
+    let stated = |path: &PathBuf| files::content_hash(path).is_ok_and(|hash| hash.is_some());
+    let unchecked = (made.is_some() && model.weight_files.iter().any(stated))
+        .then(|| "the parts read only some ranges of the input, which were not compared with the SHA-256 that its server states".to_owned());
     let mut report = Report {
         schema: report::SCHEMA,
         tool: Tool::default(),
@@ -127,7 +134,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         notes: [
             ruined.into_iter().collect(),
             model.beside.notes(&model.path),
-            left_out.into_iter().chain(alone).collect(),
+            left_out.into_iter().chain(alone).chain(unchecked).collect(),
             staging.notes().to_vec(),
             notes(&after, &state, &exports),
             held_out.into_iter().collect(),
@@ -150,6 +157,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     write_text(&folder.join("report.md"), &report.to_markdown())?;
     write_text(&folder.join("report.html"), &report.to_html())?;
     work.cancel.check()?;
+    if made.is_none() {
+        [&model, &after].into_iter().try_for_each(|model| model.check_contents(&work))?;
+    }
     commit(staging, &work)?;
     workplace.map_or(Ok(()), Workplace::remove)?;
     Ok(report)
@@ -167,21 +177,16 @@ fn commit(staging: Staging, work: &Work) -> Result<()> {
     done
 }
 
-/// A file takes nothing along that lies around a model: a note says so.
+/// Of an output that is a single file, nothing is carried over: returns a note that names what stays behind.
 fn leave_beside(model: &mut Model, file: Option<&str>) -> Option<String> {
-    let beside = std::mem::take(&mut model.beside.files);
-    match (file, beside.first()) {
-        (Some(file), Some(first)) => Some(format!(
-            "{} files of the input's folder are not carried over, since {file} is a file and no folder (the first: {})",
-            beside.len(),
-            first.display()
-        )),
-        (Some(_), None) => None,
-        (None, _) => {
-            model.beside.files = beside;
-            None
-        }
-    }
+    let file = file?;
+    model.beside.not_carried.append(&mut model.beside.files);
+    let first = model.beside.not_carried.first()?;
+    Some(format!(
+        "{} files of the input's folder are not carried over, since {file} is a file and no folder (the first: {})",
+        model.beside.not_carried.len(),
+        first.display()
+    ))
 }
 
 /// What to do where a disk is too small.

@@ -161,6 +161,7 @@ impl Pipeline {
         crate::output::check_place(output.as_ref(), self.force, &model.path)?;
         let (mut pipeline, ..) = self.settled(model)?;
         pipeline.open_samples(model)?;
+        model.check_contents(&pipeline.work())?;
         pipeline.perform(model, Some(&Workplace::beside(output.as_ref())), &mut Peak::start()).map(drop)
     }
 

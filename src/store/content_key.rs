@@ -1,11 +1,15 @@
 //! Names for cached results, by everything that decides what they hold: two results under one name are the same.
 
+use std::collections::HashMap;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::sync::{LazyLock, Mutex};
+use std::time::{Duration, SystemTime};
 
 use super::hash::hash_of;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::work::Work;
+use crate::work::{Work, lock};
 
 /// Folders in folders; links may lead in circles.
 const DEEPEST: usize = 32;
@@ -43,9 +47,9 @@ impl<'w> ContentKey<'w> {
 
     fn add(&mut self, path: &Path, root: &Path, depth: usize) -> Result<()> {
         if !files::is_dir(path) {
-            // Of a file of another machine, its version stands for the contents, which would have to come here.
-            let version = files::version(path).map_err(Error::io("open", path))?;
-            let hash = version.map_or_else(|| hash_of(path, &self.work).map(|hash| hash.to_string()), Ok)?;
+            // A SHA-256 that a server states saves the download. Nothing else identifies contents without reading them.
+            let stated = files::content_hash(path).map_err(Error::io("open", path))?.map(|digits| format!("sha256:{digits}"));
+            let hash = stated.map_or_else(|| hash_once(path, &self.work).map(|hash| hash.to_string()), Ok)?;
             self.line(&format!("{} {hash}", path.strip_prefix(root).unwrap_or(path).display()));
             return Ok(());
         }
@@ -55,6 +59,35 @@ impl<'w> ContentKey<'w> {
         let entries = files::list(path).map_err(Error::io("read", path))?;
         entries.iter().try_for_each(|entry| self.add(&entry.path, root, depth - 1))
     }
+}
+
+/// Identity of a local file at one time: device, inode, length, modification time and change time. Only the kernel sets the change time, so that copying a modification time (`cp -p`, `touch -d`) does not hide other contents.
+type FileState = (u64, u64, u64, (i64, i64), (i64, i64));
+
+/// Hashes of local files that this process has read. Several keys of a run cover the same files.
+static HASHES: LazyLock<Mutex<HashMap<FileState, blake3::Hash>>> = LazyLock::new(Mutex::default);
+
+/// A file that has changed more recently may change again within the resolution of its times.
+const SETTLED: Duration = Duration::from_secs(2);
+
+fn file_state(path: &Path) -> Option<FileState> {
+    let about = std::fs::metadata(path).ok().filter(|_| !files::is_remote(path))?;
+    let changed = SystemTime::UNIX_EPOCH + Duration::from_secs(u64::try_from(about.ctime()).ok()?);
+    let settled = SystemTime::now().duration_since(changed).is_ok_and(|age| age > SETTLED);
+    settled.then(|| (about.dev(), about.ino(), about.len(), (about.mtime(), about.mtime_nsec()), (about.ctime(), about.ctime_nsec())))
+}
+
+/// The hash of a file, read once per process as long as it does not change.
+fn hash_once(path: &Path, work: &Work) -> Result<blake3::Hash> {
+    let state = file_state(path);
+    if let Some(hash) = state.and_then(|state| lock(&HASHES).get(&state).copied()) {
+        return Ok(hash);
+    }
+    let hash = hash_of(path, work)?;
+    if let Some(state) = state.filter(|state| file_state(path) == Some(*state)) {
+        lock(&HASHES).insert(state, hash);
+    }
+    Ok(hash)
 }
 
 /// What lies in a folder, in the order of names; nothing where there is no folder.

@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use serde_json::json;
 
+use compress::prelude::*;
+
 use crate::servers::{Answer, COMMIT, Files, Request, Server, files, hub, s3};
 use crate::support::{Run, command, floats, model_of, names, ok, read_json, snapshot};
 
@@ -200,6 +202,49 @@ fn a_file_that_was_damaged_on_the_way_is_refused() {
         let told = run.stderr.contains("config.json") && run.stderr.contains("damaged on the way");
         assert_eq!((run.code, told), (i32::from(damaged), damaged), "{entry}: {}", run.stderr);
     }
+}
+
+/// A byte of the last tensor is another one, on the way or on the server: nothing is written, printed or cached.
+#[test]
+fn weights_that_differ_from_the_stated_hash_are_refused() {
+    let place = Place::new();
+    let (hub, _) = hub(place.files.clone(), TOKEN, |request, bytes| {
+        let mut bytes = bytes.to_vec();
+        *bytes.last_mut().unwrap() ^= 1;
+        Answer::file(request, &bytes)
+    });
+    let variables = [("HF_ENDPOINT", hub.address.as_str()), ("HF_TOKEN", TOKEN)];
+    let before = snapshot(place.path());
+    for args in ["quantize-dynamic hf:org/name -o out", "densify hf:org/name -o out", "diff in hf:org/name"] {
+        let run = place.run(args, &variables);
+        let told = run.stderr.contains("hf:org/name/model.safetensors") && run.stderr.contains("the server states");
+        assert!(run.code == 1 && told && run.stdout.is_empty(), "{args}: {}{}", run.stdout, run.stderr);
+    }
+    assert_eq!(snapshot(place.path()), before);
+}
+
+/// Neither a mark of a server, nor a time, nor a size identifies contents: two files that agree in all of them are two files.
+#[test]
+fn files_with_equal_marks_are_told_apart() {
+    let place = Place::new();
+    let first = place.files["model.safetensors"].clone();
+    let mut second = first.clone();
+    let last = second.len() - 2;
+    second[last] ^= 0x40;
+    let stamped = |answer: Answer| answer.with("ETag", "\"one\"").with("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT");
+    let server = Server::start(move |request| match request.path() {
+        "/a.safetensors" | "/same.safetensors" => stamped(Answer::file(request, &first)),
+        "/b.safetensors" => stamped(Answer::file(request, &second)),
+        _ => Answer::new(404, ""),
+    });
+    let out = place.path().join("cached");
+    let cached = |name: &str| {
+        let pipeline = Pipeline::builder().pass(Cast { to: FloatFormat::F16, ..Cast::default() }).measure(false).build().unwrap();
+        pipeline.run_cached(Model::open(format!("{}/{name}.safetensors", server.address)).unwrap(), &out).unwrap().reused
+    };
+    assert!(!cached("a") && cached("a") && cached("same"), "equal contents are the same");
+    let before = fs::read(out.join("model.safetensors")).unwrap();
+    assert!(!cached("b") && fs::read(out.join("model.safetensors")).unwrap() != before);
 }
 
 #[test]

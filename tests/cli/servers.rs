@@ -170,6 +170,11 @@ pub fn files(folder: &std::path::Path) -> Files {
 
 pub const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 
+/// SHA-256 in hexadecimal digits.
+pub fn sha256(bytes: &[u8]) -> String {
+    ring::digest::digest(&ring::digest::SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// A repository `org/name` of the Hub; large files are elsewhere, behind an address that is signed.
 pub fn hub(files: Files, token: &'static str, large: impl Fn(&Request, &[u8]) -> Answer + Send + Sync + 'static) -> (Server, Server) {
     let contents = Arc::new(files);
@@ -191,9 +196,8 @@ pub fn hub(files: Files, token: &'static str, large: impl Fn(&Request, &[u8]) ->
         if path == format!("/api/models/org/name/tree/{COMMIT}") {
             let file = |(name, bytes): (&String, &Vec<u8>)| {
                 let mut entry = serde_json::json!({ "type": "file", "path": name, "size": bytes.len() });
-                let named = |text: &str| format!("{text:0>64}");
                 if name.ends_with(".safetensors") {
-                    entry["lfs"] = serde_json::json!({ "oid": named("0"), "size": bytes.len() });
+                    entry["lfs"] = serde_json::json!({ "oid": sha256(bytes), "size": bytes.len() });
                 }
                 entry
             };

@@ -73,7 +73,8 @@ impl Args {
             }
             let memory = memory_limit(global.models.memory, &device);
             let mut runners = evaluation::load(&mut subjects, Some(&data.first()?.inputs), &device, memory, work)?;
-            evaluation::evaluate(&data, &mut runners, pairs, work)
+            let outcomes = evaluation::evaluate(&data, &mut runners, pairs, work)?;
+            self.against.iter().chain([&path]).try_for_each(|path| Model::check_remote(path, work)).map(|()| outcomes)
         })?;
         self.show(&path, runtime, &data, &outcomes, global)
     }

@@ -91,9 +91,12 @@ impl Args {
                 None => vocabulary.encode(text),
             };
             let prompts = self.prompts.iter().map(encode).collect::<Result<Vec<_>>>()?;
-            let continuations = global.work(|work| match self.recordings.is_empty() {
-                true => model.generate(&prompts, &options, &device, memory, work),
-                false => model.transcribe(&heard, &options, &device, memory, work),
+            let continuations = global.work(|work| {
+                let continuations = match self.recordings.is_empty() {
+                    true => model.generate(&prompts, &options, &device, memory, work),
+                    false => model.transcribe(&heard, &options, &device, memory, work),
+                }?;
+                Model::check_remote(&path, work).map(|()| continuations)
             })?;
             let text = |(index, found): (usize, &Continuation)| match prompts.get(index).filter(|_| model.reads() == Reads::Beginnings) {
                 Some(prompt) => vocabulary.continuation(prompt, &found.tokens),

@@ -174,7 +174,7 @@ fn path(name: &str) -> io::Result<Path> {
 }
 
 fn found(object: ObjectMeta) -> Found {
-    Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, here: None }
+    Found { name: object.location.to_string(), bytes: object.size, version: object.e_tag, sha256: None, here: None }
 }
 
 /// What a store refuses, in a few words: answers of servers name keys and signatures.

@@ -6,7 +6,8 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 
-use super::{Found, Known, lock};
+use super::content_hash::RunningHash;
+use super::{Found, Known, invalid, lock};
 
 /// The first chunk of a file: most headers fit.
 const FIRST: u64 = 256 << 10;
@@ -25,6 +26,8 @@ pub(in crate::files) struct Ranges {
     id: u64,
     known: Arc<Known>,
     file: Arc<Found>,
+    /// Set if the server states a hash of the contents.
+    hash: Option<Arc<RunningHash>>,
 }
 
 impl std::fmt::Debug for Ranges {
@@ -45,6 +48,7 @@ enum Slot {
         used: u64,
         /// Whether somebody has read to its end.
         done: bool,
+        hash: Option<Arc<RunningHash>>,
     },
     Failed(io::ErrorKind, String),
 }
@@ -92,7 +96,9 @@ fn size(range: &Range<u64>) -> u64 {
 impl Ranges {
     /// A file that is not open yet: those that are have the same chunks.
     pub(super) fn new(known: Arc<Known>, file: Found) -> Ranges {
-        Ranges { id: NEXT.fetch_add(1, Ordering::Relaxed), known, file: Arc::new(file) }
+        let chunks = file.bytes.checked_sub(1).map_or(0, |last| number(last).saturating_add(1));
+        let hash = file.sha256.clone().map(|stated| Arc::new(RunningHash::new(stated, chunks)));
+        Ranges { id: NEXT.fetch_add(1, Ordering::Relaxed), known, file: Arc::new(file), hash }
     }
 
     fn length(&self) -> u64 {
@@ -129,6 +135,35 @@ impl Ranges {
         Ok(())
     }
 
+    /// Hashes the chunks in memory that follow those hashed so far.
+    fn update_hash(&self) {
+        let Some(hash) = &self.hash else { return };
+        loop {
+            let next = hash.next();
+            let bytes = match lock(&POOL.state).slots.get(&(self.id, next)) {
+                Some(Slot::Here { bytes, .. }) => bytes.clone(),
+                _ => return,
+            };
+            hash.update(next, &bytes);
+        }
+    }
+
+    /// Compares the contents with the hash that the server states, reading the ranges that were not hashed as they arrived.
+    pub(super) fn check_content(&self, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
+        let Some(hash) = &self.hash else { return Ok(()) };
+        loop {
+            if let Some(outcome) = hash.outcome() {
+                return outcome.map_err(invalid);
+            }
+            let next = hash.next();
+            let bytes = self.chunk(next, true)?;
+            hash.update(next, &bytes);
+            if !step(bytes.len() as u64) {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
+        }
+    }
+
     /// A chunk, waited for; `done` says that it is read to its end.
     fn chunk(&self, number: u64, done: bool) -> io::Result<Arc<Vec<u8>>> {
         let key = (self.id, number);
@@ -138,7 +173,7 @@ impl Ranges {
             state.clock = state.clock.saturating_add(1);
             let clock = state.clock;
             let found = match state.slots.get_mut(&key) {
-                Some(Slot::Here { bytes, used, done: end }) => {
+                Some(Slot::Here { bytes, used, done: end, .. }) => {
                     (*used, *end) = (clock, *end || done);
                     Some(Ok(bytes.clone()))
                 }
@@ -192,10 +227,13 @@ impl State {
         let wanted = size(&range(number, open.length()));
         while self.bytes.saturating_add(wanted) > ROOM {
             let old = |(key, slot): (&Key, &Slot)| match slot {
-                Slot::Here { used, done, bytes } if (*done || urgent) && !self.waited.contains_key(key) => Some((!*done, *used, *key, bytes.len() as u64)),
+                Slot::Here { used, done, bytes, hash } if !self.waited.contains_key(key) => {
+                    let unhashed = hash.as_ref().is_some_and(|hash| hash.awaits(key.1));
+                    (urgent || (*done && !unhashed)).then(|| (unhashed, !*done, *used, *key, bytes.len() as u64))
+                }
                 _ => None,
             };
-            let Some((_, _, key, bytes)) = self.slots.iter().filter_map(old).min() else { return };
+            let Some((_, _, _, key, bytes)) = self.slots.iter().filter_map(old).min() else { return };
             self.slots.remove(&key);
             self.bytes = self.bytes.saturating_sub(bytes);
         }
@@ -229,7 +267,7 @@ impl State {
     fn put(&mut self, key: Key, open: &Ranges, came: io::Result<Vec<u8>>) {
         self.clock = self.clock.saturating_add(1);
         let slot = match came {
-            Ok(bytes) => Slot::Here { bytes: Arc::new(bytes), used: self.clock, done: false },
+            Ok(bytes) => Slot::Here { bytes: Arc::new(bytes), used: self.clock, done: false, hash: open.hash.clone() },
             Err(e) => {
                 self.bytes = self.bytes.saturating_sub(size(&range(key.1, open.length())));
                 Slot::Failed(e.kind(), e.to_string())
@@ -261,9 +299,10 @@ fn fetch() {
         };
         drop(state);
         let came = open.known.read(&open.file, range(key.1, open.length()));
-        state = lock(&POOL.state);
-        state.put(key, &open, came);
+        lock(&POOL.state).put(key, &open, came);
         POOL.changed.notify_all();
+        open.update_hash();
+        state = lock(&POOL.state);
     }
 }
 
@@ -314,7 +353,7 @@ mod tests {
     fn read_by_four(length: u64) -> (u64, u64) {
         let pattern = Arc::new(Pattern { asked: Mutex::default() });
         let known = Arc::new(Known::new(Box::new(pattern.clone())));
-        let open = Ranges::new(known, Found { name: "file".into(), bytes: length, version: None, here: None });
+        let open = Ranges::new(known, Found { name: "file".into(), bytes: length, version: None, sha256: None, here: None });
         std::thread::scope(|scope| {
             for reader in 0..4 {
                 let open = &open;

@@ -392,7 +392,7 @@ mod tests {
     fn bucket() -> (Bucket, Found) {
         let builder = AmazonS3Builder::new().with_bucket_name("bucket").with_endpoint(wire::SERVER).with_allow_http(true).with_skip_signature(true);
         let place = Bucket { store: of_s3(builder, RetryConfig { max_retries: 0, ..RetryConfig::default() }).unwrap() };
-        (place, Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), here: None })
+        (place, Found { name: "a/b".into(), bytes: 64, version: Some("\"one\"".into()), sha256: None, here: None })
     }
 
     /// The crate that reads buckets adds one to the last byte.

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use serde_json::Value;
 
 use super::http::{self, Address};
-use super::{Found, Place, lock, secrets};
+use super::{Found, Place, content_hash, lock, secrets};
 
 /// Most bytes of one answer about a repository.
 const LARGEST: u64 = 64 << 20;
@@ -171,15 +171,22 @@ pub(super) fn page(page: &[u8], snapshot: Option<&Path>) -> io::Result<Vec<Found
     files.collect()
 }
 
+/// The 64 digits of a SHA-256, with or without the prefix of LFS pointers.
+fn sha256_digits(oid: &str) -> Option<String> {
+    let digits = oid.strip_prefix("sha256:").unwrap_or(oid).to_ascii_lowercase();
+    (digits.len() == 64 && digits.bytes().all(|byte| byte.is_ascii_hexdigit())).then_some(digits)
+}
+
 fn found(entry: &Value, snapshot: Option<&Path>) -> Option<Found> {
     let text = |value: &Value, key: &str| value.get(key).and_then(Value::as_str).map(str::to_owned);
     let (name, bytes) = (text(entry, "path")?, entry.get("size").and_then(Value::as_u64)?);
-    // SHA-256 of large files, and else what git names the contents by.
-    let large =
-        entry.get("lfs").and_then(|lfs| text(lfs, "oid").or_else(|| text(lfs, "sha256"))).map(|oid| format!("sha256:{}", oid.trim_start_matches("sha256:")));
-    let version = large.or_else(|| text(entry, "oid").map(|oid| format!("git:{oid}")));
+    let lfs = entry.get("lfs").filter(|lfs| !lfs.is_null());
+    let sha256 = lfs.map(|lfs| text(lfs, "oid").or_else(|| text(lfs, "sha256")).and_then(|oid| sha256_digits(&oid)));
+    // An LFS object without a valid identifier makes the entry malformed: its contents could not be checked.
+    let sha256 = if let Some(stated) = sha256 { Some(stated?) } else { None };
+    let version = text(entry, "oid");
     let here = snapshot.map(|folder| folder.join(&name)).filter(|path| std::fs::metadata(path).is_ok_and(|about| about.len() == bytes));
-    Some(Found { name, bytes, version, here })
+    Some(Found { name, bytes, version, sha256, here })
 }
 
 impl Place for Hub {
@@ -209,19 +216,13 @@ impl Place for Hub {
         came.map(|came| came.bytes).map_err(|e| if e.kind() == io::ErrorKind::PermissionDenied { advised(e, self.token.is_some()) } else { e })
     }
 
+    /// Files that are not LFS objects are identified by the SHA-1 of their git blob.
     fn check(&self, file: &Found, bytes: &[u8]) -> Result<(), String> {
-        let Some((how, meant)) = file.version.as_deref().and_then(|version| version.split_once(':')) else { return Ok(()) };
-        let mut hasher = match how {
-            "sha256" => ring::digest::Context::new(&ring::digest::SHA256),
-            _ => {
-                let mut hasher = ring::digest::Context::new(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY);
-                hasher.update(format!("blob {}\0", bytes.len()).as_bytes());
-                hasher
-            }
-        };
+        let Some(stated) = file.version.as_deref().filter(|_| file.sha256.is_none()) else { return Ok(()) };
+        let mut hasher = ring::digest::Context::new(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY);
+        hasher.update(format!("blob {}\0", bytes.len()).as_bytes());
         hasher.update(bytes);
-        let found: String = hasher.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-        if found == meant { Ok(()) } else { Err(format!("its hash is {found}, and the Hub says {meant}: it was damaged on the way, read it again")) }
+        content_hash::compare(hasher, stated)
     }
 }
 
@@ -248,7 +249,6 @@ impl Snapshot {
         let folder = cache.join("snapshots").join(&commit);
         let mut files = Vec::new();
         collect(&folder, "", &mut files, 0).map_err(|_| missing())?;
-        files.iter_mut().for_each(|file| file.version = Some(format!("commit:{commit}")));
         if files.is_empty() { Err(missing()) } else { Ok(Snapshot { files }) }
     }
 }
@@ -264,7 +264,7 @@ fn collect(folder: &Path, inside: &str, files: &mut Vec<Found>, depth: usize) ->
         if about.is_dir() && depth < DEEPEST {
             collect(&path, &format!("{name}/"), files, depth.saturating_add(1))?;
         } else if about.is_file() {
-            files.push(Found { name, bytes: about.len(), version: None, here: Some(path) });
+            files.push(Found { name, bytes: about.len(), version: None, sha256: None, here: Some(path) });
         }
     }
     Ok(())

@@ -5,6 +5,7 @@
 
 mod bucket;
 mod chunks;
+mod content_hash;
 mod http;
 mod hub;
 mod outgoing;
@@ -105,8 +106,11 @@ struct Found {
     /// What it is called in the place.
     name: String,
     bytes: u64,
-    /// Another text for other contents, where one is known.
+    /// A mark that a server attaches to one version of the file (an ETag, a modification time): detects changes while the file is read, and
+    /// does not identify the contents.
     version: Option<String>,
+    /// SHA-256 of the contents in hexadecimal digits, where the server states it.
+    sha256: Option<String>,
     /// Where this machine has it already.
     here: Option<PathBuf>,
 }
@@ -259,13 +263,22 @@ impl Known {
             return Ok(text.clone());
         }
         let bytes = Arc::new(if file.bytes == 0 { Vec::new() } else { self.read(file, 0..file.bytes)? });
-        self.place.check(file, &bytes).map_err(|reason| io::Error::new(io::ErrorKind::InvalidData, reason))?;
+        if let Some(stated) = &file.sha256 {
+            let mut hasher = content_hash::sha256();
+            hasher.update(&bytes);
+            content_hash::compare(hasher, stated).map_err(invalid)?;
+        }
+        self.place.check(file, &bytes).map_err(invalid)?;
         let mut texts = lock(&self.texts);
         if texts.values().map(|text| text.len()).sum::<usize>().saturating_add(bytes.len()) <= KEPT {
             texts.insert(file.name.clone(), bytes.clone());
         }
         Ok(bytes)
     }
+}
+
+fn invalid(reason: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, reason)
 }
 
 /// What is not there may be left out; what was found to be there may not.
@@ -315,10 +328,17 @@ pub(super) fn read(name: &str) -> io::Result<Vec<u8>> {
     }
 }
 
-pub(super) fn version(name: &str) -> io::Result<Option<String>> {
+/// The SHA-256 that the server states. A file of a local cache is hashed by the caller: its bytes did not come from that server now.
+pub(super) fn content_hash(name: &str) -> io::Result<Option<String>> {
     let (known, inside) = reach(name)?;
     let found = known.demand(&inside)?;
-    Ok(found.version.map(|version| format!("{version} {}", found.bytes)))
+    Ok(found.sha256.filter(|_| found.here.is_none()))
+}
+
+pub(super) fn check_content(name: &str, step: &dyn Fn(u64) -> bool) -> io::Result<()> {
+    let (known, inside) = reach(name)?;
+    let found = known.demand(&inside)?;
+    if found.here.is_some() { Ok(()) } else { known.open(found).check_content(step) }
 }
 
 pub(super) fn list(name: &str) -> io::Result<Vec<Entry>> {

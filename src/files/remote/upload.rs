@@ -184,7 +184,7 @@ mod tests {
             if self.deaf.load(Ordering::Relaxed) {
                 return Err(io::Error::other("no answer"));
             }
-            let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: None, here: None };
+            let found = |bytes: &Vec<u8>| Found { name: name.into(), bytes: bytes.len() as u64, version: None, sha256: None, here: None };
             Ok(lock(&self.files).get(name).map(found))
         }
 

@@ -49,7 +49,7 @@ impl Place for Web {
 
     fn find(&self, name: &str) -> io::Result<Option<Found>> {
         match self.address(name).range(0..1, None, None) {
-            Ok(came) => Ok(Some(Found { name: name.to_owned(), bytes: came.total, version: http::version(&came.headers), here: None })),
+            Ok(came) => Ok(Some(Found { name: name.to_owned(), bytes: came.total, version: http::version(&came.headers), sha256: None, here: None })),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }

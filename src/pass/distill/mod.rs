@@ -118,6 +118,10 @@ impl Pass for Distill {
         let cached = self.teacher_cache.as_deref().map(|folder| (folder, self.teacher_top.unwrap_or(TOP)));
         let teacher = self.teacher(&model)?;
         let student = self.student(model, run, context.map_or(0, |context| context.seed))?;
+        if let Some(context) = context {
+            // Checkpoints and cached answers outlive a run whose models turn out to be damaged.
+            [&teacher, &student].into_iter().try_for_each(|model| model.check_contents(&context.work))?;
+        }
         train(NAME, student, run, self.options(), &self.training(), (Some(&teacher), cached), context)
     }
 

@@ -112,10 +112,13 @@ fn bindings(graph: &Graph, batch: usize, real: Option<&BTreeMap<String, candle_c
     sizes
 }
 
-/// The key of a teacher's answers: its weights, what it computes and how exactly, and what decides how its logits are cut.
-fn answers_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, work: &Work) -> Result<String> {
+/// The key of a teacher's answers: its weights, its graph, the precision and the device, and whether hard labels keep their logits.
+fn answers_key(teacher: &Model, graph: &Graph, training: &Training, compute: DType, device: &Device, work: &Work) -> Result<String> {
     let mut key = ContentKey::new(work);
-    key.line(&format!("{} {} {compute:?} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some()));
+    // Ranks on equal GPUs share answers.
+    let (name, gpu) = crate::exec::name(device);
+    let (device, simd) = (gpu.unwrap_or(name), crate::kernel::instruction_set());
+    key.line(&format!("{} {} {compute:?} {device} {simd} {graph}", env!("CARGO_PKG_VERSION"), training.losses.hard.is_some()));
     key.files(&teacher.weight_files, &teacher.path)?;
     Ok(key.name())
 }
@@ -190,7 +193,7 @@ fn trained(
                 if !objective.reads_logits_alone() {
                     return Err(Error::option(format!("{name}: teacher_cache"), "keeps logits alone: leave out losses that read other values of the teacher"));
                 }
-                Some(RefCell::new(Cache::open(folder, &answers_key(teacher, graph, training, theirs, &context.work)?, top)?))
+                Some(RefCell::new(Cache::open(folder, &answers_key(teacher, graph, training, theirs, on, &context.work)?, top)?))
             }
             _ => None,
         };
@@ -215,7 +218,14 @@ fn trained(
             folder: context.workplace.clone(),
             resume: context.resume,
             // Of several processes, the first one evaluates; the others need no such data.
-            identity: identity((&model, their_model), run, &graph, &options, [Some(data), context.data.evaluation.as_ref().filter(|_| team.size() == 1)], context.seed),
+            identity: identity(
+                (&model, their_model),
+                run,
+                &graph,
+                &options,
+                [Some(data), context.data.evaluation.as_ref().filter(|_| team.size() == 1)],
+                (context.seed, &context.work),
+            )?,
             evaluate: Some(&score),
         };
         let (zeros, masked, rounded) = weights.held();
