@@ -121,6 +121,25 @@ fn a_reused_result_ends_as_a_fresh_one() {
     }
 }
 
+/// Run A, then B, which begins like A, with what A has cached: the bytes equal those of a run of B without a cache. Training continues from the master weights
+/// that a quantization has rounded, be they the input's or those of an earlier pass.
+#[test]
+fn a_run_that_continues_a_cached_one_ends_as_a_fresh_one() {
+    let quantize = || Step::from(QuantizeStatic::default());
+    for begin in [vec![quantize()], vec![finetune(), quantize()]] {
+        let place = Place::new(MODEL);
+        let steps = [begin.clone(), vec![finetune()]].concat();
+        let names: Vec<_> = steps.iter().map(|step| step.pass().name()).collect();
+        place.run(place.builder(&steps), "whole");
+        place.run(place.builder(&begin).cache(place.cache(), false), "first");
+        let (report, taken) = place.again(&steps, "second");
+        assert!(taken, "{names:?}: {:?}", report.notes);
+        for (name, bytes) in place.files("whole") {
+            assert!(bytes == place.files("second")[&name], "{names:?}: {name} differs");
+        }
+    }
+}
+
 #[test]
 fn only_the_same_is_taken() {
     let steps = vec![finetune(), QuantizeDynamic::default().into()];

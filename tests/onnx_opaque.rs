@@ -10,6 +10,7 @@ use compress::evaluation::Subject;
 use compress::ir::Op;
 use compress::onnx::proto::{AttributeProto, DataType, Dimension, GraphProto, ModelProto, NodeProto, TensorProto};
 use compress::pass::{Context, Pass, QuantizeStatic, Step};
+use compress::pipeline::ResultCache;
 use compress::run_state::RunState;
 use compress::runtime;
 use compress::store::OpenSizes;
@@ -283,6 +284,18 @@ fn sizes_that_a_file_takes_alone_are_told() {
     assert!(builder().build().unwrap().run(opened(), folder.path().join("no.onnx")).is_err());
     let report = builder().sizes(sizes(&[("n", "4"), ("h", "1x4")])).build().unwrap().run(opened(), folder.path().join("out.onnx")).unwrap();
     assert!(report.fidelity.unwrap().fidelity.cosine > 0.99);
+    // A cached result restores weights that nodes without a typed form read, and depends on the sizes of the recipe.
+    let cache = ResultCache::new(folder.path().join("cache"), std::time::Duration::ZERO);
+    let again = |told: OpenSizes| {
+        let built = builder().sizes(told).cache(cache.clone(), true).force(true).build().unwrap();
+        let report = built.run(opened(), folder.path().join("again.onnx")).unwrap();
+        (report.notes.iter().any(|note| note.contains("was reused from an earlier run")), std::fs::read(folder.path().join("again.onnx")).unwrap())
+    };
+    let fresh = std::fs::read(folder.path().join("out.onnx")).unwrap();
+    for reused in [false, true] {
+        assert_eq!(again(sizes(&[("n", "4"), ("h", "1x4")])), (reused, fresh.clone()));
+    }
+    assert!(!again(sizes(&[("n", "4"), ("a size / 2", "4")])).0);
     let dynamic = Pipeline::builder().pass(Step::from(compress::pass::PruneUnstructured::default())).sizes(sizes(&[("n", "4"), ("h", "1x4")]));
     let report = dynamic.threads(1).build().unwrap().run(opened(), folder.path().join("pruned.onnx")).unwrap();
     assert!(report.fidelity.is_some(), "{:?}", report.notes);

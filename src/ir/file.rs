@@ -57,6 +57,29 @@ impl GraphFile {
         serde_json::from_str(&text).map_err(|e| Error::malformed(path, e))
     }
 
+    /// Takes the functions of opaque nodes, which text does not contain, from the graph that this one was made from.
+    ///
+    /// # Errors
+    /// The original graph cannot be built, or has no such node or several.
+    pub(crate) fn with_functions(mut self, original: &dyn Fn() -> Result<Graph>) -> Result<GraphFile> {
+        if !self.nodes.iter().any(|node| matches!(node.op, Op::Opaque(_))) {
+            return Ok(self);
+        }
+        let original = GraphFile::from(&original()?);
+        for node in &mut self.nodes {
+            let Op::Opaque(op) = &mut node.op else { continue };
+            let equal = |found: &'_ &NodeFile| matches!(&found.op, Op::Opaque(other) if other == op);
+            let candidates: Vec<&NodeFile> = original.nodes.iter().filter(equal).collect();
+            let named = candidates.iter().find(|found| found.name == node.name).copied();
+            let only = if let [only] = candidates.as_slice() { Some(*only) } else { None };
+            let Some(NodeFile { op: Op::Opaque(found), .. }) = named.or(only) else {
+                return Err(Error::graph(format!("{}, node `{}`", Self::NAME, node.name), "the original graph has no such node, or several"));
+            };
+            op.function.clone_from(&found.function);
+        }
+        Ok(self)
+    }
+
     /// The graph without some nodes, and with other names: `refer` says which value stands for one that is named.
     #[must_use]
     pub fn edited(self, drops: &dyn Fn(&str) -> bool, refer: &dyn Fn(&str) -> String) -> GraphFile {

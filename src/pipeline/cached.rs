@@ -64,12 +64,11 @@ impl Pipeline {
         Ok(format!("{}\n", key.name()))
     }
 
-    /// What every result begins from: this version of the tool, the seed, the device, and the bytes of the model, wherever it lies.
+    /// The common part of all keys: this version of the tool, and the contents of the model's files, wherever they are.
     pub(super) fn input_key<'w>(&self, model: &Model, work: &Work<'w>) -> Result<ContentKey<'w>> {
         let mut key = ContentKey::new(work);
         let tool = Tool::default();
-        key.line(&format!("{} {:?} {}", tool.version, tool.commit, self.seed));
-        self.running.describe().iter().for_each(|how| key.line(how));
+        key.line(&format!("{} {:?}", tool.version, tool.commit));
         key.files(model.inputs(), &model.path)?;
         Ok(key)
     }

@@ -128,11 +128,6 @@ impl Running {
         Ok(memory_limit(self.memory, &self.device()?))
     }
 
-    /// What decides how models run.
-    pub fn describe(&self) -> Option<String> {
-        Some(self.device.to_string())
-    }
-
     /// Whether evaluation data is named.
     pub fn evaluates(&self) -> bool {
         self.data.evaluation.is_some()

@@ -54,10 +54,6 @@ impl Running {
 
     pub fn begin(&mut self) {}
 
-    pub fn describe(&self) -> Option<String> {
-        None
-    }
-
     pub fn evaluates(&self) -> bool {
         false
     }

@@ -34,7 +34,32 @@ impl WeightSource for Reread {
     }
 }
 
+/// A rounded weight together with the values that it was rounded from.
+struct WithMaster {
+    source: Arc<dyn WeightSource>,
+    master: Weight,
+}
+
+impl WeightSource for WithMaster {
+    fn visit(&self, unit: usize, sink: BlockSink) -> Result<()> {
+        self.source.visit(unit, sink)
+    }
+
+    fn unrounded(&self) -> Option<&Weight> {
+        Some(&self.master)
+    }
+}
+
 impl Weight {
+    /// This weight with the values that it was rounded from, which training starts at.
+    #[must_use]
+    pub fn with_master(self, master: Weight) -> Weight {
+        let source = Arc::new(WithMaster { source: self.source(), master });
+        let mut weight = self.then(self.dtype, self.encoding.clone(), source);
+        weight.stored_type = self.stored_type;
+        weight
+    }
+
     /// This weight with the values that `now` holds of it; of another shape, or of a format that passes do not compute, `now` itself.
     #[must_use]
     pub fn reread(&self, name: &str, now: Weight) -> Weight {

@@ -33,7 +33,8 @@ pub enum Origin {
 }
 
 /// What a weight is for, where the file that it was opened from tells.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Role {
     /// The matrix of a product, outputs first.
     Matrix,

@@ -16,7 +16,7 @@ use crate::report::terminal::table;
   compress cache --clear
 
 `compress run` caches the result of every pass that ran the model for ten seconds or more. Its key is what it was made from: the
-bytes of model and data, the passes so far, the seed, the device and the version. `--resume`, and the runs of a sweep, begin behind
+bytes of model and data, the passes so far, the recipe's settings, the device, the processor and the version. `--resume`, and the runs of a sweep, begin behind
 the last pass whose result is cached. All results together stay below 20 GiB: the one that was not used for the longest time is
 removed first.")]
 pub(in crate::cli) struct Args {

@@ -1,5 +1,5 @@
 //! Results of passes that ran a model, cached from one run to the next by what they were made from: the bytes of the model and of the
-//! data, the passes so far with their options, the seed, the device, and the version of this tool.
+//! data, the passes so far with their options, the recipe's settings, the device, the processor and the version of this tool.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -13,21 +13,26 @@ use serde_json::Value;
 use crate::data::Data;
 use crate::error::{Error, Result};
 use crate::export::{Format, Safetensors};
+use crate::files::Destination;
 use crate::ir::GraphFile;
 use crate::model::Model;
 use crate::output::Staging;
 use crate::pass::{PASSES, Samples};
 use crate::pipeline::Pipeline;
+use crate::recipe::Recipe;
+use crate::report::Environment;
 use crate::run_state::{Applied, RunState};
 use crate::store::content_key::entries;
 use crate::store::hash::hash_of;
-use crate::store::{ContentKey, Origin};
+use crate::store::writer::{self, FileLayout, Item};
+use crate::store::{Checkpoint, ContentKey, Origin, Role, StorageFormat, Weight, Weights};
 use crate::work::Work;
 
 /// Bytes that all results may take together; the one that was not used for the longest time goes first.
 const MOST: u64 = 20 << 30;
 const STATE: &str = "state.json";
 const ATTACHED: &str = "attached";
+const MASTERS: &str = "masters";
 
 /// A folder of results.
 #[derive(Debug, Clone)]
@@ -54,17 +59,60 @@ pub struct CachedResult {
     pub age: u64,
 }
 
-/// What the files of a model do not say.
+/// State of a model and of its run that the files of weights do not contain.
 #[derive(Serialize, Deserialize)]
 struct State {
     model: PathBuf,
+    /// The folder of another model, such as a student, that took the place of the input.
+    replaced_by: Option<PathBuf>,
     /// Hashes of the files.
     files: BTreeMap<String, String>,
     history: Vec<Past>,
-    /// Of weights that are not the file's any more.
-    origins: BTreeMap<String, Origin>,
+    weights: BTreeMap<String, WeightState>,
     signed_activations: bool,
     notes: Vec<String>,
+}
+
+/// Properties of a weight that its file does not contain.
+#[derive(Serialize, Deserialize)]
+enum WeightState {
+    /// The input's weight, which no pass has changed. It is taken from the input, so that it still compares equal to it.
+    Input,
+    Changed {
+        origin: Origin,
+        role: Option<Role>,
+        readers: Vec<String>,
+        master: Option<MasterState>,
+    },
+}
+
+/// The source of the values that a weight was rounded from. Later passes train those.
+#[derive(Serialize, Deserialize)]
+enum MasterState {
+    Input,
+    /// In a file of the folder [`MASTERS`].
+    Stored,
+}
+
+impl WeightState {
+    fn of(name: &str, weight: &Weight, input: &Model) -> WeightState {
+        let is_input = |weight: &Weight| input.weights.by_name.get(name).is_some_and(|before| is_same(before, weight));
+        if is_input(weight) {
+            return WeightState::Input;
+        }
+        let master = weight.source().unrounded().map(|master| if is_input(master) { MasterState::Input } else { MasterState::Stored });
+        WeightState::Changed { origin: weight.origin, role: weight.role, readers: weight.readers.clone(), master }
+    }
+}
+
+/// Whether two weights have the same source and mean the same.
+fn is_same(a: &Weight, b: &Weight) -> bool {
+    Arc::ptr_eq(&a.source(), &b.source()) && described(a) == described(b)
+}
+
+/// The properties of a weight, without its values.
+fn described(weight: &Weight) -> impl PartialEq + '_ {
+    (weight.dtype, &weight.shape, &weight.encoding, weight.origin, weight.role, &weight.readers)
 }
 
 /// An [`Applied`] as a file holds it.
@@ -99,13 +147,13 @@ impl Past {
         }
     }
 
-    fn applied(self) -> Option<Applied> {
-        let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options);
+    fn applied(&self) -> Option<Applied> {
+        let mut applied = Applied::new(PASSES.iter().find(|name| **name == self.name)?, self.options.clone());
         applied.meter.add(Duration::try_from_secs_f64(self.seconds).ok()?);
         (applied.peak_rss_bytes, applied.peak_vram_bytes) = (self.peak_rss_bytes, self.peak_vram_bytes);
-        let details = self.details;
+        let details = self.details.clone();
         applied.details = Arc::new(move || details.clone());
-        (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors, self.rule, self.notes, self.zeroes);
+        (applied.tensors, applied.rule, applied.notes, applied.zeroes) = (self.tensors.clone(), self.rule.clone(), self.notes.clone(), self.zeroes);
         Some(applied)
     }
 }
@@ -164,14 +212,26 @@ impl ResultCache {
         Ok(freed)
     }
 
-    /// A key for the model after each of the passes.
+    /// A key for the model after each of the passes. It covers the whole recipe: a field that is added to one of the structs destructured
+    /// here does not compile until this function hashes it or names it as irrelevant.
     pub(super) fn keys(&self, pipeline: &Pipeline, model: &Model, work: &Work) -> Result<Vec<String>> {
         let mut key = pipeline.input_key(model, work)?;
+        // Input and data sets count by their contents, passes one by one; what is measured and exported does not change a pass.
+        let Recipe { model: _, seed, allow_nonfinite, sizes, measure: _, data: _, memory, passes, evaluate, export: _, output: _, sweep: _ } =
+            pipeline.recipe(model);
+        key.line(&serde_json::to_string(&(seed, allow_nonfinite, sizes, memory, evaluate)).unwrap_or_default());
+        if model.onnx.is_some() {
+            // ONNX Runtime runs parts of such a model.
+            let _ = crate::runtime::library();
+        }
+        let Environment { cpu, cores: _, memory_bytes: _, gpu, device, onnxruntime, onnxruntime_path: _, simd, int8 } = pipeline.environment(false)?;
+        let gpu = gpu.filter(|_| device.as_deref() != Some("cpu"));
+        key.line(&format!("{device:?} {gpu:?} {cpu:?} {simd} {int8} {:?}", onnxruntime.filter(|_| model.onnx.is_some())));
         let mut read: BTreeMap<&str, String> = BTreeMap::new();
-        let mut keys = Vec::with_capacity(pipeline.steps.len());
-        for step in &pipeline.steps {
+        let mut keys = Vec::with_capacity(passes.len());
+        for step in &passes {
             let pass = step.pass();
-            key.line(&format!("{} {}", pass.name(), pass.options()));
+            key.line(&serde_json::to_string(step).unwrap_or_default());
             for path in pass.reads() {
                 key.files([&path], path.parent().unwrap_or(&path))?;
             }
@@ -201,7 +261,7 @@ impl ResultCache {
         if !folder.is_dir() {
             return None;
         }
-        let found = State::read(&folder).and_then(|state| state.restore(&folder, model, work).ok().flatten());
+        let found = State::read(&folder).and_then(|state| state.restore(&folder, model, Some(work)).ok().flatten());
         if found.is_none() {
             let _ = fs::remove_dir_all(&folder);
         } else if let Ok(state) = File::options().append(true).open(folder.join(STATE)) {
@@ -210,11 +270,13 @@ impl ResultCache {
         found
     }
 
-    /// Stores a result, if the pass took long enough.
-    pub(super) fn put(&self, key: &str, took: Duration, after: &Model, run: &mut RunState, work: &Work) -> Result<()> {
+    /// Stores a result, if the pass took long enough and the result can be restored completely.
+    pub(super) fn put(&self, key: &str, took: Duration, (input, after): (&Model, &Model), run: &mut RunState, work: &Work) -> Result<()> {
         if took < self.least {
             return Ok(());
         }
+        // A damaged download must not be reused by later runs.
+        after.check_contents(work)?;
         run.prepare(work)?;
         let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
         // In one file, everything is stored as it is encoded.
@@ -234,15 +296,31 @@ impl ResultCache {
             path.parent().map_or(Ok(()), fs::create_dir_all).map_err(Error::io("create", &path))?;
             write(&path, bytes)?;
         }
-        let state = State {
-            model: after.path.clone(),
+        let mut state = State {
+            model: input.path.clone(),
+            replaced_by: (after.path != input.path).then(|| after.path.clone()),
             files: exported.files.iter().map(|file| (file.name.clone(), file.blake3.to_string())).collect(),
             history: run.history.iter().map(Past::of).collect(),
-            origins: after.weights.by_name.iter().filter(|(_, w)| w.origin != Origin::File).map(|(name, w)| (name.clone(), w.origin)).collect(),
+            weights: after.weights.by_name.iter().map(|(name, weight)| (name.clone(), WeightState::of(name, weight, input))).collect(),
             signed_activations: after.signed_activations,
             notes: run.notes.clone(),
         };
+        let masters = state.masters(after);
+        if !masters.is_empty() {
+            let folder = staging.path().join(MASTERS);
+            fs::create_dir(&folder).map_err(Error::io("create", &folder))?;
+            let layout = FileLayout::new(&masters, &BTreeMap::new(), &[], u64::MAX)?;
+            let (written, _) = writer::write(&Destination::here(folder), &masters, &layout, None, &work.quiet())?;
+            state.files.extend(written.iter().map(|file| (format!("{MASTERS}/{}", file.name), file.blake3.to_string())));
+        }
         write(&staging.path().join(STATE), &serde_json::to_vec(&state).unwrap_or_default())?;
+        let differs = match state.restore(staging.path(), input, None)? {
+            Some((restored, _)) => difference(after, &restored),
+            None => Some("a pass".into()),
+        };
+        if let Some(what) = differs {
+            return Err(Error::malformed(&after.path, format!("{what} would not be restored unchanged")));
+        }
         staging.commit()?;
         self.make_room()
     }
@@ -261,6 +339,7 @@ impl ResultCache {
 pub(super) struct RunCache<'p> {
     cache: &'p ResultCache,
     keys: Vec<String>,
+    input: Model,
     /// The last pass whose result there was, by position, and the model and the run after it.
     pub found: Option<(usize, Model, RunState)>,
 }
@@ -268,7 +347,7 @@ pub(super) struct RunCache<'p> {
 impl RunCache<'_> {
     /// Stores the result of a pass. If that fails the run goes on, and a note says so.
     pub fn put(&self, number: usize, took: Duration, after: &Model, run: &mut RunState, work: &Work) {
-        if let Err(e) = self.cache.put(&self.keys[number], took, after, run, work) {
+        if let Err(e) = self.cache.put(&self.keys[number], took, (&self.input, after), run, work) {
             let pass = run.history.last().map_or("a pass", |applied| applied.name);
             run.notes.push(format!("the result of {pass} could not be cached: {e}"));
         }
@@ -292,7 +371,7 @@ impl Pipeline {
             let pass = self.steps[*number].pass().name();
             run.notes.push(format!("the result of {pass} was reused from an earlier run with the same input and passes: see `compress cache`"));
         }
-        Ok(Some(RunCache { cache, keys, found }))
+        Ok(Some(RunCache { cache, keys, input: model.clone(), found }))
     }
 }
 
@@ -301,39 +380,89 @@ impl State {
         serde_json::from_slice(&fs::read(folder.join(STATE)).ok()?).ok()
     }
 
-    fn restore(self, folder: &Path, original: &Model, work: &Work) -> Result<Option<(Model, RunState)>> {
-        for (name, hash) in self.files.iter().filter(|(name, _)| !name.ends_with(".json")) {
-            if hash_of(&folder.join(name), &work.quiet())?.to_string() != *hash {
+    /// The weights that [`MasterState::Stored`] refers to.
+    fn masters(&self, after: &Model) -> Vec<Item> {
+        let stored = |(name, weight): (&String, &Weight)| match self.weights.get(name) {
+            Some(WeightState::Changed { master: Some(MasterState::Stored), .. }) => weight.source().unrounded().cloned(),
+            _ => None,
+        };
+        let masters = after.weights.by_name.iter().filter_map(|found| Some((found.0.clone(), stored(found)?)));
+        masters.map(|(name, weight)| Item { name, storage_format: StorageFormat::Plain, weight }).collect()
+    }
+
+    /// The model and the run that were stored. With `work`, the files are compared with their hashes first; `None` if they differ.
+    fn restore(&self, folder: &Path, input: &Model, work: Option<&Work>) -> Result<Option<(Model, RunState)>> {
+        for (name, hash) in work.into_iter().flat_map(|_| &self.files).filter(|(name, _)| !name.ends_with(".json")) {
+            if work.map(|work| hash_of(&folder.join(name), &work.quiet())).transpose()?.is_none_or(|found| found.to_string() != *hash) {
                 return Ok(None);
             }
         }
         let Model { config, weights, .. } = Model::open(folder)?;
-        let mut model = original.clone();
+        let mut model = self.replaced_by.as_ref().map_or_else(|| Ok(input.clone()), Model::open)?;
         let graph = folder.join(GraphFile::NAME);
         if graph.is_file() {
-            model.changed_graph = Some(Arc::new(GraphFile::open(&graph)?.build(&weights)?));
+            model.changed_graph = Some(Arc::new(GraphFile::open(&graph)?.with_functions(&|| model.graph())?.build(&weights)?));
         }
-        if config.values() != original.config.values() || config.carried_quantization() != original.config.carried_quantization() {
+        if config.values() != model.config.values() || config.carried_quantization() != model.config.carried_quantization() {
             model.config = config;
         }
+        let masters = folder.join(MASTERS);
+        let masters = if masters.is_dir() { Weights::from_checkpoint(Checkpoint::open(&masters)?)? } else { Weights::default() };
         model.weights.by_name.clear();
         for (name, now) in weights.by_name {
-            let mut weight = match original.weights.by_name.get(&name) {
-                Some(before) => before.reread(&name, now),
-                None => now,
+            let before = input.weights.by_name.get(&name);
+            let weight = match (self.weights.get(&name), before) {
+                (Some(WeightState::Input), Some(before)) => before.clone(),
+                (Some(WeightState::Changed { origin, role, readers, master }), before) => {
+                    let weight = before.map_or_else(|| now.clone(), |before| before.reread(&name, now.clone()));
+                    let mut weight = weight;
+                    (weight.origin, weight.role, weight.readers) = (*origin, *role, readers.clone());
+                    match master {
+                        Some(MasterState::Input) => before.map(|master| weight.with_master(master.clone())),
+                        Some(MasterState::Stored) => masters.by_name.get(&name).map(|master| weight.with_master(master.clone())),
+                        None => Some(weight),
+                    }
+                    .ok_or_else(|| Error::malformed(folder, format!("`{name}` lacks its master weight")))?
+                }
+                _ => return Ok(None),
             };
-            weight.origin = self.origins.get(&name).copied().unwrap_or_default();
             model.weights.by_name.insert(name, weight);
         }
-        let count = self.history.len();
-        let mut run = RunState { history: self.history.into_iter().filter_map(Past::applied).collect(), notes: self.notes, ..RunState::default() };
+        let history: Vec<Applied> = self.history.iter().filter_map(Past::applied).collect();
+        let whole = history.len() == self.history.len();
+        let mut run = RunState { history, notes: self.notes.clone(), ..RunState::default() };
         for path in entries(&folder.join(ATTACHED))? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             run.attached.insert(name, Arc::new(fs::read(&path).map_err(Error::io("read", &path))?));
         }
         model.signed_activations = self.signed_activations;
-        Ok((run.history.len() == count).then_some((model, run)))
+        Ok(whole.then_some((model, run)))
     }
+}
+
+/// The first difference between a model and its restored copy that a pass could observe. Values are compared by their hashes.
+fn difference(after: &Model, restored: &Model) -> Option<String> {
+    let graph = |model: &Model| model.changed_graph.as_ref().map(|graph| serde_json::to_string(&GraphFile::from(&**graph)).ok());
+    let onnx = |model: &Model| model.onnx.as_ref().map(Arc::as_ptr);
+    let parts = [
+        ("the folder", after.path == restored.path && after.beside == restored.beside && after.weight_files == restored.weight_files),
+        ("the configuration", after.config.values() == restored.config.values()),
+        ("the description of the quantization", after.config.carried_quantization() == restored.config.carried_quantization()),
+        ("the graph", graph(after) == graph(restored)),
+        ("the ONNX file", onnx(after) == onnx(restored)),
+        ("the metadata", after.weights.metadata == restored.weights.metadata && after.weights.folders == restored.weights.folders),
+    ];
+    if let Some((what, _)) = parts.into_iter().find(|(_, same)| !same) {
+        return Some(what.into());
+    }
+    let is_restored = |name: &String, weight: &Weight| {
+        let found = restored.weights.by_name.get(name)?;
+        let masters = [weight, found].map(|weight| weight.source().unrounded().map(|master| (master.dtype, master.shape.clone())));
+        (described(weight) == described(found) && masters[0] == masters[1]).then_some(())
+    };
+    let differing = after.weights.by_name.iter().find(|(name, weight)| is_restored(name, weight).is_none()).map(|(name, _)| name);
+    let added = || restored.weights.by_name.keys().find(|name| !after.weights.by_name.contains_key(*name));
+    differing.or_else(added).map(|name| format!("`{name}`"))
 }
 
 fn write(path: &Path, bytes: &[u8]) -> Result<()> {
