@@ -95,6 +95,8 @@ pub struct RunState {
     pub importance: Option<Arc<ColumnImportance>>,
     /// Name of the model file, where the output is one and no folder.
     pub file: Option<String>,
+    /// Name of the file with its weights, where it is too large for one.
+    pub data_file: Option<String>,
 }
 
 impl RunState {

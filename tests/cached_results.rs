@@ -121,7 +121,7 @@ fn a_reused_result_ends_as_a_fresh_one() {
     }
 }
 
-/// Run A, then B, which begins like A, with what A has cached: the bytes equal those of a run of B without a cache. Training continues from the master weights
+/// Run A, then B, which begins like A, with the cache of A: the bytes equal those of a run of B without a cache. Training continues from the master weights
 /// that a quantization has rounded, be they the input's or those of an earlier pass.
 #[test]
 fn a_run_that_continues_a_cached_one_ends_as_a_fresh_one() {

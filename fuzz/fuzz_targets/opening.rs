@@ -27,7 +27,7 @@ static FOLDER: LazyLock<PathBuf> = LazyLock::new(|| {
 /// The pieces of a file with everything in its place.
 fn written(model: &Model) -> Option<Vec<u8>> {
     let file = model.onnx.as_ref()?;
-    let rewritten = file.rewrite(&model.weights, "out.onnx", &BTreeMap::new(), u64::MAX).ok()?;
+    let rewritten = file.rewrite(&model.weights, ["out.onnx", "out.onnx.data"], &BTreeMap::new(), u64::MAX).ok()?;
     let out = FOLDER.join("out");
     let _ = std::fs::remove_dir_all(&out);
     std::fs::create_dir(&out).expect("a folder");

@@ -98,7 +98,7 @@ pub(super) struct Writing {
     /// Largest size of a safetensors file, like 5GB
     #[arg(long, value_name = "SIZE", conflicts_with = "export")]
     pub shard_size: Option<ByteSize>,
-    /// Replace the output folder or file if it exists
+    /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     pub force: bool,
     /// Keep NaN and infinite weights instead of stopping with an error

@@ -22,7 +22,7 @@ pub(super) struct Args {
     /// Largest size of a file, like 5GB
     #[arg(long, value_name = "SIZE")]
     shard_size: Option<ByteSize>,
-    /// Replace the output folder if it exists
+    /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
     /// Keep NaN and infinite weights instead of stopping with an error

@@ -21,7 +21,7 @@ pub(super) struct Args {
     /// Leave OUT.parts where it is
     #[arg(long)]
     keep_parts: bool,
-    /// Replace the output folder if it exists
+    /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
 }

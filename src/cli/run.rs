@@ -33,7 +33,7 @@ pub(super) struct Args {
     /// every combination
     #[arg(long, value_name = "KEY=VALUE,...", value_parser = parse_sweep)]
     sweep: Vec<(String, Vec<Value>)>,
-    /// Replace the output folder if it exists
+    /// Replace the output of an earlier run; files that its report does not list are never deleted
     #[arg(long)]
     force: bool,
     /// Continue an earlier run: after the last pass whose result is cached, or from the last checkpoint of a training
@@ -104,7 +104,7 @@ impl Args {
     /// What every run would do, and that there is a place for it.
     fn foreseen(&self, jobs: &[Job]) -> Result<Vec<(String, Plan)>> {
         let foresee = |job: &Job| {
-            crate::output::check_place(&job.output, self.force, &job.model.path)?;
+            job.pipeline.check_output(&job.model, &job.output)?;
             Ok((job.name.clone(), job.pipeline.plan(&job.model)?))
         };
         jobs.iter().map(foresee).collect()

@@ -116,7 +116,7 @@ impl Onnx {
         let mut draft = draft(&graph, &style, &metadata(model, run))?;
         model.onnx.iter().for_each(|file| draft.described_as(&file.model));
         let items = draft.weights.iter().map(|slot| item(slot, &model.weights)).collect::<Result<_>>()?;
-        let mut layout = file::layout_as(file_name(run), &draft, file::LARGEST)?;
+        let mut layout = file::layout_as(file_names(run), &draft, file::LARGEST)?;
         let mut notes = Vec::new();
         if draft.integer_heads == Some(0) {
             notes.push(format!(
@@ -125,7 +125,7 @@ impl Onnx {
             ));
         }
         if let Some(decoder) = &decoder {
-            match genai::config(model, decoder, &graph, &draft, file_name(run))? {
+            match genai::config(model, decoder, &graph, &draft, file_names(run)[0])? {
                 _ if run.file.is_some() => notes.push(format!("{} belongs into a folder, and is not written beside a file", genai::FILE)),
                 Ok(text) => layout.push((genai::FILE.into(), vec![Piece::Bytes(text.into_bytes())])),
                 Err(reason) => notes.push(format!("{} is not written: {reason}", genai::FILE)),
@@ -149,7 +149,7 @@ impl Onnx {
         }
         let metadata = if run.history.is_empty() { BTreeMap::new() } else { metadata(model, run) };
         let metadata = metadata.into_iter().filter(|(key, value)| model.weights.metadata.get(key) != Some(value)).collect();
-        file.rewrite(&model.weights, file_name(run), &metadata, file::LARGEST)
+        file.rewrite(&model.weights, file_names(run), &metadata, file::LARGEST)
     }
 
     fn write_again(&self, file: &ModelFile, model: &Model, run: &RunState, folder: &Destination, work: &Work) -> Result<Exported> {
@@ -207,9 +207,9 @@ fn unchanged(model: &Model) -> Option<&ModelFile> {
     model.onnx.as_deref().filter(|_| model.changed_graph.is_none())
 }
 
-/// Name of the model file.
-fn file_name(run: &RunState) -> &str {
-    run.file.as_deref().unwrap_or(file::MODEL)
+/// Names of the model file, and of the file with the weights of a large one.
+fn file_names(run: &RunState) -> [&str; 2] {
+    [run.file.as_deref().unwrap_or(file::MODEL), run.data_file.as_deref().unwrap_or(file::DATA)]
 }
 
 fn metadata(model: &Model, run: &RunState) -> BTreeMap<String, String> {

@@ -38,16 +38,15 @@ pub type Pieces = Vec<(String, Vec<Piece>)>;
 /// # Errors
 /// A weight is too large to be counted.
 pub fn layout(draft: &Draft, largest: u64) -> Result<Pieces> {
-    layout_as(MODEL, draft, largest)
+    layout_as([MODEL, DATA], draft, largest)
 }
 
-/// The same under another name than [`MODEL`].
+/// The same under other names than [`MODEL`] and [`DATA`].
 ///
 /// # Errors
 /// As [`layout`].
-pub fn layout_as(name: &str, draft: &Draft, largest: u64) -> Result<Pieces> {
-    let data_name = data_file(name);
-    let one = single(draft, &data_name, |_| false)?;
+pub fn layout_as([name, data_name]: [&str; 2], draft: &Draft, largest: u64) -> Result<Pieces> {
+    let one = single(draft, data_name, |_| false)?;
     if bytes(&one) <= largest {
         return Ok(vec![(name.into(), one)]);
     }
@@ -63,13 +62,8 @@ pub fn layout_as(name: &str, draft: &Draft, largest: u64) -> Result<Pieces> {
             at = end;
         }
     }
-    let model = single(draft, &data_name, outside)?;
-    Ok(vec![(name.into(), model), (data_name, data)])
-}
-
-/// Name of the file beside a model of this name that holds its weights where it is large.
-pub fn data_file(name: &str) -> String {
-    format!("{name}.data")
+    let model = single(draft, data_name, outside)?;
+    Ok(vec![(name.into(), model), (data_name.into(), data)])
 }
 
 /// Bytes of a file.

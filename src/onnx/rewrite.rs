@@ -37,11 +37,11 @@ pub struct Rewritten {
 }
 
 impl ModelFile {
-    /// Lays out a file of this name with other weights, and a second one where it would be larger than `largest`.
+    /// Lays out a file with other weights, and a second one where it would be larger than `largest`; both have names.
     ///
     /// # Errors
     /// A weight is missing, or is of a shape or type that the graph does not take.
-    pub fn rewrite(&self, weights: &Weights, name: &str, metadata: &BTreeMap<String, String>, largest: u64) -> Result<Rewritten> {
+    pub fn rewrite(&self, weights: &Weights, [name, data]: [&str; 2], metadata: &BTreeMap<String, String>, largest: u64) -> Result<Rewritten> {
         let mut plan = Plan {
             file: self,
             weights,
@@ -51,7 +51,7 @@ impl ModelFile {
             carried: BTreeSet::new(),
             as_they_stand: Vec::new(),
             remarks: BTreeMap::new(),
-            data: file::data_file(name),
+            data: data.to_owned(),
         };
         plan.take_out();
         let outside = self.tensors.iter().enumerate().try_fold(0u64, |sum, (number, held)| plan.add(number, held).map(|size| sum.saturating_add(size)))?;

@@ -8,6 +8,6 @@ mod place;
 mod staging;
 mod workplace;
 
-pub use place::{check_place, file_format, file_name, report_folder, require_here};
+pub use place::{Inputs, REPORT_FILES, Replace, check_place, file_format, file_name, report_folder, require_here};
 pub use staging::Staging;
 pub use workplace::Workplace;

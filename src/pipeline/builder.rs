@@ -8,6 +8,7 @@ use super::{plan, run};
 use crate::error::{Error, Result};
 use crate::export::Export;
 use crate::model::Model;
+use crate::output::{Inputs, Replace, check_place};
 use crate::pass::{Samples, Step};
 use crate::recipe::Recipe;
 use crate::report::Report;
@@ -119,6 +120,20 @@ impl Pipeline {
     /// Whether a pass keeps unfinished work that an interrupted run can go on with.
     pub(super) fn keeps_work(&self) -> bool {
         self.steps.iter().any(|step| step.pass().keeps_work())
+    }
+
+    /// The files that a run of a model reads.
+    pub(super) fn inputs(&self, model: &Model) -> Inputs {
+        let read = self.steps.iter().flat_map(|step| step.pass().reads());
+        Inputs { model: model.path.clone(), files: model.inputs().into_iter().chain(read).chain(self.running.data_paths()).collect() }
+    }
+
+    /// Checks that an output of a model can be written, or replaced where [`force`](Builder::force) is set, without touching it.
+    ///
+    /// # Errors
+    /// It exists and is not an output that may be replaced, or overlaps with an input of the run.
+    pub fn check_output(&self, model: &Model, output: &Path) -> Result<()> {
+        check_place(output, Replace::with_force(self.force), &self.inputs(model))
     }
 
     /// Runs everything and writes the output folder, which appears whole or not at all.
@@ -259,7 +274,8 @@ impl Builder {
         self
     }
 
-    /// Replaces an output folder that exists.
+    /// Replaces an output that exists. Only what an earlier run has written is replaced: whatever its report does not list, and whatever the
+    /// run reads, is refused by name.
     pub fn force(mut self, force: bool) -> Self {
         self.0.force = force;
         self

@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 use crate::export::SizeForecast;
 use crate::files::File;
 use crate::model::Model;
-use crate::output::{Staging, check_place, require_here};
+use crate::output::{Replace, Staging, require_here};
 use crate::recipe::Recipe;
 use crate::report::{Report, Tool};
 use crate::run_state::{Part, Share};
@@ -91,7 +91,7 @@ impl Pipeline {
         model.beside.files.clear();
         let (mut pipeline, after, mut state) = self.settled(&model)?;
         pipeline.require_parts(&model, output)?;
-        check_place(output, self.force, &model.path)?;
+        self.check_output(&model, output)?;
         let key = pipeline.part_key(&model, share.count)?;
         let folder = parts_folder(output).join(share.name());
         if folder.exists() {
@@ -117,7 +117,7 @@ impl Pipeline {
         if !state.prepare(&work)? {
             return Ok(PartOutcome::Counted);
         }
-        let staging = Staging::new(&folder, self.force, &model.path)?;
+        let staging = Staging::new(&folder, if self.force { Replace::Work(TOLD) } else { Replace::Nothing }, &*model.path)?;
         let place = staging.path().to_owned();
         let forecast: SizeForecast = export.format().forecast(&after, &state)?;
         require_space(&staging, &[forecast], 0, 0)?;
@@ -151,7 +151,7 @@ impl Pipeline {
         let output = output.as_ref();
         let folder = parts_folder(output);
         require_here(output, MEET)?;
-        check_place(output, self.force, &model.path)?;
+        self.check_output(&model, output)?;
         let (pipeline, ..) = self.settled(&model)?;
         pipeline.require_parts(&model, output)?;
         let (key, parts) = pipeline.all_parts(&model, output)?;

@@ -14,7 +14,7 @@ use crate::evaluation::{Accuracy, Compute, Continued, Latency, MeasuredFidelity}
 use crate::export::{Exported, SizeForecast};
 use crate::files;
 use crate::model::Model;
-use crate::output::{Staging, Workplace};
+use crate::output::{Replace, Staging, Workplace};
 use crate::report::{self, Layer, ModelId, OutputFile, PassReport, Report, Size, Sizes, Tool, Totals, Verified, WeightHistogram};
 use crate::run_state::RunState;
 use crate::store::writer::{Made, WeightMeasurement, input_hash};
@@ -43,16 +43,13 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let alone = leave_beside(&mut model, file.as_deref());
     model.require_own_files()?;
     let (mut pipeline, mut after, mut state) = pipeline.settled(&model)?;
-    state.file.clone_from(&file);
+    (state.file, state.data_file) = (file.clone(), file.as_ref().map(|name| format!("{name}.data")));
     let held_out = pipeline.open_samples(&model)?;
     let pipeline = &pipeline;
     let work = pipeline.work();
     let forecasts: Vec<SizeForecast> = pipeline.export.iter().map(|e| e.format().forecast(&after, &state)).collect::<Result<_>>()?;
-    let staging = Staging::new(output, pipeline.force, &model.path)?;
-    if file.is_some() {
-        // What lies beside the new file could be what lies beside the old one.
-        model.weight_files.iter().try_for_each(|input| crate::output::check_place(output, pipeline.force, input))?;
-    }
+    let staging = Staging::new(output, Replace::with_force(pipeline.force), pipeline.inputs(&model))?;
+    state.data_file = staging.data_name().map(str::to_owned);
     let folder = staging.path().to_owned();
     // What an interrupted run has kept is there already.
     let kept = if pipeline.resume { 0 } else { state.kept_bytes };
@@ -67,7 +64,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
-        state.file = file;
+        (state.file, state.data_file) = (file, staging.data_name().map(str::to_owned));
     }
     match made {
         Some((_, times)) => state.history.iter().zip(times).for_each(|(applied, time)| applied.meter.add(*time)),

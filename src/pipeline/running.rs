@@ -10,7 +10,7 @@ mod rows;
 mod starter;
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -128,6 +128,11 @@ impl Running {
         Ok(memory_limit(self.memory, &self.device()?))
     }
 
+    /// Files and folders of all data sets.
+    pub fn data_paths(&self) -> Vec<PathBuf> {
+        [&self.data.calibration, &self.data.train, &self.data.evaluation].into_iter().flatten().flat_map(Data::paths).cloned().collect()
+    }
+
     /// Whether evaluation data is named.
     pub fn evaluates(&self) -> bool {
         self.data.evaluation.is_some()
@@ -153,7 +158,7 @@ impl Pipeline {
             return Ok(());
         }
         // What the first process refuses is refused by all: none waits for one that has gone.
-        crate::output::check_place(output.as_ref(), self.force, &model.path)?;
+        self.check_output(model, output.as_ref())?;
         let (mut pipeline, ..) = self.settled(model)?;
         pipeline.open_samples(model)?;
         model.check_contents(&pipeline.work())?;

@@ -2,7 +2,7 @@
 #![allow(clippy::unnecessary_wraps, clippy::unused_self)]
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::plan::ModelMemory;
@@ -53,6 +53,10 @@ impl Running {
     pub fn lend(&mut self, _calibrates: bool) {}
 
     pub fn begin(&mut self) {}
+
+    pub fn data_paths(&self) -> Vec<PathBuf> {
+        Vec::new()
+    }
 
     pub fn evaluates(&self) -> bool {
         false

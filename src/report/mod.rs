@@ -31,9 +31,9 @@ use crate::files;
 /// Version of the keys.
 pub const SCHEMA: u32 = 1;
 /// Name of the file in an output folder.
-pub const FILE: &str = "report.json";
+pub const FILE: &str = FILES[0];
 /// Names of the report in all its forms.
-pub const FILES: [&str; 3] = [FILE, "report.md", "report.html"];
+pub const FILES: [&str; 3] = crate::output::REPORT_FILES;
 
 /// A report; `report.json` holds it as it stands here.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

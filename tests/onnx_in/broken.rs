@@ -25,7 +25,7 @@ pub fn again_in(bytes: &[u8], folder: &Path) -> Option<Vec<u8>> {
     std::fs::write(&path, bytes).unwrap();
     let opened = Model::open(&path).ok()?;
     let _ = opened.graph();
-    let rewritten = opened.onnx.as_ref()?.rewrite(&opened.weights, "out.onnx", &BTreeMap::new(), u64::MAX).unwrap();
+    let rewritten = opened.onnx.as_ref()?.rewrite(&opened.weights, ["out.onnx", "out.onnx.data"], &BTreeMap::new(), u64::MAX).unwrap();
     let folder = folder.join("out");
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir(&folder).unwrap();

@@ -187,7 +187,7 @@ fn weights_beside_the_file_are_read_and_held_to_it() {
 fn a_file_too_large_for_one_message_has_its_weights_beside_it() {
     let place = Place::new(&model());
     let opened = ModelFile::open(&place.input()).unwrap();
-    let rewritten = opened.rewrite(&place.open().weights, "large.onnx", &BTreeMap::new(), 4000).unwrap();
+    let rewritten = opened.rewrite(&place.open().weights, ["large.onnx", "large.onnx.data"], &BTreeMap::new(), 4000).unwrap();
     let folder = place.path("large");
     std::fs::create_dir(&folder).unwrap();
     let work = Work { threads: 1, progress: &Silent, cancel: &Cancel::default() };

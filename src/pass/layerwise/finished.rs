@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::model::Model;
-use crate::output::Staging;
+use crate::output::{Replace, Staging};
 use crate::store::header;
 use crate::store::writer::{FileLayout, Item, write};
 use crate::store::{Affine, Checkpoint, Encoding, Origin, StorageFormat, Weight, Weights};
@@ -115,7 +115,7 @@ impl Finished {
     /// # Errors
     /// Writing or reading fails.
     pub fn put(&self, block: usize, model: &Model, changed: BTreeMap<String, Weight>, facts: Facts, work: &Work) -> Result<BTreeMap<String, Weight>> {
-        let staging = Staging::new(&self.path(block), true, &model.path)?;
+        let staging = Staging::new(&self.path(block), Replace::Work(ABOUT), &*model.path)?;
         let weights: BTreeMap<String, About> = changed
             .iter()
             .map(|(name, weight)| {

@@ -16,7 +16,7 @@ use crate::export::{Format, Safetensors};
 use crate::files::Destination;
 use crate::ir::GraphFile;
 use crate::model::Model;
-use crate::output::Staging;
+use crate::output::{Replace, Staging};
 use crate::pass::{PASSES, Samples};
 use crate::pipeline::Pipeline;
 use crate::recipe::Recipe;
@@ -278,7 +278,7 @@ impl ResultCache {
         // A damaged download must not be reused by later runs.
         after.check_contents(work)?;
         run.prepare(work)?;
-        let staging = Staging::new(&self.folder.join(key), true, &after.path)?;
+        let staging = Staging::new(&self.folder.join(key), Replace::Work(STATE), &*after.path)?;
         // In one file, everything is stored as it is encoded.
         let mut stored = after.clone();
         stored.weights.folders.clear();

@@ -18,6 +18,14 @@ fn place(name: &'static str, args: &'static str, message: &'static str, hint: &'
         symlink("nowhere", folder.join("dangling")).unwrap();
         symlink("in", folder.join("inlink")).unwrap();
         fs::write(folder.join("recipe.yaml"), "model: in\npasses: [cast]\noutput: full\n").unwrap();
+        // An output of this tool, with a file that it lists and one that a run reads.
+        fs::create_dir(folder.join("old")).unwrap();
+        let listing = r#"{ "tool": { "name": "compress" }, "outputs": [{ "path": "samples.txt" }, { "path": "model.safetensors" }] }"#;
+        fs::write(folder.join("old/report.json"), listing).unwrap();
+        fs::write(folder.join("old/samples.txt"), "precious").unwrap();
+        let reading = |pass: &str, data: &str| format!("model: in\npasses: [{pass}]\ndata: {{ {data} }}\noutput: old\n");
+        fs::write(folder.join("data.yaml"), reading("quantize-static", "calibration: { text: old/samples.txt }")).unwrap();
+        fs::write(folder.join("teacher.yaml"), reading("{ distill: { teacher: old } }", "train: { text: in/config.json }")).unwrap();
     };
     case(name, make, args, 1, message, hint)
 }
@@ -37,6 +45,28 @@ fn places_that_are_taken() {
         place("a file, by force", "cast in -o file --force", "file: exists and is not a folder", other),
         place("a link", "cast in -o link --force", "link: exists and is not a folder", other),
         place("a link to nowhere", "cast in -o dangling --force", "dangling: exists and is not a folder", other),
+    ]);
+}
+
+/// `--force` replaces what an earlier run has written, and nothing else.
+#[test]
+fn places_that_hold_what_force_must_not_delete() {
+    let hint = "move what you need and remove the rest";
+    let foreign = "full: cannot be replaced: inner/file would be lost, and no report of compress lists them";
+    check([
+        place("a foreign folder, by force", "cast in -o full --force", foreign, hint),
+        place("a foreign folder, of a recipe", "run recipe.yaml --force", foreign, hint),
+        place("a foreign folder, to densify", "densify in -o full --force", foreign, hint),
+    ]);
+}
+
+#[cfg(feature = "run")]
+#[test]
+fn places_that_hold_what_a_run_reads() {
+    let other = "choose another name with -o";
+    check([
+        place("samples", "run data.yaml --dry-run --force", "old: cannot be replaced: it holds…old/samples.txt, which this run reads as…samples.txt", other),
+        place("a teacher", "run teacher.yaml --dry-run --force", "old: cannot be replaced: it holds…old, which this run reads as…old", other),
     ]);
 }
 
