@@ -97,7 +97,12 @@ fn influence(model: &Model, graph: &Graph, found: &Layers, context: &Context) ->
         count += seen.values().next().map_or(0, |rows| rows.dims()[0]) as f64;
         Ok(())
     })?;
-    Ok(sums.into_iter().map(|sum| 1.0 - sum / count.max(1.0)).collect())
+    Ok(block_influence(&sums, count))
+}
+
+/// One minus the mean of cosines that are summed over so many rows: 0 for a layer that changes nothing.
+fn block_influence(sums: &[f64], count: f64) -> Vec<f64> {
+    sums.iter().map(|sum| 1.0 - sum / count.max(1.0)).collect()
 }
 
 /// The sum of the cosines of rows.
@@ -227,4 +232,20 @@ fn stages(list: &[Value], all: usize, gone: &BTreeSet<usize>) -> Vec<Value> {
         }
     }
     kept
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn a_layer_that_changes_its_input_more_has_more_influence() {
+        let before = Tensor::new(&[[1f32, 0.0], [0.0, 2.0]], &Device::Cpu).unwrap();
+        let turned = Tensor::new(&[[0f32, 3.0], [0.0, 2.0]], &Device::Cpu).unwrap();
+        let sums = [&before, &turned, &before.neg().unwrap()].map(|after| cosines(&before, after).unwrap());
+        let influence = block_influence(&sums, 2.0);
+        assert!(influence.iter().zip([0.0, 0.5, 2.0]).all(|(found, wanted)| (found - wanted).abs() < 1e-6), "{influence:?}");
+    }
 }

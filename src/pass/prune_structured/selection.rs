@@ -128,7 +128,7 @@ impl Selection {
 
     /// Widths that leave a part of what can be counted.
     fn meet(&self, target: Target, graph: &Graph, model: &Model, ranked: Option<&Scores>) -> Result<Vec<usize>> {
-        let steps = widths::steps(&self.bundles, &self.of(), ranked);
+        let steps = widths::steps(&self.bundles, ranked);
         let whole = self.cost(target, graph, model, &self.widths_after(&vec![0; self.bundles.len()]))?;
         let mut measure = |taken: &[usize]| Ok(self.cost(target, graph, model, &self.widths_after(taken))? / whole.max(1.0));
         let taken = widths::meet(self.bundles.len(), &steps, target.fraction(), target.name(), &mut measure)?;
@@ -182,7 +182,7 @@ impl Selection {
             let total: usize = bundles.iter().map(|bundle| bundle.size).sum();
             let left = |taken: &[usize]| bundles.iter().zip(taken).map(|(bundle, taken)| bundle.widths[*taken]).sum::<usize>() as f64 / total.max(1) as f64;
             let target = left(&same.iter().map(|index| taken[*index]).collect::<Vec<_>>());
-            let steps = widths::steps(&bundles, &groups, ranked);
+            let steps = widths::steps(&bundles, ranked);
             let found = widths::meet(bundles.len(), &steps, target, "amount", &mut |taken| Ok(left(taken)))?;
             same.iter().zip(found).for_each(|(index, steps)| taken[*index] = steps);
         }
@@ -232,12 +232,7 @@ impl Selection {
         let mut gone = BTreeMap::new();
         for (at, (index, width)) in self.chosen.iter().zip(widths).enumerate() {
             let size = self.groups.groups[*index].size;
-            let mut units: Vec<usize> = (0..size).collect();
-            if let Some(scores) = scores.and_then(|scores| scores.get(at)) {
-                units.sort_by(|a, b| scores[*a].total_cmp(&scores[*b]).then(a.cmp(b)));
-            }
-            units.truncate(size - width);
-            units.sort_unstable();
+            let units = least_important(size, size - width, scores.and_then(|scores| scores.get(at)));
             if !units.is_empty() {
                 gone.insert(*index, units);
             }
@@ -313,4 +308,27 @@ fn stage(group: &Group) -> usize {
 
 pub(super) fn count(number: usize, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+/// The units with the smallest scores in ascending order, or the first units if there are no scores.
+fn least_important(size: usize, count: usize, scores: Option<&Vec<f64>>) -> Vec<usize> {
+    let mut units: Vec<usize> = (0..size).collect();
+    if let Some(scores) = scores {
+        units.sort_by(|a, b| scores[*a].total_cmp(&scores[*b]).then(a.cmp(b)));
+    }
+    units.truncate(count);
+    units.sort_unstable();
+    units
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_with_the_smallest_scores_are_removed() {
+        assert_eq!(least_important(4, 2, Some(&vec![3.0, 0.5, 4.0, 0.1])), [1, 3]);
+        assert_eq!(least_important(3, 1, Some(&vec![2.0, 2.0, 2.0])), [0]);
+        assert_eq!(least_important(4, 2, None), [0, 1]);
+    }
 }

@@ -72,7 +72,7 @@ impl Bundle {
 }
 
 /// Steps from width to width of all bundles, in the order in which they are taken.
-pub(super) fn steps(bundles: &[Bundle], groups: &[&Group], scores: Option<&Scores>) -> Vec<usize> {
+pub(super) fn steps(bundles: &[Bundle], scores: Option<&Scores>) -> Vec<usize> {
     let mut steps: Vec<(f64, usize, usize)> = Vec::new();
     for (index, bundle) in bundles.iter().enumerate() {
         let mut key = 0f64;
@@ -81,7 +81,7 @@ pub(super) fn steps(bundles: &[Bundle], groups: &[&Group], scores: Option<&Score
             key = match scores {
                 None => part(pair[1]),
                 // Never less than before, so that steps of a bundle come in order.
-                Some(scores) => key.max(cost(bundle, groups, scores, part(pair[0]), part(pair[1]))),
+                Some(scores) => key.max(cost(bundle, scores, part(pair[0]), part(pair[1]))),
             };
             steps.push((key, index, step));
         }
@@ -91,11 +91,11 @@ pub(super) fn steps(bundles: &[Bundle], groups: &[&Group], scores: Option<&Score
 }
 
 /// Mean importance of what goes between two parts of all groups, each in units of its group's mean.
-fn cost(bundle: &Bundle, groups: &[&Group], scores: &Scores, from: f64, to: f64) -> f64 {
+fn cost(bundle: &Bundle, scores: &Scores, from: f64, to: f64) -> f64 {
     let mut total = 0.0;
     for index in &bundle.groups {
-        let size = groups[*index].size;
         let mut sorted = scores[*index].clone();
+        let size = sorted.len();
         sorted.sort_by(f64::total_cmp);
         let mean = sorted.iter().sum::<f64>() / size.max(1) as f64;
         let first = ((from * size as f64).round() as usize).min(size.saturating_sub(1));
@@ -158,6 +158,15 @@ const EXACT: f64 = 0.005;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_least_important_units_are_removed_first() {
+        let bundle = |index| Bundle { unit: GroupUnit::Mlp, groups: vec![index], size: 4, widths: vec![4, 3, 2] };
+        let bundles = [bundle(0), bundle(1)];
+        let scores = vec![vec![1.0; 4], vec![5.0, 0.1, 0.2, 5.0]];
+        assert_eq!(steps(&bundles, Some(&scores)), [1, 1, 0, 0]);
+        assert_eq!(steps(&bundles, None), [0, 1, 0, 1]);
+    }
 
     #[test]
     fn steps_are_taken_until_the_target_is_near() {

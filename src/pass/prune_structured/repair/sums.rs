@@ -99,3 +99,19 @@ impl Sums {
         Some(matrix)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    #[test]
+    fn large_rows_get_small_weights_and_rows_of_zeros_none() {
+        let rows = Tensor::new(&[[1f32, 0.0], [0.0, 10.0], [0.0, 0.0]], &Device::Cpu).unwrap();
+        let weights = numbers(&row_weights(&rows).unwrap()).unwrap();
+        // The mean square of the two rows that are not zero is 50.5.
+        let wanted = [50.5 / 6.05, 50.5 / 105.05, 0.0];
+        assert!(weights.iter().zip(wanted).all(|(found, wanted)| (found - wanted).abs() < 1e-4), "{weights:?}");
+    }
+}
