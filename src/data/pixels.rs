@@ -131,7 +131,19 @@ impl Pixels {
         if pixels.reversed && plane.channels != 3 {
             return Err(Error::option("data", format!("`channels: bgr` is for models of 3 channels, this one has {}", plane.channels)));
         }
+        pixels.require_plausible_mean()?;
         Ok(pixels)
+    }
+
+    /// Rejects a mean for pixels from 0 to 255 where pixels are scaled to 0 to 1.
+    fn require_plausible_mean(&self) -> Result<()> {
+        match self.mean.iter().find(|mean| **mean > 1.0) {
+            Some(mean) if (0.0..=UNIT * 1.01).contains(&self.rescale) => {
+                let reason = format!("`mean` is {mean}, but `rescale` {:.6} scales pixels to 0 to 1", self.rescale);
+                Err(Error::option("data", format!("{reason}: divide `mean` and `std` by 255, or set `rescale: 1`")))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// As [`open`](Pixels::open) for numbers that are no images: only what the data says.
@@ -311,6 +323,15 @@ mod tests {
     fn pixels(json: &str) -> Result<Pixels> {
         let values: Map<String, Value> = serde_json::from_str(json).unwrap();
         Pixels::parse(&values, Path::new(FILE)).map(|(pixels, _)| pixels)
+    }
+
+    #[test]
+    fn a_mean_of_bytes_is_rejected_for_pixels_up_to_one() {
+        let check = |json: &str| pixels(json).unwrap().require_plausible_mean().map_err(|e| e.to_string());
+        assert!(check(r#"{"image_mean":[0.485,123.675,0.4]}"#).unwrap_err().contains("`mean` is 123.675"));
+        assert!(check(r#"{"image_mean":[1.2],"do_rescale":true}"#).unwrap_err().contains("`rescale: 1`"));
+        assert_eq!(check(r#"{"image_mean":[123.675],"do_rescale":false}"#), Ok(()));
+        assert_eq!(check(r#"{"image_mean":[0.485,0.456,1.0]}"#), Ok(()));
     }
 
     #[test]
