@@ -261,7 +261,7 @@ fn idx_files_are_read() {
 fn arrays_are_read_from_both_kinds_of_files() {
     let files = tempfile::tempdir().unwrap();
     let plain = files.path().join("a.safetensors");
-    let rows = Tensor::from_vec(ROWS.concat(), (4, 6), &Device::Cpu).unwrap();
+    let rows = Tensor::from_vec(ROWS.concat(), (4, 2, 3), &Device::Cpu).unwrap();
     let labels = Tensor::new(&CLASSES.map(i64::from), &Device::Cpu).unwrap();
     candle_core::safetensors::save(&[("rows".to_owned(), rows), ("labels".to_owned(), labels)].into(), &plain).unwrap();
     let folder = largest_of_six("1, 2, 3");
@@ -277,6 +277,13 @@ fn arrays_are_read_from_both_kinds_of_files() {
         assert!(named("{ inputs: { y: rows } }").contains("the model has no input `y`; it takes `x`"));
         let error = named("{ inputs: { x: labels } }");
         assert!(error.contains("has rows of []"), "{error}");
+    }
+    for (shape, message) in [(&[4, 1, 3, 2][..], "numpy.transpose(array, (0, 1, 3, 2))"), (&[4, 6], "has rows of [6], the model's input `x` is")] {
+        let permuted = files.path().join("permuted.safetensors");
+        let rows = Tensor::from_vec(ROWS.concat(), shape, &Device::Cpu).unwrap();
+        candle_core::safetensors::save(&[("rows".to_owned(), rows)].into(), &permuted).unwrap();
+        let error = refused(folder.path(), &Data { arrays: Some(permuted), ..Data::default() });
+        assert!(error.contains(message), "{error}");
     }
 }
 

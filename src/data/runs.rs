@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::arrays::{LABELS, chosen, require_one_shape, tensor, untaken_mask};
+use super::arrays::{LABELS, chosen, require_one_shape, tensor, transposition_hint, untaken_mask};
 use super::options::{Column, Data, Task};
 use super::rows::{self, Rows};
 use super::side::DECODED_MASK;
@@ -87,7 +87,8 @@ fn fits(port: &Port, rows: &Rows, file: &Path) -> Result<()> {
     if port.shape.len() == rows.shape.len() && sizes() {
         return Ok(());
     }
-    Err(Error::malformed(file, format!("array `{}` is {:?}, the model's input `{}` is {}", rows.name, rows.shape, port.name, port.sizes())))
+    let reason = format!("array `{}` is {:?}, the model's input `{}` is {}", rows.name, rows.shape, port.name, port.sizes());
+    Err(Error::malformed(file, format!("{reason}{}", transposition_hint(&rows.shape, &port.shape))))
 }
 
 impl SampleSource for Runs {
