@@ -15,6 +15,8 @@ pub(super) struct ClassFolders {
     files: Vec<(PathBuf, usize)>,
     batch: usize,
     labelled: bool,
+    /// Whether classes are numbered in the alphabetical order of their folders.
+    alphabetical: bool,
     pixels: Pixels,
     plane: Plane,
 }
@@ -34,9 +36,11 @@ impl ClassFolders {
             }
         }
         let labelled = task == Task::Classification;
+        let mut alphabetical = false;
         let mut files = Vec::new();
         if labelled {
-            let classes = Classes::of(options, &target).for_folders(&names, path)?;
+            let classes;
+            (classes, alphabetical) = Classes::of(options, &target).for_folders(&names, path)?;
             for (name, class) in names.iter().zip(classes) {
                 files.extend(pictures(&path.join(name))?.into_iter().map(|file| (file, class)));
             }
@@ -57,7 +61,7 @@ impl ClassFolders {
             let count = files.len();
             files = (0..wanted).filter_map(|i| files.get(count.checked_mul(i)?.checked_div(wanted)?).cloned()).collect();
         }
-        Ok(ClassFolders { files, batch: options.batch(task, None), labelled, pixels: Pixels::open(options, &target, &plane)?, plane })
+        Ok(ClassFolders { files, batch: options.batch(task, None), labelled, alphabetical, pixels: Pixels::open(options, &target, &plane)?, plane })
     }
 
     fn batch(&self, files: &[&(PathBuf, usize)]) -> Result<Batch> {
@@ -94,6 +98,10 @@ impl SampleSource for ClassFolders {
 
     fn count(&self) -> Result<usize> {
         Ok(self.files.len())
+    }
+
+    fn note(&self) -> Option<&'static str> {
+        self.alphabetical.then_some("no class folder has the name of a label of config.json: classes are numbered in the alphabetical order of the folders")
     }
 }
 

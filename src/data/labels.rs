@@ -8,6 +8,7 @@ use serde_json::Value;
 use super::options::{Data, LabelKind};
 use super::{Port, References, Target};
 use crate::error::{Error, Result};
+use crate::store::select::nearest;
 
 /// Names that are listed in an error.
 const LISTED: usize = 12;
@@ -71,9 +72,14 @@ impl Classes {
         self.class(self.kind.or(label.kind()), label.text(), path, place)
     }
 
-    fn class(&self, kind: Option<LabelKind>, label: &str, path: &Path, place: &str) -> Result<usize> {
+    /// The class with this name, first by exact spelling, then ignoring case.
+    fn named(&self, label: &str) -> Option<usize> {
         let lower = label.to_lowercase();
-        let named = self.by_name.get(label).or_else(|| self.by_name.iter().find(|(name, _)| name.to_lowercase() == lower).map(|(_, id)| id)).copied();
+        self.by_name.get(label).or_else(|| self.by_name.iter().find(|(name, _)| name.to_lowercase() == lower).map(|(_, id)| id)).copied()
+    }
+
+    fn class(&self, kind: Option<LabelKind>, label: &str, path: &Path, place: &str) -> Result<usize> {
+        let named = self.named(label);
         let index = label.parse().ok().filter(|_| kind != Some(LabelKind::Name));
         let class = match (named.filter(|_| kind != Some(LabelKind::Index)), index) {
             (Some(named), Some(index)) if named != index && self.count.is_none_or(|count| index < count) => {
@@ -94,19 +100,27 @@ impl Classes {
         numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
     }
 
-    /// Classes for the names of folders: those that the model knows, else their order.
-    pub fn for_folders(&self, names: &[String], path: &Path) -> Result<Vec<usize>> {
-        let (named, number) = (|name: &String| self.by_name.contains_key(name), |name: &String| name.parse::<usize>().is_ok());
+    /// Classes for the names of folders: those that the model knows, or the alphabetical order where it knows none of the names. The second
+    /// value tells the two apart. A partial match is an error: some folders would get the wrong class.
+    pub fn for_folders(&self, names: &[String], path: &Path) -> Result<(Vec<usize>, bool)> {
+        let (named, number) = (|name: &String| self.named(name).is_some(), |name: &String| name.parse::<usize>().is_ok());
         let all = |known: &dyn Fn(&String) -> bool, kind| names.iter().all(known).then_some(kind);
         let kind = self.kind.or_else(|| all(&named, LabelKind::Name)).or_else(|| all(&number, LabelKind::Index));
-        if kind.is_some() || names.iter().all(|name| named(name) || number(name)) {
-            return names.iter().map(|name| self.class(kind, name, path, &format!("folder `{name}`"))).collect();
+        let unmatched = names.iter().find(|name| !named(name) && !number(name));
+        let Some(unmatched) = unmatched.filter(|_| kind.is_none()) else {
+            let classes = names.iter().map(|name| self.class(kind, name, path, &format!("folder `{name}`"))).collect::<Result<_>>();
+            return Ok((classes?, false));
+        };
+        if let Some(matched) = names.iter().find(|name| named(name) || number(name)) {
+            let near = nearest(unmatched, self.by_name.keys().map(String::as_str)).map_or(String::new(), |near| format!(" (nearest: `{near}`)"));
+            let reason = format!("folder `{unmatched}` matches no class of the model{near}, but folder `{matched}` does; rename or move folder `{unmatched}`");
+            return Err(Error::malformed(path, format!("{reason}; {}", self.known())));
         }
         match self.count {
             Some(count) if count != names.len() => {
                 Err(Error::malformed(path, format!("has {} folders, the model has {count} classes, and the names are not those of config.json", names.len())))
             }
-            _ => Ok((0..names.len()).collect()),
+            _ => Ok(((0..names.len()).collect(), true)),
         }
     }
 
@@ -160,9 +174,21 @@ mod tests {
     #[test]
     fn folders_are_read_as_a_whole() {
         let folders = |names: [&str; 3]| classes(STARS, None).for_folders(&names.map(str::to_owned), Path::new("a")).map_err(|e| e.to_string());
-        assert_eq!(folders(["1", "2", "3"]), Ok(vec![0, 1, 2]));
-        assert_eq!(folders(["0", "1", "2"]), Ok(vec![0, 1, 2]));
-        assert_eq!(folders(["a", "b", "c"]), Ok(vec![0, 1, 2]));
+        assert_eq!(folders(["1", "2", "3"]), Ok((vec![0, 1, 2], false)));
+        assert_eq!(folders(["0", "1", "2"]), Ok((vec![0, 1, 2], false)));
+        assert_eq!(folders(["a", "b", "c"]), Ok((vec![0, 1, 2], true)));
         assert!(folders(["1", "2", "4"]).unwrap_err().contains("the model has 3"));
+    }
+
+    #[test]
+    fn folders_that_match_the_labels_in_part_are_rejected() {
+        let pets = |names: [&str; 3]| {
+            let classes = classes(r#"{"0": "tabby cat", "1": "dog", "2": "bird"}"#, None);
+            classes.for_folders(&names.map(str::to_owned), Path::new("a")).map_err(|e| e.to_string())
+        };
+        assert_eq!(pets(["Bird", "dog", "tabby cat"]), Ok((vec![2, 1, 0], false)));
+        let error = pets(["bird", "dog", "tabby_cat"]).unwrap_err();
+        assert!(error.contains("folder `tabby_cat` matches no class") && error.contains("nearest: `tabby cat`"), "{error}");
+        assert!(pets(["0", "1", "fish"]).unwrap_err().contains("folder `fish`"));
     }
 }

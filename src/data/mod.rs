@@ -185,6 +185,10 @@ trait SampleSource: Send + Sync {
     fn counts_by_tokens(&self) -> bool {
         false
     }
+    /// An assumption about the data that the user should verify.
+    fn note(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 /// A data set that fits a model.
@@ -227,6 +231,11 @@ impl DataSet {
     /// Where the data is.
     pub fn description(&self) -> &str {
         &self.description
+    }
+
+    /// An assumption about the data that the user should verify.
+    pub fn note(&self) -> Option<&'static str> {
+        self.source.note()
     }
 
     /// How many samples there are: those that a sweep sees. Texts are read for it the first time, windows of them tokenized.

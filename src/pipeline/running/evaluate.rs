@@ -225,6 +225,7 @@ impl Run<'_> {
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut models_to_run = self.subjects(evaluate.precision, both.chain(check))?;
         let data = self.pipeline.running.data.open(options, models_to_run.subjects[0].2.target())?;
+        measured.notes.extend(data.note().map(str::to_owned));
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
         let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;
