@@ -277,6 +277,21 @@ impl Data {
         }
     }
 
+    /// These options, with every option that is given in `others` replaced.
+    ///
+    /// # Errors
+    /// The options have no JSON form.
+    pub fn overridden_by(&self, others: &Data) -> Result<Data> {
+        let merge = || {
+            let (mut all, given) = (serde_json::to_value(self)?, serde_json::to_value(others)?);
+            if let (Value::Object(all), Value::Object(given)) = (&mut all, given) {
+                all.extend(given);
+            }
+            serde_json::from_value(all)
+        };
+        merge().map_err(|e| Error::option("data", e.to_string()))
+    }
+
     /// Makes paths relative to a folder.
     pub(crate) fn resolve(&mut self, folder: &Path) {
         for path in [&mut self.text, &mut self.images, &mut self.arrays, &mut self.labels].into_iter().flatten() {
@@ -435,6 +450,15 @@ mod tests {
         assert!(check("{ text: a, mean: [0.5] }").unwrap_err().contains("`mean` says how images and arrays"));
         assert!(check("{ images: a, std: [0.0] }").unwrap_err().contains("`std`"));
         assert!(check("{ text: a, colour: b }").unwrap_err().contains("colour"));
+    }
+
+    #[test]
+    fn given_options_replace_those_of_a_mapping() {
+        let parse = |text: &str| serde_saphyr::from_str::<Data>(text).unwrap();
+        let data = parse("{ images: a, crop: 224, samples: 3, mean: [0.5] }");
+        let given = Data { samples: Some(7), std: vec![0.25], ..Data::default() };
+        assert_eq!(data.overridden_by(&given).unwrap(), parse("{ images: a, crop: 224, samples: 7, mean: [0.5], std: [0.25] }"));
+        assert_eq!(data.overridden_by(&Data::default()).unwrap(), data);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use serde_json::json;
 
 use super::args::Global;
 use super::output;
+use super::samples::parse_data;
 use crate::data::{Data, DataSet, Task};
 use crate::error::{Error, Result};
 use crate::evaluation::{self, Fidelity, Outcomes, Precision, Runtime, Score, Subject};
@@ -23,9 +24,10 @@ use crate::report::terminal::table;
 pub(in crate::cli) struct Args {
     /// Model folder, or a file: .safetensors, .onnx, .gguf, or .bin, .pt or .pth of PyTorch; also hf:org/name, s3://bucket/name
     model: PathBuf,
-    /// Data, by file name: .txt, .raw, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]
-    data: Option<PathBuf>,
+    /// Data, by file name: .txt, .raw, .csv, .tsv, .jsonl; .safetensors, .npz; a folder of images or an IDX file; or `{text: pairs.tsv,
+    /// pair_column: b, ...}` as in a recipe
+    #[arg(long, value_name = "DATA", value_parser = parse_data, conflicts_with_all = ["text", "images", "arrays"], help_heading = "Data")]
+    data: Option<Data>,
     #[command(flatten)]
     options: Data,
     /// Compare outputs with those of another model, usually the original
@@ -41,11 +43,10 @@ pub(in crate::cli) struct Args {
 
 impl Args {
     pub(super) fn run(self, global: &Global) -> Result<()> {
-        let mut options = self.options.clone();
-        if let Some(path) = &self.data {
-            let at = Data::at(path);
-            (options.text, options.images, options.arrays) = (at.text, at.images, at.arrays);
-        }
+        let options = match &self.data {
+            Some(data) => data.overridden_by(&self.options)?,
+            None => self.options.clone(),
+        };
         if options.text.is_none() && options.images.is_none() && options.arrays.is_none() {
             return Err(Error::option("eval", "name the samples with --data"));
         }
@@ -116,10 +117,13 @@ impl Args {
             let against = if scores.len() > 1 { scores.first() } else { None };
             return output::json(&json!({
                 "model": path.to_string_lossy(), "data": data.description(), "task": outcomes.task, "runtime": runtime, "samples": outcomes.samples,
-                "seconds": time, "score": scores.last(), "against": against, "fidelity": fidelity,
+                "seconds": time, "score": scores.last(), "against": against, "fidelity": fidelity, "notes": data.note().into_iter().collect::<Vec<_>>(),
             }));
         }
         let mut out = format!("{} on {}: {}, {} samples, {runtime}, {}\n", path.display(), data.description(), outcomes.task, outcomes.samples, seconds(time));
+        if let Some(note) = data.note() {
+            out += &format!("note: {note}\n");
+        }
         if let Some(score) = scores.last() {
             let before = scores.first().filter(|_| scores.len() > 1);
             out += &format!("\n{}\n", score_table(score, before.copied()));

@@ -21,7 +21,8 @@ pub(in crate::cli) struct Samples {
     resume: bool,
 }
 
-fn parse_data(text: &str) -> Result<Data, String> {
+/// The value of any data option: a path, or a mapping as in a recipe.
+pub(super) fn parse_data(text: &str) -> Result<Data, String> {
     if !text.trim_start().starts_with('{') {
         return Ok(Data::at(std::path::Path::new(text)));
     }
