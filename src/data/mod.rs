@@ -29,6 +29,7 @@ mod side;
 mod speech;
 mod synthetic;
 mod text;
+mod token_stream;
 mod tokens;
 mod wav;
 mod windows;

@@ -103,7 +103,7 @@ impl Tokenizer {
         Ok(Tokens { ids: wide(encoding.get_ids()), types: wide(encoding.get_type_ids()) })
     }
 
-    fn cased<'t>(&self, text: &'t str) -> Cow<'t, str> {
+    pub(super) fn cased<'t>(&self, text: &'t str) -> Cow<'t, str> {
         if self.lower_case { text.to_lowercase().into() } else { text.into() }
     }
 
@@ -114,14 +114,23 @@ impl Tokenizer {
 
     /// The tokens of a text of any length, with special tokens around them or without.
     pub fn uncut(&self, text: &str, special: bool) -> Result<Vec<i64>> {
-        let uncut = self.uncut.get_or_init(|| {
+        let encoding = self.without_truncation().encode_fast(self.cased(text), special).map_err(|e| Error::malformed(&self.path, e))?;
+        Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
+    }
+
+    /// Tokenizes text to which [`cased`](Tokenizer::cased) was applied, without special tokens; returns each token with its start in bytes.
+    pub(super) fn with_offsets(&self, text: &str) -> Result<Vec<(i64, usize)>> {
+        let encoding = self.without_truncation().encode(text, false).map_err(|e| Error::malformed(&self.path, e))?;
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(|(id, (start, _))| (i64::from(*id), *start)).collect())
+    }
+
+    fn without_truncation(&self) -> &tokenizers::Tokenizer {
+        self.uncut.get_or_init(|| {
             let mut uncut = self.inner.clone();
-            // Taking a limit away cannot fail.
+            // Removing the limit cannot fail.
             let _ = uncut.with_truncation(None);
             uncut
-        });
-        let encoding = uncut.encode_fast(self.cased(text), special).map_err(|e| Error::malformed(&self.path, e))?;
-        Ok(encoding.get_ids().iter().map(|v| i64::from(*v)).collect())
+        })
     }
 
     /// The text of tokens, without special ones.
@@ -140,10 +149,11 @@ impl Tokenizer {
         self.inner.get_vocab(true).into_iter().collect()
     }
 
-    /// The token that the tokenizer puts before every text, if it is one alone.
+    /// The beginning-of-text token, if the tokenizer adds exactly one token before a text; tokens that it appends are ignored.
     pub fn first(&self) -> Result<Option<i64>> {
-        let (with, without) = (self.encode("a", None)?, self.plain("a")?);
-        Ok(with.ids.first().copied().filter(|_| with.ids.len().checked_sub(1) == Some(without.len()) && with.ids.ends_with(&without)))
+        let (with, without) = (self.uncut("a", true)?, self.plain("a")?);
+        // Text that starts with its first token twice has no prefix.
+        Ok(with.split_first().filter(|(_, rest)| rest.starts_with(&without) && !with.starts_with(&without)).map(|(first, _)| *first))
     }
 
     /// Rows of one length, filled up with padding that the mask hides.
@@ -255,4 +265,50 @@ fn limit(target: &Target, settings: &Map<String, Value>, sentences: Option<usize
     };
     let limits = [number(settings, "model_max_length"), positions.map(|p| p.saturating_sub(offset)), sentences];
     limits.into_iter().flatten().min()
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A byte-level BPE tokenizer like GPT-2's, with a few merges and a template for special tokens.
+    pub fn byte_level(folder: &Path, template: &str, prefix: bool) -> Tokenizer {
+        // GPT-2 maps each byte to a printable character.
+        let printable = |byte: u32| matches!(byte, 33..=126 | 161..=172 | 174..=255);
+        let mut others = 256u32..;
+        let letters = (0..256u32).filter_map(|byte| if printable(byte) { char::from_u32(byte) } else { char::from_u32(others.next()?) });
+        let mut vocabulary: Map<String, Value> = letters.enumerate().map(|(id, letter)| (letter.to_string(), id.into())).collect();
+        let merges = ["a b", "ab a", "\u{120} a", "\u{10a} \u{10a}", "\u{120} \u{120}", "e r", "er n"];
+        for (id, token) in (256..).zip(merges.iter().map(|merge| merge.replace(' ', "")).chain(["<s>".into(), "</s>".into()])) {
+            vocabulary.insert(token, id.into());
+        }
+        let part = |part: &str| {
+            if part == "A" {
+                serde_json::json!({ "Sequence": { "id": "A", "type_id": 0 } })
+            } else {
+                serde_json::json!({ "SpecialToken": { "id": part, "type_id": 0 } })
+            }
+        };
+        let id = |token: &str| serde_json::json!({ "id": token, "ids": [vocabulary[token]], "tokens": [token] });
+        let whole = serde_json::json!({
+            "version": "1.0",
+            "pre_tokenizer": { "type": "ByteLevel", "add_prefix_space": prefix, "trim_offsets": true, "use_regex": true },
+            "post_processor": {
+                "type": "TemplateProcessing", "single": template.split(' ').map(part).collect::<Vec<_>>(), "pair": [part("A")],
+                "special_tokens": { "<s>": id("<s>"), "</s>": id("</s>") },
+            },
+            "model": { "type": "BPE", "vocab": vocabulary, "merges": merges },
+        });
+        std::fs::write(folder.join(FILE), whole.to_string()).unwrap();
+        let (made, config) = (Made::new(), Map::new());
+        Tokenizer::open(&Target { folder, made: &made, config: &config, inputs: &[], outputs: &[] }, None).unwrap()
+    }
+
+    #[test]
+    fn the_first_token_is_known_also_where_one_is_appended() {
+        let folder = tempfile::tempdir().unwrap();
+        for (template, first) in [("A", None), ("<s> A", Some(263)), ("<s> A </s>", Some(263)), ("A </s>", None), ("<s> <s> A", None)] {
+            assert_eq!(byte_level(folder.path(), template, false).first().unwrap(), first, "{template}");
+        }
+    }
 }

@@ -4,13 +4,14 @@
 //! token that the tokenizer puts first, and start `stride` tokens apart; where they overlap, a token is predicted
 //! in the first window that holds it only.
 
-use std::io::Read;
+use std::io::{Cursor, Read};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::chat::ChatTemplate;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
+use super::token_stream::TokenStream;
 use super::tokens::{Tokenizer, Tokens};
 use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
@@ -18,11 +19,10 @@ use crate::files;
 
 /// Window when neither the data nor the model asks for a shorter one.
 const LENGTH: usize = 1024;
-/// Bytes of a plain file that are tokenized at once: no file of usual size is cut.
-const PIECE: usize = 1 << 22;
 
-/// Texts, each with whether special tokens stand in it.
-type Texts<'a> = Box<dyn Iterator<Item = Result<(String, bool)>> + Send + 'a>;
+/// A text, and whether it contains its special tokens.
+type Text = (Box<dyn Read + Send>, bool);
+type Texts<'a> = Box<dyn Iterator<Item = Result<Text>> + Send + 'a>;
 
 pub(super) struct Windows {
     options: Data,
@@ -67,19 +67,22 @@ impl Windows {
     fn texts(&self) -> Result<Texts<'_>> {
         if self.is_one_text()? {
             let file = files::stream(&self.path).map_err(Error::io("open", &self.path))?;
-            let pieces = Pieces { file, path: self.path.clone(), rest: Vec::new(), size: PIECE };
-            return Ok(Box::new(pieces.map(|piece| piece.map(|text| (text, false)))));
+            return Ok(Box::new(std::iter::once(Ok((file, false)))));
         }
-        let written = |record: Record| record.written(self.template.as_ref(), &self.path).map(|(text, whole)| (text.into_owned(), whole));
+        let read = |text: String| Box::new(Cursor::new(text.into_bytes())) as Box<dyn Read + Send>;
+        let written = move |record: Record| record.written(self.template.as_ref(), &self.path).map(|(text, whole)| (read(text.into_owned()), whole));
         Ok(Box::new(self.records()?.map(move |record| record.and_then(written))))
     }
 
+    /// The windows. Text is read and tokenized lazily.
     fn windows(&self) -> Result<impl Iterator<Item = Result<Window>> + Send> {
-        let tokens =
-            |(text, whole): (String, bool)| Ok((self.tokenizer.plain(&text)?, if whole { self.cut.without_first(self.options.stride) } else { self.cut }));
-        let windows = self.texts()?.flat_map(move |text| match text.and_then(tokens) {
-            Ok((tokens, cut)) => cut.windows(&tokens).into_iter().map(Ok).collect::<Vec<_>>(),
-            Err(e) => vec![Err(e)],
+        let windows = |(text, whole): Text| {
+            let cut = if whole { self.cut.without_first(self.options.stride) } else { self.cut };
+            cut.windows(TokenStream::new(&self.tokenizer, text, self.path.clone()))
+        };
+        let windows = self.texts()?.flat_map(move |text| match text {
+            Ok(text) => Either::Windows(windows(text)),
+            Err(e) => Either::Failed(Some(e)),
         });
         Ok(windows.take(self.options.samples.unwrap_or(usize::MAX)))
     }
@@ -131,52 +134,69 @@ impl Cut {
         Cut { first: None, room, stride: stride.unwrap_or(room) }
     }
 
-    fn windows(&self, tokens: &[i64]) -> Vec<Window> {
-        let lead = usize::from(self.first.is_some());
-        let (mut windows, mut start, mut done) = (Vec::new(), 0usize, 0usize);
-        while done < tokens.len() {
-            let end = tokens.len().min(start.saturating_add(self.room));
-            let ids: Vec<i64> = self.first.into_iter().chain(tokens.get(start..end).unwrap_or(&[]).iter().copied()).collect();
-            // The first token of a window has nothing before it.
-            let predicted = done.saturating_sub(start).saturating_add(lead).max(1)..ids.len();
-            if !predicted.is_empty() {
-                windows.push(Window { ids, predicted });
-            }
-            done = end;
-            start = start.saturating_add(self.stride);
-        }
-        windows
+    /// Cuts a token sequence, given in parts, into windows.
+    fn windows<I: Iterator<Item = Result<Vec<i64>>>>(self, parts: I) -> Cutter<I> {
+        Cutter { cut: self, parts, tokens: Vec::new(), start: 0, done: 0 }
     }
 }
 
-/// A file in pieces that end where a line, or at least a word, ends.
-struct Pieces {
-    file: Box<dyn Read + Send>,
-    path: PathBuf,
-    rest: Vec<u8>,
-    size: usize,
+/// Windows of a text.
+struct Cutter<I> {
+    cut: Cut,
+    parts: I,
+    /// Tokens starting with the next window.
+    tokens: Vec<i64>,
+    /// Position of the next window.
+    start: usize,
+    /// End of the previous window.
+    done: usize,
 }
 
-impl Iterator for Pieces {
-    type Item = Result<String>;
+impl<I: Iterator<Item = Result<Vec<i64>>>> Iterator for Cutter<I> {
+    type Item = Result<Window>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let mut bytes = std::mem::take(&mut self.rest);
-        let wanted = (self.size as u64).saturating_sub(bytes.len() as u64);
-        if let Err(e) = self.file.by_ref().take(wanted).read_to_end(&mut bytes) {
-            return Some(Err(Error::io("read", &self.path)(e)));
+        let Cut { first, room, stride } = self.cut;
+        loop {
+            while self.tokens.len() < room {
+                match self.parts.next() {
+                    Some(Ok(part)) => self.tokens.extend(part),
+                    Some(Err(e)) => return Some(Err(e)),
+                    None => break,
+                }
+            }
+            let own = self.tokens.get(..room).unwrap_or(&self.tokens);
+            let end = self.start.saturating_add(own.len());
+            if own.is_empty() || end <= self.done {
+                return None;
+            }
+            let ids: Vec<i64> = first.into_iter().chain(own.iter().copied()).collect();
+            // The first token of a window has nothing before it.
+            let predicted = self.done.saturating_sub(self.start).saturating_add(usize::from(first.is_some())).max(1)..ids.len();
+            self.done = end;
+            self.start = self.start.saturating_add(stride);
+            self.tokens.drain(..stride.min(self.tokens.len()));
+            if !predicted.is_empty() {
+                return Some(Ok(Window { ids, predicted }));
+            }
         }
-        if bytes.is_empty() {
-            return None;
+    }
+}
+
+/// The windows of a text, or an error.
+enum Either<W> {
+    Windows(W),
+    Failed(Option<Error>),
+}
+
+impl<W: Iterator<Item = Result<Window>>> Iterator for Either<W> {
+    type Item = Result<Window>;
+
+    fn next(&mut self) -> Option<Self::Item> {
+        match self {
+            Either::Windows(windows) => windows.next(),
+            Either::Failed(error) => error.take().map(Err),
         }
-        if bytes.len() >= self.size {
-            let last = |wanted: fn(&u8) -> bool| bytes.iter().rposition(wanted).filter(|at| *at > 0);
-            // Without a blank, behind a character: bytes within one begin with 10.
-            let whole = || last(|b| *b & 0xc0 != 0x80);
-            let at = last(|b| *b == b'\n').or_else(|| last(u8::is_ascii_whitespace)).or_else(whole).unwrap_or(bytes.len());
-            self.rest = bytes.split_off(at);
-        }
-        Some(String::from_utf8(bytes).map_err(|_| Error::malformed(&self.path, "is not UTF-8")))
     }
 }
 
@@ -186,8 +206,9 @@ mod tests {
 
     fn predicted(first: Option<i64>, room: usize, stride: usize, count: usize) -> Vec<(usize, Vec<i64>)> {
         let tokens: Vec<i64> = (100..100 + count as i64).collect();
-        let windows = Cut { first, room, stride }.windows(&tokens);
-        windows.iter().map(|w| (w.ids.len(), w.ids[w.predicted.clone()].to_vec())).collect()
+        let windows = |part: usize| Cut { first, room, stride }.windows(tokens.chunks(part).map(|part| Ok(part.to_vec()))).collect::<Result<Vec<_>>>().unwrap();
+        assert!([1, 2, 5].into_iter().all(|part| windows(part) == windows(100)), "same windows for parts of any size");
+        windows(100).iter().map(|w| (w.ids.len(), w.ids[w.predicted.clone()].to_vec())).collect()
     }
 
     #[test]
@@ -204,23 +225,5 @@ mod tests {
     fn without_a_first_token_the_first_of_the_text_cannot_be_predicted() {
         assert_eq!(predicted(None, 4, 2, 6), [(4, vec![101, 102, 103]), (4, vec![104, 105])]);
         assert_eq!(predicted(None, 4, 4, 5), [(4, vec![101, 102, 103])]);
-    }
-
-    #[test]
-    fn pieces_are_the_file() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("a.txt");
-        for text in
-            ["one two\nthree\nfour five six seven eight\nnine", "\nä b\n\näöüß漢字かな交じり文漢字かな交じり文", "漢字かな交じり文漢字かな交じり文🙂🙂", "\n"]
-        {
-            std::fs::write(&path, text).unwrap();
-            for size in [8, 9, 10, 11, 12, 40, 100] {
-                let pieces = Pieces { file: files::stream(&path).unwrap(), path: path.clone(), rest: Vec::new(), size };
-                let pieces: Vec<String> = pieces.map(Result::unwrap).collect();
-                assert_eq!(pieces.concat(), text);
-                assert!(pieces.iter().all(|piece| (1..=size).contains(&piece.len())));
-                assert!(size < 100 || pieces.len() == 1);
-            }
-        }
     }
 }
