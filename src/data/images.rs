@@ -1,15 +1,20 @@
 //! A folder of images, or with one folder of them for each class.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
+use super::held_out::hash;
 use super::labels::Classes;
 use super::options::{Data, Task};
 use super::pixels::Pixels;
 use super::plane::Plane;
-use super::{Batch, Order, PendingBatches, References, SampleSource, Target, in_batches};
+use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
 
 const ENDINGS: [&str; 5] = ["png", "jpg", "jpeg", "webp", "bmp"];
+
+/// Length of the hashed beginning of an image file, in bytes.
+const IDENTIFYING: u64 = 1 << 16;
 
 pub(super) struct ClassFolders {
     files: Vec<(PathBuf, usize)>,
@@ -94,6 +99,16 @@ fn unreadable(file: &Path, error: &image::ImageError) -> Error {
 impl SampleSource for ClassFolders {
     fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         Ok(in_batches(self.files.iter().map(Ok), self.batch, size_of::<&(PathBuf, usize)>(), order, |files| self.batch(files)))
+    }
+
+    /// Hashes the length and the first bytes of each file, since pixels depend on the preprocessing.
+    fn identities(&self, _: usize, _: bool) -> Result<Identities<'_>> {
+        Ok(Box::new(self.files.iter().map(|(path, _)| {
+            let file = std::fs::File::open(path).map_err(Error::io("open", path))?;
+            let mut bytes = file.metadata().map_err(Error::io("read", path))?.len().to_le_bytes().to_vec();
+            file.take(IDENTIFYING).read_to_end(&mut bytes).map_err(Error::io("read", path))?;
+            Ok(vec![hash(&bytes)])
+        })))
     }
 
     fn count(&self) -> Result<usize> {

@@ -172,12 +172,24 @@ type Pending<'s> = Box<dyn FnOnce() -> Result<Batch> + Send + 's>;
 /// Batches in order; made by reading.
 type PendingBatches<'s> = Box<dyn Iterator<Item = Result<Pending<'s>>> + Send + 's>;
 
+/// Content hashes, sample by sample.
+type Identities<'s> = Box<dyn Iterator<Item = Result<Vec<u64>>> + 's>;
+
 /// Something that samples come from.
 trait SampleSource: Send + Sync {
     /// Begins to read.
     fn works(&self, order: Order) -> Result<PendingBatches<'_>>;
     /// How many samples `works` hands out: the cap, what is left out and where records end are taken into account.
     fn count(&self) -> Result<usize>;
+    /// Content hashes of each sample, in file order, reading `batch` samples at a time. Two samples with the same content share a hash if
+    /// one of the sources hashes at every offset (`everywhere`).
+    fn identities(&self, batch: usize, _everywhere: bool) -> Result<Identities<'_>> {
+        let works = self.works(Order { batch: Some(batch), ..Order::default() })?;
+        Ok(Box::new(works.flat_map(|pending| match pending.and_then(|pending| pending()) {
+            Ok(batch) => (0..batch.samples).map(|sample| held_out::identity(&batch.narrow(sample, 1)?).map(|hash| vec![hash])).collect(),
+            Err(e) => vec![Err(e)],
+        })))
+    }
     /// Whether each sample is a batch.
     fn runs_alone(&self) -> bool {
         false

@@ -47,7 +47,7 @@ impl Padding {
         if axis >= last || shape.first() != Some(&batch) || shape.get(axis) != Some(&length) {
             return None;
         }
-        // Heads are repeated before the tokens of a sample, or each token after them.
+        // The mask of a sample is repeated for each head before the token axis, and each element of it for the axes after.
         let (before, after) = (shape.get(1..axis)?.iter().product(), shape.get(axis.checked_add(1)?..last)?.iter().product());
         if (before, after) == (1usize, 1usize) {
             return Some(Cow::Borrowed(&rows.kept));

@@ -37,12 +37,12 @@ impl Side {
     }
 }
 
-/// The axis of a value along which the tokens of a sequence lie.
+/// The sequence axis of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct TokenAxis {
     /// The sequence.
     pub side: Side,
-    /// The axis; none where a value has no row for each token.
+    /// The axis, if the value has one.
     pub axis: Option<usize>,
 }
 
@@ -96,8 +96,7 @@ impl<'g> Sides<'g> {
         side.names().into_iter().find_map(|name| self.graph.inputs().find(|(_, value)| value.name == name)?.1.ty.shape.get(1))
     }
 
-    /// The axis of the tokens among those that make rows of the last one: of hidden states `[batch, sequence, width]` the second, of heads
-    /// `[batch, heads, sequence, width]` the third.
+    /// The sequence axis: the second of hidden states `[batch, sequence, width]`, the third of heads `[batch, heads, sequence, width]`.
     pub fn token_axis(&self, name: &str) -> TokenAxis {
         let side = self.side(name);
         let shape = self.shapes.get(name).copied().unwrap_or_default();

@@ -9,11 +9,12 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::chat::ChatTemplate;
+use super::held_out::token_hashes;
 use super::options::{self, Data, Task};
 use super::records::{self, Record, TextFormat};
 use super::token_stream::TokenStream;
 use super::tokens::{Tokenizer, Tokens};
-use super::{Batch, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
+use super::{Batch, Identities, Order, PendingBatches, References, SampleSource, Target, counted, in_batches};
 use crate::error::{Error, Result};
 use crate::files;
 
@@ -98,6 +99,11 @@ impl SampleSource for Windows {
     fn works(&self, order: Order) -> Result<PendingBatches<'_>> {
         let (together, bytes) = (self.options.batch(Task::LanguageModelling, Some(self.cut.room)), self.cut.room.saturating_mul(size_of::<i64>()));
         Ok(in_batches(self.windows()?, together, bytes, order, |windows| self.batch(windows)))
+    }
+
+    fn identities(&self, _: usize, everywhere: bool) -> Result<Identities<'_>> {
+        let text = |ids: &[i64]| ids.strip_prefix(self.cut.first.as_slice()).unwrap_or(ids).to_vec();
+        Ok(Box::new(self.windows()?.map(move |window| window.map(|window| token_hashes(&text(&window.ids), everywhere)))))
     }
 
     fn count(&self) -> Result<usize> {

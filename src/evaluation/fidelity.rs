@@ -13,7 +13,7 @@ use crate::exec::transfer::{self, Cause};
 use crate::exec::{floats_on_host, read};
 use crate::ir::ops::on_host;
 
-/// Signal to noise ratio, in decibels, that stands for every lower one.
+/// Lower bound of the signal to noise ratio, in decibels.
 const LEAST_SQNR: f64 = -300.0;
 
 /// Differences of all float outputs of two models, summed over batches.
@@ -61,7 +61,7 @@ impl Sums {
 /// How many values of an output make a row, and what rows are.
 struct Layout {
     width: usize,
-    /// Whether rows are the tokens of the batch.
+    /// Whether each row belongs to one token.
     tokens: bool,
     /// Whether rows are logits of classes.
     logits: bool,
@@ -303,7 +303,7 @@ mod tests {
         assert!(error.contains("`boxes`") && error.contains("[2, 4, 5]"), "{error}");
     }
 
-    /// One row of pixels that is zero in one model alone is a small part of a sample.
+    /// A row of pixels that is zero in one of the models is a small part of a sample.
     #[test]
     fn outputs_without_tokens_are_compared_by_sample() {
         let dark = Tensor::cat(&[Tensor::zeros((2, 1, 1, 6), DType::F32, &Device::Cpu).unwrap(), numbers(&[2, 1, 5, 6], 1)], 2).unwrap();

@@ -40,7 +40,7 @@ pub struct Fidelity {
     pub cosine: f64,
     /// Lowest cosine of any row.
     pub cosine_min: f64,
-    /// Signal to noise ratio; none when there is no difference.
+    /// Signal to noise ratio; `None` for equal outputs.
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence of the predicted distributions, in nats; only for logits.
     pub kl: Option<f64>,
@@ -65,7 +65,7 @@ pub struct OutputFidelity {
     pub cosine: f64,
     /// Lowest cosine of any row.
     pub cosine_min: f64,
-    /// Signal to noise ratio over all rows; none when there is no difference.
+    /// Signal to noise ratio over all rows; `None` for equal outputs.
     pub sqnr_db: Option<f64>,
     /// Mean Kullback-Leibler divergence, in nats; only for logits.
     pub kl: Option<f64>,

@@ -18,7 +18,7 @@ const SCORE: f64 = 0.5;
 /// Factor of the perplexity above which a result is ruined.
 const PERPLEXITY: f64 = 3.0;
 
-/// What ruins a result, in figures: those of the labels where there are some, else those of the outputs.
+/// The figures that show a result to be ruined: scores for data with labels, otherwise the fidelity of the outputs.
 fn reason(fidelity: &Fidelity, accuracy: Option<&Accuracy>) -> Option<String> {
     let first = |values: &BTreeMap<Runtime, f64>| values.values().next().copied();
     if let Some(accuracy) = accuracy

@@ -67,7 +67,7 @@ pub(super) fn fidelity_rows(fidelity: &Fidelity) -> Vec<[String; 3]> {
     rows
 }
 
-/// The outputs one by one where there are several, the worst first, and those that were not compared.
+/// One row per output if there are several, the worst first, followed by outputs without a comparison.
 pub(crate) fn output_rows(fidelity: &Fidelity) -> Vec<[String; 2]> {
     let mut outputs: Vec<_> = fidelity.outputs.iter().filter(|_| fidelity.outputs.len() > 1).collect();
     outputs.sort_by(|a, b| a.1.cosine.total_cmp(&b.1.cosine));

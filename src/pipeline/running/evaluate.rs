@@ -224,7 +224,16 @@ impl Run<'_> {
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut models_to_run = self.subjects(evaluate.precision, both.chain(check))?;
-        let data = self.pipeline.running.data.open(options, models_to_run.subjects[0].2.target())?;
+        let target = models_to_run.subjects[0].2.target();
+        for (key, other) in self.read_by_passes() {
+            let (shared, of) = self.pipeline.running.data.overlap(options, other, target)?;
+            if shared > 0 {
+                measured.notes.push(format!(
+                    "warning: {shared} of the first {of} evaluation samples share content with the {key} data of the passes: the score overestimates the quality on new data"
+                ));
+            }
+        }
+        let data = self.pipeline.running.data.open(options, target)?;
         measured.notes.extend(data.note().map(str::to_owned));
         let pairs = models_to_run.pairs();
         let batch = data.first()?;

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use candle_core::DType;
 
-use super::evaluate::{Run, UNASKED};
+use super::evaluate::Run;
 use super::free::free_memory;
 use super::rows::Rows;
 use crate::analysis;
@@ -70,22 +70,17 @@ impl Run<'_> {
         }
     }
 
-    /// Why the models are too large to be run unasked, if they are.
+    /// The reason if the blocks of the models do not fit into memory.
     fn too_large(&self, graph: &Graph) -> Option<String> {
         let sizes = analysis::usual_sizes(graph);
         let need = |graph: &Graph, model: &Model| MemoryNeed::of(graph, &model.weights, DType::F32, Residence::Stored, &sizes);
         let needs = [Some(need(graph, self.before)), self.after.graph().ok().map(|graph| need(&graph, self.after))];
         let activations = needs.iter().flatten().map(|need| need.activations).max().unwrap_or(0);
         let blocks = needs.iter().flatten().map(|need| need.blocks).fold(activations, u64::saturating_add);
-        let parameters = self.before.weights.parameters().max(self.after.weights.parameters()).saturating_mul(4);
         if let Some(ByteSize(memory)) = self.pipeline.running.memory.filter(|memory| memory.0 < blocks) {
             return Some(format!("running both models block by block takes about {} of memory, and {} are given", bytes(blocks), bytes(memory)));
         }
-        too_large(parameters.saturating_add(activations), blocks, free_memory(), self.runs_on_samples())
-    }
-
-    fn runs_on_samples(&self) -> bool {
-        self.pipeline.runs().any(|(_, samples)| samples != Samples::None)
+        too_large(blocks, free_memory())
     }
 
     /// Runs both models side by side, block by block: the memory of a block serves the next one, and weights that both share are loaded once.
@@ -161,12 +156,14 @@ impl Run<'_> {
         let sets = &self.pipeline.running.data;
         for (set, kind) in [(&sets.calibration, Samples::Calibration), (&sets.train, Samples::Train)] {
             let Some(set) = set else { continue };
+            let read = self.read_by_passes();
             let used = self.pipeline.runs().any(|(_, samples)| samples == kind);
+            let others: Vec<&Data> = read.into_values().filter(|other| !std::ptr::eq(*other, set)).collect();
             let used = if used { set.samples } else { Some(0) };
             let mut any = false;
             if let Some(used) = used {
                 let subject = Subject::of(self.before.clone())?;
-                sets.for_each_beyond(set, used, subject.target(), |sample| {
+                sets.for_each_beyond(set, used, &others, subject.target(), |sample| {
                     any = true;
                     take(sample)
                 })?;
@@ -176,6 +173,11 @@ impl Run<'_> {
             }
         }
         Ok(None)
+    }
+
+    /// The data sets read by passes, by key.
+    pub(super) fn read_by_passes(&self) -> BTreeMap<&'static str, &Data> {
+        self.pipeline.runs().filter_map(|(_, samples)| self.pipeline.running.set(samples)).filter_map(|(key, set)| Some((key, set?))).collect()
     }
 
     /// What may be spent, so that measuring takes at most a fifth of the run.
@@ -193,16 +195,11 @@ impl Run<'_> {
     }
 }
 
-/// Why a model that takes so many bytes is not run unasked, if it is not: whole, where no pass has shown that it runs in acceptable
-/// time; and both models together block by block, with what is free.
-fn too_large(whole: u64, together: u64, free: Option<u64>, has_run: bool) -> Option<String> {
-    let asking = "`data: { evaluation: ... }` asks for it";
-    let takes = |needed| format!("running the model takes about {} of memory", bytes(needed));
-    if whole > UNASKED && !has_run {
-        return Some(format!("{}, and {} is the most that is taken unasked; {asking}", takes(whole), bytes(UNASKED)));
-    }
+/// The reason if the blocks of both models take more than half of the free memory.
+fn too_large(together: u64, free: Option<u64>) -> Option<String> {
     let free = free.filter(|free| *free / 2 < together)?;
-    Some(format!("{} block by block, and {} are free; {asking}", takes(together), bytes(free)))
+    let takes = bytes(together);
+    Some(format!("running both models block by block takes about {takes} of memory, and {} are free: more free memory, or a machine with more", bytes(free)))
 }
 
 /// Samples that a budget has room for.
@@ -259,15 +256,13 @@ impl Found<'_> {
 mod tests {
     use super::*;
 
+    /// The limit applies to blocks, not to the whole model.
     #[test]
-    fn what_does_not_fit_is_not_run_unasked() {
-        let (small, large) = (100 << 20, 28 << 30);
-        assert_eq!(too_large(small, small, Some(1 << 30), false), None);
-        assert_eq!(too_large(small, small, None, false), None);
-        assert!(too_large(small, small, Some(150 << 20), false).unwrap().contains("are free"));
-        assert!(too_large(large, small, None, false).unwrap().contains("30.1 GB"));
-        assert_eq!(too_large(large, small, Some(8 << 30), true), None);
-        assert!(too_large(large, large, Some(8 << 30), true).unwrap().contains("are free"));
+    fn blocks_that_do_not_fit_are_not_run() {
+        let small = 100 << 20;
+        assert_eq!((too_large(small, Some(1 << 30)), too_large(small, None)), (None, None));
+        assert!(too_large(small, Some(150 << 20)).unwrap().contains("are free"));
+        assert!(too_large(28 << 30, Some(8 << 30)).unwrap().contains("30.1 GB"));
     }
 
     #[test]
