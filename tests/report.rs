@@ -210,24 +210,27 @@ fn runs_that_nobody_beats_are_marked_and_recipes_told_apart() {
 #[test]
 fn every_budget_fails_on_the_worse_side_only() {
     let mut measured = report(3);
-    measured.compute = Some(serde_json::from_value(json!({ "sizes": {}, "before": { "macs": 1000, "activation_bytes": 1 }, "after": { "macs": 500, "activation_bytes": 1 } })).unwrap());
+    measured.compute = Some(
+        serde_json::from_value(json!({ "sizes": {}, "before": { "macs": 1000, "activation_bytes": 1 }, "after": { "macs": 500, "activation_bytes": 1 } }))
+            .unwrap(),
+    );
     let size = |bytes: u64| Some(bytes.to_string().parse().unwrap());
     let none = Budgets::default;
     // A limit that holds exactly, and by how much a limit that fails is stricter: less for `max`, more for `min`.
-    let budgets: Vec<(&str, f64, f64, Box<dyn Fn(f64) -> Budgets>)> = vec![
-        ("max-bytes", 7e9, -1.0, Box::new(|limit| Budgets { max_bytes: size(limit as u64), ..none() })),
-        ("max-size-ratio", 0.5, -0.01, Box::new(|limit| Budgets { max_size_ratio: Some(limit), ..none() })),
-        ("max-drop", 0.01, -0.001, Box::new(|limit| Budgets { max_drop: Some(limit), ..none() })),
-        ("min-cosine", 0.99, 0.001, Box::new(|limit| Budgets { min_cosine: Some(limit), ..none() })),
-        ("min-least-cosine", 0.9, 0.001, Box::new(|limit| Budgets { min_least_cosine: Some(limit), ..none() })),
-        ("min-sqnr", 20.0, 0.1, Box::new(|limit| Budgets { min_sqnr: Some(limit), ..none() })),
-        ("min-agreement", 0.9, 0.01, Box::new(|limit| Budgets { min_agreement: Some(limit), ..none() })),
-        ("min-speedup", 2.0, 0.1, Box::new(|limit| Budgets { min_speedup: Some(limit), ..none() })),
-        ("max-latency", 5.0, -0.1, Box::new(|limit| Budgets { max_latency: Some(limit), ..none() })),
-        ("max-latency-p95", 7.0, -0.1, Box::new(|limit| Budgets { max_latency_p95: Some(limit), ..none() })),
-        ("max-macs-ratio", 0.5, -0.01, Box::new(|limit| Budgets { max_macs_ratio: Some(limit), ..none() })),
-        ("max-memory", 5.0, -1.0, Box::new(|limit| Budgets { max_memory: size(limit as u64), ..none() })),
-        ("max-seconds", 3.0, -0.1, Box::new(|limit| Budgets { max_seconds: Some(limit), ..none() })),
+    let budgets: [(&str, f64, f64, &dyn Fn(f64) -> Budgets); 13] = [
+        ("max-bytes", 7e9, -1.0, &|limit: f64| Budgets { max_bytes: size(limit as u64), ..none() }),
+        ("max-size-ratio", 0.5, -0.01, &|limit: f64| Budgets { max_size_ratio: Some(limit), ..none() }),
+        ("max-drop", 0.01, -0.001, &|limit: f64| Budgets { max_drop: Some(limit), ..none() }),
+        ("min-cosine", 0.99, 0.001, &|limit: f64| Budgets { min_cosine: Some(limit), ..none() }),
+        ("min-least-cosine", 0.9, 0.001, &|limit: f64| Budgets { min_least_cosine: Some(limit), ..none() }),
+        ("min-sqnr", 20.0, 0.1, &|limit: f64| Budgets { min_sqnr: Some(limit), ..none() }),
+        ("min-agreement", 0.9, 0.01, &|limit: f64| Budgets { min_agreement: Some(limit), ..none() }),
+        ("min-speedup", 2.0, 0.1, &|limit: f64| Budgets { min_speedup: Some(limit), ..none() }),
+        ("max-latency", 5.0, -0.1, &|limit: f64| Budgets { max_latency: Some(limit), ..none() }),
+        ("max-latency-p95", 7.0, -0.1, &|limit: f64| Budgets { max_latency_p95: Some(limit), ..none() }),
+        ("max-macs-ratio", 0.5, -0.01, &|limit: f64| Budgets { max_macs_ratio: Some(limit), ..none() }),
+        ("max-memory", 5.0, -1.0, &|limit: f64| Budgets { max_memory: size(limit as u64), ..none() }),
+        ("max-seconds", 3.0, -0.1, &|limit: f64| Budgets { max_seconds: Some(limit), ..none() }),
     ];
     for (name, limit, stricter, budget) in budgets {
         let finding = |limit: f64| budget(limit).check(&measured).unwrap().remove(0);

@@ -49,7 +49,7 @@ impl<'t> TokenStream<'t> {
             while !self.chunk.is_char_boundary(from) {
                 from = from.saturating_sub(1);
             }
-            let next = self.chunk.get(from..).unwrap_or_default().to_owned() + &piece;
+            let next = [self.chunk.get(from..).unwrap_or_default(), &piece].concat();
             let mut tokens = self.tokenizer.with_offsets(&next)?;
             if let Some((ours, theirs)) = agreement(&self.tokens, from, &tokens) {
                 let part: Vec<i64> = self.tokens.iter().take(ours).map(|(id, _)| *id).collect();
@@ -61,7 +61,7 @@ impl<'t> TokenStream<'t> {
             } else if self.chunk.len() < LONGEST {
                 // Retry with a longer chunk; tokens that were returned before are final.
                 let at = self.tokens.first().map_or(self.chunk.len(), |(_, at)| *at);
-                self.chunk += &piece;
+                self.chunk.push_str(&piece);
                 let mut tokens = self.tokenizer.with_offsets(&self.chunk)?;
                 self.tokens = tokens.split_off(tokens.partition_point(|(_, start)| *start < at));
             } else {
@@ -144,8 +144,8 @@ impl Iterator for Pieces<'_> {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use super::super::tokens::tests::byte_level;
     use super::*;
+    use crate::data::tests::byte_level;
 
     #[test]
     fn pieces_are_the_file() {

@@ -119,7 +119,8 @@ fn gpu(number: usize) -> Result<Device> {
     }
     // One explicit stream for all threads: the per-thread default stream would order nothing between a thread that loads parameters, or
     // reduces gradients, and the thread that computes.
-    Device::new_cuda_with_stream(number).map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the GPUs there are; the device `cpu` is always there"))
+    Device::new_cuda_with_stream(number)
+        .map_err(|e| Error::run(format!("device `{what}`"), e, "`nvidia-smi` lists the GPUs there are; the device `cpu` is always there"))
 }
 
 #[cfg(test)]

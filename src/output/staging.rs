@@ -15,20 +15,16 @@
 //! after it. `placing.json`, written before the first step, records what is put where by inode numbers. If a step fails, those before it are
 //! taken back; if the process is killed, the next run for this output takes them back, or removes the old weights if the file is the new one.
 
-use std::collections::hash_map::RandomState;
-use std::fs::{self, File};
-use std::hash::{BuildHasher, Hasher};
+mod placing;
+mod work_folder;
+
+use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use std::os::unix::fs::MetadataExt;
-
-use rustix::fs::{CWD, RenameFlags, renameat_with};
-use rustix::io::Errno;
-use serde::{Deserialize, Serialize};
-
-use super::lock::{Attempt, Lock};
-use super::place::{Inputs, Listing, Replace, absolute, check_place, check_replaceable, exists, file_name, free_data_name, refuse, report_folder};
+use self::work_folder::{begin, bytes, remove, remove_left, remove_made, sync, sync_folder};
+use super::lock::Lock;
+use super::place::{Inputs, Replace, absolute, check_place, file_name, free_data_name, refuse};
 use crate::error::{Error, Result, tellable};
 use crate::files::{self, Destination};
 
@@ -172,141 +168,6 @@ impl Staging {
         }
         Ok(())
     }
-
-    /// Puts a file and what belongs to it in place, as the head of this module describes.
-    fn put_file(&self, name: &str, after_step: &dyn Fn(&str)) -> Result<()> {
-        let (new, model) = (self.path(), self.work.join(MODEL));
-        fs::rename(new.join(name), &model).map_err(Error::io("move", &model))?;
-        let inode = |path: &Path| fs::symlink_metadata(path).map(|about| about.ino()).map_err(Error::io("open", path));
-        let data = self.data_name.as_deref().filter(|data| new.join(data).exists());
-        let data = data.map(|data| Ok::<_, Error>((data.to_owned(), inode(&new.join(data))?))).transpose()?;
-        let old = Listing::open(&report_folder(&self.target)).filter(|_| self.replace == Replace::Output);
-        let old = old.into_iter().flat_map(|listing| listing.data_files(&self.target));
-        let old_data = old.filter_map(|path| Some((path.file_name()?.to_str()?.to_owned(), inode(&path).ok()?))).collect();
-        let placing = Placing { target: name.to_owned(), model: inode(&model)?, report: inode(new)?, data, old_data };
-        let path = self.work.join(PLACING);
-        fs::write(&path, serde_json::to_vec(&placing).unwrap_or_default()).map_err(Error::io("write", &path))?;
-        File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
-        sync_folder(&self.work);
-        let done = self.put_parts(&placing, after_step);
-        placing.finish(&self.work);
-        done
-    }
-
-    fn put_parts(&self, placing: &Placing, after_step: &dyn Fn(&str)) -> Result<()> {
-        after_step("nothing");
-        if let Some((data, _)) = &placing.data {
-            let target = self.target.with_file_name(data);
-            rename_new(&self.path().join(data), &target).map_err(|e| match e {
-                Errno::EXIST => exists(&target),
-                e => Error::io("create", &target)(e.into()),
-            })?;
-            after_step("data");
-        }
-        self.put(self.path(), &report_folder(&self.target))?;
-        after_step("report");
-        if let Some(folder) = self.target.parent() {
-            // The data file and the report reach the disk before the file that names them.
-            sync_folder(folder);
-        }
-        self.put(&self.work.join(MODEL), &self.target)?;
-        after_step("model");
-        Ok(())
-    }
-
-    /// Moves something to its place; what it replaces takes its own place, or is moved away.
-    fn put(&self, new: &Path, target: &Path) -> Result<()> {
-        for _ in 0..ATTEMPTS {
-            let moved = match renameat_with(CWD, new, CWD, target, RenameFlags::NOREPLACE) {
-                Err(Errno::EXIST) if self.replace == Replace::Nothing => return Err(exists(target)),
-                // The old one changes places with the new one, and goes when `self` is dropped.
-                Err(Errno::EXIST) => {
-                    self.check_lost(target)?;
-                    renameat_with(CWD, new, CWD, target, RenameFlags::EXCHANGE)
-                }
-                moved => moved,
-            };
-            match moved {
-                Ok(()) => return Ok(()),
-                // The old one went away meanwhile.
-                Err(Errno::NOENT) if new.exists() => {}
-                Err(Errno::INVAL | Errno::NOSYS) => return self.put_plainly(new, target),
-                Err(e) => return Err(Error::io("create", target)(e.into())),
-            }
-        }
-        Err(refuse(target, "appears and disappears", "choose a place that no other program uses"))
-    }
-
-    /// For file systems without atomic exchange.
-    fn put_plainly(&self, new: &Path, target: &Path) -> Result<()> {
-        if !target.exists() {
-            return fs::rename(new, target).map_err(Error::io("create", target));
-        }
-        if self.replace == Replace::Nothing {
-            return Err(exists(target));
-        }
-        self.check_lost(target)?;
-        let old = self.work.join(if *target == self.target { OLD } else { OLD_REPORT });
-        fs::rename(target, &old).map_err(Error::io("replace", target))?;
-        fs::rename(new, target).map_err(|e| {
-            let _ = fs::rename(&old, target);
-            Error::io("replace", target)(e)
-        })
-    }
-
-    /// Checks a folder again before it is replaced: files may have been added since the run began.
-    fn check_lost(&self, target: &Path) -> Result<()> {
-        if *target == self.target && file_name(target).is_none() { check_replaceable(target, self.replace, &self.inputs) } else { Ok(()) }
-    }
-}
-
-/// The parts of a single-file output by inode number, which renaming does not change.
-#[derive(Debug, Serialize, Deserialize)]
-struct Placing {
-    target: String,
-    model: u64,
-    report: u64,
-    data: Option<(String, u64)>,
-    /// Files of weights that the replaced file names.
-    old_data: Vec<(String, u64)>,
-}
-
-impl Placing {
-    /// Removes the old files of weights if the new file is in place, and takes back everything else if it is not.
-    fn finish(&self, work: &Path) {
-        let Some(folder) = work.parent() else { return };
-        let target = folder.join(&self.target);
-        let has = |path: &Path, inode: u64| fs::symlink_metadata(path).is_ok_and(|about| about.ino() == inode);
-        let remove = |(name, inode): &(String, u64)| {
-            let path = folder.join(name);
-            if has(&path, *inode) {
-                discard(&path);
-            }
-        };
-        // The new file is either still here, or in place: whatever others have done to it since.
-        if !has(&work.join(MODEL), self.model) {
-            return self.old_data.iter().for_each(remove);
-        }
-        let (report, new) = (report_folder(&target), work.join(NEW));
-        if has(&report, self.report) {
-            let old = [new.clone(), work.join(OLD_REPORT)].into_iter().find(|old| old.exists());
-            let _ = match old {
-                Some(old) if renameat_with(CWD, &old, CWD, &report, RenameFlags::EXCHANGE).is_ok() => Ok(()),
-                Some(old) => fs::rename(&report, work.join("taken back")).and_then(|()| fs::rename(old, &report)),
-                None => fs::rename(&report, &new),
-            };
-        }
-        self.data.iter().for_each(remove);
-    }
-}
-
-/// Renames to a name that does not exist; on file systems that cannot refuse an existing one in the same step, it is looked for first.
-fn rename_new(from: &Path, to: &Path) -> std::result::Result<(), Errno> {
-    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        Err(Errno::INVAL | Errno::NOSYS) if to.symlink_metadata().is_err() => rustix::fs::rename(from, to),
-        Err(Errno::INVAL | Errno::NOSYS) => Err(Errno::EXIST),
-        renamed => renamed,
-    }
 }
 
 impl Drop for Staging {
@@ -318,117 +179,12 @@ impl Drop for Staging {
     }
 }
 
-/// Makes a folder with a lock inside, and what it lies in. Others may remove either before it is locked: then under another name.
-fn begin(parent: &Path, prefix: &str) -> Result<(PathBuf, Lock)> {
-    let mut last = ErrorKind::NotFound.into();
-    for _ in 0..ATTEMPTS {
-        let work = parent.join(format!("{prefix}{:016x}", RandomState::new().build_hasher().finish()));
-        let made = fs::create_dir_all(parent).map_err(|e| (parent, e)).and_then(|()| fs::create_dir(&work).map_err(|e| (&*work, e)));
-        if let Err((path, e)) = made {
-            if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::AlreadyExists) {
-                return Err(Error::io("create", path)(e));
-            }
-            last = e;
-            continue;
-        }
-        let path = work.join(LOCK);
-        match Lock::take(&path) {
-            Ok(Attempt::Taken(lock)) => {
-                lock.sign(&path);
-                return Ok((work, lock));
-            }
-            Ok(_) => {}
-            Err(error) => {
-                remove(&work);
-                return Err(error);
-            }
-        }
-    }
-    Err(Error::io("create", parent)(last))
-}
-
-/// Removes a staging folder by its owner, the lock last.
-fn remove(work: &Path) {
-    let parts = fs::read_dir(work).into_iter().flatten().flatten().filter(|part| part.file_name() != LOCK);
-    parts.for_each(|part| discard(&part.path()));
-    let _ = fs::remove_file(work.join(LOCK));
-    let _ = fs::remove_dir(work);
-}
-
-/// Removes a file or a folder, if it can be removed.
-fn discard(path: &Path) {
-    let folder = path.is_dir() && !path.is_symlink();
-    let _ = if folder { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-}
-
-/// Removes what killed processes have left, and returns notes on what may be such and was not removed.
-fn remove_left(parent: &Path, prefix: &str, target: &Path) -> Vec<String> {
-    let mut notes = Vec::new();
-    let Ok(entries) = fs::read_dir(parent) else { return notes };
-    let random = |name: &str| name.strip_prefix(prefix).is_some_and(|rest| rest.len() == 16 && rest.bytes().all(|b| b.is_ascii_hexdigit()));
-    for work in entries.flatten().filter(|entry| random(&entry.file_name().to_string_lossy())).map(|entry| entry.path()) {
-        match Lock::take_over(&work.join(LOCK)) {
-            Attempt::Taken(_lock) => {
-                if let Some(placing) = fs::read(work.join(PLACING)).ok().and_then(|text| serde_json::from_slice::<Placing>(&text).ok()) {
-                    placing.finish(&work);
-                }
-                let old = work.join(OLD);
-                // Killed between the two steps of an exchange.
-                let back = || !files::is_remote(target) && (target.exists() || fs::rename(&old, target).is_ok());
-                if old.symlink_metadata().is_err() || back() {
-                    remove(&work);
-                } else {
-                    notes.push(format!("{} is what a killed run was to replace, and could not be put back: move it", old.display()));
-                }
-            }
-            Attempt::Unknown => notes.push(format!("{} may be what a killed run has left: remove it if no run on any machine writes there", work.display())),
-            // Killed between two steps at the very beginning or end; a folder with anything in it stays.
-            Attempt::Gone => drop(fs::remove_dir(&work)),
-            Attempt::Busy => {}
-        }
-    }
-    notes
-}
-
-/// Removes folders that were made for an output that did not come about, innermost first, if they are empty.
-fn remove_made(parent: &Path, made: Option<&Path>) {
-    let Some(made) = made else { return };
-    for folder in parent.ancestors().take_while(|p| p.starts_with(made)) {
-        let _ = fs::remove_dir(folder);
-    }
-}
-
-/// Bytes reach the disk before the name does, so that a power cut leaves no empty file under the final name.
-fn sync(folder: &Path) -> Result<()> {
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let path = entry.map_err(Error::io("list", folder))?.path();
-        if path.is_dir() {
-            sync(&path)?;
-        } else {
-            File::open(&path).and_then(|file| file.sync_all()).map_err(Error::io("sync", &path))?;
-        }
-    }
-    sync_folder(folder);
-    Ok(())
-}
-
-/// Bytes of all files of a folder.
-fn bytes(folder: &Path) -> Result<u64> {
-    let mut sum = 0u64;
-    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
-        let path = entry.map_err(Error::io("list", folder))?.path();
-        sum += if path.is_dir() { bytes(&path)? } else { files::length(&path).map_err(Error::io("open", &path))? };
-    }
-    Ok(sum)
-}
-
-/// Names reach the disk; where a folder cannot be synced (some network file systems), it is still whole.
-fn sync_folder(folder: &Path) {
-    let _ = File::open(folder).and_then(|folder| folder.sync_all());
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::File;
+
+    use super::super::lock::Attempt;
+    use super::super::place::{Listing, report_folder};
     use super::*;
 
     fn input(folder: &Path) -> PathBuf {

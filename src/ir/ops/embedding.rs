@@ -5,7 +5,8 @@ use std::ops::Range;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
-use super::gradient::{sum_rows_by_index, wide};
+use super::gradient::wide;
+use super::kernels::sum_rows_by_index;
 use super::{Backward, OpSpec, require, require_floats};
 use crate::ir::{Element, TensorType};
 

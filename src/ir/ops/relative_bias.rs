@@ -6,7 +6,8 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::gradient::{sum_rows_by_index, wide};
+use super::gradient::wide;
+use super::kernels::sum_rows_by_index;
 use super::past::{Forward, Past, Sequential};
 use super::{Backward, OpSpec, require, require_floats, require_rank};
 use crate::ir::{Element, TensorType};

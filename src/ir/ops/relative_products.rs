@@ -6,7 +6,8 @@ use candle_core::{Device, Result as Computed, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::constants::constant;
-use super::gradient::{sum_rows_by_index, wide};
+use super::gradient::wide;
+use super::kernels::sum_rows_by_index;
 use super::{Backward, OpSpec, elements, require_floats};
 use crate::ir::{Bindings, Dim, Element, TensorType};
 

@@ -10,6 +10,7 @@ mod experts;
 mod fused;
 mod host;
 mod images;
+mod index_sum;
 mod linear;
 mod rows;
 
@@ -21,6 +22,7 @@ use candle_core::{DType, Device, Result, Tensor};
 use super::{Backward, Op, Past};
 pub use crate::kernel::epilogue::Fused;
 pub use host::contiguous;
+pub use index_sum::sum_rows_by_index;
 
 /// Gradients by input.
 type Gradients = Vec<Option<Tensor>>;
