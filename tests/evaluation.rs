@@ -240,7 +240,7 @@ fn idx_files_are_read() {
         assert_eq!(score(folder.path(), &data).unwrap().models[0].score.as_ref().unwrap().value, 0.75);
         let first = &batches(folder.path(), &data).unwrap()[0];
         assert!((first.inputs["x"].flatten_all().unwrap().to_vec1::<f32>().unwrap()[0] - 9.0 / 255.0).abs() < 1e-7);
-        assert_eq!(first.references, References::Classes(vec![0, 2, 5]));
+        assert_eq!(first.references, References::Classes([0, 2, 5].map(Some).to_vec()));
     }
     let folder = largest_of_six("1, 2, 3");
     idx(&labels, &[3], &CLASSES[..3]);

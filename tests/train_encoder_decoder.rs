@@ -422,9 +422,9 @@ fn samples_that_do_not_do_are_refused() {
         (
             "t5",
             with(&stored, "labels", Tensor::full(48i64, (4, 3), &Device::Cpu).unwrap()),
-            "of array `labels` asks for token 48: tokens are at least 0 and below 48",
+            "of array `labels` has label 48: labels are token ids, at least 0 and below 48",
         ),
-        ("t5", with(&stored, "labels", Tensor::full(-7i64, (4, 3), &Device::Cpu).unwrap()), "asks for token -7"),
+        ("t5", with(&stored, "labels", Tensor::full(-7i64, (4, 3), &Device::Cpu).unwrap()), "has label -7"),
         (
             "t5",
             with(&with(&without(&stored, "labels"), "decoder_input_ids", zeros(&[4, 9])), "decoder_attention_mask", zeros(&[4, 7])),

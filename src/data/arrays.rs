@@ -5,18 +5,19 @@ use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
 use half::{bf16, f16};
+use serde_json::Value;
 
-use super::labels::Classes;
-use super::options::{Column, Data, Task};
+use super::labels::{Classes, IGNORED};
+use super::options::{self, Column, Data, Task};
 use super::pixels::Pixels;
-use super::rows::{self, Rows};
-use super::said::Decoder;
-use super::side::{DECODED, DECODED_MASK};
+use super::rows::{self, Rows, require_all_read};
+use super::said::{Decoder, require_tokens};
+use super::side::{DECODED, DECODED_MASK, Side, TOKENS};
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches, shaped};
 use crate::error::{Error, Result};
 use crate::ir::Element;
 use crate::store::DType;
-use crate::store::header::byte_count;
+use crate::store::header::{byte_count, element_count};
 
 /// Axes of an array for which transpositions are searched.
 const MOST_AXES: usize = 6;
@@ -41,7 +42,7 @@ fn open(path: &Path) -> Result<Vec<Rows>> {
     Ok(rows::open(path)?.into_iter().filter(|rows| !rows.shape.is_empty()).collect())
 }
 
-fn names<'r>(arrays: impl IntoIterator<Item = &'r Rows>) -> String {
+pub(super) fn names<'r>(arrays: impl IntoIterator<Item = &'r Rows>) -> String {
     arrays.into_iter().map(|rows| format!("`{}`", rows.name)).collect::<Vec<_>>().join(", ")
 }
 
@@ -127,6 +128,21 @@ struct Sample {
     label: Option<(DType, Vec<u8>)>,
 }
 
+/// How the references of a batch are derived.
+enum Targets {
+    /// Nothing.
+    None,
+    /// Labels are classes, one for each sample.
+    Classes(Classes),
+    /// Labels are the target ids of a decoder with an encoder; they count where the task is language modelling.
+    Decoder(Decoder, bool),
+    /// Labels are the tokens at their own places, as in transformers: logits predict them one place earlier, or in place where the model
+    /// fills in masked tokens.
+    Tokens { in_place: bool },
+    /// Each token predicts the next one of its row.
+    Next,
+}
+
 pub(super) struct Arrays {
     path: PathBuf,
     /// For each input, the name of its array and the shape of a sample.
@@ -134,48 +150,54 @@ pub(super) struct Arrays {
     labels: Option<String>,
     count: usize,
     batch: usize,
-    classes: Classes,
+    targets: Targets,
+    /// Size of the vocabulary, where `config.json` specifies it.
+    vocabulary: Option<i64>,
     pixels: Pixels,
-    /// Whether each token is to predict the next one of its row.
-    next_tokens: bool,
-    /// Where labels are the tokens that a decoder behind an encoder is to say.
-    decoder: Option<Decoder>,
 }
 
 impl Arrays {
     pub fn open(options: &Data, path: &Path, task: Task, target: Target) -> Result<Arrays> {
         let arrays = open(path)?;
         let names = || names(&arrays);
+        let usual = || LABELS.iter().find_map(|name| arrays.iter().find(|rows| rows.name == *name));
         let find = |name: &str| {
             arrays
                 .iter()
                 .find(|rows| rows.name == name)
                 .ok_or_else(|| Error::option("data", format!("{} has no array `{name}`; there are {}", path.display(), names())))
         };
-        let says = target.decodes() && task != Task::Classification;
-        let labels = match (&options.label_column, task == Task::Classification) {
+        let decodes = target.decodes() && task != Task::Classification;
+        let labels = match (&options.label_column, task) {
             (Some(Column::Name(name)), _) => Some(find(name)?),
             (Some(Column::Index(index)), _) => return Err(Error::option("data", format!("`label_column: {index}`: arrays have names; there are {}", names()))),
-            (None, true) => {
-                let usual = LABELS.iter().find_map(|name| arrays.iter().find(|rows| rows.name == *name));
-                Some(
-                    usual.ok_or_else(|| {
-                        Error::option("data", format!("{}: name the array of labels as `label_column`; there are {}", path.display(), names()))
-                    })?,
-                )
-            }
-            (None, false) if says => LABELS.iter().find_map(|name| arrays.iter().find(|rows| rows.name == *name)),
-            (None, false) => None,
+            (None, Task::Classification) => Some(
+                usual()
+                    .ok_or_else(|| Error::option("data", format!("{}: name the array of labels as `label_column`; there are {}", path.display(), names())))?,
+            ),
+            (None, _) if decodes || task == Task::LanguageModelling => usual(),
+            (None, _) => None,
         };
-        let decoder = labels.filter(|_| says).map(|_| Decoder::of(&target)).transpose()?;
+        let targets = match labels {
+            Some(_) if decodes => Targets::Decoder(Decoder::of(&target)?, task == Task::LanguageModelling),
+            Some(_) if task == Task::LanguageModelling => Targets::Tokens { in_place: options::is_masked(&target) },
+            Some(_) if task == Task::Classification => Targets::Classes(Classes::of(options, &target)),
+            None if task == Task::LanguageModelling => options::require_next_tokens(&target).map(|()| Targets::Next)?,
+            _ => Targets::None,
+        };
         let asked = |rows: &Rows| options.inputs.iter().any(|(_, array)| *array == rows.name);
-        let others: Vec<&Rows> = arrays.iter().filter(|rows| labels.is_none_or(|l| l.name != rows.name) || asked(rows)).collect();
+        let is_labels = |rows: &Rows| match labels {
+            Some(labels) => labels.name == rows.name,
+            // Of these, labels are not looked at.
+            None => LABELS.contains(&rows.name.as_str()) && target.inputs.iter().all(|port| port.name != rows.name),
+        };
+        let others: Vec<&Rows> = arrays.iter().filter(|rows| !is_labels(rows) || asked(rows)).collect();
         let mut inputs = Vec::new();
         let given = |name: &str| others.iter().any(|rows| rows.name == name) || options.inputs.iter().any(|(input, _)| input == name);
         let mask = untaken_mask(target.inputs, others.iter().copied());
         for port in target.inputs.iter().chain(&mask) {
             // What is not given is made of labels.
-            if decoder.is_some() && [DECODED, DECODED_MASK].contains(&port.name.as_str()) && !given(&port.name) {
+            if matches!(targets, Targets::Decoder(..)) && [DECODED, DECODED_MASK].contains(&port.name.as_str()) && !given(&port.name) {
                 continue;
             }
             if port.name == DECODED && !given(DECODED) {
@@ -191,7 +213,7 @@ impl Arrays {
             inputs.push((port.clone(), rows.name.clone(), sample(port, rows, path)?));
         }
         require_one_shape(path, &inputs)?;
-        if let (Some(decoder), Some(labels)) = (&decoder, labels) {
+        if let (Targets::Decoder(decoder, _), Some(labels)) = (&targets, labels) {
             let [tokens] = labels.sizes() else {
                 let reason = format!("array `{}` has rows of {:?}, and the decoder is to say a row of tokens for each sample", labels.name, labels.sizes());
                 return Err(Error::malformed(path, reason));
@@ -205,7 +227,25 @@ impl Arrays {
                 ));
             }
         }
+        match (&targets, labels) {
+            (Targets::Tokens { .. }, Some(labels)) => {
+                let tokens = inputs.iter().find(|(port, ..)| port.name == TOKENS);
+                let (_, ids, shape) = tokens.ok_or_else(|| Error::option("task", format!("language-modelling needs a model that takes `{TOKENS}`")))?;
+                if labels.sizes() != shape {
+                    let (name, sizes) = (&labels.name, labels.sizes());
+                    let reason =
+                        format!("array `{name}` has rows of {sizes:?}, `{ids}` of {shape:?}: one label is for each token, {IGNORED} where it does not count");
+                    return Err(Error::malformed(path, reason));
+                }
+            }
+            (Targets::Classes(_), Some(labels)) if element_count(labels.sizes()) != Some(1) => {
+                let reason = format!("array `{}` has rows of {:?}, and a label is the number of one class", labels.name, labels.sizes());
+                return Err(Error::malformed(path, reason));
+            }
+            _ => {}
+        }
         let used = inputs.iter().map(|(_, name, _)| name).chain(labels.iter().map(|rows| &rows.name));
+        require_all_read(path, options, target.inputs, used.clone())?;
         let counts: Vec<(&String, usize)> =
             used.filter_map(|name| arrays.iter().find(|rows| rows.name == *name)).map(|rows| (&rows.name, rows.count())).collect();
         let (first, count) = counts.first().copied().ok_or_else(|| Error::option("data", "the model takes nothing"))?;
@@ -215,19 +255,18 @@ impl Arrays {
         let tokens = inputs.iter().find_map(|(port, _, shape)| if port.element == Element::Int { shape.first().copied() } else { None });
         Ok(Arrays {
             path: path.to_owned(),
-            labels: labels.map(|rows| rows.name.clone()),
+            labels: labels.filter(|_| !matches!(targets, Targets::None)).map(|rows| rows.name.clone()),
             inputs,
             count: count.min(options.samples.unwrap_or(usize::MAX)),
             batch: options.batch(task, tokens),
-            classes: Classes::of(options, &target),
+            targets,
+            vocabulary: target.config.get("vocab_size").and_then(Value::as_i64),
             pixels: Pixels::plain(options),
-            next_tokens: task == Task::LanguageModelling,
-            decoder,
         })
     }
 
-    /// Of each row of tokens, the places that those before them predict: all but the first that no padding covers.
-    fn predicted(&self, batch: &Batch, samples: &[Sample]) -> Result<Vec<Range<usize>>> {
+    /// Of each row of tokens, the places without padding.
+    fn attended(&self, batch: &Batch, samples: &[Sample]) -> Result<Vec<Range<usize>>> {
         let unusable = |reason: String| Error::malformed(&self.path, reason);
         let rows = |tensor: Option<&Tensor>| tensor.map(|tensor| tensor.to_vec2::<i64>()).transpose().map_err(|e| unusable(format!("an array of tokens: {e}")));
         let side = batch.answered();
@@ -237,13 +276,35 @@ impl Arrays {
         let places = |(row, ids): (usize, &Vec<i64>)| {
             let seen = |at: &usize| masks.as_ref().and_then(|masks| masks.get(row)).and_then(|mask| mask.get(*at)).is_none_or(|seen| *seen != 0);
             let (first, last) = ((0..ids.len()).find(seen), (0..ids.len()).rfind(seen));
-            let (Some(first), Some(last)) = (first, last.map(|last| last.saturating_add(1))) else { return Ok(1..1) };
+            let (Some(first), Some(last)) = (first, last.map(|last| last.saturating_add(1))) else { return Ok(0..0) };
             match (first..last).all(|at| seen(&at)) {
-                true => Ok(first.saturating_add(1)..last),
+                true => Ok(first..last),
                 false => Err(unusable(format!("the mask of the tokens of row {} has padding between tokens, across which nothing is predicted", index(row)))),
             }
         };
         ids.iter().enumerate().map(places).collect()
+    }
+
+    /// For each sample, the label that the logits at each place predict. Labels of padding do not count.
+    fn labelled(&self, batch: &Batch, samples: &[Sample], labels: &[(usize, Vec<i64>)], in_place: bool) -> Result<Vec<Vec<Option<i64>>>> {
+        let name = self.labels.as_deref().unwrap_or_default();
+        let ids = batch.tokens(Side::Read).map(Tensor::to_vec2::<i64>).transpose().map_err(shaped)?.unwrap_or_default();
+        let attended = self.attended(batch, samples)?;
+        let rows = ids.iter().zip(labels).zip(attended).map(|((ids, (index, labels)), attended)| {
+            let row = format!("row {index} of array `{name}`");
+            require_tokens(self.vocabulary, &self.path, &row, labels)?;
+            let first = if in_place { attended.start } else { attended.start.saturating_add(1) };
+            let counts = |at: usize| labels.get(at).copied().filter(|label| (first..attended.end).contains(&at) && *label != IGNORED);
+            let counted: Vec<(usize, i64)> = (0..labels.len()).filter_map(|at| Some((at, counts(at)?))).collect();
+            let is_next = |(at, label): &(usize, i64)| ids.get(at.saturating_add(1)).is_none_or(|next| next == label);
+            let is_own = |(at, label): &(usize, i64)| ids.get(*at) == Some(label);
+            if !in_place && counted.len() > 1 && counted.iter().all(is_next) && !counted.iter().all(is_own) {
+                let reason = format!("{row} is shifted by one token: give each token its own label, as to transformers; compress shifts them");
+                return Err(Error::malformed(&self.path, reason));
+            }
+            Ok((0..labels.len()).map(|at| counts(if in_place { at } else { at.saturating_add(1) })).collect())
+        });
+        rows.collect()
     }
 
     fn batch(&self, samples: &[Sample]) -> Result<Batch> {
@@ -265,21 +326,22 @@ impl Arrays {
                 labels.push((sample.index, integers(bytes, *dtype)?));
             }
         }
-        if let Some(decoder) = &self.decoder {
+        if let Targets::Decoder(decoder, counts) = &self.targets {
             let name = self.labels.as_deref().unwrap_or_default();
-            labels.iter().try_for_each(|(index, row)| decoder.require_known(&self.path, &format!("row {index} of array `{name}`"), row))?;
+            labels.iter().try_for_each(|(index, row)| require_tokens(self.vocabulary, &self.path, &format!("row {index} of array `{name}`"), row))?;
             let said: Vec<_> = labels.iter().map(|(_, row)| decoder.asked(row)).collect();
             decoder.give(&mut named, &said)?;
-            let references = if self.next_tokens { References::Tokens(said) } else { References::None };
+            let references = if *counts { References::Tokens(said) } else { References::None };
             return Ok(Batch { inputs: named, references, samples: count });
         }
         let batch = Batch { inputs: named, references: References::None, samples: count };
-        let references = match (&self.labels, self.next_tokens) {
-            (Some(_), _) => {
-                self.classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?
+        let references = match &self.targets {
+            Targets::Classes(classes) => {
+                classes.references(labels.into_iter().flat_map(|(index, row)| row.into_iter().map(move |label| (index, label))), &self.path)?
             }
-            (None, true) => References::Next(self.predicted(&batch, samples)?),
-            (None, false) => References::None,
+            Targets::Tokens { in_place } => References::Tokens(self.labelled(&batch, samples, &labels, *in_place)?),
+            Targets::Next => References::Next(self.attended(&batch, samples)?.into_iter().map(|places| places.start.saturating_add(1)..places.end).collect()),
+            Targets::Decoder(..) | Targets::None => References::None,
         };
         Ok(Batch { references, ..batch })
     }
@@ -426,6 +488,6 @@ mod tests {
         let read = |name: &str| batch.inputs[name].to_vec2::<i64>().unwrap();
         assert_eq!((read(DECODED), read(DECODED_MASK)), (vec![vec![0, 4, 1], vec![0, 3, 2]], vec![vec![1, 1, 0], vec![1, 1, 1]]));
         let refused = source.batch(&[row(7, [4, 10, 1])]).unwrap_err().to_string();
-        assert!(refused.contains("arrays.safetensors: row 7 of array `labels` asks for token 10"), "{refused}");
+        assert!(refused.contains("arrays.safetensors: row 7 of array `labels` has label 10"), "{refused}");
     }
 }

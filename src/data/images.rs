@@ -84,7 +84,7 @@ impl ClassFolders {
         }
         let (height, width) = first.unwrap_or_default();
         let input = self.plane.batch(numbers, files.len(), height, width)?;
-        let references = if self.labelled { References::Classes(files.iter().map(|(_, class)| *class).collect()) } else { References::None };
+        let references = if self.labelled { References::Classes(files.iter().map(|(_, class)| Some(*class)).collect()) } else { References::None };
         Ok(Batch { inputs: [input].into(), references, samples: files.len() })
     }
 }

@@ -10,6 +10,8 @@ use super::{Port, References, Target};
 use crate::error::{Error, Result};
 use crate::store::select::nearest;
 
+/// The label of samples and tokens that count in no loss and no metric, as in PyTorch.
+pub(super) const IGNORED: i64 = -100;
 /// Names that are listed in an error.
 const LISTED: usize = 12;
 
@@ -94,10 +96,10 @@ impl Classes {
         }
     }
 
-    /// The classes of samples by number; the first of each pair is the sample's place in its file.
+    /// The classes of samples by number, none for -100; the first of each pair is the sample's place in its file.
     pub fn references(&self, numbers: impl IntoIterator<Item = (usize, i64)>, path: &Path) -> Result<References> {
-        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}"));
-        numbers.into_iter().map(class).collect::<Result<_>>().map(References::Classes)
+        let class = |(index, number): (usize, i64)| self.find(&Label::Number(number.to_string()), path, &format!("label {index}")).map(Some);
+        numbers.into_iter().map(|label| if label.1 == IGNORED { Ok(None) } else { class(label) }).collect::<Result<_>>().map(References::Classes)
     }
 
     /// Classes for the names of folders: those that the model knows, or the alphabetical order where it knows none of the names. The second
@@ -157,7 +159,7 @@ mod tests {
     #[test]
     fn numbers_are_indices_and_text_is_a_name() {
         let (number, text) = (|n: &str| Label::Number(n.into()), |t: &str| Label::Text(t.into()));
-        assert_eq!(classes(STARS, None).references([(0, 1), (1, 2), (2, 0)], Path::new("a")).unwrap(), References::Classes(vec![1, 2, 0]));
+        assert_eq!(classes(STARS, None).references([(0, 1), (1, -100), (2, 0)], Path::new("a")).unwrap(), References::Classes(vec![Some(1), None, Some(0)]));
         assert_eq!(find(STARS, None, number("1")), Ok(1));
         assert_eq!(find(STARS, None, text("3")), Ok(2));
         assert!(find(STARS, None, text("1")).unwrap_err().contains("`label_kind: index`"));

@@ -55,7 +55,7 @@ pub(crate) use tokens::Tokenizer;
 
 use crate::error::{Error, Result};
 use crate::ir::Port;
-use crate::model::{Config, Made};
+use crate::model::{Config, Made, text_beside};
 use crate::work::{Event, ProgressUnit, Work};
 
 /// Keys of a folder's files about samples that are not known and change nothing here, each behind its file's name.
@@ -104,18 +104,39 @@ impl Target<'_> {
     }
 }
 
+/// Files of a folder that specify how samples are prepared.
+const PREPARATION: [&str; 7] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "generation_config.json",
+    "config_sentence_transformers.json",
+];
+
+/// Whether two models take the same samples, prepared in the same way.
+///
+/// # Errors
+/// A file cannot be read.
+pub fn prepares_alike([a, b]: [Target; 2]) -> Result<bool> {
+    let text = |target: Target, name: &str| text_beside(target.folder, target.made, name);
+    let differs = |name: &str| Ok::<_, Error>(text(a, name)? != text(b, name)?);
+    Ok(a.inputs == b.inputs && !PREPARATION.into_iter().map(differs).collect::<Result<Vec<_>>>()?.contains(&true))
+}
+
 /// What is known about the samples of a batch.
 #[derive(Debug, Clone, PartialEq)]
 pub enum References {
     /// Nothing.
     None,
-    /// The class of each sample.
-    Classes(Vec<usize>),
+    /// The class of each sample; none where its label is -100, which counts in no loss and no metric.
+    Classes(Vec<Option<usize>>),
     /// A score for each pair; the first texts of all pairs come first, then the second texts.
     Scores(Vec<f64>),
     /// For each window, the places `from..to` whose tokens are to be predicted by what stands before them.
     Next(Vec<std::ops::Range<usize>>),
-    /// For each sample, the token that is to be said behind each token of a decoder; none where it does not matter.
+    /// For each sample, the token that the logits at each place predict; none where the label is -100.
     Tokens(Vec<Vec<Option<i64>>>),
 }
 
@@ -488,8 +509,8 @@ mod tests {
 
     #[test]
     fn a_batch_has_no_more_than_its_samples() {
-        let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![3, 4, 5]), samples: 3 };
-        assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![4, 5]));
+        let batch = Batch { inputs: BTreeMap::new(), references: References::Classes(vec![Some(3), None, Some(5)]), samples: 3 };
+        assert_eq!(batch.narrow(1, 2).unwrap().references, References::Classes(vec![None, Some(5)]));
         for (from, count) in [(2, 2), (4, 0), (1, usize::MAX)] {
             assert!(batch.narrow(from, count).is_err(), "{from} {count}");
         }

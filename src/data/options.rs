@@ -355,6 +355,9 @@ impl Data {
             let asked = self.pair_column.is_some() || self.label_column.is_some() || self.arrays.as_deref().map_or(Ok(false), super::arrays::has_labels)?;
             return Ok(if asked && gives_logits_by_token(target) { Task::LanguageModelling } else { Task::Fidelity });
         }
+        if let Some(arrays) = self.arrays.as_ref().filter(|_| predicts_tokens(target)) {
+            return Ok(if self.label_column.is_some() || super::arrays::has_labels(arrays)? { Task::LanguageModelling } else { Task::Fidelity });
+        }
         if self.label_column.is_some() {
             return Ok(if self.pair_column.is_some() && !gives_logits(target) { Task::Embedding } else { Task::Classification });
         }
@@ -365,7 +368,7 @@ impl Data {
         if let Some(arrays) = &self.arrays {
             return Ok(if super::arrays::has_labels(arrays)? { Task::Classification } else { Task::Fidelity });
         }
-        let next = gives_logits_by_token(target) && !is_masked(target);
+        let next = predicts_tokens(target) && !is_masked(target);
         Ok(if next { Task::LanguageModelling } else { Task::Fidelity })
     }
 }
@@ -378,10 +381,31 @@ fn gives_logits_by_token(target: &Target) -> bool {
     target.outputs.iter().any(|port| port.name == "logits" && port.shape.len() == 3)
 }
 
+/// Whether the logits of each token are those of tokens, and not of classes.
+fn predicts_tokens(target: &Target) -> bool {
+    gives_logits_by_token(target) && !is_of_class(target, "ForTokenClassification")
+}
+
 /// Whether the model fills in masked tokens, so that there is no next one.
 pub(super) fn is_masked(target: &Target) -> bool {
+    is_of_class(target, "ForMaskedLM")
+}
+
+/// Whether the name of the model's class has this ending.
+fn is_of_class(target: &Target, ending: &str) -> bool {
     let class = target.config.get("architectures").and_then(|names| names.get(0)).and_then(Value::as_str);
-    class.is_some_and(|class| class.ends_with("ForMaskedLM"))
+    class.is_some_and(|class| class.ends_with(ending))
+}
+
+/// Refuses a model that fills in masked tokens, where each token is to predict the next one.
+pub(super) fn require_next_tokens(target: &Target) -> Result<()> {
+    if !is_masked(target) {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        what: "perplexity of a model that fills in masked tokens".into(),
+        hint: "compare it with another model, `task: fidelity`, or give arrays with `labels`, -100 for tokens that are not masked".into(),
+    })
 }
 
 /// The data sets of a recipe.

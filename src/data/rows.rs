@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use flate2::read::DeflateDecoder;
 use npyz::{Endianness, NpyHeader, TypeChar};
 
-use super::LARGEST;
+use super::arrays::{LABELS, names};
+use super::options::{Column, Data};
+use super::{LARGEST, Port};
 use crate::error::{Error, Result};
 use crate::files::{self, File};
 use crate::store::header::byte_count;
@@ -106,6 +108,23 @@ pub(super) fn ending(path: &Path) -> &str {
 /// A file's name without its ending.
 pub(super) fn stem(path: &Path) -> String {
     path.file_stem().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Refuses arrays that nothing reads; `read` are the names of the others. Labels may be there where the task has no use for them.
+pub(super) fn require_all_read<'n>(path: &Path, options: &Data, ports: &[Port], read: impl Iterator<Item = &'n String>) -> Result<()> {
+    let read: Vec<&String> = read.collect();
+    let unused = |rows: &Rows| {
+        let is_label = LABELS.contains(&rows.name.as_str()) && options.label_column.is_none() && !read.iter().any(|name| LABELS.contains(&name.as_str()));
+        let is_named = matches!(&options.label_column, Some(Column::Name(name)) if *name == rows.name);
+        !read.contains(&&rows.name) && !is_label && !is_named
+    };
+    let unused: Vec<Rows> = open(path)?.into_iter().filter(unused).collect();
+    if unused.is_empty() {
+        return Ok(());
+    }
+    let ports = ports.iter().map(|port| format!("`{}`", port.name)).collect::<Vec<_>>().join(", ");
+    let reason = format!("nothing reads {}; the model takes {ports}: remove it, or map it to an input with `inputs`", names(&unused));
+    Err(Error::option("data", format!("{}: {reason}", path.display())))
 }
 
 fn tensors(path: &Path) -> Result<Vec<Rows>> {

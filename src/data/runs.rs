@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::arrays::{LABELS, chosen, require_one_shape, tensor, transposition_hint, untaken_mask};
 use super::options::{Column, Data, Task};
-use super::rows::{self, Rows};
+use super::rows::{self, Rows, require_all_read};
 use super::side::DECODED_MASK;
 use super::{Batch, Order, PendingBatches, Port, References, SampleSource, Target, in_batches};
 use crate::error::{Error, Result};
@@ -77,6 +77,7 @@ impl Runs {
             inputs.insert(port.name.clone(), tensor(port, &bytes, dtype, shape, &mut |_| Ok(()))?);
         }
         require_one_shape(file, &used)?;
+        require_all_read(file, &self.options, &self.ports, used.iter().map(|(_, name, _)| name))?;
         Ok(Batch { inputs, references: References::None, samples: 1 })
     }
 }

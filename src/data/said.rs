@@ -6,13 +6,11 @@ use std::path::Path;
 use candle_core::{Device, Tensor};
 use serde_json::Value;
 
+use super::labels::IGNORED;
 use super::side::{DECODED, DECODED_MASK};
 use super::{Target, shaped};
 use crate::error::{Error, Result};
 use crate::model::config_beside;
-
-/// Stands where nothing is to be said, as in PyTorch.
-const NOTHING: i64 = -100;
 
 /// What the configuration says of a decoder's tokens.
 #[derive(Debug, Clone)]
@@ -25,8 +23,6 @@ pub(super) struct Decoder {
     pads_alone: bool,
     /// Most tokens, where there are positions for so many.
     most: Option<usize>,
-    /// How many tokens are told apart, where that is known.
-    vocabulary: Option<i64>,
 }
 
 impl Decoder {
@@ -46,13 +42,12 @@ impl Decoder {
         };
         let start = token("decoder_start_token_id")?.ok_or_else(missing)?;
         let pad = token("pad_token_id")?;
-        let vocabulary = target.config.get("vocab_size").and_then(Value::as_i64);
         let ends = |pad: &i64| match said("eos_token_id") {
             Some(Value::Array(ends)) => ends.iter().any(|end| end.as_i64() == Some(*pad)),
             end => end.and_then(Value::as_i64) == Some(*pad),
         };
         let most = target.config.get("max_target_positions").and_then(Value::as_u64).and_then(|most| usize::try_from(most).ok());
-        Ok(Decoder { start, pad: pad.unwrap_or(0), pads_alone: pad.is_some_and(|pad| !ends(&pad)), most, vocabulary })
+        Ok(Decoder { start, pad: pad.unwrap_or(0), pads_alone: pad.is_some_and(|pad| !ends(&pad)), most })
     }
 
     /// Refuses more tokens than there are positions for; `what` has them.
@@ -68,20 +63,9 @@ impl Decoder {
         }
     }
 
-    /// Refuses what is neither a token nor -100; `what` has these labels.
-    ///
-    /// # Errors
-    /// There is such a label.
-    pub fn require_known(&self, path: &Path, what: &str, labels: &[i64]) -> Result<()> {
-        let known = |label: i64| label == NOTHING || (label >= 0 && self.vocabulary.is_none_or(|count| label < count));
-        let Some(wrong) = labels.iter().find(|label| !known(**label)) else { return Ok(()) };
-        let vocabulary = self.vocabulary.map_or_else(String::new, |count| format!(" and below {count} (`vocab_size`)"));
-        Err(Error::malformed(path, format!("{what} asks for token {wrong}: tokens are at least 0{vocabulary}, {NOTHING} stands where nothing is to be said")))
-    }
-
     /// What an array of labels asks for: -100 stands where it asks for nothing, and padding asks for nothing.
     pub fn asked(&self, labels: &[i64]) -> Vec<Option<i64>> {
-        labels.iter().map(|label| Some(*label).filter(|label| *label != NOTHING && !(self.pads_alone && *label == self.pad))).collect()
+        labels.iter().map(|label| Some(*label).filter(|label| *label != IGNORED && !(self.pads_alone && *label == self.pad))).collect()
     }
 
     /// Puts into `inputs` what the decoder is given to say these tokens, rows of one length, and which of it is no padding: all up to the last
@@ -118,12 +102,23 @@ impl Decoder {
     }
 }
 
+/// Checks that labels are token ids of the vocabulary, where its size is known, or -100.
+///
+/// # Errors
+/// One is neither; the message begins with `what`.
+pub(super) fn require_tokens(vocabulary: Option<i64>, path: &Path, what: &str, labels: &[i64]) -> Result<()> {
+    let known = |label: i64| label == IGNORED || (label >= 0 && vocabulary.is_none_or(|count| label < count));
+    let Some(wrong) = labels.iter().find(|label| !known(**label)) else { return Ok(()) };
+    let vocabulary = vocabulary.map_or_else(String::new, |count| format!(" and below {count} (`vocab_size`)"));
+    Err(Error::malformed(path, format!("{what} has label {wrong}: labels are token ids, at least 0{vocabulary}, or {IGNORED} for tokens that do not count")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn decoder(pads_alone: bool) -> Decoder {
-        Decoder { start: 2, pad: 0, pads_alone, most: Some(4), vocabulary: Some(10) }
+        Decoder { start: 2, pad: 0, pads_alone, most: Some(4) }
     }
 
     #[test]
@@ -149,10 +144,10 @@ mod tests {
 
     #[test]
     fn labels_are_tokens_or_nothing() {
-        decoder(true).require_known(Path::new("a"), "row 3", &[0, 9, -100]).unwrap();
+        require_tokens(Some(10), Path::new("a"), "row 3", &[0, 9, -100]).unwrap();
         for wrong in [10, -1] {
-            let refused = decoder(true).require_known(Path::new("a"), "row 3", &[9, wrong]).unwrap_err().to_string();
-            assert!(refused.contains(&format!("row 3 asks for token {wrong}:")) && refused.contains("below 10"), "{refused}");
+            let refused = require_tokens(Some(10), Path::new("a"), "row 3", &[9, wrong]).unwrap_err().to_string();
+            assert!(refused.contains(&format!("row 3 has label {wrong}:")) && refused.contains("below 10"), "{refused}");
         }
     }
 }

@@ -8,6 +8,8 @@ use super::{Batch, References};
 use crate::error::{Error, Result};
 use crate::ir::{Dim, Graph, ValueId};
 
+/// The input with token ids.
+pub(super) const TOKENS: &str = "input_ids";
 /// The input of a decoder behind an encoder, which holds its tokens.
 pub(crate) const DECODED: &str = "decoder_input_ids";
 /// Which of these are no padding. Models that only look back do not take it.
@@ -26,7 +28,7 @@ impl Side {
     /// Names of the inputs with tokens, and with which of them are no padding.
     fn names(self) -> [&'static str; 2] {
         match self {
-            Side::Read => ["input_ids", "attention_mask"],
+            Side::Read => [TOKENS, "attention_mask"],
             Side::Said => [DECODED, DECODED_MASK],
         }
     }

@@ -45,7 +45,7 @@ impl Sentences {
 
     fn batch(&self, records: &[Record]) -> Result<Batch> {
         let references = match self.task {
-            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place))?),
+            Task::Classification => References::Classes(self.labels(records, |label, place| self.classes.find(label, &self.path, place).map(Some))?),
             Task::Embedding => References::Scores(self.labels(records, |label, place| {
                 let score = label.text().parse::<f64>().ok().filter(|score| score.is_finite());
                 score.ok_or_else(|| Error::malformed(&self.path, format!("{place}: the score `{}` is no number", label.text())))

@@ -35,12 +35,7 @@ pub(super) struct Windows {
 
 impl Windows {
     pub fn open(options: &Data, path: &Path, target: Target) -> Result<Windows> {
-        if options::is_masked(&target) {
-            return Err(Error::Unsupported {
-                what: "perplexity of a model that fills in masked tokens".into(),
-                hint: "compare it with another model: `task: fidelity`".into(),
-            });
-        }
+        options::require_next_tokens(&target)?;
         let tokenizer = Tokenizer::open(&target, options.max_length)?;
         let length = options.max_length.unwrap_or_else(|| tokenizer.longest().map_or(LENGTH, |longest| longest.min(LENGTH)));
         let first = tokenizer.first()?;

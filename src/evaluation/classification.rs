@@ -24,7 +24,7 @@ impl Metric for Classification {
         if predicted.len() != classes.len() {
             return Err(Error::option("evaluation", format!("output `{name}` has {} rows for {} samples", predicted.len(), classes.len())));
         }
-        for (label, predicted) in classes.iter().zip(predicted) {
+        for (label, predicted) in classes.iter().zip(predicted).filter_map(|(label, predicted)| Some((label.as_ref()?, predicted))) {
             if *label >= count {
                 return Err(Error::option("data", format!("a label is {label}, the model has {count} classes, the first is 0")));
             }
@@ -35,6 +35,9 @@ impl Metric for Classification {
 
     fn score(&self) -> Result<Score> {
         let count: u64 = self.confusion.values().sum();
+        if count == 0 {
+            return Err(Error::option("task", "accuracy needs labels, and there are none, or all of them are -100"));
+        }
         let hits: u64 = self.confusion.iter().filter(|((label, predicted), _)| label == predicted).map(|(_, n)| n).sum();
         let (mut labels, mut predictions) = (BTreeMap::<usize, u64>::new(), BTreeMap::<usize, u64>::new());
         for ((label, predicted), n) in &self.confusion {
@@ -67,13 +70,19 @@ mod tests {
     fn accuracy_and_f1() {
         let mut metric = Classification::default();
         let logits = Tensor::new(&[[1f32, 0., 0.], [0., 1., 0.], [0., 1., 0.], [0., 0., 1.]], &Device::Cpu).unwrap();
-        let batch = Batch { inputs: Default::default(), references: References::Classes(vec![0, 1, 2, 2]), samples: 4 };
-        metric.add(&batch, &[("logits".to_owned(), logits)].into()).unwrap();
+        let batch = Batch { inputs: Default::default(), references: References::Classes([0, 1, 2, 2].map(Some).to_vec()), samples: 4 };
+        metric.add(&batch, &[("logits".to_owned(), logits.clone())].into()).unwrap();
         let score = metric.score().unwrap();
         assert_eq!(score.value, 0.75);
         // sklearn: f1_score([0, 1, 2, 2], [0, 1, 1, 2], average="macro")
         assert!((score.more["f1_macro"] - 0.777_777_77).abs() < 1e-6);
-        let wrong = Batch { references: References::Classes(vec![0, 1, 2, 3]), ..batch };
+        // A sample whose label is -100 does not count.
+        let unlabelled = Batch { references: References::Classes(vec![Some(0), Some(1), None, Some(2)]), ..batch.clone() };
+        let mut metric = Classification::default();
+        assert!(metric.score().unwrap_err().to_string().contains("-100"));
+        metric.add(&unlabelled, &[("logits".to_owned(), logits.clone())].into()).unwrap();
+        assert_eq!((metric.score().unwrap().value, metric.score().unwrap().more["correct"]), (1.0, 3.0));
+        let wrong = Batch { references: References::Classes([0, 1, 2, 3].map(Some).to_vec()), ..batch };
         let logits = Tensor::zeros((4, 3), candle_core::DType::F32, &Device::Cpu).unwrap();
         assert!(metric.add(&wrong, &[("logits".to_owned(), logits)].into()).unwrap_err().to_string().contains("a label is 3"));
     }

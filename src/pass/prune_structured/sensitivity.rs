@@ -132,8 +132,8 @@ pub(super) fn by_gradient(groups: &[&Group], graph: &Graph, model: &Model, conte
 fn gradient_of_loss(batch: &Batch, outputs: &BTreeMap<String, Tensor>) -> candle_core::Result<(String, Tensor)> {
     let gradient = match (&batch.references, outputs.get("logits")) {
         (References::Classes(classes), Some(logits)) if logits.rank() == 2 => {
-            let classes: Vec<u32> = classes.iter().map(|class| *class as u32).collect();
-            Some(of_cross_entropy(logits, &classes)?)
+            let labelled = (0..).zip(classes).filter_map(|(row, class)| Some((row, (*class)? as u32))).unzip();
+            Some(of_rows(logits, labelled)?)
         }
         (References::Next(_) | References::Tokens(_), Some(logits)) if logits.rank() == 3 => Some(of_next_tokens(batch, logits)?),
         _ => None,
@@ -150,20 +150,21 @@ fn of_cross_entropy(logits: &Tensor, classes: &[u32]) -> candle_core::Result<Ten
     (probabilities - logits.zeros_like()?.scatter_add(&places, &ones, 1)?)? / classes.len() as f64
 }
 
+/// Of the mean over some rows of logits, each with its class.
+fn of_rows(logits: &Tensor, (rows, classes): (Vec<u32>, Vec<u32>)) -> candle_core::Result<Tensor> {
+    if rows.is_empty() {
+        return logits.zeros_like();
+    }
+    let rows = transfer::to_device(&Tensor::new(rows, &Device::Cpu)?, logits.device(), Cause::Batch)?;
+    logits.zeros_like()?.index_add(&rows, &of_cross_entropy(&logits.index_select(&rows, 0)?, &classes)?, 0)
+}
+
 /// Of the mean over windows of the mean over the tokens of each.
 fn of_next_tokens(batch: &Batch, logits: &Tensor) -> candle_core::Result<Tensor> {
     let asked = batch.next_tokens().map_err(candle_core::Error::wrap)?.unwrap_or_default();
     let mut windows = Vec::with_capacity(asked.len());
     for (window, asked) in asked.iter().enumerate() {
-        let logits = logits.get(window)?;
-        let (places, next): (Vec<u32>, Vec<u32>) = asked.iter().map(|(at, token)| (*at as u32, *token as u32)).unzip();
-        if places.is_empty() {
-            windows.push(logits.zeros_like()?);
-            continue;
-        }
-        let places = transfer::to_device(&Tensor::new(places, &Device::Cpu)?, logits.device(), Cause::Batch)?;
-        let gradient = of_cross_entropy(&logits.index_select(&places, 0)?, &next)?;
-        windows.push(logits.zeros_like()?.index_add(&places, &gradient, 0)?);
+        windows.push(of_rows(&logits.get(window)?, asked.iter().map(|(at, token)| (*at as u32, *token as u32)).unzip())?);
     }
     Tensor::stack(&windows, 0)? / asked.len() as f64
 }

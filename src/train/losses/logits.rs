@@ -156,15 +156,16 @@ impl Logits {
     fn rows(&self, batch: &Batch) -> Result<Rows> {
         let missing = |what: &str| Error::option("losses: hard", format!("needs {what}"));
         let Some(side) = self.tokens else {
-            let targets = match (&batch.references, self.hard) {
-                (References::Classes(classes), Some(_)) => classes.iter().map(|class| *class as u32).collect(),
+            let labelled = match (&batch.references, self.hard) {
+                (References::Classes(classes), Some(_)) => (0..).zip(classes).filter_map(|(row, class)| Some((row, (*class)? as u32))),
                 (_, Some(_)) => return Err(missing("the class of every sample: name `label_column`, or the file of `labels`")),
-                (_, None) => Vec::new(),
+                (_, None) => return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets: Vec::new() }),
             };
+            let (indices, targets): (Vec<u32>, Vec<u32>) = labelled.unzip();
             if let Some(class) = targets.iter().find(|class| **class as usize >= self.classes) {
                 return Err(Error::option("losses: hard", format!("class {class} is out of range, the model has {}", self.classes)));
             }
-            return Ok(Rows { indices: (0..batch.samples as u32).collect(), targets });
+            return Ok(Rows { indices, targets });
         };
         let ids = batch.tokens(side).ok_or_else(|| missing("the model's tokens"))?;
         let sequence = ids.dims().last().copied().unwrap_or(0);
@@ -239,6 +240,17 @@ impl Logits {
                     LogitsSource::Value(_) => along,
                     LogitsSource::Head(head) => head.back(&hidden, &along, student.1, trained, &mut weights)?,
                 });
+            }
+            if rows.indices.is_empty() {
+                // Ranks sum losses and gradients name by name: none may lack one because its labels are all -100.
+                let zero = Tensor::zeros((), DType::F64, values.device())?;
+                let soft = self.soft.filter(|_| !matches!(teacher, Answers::None)).map(|_| "soft");
+                soft.into_iter().chain(self.hard.map(|_| "hard")).try_for_each(|name| said.add_loss(name, &zero, 0.0))?;
+                if let LogitsSource::Head(head) = &self.student {
+                    for name in head.parameters.iter().filter(|name| trained(name)) {
+                        weights.push((name.clone(), student.1.get(name)?.zeros_like()?.to_dtype(DType::F32)?));
+                    }
+                }
             }
             let gradient = match rows.indices.len() {
                 0 => values.zeros_like()?,
@@ -378,6 +390,37 @@ mod tests {
             head.back(&tensor(1.0, (1, 2)), &tensor(1.0, (1, 4)), &parameters, &|_| true, &mut sums).unwrap();
         }
         assert_eq!(transfer::values::<f32>(&sums[0].1, Cause::Step).unwrap(), [1000.0; 8]);
+    }
+
+    /// Ranks average what is in these maps name by name.
+    #[test]
+    fn samples_without_labels_have_the_losses_and_gradients_of_others_with_zeros() {
+        let tensor = |dims: &[usize]| Tensor::ones(dims, DType::F32, &Device::Cpu).unwrap();
+        let head = LogitsSource::Head(Head { input: "x".into(), parameters: vec!["w".into()], op: Linear::default() });
+        let parameters = Parameters::of([("w".to_owned(), tensor(&[5, 4]))].into(), DType::F32);
+        let values = BTreeMap::from([("x".to_owned(), tensor(&[1, 3, 4]))]);
+        let ids = Tensor::new(&[[1i64, 2, 3]], &Device::Cpu).unwrap();
+        let found = |label: Option<i64>| {
+            let logits = Logits {
+                soft: Some((1.0, 2.0)),
+                hard: Some((1.0, 0.0)),
+                student: head.clone(),
+                teacher: Some(head.clone()),
+                classes: 5,
+                tokens: Some(Side::Read),
+            };
+            let references = References::Tokens(vec![vec![label, None, None]]);
+            let batch = Batch { inputs: [("input_ids".to_owned(), ids.clone())].into(), references, samples: 1 };
+            let mut said = Said::default();
+            logits.add(&mut said, (&values, &parameters), Answers::Values(&values, &parameters), &batch, &|_| true, (1.0, 1.0)).unwrap();
+            said
+        };
+        let (some, none) = (found(Some(2)), found(None));
+        assert!(some.losses.keys().eq(none.losses.keys()) && some.values.keys().eq(none.values.keys()));
+        let shapes = |said: &Said| said.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec(), tensor.dtype())).collect::<Vec<_>>();
+        assert_eq!(shapes(&some), shapes(&none));
+        let all = none.losses.values().chain(none.values.values()).chain(none.parameters.iter().map(|(_, gradient)| gradient));
+        all.for_each(|tensor| assert!(transfer::values::<f64>(tensor, Cause::Step).unwrap().iter().all(|value| *value == 0.0)));
     }
 
     /// Rows of a head are changed in place by kernels, those of a graph's value are computed anew.
