@@ -43,6 +43,9 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let alone = leave_beside(&mut model, file.as_deref());
     model.require_own_files()?;
     let (mut pipeline, mut after, mut state) = pipeline.settled(&model)?;
+    // A student from another folder brings its own files.
+    let alone = leave_beside(&mut after, file.as_deref()).or(alone);
+    after.require_own_files()?;
     (state.file, state.data_file) = (file.clone(), file.as_ref().map(|name| format!("{name}.data")));
     let held_out = pipeline.open_samples(&model)?;
     let pipeline = &pipeline;
@@ -56,7 +59,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     let linked = made.map_or(Ok(0), |(made, _)| pipeline.export.iter().map(|e| e.format().linked_bytes(&after, &state, made)).sum::<Result<u64>>())?;
     let forecasts: Vec<SizeForecast> =
         forecasts.into_iter().zip(&pipeline.export).filter(|(_, e)| !(staging.destination().is_away() && e.format().streams())).map(|(f, _)| f).collect();
-    require_space(&staging, &forecasts, carry::size(&model, state.file.is_some())?.saturating_add(kept), linked)?;
+    require_space(&staging, &forecasts, carry::size(&after, state.file.is_some())?.saturating_add(kept), linked)?;
     let workplace = pipeline.keeps_work().then(|| Workplace::open(staging.target(), pipeline.resume, pipeline.force)).transpose()?;
     if workplace.is_some() {
         // Checkpoints outlive a run whose input turns out to be damaged.
@@ -64,6 +67,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
     }
     if let Some(done) = pipeline.perform(&model, workplace.as_ref().map(Workplace::path), &mut peak)? {
         (after, state) = done;
+        leave_beside(&mut after, file.as_deref());
         (state.file, state.data_file) = (file, staging.data_name().map(str::to_owned));
     }
     match made {
@@ -77,12 +81,12 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         exports.push((export.format().name(), exported));
     }
     if after.changed_graph.is_some() || exports.iter().all(|(format, _)| *format != "onnx") {
-        model.beside.leave_runtime();
+        after.beside.leave_runtime();
     }
     let writing = peak.lap().rss_bytes;
     let config = exports.iter().find_map(|(_, exported)| exported.config.as_ref()).unwrap_or(&after.config);
-    let resized = after.resized_modules(&model.path)?;
-    carry_over(&model, config, &resized, &folder, state.file.is_some(), &work)?;
+    let resized = after.resized_modules(&after.path)?;
+    carry_over(&after, config, &resized, &folder, state.file.is_some(), &work)?;
     let left_out = write_graph(&after, &folder)?;
     // What a format has rounded is measured as it is in the file.
     let held = exports.first_mut().and_then(|(_, exported)| exported.held.take()).map(|weights| after.holding(weights)).transpose()?;
@@ -130,7 +134,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         carried: Vec::new(),
         notes: [
             ruined.into_iter().collect(),
-            model.beside.notes(&model.path),
+            after.beside.notes(&after.path),
             left_out.into_iter().chain(alone).chain(unchecked).collect(),
             staging.notes().to_vec(),
             notes(&after, &state, &exports),
@@ -147,7 +151,7 @@ pub(super) fn run(pipeline: &Pipeline, mut model: Model, output: &Path, made: Op
         fs::write(&path, bytes.as_slice()).map_err(Error::io("write", &path))?;
     }
     let written = |name: &str| name == GRAPH || state.attached.contains_key(name) || resized.contains_key(Path::new(name));
-    report.carried = carry::list(&folder, &model, &report.outputs, written, &work)?;
+    report.carried = carry::list(&folder, &after, &report.outputs, written, &work)?;
     let highest = peak.highest();
     report.totals = Totals { seconds: start.elapsed().as_secs_f64(), peak_rss_bytes: highest.rss_bytes, peak_vram_bytes: highest.vram_bytes };
     write_text(&folder.join(report::FILE), &report.to_json())?;

@@ -224,32 +224,46 @@ impl Run<'_> {
         let both = [Side::Before, Side::After].into_iter().flat_map(|side| runtimes.iter().map(move |runtime| (side, *runtime)));
         let check = Some((Side::AsOnnx, Runtime::Candle)).filter(|_| runtimes.len() > 1);
         let mut models_to_run = self.subjects(evaluate.precision, both.chain(check))?;
-        let target = models_to_run.subjects[0].2.target();
+        let sets = &self.pipeline.running.data;
+        let targets = [0, runtimes.len()].map(|number| models_to_run.subjects[number].2.target());
         for (key, other) in self.read_by_passes() {
-            let (shared, of) = self.pipeline.running.data.overlap(options, other, target)?;
+            let (shared, of) = sets.overlap(options, other, targets[0])?;
             if shared > 0 {
                 measured.notes.push(format!(
                     "warning: {shared} of the first {of} evaluation samples share content with the {key} data of the passes: the score overestimates the quality on new data"
                 ));
             }
         }
-        let data = self.pipeline.running.data.open(options, target)?;
+        let data = sets.open(options, targets[0])?;
+        // A student from another folder may prepare samples differently: each model is then scored on its own.
+        let is_same = self.after.path == self.before.path || data::prepares_alike(targets)?;
+        let own = if is_same { None } else { Some(sets.open(options, targets[1])?) };
         measured.notes.extend(data.note().map(str::to_owned));
         let pairs = models_to_run.pairs();
         let batch = data.first()?;
         let mut models = models_to_run.load(&batch.inputs, &self.pipeline.running, &self.work)?;
-        let outcomes = evaluation::evaluate(&data, &mut models, &pairs, &self.work)?;
+        let outcomes = match &own {
+            None => evaluation::evaluate(&data, &mut models, &pairs, &self.work)?,
+            Some(own) => {
+                measured.notes.push("the student prepares samples differently from the input: each was scored on samples prepared its own way, and their outputs were not compared".into());
+                let (before, after) = models.split_at_mut(runtimes.len());
+                let before = evaluation::evaluate(&data, before, &[], &self.work)?;
+                let within = |(a, b): &(usize, usize)| Some((a.checked_sub(runtimes.len())?, b.checked_sub(runtimes.len())?));
+                let after = evaluation::evaluate(own, after, &pairs.iter().filter_map(within).collect::<Vec<_>>(), &self.work)?;
+                Outcomes { models: before.models.into_iter().chain(after.models).collect(), ..after }
+            }
+        };
         if models.iter().any(|model| model.together(&batch.inputs).is_some()) {
             let more = if evaluate.latency { "; latency was not measured" } else { "" };
             measured.notes.push(format!("models ran block by block, since they do not fit into memory whole{more}"));
-        } else if evaluate.latency {
+        } else if evaluate.latency && own.is_none() {
             let runtime = runtimes.iter().rposition(|r| *r == Runtime::OnnxRuntime).unwrap_or(0);
             let (before, after) = models.split_at_mut(runtimes.len());
             let latency = evaluation::latency(&mut *before[runtime], &mut *after[runtime], &batch.inputs, self.work.threads)?;
             measured.latency = Some(latency);
         }
         drop(models);
-        let accuracy = accuracy(runtimes, &data, &outcomes);
+        let accuracy = Accuracy { fidelity: outcomes.pairs.first().filter(|_| own.is_none()).cloned(), ..accuracy(runtimes, &data, &outcomes) };
         measured.fidelity = accuracy.fidelity.clone().map(|fidelity| MeasuredFidelity {
             samples_from: SamplesFrom::Evaluation,
             samples: accuracy.samples,
@@ -368,7 +382,7 @@ fn accuracy(runtimes: &[Runtime], data: &DataSet, outcomes: &Outcomes) -> Accura
         after: values(after),
         ci95: first.and_then(|(before, after)| Some([before.ci95?, after.ci95?])),
         drop: first.map(|(before, after)| before.drop_to(after)),
-        fidelity: outcomes.pairs.first().cloned(),
+        fidelity: None,
         more: first.map(more).unwrap_or_default(),
     }
 }
