@@ -228,6 +228,37 @@ mod tests {
         near(mean(heads(false, None), heads(true, Some(3)), "input_ids"), expected(|query, key| key <= query && query - key < 3));
     }
 
+    /// Central differences in the value of a loss.
+    #[test]
+    fn gradients_are_differences_of_values() {
+        let ids = Tensor::ones((1, SEQUENCE), candle_core::DType::I64, &Device::Cpu).unwrap();
+        let batch = Batch { inputs: [("input_ids".to_owned(), ids)].into(), references: References::None, samples: 1 };
+        for (target, relation_heads) in [(AttentionTarget::Maps, 2), (AttentionTarget::Relations, 2), (AttentionTarget::Relations, 4)] {
+            let loss = Attention { target, pairs: vec![(heads(true, None), heads(true, None))], relation_heads };
+            let count = loss.student().len();
+            let all = |from: usize| (from..from + count).map(value).collect::<Vec<_>>();
+            let (student, teacher) = (all(1), all(7));
+            let gradients = loss.sum(&student, &teacher, &[], &batch).unwrap().student;
+            assert_eq!(gradients.len(), count);
+            for (at, gradient) in gradients.iter().enumerate() {
+                let gradient = gradient.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                let moved = |element: usize, by: f32| {
+                    let mut values = student.clone();
+                    let mut changed = values[at].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+                    changed[element] += by;
+                    values[at] = Tensor::from_vec(changed, values[at].dims(), &Device::Cpu).unwrap();
+                    f64::from(loss.sum(&values, &teacher, &[], &batch).unwrap().value.to_scalar::<f32>().unwrap())
+                };
+                for element in (0..gradient.len()).step_by(3) {
+                    let difference = (moved(element, 0.01) - moved(element, -0.01)) / 0.02;
+                    let found = f64::from(gradient[element]);
+                    assert!((difference - found).abs() < 1e-3, "{target:?}, value {at}, element {element}: {found} instead of {difference}");
+                }
+            }
+            assert!(gradients.iter().all(|gradient| gradient.abs().unwrap().max_all().unwrap().to_scalar::<f32>().unwrap() > 1e-2));
+        }
+    }
+
     #[test]
     fn images_count_as_much_as_texts() {
         let pair = |tokens| [(); 2].map(|()| Heads { tokens, ..heads(false, None) });
