@@ -8,9 +8,9 @@ use serde::Serialize;
 use super::QuantizeStatic;
 use super::prepare::Prepared;
 use crate::calibration::ValueStatistics;
-use crate::data::Batch;
+use crate::data::{Batch, DataSet};
 use crate::error::{Error, Result};
-use crate::evaluation::{self, Fidelity, Outputs, Subject};
+use crate::evaluation::{self, Fidelity, FidelitySums, Outputs, Subject};
 use crate::kernel::compare;
 use crate::model::Model;
 use crate::pass::Context;
@@ -54,7 +54,7 @@ pub(super) fn ranked(pass: &QuantizeStatic, prepared: &Prepared, seen: &BTreeMap
         let layers = BTreeSet::from([name.to_owned()]);
         let meter = Arc::new(Meter::default());
         let found = alone.quantizers(prepared, &layers, Some(seen))?;
-        let fidelity = trial.run(alone.fit(prepared, &found, &layers, Some(seen), &meter)?, context)?;
+        let fidelity = trial.run(&alone.fit(prepared, &found, &layers, Some(seen), &meter)?, context)?;
         Ok(Damage { name: name.to_owned(), weight_sqnr_db: None, weights: None, dynamic: None, quantized: Some(fidelity.cosine), kl: fidelity.kl })
     })
 }
@@ -74,10 +74,16 @@ fn each(prepared: &Prepared, context: &Context, measure: impl Fn(&str) -> Result
     Ok(damages)
 }
 
-/// A batch of calibration samples and the model to compare with.
+/// Bytes of the original's outputs that are cached, so that they need not be computed for every layer.
+const CACHED: usize = 256 << 20;
+
+/// Calibration samples and the model to compare with.
 struct Trial {
-    answers: Outputs,
-    batch: Batch,
+    original: Model,
+    data: Arc<DataSet>,
+    /// Outputs of the original for the first batches.
+    answers: Vec<Outputs>,
+    batches: usize,
 }
 
 impl Trial {
@@ -86,19 +92,52 @@ impl Trial {
         let mut original = prepared.model.clone();
         original.changed_graph = Some(Arc::new(prepared.graph.clone()));
         let subject = Subject::of(original.clone())?;
-        let batch = context.data.open(options, subject.target())?.first()?;
-        Ok(Trial { answers: answers(original, &batch, context)?, batch })
+        let data = context.data.open(options, subject.target())?;
+        let mut trial = Trial { original, data, answers: Vec::new(), batches: 0 };
+        let (mut bytes, mut answers) = (0, Vec::new());
+        trial.batches = trial.each_batch([&trial.original], context, |_, mut outputs| {
+            let outputs = outputs.swap_remove(0);
+            bytes += outputs.values().map(|output| output.elem_count() * output.dtype().size_in_bytes()).sum::<usize>();
+            if bytes <= CACHED {
+                answers.push(outputs);
+            }
+            Ok(())
+        })?;
+        trial.answers = answers;
+        Ok(trial)
     }
 
-    fn run(&self, model: Model, context: &Context) -> Result<Fidelity> {
-        evaluation::closeness(&self.batch, &self.answers, &answers(model, &self.batch, context)?)
+    /// Runs models on all samples, and returns the number of batches.
+    fn each_batch<'m>(
+        &self,
+        models: impl IntoIterator<Item = &'m Model>,
+        context: &Context,
+        mut take: impl FnMut(&Batch, Vec<Outputs>) -> Result<()>,
+    ) -> Result<usize> {
+        let mut subjects = models.into_iter().map(|model| Subject::of(model.clone())).collect::<Result<Vec<_>>>()?;
+        let (first, work) = (self.data.first()?, context.work.quiet());
+        let mut runners = evaluation::load(&mut subjects, Some(&first.inputs), &context.device, context.memory, &work)?;
+        let mut count = 0;
+        self.data.for_each(|batch| {
+            context.work.cancel.check()?;
+            count += 1;
+            let outputs = runners.iter_mut().map(|runner| runner.run(&batch.inputs)).collect::<Result<_>>()?;
+            take(&batch, outputs)
+        })?;
+        Ok(count)
     }
-}
 
-fn answers(model: Model, batch: &Batch, context: &Context) -> Result<Outputs> {
-    let mut subject = Subject::of(model)?;
-    let mut runners = evaluation::load([&mut subject], Some(&batch.inputs), &context.device, context.memory, &context.work.quiet())?;
-    runners.swap_remove(0).run(&batch.inputs)
+    fn run(&self, model: &Model, context: &Context) -> Result<Fidelity> {
+        // All of the original's outputs are known, or it runs along.
+        let known = self.answers.len() == self.batches;
+        let original = Some(&self.original).filter(|_| !known);
+        let (mut closeness, mut answers) = (FidelitySums::default(), self.answers.iter());
+        self.each_batch([model].into_iter().chain(original), context, |batch, outputs| {
+            let before = if known { answers.next() } else { outputs.get(1) };
+            before.map_or(Ok(()), |before| closeness.add(batch, before, &outputs[0]))
+        })?;
+        Ok(closeness.finish())
+    }
 }
 
 impl QuantizeStatic {
@@ -121,10 +160,10 @@ impl QuantizeStatic {
             let layers = BTreeSet::from([name.to_owned()]);
             let meter = Arc::new(Meter::default());
             let found = alone.quantizers(&prepared, &layers, Some(&seen))?;
-            let fidelity = trial.run(alone.fit(&prepared, &found, &layers, Some(&seen), &meter)?, context)?;
+            let fidelity = trial.run(&alone.fit(&prepared, &found, &layers, Some(&seen), &meter)?, context)?;
             (damage.quantized, damage.kl) = (Some(fidelity.cosine), fidelity.kl);
-            damage.weights = Some(plain_trial.run(alone.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
-            damage.dynamic = Some(plain_trial.run(alone.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
+            damage.weights = Some(plain_trial.run(&alone.with_weight(&plain, name, ActivationScheme::None)?, context)?.cosine);
+            damage.dynamic = Some(plain_trial.run(&alone.with_weight(&plain, name, ActivationScheme::DynamicToken)?, context)?.cosine);
             Ok(damage)
         })
     }
