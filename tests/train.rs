@@ -132,6 +132,81 @@ fn classes(name: &str) -> usize {
     config.get("id2label").and_then(|labels| labels.as_object()).map_or(2, serde_json::Map::len)
 }
 
+/// Loss of the first step, of a model on arrays.
+fn first_loss(name: &str, arrays: &HashMap<String, Tensor>) -> compress::Result<f64> {
+    let run = Run::new();
+    let path = run.folder.path().join("arrays.safetensors");
+    candle_core::safetensors::save(arrays, &path).unwrap();
+    let data = Data { arrays: Some(path), ..Data::default() };
+    Ok(ends(&run.train(name, data, finetune(1))?).0)
+}
+
+/// Eight samples without padding, with labels: classes, or of each token the token itself.
+fn labelled(name: &str) -> HashMap<String, Tensor> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = samples(name, folder.path(), 8, if name.contains("classification") { 3 } else { 0 }).arrays.unwrap();
+    let mut arrays = candle_core::safetensors::load(path, &Device::Cpu).unwrap();
+    arrays.insert("attention_mask".into(), arrays["attention_mask"].ones_like().unwrap());
+    let mut ids = arrays["input_ids"].clone();
+    if let Some(decoded) = arrays.get_mut("decoder_input_ids") {
+        ids = ids.narrow(1, 0, decoded.dim(1).unwrap()).unwrap().contiguous().unwrap();
+        *decoded = ids.clone();
+    }
+    arrays.entry("labels".into()).or_insert(ids);
+    arrays
+}
+
+/// The same with -100 in the place of some labels, by their number.
+fn without(arrays: &HashMap<String, Tensor>, gone: impl Fn(usize) -> bool) -> HashMap<String, Tensor> {
+    let mut arrays = arrays.clone();
+    let labels = arrays["labels"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
+    let labels: Vec<i64> = labels.into_iter().enumerate().map(|(at, label)| if gone(at) { -100 } else { label }).collect();
+    arrays.insert("labels".into(), Tensor::from_vec(labels, arrays["labels"].dims(), &Device::Cpu).unwrap());
+    arrays
+}
+
+#[test]
+fn a_label_of_minus_100_counts_in_no_loss() {
+    for name in ["bert-sequence-classification", "llama", "bert-masked-lm", "t5"] {
+        let arrays = labelled(name);
+        let loss = |arrays: &HashMap<String, Tensor>| first_loss(name, arrays).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let count = arrays["labels"].elem_count();
+        let width = count / 8;
+        // Samples whose labels are all -100 are as none.
+        let rows: HashMap<String, Tensor> = arrays.iter().map(|(name, tensor)| (name.clone(), tensor.narrow(0, 0, 5).unwrap())).collect();
+        let (masked, fewer) = (loss(&without(&arrays, |at| at >= 5 * width)), loss(&rows));
+        assert!((masked - fewer).abs() < 1e-5, "{name}: {masked} with masked samples, {fewer} without them");
+        // Losses of two halves are that of all. The first token of a row is predicted by none, except where a model fills in tokens.
+        let predicted = |at: usize| name != "llama" || at % width > 0;
+        let prompt = |at: usize| at * 7 % 5 < 2;
+        let share = (0..count).filter(|at| predicted(*at) && !prompt(*at)).count() as f64 / (0..count).filter(|at| predicted(*at)).count() as f64;
+        let (all, answers, prompts) = (loss(&arrays), loss(&without(&arrays, prompt)), loss(&without(&arrays, |at| !prompt(at))));
+        assert!((all - share * answers - (1.0 - share) * prompts).abs() < 1e-5, "{name}: {all} is not {answers} and {prompts} with {share}");
+        assert!((all - answers).abs() > 1e-4, "{name}: {all}");
+    }
+}
+
+#[test]
+fn labels_that_are_no_labels_and_arrays_without_a_reader_are_refused() {
+    let arrays = labelled("llama");
+    let with = |name: &str, array: Tensor| arrays.clone().into_iter().chain([(name.to_owned(), array)]).collect::<HashMap<_, _>>();
+    let labels = &arrays["labels"];
+    let shifted = Tensor::cat(&[&labels.narrow(1, 1, 10).unwrap(), &labels.narrow(1, 0, 1).unwrap()], 1).unwrap();
+    let cases = [
+        (with("position_ids", labels.clone()), "nothing reads `position_ids`; the model takes `input_ids`, `attention_mask`"),
+        (with("y", labels.clone()), "nothing reads `y`"),
+        (with("labels", shifted), "is shifted by one token"),
+        (with("labels", labels.narrow(1, 0, 4).unwrap()), "array `labels` has rows of [4], `input_ids` of [11]"),
+        (with("labels", (labels + 1000.0).unwrap()), "has label 10"),
+    ];
+    for (arrays, wanted) in cases {
+        let error = first_loss("llama", &arrays).unwrap_err().to_string();
+        assert!(error.contains(wanted), "{error}");
+    }
+    let error = first_loss("bert-sequence-classification", &without(&labelled("bert-sequence-classification"), |_| true)).unwrap_err().to_string();
+    assert!(error.contains("-100"), "{error}");
+}
+
 #[test]
 fn classifiers_learn_a_batch_by_heart() {
     for name in ["bert-sequence-classification", "vit-image-classification", "torchvision-resnet18"] {
@@ -222,7 +297,7 @@ fn parameters_that_come_and_go_make_the_same_steps() {
         ("llama-grouped-tied", "losses", short(all)),
         ("llama", "an output layer of its own", short(all)),
         ("llama-grouped-tied", "parts", Distill { batch_size: BatchSize::Samples(4), gradient_accumulation: 2, ..short(all) }),
-        ("llama-grouped-tied", "16 bits", Distill { precision: Precision::F16, ..short(all) }),
+        ("llama-grouped-tied", "16 bits", Distill { precision: Precision::F16, max_steps: Some(16), ..short(all) }),
         ("bert", "all layers", Distill { optimizer: Kind::Adafactor, ..distill(3, "{ hidden: { distance: cosine }, attention: { target: relations } }") }),
     ];
     let on_labels: Vec<(&str, &str, Finetune)> = vec![
@@ -321,6 +396,163 @@ fn zeros_of_pruned_weights_stay() {
         }
         assert!(zeros > 100 && furthest(&before, &after) > 1e-4);
     }
+}
+
+/// Runs passes over a folder.
+fn passes(input: &Path, output: &Path, steps: Vec<compress::pass::Step>, data: Option<&Data>) -> Report {
+    let builder = steps.into_iter().fold(Pipeline::builder(), |builder, step| builder.pass(step));
+    let builder = data.into_iter().fold(builder, |builder, data| builder.train(data.clone()));
+    builder.build().unwrap().run(Model::open(input).unwrap(), output).unwrap()
+}
+
+#[test]
+fn zeros_that_no_pruning_has_made_train() {
+    let name = "bert-sequence-classification";
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let data = samples(name, folder.path(), 16, classes(name));
+    let noted = |report: &Report, what: &str| report.notes.iter().any(|note| note.contains(what));
+    let zeros =
+        |folder: &Path| weights(folder).iter().filter(|(name, _)| name.ends_with("dense.weight")).flat_map(|(_, w)| w.clone()).filter(|w| *w == 0.0).count();
+    // Codes of zero are small weights, in integers and made floats again.
+    passes(&golden(name), &at("int8"), vec![QuantizeDynamic::default().into()], None);
+    passes(&at("int8"), &at("floats"), vec![compress::pass::Dequantize::default().into()], None);
+    let codes = zeros(&at("floats"));
+    assert!(codes > 10, "{codes}");
+    for (input, steps) in [
+        ("int8", vec![finetune(3).into()]),
+        ("floats", vec![finetune(3).into()]),
+        ("int8", vec![compress::pass::Dequantize::default().into(), finetune(3).into()]),
+    ] {
+        let report = passes(&at(input), &at(&format!("{input}-{}", steps.len())), steps, Some(&data));
+        assert!(!noted(&report, "stayed zero"), "{input}: {:?}", report.notes);
+        assert_eq!(noted(&report, "hold zeros that no pass has made"), input == "floats", "{:?}", report.notes);
+    }
+    assert!(zeros(&at("floats-1")) < codes / 4);
+    // A report states that weights were pruned; for weights of other tools, the option does.
+    let prune = PruneUnstructured { amount: Some("0.5".parse().unwrap()), ..PruneUnstructured::default() };
+    passes(&golden(name), &at("pruned"), vec![prune.into()], None);
+    for (input, keep_zeros, stay) in [("pruned", false, true), ("foreign", false, false), ("foreign", true, true)] {
+        if !at(input).exists() {
+            std::fs::rename(at("pruned"), at(input)).unwrap();
+            std::fs::remove_file(at(input).join("report.json")).unwrap();
+        }
+        let output = at(&format!("{input}-{keep_zeros}"));
+        let report = passes(&at(input), &output, vec![Finetune { keep_zeros, ..finetune(3) }.into()], Some(&data));
+        assert_eq!((noted(&report, "stayed zero"), zeros(&output) == zeros(&at(input))), (stay, stay), "{input}: {:?}", report.notes);
+    }
+}
+
+#[test]
+fn files_of_a_student_go_with_its_weights() {
+    let name = "vit-image-classification";
+    let folder = tempfile::tempdir().unwrap();
+    let made = |folder_name: &str, file: &str| {
+        let to = folder.path().join(folder_name);
+        std::fs::create_dir_all(&to).unwrap();
+        for file in ["config.json", "model.safetensors"] {
+            std::fs::copy(golden(name).join(file), to.join(file)).unwrap();
+        }
+        std::fs::write(to.join(file), folder_name).unwrap();
+        std::fs::write(to.join("generation_config.json"), format!("{{\"_from\":\"{folder_name}\"}}")).unwrap();
+        to
+    };
+    let (input, student) = (made("input", "of-input.txt"), made("student", "of-student.txt"));
+    let data = samples(name, folder.path(), 8, classes(name));
+    let cache = compress::pipeline::ResultCache::new(folder.path().join("cache"), std::time::Duration::ZERO);
+    for attempt in 0..2 {
+        let pass = Distill { student: Some(Student::Model(student.clone())), ..distill(1, "soft=1") };
+        let out = folder.path().join(format!("out-{attempt}"));
+        let pipeline = Pipeline::builder().pass(pass).train(data.clone()).cache(cache.clone(), true).build().unwrap();
+        let report = pipeline.run(Model::open(&input).unwrap(), &out).unwrap();
+        assert_eq!(report.notes.iter().any(|note| note.contains("was reused")), attempt == 1, "{:?}", report.notes);
+        let text = std::fs::read_to_string(out.join("generation_config.json")).unwrap();
+        assert!(text.contains("student") && out.join("of-student.txt").exists() && !out.join("of-input.txt").exists(), "{text}");
+        assert!(report.carried.iter().any(|file| file.path == "of-student.txt"), "{:?}", report.carried);
+    }
+}
+
+#[test]
+fn steps_whose_gradients_overflow_are_counted_and_move_nothing() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 8, classes(name));
+    let schedule: Schedule = serde_json::from_str(r#"{ "kind": "linear" }"#).unwrap();
+    let with = |weight: &str| Finetune { precision: Precision::F16, losses: losses(weight), schedule: schedule.clone(), ..finetune(24) };
+    let error = run.train(name, data.clone(), with("hard=1e30")).unwrap_err().to_string();
+    assert!(error.contains("in all 24 steps") && error.contains("bf16"), "{error}");
+    let report = run.train(name, data, with("hard=1")).unwrap();
+    let training = &report.passes[0].details["training"];
+    let curve = training["curve"].as_array().unwrap();
+    let skipped = curve.iter().filter(|row| row["gradient_norm"].is_null()).count();
+    assert!(skipped > 0 && skipped < 24 && training["skipped_steps"] == skipped, "{training}");
+    assert!(report.notes.iter().any(|note| note.contains(&format!("{skipped} of 24 steps were skipped"))), "{:?}", report.notes);
+    // The schedule waits.
+    let rates: Vec<f64> = curve.iter().map(|row| row["learning_rate"].as_f64().unwrap()).collect();
+    for (at, pair) in rates.windows(2).enumerate() {
+        assert_eq!(pair[0] == pair[1], curve[at]["gradient_norm"].is_null(), "step {at}: {rates:?}");
+    }
+    let last = 3e-3 * (1.0 - (23 - skipped) as f64 / 24.0);
+    assert!((rates[23] - last).abs() < 1e-9, "{rates:?}");
+}
+
+#[test]
+fn evaluations_without_a_score_are_refused() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 8, classes(name));
+    let refused = |evaluation: Option<Data>| {
+        let pass = Finetune { evaluate_every: Some(1), patience: Some(1), ..finetune(2) };
+        let builder = Pipeline::builder().pass(pass).train(data.clone());
+        let builder = evaluation.into_iter().fold(builder, |builder, data| builder.evaluation(data));
+        builder.build().unwrap().run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err().to_string()
+    };
+    for evaluation in [None, Some(samples(name, run.folder.path(), 4, 0))] {
+        let error = refused(evaluation);
+        assert!(error.contains("evaluate_every") && error.contains("evaluation"), "{error}");
+    }
+}
+
+/// Activations that are rounded at run time are in the score that weights are chosen by.
+#[test]
+fn scores_in_training_are_those_of_the_written_model() {
+    let name = "llama";
+    let run = Run::new();
+    let path = run.folder.path().join("arrays.safetensors");
+    candle_core::safetensors::save(&without(&labelled(name), |at| at % 11 < 4), &path).unwrap();
+    let data = Data { arrays: Some(path), ..Data::default() };
+    let builder = Pipeline::builder().pass(QuantizeDynamic::default()).pass(Finetune { evaluate_every: Some(2), ..finetune(4) });
+    let pipeline = builder.train(data.clone()).evaluation(data).seed(3).build().unwrap();
+    let report = pipeline.run(Model::open(golden(name)).unwrap(), run.out()).unwrap();
+    let scores = report.passes[1].details["training"]["evaluations"].as_array().unwrap();
+    let best = scores.iter().map(|score| score["value"].as_f64().unwrap()).fold(f64::INFINITY, f64::min);
+    let written = *report.accuracy.as_ref().unwrap().after.values().next().unwrap();
+    assert!((best - written).abs() < 1e-6 * written, "{best} in training, {written} written");
+    assert!(report.notes.iter().any(|note| note.contains("rounds to int8 at run time")), "{:?}", report.notes);
+}
+
+#[test]
+fn the_memory_of_a_run_bounds_its_training() {
+    let name = "bert-sequence-classification";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 8, classes(name));
+    let pipeline = Pipeline::builder().pass(finetune(1)).train(data).memory(Some(10_000)).build().unwrap();
+    let error = pipeline.run(Model::open(golden(name)).unwrap(), run.out()).unwrap_err().to_string();
+    assert!(error.contains("10.0 kB") || error.contains("memory"), "{error}");
+}
+
+#[test]
+fn a_batch_whose_statistics_count_is_not_split() {
+    let name = "torchvision-resnet18";
+    let run = Run::new();
+    let data = samples(name, run.folder.path(), 8, classes(name));
+    let report = run.train(name, data.clone(), finetune(1)).unwrap();
+    let peak = report.passes[0].details["memory"]["peak_bytes"].as_u64().unwrap();
+    let with = |batch_norm| Finetune { batch_norm, memory_limit: Some(ByteSize(peak - peak / 20)), ..finetune(1) };
+    let error = run.train(name, data.clone(), with(BatchNorm::Batch)).unwrap_err();
+    assert!(error.is_out_of_memory() && error.to_string().contains("`batch_norm: fixed`"), "{error}");
+    let report = run.train(name, data, with(BatchNorm::Fixed)).unwrap();
+    assert!(report.notes.iter().any(|note| note.contains("in parts")), "{:?}", report.notes);
 }
 
 #[test]
@@ -429,7 +661,6 @@ fn data_that_does_not_do_is_refused() {
     assert!(error.is_out_of_memory(), "{error}");
 }
 
-/// Files about modules go over from the input, so a student's modules are those of the input.
 #[test]
 fn a_student_with_other_modules_is_refused() {
     let name = "sentence-dense";

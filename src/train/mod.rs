@@ -44,4 +44,4 @@ pub use run::{Evaluation, Row, Surroundings, Trained, Trainer};
 pub use scales::Quantizers;
 pub use teacher::Teacher;
 pub use team::Team;
-pub use weights::Weights;
+pub use weights::{MeaningOfZeros, Weights, Zeros};

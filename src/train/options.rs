@@ -226,6 +226,7 @@ pub struct Training {
     pub logs: Vec<LogFormat>,
     pub targets: Vec<Pattern>,
     pub ignore: Vec<Pattern>,
+    pub keep_zeros: bool,
 }
 
 impl Default for Training {
@@ -257,6 +258,7 @@ impl Default for Training {
             logs: Vec::new(),
             targets: Vec::new(),
             ignore: Vec::new(),
+            keep_zeros: false,
         }
     }
 }

@@ -103,6 +103,10 @@ macro_rules! training_pass {
             #[cfg_attr(feature = "cli", arg(long, value_name = "PATTERN"))]
             #[serde(skip_serializing_if = "Vec::is_empty")]
             pub ignore: Vec<Pattern>,
+            /// Keep the zeros of float weights that another tool has pruned; those of prune-unstructured stay in any case
+            #[cfg_attr(feature = "cli", arg(long))]
+            #[serde(skip_serializing_if = "std::ops::Not::not")]
+            pub keep_zeros: bool,
         }
 
         impl Default for $name {
@@ -152,6 +156,7 @@ macro_rules! training_fields {
             logs: $from.logs.clone(),
             targets: $from.targets.clone(),
             ignore: $from.ignore.clone(),
+            keep_zeros: $from.keep_zeros,
         }
     };
 }

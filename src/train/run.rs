@@ -119,6 +119,8 @@ pub struct Trained {
     pub timeline: Timeline,
     /// Steps taken.
     pub steps: u64,
+    /// Steps among them that were skipped, since gradients overflowed 16-bit floats.
+    pub skipped_steps: u64,
     /// Steps among them that an earlier run has not taken.
     pub steps_of_this_run: u64,
     /// Plain words for the report.
@@ -233,12 +235,13 @@ impl Trainer<'_> {
     fn step(&self, state: &mut State, stepper: &mut Stepper, samples: &Samples) -> Result<()> {
         let (start, before) = (Instant::now(), transfer::copies());
         let number = state.train.position.step + 1;
-        let rate = self.options.schedule.rate(number - 1, state.total, self.options.learning_rate);
+        let update = number - state.train.position.skipped;
+        let rate = self.options.schedule.rate(update - 1, state.total, self.options.learning_rate);
         self.memory_tracker.begin_step(Some(number));
-        let StepResult { losses, gradients, statistics, norm } =
+        let StepResult { losses, gradients, statistics, norm, is_empty } =
             stepper.step(state.train.weights, &samples.batches, &mut state.train.position.scale).map_err(|e| self.explain(e, state))?;
         if let Some(norm) = norm {
-            self.update(state, gradients, norm, (rate, number))?;
+            self.update(state, gradients, norm, (rate, update))?;
             for (name, statistic) in &statistics {
                 state.train.weights.follow(name, statistic)?;
             }
@@ -246,6 +249,7 @@ impl Trainer<'_> {
                 state.train.weights.share_statistics(self.graph, self.team)?;
             }
         }
+        state.train.position.count_idle(norm.is_none(), is_empty);
         self.require_few_copies(&before)?;
         self.memory_tracker.set(MemoryCategory::Gradients, 0)?;
         self.memory_tracker.set(MemoryCategory::Optimizer, state.train.optimizer.bytes() + state.train.average.as_ref().map_or(0, Average::bytes))?;
@@ -255,8 +259,7 @@ impl Trainer<'_> {
         let count: usize = samples.batches.iter().map(|batch| batch.samples).sum();
         let loss = self.objective.total(&losses);
         state.waited += samples.waited;
-        let took = start.elapsed();
-        let waited = state.waited.as_secs_f64();
+        let (took, waited) = (start.elapsed(), state.waited.as_secs_f64());
         let row = Row {
             step: number,
             epoch: samples.next.epoch,
@@ -391,7 +394,7 @@ impl Trainer<'_> {
 
     fn finish(&self, mut state: State, stepper: Stepper, timeline: Timeline) -> Result<Trained> {
         let mut notes = self.objective.notes.clone();
-        notes.extend(stepper.notes(self.batch));
+        notes.extend(stepper.notes(self.batch).into_iter().chain(state.train.position.idle_steps()?));
         let (busy, waited) = (state.busy.as_secs_f64(), state.waited.as_secs_f64());
         notes.push(format!(
             "{} steps in {:.0} s; waited for samples {:.1} % of the time",
@@ -408,8 +411,7 @@ impl Trainer<'_> {
         }
         if let (Some(best), Some(score)) = (&state.train.best, best(&state.train.position.evaluations)) {
             notes.push(format!("the weights of step {} are kept, {} {:.4}", score.step, score.metric, score.value));
-            let state_of = best.clone();
-            return self.trained(state_of, &mut state, timeline, notes);
+            return self.trained(best.clone(), &mut state, timeline, notes);
         }
         self.trained(current, &mut state, timeline, notes)
     }
@@ -419,7 +421,16 @@ impl Trainer<'_> {
         let tensors = state.train.weights.whole(tensors, true)?;
         let position = std::mem::take(&mut state.train.position);
         let steps_of_this_run = position.step - state.earlier;
-        Ok(Trained { state: tensors, curve: position.curve, evaluations: position.evaluations, timeline, steps: position.step, steps_of_this_run, notes })
+        Ok(Trained {
+            state: tensors,
+            curve: position.curve,
+            evaluations: position.evaluations,
+            timeline,
+            steps: position.step,
+            skipped_steps: position.skipped,
+            steps_of_this_run,
+            notes,
+        })
     }
 }
 

@@ -38,12 +38,44 @@ pub struct Position {
     pub part: Option<usize>,
     /// The factor on the loss, for 16-bit floats, and steps since it changed.
     pub scale: (f64, u64),
+    /// Steps among them that changed nothing, since gradients overflowed 16-bit floats: neither the schedule nor the optimizer counts them.
+    #[serde(default)]
+    pub skipped: u64,
+    /// Steps among them in whose samples nothing counted: all labels were -100.
+    #[serde(default)]
+    pub empty: u64,
     /// Evaluations since the best one.
     pub waited: u64,
     /// Loss and figures of some steps.
     pub curve: Vec<Row>,
     /// Scores on the way.
     pub evaluations: Vec<Evaluation>,
+}
+
+impl Position {
+    /// Counts a step that was skipped, or in which nothing counted.
+    pub fn count_idle(&mut self, skipped: bool, empty: bool) {
+        self.skipped += u64::from(skipped);
+        self.empty += u64::from(empty);
+    }
+
+    /// Notes on steps that changed nothing.
+    ///
+    /// # Errors
+    /// None changed anything.
+    pub fn idle_steps(&self) -> Result<Vec<String>> {
+        let (steps, skipped, empty) = (self.step, self.skipped, self.empty);
+        if steps > 0 && skipped == steps {
+            let reason = format!("gradients overflowed 16-bit floats in all {steps} steps, so that no weight changed: use `precision: bf16` or `f32`");
+            return Err(Error::Diverged { step: steps, reason });
+        }
+        if steps > 0 && empty == steps {
+            return Err(Error::option("data: train", "no sample has a label that counts: all of them are -100 or padding"));
+        }
+        let skipped = (skipped > 0).then(|| format!("{skipped} of {steps} steps were skipped, since gradients overflowed 16-bit floats"));
+        let empty = (empty > 0).then(|| format!("{empty} of {steps} steps had no label that counts: all were -100 or padding"));
+        Ok(skipped.into_iter().chain(empty).collect())
+    }
 }
 
 /// Whose share of the optimizer's state a file holds, and of when.

@@ -32,6 +32,8 @@ pub(super) struct StepResult {
     pub statistics: Vec<(String, Tensor)>,
     /// The length of all gradients as one vector; none where they were too large for 16-bit floats, and the step must be left out.
     pub norm: Option<f64>,
+    /// Whether nothing in the samples counts in any loss.
+    pub is_empty: bool,
 }
 
 /// What is gathered over the parts of a step; nothing of it leaves the device, unless parameters do.
@@ -67,6 +69,13 @@ impl<'t> Stepper<'t> {
         self.part
     }
 
+    /// A batch normalisation with the statistics of the batch, by the name of its output.
+    fn normalises_over_batch(&self) -> Option<&str> {
+        let mut nodes = self.trainer.graph.nodes().iter();
+        let node = nodes.find(|node| matches!(node.op, Op::BatchNorm(op) if op.batch))?;
+        Some(&self.trainer.graph.value(node.output).name)
+    }
+
     /// What was found out about memory, in plain words.
     pub fn notes(&self, batch: usize) -> Option<String> {
         let part = self.part?;
@@ -94,7 +103,7 @@ impl<'t> Stepper<'t> {
             match self.attempt(weights, batches, &items, scale.0) {
                 Ok(mut sums) => {
                     let squares = self.complete(&mut sums, weights, scale.0)?;
-                    let step = self.fetch(sums, &squares, weights, batches)?;
+                    let step = StepResult { is_empty: items.values().all(|count| *count == 0.0), ..self.fetch(sums, &squares, weights, batches)? };
                     self.rescale(step.norm.is_none(), scale);
                     return Ok(step);
                 }
@@ -107,6 +116,13 @@ impl<'t> Stepper<'t> {
                     // Others wait where this process was, and cannot begin again with it.
                     if part <= 1 || weights.home().is_shared() {
                         return Err(e);
+                    }
+                    if let Some(name) = self.normalises_over_batch() {
+                        let Error::OutOfMemory { what, reason } = e else { return Err(e) };
+                        let reason = format!(
+                            "{reason}; parts of the batch would have other statistics than the whole in `{name}`: lower `batch_size`, or set `batch_norm: fixed`"
+                        );
+                        return Err(Error::OutOfMemory { what, reason });
                     }
                     self.part = Some(part.div_ceil(2));
                     self.retries += 1;
@@ -189,7 +205,7 @@ impl<'t> Stepper<'t> {
             Err(e) => return Err(e),
         };
         let losses = losses.into_keys().zip(means.iter().copied()).collect();
-        Ok(StepResult { losses: self.trainer.team.means(losses)?, gradients, statistics, norm })
+        Ok(StepResult { losses: self.trainer.team.means(losses)?, gradients, statistics, norm, is_empty: false })
     }
 
     /// The length of all gradients, of which each process has its share where weights are shared out.

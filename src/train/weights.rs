@@ -18,6 +18,20 @@ use crate::model::Model;
 use crate::store::{DType as Stored, Encoding, Pattern, Scales, Weight, select};
 use crate::work::Work;
 
+/// Meaning of the zeros of a weight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Zeros {
+    /// Pruned weights, which stay zero.
+    Pruned,
+    /// Floats that nothing states to be pruned.
+    Unexplained,
+    /// Integers that are zero by rounding.
+    Codes,
+}
+
+/// Tells the meaning of the zeros of a weight, by its name.
+pub type MeaningOfZeros<'a> = &'a dyn Fn(&str, &Weight) -> Zeros;
+
 /// Weights that train and weights that do not.
 pub struct Weights {
     /// In f32; changed in place.
@@ -28,6 +42,8 @@ pub struct Weights {
     masks: BTreeMap<String, Kept>,
     /// How many weights that are.
     zeros: u64,
+    /// Tensors that hold zeros which nothing states to be pruned weights.
+    unexplained: usize,
     /// Weights whose layers see them rounded to integers.
     rounded: Arc<BTreeMap<String, Rounding>>,
     /// Logarithms of learned scales of values, and what their gradients are multiplied with.
@@ -141,7 +157,7 @@ impl Weights {
     pub fn load(
         graph: &Graph,
         model: &Model,
-        (targets, ignore): (&[Pattern], &[Pattern]),
+        (targets, ignore, zeros): (&[Pattern], &[Pattern], MeaningOfZeros),
         (home, device, compute): (Home, &Device, DType),
         memory_tracker: &MemoryTracker,
         work: &Work,
@@ -164,6 +180,7 @@ impl Weights {
             fixed: BTreeMap::new(),
             masks: BTreeMap::new(),
             zeros: 0,
+            unexplained: 0,
             rounded: Arc::default(),
             values: BTreeMap::new(),
             home,
@@ -186,9 +203,13 @@ impl Weights {
                     rounded.insert(name.clone(), rounding);
                 }
                 let kept = weights.home.keep(&tensor)?;
-                if let Some((mask, zeros)) = mask(&tensor).map_err(failed(name))? {
-                    weights.masks.insert(name.clone(), weights.home.keep_with(&mask, &kept)?);
-                    weights.zeros += zeros;
+                let meaning = zeros(name, model.weights.get(name)?);
+                match mask(&tensor).map_err(failed(name))?.filter(|_| meaning != Zeros::Codes) {
+                    Some((mask, zeros)) if meaning == Zeros::Pruned => {
+                        weights.masks.insert(name.clone(), weights.home.keep_with(&mask, &kept)?);
+                        weights.zeros += zeros;
+                    }
+                    found => weights.unexplained += usize::from(found.is_some()),
                 }
                 weights.trained.insert(name.clone(), kept);
             }
@@ -251,9 +272,9 @@ impl Weights {
         self.trained.contains_key(name)
     }
 
-    /// How many weights stay zero, of how many tensors, and how many tensors are seen rounded.
-    pub fn held(&self) -> (u64, usize, usize) {
-        (self.zeros, self.masks.len(), self.rounded.len())
+    /// How many weights stay zero, of how many tensors, how many tensors are seen rounded, and how many hold unexplained zeros.
+    pub fn held(&self) -> (u64, usize, usize, usize) {
+        (self.zeros, self.masks.len(), self.rounded.len(), self.unexplained)
     }
 
     /// Whole tensors where processes share them out: in a file, or nothing where they are not wanted. All processes ask together.

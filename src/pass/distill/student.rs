@@ -88,7 +88,7 @@ impl Student {
     }
 }
 
-/// Holds the modules of a student's folder to those of the input, whose files about them go over to the output.
+/// Refuses a student whose modules compute something else than those of the input.
 fn require_same_modules(model: &Model, student: &Model) -> Result<()> {
     let (theirs, own) = (SentenceModule::open(&model.path)?, SentenceModule::open(&student.path)?);
     let differ = |at: &usize| match (theirs.get(*at), own.get(*at)) {
@@ -129,14 +129,17 @@ fn fresh(mut model: Model, path: &Path, seed: u64) -> Result<Model> {
     let config = Config::open(&file)?;
     let modules = SentenceModule::open(&model.path)?;
     let graph = arch::build(&Settings::new(config.values()), &modules, Builder::unchecked())?;
-    let deviation = config.get("initializer_range").and_then(serde_json::Value::as_f64).unwrap_or(0.02);
+    let number = |key: &str| config.get(key).and_then(serde_json::Value::as_f64);
+    let deviation = number("initializer_range").unwrap_or(0.02);
+    // The defaults of transformers for DINOv2 and ConvNeXt.
+    let layer_scale = number("layerscale_value").or(number("layer_scale_init_value")).unwrap_or(if config.model_type() == "convnext" { 1e-6 } else { 1.0 });
     model.weights.by_name.clear();
     for (number, (id, value)) in graph.params().enumerate() {
         let shape: Option<Vec<usize>> = value.ty.shape.iter().map(crate::ir::Dim::fixed).collect();
         let shape = shape.ok_or_else(|| wrong(format!("the shape of `{}` is not known", value.name)))?;
         let elements = element_count(&shape).filter(|count| *count <= LARGEST);
         let elements = elements.ok_or_else(|| wrong(format!("`{}` of shape {shape:?} would have more than {LARGEST} elements", value.name)))?;
-        let filling = filling(&graph, id, &shape, deviation);
+        let filling = filling(&graph, id, &shape, (deviation, layer_scale));
         let random = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(number as u64);
         let weight: Weight = Computed { values: move || Ok(filling.values(elements as usize, random)) }.weight(shape);
         model.weights.by_name.insert(value.name.clone(), weight);
@@ -155,12 +158,13 @@ enum Filling {
 }
 
 /// As transformers and torchvision begin: normal matrices, and convolutions by the size of what they sum (He et al., 2015).
-fn filling(graph: &Graph, id: crate::ir::ValueId, shape: &[usize], deviation: f64) -> Filling {
+fn filling(graph: &Graph, id: crate::ir::ValueId, shape: &[usize], (deviation, layer_scale): (f64, f64)) -> Filling {
     let place = graph.nodes().iter().find_map(|node| Some((&node.op, node.inputs.iter().position(|input| *input == id)?)));
     match place {
         Some((Op::RmsNorm(op), _)) => Filling::Constant((1.0 - op.offset) as f32),
         Some((Op::LayerNorm(_) | Op::BatchNorm(_), at)) => Filling::Constant(if at == 1 || at == 4 { 1.0 } else { 0.0 }),
         Some((Op::Conv(_), 1)) => Filling::Normal((2.0 / shape[1..].iter().product::<usize>().max(1) as f64).sqrt()),
+        Some((Op::Mul(_), _)) if shape.len() == 1 => Filling::Constant(layer_scale as f32),
         _ if shape.len() > 1 => Filling::Normal(deviation),
         _ => Filling::Constant(0.0),
     }
@@ -202,6 +206,20 @@ mod tests {
             assert_eq!(fresh.weights.by_name.contains_key(head), name == "llama");
             let names: Vec<String> = fresh.weights.by_name.keys().filter(|name| !name.contains("pooler")).cloned().collect();
             assert_eq!(names, stored, "{name}");
+        }
+    }
+
+    /// The initial values in transformers, unless `config.json` specifies others.
+    #[test]
+    fn fresh_layer_scales_are_those_of_transformers() {
+        for (name, suffix, value) in [("dinov2", "lambda1", 1.0), ("convnext", "layer_scale_parameter", 1e-6)] {
+            let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/models").join(name);
+            let fresh = fresh(Model::open(&folder).unwrap(), &folder, 0).unwrap();
+            let scales: Vec<_> = fresh.weights.by_name.iter().filter(|(name, _)| name.ends_with(suffix)).collect();
+            assert!(!scales.is_empty());
+            for (name, scale) in scales {
+                assert!(scale.floats(name).unwrap().iter().all(|scale| *scale == value), "{name}");
+            }
         }
     }
 

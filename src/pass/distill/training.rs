@@ -17,15 +17,16 @@ use crate::exec::transfer;
 use crate::exec::{Executor, Home, Kept, MemoryCategory, MemoryTracker, Shares, sizes_of};
 use crate::ir::ops::BatchNorm as Norm;
 use crate::ir::{Bindings, Element, Graph, Op, part};
-use crate::model::Model;
+use crate::model::{Config, Model};
+use crate::output::REPORT_FILES;
 use crate::pass::Context;
 use crate::pass::identity::identity;
 use crate::run_state::{Applied, RunState};
-use crate::store::ContentKey;
+use crate::store::{ActivationScheme, ContentKey, Encoding, Weight};
 use crate::train::cache::Cache;
 use crate::train::communicator::Place;
 use crate::train::{
-    BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, forecast,
+    BatchNorm, BatchSize, LogFormat, Objective, Offload, QuantizerScales, Quantizers, Surroundings, Teacher, Team, Trainer, Training, Weights, Zeros, forecast,
 };
 use crate::work::{Cancel, Work};
 
@@ -75,6 +76,15 @@ fn planned(name: &'static str, model: Model, run: &mut RunState, options: Value,
     run.history.push(applied);
     run.memory = run.memory.max(forecast.total());
     Ok(model)
+}
+
+/// Whether the folder of a model states that weights of it were pruned: a report of an earlier run does, or `config.json`.
+fn states_pruning(model: &Model) -> bool {
+    // Another tool's file of this name states nothing.
+    let report = Config::open(&model.path.join(REPORT_FILES[0])).unwrap_or_default();
+    let is_pruned = |pass: &Value| pass["name"] == "prune-unstructured" || pass["details"]["training"]["zeros_kept"].as_u64().is_some_and(|kept| kept > 0);
+    let sparsity = model.config.carried_quantization().get("sparsity_config").and_then(Value::as_object);
+    report.get("passes").and_then(Value::as_array).is_some_and(|passes| passes.iter().any(is_pruned)) || sparsity.is_some_and(|keys| !keys.is_empty())
 }
 
 /// The part of a graph that losses depend on, as it trains.
@@ -154,7 +164,12 @@ fn trained(
         let objective = Objective::new(&training.losses, &graph, their_graph.as_ref(), samples.task())?;
         let device = &context.device;
         let team = Team::from_environment(device)?;
-        let memory_tracker = MemoryTracker::with_budget(training.memory_limit.map(|size| size.0)).recorded();
+        let asked = context.memory.bytes.filter(|_| context.memory.asked);
+        if training.shards_parameters() && asked.is_some() {
+            return Err(Error::option("memory", "excludes `shard: parameters`: all processes must do the same parts of a batch; lower `batch_size`"));
+        }
+        let memory_limit = training.memory_limit.map(|size| size.0).into_iter().chain(asked).min();
+        let memory_tracker = MemoryTracker::with_budget(memory_limit).recorded();
         let compute = training.precision.dtype();
         let folder = context.workplace.clone().unwrap_or_else(std::env::temp_dir);
         let home = if training.offloads_parameters() {
@@ -164,8 +179,18 @@ fn trained(
         } else {
             Home::Memory(device.clone())
         };
-        let patterns = (training.targets.as_slice(), training.ignore.as_slice());
-        let mut weights = Weights::load(&graph, &model, patterns, (home, device, compute), &memory_tracker, &context.work)?;
+        let is_stated = training.keep_zeros || states_pruning(&model);
+        let history = |pass: &str, tensor: &str| run.history.iter().any(|applied| applied.name == pass && applied.tensors.contains(tensor));
+        // An integer code of zero is a small weight; a float is zero because something has pruned it.
+        let is_float = |tensor: &str, weight: &Weight| weight.encoding == Encoding::Dense && !history("dequantize", tensor);
+        let zeros = |tensor: &str, weight: &Weight| match (history("prune-unstructured", tensor), is_float(tensor, weight)) {
+            (true, _) => Zeros::Pruned,
+            (false, true) if is_stated => Zeros::Pruned,
+            (false, true) => Zeros::Unexplained,
+            (false, false) => Zeros::Codes,
+        };
+        let which = (training.targets.as_slice(), training.ignore.as_slice(), &zeros as &dyn Fn(&str, &Weight) -> Zeros);
+        let mut weights = Weights::load(&graph, &model, which, (home, device, compute), &memory_tracker, &context.work)?;
         let quantizers = match training.scales {
             QuantizerScales::Learnable => Some(Quantizers::new(&graph, &|name| weights.trains(name))?),
             QuantizerScales::Fixed => None,
@@ -178,6 +203,8 @@ fn trained(
         for (name, matrix) in objective.projections(context.seed)? {
             weights.add(&name, &matrix)?;
         }
+        let is_dynamic = |weight: &Weight| matches!(&weight.encoding, Encoding::Affine(affine) if affine.activations == ActivationScheme::DynamicToken);
+        let dynamic = model.weights.by_name.iter().filter(|(name, weight)| weights.trains(name) && is_dynamic(weight)).count();
         let their_values = objective.teacher_values();
         let on = if training.offload.contains(&Offload::Teacher) { &Device::Cpu } else { device };
         let theirs = if on.is_cpu() { DType::F32 } else { compute };
@@ -202,12 +229,26 @@ fn trained(
         let sizes = bindings(&small, batch, Some(&first.inputs));
         let forecast = forecast((&small, &graph), training, their_graph.as_ref().zip(their_model), &objective, (&sizes, team.size()))?;
         let evaluation = context.data.evaluation.as_ref().map(|data| context.data.open(data, subject.target())).transpose()?;
+        // Of several processes, the first one evaluates; the others need no such data.
+        let is_scored = evaluation.as_ref().is_some_and(|data| data.task() != Task::Fidelity) || team.rank() > 0;
+        if training.evaluate_every.is_some() && !is_scored {
+            let missing = if evaluation.is_some() { "labels, or `task: language-modelling`, in" } else { "samples with labels, or text for a language model:" };
+            return Err(Error::option(format!("{name}: evaluate_every"), format!("has no score to compare weights by: it needs {missing} `data: {{ evaluation: ... }}`")));
+        }
         let score = |weights: &Weights, state: &BTreeMap<String, Kept>| -> Result<Option<Score>> {
             let Some(evaluation) = &evaluation else { return Ok(None) };
-            let executor = Executor::new(&graph, weights.parameters_of(state)?, device.clone());
-            let mut runners: Vec<Box<dyn Runner>> = vec![Box::new(Candle::of(executor))];
             // Whoever stops the training during an evaluation still gets a checkpoint behind it.
             let work = Work { cancel: &Cancel::default(), ..context.work.quiet() };
+            let mut written = None;
+            let mut runners: Vec<Box<dyn Runner>> = if dynamic > 0 {
+                // Scored as it will be written: training computes its activations in floats.
+                let mut model = model.clone();
+                weights.put(state, &mut model)?;
+                quantizers.as_ref().map_or(Ok(()), |quantizers| quantizers.put(state, &mut model))?;
+                evaluation::load([written.insert(Subject::of(model)?)], Some(&first.inputs), device, context.memory, &work)?
+            } else {
+                vec![Box::new(Candle::of(Executor::new(&graph, weights.parameters_of(state)?, device.clone())))]
+            };
             let outcomes = evaluation::evaluate(evaluation, &mut runners, &[], &work)?;
             Ok(outcomes.models.into_iter().next().and_then(|outcome| outcome.score))
         };
@@ -217,7 +258,6 @@ fn trained(
             seed: context.seed,
             folder: context.workplace.clone(),
             resume: context.resume,
-            // Of several processes, the first one evaluates; the others need no such data.
             identity: identity(
                 (&model, their_model),
                 run,
@@ -228,7 +268,7 @@ fn trained(
             )?,
             evaluate: Some(&score),
         };
-        let (zeros, masked, rounded) = weights.held();
+        let (zeros, masked, rounded, unexplained) = weights.held();
         let trainer = Trainer {
             options: training,
             graph: &small,
@@ -257,8 +297,20 @@ fn trained(
         if masked > 0 {
             applied.notes.push(format!("{zeros} weights of {masked} tensors were zero and stayed zero"));
         }
+        if unexplained > 0 {
+            applied.notes.push(format!(
+                "{unexplained} tensors hold zeros that no pass has made, and nothing states that they were pruned: they were trained like other weights; \
+                 `keep_zeros: true` keeps them zero"
+            ));
+        }
         if rounded > 0 {
             applied.notes.push(format!("{rounded} weights were trained as the integers that they are written as"));
+        }
+        if dynamic > 0 {
+            applied.notes.push(format!(
+                "losses were computed with float activations in {dynamic} layers whose activations the written model rounds to int8 at run time; \
+                 scores of `evaluate_every` include that rounding"
+            ));
         }
         if let Some(quantizers) = &quantizers {
             applied.notes.push(format!("scales of {rounded} weights and of {} values were learned with them", quantizers.count()));
@@ -280,7 +332,7 @@ fn trained(
         applied.notes.push(trace.peak().explain(&small));
         context.memory_tracker.iter().for_each(|memory| memory.adopt(&memory_tracker));
         let details = json!({
-            "training": { "steps": trained.steps, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
+            "training": { "steps": trained.steps, "skipped_steps": trained.skipped_steps, "zeros_kept": zeros, "losses": objective.losses, "curve": trained.curve, "evaluations": trained.evaluations, "copies": copies },
             "memory": { "peak_bytes": peaks.1, "predicted_bytes": forecast.total(), "phases": phases, "timeline": trained.timeline.points, "peak_step": trace.picture() },
         });
         applied.details = Arc::new(move || details.clone());
