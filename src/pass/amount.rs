@@ -18,19 +18,34 @@ impl Fraction {
     }
 }
 
-/// How many weights to zero: a fraction (0.5) or a count (1000).
+/// Parses a number or a percentage: `0.5` and `50%` are the same fraction.
+pub(crate) fn parse_fraction(text: &str) -> Option<f64> {
+    match text.trim().strip_suffix('%') {
+        Some(percent) => percent.trim_end().parse::<f64>().ok().map(|percent| percent / 100.0),
+        None => text.trim().parse().ok(),
+    }
+}
+
+/// How a number from 1 to 100 is written as a fraction, if it was meant as a percentage: "`0.5` or `50%`".
+pub(crate) fn suggest_percentage(number: f64) -> Option<String> {
+    (number > 1.0 && number <= 100.0).then(|| format!("`{:?}` or `{number}%`", number / 100.0))
+}
+
+/// How much to remove: a fraction (0.5, 50%) or a count (1000).
 ///
 /// As in PyTorch, a whole number is a count and a number with a point is a fraction.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Amount {
-    /// A part of the weights, rounded to the nearest count, half to even.
+    /// A fraction of all, rounded to the nearest count, half to even.
     Fraction(Fraction),
-    /// This many weights.
+    /// A count with its unit, written `50 units`.
     Count(u64),
+    /// A whole number without a unit.
+    Number(u64),
 }
 
 impl Amount {
-    /// A fraction of the weights.
+    /// A fraction of all.
     ///
     /// # Panics
     /// Never; a value outside 0 to 1 is clamped, NaN becomes 0.
@@ -38,11 +53,11 @@ impl Amount {
         Amount::Fraction(Fraction(if value.is_nan() { 0.0 } else { value.clamp(0.0, 1.0) }))
     }
 
-    /// The part of everything, where it is one.
+    /// The fraction, or 0 for a count.
     pub fn share(self) -> f64 {
         match self {
             Amount::Fraction(Fraction(f)) => f,
-            Amount::Count(_) => 0.0,
+            Amount::Count(_) | Amount::Number(_) => 0.0,
         }
     }
 
@@ -50,21 +65,39 @@ impl Amount {
     pub fn of(self, weights: u64) -> Option<u64> {
         match self {
             Amount::Fraction(Fraction(f)) => Some((f * weights as f64).round_ties_even() as u64),
-            Amount::Count(count) => (count <= weights).then_some(count),
+            Amount::Count(count) | Amount::Number(count) => (count <= weights).then_some(count),
+        }
+    }
+
+    /// Refuses a number from 2 to 100 without a unit, which may be meant as a percentage.
+    ///
+    /// # Errors
+    /// The reason, with the ways to write what is meant; `counted` is how to write the count.
+    pub(crate) fn require_unit(self, counted: impl FnOnce(u64) -> String) -> Result<(), String> {
+        match self {
+            Amount::Number(number @ 2..=100) => {
+                let fraction = suggest_percentage(number as f64).unwrap_or_default();
+                Err(format!("{number} needs a unit: write {fraction} for a fraction, or {}", counted(number)))
+            }
+            _ => Ok(()),
         }
     }
 }
 
-const WANTED: &str = "a fraction from 0.0 to 1.0, or a whole number of weights";
+const WANTED: &str = "a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number";
+const UNIT: &str = " units";
 
 impl FromStr for Amount {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Ok(count) = text.parse() {
+        if let Some(count) = text.strip_suffix(UNIT).and_then(|count| count.parse().ok()) {
             return Ok(Amount::Count(count));
         }
-        text.parse().ok().and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {WANTED}"))
+        if let Ok(number) = text.parse() {
+            return Ok(Amount::Number(number));
+        }
+        parse_fraction(text).and_then(Fraction::new).map(Amount::Fraction).ok_or_else(|| format!("`{text}` is not {WANTED}"))
     }
 }
 
@@ -72,7 +105,7 @@ impl fmt::Display for Amount {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Amount::Fraction(Fraction(value)) => write!(f, "{value:?}"),
-            Amount::Count(count) => write!(f, "{count}"),
+            Amount::Count(count) | Amount::Number(count) => write!(f, "{count}"),
         }
     }
 }
@@ -81,7 +114,8 @@ impl Serialize for Amount {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Amount::Fraction(Fraction(value)) => serializer.serialize_f64(*value),
-            Amount::Count(count) => serializer.serialize_u64(*count),
+            Amount::Count(count @ 2..=100) => serializer.collect_str(&format_args!("{count}{UNIT}")),
+            Amount::Count(count) | Amount::Number(count) => serializer.serialize_u64(*count),
         }
     }
 }
@@ -97,11 +131,15 @@ impl<'de> Deserialize<'de> for Amount {
             }
 
             fn visit_u64<E: de::Error>(self, value: u64) -> Result<Amount, E> {
-                Ok(Amount::Count(value))
+                Ok(Amount::Number(value))
             }
 
             fn visit_i64<E: de::Error>(self, value: i64) -> Result<Amount, E> {
-                u64::try_from(value).map(Amount::Count).map_err(|_| E::custom(format!("amount {value} is not {WANTED}")))
+                u64::try_from(value).map(Amount::Number).map_err(|_| E::custom(format!("amount {value} is not {WANTED}")))
+            }
+
+            fn visit_str<E: de::Error>(self, value: &str) -> Result<Amount, E> {
+                value.parse().map_err(E::custom)
             }
 
             fn visit_f64<E: de::Error>(self, value: f64) -> Result<Amount, E> {
@@ -162,8 +200,9 @@ mod schema {
         }
         fn json_schema(_: &mut SchemaGenerator) -> Schema {
             json_schema!({ "anyOf": [
-                { "type": "number", "minimum": 0.0, "maximum": 1.0, "description": "fraction of the weights" },
-                { "type": "integer", "minimum": 0, "description": "number of weights" }
+                { "type": "number", "minimum": 0.0, "maximum": 1.0, "description": "fraction" },
+                { "type": "integer", "minimum": 0, "description": "number" },
+                { "type": "string", "pattern": "^[0-9.]+ *(%|units)$", "description": "percentage, or number with its unit" }
             ] })
         }
     }
@@ -191,12 +230,30 @@ mod tests {
     }
 
     #[test]
+    fn numbers_that_may_be_percentages_need_a_unit() {
+        let needs = |amount: Amount| amount.require_unit(|count| format!("`{count} units`")).err();
+        assert_eq!(needs(Amount::Number(50)).unwrap(), "50 needs a unit: write `0.5` or `50%` for a fraction, or `50 units`");
+        assert!(needs(Amount::Number(2)).is_some() && needs(Amount::Number(100)).is_some());
+        for amount in [Amount::Number(0), Amount::Number(1), Amount::Number(101), Amount::Count(50), Amount::fraction(1.0)] {
+            assert_eq!(needs(amount), None);
+        }
+    }
+
+    #[test]
     fn text_and_back() {
         for text in ["0.5", "1.0", "0.0", "17"] {
             assert_eq!(text.parse::<Amount>().unwrap().to_string(), text);
         }
-        for text in ["1.5", "-1", "-0.1", "nan", "x", ""] {
+        for text in ["1.5", "-1", "-0.1", "nan", "x", "", "150%", "-1%", "%", "50 %%", "units"] {
             assert!(text.parse::<Amount>().is_err(), "{text}");
+        }
+        assert_eq!("50%".parse(), Ok(Amount::fraction(0.5)));
+        assert_eq!("12.5 %".parse(), Ok(Amount::fraction(0.125)));
+        assert_eq!("50 units".parse(), Ok(Amount::Count(50)));
+        for amount in [Amount::Count(1), Amount::Count(50), Amount::Count(1000), Amount::Number(50), Amount::fraction(0.3)] {
+            let again: Amount = serde_json::from_value(serde_json::to_value(amount).unwrap()).unwrap();
+            assert_eq!(again.require_unit(|_| String::new()), amount.require_unit(|_| String::new()), "{amount:?}");
+            assert_eq!(again.of(2000), amount.of(2000));
         }
         assert_eq!("2:4".parse::<NOfM>().unwrap(), NOfM { n: 2, m: 4 });
         for text in ["5:4", "2", "0:0", "1:9999", ":"] {

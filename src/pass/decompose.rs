@@ -49,7 +49,7 @@ impl FromStr for RankRule {
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct Decompose {
-    /// Width between the two layers: a fraction, like 0.5, of the parameters of a layer that both together keep, or a number, like 64
+    /// Width between the two layers: a fraction, like 0.5 or 50%, of the parameters of a layer that both together keep, or a number, like 64
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true, default_value_t = Self::default().rank))]
     pub rank: Amount,
     /// What errors count for when the layers are chosen
@@ -143,7 +143,7 @@ impl Decompose {
         let (all, each) = ((rows * size) as u64, (rows + size) as u64);
         let rank = match self.rank(name) {
             fraction @ Amount::Fraction(_) => (fraction.share() * all as f64 / each.max(1) as f64) as u64,
-            Amount::Count(count) => count,
+            Amount::Count(count) | Amount::Number(count) => count,
         };
         match rank {
             0 => Err("too small for layers of any width between them"),
@@ -297,7 +297,7 @@ impl Pass for Decompose {
         for (what, rank) in std::iter::once(("rank", self.rank)).chain(self.rules.iter().map(|rule| ("rules", rule.rank))) {
             let between = match rank {
                 Amount::Fraction(_) => rank.share() > 0.0 && rank.share() < 1.0,
-                Amount::Count(count) => count > 0,
+                Amount::Count(count) | Amount::Number(count) => count > 0,
             };
             if !between {
                 let reason = format!("{rank} is neither a fraction between 0 and 1, of the parameters that are kept, nor a number of at least 1");

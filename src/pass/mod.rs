@@ -5,7 +5,7 @@
 //! new weights are made when the model is written. Passes that [run the model](Pass::runs_on) read the data sets of the recipe, and some
 //! of them other models, like a teacher ([`Pass::reads`]); they keep unfinished work in [`Context::workplace`].
 
-mod amount;
+pub(crate) mod amount;
 mod cast;
 mod integers;
 mod palettize;

@@ -85,7 +85,7 @@ impl FromStr for Rule {
 #[cfg_attr(feature = "cli", derive(clap::Args, schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct PruneUnstructured {
-    /// Weights to zero: a fraction like 0.5, or a count like 1000 [default: 0.5]
+    /// Weights to zero: a fraction like 0.5 or 50%, or a count like 1000 or `50 units` [default: 0.5]
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amount>,
@@ -228,6 +228,10 @@ impl Pass for PruneUnstructured {
     }
 
     fn check(&self) -> Result<()> {
+        for (what, amount) in self.amount.iter().map(|amount| ("amount", amount)).chain(self.rules.iter().map(|rule| ("rules", &rule.amount))) {
+            let unit = amount.require_unit(|count| format!("`{count} units` for {count} weights"));
+            unit.map_err(|reason| Error::option(format!("{NAME}: {what}"), reason))?;
+        }
         if self.importance != Importance::L1 {
             layerwise::require(&format!("{NAME}: importance"))?;
             if self.scope == Scope::Global {

@@ -15,48 +15,62 @@ pub struct Budgets {
     /// Most bytes of the written weights (of the first format), like 25MB or 20MiB
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE", help_heading = "Size"))]
     pub max_bytes: Option<ByteSize>,
-    /// Most bytes for each byte of the input: 0.3
-    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = number, help_heading = "Size"))]
+    /// Most bytes for each byte of the input: 0.3 or 30%
+    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = parse::fraction, help_heading = "Size"))]
     pub max_size_ratio: Option<f64>,
     /// How much worse the score may be than the input's: 0.01 is one point of accuracy; negative: better by that much
-    #[cfg_attr(feature = "cli", arg(long, value_name = "DROP", value_parser = number, allow_negative_numbers = true, help_heading = "Answers"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "DROP", value_parser = parse::fraction, allow_negative_numbers = true, help_heading = "Answers"))]
     pub max_drop: Option<f64>,
     /// Least mean cosine of the answers to the input's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = number, help_heading = "Answers"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = parse::fraction, help_heading = "Answers"))]
     pub min_cosine: Option<f64>,
     /// Least cosine of any answer to the input's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = number, help_heading = "Answers"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "COSINE", value_parser = parse::fraction, help_heading = "Answers"))]
     pub min_least_cosine: Option<f64>,
     /// Least signal to noise of the answers, in decibels
-    #[cfg_attr(feature = "cli", arg(long, value_name = "DB", value_parser = number, help_heading = "Answers"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "DB", value_parser = parse::number, help_heading = "Answers"))]
     pub min_sqnr: Option<f64>,
     /// Least part of the answers whose likeliest class is the input's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "PART", value_parser = number, help_heading = "Answers"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "PART", value_parser = parse::fraction, help_heading = "Answers"))]
     pub min_agreement: Option<f64>,
     /// How many times as fast as the input it has to be
-    #[cfg_attr(feature = "cli", arg(long, value_name = "TIMES", value_parser = number, help_heading = "Speed"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "TIMES", value_parser = parse::number, help_heading = "Speed"))]
     pub min_speedup: Option<f64>,
     /// Longest median time of a batch, in milliseconds
-    #[cfg_attr(feature = "cli", arg(long, value_name = "MS", value_parser = number, help_heading = "Speed"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "MS", value_parser = parse::number, help_heading = "Speed"))]
     pub max_latency: Option<f64>,
     /// Longest time that 95 of 100 batches stay below, in milliseconds
-    #[cfg_attr(feature = "cli", arg(long, value_name = "MS", value_parser = number, help_heading = "Speed"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "MS", value_parser = parse::number, help_heading = "Speed"))]
     pub max_latency_p95: Option<f64>,
     /// Most multiply-accumulates for each of the input's
-    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = number, help_heading = "Speed"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "RATIO", value_parser = parse::fraction, help_heading = "Speed"))]
     pub max_macs_ratio: Option<f64>,
     /// Most memory of the run itself, like 500MB
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE", help_heading = "The run"))]
     pub max_memory: Option<ByteSize>,
     /// Longest time of the run itself, in seconds
-    #[cfg_attr(feature = "cli", arg(long, value_name = "SECONDS", value_parser = number, help_heading = "The run"))]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "SECONDS", value_parser = parse::number, help_heading = "The run"))]
     pub max_seconds: Option<f64>,
 }
 
-/// A number that can be compared with.
+/// Parsers of limits on the command line.
 #[cfg(feature = "cli")]
-fn number(text: &str) -> Result<f64, String> {
-    text.parse().ok().filter(|value: &f64| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number"))
+mod parse {
+    use crate::pass::amount::{parse_fraction, suggest_percentage};
+
+    /// A fraction or a ratio; a number from 2 to 100 is refused, because it is more likely to be a percentage.
+    pub fn fraction(text: &str) -> Result<f64, String> {
+        let value = parse_fraction(text).filter(|value| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number or a percentage"))?;
+        match suggest_percentage(value).filter(|_| value >= 2.0 && !text.contains('%')) {
+            Some(meant) => Err(format!("`{text}` is no fraction: write {meant}")),
+            None => Ok(value),
+        }
+    }
+
+    /// A finite number.
+    pub fn number(text: &str) -> Result<f64, String> {
+        text.parse().ok().filter(|value: &f64| value.is_finite()).ok_or_else(|| format!("`{text}` is not a number"))
+    }
 }
 
 /// One limit and what was measured.
@@ -116,7 +130,7 @@ const SAMPLES: &str = "add `data: { evaluation: ... }` to the recipe, and run it
 const LABELS: &str = "add `data: { evaluation: ... }` with labels (`label_column`, or `task: language-modelling`) to the recipe, and run it again";
 const CLASSES: &str = "add `data: { evaluation: ... }` to the recipe of a model that answers with logits, and run it again";
 const TIMES: &str = "add `data: { evaluation: ... }` and `evaluate: { latency: true }` to the recipe, and run it again";
-const GRAPH: &str = "it is only known of models that compress can run: known families, or a graph.json";
+const GRAPH: &str = "it is counted for known families, models with a graph.json, and .onnx files without unknown products";
 const SYSTEM: &str = "the system that the run was made on does not tell it";
 
 impl Budgets {

@@ -40,6 +40,7 @@ use crate::error::{Error, Result};
 use crate::ir::{Graph, Op};
 use crate::model::Model;
 use crate::pass::Amount;
+use crate::pass::amount::suggest_percentage;
 use crate::run_state::{Applied, RunState};
 use crate::store::Pattern;
 use selection::Selection;
@@ -53,11 +54,11 @@ pub struct PruneStructured {
     #[cfg_attr(feature = "cli", arg(long, value_enum, value_delimiter = ','))]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub dims: Vec<PrunedPart>,
-    /// How much of each group to remove: a fraction like 0.25, a number of units, or one for each kind: heads=0.25,mlp=0.5 [default: 0.25]
+    /// How much of each group to remove: a fraction like 0.25 or 25%, a number of units, or one for each kind: heads=0.25,mlp=64 [default: 0.25]
     #[cfg_attr(feature = "cli", arg(long, allow_negative_numbers = true))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub amount: Option<Amounts>,
-    /// Instead of an amount, the fraction of the cost to keep: macs=0.5, params=0.5 or latency=0.5
+    /// Instead of an amount, the fraction of the cost to keep: macs=0.5 or macs=50%, params=0.5 or latency=0.5
     #[cfg_attr(feature = "cli", arg(long, value_name = "COST=FRACTION"))]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub target: Option<Target>,
@@ -228,8 +229,15 @@ impl Pass for PruneStructured {
                 return wrong("target", "excludes `amount`: a target finds the amounts".into());
             }
             if !(target.fraction() > 0.0 && target.fraction() < 1.0) {
-                return wrong("target", format!("{} {} is not between 0 and 1: it is the fraction that is left", target.name(), target.fraction()));
+                let meant = suggest_percentage(target.fraction()).map_or_else(String::new, |meant| format!("; write {meant}"));
+                return wrong("target", format!("{} {} is not between 0 and 1: it is the fraction that is left{meant}", target.name(), target.fraction()));
             }
+        }
+        // The count of layers or experts is small; one of heads, channels or neurons needs the name of its part.
+        if let Some(Amounts::All(amount)) = self.amount.as_ref().filter(|_| self.takes_units()) {
+            let part = self.dims.iter().copied().find(|part| part.unit().is_some()).unwrap_or(PrunedPart::Mlp);
+            let unit = amount.require_unit(|count| format!("`{part}={count}` for a number of units"));
+            unit.or_else(|reason| wrong("amount", reason))?;
         }
         let whole = PrunedPart::WHOLE.into_iter().find(|part| self.takes(*part));
         if let Some(part) = whole.filter(|_| self.target.is_some()) {

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::analysis::GroupUnit;
 use crate::pass::Amount;
+use crate::pass::amount::parse_fraction;
 
 /// What can be taken out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -106,7 +107,7 @@ impl<'de> Deserialize<'de> for Amounts {
             type Value = Amounts;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
-                f.write_str("a fraction from 0.0 to 1.0, a whole number of units, or one for each part, like { heads: 0.25, mlp: 0.5 }")
+                f.write_str("a fraction from 0.0 to 1.0, a percentage like 50%, a whole number of units, or one for each part, like { heads: 0.25, mlp: 0.5 }")
             }
 
             fn visit_u64<E: de::Error>(self, value: u64) -> Result<Amounts, E> {
@@ -119,6 +120,10 @@ impl<'de> Deserialize<'de> for Amounts {
 
             fn visit_f64<E: de::Error>(self, value: f64) -> Result<Amounts, E> {
                 Amount::deserialize(de::value::F64Deserializer::new(value)).map(Amounts::All)
+            }
+
+            fn visit_str<E: de::Error>(self, value: &str) -> Result<Amounts, E> {
+                value.parse().map(Amounts::All).map_err(E::custom)
             }
 
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Amounts, A::Error> {
@@ -165,7 +170,7 @@ impl FromStr for Target {
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || format!("target `{text}` is not macs=F, params=F or latency=F with F between 0 and 1");
         let (name, fraction) = text.split_once('=').ok_or_else(wrong)?;
-        let fraction = fraction.trim().parse().map_err(|_| wrong())?;
+        let fraction = parse_fraction(fraction).ok_or_else(wrong)?;
         match name.trim() {
             "macs" => Ok(Target::Macs(fraction)),
             "params" => Ok(Target::Params(fraction)),
@@ -234,7 +239,7 @@ mod tests {
 
     #[test]
     fn text_and_yaml() {
-        let each = Amounts::Each([(PrunedPart::Heads, Amount::fraction(0.25)), (PrunedPart::Mlp, Amount::Count(8))].into());
+        let each = Amounts::Each([(PrunedPart::Heads, Amount::fraction(0.25)), (PrunedPart::Mlp, Amount::Number(8))].into());
         assert_eq!("heads=0.25,mlp=8".parse::<Amounts>().unwrap(), each);
         assert_eq!(serde_saphyr::from_str::<Amounts>("{ heads: 0.25, mlp: 8 }").unwrap(), each);
         assert_eq!(serde_saphyr::from_str::<Amounts>("0.5").unwrap(), Amounts::All(Amount::fraction(0.5)));

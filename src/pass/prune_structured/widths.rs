@@ -49,7 +49,7 @@ impl Bundle {
         let wrong = |reason: String| Err(Error::option("prune-structured: amount", reason));
         let size = self.size;
         let exact = match amount {
-            Amount::Count(count) => count as f64,
+            Amount::Count(count) | Amount::Number(count) => count as f64,
             Amount::Fraction(_) => amount.share() * size as f64,
         };
         let list = || self.widths.iter().map(|width| format!("{:.4}", 1.0 - *width as f64 / size as f64)).collect::<Vec<_>>();

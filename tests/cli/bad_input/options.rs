@@ -17,11 +17,15 @@ fn tensors(name: &'static str, tensors: Vec<Tensor>, args: &'static str, code: i
 
 #[test]
 fn flags() {
-    let amount = "is not a fraction from 0.0 to 1.0, or a whole number of weights";
+    let amount = "is not a fraction from 0.0 to 1.0, a percentage like 50%, or a whole number";
     check([
         small("an amount above one", "prune-unstructured in -o out --amount 1.5", 2, "`1.5` is not a fraction from 0.0 to 1.0", ""),
         small("a negative amount", "prune-unstructured in -o out --amount -1", 2, amount, ""),
-        small("an amount in percent", "prune-unstructured in -o out --amount 50%", 2, "`50%` is not a fraction", ""),
+        small("an amount without a unit", "prune-unstructured in -o out --amount 50", 2, "amount): 50 needs a unit: write `0.5` or `50%`", ""),
+        small("a rule without a unit", "prune-unstructured in -o out --rule *query.weight=30", 2, "rules): 30 needs a unit: write `0.3` or `30%`", ""),
+        small("units of several kinds", "prune-structured in -o out --amount 25", 2, "amount): 25 needs a unit: write `0.25` or `25%`", ""),
+        small("a cost in percent", "prune-structured in -o out --target macs=50", 2, "it is the fraction that is left; write `0.5` or `50%`", ""),
+        small("more than everything", "prune-unstructured in -o out --amount 150%", 2, "`150%` is not a fraction", ""),
         small("NaN as an amount", "prune-unstructured in -o out --amount nan", 2, amount, ""),
         small(
             "more than there is",

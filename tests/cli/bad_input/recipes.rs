@@ -95,7 +95,11 @@ fn types_and_ranges() {
             "line 4 column 15: amount 1.5 is not a fraction from 0.0 to 1.0, or a whole number of weights",
         ),
         recipe("a negative amount", "model: in\npasses:\n  - prune-unstructured: { amount: -5 }\n", "line 3 column 35: amount -5 is not a fraction"),
-        recipe("an amount in words", "model: in\npasses:\n  - prune-unstructured: { amount: half }\n", "line 3 column…expected a fraction from 0.0 to 1.0"),
+        recipe(
+            "an amount in words",
+            "model: in\npasses:\n  - prune-unstructured: { amount: half }\n",
+            "line 3 column 35: `half` is not a fraction from 0.0 to 1.0",
+        ),
         recipe("five of four", "model: in\npasses:\n  - prune-unstructured: { pattern: \"5:4\" }\n", "line 3 column 36: pattern `5:4` is not N:M"),
         recipe(
             "a pattern and an amount",

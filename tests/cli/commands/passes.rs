@@ -35,7 +35,8 @@ fn prune_unstructured() {
         &[(QUERY, "f32", Some(128)), (DENSE, "f32", Some(512)), (TABLE, "f32", Some(0))],
     );
     check("prune-unstructured in -o out --amount 0.25", &json!({ "amount": 0.25 }), &[(QUERY, "f32", Some(64)), (DENSE, "f32", Some(256))]);
-    check("prune-unstructured in -o out --amount 10", &json!({ "amount": 10 }), &[(QUERY, "f32", Some(10)), (DENSE, "f32", Some(10))]);
+    check("prune-unstructured in -o out --amount 25%", &json!({ "amount": 0.25 }), &[(QUERY, "f32", Some(64)), (DENSE, "f32", Some(256))]);
+    check("prune-unstructured in -o out --amount 110", &json!({ "amount": 110 }), &[(QUERY, "f32", Some(110)), (DENSE, "f32", Some(110))]);
     check("prune-unstructured in -o out --amount 1.0", &json!({ "amount": 1.0 }), &[(QUERY, "f32", Some(256)), (DENSE, "f32", Some(1024))]);
     check("prune-unstructured in -o out --pattern 2:4", &json!({ "pattern": "2:4", "amount": null }), &[(QUERY, "f32", Some(128)), (DENSE, "f32", Some(512))]);
     check(
@@ -45,9 +46,9 @@ fn prune_unstructured() {
     );
     check("prune-unstructured in -o out --ignore re:.*query", &json!({ "ignore": ["re:.*query"] }), &[(QUERY, "f32", Some(0)), (DENSE, "f32", Some(512))]);
     check(
-        "prune-unstructured in -o out --rule *query.weight=0.75 --rule *.1.output*=3",
-        &json!({ "rules": [{ "targets": ["*query.weight"], "amount": 0.75 }, { "targets": ["*.1.output*"], "amount": 3 }] }),
-        &[(QUERY, "f32", Some(192)), (DENSE, "f32", Some(3)), ("encoder.layer.0.output.dense.weight", "f32", Some(512))],
+        "prune-unstructured in -o out --rule *query.weight=0.75 --rule *.1.output*=1",
+        &json!({ "rules": [{ "targets": ["*query.weight"], "amount": 0.75 }, { "targets": ["*.1.output*"], "amount": 1 }] }),
+        &[(QUERY, "f32", Some(192)), (DENSE, "f32", Some(1)), ("encoder.layer.0.output.dense.weight", "f32", Some(512))],
     );
 }
 

@@ -16,7 +16,7 @@ passes:
       amount: 0.25
       scope: global
       ignore: ["*embeddings*"]
-      rules: [{ targets: ["*.output.dense.weight"], amount: 100 }]
+      rules: [{ targets: ["*.output.dense.weight"], amount: 100 units }]
   - cast: { to: bf16, overflow: saturate }
   - quantize-dynamic: { granularity: group, group_size: 8, symmetric: false, observer: mse, targets: ["re:.*layer\\.1"], ignore: ["*bias"] }
 export:
