@@ -26,4 +26,4 @@ pub use file::GraphFile;
 pub use graph::{Element, Graph, Kind, Node, TensorType, Value, ValueId};
 pub use ops::{Op, OpSpec};
 pub use port::{Port, given};
-pub use rebuild::{Rewrite, part, rebuild, same};
+pub use rebuild::{Rewrite, difference, part, rebuild, same};

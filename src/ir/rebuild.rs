@@ -112,12 +112,53 @@ fn parameter(builder: &mut Builder, catalog: &dyn Catalog, name: &str) -> Result
     }
 }
 
+/// The text of a graph over a checkpoint, independent of the order in which its nodes were declared.
+fn normalized(graph: &Graph, catalog: &dyn Catalog) -> Result<String> {
+    rebuild(graph, catalog, &mut |step: Rewrite| step.keep()).map(|graph| graph.to_string())
+}
+
 /// Whether two graphs over the same checkpoint compute the same in the same nodes, in whatever order they were declared.
 pub fn same(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> bool {
-    let plain = |graph: &Graph| rebuild(graph, catalog, &mut |step: Rewrite| step.keep()).map(|graph| graph.to_string());
-    match (plain(a), plain(b)) {
+    match (normalized(a, catalog), normalized(b, catalog)) {
         (Ok(a), Ok(b)) => a == b,
         _ => false,
+    }
+}
+
+/// The first line in which two graphs over the same checkpoint differ. Attributes are compared in the precision of 32-bit floats.
+///
+/// # Errors
+/// A graph does not fit the checkpoint.
+pub fn difference(a: &Graph, b: &Graph, catalog: &dyn Catalog) -> Result<Option<[String; 2]>> {
+    let (a, b) = (normalized(a, catalog)?, normalized(b, catalog)?);
+    let (mut a, mut b) = (a.lines(), b.lines());
+    loop {
+        match (a.next(), b.next()) {
+            (None, None) => return Ok(None),
+            (Some(a), Some(b)) if equal_in_f32(a, b) => {}
+            (a, b) => return Ok(Some([a, b].map(|line| line.unwrap_or("nothing").to_owned()))),
+        }
+    }
+}
+
+/// Whether two texts differ at most in floats, by no more than rounding to 32 bits and computing with the result makes of them.
+fn equal_in_f32(a: &str, b: &str) -> bool {
+    let tokens = |text| str::split_inclusive(text, [',', ':', '[', ']', '{', '}', '(', ')', ' ']);
+    let float = |token: &str| token.contains(['.', 'e']).then(|| token.trim_end_matches([',', ']', '}', ')', ' ']).parse::<f64>().ok()).flatten();
+    let (mut a, mut b) = (tokens(a), tokens(b));
+    loop {
+        let equal = match (a.next(), b.next()) {
+            (None, None) => return true,
+            (Some(a), Some(b)) if a == b => true,
+            (Some(a), Some(b)) => match (float(a), float(b)) {
+                (Some(x), Some(y)) => a.chars().last() == b.chars().last() && (x - y).abs() <= 4.0 * f64::from(f32::EPSILON) * x.abs(),
+                _ => false,
+            },
+            _ => false,
+        };
+        if !equal {
+            return false;
+        }
     }
 }
 
@@ -139,6 +180,20 @@ mod tests {
         fn nearest(&self, _name: &str) -> Option<String> {
             None
         }
+    }
+
+    #[test]
+    fn differences_are_found_in_the_precision_of_32_bits() {
+        let shapes = Shapes([("w", vec![2, 4])].into());
+        let with = |text: &str| TEXT.replace("act = Relu(fc)", &format!("act = Clip{{\"min\":0.0,\"max\":{text}}}(fc)")).parse::<Graph>().unwrap();
+        for (other, equal) in [("0.00001", true), ("9.999999747378752e-6", true), ("0.0000101", false), ("1e-6", false)] {
+            assert_eq!(difference(&with("1e-5"), &with(other), &shapes).unwrap().is_none(), equal, "{other}");
+        }
+        let [before, after] = difference(&with("6.0"), &with("7.0"), &shapes).unwrap().unwrap();
+        assert!(before.contains("6.0") && after.contains("7.0") && before.starts_with("act"), "{before} {after}");
+        assert!(
+            equal_in_f32("f(1.0)", "f(1.0)") && !equal_in_f32("f(1.0)", "f(1.0,") && !equal_in_f32("layers.1.e", "layers.2.e") && !equal_in_f32("a", "a b")
+        );
     }
 
     const TEXT: &str = "input x: float[batch, 4]\nparam unread: float[3]\nparam w: float[2, 4]\nfc = Linear{\"input_major\":false}(x, w) -> float[batch, 2]\ndead = Relu(x) -> float[batch, 4]\nact = Relu(fc) -> float[batch, 2]\noutput logits = act\n";

@@ -11,7 +11,7 @@ use crate::files;
 pub use crate::ir::Graph;
 use crate::ir::ops::FakeQuantize;
 use crate::ir::quantizers::{self, Quantizers};
-use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, rebuild, same};
+use crate::ir::{Builder, Catalog, GraphFile, Node, Op, cache, difference, rebuild, same};
 pub use crate::onnx::ModelFile;
 use crate::store::{ActivationScheme, Affine, Encoding, Module, OpenSizes, Weight, Weights, select};
 
@@ -126,10 +126,18 @@ impl Model {
         Ok(Model { weights, changed_graph, ..self.clone() })
     }
 
-    /// Whether another model with weights of these names computes the same; nothing where no graph tells.
-    pub(crate) fn computes_as(&self, other: &Model) -> Option<bool> {
-        let (Ok(one), Ok(other)) = (self.graph(), other.graph()) else { return None };
-        Some(same(&one, &other, &self.weights))
+    /// How another model with weights of these names differs in what it computes, in the precision of 32-bit floats; `None` if one of them
+    /// has no graph.
+    pub(crate) fn difference_from(&self, other: &Model) -> Option<std::result::Result<(), String>> {
+        let (Ok(one), Ok(two)) = (self.graph(), other.graph()) else { return None };
+        Some(match difference(&one, &two, &self.weights) {
+            Ok(None) => Ok(()),
+            Ok(Some([one, two])) => Err(match self.config.differing_numbers(&other.config).as_slice() {
+                [] => format!("`{one}` is written as `{two}`"),
+                keys => format!("{}; `{one}` is written as `{two}`", keys.join(", ")),
+            }),
+            Err(e) => Err(e.to_string()),
+        })
     }
 
     /// Whether `graph.json` has to be written.

@@ -173,6 +173,23 @@ fn what_changes_nothing_is_accepted() {
     assert_eq!(settings["chat_template"], json["chat_template"]);
 }
 
+/// Converters write the 64-bit value of a 32-bit float; files hold 32 bits.
+#[test]
+fn numbers_are_compared_in_the_precision_that_the_file_stores() {
+    for (name, key, value) in [
+        ("llama", "rms_norm_eps", 9.999999747378752e-6),
+        ("llama", "rope_theta", 10000.0001),
+        ("llama-rope-linear", "rms_norm_eps", 9.999999974752427e-7),
+        ("gemma2", "attn_logit_softcapping", 49.99999999),
+        ("gemma2", "final_logit_softcapping", 30.1),
+        ("qwen3", "rms_norm_eps", 1.0000001e-5),
+    ] {
+        let (folder, model) = changed(name, "config.json", |json| json[key] = value.into());
+        let report = export(model, folder.path(), FileType::F32).unwrap_or_else(|e| panic!("{name}: {key}: {e}"));
+        assert!(report.outputs[0].verified.how.contains("computes what the one computes"), "{name}: {key}: {}", report.outputs[0].verified.how);
+    }
+}
+
 #[test]
 fn a_head_that_is_the_embedding_is_stored_once() {
     let (_source, mut model) = source("gemma2");

@@ -288,16 +288,16 @@ impl Format for Gguf {
         let mut by_name = held(family, &opened, &names, &items).map_err(wrong)?;
         let renamed = reads_back_renamed(family, &names);
         let with = |by_name| Weights { by_name, folders: model.weights.folders.clone(), ..Weights::default() };
-        let computes = match renamed {
-            true if model.computes_as(model).is_some() => model.holding(with(by_name.clone()))?.computes_as(&opened),
+        let difference = match renamed {
+            true if model.difference_from(model).is_some() => model.holding(with(by_name.clone()))?.difference_from(&opened),
             true => None,
-            false => model.computes_as(&opened),
+            false => model.difference_from(&opened),
         };
-        if whole && computes == Some(false) {
-            return Err(wrong("reads back as a model that computes something else".into()));
+        if let Some(Err(difference)) = difference.as_ref().filter(|_| whole) {
+            return Err(wrong(format!("reads back as a model that computes something else: {difference}")));
         }
-        let opens = match computes {
-            Some(true) => "as a model that computes what the one computes that it was made from",
+        let opens = match difference {
+            Some(Ok(())) => "as a model that computes what the one computes that it was made from",
             _ => "with all weights in their shapes",
         };
         // The head that is tied in the file.
